@@ -1,0 +1,49 @@
+"""What can go wrong, as types; each carries the exit code that `dadt` ends with."""
+
+from __future__ import annotations
+
+
+class DadtError(Exception):
+    """Something the user can act on: the message says what is wrong, where, and what to do."""
+
+    exit_code = 1
+
+
+class ConfigError(DadtError):
+    """A flag, variable or value is wrong; the message lists the valid ones."""
+
+    exit_code = 2
+
+
+class LaunchError(DadtError):
+    """Workers could not be started."""
+
+    exit_code = 3
+
+
+class StartTimeout(DadtError):
+    """Some ranks never arrived; the message names them and what they were doing."""
+
+    exit_code = 124
+
+
+class CommError(DadtError):
+    """An operation between ranks failed; raised where the training thread waits for it."""
+
+    exit_code = 6
+
+
+class PeerLost(CommError):
+    """A peer process died or closed its side."""
+
+
+class CommTimeout(CommError):
+    """A peer was silent until the deadline; the message names it and the operation."""
+
+
+class Mismatch(CommError):
+    """Ranks submitted different operations, shapes or step numbers; the message names both sides."""
+
+
+class Aborted(CommError):
+    """The engine was aborted by this process (shutdown, or after another error)."""
