@@ -1,0 +1,100 @@
+"""What travels on every pipe and socket of the launcher: a JSON header, then bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from dadt.errors import DadtError
+
+LENGTHS = struct.Struct(">II")
+HEADER_LIMIT = 64 << 20
+BODY_LIMIT = 1 << 30
+CHUNK = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One message: `kind`, the other keys of its header, and its bytes."""
+
+    kind: str
+    header: dict[str, Any] = field(default_factory=dict)
+    body: bytes = b""
+
+    def encode(self) -> bytes:
+        header = json.dumps({"kind": self.kind, **self.header}).encode()
+        return LENGTHS.pack(len(header), len(self.body)) + header + self.body
+
+    def __getitem__(self, key: str) -> Any:
+        return self.header[key]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.header.get(key, default)
+
+
+class Parser:
+    """Bytes in, frames out; keeps what is not complete yet."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Frame]:
+        """Raises DadtError where the bytes are no frames (another program writes to the same pipe)."""
+        self._buffer += data
+        while len(self._buffer) >= LENGTHS.size:
+            header_size, body_size = LENGTHS.unpack_from(self._buffer)
+            if header_size > HEADER_LIMIT or body_size > BODY_LIMIT:
+                raise DadtError(f"expected a frame of dadt, got {bytes(self._buffer[:80])!r}")
+            end = LENGTHS.size + header_size + body_size
+            if len(self._buffer) < end:
+                return
+            header = json.loads(self._buffer[LENGTHS.size : LENGTHS.size + header_size])
+            body = bytes(self._buffer[LENGTHS.size + header_size : end])
+            del self._buffer[:end]
+            yield Frame(header.pop("kind"), header, body)
+
+
+class Link:
+    """Frames over two non-blocking descriptors (the same one twice for a socket). Owns neither.
+
+    `send` never blocks: what the other side does not take yet stays in `unsent` until `flush`.
+    """
+
+    def __init__(self, reader: int, writer: int) -> None:
+        self.reader = reader
+        self.writer = writer
+        self.unsent = bytearray()
+        self._parser = Parser()
+        os.set_blocking(reader, False)
+        os.set_blocking(writer, False)
+
+    def receive(self) -> list[Frame]:
+        """The complete frames that have come. Raises EOFError once the other side has closed."""
+        frames: list[Frame] = []
+        try:
+            data = os.read(self.reader, CHUNK)
+        except BlockingIOError:
+            return frames
+        except ConnectionResetError:
+            raise EOFError from None
+        if not data:
+            raise EOFError
+        frames.extend(self._parser.feed(data))
+        return frames
+
+    def send(self, frame: Frame) -> None:
+        self.unsent += frame.encode()
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what fits. Raises BrokenPipeError once the other side has closed."""
+        while self.unsent:
+            try:
+                written = os.write(self.writer, self.unsent[:CHUNK])
+            except BlockingIOError:
+                return
+            del self.unsent[:written]
