@@ -1,0 +1,120 @@
+"""`torch.save` to a path, in a script that believes it is alone.
+
+The first local rank of each host writes, beside the target and then renamed over it, so that nobody ever reads half
+a file; the other ranks of the host wait until it is there. Open file objects are each rank's own business.
+`torch.jit.save` and `torch.export.save` are not covered: under those, every rank writes the file itself.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from dadt.config import Config
+from dadt.world import World
+
+
+class Control(Protocol):
+    """What saving asks of the control channel."""
+
+    def saved(self, path: str, count: int) -> None: ...
+    def await_save(self, path: str, count: int, step: int, timeout: float) -> str: ...
+
+
+class Runtime(Protocol):
+    """What saving asks of the runtime."""
+
+    @property
+    def world(self) -> World: ...
+    @property
+    def config(self) -> Config: ...
+    @property
+    def control(self) -> Control | None: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def script_is_distributed(self) -> bool: ...
+    def show_true_weights(self) -> None: ...
+
+
+Save = Callable[..., None]
+
+
+class Saver:
+    """Stands in for `torch.save` in a worker."""
+
+    def __init__(self, runtime: Runtime, original: Save) -> None:
+        self.runtime = runtime
+        self.original = original
+        self._counts: Counter[str] = Counter()
+        self._pid = os.getpid()
+
+    def save(self, obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
+        if os.getpid() != self._pid:  # a DataLoader's worker process, which holds no weights of ours
+            return self.original(obj, f, *args, **kwargs)
+        self.runtime.show_true_weights()
+        target = self._target(f)
+        if target is None:
+            return self.original(obj, f, *args, **kwargs)
+
+        def write() -> None:
+            write_beside(target, lambda path: self.original(obj, path, *args, **kwargs))
+
+        control, config = self.runtime.control, self.runtime.config
+        if control is None or not config.save_once or self.runtime.script_is_distributed:
+            return write()
+        self._counts[str(target)] += 1
+        count = self._counts[str(target)]
+        if self.runtime.world.local_rank == 0:
+            write()
+            control.saved(str(target), count)
+        elif control.await_save(str(target), count, self.runtime.step, timeout=config.timeout) == "write":
+            write()
+        return None
+
+    def _target(self, f: Any) -> Path | None:
+        """The file that `f` means, links followed; None where torch had better write to `f` itself."""
+        if self.runtime.world.world_size == 1 or not isinstance(f, (str, os.PathLike)):
+            return None
+        target = Path(os.path.realpath(f))
+        if not target.parent.is_dir() or (target.exists() and not target.is_file()):
+            return None  # torch's own error, or a device such as /dev/null that must not be replaced
+        return target
+
+
+def write_beside(target: Path, write: Callable[[str], None]) -> None:
+    """Call `write` with a path beside `target`, then rename what it wrote over `target`, or leave nothing.
+
+    The path ends in the target's own name, which torch stores in the archive: the bytes do not depend on where
+    they were written. Permissions are the target's, or the umask's where it is new.
+    """
+    try:
+        folder = tempfile.mkdtemp(prefix=".dadt-", dir=target.parent)
+    except PermissionError:  # the folder is closed but the file may be writable
+        write(str(target))
+        return
+    beside = Path(folder) / target.name
+    try:
+        write(str(beside))
+        if target.exists():
+            shutil.copymode(target, beside)
+        beside.replace(target)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def install(runtime: Runtime) -> None:
+    saver = Saver(runtime, torch.save)
+
+    def save(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
+        saver.save(obj, f, *args, **kwargs)
+
+    save.__doc__ = torch.save.__doc__
+    torch.save = torch.serialization.save = save

@@ -1,0 +1,187 @@
+"""One start, then one random stream per rank and one that all ranks share.
+
+Before the script runs, every rank seeds torch, numpy and random alike, so models, splits and initial values agree.
+When training begins, the global generators' state becomes the *shared stream*, from which samplers and DataLoader
+base seeds go on drawing in the single process's order, and the global generators are reseeded per rank, so that
+dropout and augmentation differ between ranks, reproducibly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from dadt.config import Config
+from dadt.world import World
+
+REMEMBERED_STATES = 64
+"""Random states handed to the script for which the shared stream's state at that moment is kept."""
+
+
+class Runtime(Protocol):
+    """What seeding asks of the runtime."""
+
+    @property
+    def world(self) -> World: ...
+    @property
+    def config(self) -> Config: ...
+
+
+class State(NamedTuple):
+    """The global generators of a process that samplers draw from."""
+
+    torch: torch.Tensor
+    numpy: Any
+    random: Any
+
+    @classmethod
+    def capture(cls) -> State:
+        return cls(torch.default_generator.get_state(), np.random.get_state(), random.getstate())
+
+    def restore(self) -> None:
+        torch.default_generator.set_state(self.torch)
+        np.random.set_state(self.numpy)
+        random.setstate(self.random)
+
+    def seed(self) -> int:
+        """A seed that depends on all of the state."""
+        text = self.torch.numpy().tobytes() + repr(self.random).encode()
+        text += b"".join(np.asarray(field).tobytes() for field in self.numpy[1:])
+        return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
+
+
+def mix(seed: int, rank: int) -> int:
+    """A seed of rank's own, in [0, 2**56)."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{rank}".encode(), digest_size=7).digest(), "big")
+
+
+def seed_all(seed: int, manual_seed: Callable[[int], Any] = torch.manual_seed) -> None:
+    """Seed torch (every device), numpy and random."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    manual_seed(seed)
+
+
+class Streams:
+    """The shared stream and the rank's. Before `split` the global generators are both.
+
+    In a child process (a DataLoader's worker), and with `enabled` False, everything here does nothing.
+    """
+
+    def __init__(self, rank: int, *, enabled: bool = True) -> None:
+        self.rank = rank
+        self.enabled = enabled
+        self._shared: State | None = None
+        self._drawing = False
+        self._remembered: OrderedDict[bytes, torch.Tensor] = OrderedDict()
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._manual_seed: Callable[[int], Any] = torch.manual_seed
+
+    @property
+    def divided(self) -> bool:
+        """Whether ranks have streams of their own by now (always False in a child process)."""
+        return self._shared is not None and os.getpid() == self._pid
+
+    def split(self) -> None:
+        """Give this rank a stream of its own from here on. The first call counts."""
+        if not self.enabled or self._shared is not None or os.getpid() != self._pid:
+            return
+        with self._lock:
+            self._shared = State.capture()
+            seed_all(mix(self._shared.seed(), self.rank), self._manual_seed)
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Inside, the global generators of torch (CPU), numpy and random are the shared stream."""
+        if not self.divided:
+            yield
+            return
+        with self._lock:
+            if self._drawing:
+                yield
+                return
+            mine = State.capture()
+            assert self._shared is not None
+            self._shared.restore()
+            self._drawing = True
+            try:
+                yield
+            finally:
+                self._drawing = False
+                self._shared = State.capture()
+                mine.restore()
+
+    def install(self) -> None:
+        """Let the script's own seeding reach both streams."""
+        self._manual_seed = torch.manual_seed
+        torch.manual_seed = torch.random.manual_seed = self._patched_manual_seed()
+        torch.get_rng_state = torch.random.get_rng_state = self._patched_get(torch.get_rng_state)
+        torch.set_rng_state = torch.random.set_rng_state = self._patched_set(torch.set_rng_state)
+
+    def _patched_manual_seed(self) -> Callable[[int], torch._C.Generator]:
+        original = self._manual_seed
+
+        def manual_seed(seed: int) -> torch._C.Generator:
+            if not self.divided:
+                return original(seed)
+            with self._lock:
+                if self._drawing:  # by a sampler: it means the shared stream, which is in place now
+                    return original(seed)
+                assert self._shared is not None
+                fresh = torch.Generator().manual_seed(int(seed)).get_state()
+                self._shared = self._shared._replace(torch=fresh)
+                return original(mix(int(seed), self.rank))
+
+        manual_seed.__doc__ = original.__doc__
+        return manual_seed
+
+    def _patched_get(self, original: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """A state that the script keeps and sets again (torch.random.fork_rng does) stands for both streams:
+        else `with fork_rng(): manual_seed(0)` in every epoch would shuffle every epoch alike."""
+
+        def get_rng_state() -> torch.Tensor:
+            state = original()
+            if self.divided and not self._drawing:
+                assert self._shared is not None
+                self._remembered[state.numpy().tobytes()] = self._shared.torch
+                while len(self._remembered) > REMEMBERED_STATES:
+                    self._remembered.popitem(last=False)
+            return state
+
+        get_rng_state.__doc__ = original.__doc__
+        return get_rng_state
+
+    def _patched_set(self, original: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+        def set_rng_state(new_state: torch.Tensor) -> None:
+            original(new_state)
+            if self.divided and not self._drawing:
+                assert self._shared is not None
+                if (kept := self._remembered.get(new_state.numpy().tobytes())) is not None:
+                    self._shared = self._shared._replace(torch=kept)
+
+        set_rng_state.__doc__ = original.__doc__
+        return set_rng_state
+
+
+def install(runtime: Runtime) -> Streams:
+    """Seed this process before the script runs, and give the streams that `split` divides later.
+
+    A world of one is left exactly as plain python leaves it.
+    """
+    streams = Streams(
+        runtime.world.rank, enabled=runtime.config.seeding and runtime.world.world_size > 1
+    )
+    if streams.enabled:
+        seed_all(max(runtime.config.seed, 0))
+        streams.install()
+    return streams

@@ -1,0 +1,196 @@
+"""How one stream of samples becomes one share per rank, with the same number of steps on every rank.
+
+Every class here walks the single process's indices in the single process's order and gives the Pieces of one rank;
+all ranks walk the same indices, so together they lose and double nothing but what a Piece announces with count 0.
+No torch: indices are whatever the sampler yields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from itertools import chain, islice
+from typing import Any, NamedTuple, cast
+
+
+class Piece(NamedTuple):
+    """What one rank reads for one step."""
+
+    index: Any
+    """A list of indices, or the one item of a loader that does not batch."""
+    count: int
+    """Samples of the data set in it; 0 for a repeat, which only keeps the ranks in step."""
+    whole: Sequence[Any]
+    """All ranks' indices of this step: equal on all ranks if they walk the same order."""
+
+
+def portion(total: int, rank: int, size: int) -> range:
+    """Positions that are `rank`'s when `total` are split over `size` ranks as evenly as possible, larger first."""
+    small, larger = divmod(total, size)
+    start = rank * small + min(rank, larger)
+    return range(start, start + small + (rank < larger))
+
+
+def part(batch: Sequence[Any], rank: int, size: int) -> Piece:
+    """`rank`'s contiguous portion of a batch of one sample or more; with no sample left for it, a repeat."""
+    mine = portion(len(batch), rank, size)
+    if not mine:
+        return Piece([batch[0]], 0, batch)
+    return Piece(list(batch[mine.start : mine.stop]), len(mine), batch)
+
+
+class PerRank:
+    """Each rank's batch has the script's batch size: `size` batches of the sampler make one step.
+
+    The last, incomplete one is split as evenly as possible, or dropped with `drop_last`.
+    """
+
+    def __init__(
+        self, sampler: Iterable[Any], batch_size: int, drop_last: bool, rank: int, size: int
+    ) -> None:
+        self.sampler = sampler
+        self.drop_last = drop_last
+        self.rank = rank
+        self.size = size
+        self.nominal = batch_size
+
+    def __iter__(self) -> Iterator[Piece]:
+        indices = iter(self.sampler)
+        whole = self.nominal * self.size
+        start = self.nominal * self.rank
+        while batch := list(islice(indices, whole)):
+            if len(batch) == whole:
+                yield Piece(batch[start : start + self.nominal], self.nominal, batch)
+            elif not self.drop_last:
+                yield part(batch, self.rank, self.size)
+
+    def __len__(self) -> int:
+        samples, whole = len(cast(Sized, self.sampler)), self.nominal * self.size
+        return samples // whole if self.drop_last else -(-samples // whole)
+
+
+class Batches:
+    """Whole batches of a batch sampler of the script's own in turn: of each `size`, the rank-th.
+
+    Fewer than `size` left at the end: their samples are joined and split as evenly as possible.
+    """
+
+    def __init__(self, batch_sampler: Iterable[Any], rank: int, size: int) -> None:
+        self.batch_sampler = batch_sampler
+        self.rank = rank
+        self.size = size
+        self.nominal = 0
+        """Samples of an ordinary batch, the same on every rank; known once the first step was drawn."""
+
+    def __iter__(self) -> Iterator[Piece]:
+        batches = iter(self.batch_sampler)
+        while group := list(islice(batches, self.size)):
+            self.nominal = self.nominal or max(1, -(-sum(map(samples_in, group)) // len(group)))
+            if len(group) == self.size:
+                yield Piece(group[self.rank], samples_in(group[self.rank]), group)
+            elif all(map(is_batch, group)):
+                yield part(list(chain.from_iterable(group)), self.rank, self.size)
+            else:
+                yield turn(group, self.rank)
+
+    def __len__(self) -> int:
+        return -(-len(cast(Sized, self.batch_sampler)) // self.size)
+
+
+class Items:
+    """Items of a loader that does not batch, in turn; at the end, ranks without one repeat another's."""
+
+    def __init__(self, sampler: Iterable[Any], rank: int, size: int) -> None:
+        self.sampler = sampler
+        self.rank = rank
+        self.size = size
+        self.nominal = 0
+
+    def __iter__(self) -> Iterator[Piece]:
+        items = iter(self.sampler)
+        while group := list(islice(items, self.size)):
+            self.nominal = self.nominal or max(1, samples_in(group[0]))
+            yield turn(group, self.rank)
+
+    def __len__(self) -> int:
+        return -(-len(cast(Sized, self.sampler)) // self.size)
+
+
+class Divided:
+    """Each batch of the script is divided: the same steps as the single process makes."""
+
+    def __init__(self, batch_sampler: Iterable[Any], nominal: int, rank: int, size: int) -> None:
+        """nominal: the script's batch size; 0 where it does not say."""
+        self.batch_sampler = batch_sampler
+        self.rank = rank
+        self.size = size
+        self.nominal = -(-nominal // size)
+
+    def __iter__(self) -> Iterator[Piece]:
+        for batch in self.batch_sampler:
+            self.nominal = self.nominal or -(-len(batch) // self.size)
+            yield part(batch, self.rank, self.size)
+
+    def __len__(self) -> int:
+        return len(cast(Sized, self.batch_sampler))
+
+
+Share = PerRank | Batches | Items | Divided
+
+
+def turn(group: Sequence[Any], rank: int) -> Piece:
+    """The rank-th of a group, or a repeat of its first where it has too few."""
+    if rank < len(group):
+        return Piece(group[rank], samples_in(group[rank]), group)
+    return Piece(group[0], 0, group)
+
+
+def is_batch(index: Any) -> bool:
+    """Whether an index is a batch of indices: a list, tuple, or a tensor or array of one dimension or more."""
+    return isinstance(index, (list, tuple)) or bool(getattr(index, "ndim", 0))
+
+
+def samples_in(index: Any) -> int:
+    return len(index) if is_batch(index) else 1
+
+
+class Spare(NamedTuple):
+    """A sample of another rank's, for a rank whose stream ended without one: keeps it in step, with count 0."""
+
+    sample: Any
+
+
+def every_nth(
+    stream: Iterable[Any], rank: int, size: int, block: int = 0, whole_blocks: bool = False
+) -> Iterator[Any]:
+    """Sample i of a stream if i % size == rank, counted anew in each block of `block` samples (0: one block).
+
+    With `whole_blocks`, an incomplete last block is dropped on every rank. If the stream ends before this rank
+    had a sample, a Spare is given.
+    """
+    mine: list[Any] = []
+    given = False
+    position = 0
+    last: Any = Spare  # no sample yet; a sample may well be None
+    for sample in stream:
+        last = sample
+        if position % size == rank:
+            if whole_blocks:
+                mine.append(sample)
+            else:
+                given = True
+                yield sample
+        position += 1
+        if position == block:
+            position = 0
+            if whole_blocks:
+                given = given or bool(mine)
+                yield from mine
+                mine.clear()
+    if not given and last is not Spare:
+        yield Spare(last)
+
+
+def stream_steps(samples: int, batch_size: int, drop_last: bool, rank_size: int) -> int:
+    """Batches of a stream of known length when each global batch has `batch_size * rank_size` samples."""
+    whole = batch_size * rank_size
+    return samples // whole if drop_last else -(-samples // whole)
