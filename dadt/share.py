@@ -1,8 +1,8 @@
 """How one stream of samples becomes one share per rank, with the same number of steps on every rank.
 
-Every class here walks the single process's indices in the single process's order and gives the Pieces of one rank;
-all ranks walk the same indices, so together they lose and double nothing but what a Piece announces with count 0.
-No torch: indices are whatever the sampler yields.
+Every class here walks the single process's indices in the single process's order and gives the Pieces of one
+rank. All ranks walk the same indices, so together they lose nothing, and double nothing but what a Piece of 0
+samples announces. No torch: indices are whatever the sampler yields.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ class Piece(NamedTuple):
 
     index: Any
     """A list of indices, or the one item of a loader that does not batch."""
-    count: int
-    """Samples of the data set in it; 0 for a repeat, which only keeps the ranks in step."""
+    samples: int
+    """Samples of the data set that it counts; 0 for a repeat, which only keeps the ranks in step."""
     whole: Sequence[Any]
     """All ranks' indices of this step: equal on all ranks if they walk the same order."""
 
 
 def portion(total: int, rank: int, size: int) -> range:
-    """Positions that are `rank`'s when `total` are split over `size` ranks as evenly as possible, larger first."""
+    """Positions that are `rank`'s when `total` are split over ranks as evenly as possible, larger first."""
     small, larger = divmod(total, size)
     start = rank * small + min(rank, larger)
     return range(start, start + small + (rank < larger))
@@ -145,7 +145,7 @@ def turn(group: Sequence[Any], rank: int) -> Piece:
 
 
 def is_batch(index: Any) -> bool:
-    """Whether an index is a batch of indices: a list, tuple, or a tensor or array of one dimension or more."""
+    """Whether an index is a batch of indices: a list, a tuple, a tensor or array with a dimension."""
     return isinstance(index, (list, tuple)) or bool(getattr(index, "ndim", 0))
 
 
@@ -154,7 +154,7 @@ def samples_in(index: Any) -> int:
 
 
 class Spare(NamedTuple):
-    """A sample of another rank's, for a rank whose stream ended without one: keeps it in step, with count 0."""
+    """Another rank's sample, for a rank whose stream ended without one: keeps it in step, counts as 0."""
 
     sample: Any
 
@@ -164,8 +164,8 @@ def every_nth(
 ) -> Iterator[Any]:
     """Sample i of a stream if i % size == rank, counted anew in each block of `block` samples (0: one block).
 
-    With `whole_blocks`, an incomplete last block is dropped on every rank. If the stream ends before this rank
-    had a sample, a Spare is given.
+    With `whole_blocks`, an incomplete last block is dropped on every rank. If the stream ends before this
+    rank had a sample, a Spare is given.
     """
     mine: list[Any] = []
     given = False

@@ -1,0 +1,275 @@
+"""The one process per host that owns its workers: `python -m dadt.agent`, frames on stdin and stdout.
+
+It starts what the launcher asks for, passes on what the workers print and report, and ends them all when it is
+told to, when its input closes (the launcher is gone), or when it is signalled. It decides nothing else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from dadt.errors import LaunchError
+from dadt.launch import machine
+from dadt.launch.folder import Folder
+from dadt.launch.frame import Frame, Link
+from dadt.launch.interrupt import Interrupts
+from dadt.launch.roster import Line, Roster
+from dadt.launch.stop import Stop
+from dadt.launch.worker import Worker
+from dadt.pulse import Pulse
+
+PR_SET_CHILD_SUBREAPER = 36
+TICK_SECONDS = 0.05
+HEARTBEAT_SECONDS = 0.5
+UNSENT_LIMIT = 4 << 20
+"""Workers are not read while this many bytes wait for the launcher."""
+FAREWELL_SECONDS = 5.0
+"""How long the launcher may take for the last frames."""
+NATURAL_SECONDS = 0.5
+"""How long what the workers left running may take to end by itself, after they ended well."""
+
+
+class Agent:
+    """Single-threaded: one selector over the launcher, the signals, the workers' pipes and their control lines."""
+
+    def __init__(self, launcher: Link, interrupts: Interrupts) -> None:
+        self._launcher = launcher
+        self._interrupts = interrupts
+        self._selector = selectors.DefaultSelector()
+        self._workers: dict[int, Worker] = {}
+        self._pids: dict[int, Worker] = {}
+        self._stop: Stop | None = None
+        self._paused = False
+        self._launcher_gone = False
+        self._heartbeat = 0.0
+
+    def run(self) -> None:
+        self._watch(self._launcher.reader, self._read_launcher)
+        self._watch(self._interrupts.fileno(), self._read_signals)
+        job = self._first_frame()
+        if job is None:
+            return
+        self._folder = Folder.join(job["job"])
+        try:
+            self._serve(job)
+        finally:
+            self._folder.remove()
+
+    def _first_frame(self) -> Frame | None:
+        self._orders: list[Frame] = []
+        while not self._orders and not self._launcher_gone:
+            for key, _ in self._selector.select():
+                key.data()
+        return self._orders.pop(0) if self._orders else None
+
+    def _serve(self, job: Frame) -> None:
+        self._ranks: dict[int, int] = {worker["rank"]: worker["local_rank"] for worker in job["workers"]}
+        self._pulse = Pulse.create(self._folder.pulse, len(self._ranks))
+        self._roster = Roster(self._folder.socket, self._pulse, self._send)
+        self._memory_kills = machine.memory_kills()
+        with self._roster.listen() as server:
+            self._watch(server.fileno(), lambda: self._accept(server))
+            try:
+                self._start(job)
+            except LaunchError as error:
+                self._send(Frame("unstarted", {"message": str(error)}))
+                self._begin_stop(Frame("stop"))
+            while not (self._stop and self._stop.finished):
+                self._turn()
+        stuck = self._stop.stuck
+        self._send(Frame("end", {"stuck": stuck}))
+        self._take_leave()
+
+    def _start(self, job: Frame) -> None:
+        for slot in job["workers"]:
+            env = {**job["env"], **slot["env"], "DADT_AGENT": str(self._folder.socket)}
+            worker = Worker(slot["rank"], job["command"], env, job["cwd"])
+            self._workers[worker.rank] = worker
+            self._pids[worker.pid] = worker
+            self._send(Frame("started", {"rank": worker.rank, "pid": worker.pid}))
+            for stream in worker.pipes:
+                self._watch_pipe(worker, stream)
+
+    def _turn(self) -> None:
+        for key, _ in self._selector.select(TICK_SECONDS if self._needs_tick() else HEARTBEAT_SECONDS):
+            key.data()
+        for order in self._orders:
+            self._obey(order)
+        self._orders.clear()
+        self._roster.settle_saves()
+        self._beat()
+        self._balance()
+        if self._launcher_gone and (self._stop is None or self._stop.natural):
+            self._begin_stop(Frame("stop"))
+        elif self._stop is None and all(worker.ended for worker in self._workers.values()):
+            self._begin_stop(Frame("stop", {"natural": NATURAL_SECONDS}))
+        if self._stop:
+            for rank, pid, text in self._stop.advance():
+                self._send(Frame("stacks", {"rank": rank, "pid": pid}, text))
+
+    def _needs_tick(self) -> bool:
+        return bool(self._stop or self._roster.waits or self._launcher.unsent)
+
+    def _obey(self, order: Frame) -> None:
+        if order.kind == "stop":
+            self._begin_stop(order)
+        elif order.kind == "answer":
+            answer = order["answer"]
+            self._roster.answer(order["line"], Frame(answer.pop("kind"), answer, order.body))
+
+    def _begin_stop(self, order: Frame) -> None:
+        """A later order may only hasten the end."""
+        living = [worker for worker in self._workers.values() if not worker.ended]
+        dumps = self._roster.dumps if order.get("stacks") else {}
+        stop = Stop(self._folder.job, living, dumps, order.get("natural", 0.0), order.get("grace", 1.5))
+        if self._stop is None or self._stop.natural:
+            self._stop = stop
+        else:
+            self._stop.hasten(order.get("grace", 1.5))
+
+    def _read_launcher(self) -> None:
+        try:
+            self._orders.extend(self._launcher.receive())
+        except EOFError:
+            self._launcher_gone = True
+            self._selector.unregister(self._launcher.reader)
+
+    def _read_signals(self) -> None:
+        caught = self._interrupts.take()
+        if signal.SIGCHLD in caught:
+            self._reap()
+        if caught - {signal.SIGCHLD}:
+            self._orders.append(Frame("stop"))
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            worker = self._pids.get(pid)
+            if worker is not None:
+                worker.end(status)
+                self._report_end(worker, usage.ru_maxrss * 1024)
+
+    def _report_end(self, worker: Worker, peak_memory: int) -> None:
+        """After everything that the worker said and printed while it lived."""
+        for line in list(self._roster.lines.values()):
+            self._read_line(line)
+        for stream in worker.pipes:
+            while self._read_pipe(worker, stream):
+                pass
+        local_rank = self._ranks[worker.rank]
+        if local_rank == 0:
+            self._roster.first_ended = True
+        step, _ = self._pulse.read(local_rank)
+        ending = {
+            "rank": worker.rank,
+            "code": worker.returncode,
+            "time": time.time(),
+            "step": step,
+            "peak_memory": peak_memory,
+            "memory_limit": machine.memory_limit(),
+            "memory_kills": machine.memory_kills() - self._memory_kills,
+            "stopped": self._stop is not None and self._stop.signalled,
+        }
+        self._send(Frame("exit", ending))
+
+    def _accept(self, server: socket.socket) -> None:
+        while (line := self._roster.accept(server)) is not None:
+            self._watch(line.link.reader, lambda line=line: self._read_line(line))  # type: ignore[misc]
+
+    def _read_line(self, line: Line) -> None:
+        try:
+            self._roster.receive(line)
+        except EOFError:
+            self._selector.unregister(line.link.reader)
+            self._roster.hang_up(line)
+
+    def _watch_pipe(self, worker: Worker, stream: str) -> None:
+        self._watch(worker.pipes[stream].fileno(), lambda: self._read_pipe(worker, stream))
+
+    def _read_pipe(self, worker: Worker, stream: str) -> bool:
+        """Pass on what has come; whether there may be more."""
+        pipe = worker.pipes[stream]
+        if pipe.closed:
+            return False
+        data = worker.read(stream)
+        if data:
+            self._send(Frame(stream, {"rank": worker.rank}, data))
+        elif data is None:
+            self._forget(pipe.fileno())
+            pipe.close()
+        return bool(data)
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        if now - self._heartbeat >= HEARTBEAT_SECONDS:
+            self._heartbeat = now
+            steps = {str(rank): self._pulse.read(local) for rank, local in self._ranks.items()}
+            self._send(Frame("beat", {"steps": steps}))
+
+    def _balance(self) -> None:
+        """Read the workers only as fast as the launcher takes it."""
+        full = len(self._launcher.unsent) > UNSENT_LIMIT
+        if full == self._paused:
+            return
+        self._paused = full
+        for worker in self._workers.values():
+            for stream, pipe in worker.pipes.items():
+                if pipe.closed:
+                    continue
+                if full:
+                    self._forget(pipe.fileno())
+                else:
+                    self._watch_pipe(worker, stream)
+
+    def _send(self, frame: Frame) -> None:
+        if not self._launcher_gone:
+            try:
+                self._launcher.send(frame)
+            except BrokenPipeError:
+                self._launcher_gone = True
+
+    def _take_leave(self) -> None:
+        deadline = time.monotonic() + FAREWELL_SECONDS
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._launcher.writer, selectors.EVENT_WRITE)
+            while self._launcher.unsent and not self._launcher_gone and time.monotonic() < deadline:
+                selector.select(TICK_SECONDS)
+                self._launcher.flush()
+
+    def _watch(self, descriptor: int, read: Callable[[], Any]) -> None:
+        self._selector.register(descriptor, selectors.EVENT_READ, read)
+
+    def _forget(self, descriptor: int) -> None:
+        if descriptor in self._selector.get_map():
+            self._selector.unregister(descriptor)
+
+
+def main() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    if os.getsid(0) != os.getpid():
+        os.setsid()
+    # Frames keep descriptors of their own, so that nothing printed in this process can get between them.
+    reader, writer = os.dup(0), os.dup(1)
+    with open(os.devnull) as null:  # noqa: PTH123
+        os.dup2(null.fileno(), 0)
+    os.dup2(2, 1)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    with Interrupts([signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP]) as interrupts:
+        Agent(Link(reader, writer), interrupts).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

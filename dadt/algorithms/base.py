@@ -1,0 +1,50 @@
+"""The interface of an algorithm: hooks around one optimizer's step, in the order of a training step."""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from dadt.attachment import Attachment
+
+
+class Algorithm(abc.ABC):
+    """Decides what is exchanged, when, and how it is applied. One instance per optimizer.
+
+    All hooks run on the training thread of one rank; every rank runs the same sequence of them.
+    """
+
+    def __init__(self, attachment: Attachment) -> None:
+        self.attachment = attachment
+        self.delayed = 0
+        """Gradients so far that were not applied in the step that computed them."""
+
+    @property
+    def predicts(self) -> bool:
+        """Whether the next training forward is to run at predicted weights."""
+        return False
+
+    @property
+    def tracks(self) -> bool:
+        """Whether the coming step's displacement will be wanted for prediction."""
+        return False
+
+    @property
+    def holds(self) -> bool:
+        """Whether this step applies nothing, because no gradient has arrived yet."""
+        return False
+
+    def gradient_ready(self, parameter: torch.Tensor) -> None:  # noqa: B027 (optional hook)
+        """A backward has added to this parameter's gradient. Called only where `wants_gradients`."""
+
+    wants_gradients = False
+
+    @abc.abstractmethod
+    def before_step(self) -> None:
+        """Gradients are about to be used: make `.grad` what the optimizer shall apply."""
+
+    def after_step(self) -> None:  # noqa: B027 (optional hook)
+        """The optimizer has stepped, or the step was skipped by agreement."""

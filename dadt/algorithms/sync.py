@@ -1,0 +1,89 @@
+"""Synchronous averaging: the step applies its own gradients, averaged; overlapped with the backward that makes them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from dadt.algorithms.base import Algorithm
+from dadt.exchange import Exchange
+
+if TYPE_CHECKING:
+    from dadt.attachment import Attachment
+
+
+class Sync(Algorithm):
+    """w(t+1) = optimizer(w(t), mean of g(t)).
+
+    How often a backward adds to each gradient is learned from the last two steps. Where they agree, a bucket is
+    launched from the backward that completes it. If more follows, a flag in the lane makes all ranks exchange again.
+    """
+
+    wants_gradients = True
+
+    def __init__(self, attachment: Attachment) -> None:
+        super().__init__(attachment)
+        self._overlap = Overlap()
+        self._exchange: Exchange | None = None
+
+    def gradient_ready(self, parameter: torch.Tensor) -> None:
+        a = self.attachment
+        if not a.overlaps:
+            return
+        overlap = self._overlap
+        overlap.count(parameter)
+        while overlap.expected:
+            if self._exchange is None:
+                if not a.schema_is_current():
+                    return
+                self._exchange = a.new_exchange()
+            exchange = self._exchange
+            buckets = exchange.schema.buckets
+            # The last bucket waits for the step: it carries the agreement.
+            if exchange.launched >= len(buckets) - 1 or not overlap.complete(buckets[exchange.launched].tensors):
+                return
+            exchange.launch()
+            overlap.launched(buckets[exchange.launched - 1].tensors)
+
+    def before_step(self) -> None:
+        a = self.attachment
+        exchange = self._exchange if self._exchange and a.schema_is_current() else a.new_exchange()
+        self._exchange = None
+        a.close(exchange, redo=self._overlap.grew)
+        lanes = a.wait(exchange)
+        if any(lane.redo for lane in lanes):
+            exchange = a.new_exchange(again=True)
+            a.close(exchange)
+            lanes = a.wait(exchange)
+        a.agree(lanes, exchange)
+        a.deliver(exchange)
+        self._overlap.step()
+
+
+class Overlap:
+    """Counts how often each parameter's gradient grows in a step, to know when it is complete."""
+
+    def __init__(self) -> None:
+        self._counts: dict[torch.Tensor, int] = {}
+        self._before: dict[torch.Tensor, int] = {}
+        self.expected: dict[torch.Tensor, int] = {}
+        self._launched: set[torch.Tensor] = set()
+        self.grew = False
+        """A gradient grew after it was launched."""
+
+    def count(self, parameter: torch.Tensor) -> None:
+        self._counts[parameter] = self._counts.get(parameter, 0) + 1
+        self.grew = self.grew or parameter in self._launched
+
+    def complete(self, parameters: list[torch.Tensor]) -> bool:
+        return all(self._counts.get(p, 0) == self.expected.get(p, 0) for p in parameters)
+
+    def launched(self, parameters: list[torch.Tensor]) -> None:
+        self._launched.update(parameters)
+
+    def step(self) -> None:
+        self.expected = self._counts if self._counts == self._before else {}
+        self._before, self._counts = self._counts, {}
+        self._launched.clear()
+        self.grew = False

@@ -1,0 +1,286 @@
+"""One optimizer under DADT: what is exchanged for it, its algorithm, its prediction, and their agreement."""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from dadt.algorithms import ALGORITHMS
+from dadt.buffer import Buffers
+from dadt.errors import DadtError, Mismatch
+from dadt.exchange import Exchange, Schema
+from dadt.lane import Lane
+from dadt.measure import Measure
+from dadt.prediction import Prediction, auto_factor
+
+if TYPE_CHECKING:
+    from dadt.runtime import Runtime
+
+_FINGERPRINTED_STEPS = 20
+
+
+class Attachment:
+    """Made when the runtime attaches an optimizer; every rank attaches the same ones in the same order."""
+
+    def __init__(self, runtime: Runtime, optimizer: torch.optim.Optimizer, index: int) -> None:
+        self.runtime = runtime
+        self._optimizer = weakref.ref(optimizer)
+        self.index = index
+        self.step = 0
+        self.has_closure = False
+        self.warmup_steps = runtime.config.warmup_steps
+        self.measure = Measure()
+        self.buffers = Buffers()
+        self.scale: torch.Tensor | None = None
+        """Current loss scale, where the script has a GradScaler."""
+        self.drawn = 0
+        """Batches from shared loaders since the last exchange."""
+        self._samples = 0.0
+        self._fill = 1.0
+        self._exchanges = 0
+        self.consumed = False
+        """This step's gradients are averaged."""
+        self._held: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._grew = False
+        self._agreed = -1
+        self._identical = 0
+        self._schema: Schema | None = None
+        self._token: tuple[Any, ...] = ()
+        self._hooked = WeakTensorKeyDictionary()
+        predict = runtime.config.predict
+        factor = auto_factor(optimizer) if predict == "auto" else float(predict)
+        self.prediction = Prediction(self.parameters, factor)
+        self.algorithm = ALGORITHMS[runtime.config.algorithm](self)
+        self.refresh()
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        optimizer = self._optimizer()
+        assert optimizer is not None, "used after the optimizer was collected"
+        return optimizer
+
+    @property
+    def alive(self) -> bool:
+        return self._optimizer() is not None
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """Those that are trained, in registration order."""
+        return [p for g in self.optimizer.param_groups for p in g["params"] if p.requires_grad]
+
+    @property
+    def name(self) -> str:
+        return "" if self.index == 0 else f" of optimizer #{self.index + 1}"
+
+    @property
+    def overlaps(self) -> bool:
+        """Buckets may be launched from backward: with several optimizers their order could differ between ranks."""
+        return not self.has_closure and self.runtime.optimizers == 1 and not self.consumed
+
+    # The parts that are exchanged ------------------------------------------------------------------------------
+
+    def schema_is_current(self) -> bool:
+        return self._schema is not None and self._token == self._make_token()
+
+    def _make_token(self) -> tuple[Any, ...]:
+        return (
+            tuple((id(p), p.dtype, p.device) for p in self.parameters),
+            tuple(id(b) for b in self.buffers.tensors),
+        )
+
+    def refresh(self) -> None:
+        """Follow parameters that were frozen, added, moved or cast, and buffers that came to life."""
+        token = self._make_token()
+        if self._schema is not None and token == self._token:
+            return
+        parameters = self.parameters
+        if self._schema is None or token[0] != self._token[0]:
+            self.prediction.follow(parameters)
+            self._hook(parameters)
+        self._schema = Schema(parameters, self.buffers.tensors, int(self.runtime.config.bucket_mb * 2**20))
+        self._token = token
+
+    def _hook(self, parameters: list[torch.Tensor]) -> None:
+        """Notice gradients that grow: all where the algorithm wants it, else two to see a late backward."""
+        wanted = parameters if self.algorithm.wants_gradients else parameters[:1] + parameters[-1:]
+        this = weakref.ref(self)
+
+        def grew(parameter: torch.Tensor) -> None:
+            if (a := this()) is not None:
+                a._grew = True
+                if a.algorithm.wants_gradients:
+                    a.algorithm.gradient_ready(parameter)
+
+        for p in wanted:
+            if p not in self._hooked and p.is_leaf:
+                p.register_post_accumulate_grad_hook(grew)
+                self._hooked[p] = True
+
+    # One step --------------------------------------------------------------------------------------------------
+
+    def drew(self, samples: int, nominal: int) -> None:
+        """A batch of a shared loader was handed to the script; samples of it count, of nominally so many."""
+        if self.drawn == 0:
+            self._samples = 0.0
+        self.drawn += 1
+        self._samples += samples / max(nominal, 1)
+        self._fill = self._samples / self.drawn
+
+    def consume(self) -> None:
+        """The first place of a step where gradients are used: exchange, and make `.grad` what shall be applied."""
+        if self.consumed:
+            if self._grew:
+                raise DadtError(
+                    "a backward added to gradients that were already clipped or unscaled in this step, and so"
+                    " averaged: clip once, after the step's last backward"
+                )
+            return
+        if self.step > 0:
+            self.buffers.settle()
+        if self.algorithm.tracks:
+            self.prediction.before_step()
+        else:
+            self.prediction.undo()
+        self.refresh()
+        if self._token[0]:
+            self.algorithm.before_step()
+        self.drawn = 0
+        self.consumed = True
+        self._grew = False
+
+    def hold_back(self) -> None:
+        """Where no average has come yet: without gradients a step changes neither weights, momentum nor counters."""
+        if self.algorithm.holds:
+            self._held = [(p, p.grad) for p in self.parameters]
+            for p, _ in self._held:
+                p.grad = None
+
+    def stepped(self) -> None:
+        """The optimizer has stepped."""
+        for p, gradient in self._held:
+            p.grad = gradient
+        self._held = []
+        self.prediction.after_step()
+        self._end_step()
+
+    def skipped(self) -> None:
+        """All ranks left the step out (the gradient scaler found infinities in the average)."""
+        self.prediction.forget()
+        self._end_step()
+
+    def _end_step(self) -> None:
+        self.algorithm.after_step()
+        self.measure.stepped()
+        self.step += 1
+        self.consumed = False
+
+    def average_closure(self, loss: float) -> float:
+        """Gradients and loss of one evaluation of a closure, averaged at once; the mean loss."""
+        self.has_closure = True
+        self.prediction.forget()
+        self.refresh()
+        exchange = self.new_exchange()
+        self.close(exchange, loss=loss)
+        lanes = self.wait(exchange)
+        self.agree(lanes, exchange)
+        self.deliver(exchange)
+        self.drawn = 0
+        total = sum(lane.weight for lane in lanes)
+        return sum(lane.loss * lane.weight for lane in lanes) / total if total else loss
+
+    def new_exchange(self, *, again: bool = False) -> Exchange:
+        assert self._schema is not None
+        self._exchanges += not again
+        number = self._exchanges - 1
+        name = f"step {number}{self.name}{', again' if again else ''}"
+        exchange = Exchange(self.runtime.engine, self._schema, number, name, self._fill)
+        self.runtime.keep(exchange)
+        return exchange
+
+    def close(self, exchange: Exchange, *, redo: bool = False, loss: float = 0.0) -> None:
+        """Launch what is left of the exchange, with this rank's lane."""
+        exchange.scale = self.scale
+        exchange.close(
+            Lane(
+                layout=exchange.schema.crc,
+                drawn=self.drawn,
+                groups=zlib.crc32(repr(group_values(self.optimizer)).encode()),
+                fingerprint=self._fingerprint() if exchange.number < _FINGERPRINTED_STEPS else 0,
+                redo=redo,
+                weight=exchange.weight,
+                loss=loss,
+            )
+        )
+
+    def _fingerprint(self) -> int:
+        for p in reversed(self.parameters):
+            if p.grad is not None and p.grad.layout == torch.strided and p.grad.numel():
+                part = p.grad.detach().reshape(-1)[:64].to("cpu", torch.float32)
+                return zlib.crc32(part.numpy().tobytes()) if bool(part.any()) else 0
+        return 0
+
+    def wait(self, exchange: Exchange) -> list[Lane]:
+        begun = perf_counter()
+        lanes = exchange.wait(self.runtime.wait)
+        self.measure.exchanged(exchange.seconds, perf_counter() - begun)
+        return lanes
+
+    def deliver(self, exchange: Exchange) -> None:
+        rescale = exchange.scale is not None and self.scale is not None and exchange.scale is not self.scale
+        exchange.deliver(self.scale / exchange.scale if rescale else None)  # type: ignore[operator]
+        sent = [t for bucket in exchange.schema.buffer_buckets for t in bucket.tensors]
+        self.buffers.update(sent, exchange.averaged_buffers())
+
+    # Agreement -------------------------------------------------------------------------------------------------
+
+    def agree(self, lanes: list[Lane], exchange: Exchange) -> None:
+        """Act on what the lanes say: all ranks see the same ones, so all do the same."""
+        drawn = [lane.drawn for lane in lanes]
+        if len(set(drawn)) > 1:
+            least, most = drawn.index(min(drawn)), drawn.index(max(drawn))
+            raise Mismatch(
+                f"{exchange.name}: rank {most} has drawn {drawn[most]} batches since its last step and rank {least}"
+                f" {drawn[least]}: one of them skipped a step that the other took. Decide such things from values that"
+                f" are equal on all ranks, not from a rank's own loss"
+            )
+        self._warn_identical(lanes)
+        if len({lane.groups for lane in lanes}) > 1 and exchange.number > self._agreed:
+            self._agreed = self._exchanges - 1
+            self.runtime.say(
+                "the ranks' learning rates (or other param_group values) differ, by a rank's own loss perhaps:"
+                " rank 0's are used on all",
+                level="warning",
+            )
+            self.runtime.adopt(self, weights=self.algorithm.delayed > 0)
+
+    def _warn_identical(self, lanes: list[Lane]) -> None:
+        prints = {lane.fingerprint for lane in lanes}
+        self._identical = self._identical + 1 if len(prints) == 1 and 0 not in prints else 0
+        if self._identical == 5:
+            self.runtime.say(
+                "all ranks had identical gradients for 5 steps: they train on the same data. Read it through a"
+                " DataLoader (see --share), or let each rank choose its part by RANK",
+                level="warning",
+            )
+
+
+def group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Each param_group's values (learning rate, momentum, ...) without the parameters; tensors as numbers."""
+    return [
+        {k: _plain(v) for k, v in sorted(group.items()) if k != "params" and not _on_device(v)}
+        for group in optimizer.param_groups
+    ]
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+def _on_device(value: Any) -> bool:
+    """Reading it would wait for the device."""
+    return isinstance(value, torch.Tensor) and value.device.type != "cpu"

@@ -1,0 +1,104 @@
+"""Flat buffers that several tensors live in: what one exchange moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dadt import _core
+
+DTYPES = {
+    torch.float32: _core.DType.float32,
+    torch.float64: _core.DType.float64,
+    torch.float16: _core.DType.float16,
+    torch.bfloat16: _core.DType.bfloat16,
+    torch.int64: _core.DType.int64,
+    torch.int32: _core.DType.int32,
+    torch.int16: _core.DType.int16,
+    torch.int8: _core.DType.int8,
+    torch.uint8: _core.DType.uint8,
+    # Complex numbers travel as pairs of floats; bools as bytes.
+    torch.complex64: _core.DType.float32,
+    torch.complex128: _core.DType.float64,
+    torch.bool: _core.DType.uint8,
+}
+_ALIGNMENT = 16  # elements: every tensor starts on a cache line of fp32
+
+
+class Bucket:
+    """Tensors of one dtype and device, exchanged together; the same on all ranks.
+
+    Two flat buffers take turns (the exchange of step t fills buffer t % 2), so that what the script holds as
+    `.grad` is never overwritten by the exchange in flight.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = list(tensors)
+        first = self.tensors[0]
+        self.device = first.device
+        self.dtype = first.dtype
+        self.strides = [_dense_strides(t) for t in self.tensors]
+        parts = 2 if first.dtype.is_complex else 1
+        self.layout = _core.Layout(DTYPES[first.dtype], [t.numel() * parts for t in self.tensors])
+        self._flats: list[torch.Tensor] = []
+        self.views = [self._carve(), self._carve()]
+        self.pointers = [[v.data_ptr() for v in views] for views in self.views]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() for t in self.tensors) * self.dtype.itemsize
+
+    def _carve(self) -> list[torch.Tensor]:
+        offsets = [0]
+        for t in self.tensors:
+            offsets.append(offsets[-1] + -(-t.numel() // _ALIGNMENT) * _ALIGNMENT)
+        # Gradients on a GPU are staged through host memory: the core moves bytes of the host.
+        flat = torch.zeros(offsets[-1], dtype=self.dtype, pin_memory=self.device.type == "cuda")
+        self._flats.append(flat)
+        return [
+            flat[o : o + t.numel()].as_strided(t.size(), s)
+            for o, t, s in zip(offsets, self.tensors, self.strides, strict=False)
+        ]
+
+    def stage(self, index: int, value: torch.Tensor | None, turn: int) -> torch.Tensor | None:
+        """The value as host memory in the order that all ranks use; copied only where it is not."""
+        if value is None:
+            return None
+        if value.layout != torch.strided:
+            value = value.to_dense()
+        value = value.detach()
+        # A lazily conjugated or negated tensor's memory does not hold its values.
+        value = value.resolve_conj().resolve_neg()
+        if value.device.type == "cpu" and value.dtype == self.dtype and value.stride() == self.strides[index]:
+            return value
+        view = self.views[turn][index]
+        view.copy_(value)
+        return view
+
+    def deliver(self, index: int, turn: int) -> torch.Tensor:
+        """The averaged tensor on the parameter's device: a view of the flat buffer, or its copy."""
+        view = self.views[turn][index]
+        return view if self.device.type == "cpu" else view.to(self.device, non_blocking=True)
+
+
+def split(tensors: Sequence[torch.Tensor], max_bytes: int) -> list[Bucket]:
+    """Buckets of at most about max_bytes, in the given order, one dtype and device each.
+
+    A tensor larger than max_bytes gets a bucket of its own. Depends on the tensors alone: the same on all ranks.
+    """
+    open_parts: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    buckets: list[Bucket] = []
+    for t in tensors:
+        key = (t.dtype, t.device)
+        part = open_parts.setdefault(key, [])
+        if part and (sum(x.numel() for x in part) + t.numel()) * t.element_size() > max_bytes:
+            buckets.append(Bucket(part))
+            part = open_parts[key] = []
+        part.append(t)
+    return buckets + [Bucket(part) for part in open_parts.values()]
+
+
+def _dense_strides(t: torch.Tensor) -> tuple[int, ...]:
+    """Strides that gradients of t have: its own if it is dense, else contiguous ones."""
+    return tuple(torch.empty_like(t, device="meta").stride())

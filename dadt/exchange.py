@@ -1,0 +1,149 @@
+"""One averaging of an optimizer's gradients (and its model's buffers) over all ranks."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from dadt.bucket import Bucket, split
+from dadt.errors import Mismatch
+from dadt.lane import LANE_BYTES, Lane, any_flags, pack_flags
+
+if TYPE_CHECKING:
+    from dadt._core import Engine, Work
+
+
+class Schema:
+    """What the exchanges of one optimizer move: gradients, last parameters first, and buffers. Equal on all ranks."""
+
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], max_bytes: int
+    ) -> None:
+        self.parameters = list(parameters)
+        self.buckets = split(self.parameters[::-1], max_bytes)
+        # Gradients of the first parameters come last in a backward: their bucket closes the step.
+        self.buffer_buckets = split(buffers, max_bytes)
+        tensors = [*self.parameters, *buffers]
+        self.crc = zlib.crc32(repr([(tuple(t.shape), str(t.dtype), t.device.type) for t in tensors]).encode())
+        self.turn = 0
+
+
+class Exchange:
+    """The works of one averaging. `launch` buckets in order, `close` with the lane, `wait`, `deliver`."""
+
+    def __init__(self, engine: Engine, schema: Schema, number: int, name: str, weight: float) -> None:
+        self.schema = schema
+        self.number = number
+        self.name = name
+        self.weight = weight
+        self.scale: torch.Tensor | None = None
+        """The loss scale that the gradients carry."""
+        schema.turn ^= 1
+        self._turn = schema.turn
+        self._engine = engine
+        self._works: list[Work] = []
+        self._buffer_works: list[Work] = []
+        self._alive: list[list[torch.Tensor | None]] = []
+
+    @property
+    def launched(self) -> int:
+        """Gradient buckets under way."""
+        return len(self._works)
+
+    @property
+    def works(self) -> list[Work]:
+        return self._buffer_works + self._works
+
+    @property
+    def done(self) -> bool:
+        return all(w.done for w in self.works)
+
+    @property
+    def seconds(self) -> float:
+        """Time in which bytes moved, without waiting for the last rank to arrive."""
+        return sum(w.seconds for w in self.works)
+
+    def launch(self, lane: bytes = b"") -> None:
+        """Submit the next bucket's gradients as they are now. They must not change until the work is done."""
+        index = len(self._works)
+        bucket = self.schema.buckets[index]
+        self._works.append(self._submit(bucket, [t.grad for t in bucket.tensors], f"bucket {index}", lane))
+
+    def close(self, lane: Lane) -> None:
+        """Submit buffers and all gradients that are left; the last bucket carries the lane."""
+        last = len(self.schema.buckets) - 1
+        while len(self._works) < last:
+            self.launch()
+        for i, bucket in enumerate(self.schema.buffer_buckets):
+            # Forwards go on while this is under way: average a copy, made in the place of delivery.
+            for view, tensor in zip(bucket.views[self._turn], bucket.tensors, strict=True):
+                view.copy_(tensor)
+            work = self._submit(bucket, bucket.views[self._turn], f"buffers {i}", b"")
+            self._buffer_works.append(work)
+        self.launch(lane.pack())
+
+    def _submit(
+        self, bucket: Bucket, values: Sequence[torch.Tensor | None], what: str, lane: bytes
+    ) -> Work:
+        staged = [bucket.stage(i, v, self._turn) for i, v in enumerate(values)]
+        self._alive.append(staged)
+        return self._engine.allreduce(
+            bucket.layout,
+            [0 if t is None else t.data_ptr() for t in staged],
+            bucket.pointers[self._turn],
+            f"{self.name}, {what}",
+            self.weight,
+            pack_flags(t is not None for t in staged) + lane,
+        )
+
+    def wait(self, wait: Callable[[Work], None]) -> list[Lane]:
+        """Until all is averaged; every rank's lane, by rank."""
+        for work in self.works:
+            wait(work)
+        self._alive.clear()
+        lanes = [Lane.unpack(data[-LANE_BYTES:]) for data in self._works[-1].lanes]
+        for rank, lane in enumerate(lanes):
+            if lane.layout != lanes[0].layout:
+                raise Mismatch(
+                    f"{self.name}: the parameters or buffers of rank {rank} differ in shape, dtype or number from"
+                    f" rank 0's: every rank must build the same model"
+                )
+        return lanes
+
+    def deliver(self, ratio: torch.Tensor | float | None = None) -> None:
+        """Hand the averages to the script as `.grad`; None where no rank had a gradient.
+
+        ratio: what the averages are multiplied with, where the loss scale has changed since.
+        """
+        for bucket, work in zip(self.schema.buckets, self._works, strict=True):
+            present = any_flags(work.lanes, len(bucket.tensors))
+            given: list[torch.Tensor] = []
+            for i, p in enumerate(bucket.tensors):
+                # Frozen since: the script expects it to stay where it is.
+                if not present[i] or not p.requires_grad:
+                    p.grad = None
+                    continue
+                sparse = p.grad is not None and p.grad.layout == torch.sparse_coo
+                gradient = bucket.deliver(i, self._turn)
+                given.append(gradient)
+                p.grad = gradient.to_sparse(1) if sparse else gradient
+            if ratio is not None and given:
+                torch._foreach_mul_(given, ratio)
+
+    def averaged_buffers(self) -> list[torch.Tensor]:
+        """The buffers' averages, in the order of the schema's buckets."""
+        return [
+            bucket.deliver(i, self._turn)
+            for bucket in self.schema.buffer_buckets
+            for i in range(len(bucket.tensors))
+        ]
+
+    def zeros(self) -> None:
+        """Zero gradients in the buffers that no exchange uses, for a step that applies none."""
+        for bucket in self.schema.buckets:
+            for i, p in enumerate(bucket.tensors):
+                bucket.views[self._turn ^ 1][i].zero_()
+                p.grad = bucket.deliver(i, self._turn ^ 1)

@@ -1,0 +1,94 @@
+"""Where gradients are used before the step: clipping and the gradient scaler see averages, as the step does."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.utils import clip_grad
+
+from dadt.attachment import Attachment
+from dadt.inject.module import Modules
+from dadt.runtime import Runtime
+
+_OF_PARAMETERS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
+
+
+def install(runtime: Runtime, modules: Modules) -> None:
+    def consume(attachment: Attachment) -> None:
+        if not attachment.consumed:
+            modules.step_begins(attachment.optimizer)
+        attachment.consume()
+
+    def consume_of(tensors: Iterable[torch.Tensor], *, gradients: bool = False) -> None:
+        """Average what the optimizers of these parameters (or gradients) are about to use."""
+        ids = {id(t) for t in tensors}
+        runtime.begin()
+        for attachment in runtime.attachments:
+            mine = (p.grad if gradients else p for p in attachment.parameters)
+            if any(id(t) in ids for t in mine):
+                consume(attachment)
+
+    for name in _OF_PARAMETERS:
+        _patch(name, _before_parameters(getattr(clip_grad, name), consume_of))
+    _patch("get_total_norm", _before_gradients(clip_grad.get_total_norm, runtime, consume_of))
+    unscale, step = GradScaler.unscale_, GradScaler.step
+
+    def scaled(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> Attachment | None:
+        attachment = runtime.attachment(optimizer)
+        if attachment is not None and scaler.is_enabled():
+            attachment.scale = scaler._scale.clone() if scaler._scale is not None else None
+        if attachment is not None:
+            consume(attachment)
+        return attachment
+
+    @functools.wraps(unscale)
+    def patched_unscale(self: GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        scaled(self, optimizer)
+        unscale(self, optimizer)
+
+    @functools.wraps(step)
+    def patched_step(self: GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        attachment = scaled(self, optimizer)
+        result = step(self, optimizer, *args, **kwargs)
+        if attachment is not None and attachment.consumed:
+            attachment.skipped()
+        return result
+
+    GradScaler.unscale_ = patched_unscale  # type: ignore[method-assign]
+    GradScaler.step = patched_step  # type: ignore[method-assign]
+
+
+def _patch(name: str, patched: Callable[..., Any]) -> None:
+    setattr(clip_grad, name, patched)
+    setattr(torch.nn.utils, name, patched)
+
+
+def _before_parameters(original: Callable[..., Any], consume: Callable[..., None]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def patched(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        consume(parameters)
+        return original(parameters, *args, **kwargs)
+
+    return patched
+
+
+def _before_gradients(
+    original: Callable[..., Any], runtime: Runtime, consume: Callable[..., None]
+) -> Callable[..., Any]:
+    """get_total_norm takes gradients: those that the averages replace are looked up again."""
+
+    @functools.wraps(original)
+    def patched(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        owners = {id(p.grad): p for a in runtime.attachments for p in a.parameters if p.grad is not None}
+        mine = [owners.get(id(t)) for t in tensors]
+        consume(tensors, gradients=True)
+        averaged = [t if p is None else p.grad for t, p in zip(tensors, mine, strict=True)]
+        return original([t for t in averaged if t is not None], *args, **kwargs)
+
+    return patched

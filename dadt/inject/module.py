@@ -1,0 +1,252 @@
+"""Modules: where a training forward begins, and what the script sees of the weights in between."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from dadt.attachment import Attachment
+from dadt.runtime import Runtime
+
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+
+
+class Entry:
+    """Runs around every call of one module, in the slot that torch keeps for compiled calls.
+
+    That slot is left out of pickles and copies, costs other modules nothing, and torch.compile looks past it: the
+    graph has no break.
+    """
+
+    def __init__(self, modules: Modules, module: nn.Module, call: Callable[..., Any] | None) -> None:
+        self._modules = modules
+        self._module = weakref.ref(module)
+        self._call = call
+        self.called = False
+        """A forward with gradients ran since the last step."""
+        self._trained_in_eval = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        assert module is not None
+        call = self._call or module._call_impl
+        if torch.is_grad_enabled() and (module.training or self._trained_in_eval or not self._modules.runtime.began):
+            self.called = True
+            self._modules.forward_begins(module)
+            return call(*args, **kwargs)
+        if torch.is_grad_enabled():
+            self.called = True
+        suspended = self._modules.suspend(module)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            for attachment in suspended:
+                attachment.prediction.resume()
+
+    def step_begins(self) -> bool:
+        """Whether the module was called in this step. A module in eval mode that is stepped trains so."""
+        called, self.called = self.called, False
+        module = self._module()
+        if called and module is not None:
+            self._trained_in_eval = not module.training
+        return called
+
+
+class Modules:
+    """Finds the modules whose parameters an optimizer trains, and guards what the script sees of them."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self._optimizers: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[torch.optim.Optimizer]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    # Finding ---------------------------------------------------------------------------------------------------
+
+    def find(self, optimizer: torch.optim.Optimizer) -> None:
+        """Enter the topmost modules above the optimizer's parameters."""
+        ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        modules = [m for m in _all_modules() if "_parameters" in m.__dict__ and "_modules" in m.__dict__]
+        parents: dict[nn.Module, list[nn.Module]] = {}
+        for m in modules:
+            for child in m._modules.values():
+                if child is not None:
+                    parents.setdefault(child, []).append(m)
+        level = {m for m in modules if any(id(p) in ids for p in m._parameters.values())}
+        roots: dict[nn.Module, None] = {}
+        seen: set[nn.Module] = set()
+        while level:
+            seen |= level
+            roots.update((m, None) for m in level if m not in parents)
+            level = {p for m in level for p in parents.get(m, ())} - seen
+        if any(type(m).__name__ in _WRAPPERS or _is_sharded(m) for m in seen):
+            self.runtime.left_alone.add(optimizer)
+            self.runtime.say(
+                f"{type(optimizer).__name__}: its parameters belong to DistributedDataParallel or FSDP,"
+                " which average them already: left alone"
+            )
+            return
+        ordered = [m for m in modules if m in roots]
+        self.runtime.roots[optimizer] = [weakref.ref(m) for m in ordered]
+        for m in ordered:
+            self.enter(m, optimizer)
+            if (inner := m._modules.get("_orig_mod")) is not None:
+                self.enter(inner, optimizer)
+
+    def enter(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizers.setdefault(module, weakref.WeakSet()).add(optimizer)
+        if not isinstance(module.__dict__.get("_compiled_call_impl"), Entry):
+            # Not by setattr: torch.compile's wrapper would pass it on to the module inside.
+            module.__dict__["_compiled_call_impl"] = Entry(self, module, module.__dict__.get("_compiled_call_impl"))
+
+    def wrapped(self, parent: nn.Module, child: nn.Module) -> None:
+        """A module that is entered was put into another: if torch.compile did, calls come through that one."""
+        if child in self._optimizers and type(parent).__name__ == "OptimizedModule":
+            for optimizer in self._optimizers[child]:
+                self.enter(parent, optimizer)
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before an optimizer's step: a topmost module that was not called (a container) is entered one level down."""
+        for module in [m for m, optimizers in self._optimizers.items() if optimizer in optimizers]:
+            entry = module.__dict__.get("_compiled_call_impl")
+            if not isinstance(entry, Entry) or entry.step_begins() or type(module).__name__ == "OptimizedModule":
+                continue
+            ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            for child in module._modules.values():
+                if child is not None and any(id(p) in ids for p in child.parameters()):
+                    self.enter(child, optimizer)
+
+    # Around forwards -------------------------------------------------------------------------------------------
+
+    def attachments(self, module: nn.Module) -> list[Attachment]:
+        known = self.runtime.attachments
+        return [a for a in known if a.alive and a.optimizer in self._optimizers.get(module, ())]
+
+    def forward_begins(self, module: nn.Module) -> None:
+        self.runtime.begin()
+        for attachment in self.attachments(module):
+            attachment.buffers.hide_training()
+            if attachment.algorithm.predicts and not attachment.consumed:
+                attachment.prediction.apply()
+
+    def suspend(self, module: nn.Module) -> list[Attachment]:
+        suspended = [a for a in self.attachments(module) if a.prediction.applied]
+        for attachment in suspended:
+            attachment.prediction.suspend()
+        return suspended
+
+    # What the script sees --------------------------------------------------------------------------------------
+
+    def mode_changed(self, module: nn.Module, training: bool) -> None:
+        """eval() shows true weights and official buffers; train() gives back the rank's own buffers."""
+        for attachment in self.runtime.attachments:
+            if training:
+                attachment.buffers.hide(module)
+            else:
+                attachment.buffers.show(module)
+        if not training and module in self._optimizers:
+            for attachment in self.attachments(module):
+                attachment.prediction.undo()
+
+    def reveal(self, module: nn.Module) -> list[Attachment]:
+        """Before state_dict() or load_state_dict(): the weights and buffers below are the true and official ones."""
+        if not self.runtime.attachments:
+            return []
+        ids = {id(p) for p in module.parameters()}
+        mine = [a for a in self.runtime.attachments if any(id(p) in ids for p in a.prediction.parameters)]
+        for attachment in mine:
+            attachment.prediction.undo()
+        for m in module.modules():
+            for attachment in self.runtime.attachments:
+                attachment.buffers.show(m)
+        return mine
+
+    def loaded(self, module: nn.Module, mine: Iterable[Attachment]) -> None:
+        """After load_state_dict()."""
+        for attachment in mine:
+            attachment.prediction.forget()
+        for m in module.modules():
+            for attachment in self.runtime.attachments:
+                attachment.buffers.forget(m)
+
+
+def install(modules: Modules) -> None:
+    """Patch nn.Module's own methods and Parameter's copying; all at class level, so nothing is seen in an instance."""
+    runtime = modules.runtime
+    train, state_dict, load_state_dict, compile_ = (
+        nn.Module.train,
+        nn.Module.state_dict,
+        nn.Module.load_state_dict,
+        nn.Module.compile,
+    )
+
+    @functools.wraps(train)
+    def patched_train(self: nn.Module, mode: bool = True) -> nn.Module:
+        result = train(self, mode)
+        if runtime.attachments:
+            modules.mode_changed(self, mode)
+        return result
+
+    @functools.wraps(state_dict)
+    def patched_state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Only the outermost call: the ones that it makes for its children pass a destination.
+        if not args and kwargs.get("destination") is None:
+            modules.reveal(self)
+        return state_dict(self, *args, **kwargs)
+
+    @functools.wraps(load_state_dict)
+    def patched_load_state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        mine = modules.reveal(self)
+        result = load_state_dict(self, *args, **kwargs)
+        modules.loaded(self, mine)
+        return result
+
+    @functools.wraps(compile_)
+    def patched_compile(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        entry = self.__dict__.pop("_compiled_call_impl", None)
+        compile_(self, *args, **kwargs)
+        if isinstance(entry, Entry):
+            entry._call = self.__dict__["_compiled_call_impl"]
+            self.__dict__["_compiled_call_impl"] = entry
+
+    nn.Module.train = patched_train  # type: ignore[method-assign]
+    nn.Module.state_dict = patched_state_dict  # type: ignore[assignment, method-assign]
+    nn.Module.load_state_dict = patched_load_state_dict  # type: ignore[method-assign]
+    nn.Module.compile = patched_compile  # type: ignore[method-assign]
+    for name in ("__deepcopy__", "__reduce_ex__"):
+        setattr(nn.Parameter, name, _true_first(getattr(nn.Parameter, name), runtime))
+
+    def registered(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        if child is not None:
+            modules.wrapped(parent, child)
+
+    nn.modules.module.register_module_module_registration_hook(registered)
+
+
+def _true_first(copy: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
+    """Copies and pickles hold true weights."""
+
+    @functools.wraps(copy)
+    def patched(self: nn.Parameter, *args: Any) -> Any:
+        for attachment in runtime.attachments:
+            if attachment.prediction.applied and any(p is self for p in attachment.prediction.parameters):
+                attachment.prediction.undo()
+        return copy(self, *args)
+
+    return patched
+
+
+def _all_modules() -> list[nn.Module]:
+    """Every module there is: built by hand, unpickled or copied."""
+    # By type, not isinstance: a proxy's __class__ may run code of the script's.
+    return [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return any(type(p).__name__ == "DTensor" for p in module._parameters.values())

@@ -1,0 +1,55 @@
+"""Makes this process a worker: everything that is hooked into torch, in one place."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+
+import torch
+
+from dadt.config import Config
+from dadt.control import Control
+from dadt.errors import CommError
+from dadt.inject import download, failure, gradient, loader, module, optimizer, saving, seed
+from dadt.runtime import Runtime
+from dadt.world import World
+
+_started = False
+
+
+def start(world: World) -> None:
+    """Install all hooks. Claims nothing: that happens when the script begins to train."""
+    global _started
+    if _started:
+        return
+    _started = True
+    control = Control.connect(world)
+    if control is not None:
+        control.hello(torch=torch.__version__)
+    config = Config.from_env()
+    runtime = Runtime(world, config, control)
+    if control is not None:
+        failure.install(control, lambda: runtime.step)
+    streams = seed.install(runtime)
+    runtime.on_begin.append(streams.split)
+    modules = module.Modules(runtime)
+    optimizer.install(runtime, modules)
+    if not runtime.alone:
+        module.install(modules)
+        gradient.install(runtime, modules)
+        loader.install(runtime, streams)
+        saving.install(runtime)
+        download.install(runtime)
+    os.register_at_fork(after_in_child=runtime.resign)
+    atexit.register(_end, runtime)
+
+
+def _end(runtime: Runtime) -> None:
+    failed = isinstance(getattr(sys, "last_value", None), BaseException)
+    try:
+        runtime.close(failed=failed)
+    except CommError as error:
+        # Nobody catches what is raised at exit: report it as the script's own last error.
+        sys.excepthook(type(error), error, error.__traceback__)
+        os._exit(error.exit_code)

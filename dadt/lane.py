@@ -1,0 +1,59 @@
+"""What the ranks tell each other beside the gradients, in the same exchange: agreement without a collective of its own."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+_FORMAT = struct.Struct("<IIIIBdd")
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One rank's side of one step's agreement. Packs to the same length on every rank."""
+
+    layout: int
+    """crc32 of names, shapes and dtypes of everything exchanged."""
+    drawn: int
+    """Batches drawn from shared loaders since the last exchange of this optimizer."""
+    groups: int
+    """crc32 of the optimizer's param_group values (learning rate and so on)."""
+    fingerprint: int
+    """crc32 of some elements of the local gradient; 0: not taken."""
+    redo: bool
+    """Gradients grew after their exchange was launched: all ranks exchange once more."""
+    weight: float
+    """What this rank's gradient counts in the mean."""
+    loss: float
+    """The closure's loss, for optimizers with a closure."""
+
+    def pack(self) -> bytes:
+        return _FORMAT.pack(
+            self.layout, self.drawn, self.groups, self.fingerprint, self.redo, self.weight, self.loss
+        )
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Lane:
+        layout, drawn, groups, fingerprint, redo, weight, loss = _FORMAT.unpack_from(data)
+        return cls(layout, drawn, groups, fingerprint, bool(redo), weight, loss)
+
+
+LANE_BYTES = _FORMAT.size
+
+
+def pack_flags(flags: Iterable[bool]) -> bytes:
+    """One bit per tensor: this rank has a gradient for it."""
+    bits = 0
+    count = 0
+    for count, flag in enumerate(flags, 1):  # noqa: B007 (count is the length)
+        bits |= flag << (count - 1)
+    return bits.to_bytes((count + 7) // 8, "little")
+
+
+def any_flags(lanes: Sequence[bytes], count: int) -> list[bool]:
+    """Whether any rank has a gradient, per tensor."""
+    bits = 0
+    for lane in lanes:
+        bits |= int.from_bytes(lane[: (count + 7) // 8], "little")
+    return [bool(bits >> i & 1) for i in range(count)]

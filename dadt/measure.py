@@ -1,0 +1,63 @@
+"""Where a rank's time goes: computing, exchanging, waiting."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from time import perf_counter
+
+_WINDOW = 200  # steps that medians are taken over
+
+
+class Measure:
+    """Clocks of one optimizer's steps, in seconds. Costs two clock readings a step."""
+
+    def __init__(self) -> None:
+        self.waited = 0.0
+        self.began = 0.0
+        """When the first step was complete; what was waited until then is start-up, not training."""
+        self._step_ended = 0.0
+        self._waited_in_step = 0.0
+        self._compute: deque[float] = deque(maxlen=_WINDOW)
+        self._exchange: deque[float] = deque(maxlen=_WINDOW)
+        self.last = 0.0
+
+    def exchanged(self, moving: float, waited: float) -> None:
+        """One exchange took `moving` to move its bytes; the training thread stood still for `waited`."""
+        self._exchange.append(moving)
+        self._waited_in_step += waited
+
+    def stepped(self) -> None:
+        """A step is complete."""
+        now = perf_counter()
+        if self._step_ended:
+            self._compute.append(now - self._step_ended - self._waited_in_step)
+            self.waited += self._waited_in_step
+        else:
+            self.began = now
+        self._waited_in_step = 0.0
+        self._step_ended = self.last = now
+
+    @property
+    def compute(self) -> float:
+        """Median seconds of a step without waiting."""
+        return statistics.median(self._compute) if self._compute else 0.0
+
+    @property
+    def exchange(self) -> float:
+        """Median seconds of an exchange, from the arrival of the last rank."""
+        return statistics.median(self._exchange) if self._exchange else 0.0
+
+    def verdict(self, steps: int) -> str:
+        """What was measured in the synchronous steps, and what it means."""
+        r = self.exchange / self.compute if self.compute else 0.0
+        if r < 0.67:
+            meaning = "communication is hidden; sync would be as fast here"
+        elif r <= 2:
+            meaning = "communication is hidden behind compute; sync would be slower"
+        else:
+            meaning = "the network bounds the speed: send fewer bytes, or use larger batches"
+        return (
+            f"warm-up done after {steps} steps: compute {self.compute * 1e3:.1f} ms,"
+            f" exchange {self.exchange * 1e3:.1f} ms (r = {r:.2f}): {meaning}"
+        )

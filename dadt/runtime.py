@@ -1,0 +1,335 @@
+"""Everything one worker owns: its place in the world, the engine, and the optimizers that train."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from dadt import executors
+from dadt.attachment import Attachment, group_values
+from dadt.bucket import split
+from dadt.config import Config
+from dadt.errors import CommTimeout, DadtError, Mismatch
+from dadt.world import World
+
+if TYPE_CHECKING:
+    from dadt._core import Engine, Work
+    from dadt.control import Control
+    from dadt.exchange import Exchange
+
+_PATIENCE = 30.0  # seconds of waiting after which the user is told for whom
+
+
+class Runtime:
+    """One per worker. `register` what is built, `claim` the rank, `attach` what trains, `close` at the end.
+
+    All methods run on the script's training thread. Every rank calls those that exchange in the same order.
+    """
+
+    def __init__(self, world: World, config: Config, control: Control | None) -> None:
+        self.world = world
+        self.config = config
+        self.control = control
+        self.step = 0
+        """Optimizer steps that this rank has taken, over all optimizers."""
+        self.began = False
+        """A training forward or a gradient's consumption has happened."""
+        self.on_begin: list[Callable[[], None]] = []
+        """Called once, at the first training forward or consumption."""
+        self._claimed = False
+        self._engine: Engine | None = None
+        self._ordinals = itertools.count()
+        self._registered: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._attachments: weakref.WeakKeyDictionary[torch.optim.Optimizer, Attachment] = (
+            weakref.WeakKeyDictionary()
+        )
+        self.roots: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[weakref.ref[nn.Module]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        """The modules that the script calls, whose parameters an optimizer trains."""
+        self.left_alone: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """Optimizers of DDP's or FSDP's parameters."""
+        self._in_flight: deque[Exchange] = deque()
+        self._told: set[str] = set()
+        self._started = perf_counter()
+        self._closed = False
+        self._finished: list[Attachment] = []
+
+    def resign(self) -> None:
+        """In a forked child: it is no rank, and whatever it does concerns nobody."""
+        self.world = World()
+        self.control = None
+        self._closed = True
+        self._registered.clear()
+        self._attachments.clear()
+        self.roots.clear()
+
+    # What exists -----------------------------------------------------------------------------------------------
+
+    @property
+    def alone(self) -> bool:
+        """A world of one: nothing is exchanged and nothing changes."""
+        return self.world.world_size == 1
+
+    @property
+    def registered(self) -> bool:
+        return len(self._registered) > 0
+
+    @property
+    def optimizers(self) -> int:
+        return len(self._registered) - len(self.left_alone)
+
+    @property
+    def attachments(self) -> list[Attachment]:
+        return list(self._attachments.values())
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None, "used before the rank was claimed"
+        return self._engine
+
+    @property
+    def script_is_distributed(self) -> bool:
+        """The script has a process group of its own: what it shares out and saves is its business."""
+        return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+    def root_modules(self, optimizer: torch.optim.Optimizer) -> list[nn.Module]:
+        return [m for ref in self.roots.get(optimizer, ()) if (m := ref()) is not None]
+
+    def trains(self) -> bool:
+        """Gradients are enabled and a registered optimizer's model is in training mode."""
+        if not torch.is_grad_enabled():
+            return False
+        roots = [self.root_modules(optimizer) for optimizer in list(self._registered)]
+        # Parameters of no module have no mode: they train.
+        return any(not modules or any(m.training for m in modules) for modules in roots)
+
+    def register(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer was built (or is first seen). Claims nothing."""
+        if optimizer in self._registered:
+            return
+        self._registered[optimizer] = next(self._ordinals)
+        factor = {"linear": float(self.world.world_size), "sqrt": self.world.world_size**0.5}.get(
+            self.config.scale_lr, 1.0
+        )
+        if factor != 1.0:
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * factor
+
+    # Joining ---------------------------------------------------------------------------------------------------
+
+    def claim(self) -> None:
+        """Become this rank for the whole job, and attach every optimizer registered so far.
+
+        Waits for the peers the first time, and whenever there are new optimizers. A second process that claims the
+        same rank gets a DadtError.
+        """
+        if not self._claimed:
+            self._claimed = True
+            if self.control is not None:
+                self.control.claim()
+            if not self.alone:
+                self._engine = executors.connect(self.config, self.world, self._exchange_endpoints)
+        if self.alone:
+            return
+        pending = [o for o in self._registered if o not in self._attachments and o not in self.left_alone]
+        for optimizer in sorted(pending, key=lambda o: self._registered[o]):
+            self._attach(optimizer)
+
+    def begin(self) -> None:
+        """A training forward or a consumption is next."""
+        self.claim()
+        if not self.began:
+            self.began = True
+            for callback in self.on_begin:
+                callback()
+
+    def _exchange_endpoints(self, key: str, blob: bytes) -> list[bytes]:
+        if self.control is None:
+            raise DadtError(f"rank {self.world.rank} has no agent to meet its peers: start it with `dadt run`")
+        return self.control.exchange(key, blob, self.config.start_timeout)
+
+    def _attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the optimizer train data-parallel, from rank 0's state."""
+        attachment = Attachment(self, optimizer, self._registered[optimizer])
+        if self.config.buffers:
+            taken = [m for a in self.attachments for m in a.buffers.modules]
+            attachment.buffers.watch(self.root_modules(optimizer), taken)
+        self._attachments[optimizer] = attachment
+        self.adopt(attachment, weights=self.config.broadcast)
+
+    def attachment(self, optimizer: torch.optim.Optimizer) -> Attachment | None:
+        """The optimizer's attachment, made now if need be; None where DADT leaves it alone."""
+        if optimizer not in self._registered:
+            self.register(optimizer)
+        self.begin()
+        return self._attachments.get(optimizer)
+
+    def adopt(self, attachment: Attachment, *, weights: bool) -> None:
+        """Take rank 0's param_group values; with `weights` its weights, buffers and optimizer state as well."""
+        optimizer = attachment.optimizer
+        parameters = attachment.parameters
+        shapes = [tuple(p.shape) for p in parameters]
+        state = _dump(optimizer.state_dict()["state"]) if weights and optimizer.state else b""
+        mine = _dump((shapes, group_values(optimizer), state if self.world.rank == 0 else b""))
+        work = self.engine.allgather(mine, f"start{attachment.name}")
+        self.wait(work)
+        theirs = [_load(lane) for lane in work.lanes]
+        for rank, (other, _, _) in enumerate(theirs):
+            if other != theirs[0][0]:
+                raise Mismatch(
+                    f"rank {rank} trains {_count(other)} and rank 0 {_count(theirs[0][0])}{attachment.name}:"
+                    " every rank must build the same model"
+                )
+        for group, values in zip(optimizer.param_groups, theirs[0][1], strict=True):
+            for key, value in values.items():
+                if isinstance(group.get(key), torch.Tensor):
+                    group[key].fill_(value)
+                else:
+                    group[key] = value
+        if weights:
+            attachment.prediction.undo()
+            self.broadcast([p.data for p in parameters], f"weights{attachment.name}")
+            buffers = [b for m in self.root_modules(optimizer) for b in m.buffers()]
+            self.broadcast([b.data for b in buffers], f"buffers{attachment.name}")
+            if theirs[0][2] and self.world.rank != 0:
+                optimizer.load_state_dict(
+                    {"state": _load(theirs[0][2]), "param_groups": optimizer.state_dict()["param_groups"]}
+                )
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], name: str, root: int = 0) -> None:
+        """Overwrite the tensors with the root's."""
+        works: list[Work] = []
+        staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+        with torch.no_grad():
+            for i, bucket in enumerate(split([t for t in tensors if t.numel()], 2**30)):
+                host = [t.to("cpu").contiguous() for t in bucket.tensors]
+                staged += zip(bucket.tensors, host, strict=True)
+                pointers = [t.data_ptr() for t in host]
+                works.append(self.engine.broadcast(bucket.layout, pointers, root, f"{name} {i}"))
+            for work in works:
+                self.wait(work)
+            for tensor, host_tensor in staged:
+                if tensor.data_ptr() != host_tensor.data_ptr():
+                    tensor.copy_(host_tensor)
+
+    # Waiting ---------------------------------------------------------------------------------------------------
+
+    def keep(self, exchange: Exchange) -> None:
+        """Hold the exchange's memory until its works are done, whatever becomes of its owner."""
+        while self._in_flight and self._in_flight[0].works and self._in_flight[0].done:
+            self._in_flight.popleft()
+        self._in_flight.append(exchange)
+
+    def allgather(self, name: str, data: bytes) -> Work:
+        return self.engine.allgather(data, name)
+
+    def wait(self, work: Work) -> None:
+        """Until the work is done; says for whom it waits, and ends with an error that names them."""
+        begun = perf_counter()
+        while True:
+            left = self.config.timeout - (perf_counter() - begun)
+            try:
+                work.wait(max(0.0, min(_PATIENCE, left)))
+                return
+            except CommTimeout as error:
+                if self.engine.error is not None:
+                    raise
+                who = self._who_is_missing()
+                if left <= _PATIENCE or "has ended" in who:
+                    self.engine.abort(f"rank {self.world.rank} gave up waiting")
+                    raise CommTimeout(f"waited {perf_counter() - begun:.0f} s in {work.name}: {who}") from error
+                self.say(f"rank {self.world.rank} waits in {work.name} for its peers: {who}", level="warning")
+
+    def _who_is_missing(self) -> str:
+        if self.control is None:
+            return "a peer did not come"
+        return "; ".join(
+            f"rank {p['rank']} {p['state']}" + (f" at step {p['step']}" if p.get("step") is not None else "")
+            for p in self.control.peers()
+            if p["rank"] != self.world.rank
+        )
+
+    # The script's view -----------------------------------------------------------------------------------------
+
+    def show_true_weights(self) -> None:
+        """Undo prediction and show the official buffers: the script is about to read or save."""
+        for attachment in self.attachments:
+            attachment.prediction.undo()
+            attachment.buffers.show_all()
+
+    def drew(self, samples: int, nominal: int) -> None:
+        """A training batch was handed to the script."""
+        for attachment in self.attachments:
+            attachment.drew(samples, nominal)
+
+    def say(self, text: str, level: str = "info") -> None:
+        """One line to the user, each text once; rank 0 speaks for all, warnings come from any rank."""
+        if text in self._told or (self.world.rank != 0 and level == "info"):
+            return
+        self._told.add(text)
+        if self.control is not None:
+            self.control.say(text, level=level)
+
+    def stepped(self, attachment: Attachment | None) -> None:
+        """An optimizer step is complete."""
+        self.step += 1
+        if self.control is not None:
+            self.control.progress(self.step)
+        if attachment is None or self.config.algorithm != "pipe" or attachment.index:
+            return
+        if attachment.step == self.config.warmup_steps and attachment.step > 1 and not attachment.has_closure:
+            self.say(attachment.measure.verdict(attachment.step))
+
+    # The end ---------------------------------------------------------------------------------------------------
+
+    def summary(self) -> dict[str, Any]:
+        attachments = [a for a in self.attachments]
+        first = min((a.measure.began for a in attachments if a.measure.began), default=0.0)
+        last = max((a.measure.last for a in attachments), default=0.0)
+        waited = sum(a.measure.waited for a in attachments)
+        return {
+            "steps": self.step,
+            "delayed": sum(a.algorithm.delayed for a in attachments),
+            "wait_fraction": waited / (last - first) if last > first else 0.0,
+        }
+
+    def close(self, *, failed: bool = False) -> None:
+        """Meet the peers a last time, so that a rank that ends early is noticed; then stop the engine. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._engine is not None:
+            if failed:
+                self._engine.abort(f"rank {self.world.rank} failed")
+            elif self._engine.error is None:
+                self.wait(self._engine.allgather(b"", f"the end, after {self._exchanges()}"))
+            self._engine.close(5.0 if failed else self.config.timeout)
+        self._in_flight.clear()
+        if self.control is not None:
+            self.control.done(self.summary())
+
+    def _exchanges(self) -> str:
+        return f"{self.step} steps"
+
+
+def _dump(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def _load(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+def _count(shapes: Sequence[tuple[int, ...]]) -> str:
+    return f"{len(shapes)} parameters of {sum(torch.Size(s).numel() for s in shapes):,} values"
