@@ -1,7 +1,7 @@
 """`torch.save` to a path, in a script that believes it is alone.
 
-The first local rank of each host writes, beside the target and then renamed over it, so that nobody ever reads half
-a file; the other ranks of the host wait until it is there. Open file objects are each rank's own business.
+The first local rank of each host writes, beside the target and then renamed over it, so that nobody ever
+reads half a file; the other ranks of the host wait until it is there. Open file objects are each rank's own.
 `torch.jit.save` and `torch.export.save` are not covered: under those, every rank writes the file itself.
 """
 
@@ -92,8 +92,8 @@ class Saver:
 def write_beside(target: Path, write: Callable[[str], None]) -> None:
     """Call `write` with a path beside `target`, then rename what it wrote over `target`, or leave nothing.
 
-    The path ends in the target's own name, which torch stores in the archive: the bytes do not depend on where
-    they were written. Permissions are the target's, or the umask's where it is new.
+    The path ends in the target's own name, which torch stores in the archive: the bytes do not depend on
+    where they were written. Permissions are the target's, or the umask's where it is new.
     """
     try:
         folder = tempfile.mkdtemp(prefix=".dadt-", dir=target.parent)

@@ -1,9 +1,9 @@
 """One start, then one random stream per rank and one that all ranks share.
 
-Before the script runs, every rank seeds torch, numpy and random alike, so models, splits and initial values agree.
-When training begins, the global generators' state becomes the *shared stream*, from which samplers and DataLoader
-base seeds go on drawing in the single process's order, and the global generators are reseeded per rank, so that
-dropout and augmentation differ between ranks, reproducibly.
+Before the script runs, every rank seeds torch, numpy and random alike, so models, splits and initial values
+agree. When training begins, the state of the global generators becomes the *shared stream*, from which
+samplers and DataLoader base seeds go on drawing in the single process's order, and the global generators are
+reseeded per rank, so that dropout and augmentation differ between ranks, reproducibly.
 """
 
 from __future__ import annotations
@@ -124,14 +124,19 @@ class Streams:
     def install(self) -> None:
         """Let the script's own seeding reach both streams."""
         self._manual_seed = torch.manual_seed
-        torch.manual_seed = torch.random.manual_seed = self._patched_manual_seed()
-        torch.get_rng_state = torch.random.get_rng_state = self._patched_get(torch.get_rng_state)
-        torch.set_rng_state = torch.random.set_rng_state = self._patched_set(torch.set_rng_state)
+        for name, patched in (
+            ("manual_seed", self._patched_manual_seed()),
+            ("get_rng_state", self._patched_get(torch.get_rng_state)),
+            ("set_rng_state", self._patched_set(torch.set_rng_state)),
+        ):
+            patched.__doc__ = getattr(torch, name).__doc__
+            setattr(torch, name, patched)
+            setattr(torch.random, name, patched)
 
-    def _patched_manual_seed(self) -> Callable[[int], torch._C.Generator]:
+    def _patched_manual_seed(self) -> Callable[..., Any]:
         original = self._manual_seed
 
-        def manual_seed(seed: int) -> torch._C.Generator:
+        def manual_seed(seed: int) -> Any:
             if not self.divided:
                 return original(seed)
             with self._lock:
@@ -142,10 +147,9 @@ class Streams:
                 self._shared = self._shared._replace(torch=fresh)
                 return original(mix(int(seed), self.rank))
 
-        manual_seed.__doc__ = original.__doc__
         return manual_seed
 
-    def _patched_get(self, original: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    def _patched_get(self, original: Callable[[], torch.Tensor]) -> Callable[..., Any]:
         """A state that the script keeps and sets again (torch.random.fork_rng does) stands for both streams:
         else `with fork_rng(): manual_seed(0)` in every epoch would shuffle every epoch alike."""
 
@@ -158,10 +162,9 @@ class Streams:
                     self._remembered.popitem(last=False)
             return state
 
-        get_rng_state.__doc__ = original.__doc__
         return get_rng_state
 
-    def _patched_set(self, original: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+    def _patched_set(self, original: Callable[[torch.Tensor], None]) -> Callable[..., Any]:
         def set_rng_state(new_state: torch.Tensor) -> None:
             original(new_state)
             if self.divided and not self._drawing:
@@ -169,7 +172,6 @@ class Streams:
                 if (kept := self._remembered.get(new_state.numpy().tobytes())) is not None:
                     self._shared = self._shared._replace(torch=kept)
 
-        set_rng_state.__doc__ = original.__doc__
         return set_rng_state
 
 
@@ -178,9 +180,7 @@ def install(runtime: Runtime) -> Streams:
 
     A world of one is left exactly as plain python leaves it.
     """
-    streams = Streams(
-        runtime.world.rank, enabled=runtime.config.seeding and runtime.world.world_size > 1
-    )
+    streams = Streams(runtime.world.rank, enabled=runtime.config.seeding and runtime.world.world_size > 1)
     if streams.enabled:
         seed_all(max(runtime.config.seed, 0))
         streams.install()
