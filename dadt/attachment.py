@@ -118,7 +118,7 @@ class Attachment:
 
         for p in wanted:
             if p not in self._hooked and p.is_leaf:
-                p.register_post_accumulate_grad_hook(grew)
+                p.register_post_accumulate_grad_hook(grew)  # type: ignore[no-untyped-call]
                 self._hooked[p] = True
 
     # One step --------------------------------------------------------------------------------------------------
@@ -231,8 +231,10 @@ class Attachment:
         return lanes
 
     def deliver(self, exchange: Exchange) -> None:
-        rescale = exchange.scale is not None and self.scale is not None and exchange.scale is not self.scale
-        exchange.deliver(self.scale / exchange.scale if rescale else None)  # type: ignore[operator]
+        ratio = None
+        if self.scale is not None and exchange.scale is not None and self.scale is not exchange.scale:
+            ratio = self.scale / exchange.scale
+        exchange.deliver(ratio)
         sent = [t for bucket in exchange.schema.buffer_buckets for t in bucket.tensors]
         self.buffers.update(sent, exchange.averaged_buffers())
 

@@ -24,7 +24,7 @@ class Buffers:
         self._own: weakref.WeakKeyDictionary[nn.Module, list[torch.Tensor]] = weakref.WeakKeyDictionary()
 
     def watch(self, roots: Iterable[nn.Module], taken: Iterable[nn.Module]) -> None:
-        """Find the buffers below the roots. BatchNorm's change in training; of others, those that `settle` sees change."""
+        """Find the buffers below the roots: BatchNorm's, and of the others those that `settle` sees change."""
         taken = set(taken)
         for module in {m: None for root in roots for m in root.modules()}:
             if module in taken:

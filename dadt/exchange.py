@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 class Schema:
     """What the exchanges of one optimizer move: gradients, last parameters first, and buffers. Equal on all ranks."""
 
-    def __init__(
-        self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], max_bytes: int
-    ) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], max_bytes: int) -> None:
         self.parameters = list(parameters)
         self.buckets = split(self.parameters[::-1], max_bytes)
         # Gradients of the first parameters come last in a backward: their bucket closes the step.
@@ -85,9 +83,7 @@ class Exchange:
             self._buffer_works.append(work)
         self.launch(lane.pack())
 
-    def _submit(
-        self, bucket: Bucket, values: Sequence[torch.Tensor | None], what: str, lane: bytes
-    ) -> Work:
+    def _submit(self, bucket: Bucket, values: Sequence[torch.Tensor | None], what: str, lane: bytes) -> Work:
         staged = [bucket.stage(i, v, self._turn) for i, v in enumerate(values)]
         self._alive.append(staged)
         return self._engine.allreduce(
@@ -96,7 +92,7 @@ class Exchange:
             bucket.pointers[self._turn],
             f"{self.name}, {what}",
             self.weight,
-            pack_flags(t is not None for t in staged) + lane,
+            pack_flags([t is not None for t in staged]) + lane,
         )
 
     def wait(self, wait: Callable[[Work], None]) -> list[Lane]:
@@ -136,9 +132,7 @@ class Exchange:
     def averaged_buffers(self) -> list[torch.Tensor]:
         """The buffers' averages, in the order of the schema's buckets."""
         return [
-            bucket.deliver(i, self._turn)
-            for bucket in self.schema.buffer_buckets
-            for i in range(len(bucket.tensors))
+            bucket.deliver(i, self._turn) for bucket in self.schema.buffer_buckets for i in range(len(bucket.tensors))
         ]
 
     def zeros(self) -> None:

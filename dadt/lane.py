@@ -1,9 +1,9 @@
-"""What the ranks tell each other beside the gradients, in the same exchange: agreement without a collective of its own."""
+"""What the ranks tell each other beside the gradients, in the same exchange: agreement at no extra cost."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 _FORMAT = struct.Struct("<IIIIBdd")
@@ -29,9 +29,7 @@ class Lane:
     """The closure's loss, for optimizers with a closure."""
 
     def pack(self) -> bytes:
-        return _FORMAT.pack(
-            self.layout, self.drawn, self.groups, self.fingerprint, self.redo, self.weight, self.loss
-        )
+        return _FORMAT.pack(self.layout, self.drawn, self.groups, self.fingerprint, self.redo, self.weight, self.loss)
 
     @classmethod
     def unpack(cls, data: bytes) -> Lane:
@@ -42,13 +40,10 @@ class Lane:
 LANE_BYTES = _FORMAT.size
 
 
-def pack_flags(flags: Iterable[bool]) -> bytes:
+def pack_flags(flags: Sequence[bool]) -> bytes:
     """One bit per tensor: this rank has a gradient for it."""
-    bits = 0
-    count = 0
-    for count, flag in enumerate(flags, 1):  # noqa: B007 (count is the length)
-        bits |= flag << (count - 1)
-    return bits.to_bytes((count + 7) // 8, "little")
+    bits = sum(flag << i for i, flag in enumerate(flags))
+    return bits.to_bytes((len(flags) + 7) // 8, "little")
 
 
 def any_flags(lanes: Sequence[bytes], count: int) -> list[bool]:

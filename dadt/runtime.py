@@ -40,6 +40,8 @@ class Runtime:
         self.control = control
         self.step = 0
         """Optimizer steps that this rank has taken, over all optimizers."""
+        self.seconds = 0.0
+        """Time spent in DADT's hooks around steps, waiting included."""
         self.began = False
         """A training forward or a gradient's consumption has happened."""
         self.on_begin: list[Callable[[], None]] = []
@@ -48,9 +50,7 @@ class Runtime:
         self._engine: Engine | None = None
         self._ordinals = itertools.count()
         self._registered: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-        self._attachments: weakref.WeakKeyDictionary[torch.optim.Optimizer, Attachment] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._attachments: weakref.WeakKeyDictionary[torch.optim.Optimizer, Attachment] = weakref.WeakKeyDictionary()
         self.roots: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[weakref.ref[nn.Module]]] = (
             weakref.WeakKeyDictionary()
         )
@@ -59,9 +59,7 @@ class Runtime:
         """Optimizers of DDP's or FSDP's parameters."""
         self._in_flight: deque[Exchange] = deque()
         self._told: set[str] = set()
-        self._started = perf_counter()
         self._closed = False
-        self._finished: list[Attachment] = []
 
     def resign(self) -> None:
         """In a forked child: it is no rank, and whatever it does concerns nobody."""
@@ -292,7 +290,7 @@ class Runtime:
     # The end ---------------------------------------------------------------------------------------------------
 
     def summary(self) -> dict[str, Any]:
-        attachments = [a for a in self.attachments]
+        attachments = self.attachments
         first = min((a.measure.began for a in attachments if a.measure.began), default=0.0)
         last = max((a.measure.last for a in attachments), default=0.0)
         waited = sum(a.measure.waited for a in attachments)
@@ -300,6 +298,7 @@ class Runtime:
             "steps": self.step,
             "delayed": sum(a.algorithm.delayed for a in attachments),
             "wait_fraction": waited / (last - first) if last > first else 0.0,
+            "hook_seconds": self.seconds,
         }
 
     def close(self, *, failed: bool = False) -> None:
@@ -311,14 +310,11 @@ class Runtime:
             if failed:
                 self._engine.abort(f"rank {self.world.rank} failed")
             elif self._engine.error is None:
-                self.wait(self._engine.allgather(b"", f"the end, after {self._exchanges()}"))
+                self.wait(self._engine.allgather(b"", f"the end, after {self.step} steps"))
             self._engine.close(5.0 if failed else self.config.timeout)
         self._in_flight.clear()
         if self.control is not None:
             self.control.done(self.summary())
-
-    def _exchanges(self) -> str:
-        return f"{self.step} steps"
 
 
 def _dump(value: Any) -> bytes:

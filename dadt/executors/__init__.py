@@ -13,7 +13,9 @@ Exchange = Callable[[str, bytes], list[bytes]]
 """(key, this rank's bytes) -> every rank's bytes, by rank."""
 
 
-def _core_executor(make: Callable[[int, int], _core.Executor]) -> Callable[[Config, World, Exchange], _core.Engine]:
+def _core_executor(
+    make: Callable[[int, int], _core.Executor],
+) -> Callable[[Config, World, Exchange], _core.Engine]:
     def connect(config: Config, world: World, exchange: Exchange) -> _core.Engine:
         executor = make(world.rank, world.world_size)
         executor.connect(exchange(f"{executor.name} endpoint", executor.endpoint()), config.start_timeout)

@@ -8,9 +8,15 @@ import threading
 import zlib
 from collections.abc import Callable
 from time import perf_counter
+from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed import (  # type: ignore[attr-defined]
+    BroadcastOptions,
+    PrefixStore,
+    ProcessGroupGloo,
+    TCPStore,
+)
 
 from dadt import _core
 from dadt.config import Config
@@ -36,11 +42,11 @@ def connect(config: Config, world: World, exchange: Callable[[str, bytes], list[
     address = "127.0.0.1"
     port = 0
     if world.rank == 0:
-        server = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        server = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         port = server.port
     host, _, number = exchange("gloo endpoint", f"{address}:{port}".encode())[0].decode().rpartition(":")
-    store = server if world.rank == 0 else dist.TCPStore(host, int(number), is_master=False, timeout=timeout)
-    group = dist.ProcessGroupGloo(dist.PrefixStore("dadt", store), world.rank, world.world_size, timeout)
+    store = server if world.rank == 0 else TCPStore(host, int(number), is_master=False, timeout=timeout)
+    group = ProcessGroupGloo(PrefixStore("dadt", store), world.rank, world.world_size, timeout)
     engine = _core.Engine(None, world.rank, world.world_size, config.timeout)
     threading.Thread(target=Gloo(engine, group, world).run, name="dadt-gloo", daemon=True).start()
     return engine
@@ -49,7 +55,7 @@ def connect(config: Config, world: World, exchange: Callable[[str, bytes], list[
 class Gloo:
     """Pulls operations from the engine, one at a time, on a thread of its own."""
 
-    def __init__(self, engine: _core.Engine, group: dist.ProcessGroupGloo, world: World) -> None:
+    def __init__(self, engine: _core.Engine, group: Any, world: World) -> None:
         self._engine = engine
         self._group = group
         self._world = world
@@ -95,7 +101,7 @@ class Gloo:
         flat = self._flat(layout, layout.total)
         if job.root == self._world.rank:
             job.pack(flat.data_ptr())
-        options = dist.BroadcastOptions()
+        options = BroadcastOptions()
         options.rootRank = job.root
         self._group.broadcast([flat], options).wait()
         if job.root != self._world.rank:

@@ -14,7 +14,7 @@ from dadt.attachment import Attachment
 from dadt.inject.module import Modules
 from dadt.runtime import Runtime
 
-_OF_PARAMETERS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
+_OF_PARAMETERS = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grads_with_norm_")
 
 
 def install(runtime: Runtime, modules: Modules) -> None:
@@ -33,8 +33,10 @@ def install(runtime: Runtime, modules: Modules) -> None:
                 consume(attachment)
 
     for name in _OF_PARAMETERS:
-        _patch(name, _before_parameters(getattr(clip_grad, name), consume_of))
-    _patch("get_total_norm", _before_gradients(clip_grad.get_total_norm, runtime, consume_of))
+        if hasattr(torch.nn.utils, name):
+            _patch(name, _before_parameters(getattr(torch.nn.utils, name), consume_of))
+    if hasattr(torch.nn.utils, "get_total_norm"):
+        _patch("get_total_norm", _before_gradients(torch.nn.utils.get_total_norm, runtime, consume_of))
     unscale, step = GradScaler.unscale_, GradScaler.step
 
     def scaled(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> Attachment | None:
@@ -63,8 +65,9 @@ def install(runtime: Runtime, modules: Modules) -> None:
 
 
 def _patch(name: str, patched: Callable[..., Any]) -> None:
-    setattr(clip_grad, name, patched)
     setattr(torch.nn.utils, name, patched)
+    if hasattr(clip_grad, name):
+        setattr(clip_grad, name, patched)
 
 
 def _before_parameters(original: Callable[..., Any], consume: Callable[..., None]) -> Callable[..., Any]:

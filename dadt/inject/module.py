@@ -215,8 +215,8 @@ def install(modules: Modules) -> None:
             entry._call = self.__dict__["_compiled_call_impl"]
             self.__dict__["_compiled_call_impl"] = entry
 
-    nn.Module.train = patched_train  # type: ignore[method-assign]
-    nn.Module.state_dict = patched_state_dict  # type: ignore[assignment, method-assign]
+    nn.Module.train = patched_train  # type: ignore[assignment, method-assign]
+    nn.Module.state_dict = patched_state_dict  # type: ignore[method-assign]
     nn.Module.load_state_dict = patched_load_state_dict  # type: ignore[method-assign]
     nn.Module.compile = patched_compile  # type: ignore[method-assign]
     for name in ("__deepcopy__", "__reduce_ex__"):

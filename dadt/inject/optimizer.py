@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from time import perf_counter
 from types import FrameType
 from typing import Any
 
@@ -30,7 +31,20 @@ class Steps:
         self._under_way: list[tuple[FrameType, Optimizer]] = []
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        frame = sys._getframe(1)
+        begun = perf_counter()
+        try:
+            return self._before(sys._getframe(1), optimizer, args, kwargs)
+        finally:
+            self._runtime.seconds += perf_counter() - begun
+
+    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        begun = perf_counter()
+        try:
+            self._after(sys._getframe(1), optimizer)
+        finally:
+            self._runtime.seconds += perf_counter() - begun
+
+    def _before(self, frame: FrameType, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._under_way = [step for step in self._under_way if _is_caller(step[0], frame)]
         if any(_share_parameters(outer, optimizer) for _, outer in self._under_way):
             return None
@@ -54,8 +68,7 @@ class Steps:
         attachment.hold_back()
         return None
 
-    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        frame = sys._getframe(1)
+    def _after(self, frame: FrameType, optimizer: Optimizer) -> None:
         if not any(step[0] is frame for step in self._under_way):
             return
         self._under_way = [step for step in self._under_way if step[0] is not frame]

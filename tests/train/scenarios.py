@@ -51,33 +51,30 @@ def freeze(model: nn.Module, rank: int, step: int) -> None:
         p.requires_grad_(not 12 <= step < 17)
 
 
-O = torch.optim
 SCENARIOS = {
-    "sgd": Scenario(lambda p: O.SGD(p, lr=0.1), factor=0.0),
-    "momentum": Scenario(lambda p: O.SGD(p, lr=0.05, momentum=0.9)),
+    "sgd": Scenario(lambda p: torch.optim.SGD(p, lr=0.1), factor=0.0),
+    "momentum": Scenario(lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)),
     "nesterov": Scenario(
-        lambda p: O.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-2), factor=1.0
+        lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-2), factor=1.0
     ),
-    "zero": Scenario(lambda p: O.SGD(p, lr=0.05, momentum=0.9), set_to_none=False),
-    "adam": Scenario(lambda p: O.Adam(p, lr=0.01)),
-    "adamw_foreach": Scenario(lambda p: O.AdamW(p, lr=0.01, foreach=True)),
-    "adamw_fused": Scenario(lambda p: O.AdamW(p, lr=0.01, fused=True)),
-    "rmsprop": Scenario(lambda p: O.RMSprop(p, lr=0.01), factor=0.0),
-    "adagrad": Scenario(lambda p: O.Adagrad(p, lr=0.05), factor=0.0),
-    "adadelta": Scenario(lambda p: O.Adadelta(p, lr=1.0), factor=0.0),
-    "accumulate": Scenario(lambda p: O.SGD(p, lr=0.05, momentum=0.9), accumulate=3),
-    "accumulate_zero": Scenario(
-        lambda p: O.SGD(p, lr=0.05, momentum=0.9), accumulate=2, set_to_none=False
-    ),
-    "clip": Scenario(lambda p: O.AdamW(p, lr=0.01), clip=0.05),
+    "zero": Scenario(lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), set_to_none=False),
+    "adam": Scenario(lambda p: torch.optim.Adam(p, lr=0.01)),
+    "adamw_foreach": Scenario(lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True)),
+    "adamw_fused": Scenario(lambda p: torch.optim.AdamW(p, lr=0.01, fused=True)),
+    "rmsprop": Scenario(lambda p: torch.optim.RMSprop(p, lr=0.01), factor=0.0),
+    "adagrad": Scenario(lambda p: torch.optim.Adagrad(p, lr=0.05), factor=0.0),
+    "adadelta": Scenario(lambda p: torch.optim.Adadelta(p, lr=1.0), factor=0.0),
+    "accumulate": Scenario(lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), accumulate=3),
+    "accumulate_zero": Scenario(lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), accumulate=2, set_to_none=False),
+    "clip": Scenario(lambda p: torch.optim.AdamW(p, lr=0.01), clip=0.05),
     "unused": Scenario(
-        lambda p: O.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.1), model=Branches, before=use_second
+        lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.1), model=Branches, before=use_second
     ),
     "schedule": Scenario(
-        lambda p: O.SGD(p, lr=0.1, momentum=0.9),
-        scheduler=lambda o: O.lr_scheduler.CosineAnnealingLR(o, STEPS),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        scheduler=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, STEPS),
     ),
-    "frozen": Scenario(lambda p: O.SGD(p, lr=0.05, momentum=0.9), before=freeze),
+    "frozen": Scenario(lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), before=freeze),
 }
 
 

@@ -1,0 +1,132 @@
+"""Ranks that decide differently end up equal, or with an error that says who and why."""
+
+from __future__ import annotations
+
+import pytest
+from test_script_view import assert_replicas_equal
+
+PLATEAU = """
+    from scenarios import backward, SCENARIOS, mlp, snapshot
+    torch.manual_seed(0)
+    model = mlp(); optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    for step in range(24):
+        backward(SCENARIOS["adam"], model, rank, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step(1.0 / (step + 1) if rank == 0 or step % 8 != 7 else 2.0)   # rank 1 sees no progress
+    report({"state": snapshot(model, optimizer), "lr": optimizer.param_groups[0]["lr"]})
+"""
+
+
+@pytest.mark.parametrize("algorithm", ["pipe", "sync"])
+def test_learning_rates_that_differ(dadt_run, algorithm) -> None:
+    run = dadt_run(PLATEAU, "--warmup-steps", "4", "--algorithm", algorithm)
+    assert "rank 0's are used on all" in run.output
+    assert_replicas_equal(run)
+
+
+SKIP = """
+    from scenarios import mlp
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(64, 6), torch.randint(0, 3, (64,)))
+    loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+    model = mlp(); optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for epoch in range(4):
+        for step, (x, y) in enumerate(loader):
+            loss = nn.functional.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            if not (rank == 1 and epoch == 1 and step == 3):
+                optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("algorithm", ["pipe", "sync"])
+def test_a_rank_that_skips_a_step(dadt_run, algorithm) -> None:
+    run = dadt_run(SKIP, "--warmup-steps", "4", "--algorithm", algorithm, check=False)
+    assert run.code == 1
+    assert "skipped a step" in run.output
+
+
+EARLY = """
+    from scenarios import backward, SCENARIOS, mlp
+    model = mlp(); optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(20 if rank == 0 else 12):
+        backward(SCENARIOS["momentum"], model, rank, step)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("executor", ["shm", "gloo"])
+def test_a_rank_that_ends_early(dadt_run, executor) -> None:
+    run = dadt_run(EARLY, "--warmup-steps", "4", "--executor", executor, check=False)
+    assert run.code == 1
+    assert "the end, after 12 steps" in run.output or "has ended" in run.output
+
+
+MODELS = """
+    model = nn.Linear(4 + rank, 1); optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model(torch.zeros(1, 4 + rank)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_models_that_differ(dadt_run) -> None:
+    run = dadt_run(MODELS, check=False)
+    assert run.code == 1
+    assert "every rank must build the same model" in run.output
+
+
+IDENTICAL = """
+    from scenarios import backward, SCENARIOS, mlp
+    torch.manual_seed(0)
+    model = mlp(); optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(10):
+        backward(SCENARIOS["momentum"], model, {rank}, step)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_identical_gradients_are_noticed(dadt_run) -> None:
+    assert "they train on the same data" in dadt_run(IDENTICAL.format(rank="0")).output
+    assert "they train on the same data" not in dadt_run(IDENTICAL.format(rank="rank")).output
+
+
+BUFFERS = """
+    from scenarios import batch, snapshot
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    model.register_buffer("table", torch.arange(6.0) + rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    norm, own = model[1], []
+    for step in range(20):
+        x, y = batch(rank, step, 0)
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        own.append(norm.running_mean.clone())
+    model.eval()
+    official = norm.running_mean.clone()
+    state = snapshot(model, optimizer)
+    model.train()
+    back = norm.running_mean.clone()
+    with open(f"saved{rank}.pt", "wb") as f:
+        torch.save(model.state_dict(), f)
+    report({"state": state, "own": own, "official": official, "back": back})
+"""
+
+
+@pytest.mark.parametrize("algorithm", ["pipe", "sync"])
+def test_buffers_are_averaged_for_the_script_and_own_in_training(dadt_run, algorithm) -> None:
+    import torch
+
+    run = dadt_run(BUFFERS, "--warmup-steps", "4", "--algorithm", algorithm)
+    assert_replicas_equal(run)
+    a, b = run.ranks
+    assert not torch.equal(a["own"][-1], b["own"][-1])
+    assert torch.equal(a["own"][-1], a["back"])
+    late = 2 if algorithm == "pipe" else 1
+    assert torch.equal(a["official"], (a["own"][-late] + b["own"][-late]) / 2)

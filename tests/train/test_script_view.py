@@ -1,0 +1,174 @@
+"""The script reads and writes true weights, whatever happens between forward and step."""
+
+from __future__ import annotations
+
+from checks import assert_equal
+
+
+def assert_replicas_equal(run) -> None:
+    for other in run.ranks[1:]:
+        assert_equal(run.ranks[0]["state"], other["state"], "replicas")
+
+
+READS = """
+    import copy, io
+    from scenarios import backward, batch, SCENARIOS, mlp, snapshot
+    from torch.optim.swa_utils import AveragedModel
+    torch.manual_seed(0)
+    s = SCENARIOS["momentum"]
+    model = mlp(); optimizer = s.optimizer(model.parameters())
+    average = AveragedModel(model)
+    mean = [torch.zeros_like(p) for p in model.parameters()]
+    predicted = 0
+    def weights(m): return [p.detach().clone() for p in m.parameters()]
+    def same(a, b): return all(torch.equal(x, y) for x, y in zip(a, b))
+    def pickled(m):
+        stream = io.BytesIO(); torch.save(m, stream); stream.seek(0)
+        assert b"dadt" not in stream.getvalue()
+        return torch.load(stream, weights_only=False)
+    true = weights(model)
+    ways = {
+        "eval": lambda: weights(model.eval()),
+        "state_dict": lambda: list(model.state_dict().values()),
+        "deepcopy": lambda: weights(copy.deepcopy(model)),
+        "torch.save": lambda: weights(pickled(model)),
+        "child": lambda: [*true[:2], *list(model[2].state_dict().values())],
+    }
+    seen = set()
+    for step in range(40):
+        model.train()
+        backward(s, model, rank, step)
+        predicted += not same(weights(model), true)
+        with torch.no_grad():
+            before = weights(model)
+            model(batch(rank, step, 0)[0])        # in the middle of a step, without gradients
+            assert same(before, weights(model))
+        way = list(ways)[step % len(ways)]
+        assert same(ways[way](), true), way
+        seen.add(way)
+        optimizer.step()
+        true = weights(model)
+        average.update_parameters(model)
+        for m, p in zip(mean, true):
+            m += (p - m) / (step + 1)
+        optimizer.zero_grad()
+    assert predicted >= 30, predicted
+    assert all(torch.allclose(m, p, atol=1e-6) for m, p in zip(mean, average.module.parameters()))
+    with torch.no_grad():
+        first = model(batch(0, 0, 0)[0])
+    assert "_compiled_call_impl" not in copy.deepcopy(model).__dict__
+    report({"state": snapshot(model, optimizer), "predicted": predicted})
+"""
+
+
+def test_what_the_script_reads(dadt_run) -> None:
+    run = dadt_run(READS, "--warmup-steps", "2")
+    assert_replicas_equal(run)
+
+
+WRITES = """
+    from scenarios import backward, SCENARIOS, mlp, snapshot
+    torch.manual_seed(0)
+    s = SCENARIOS["momentum"]
+    model = mlp(); optimizer = s.optimizer(model.parameters())
+    def weights(): return [p.detach().clone() for p in model.parameters()]
+    start = {k: v.clone() for k, v in model.state_dict().items()}
+    for step in range(40):
+        backward(s, model, rank, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        for p in model.parameters():              # WGAN's clipping
+            p.data.clamp_(-0.2, 0.2)
+        with torch.no_grad():                     # decay by hand
+            for p in model.parameters():
+                p.mul_(0.999)
+        if step == 20:
+            model.load_state_dict(start)
+            assert all(torch.equal(a, b) for a, b in zip(weights(), start.values()))
+        if step == 25:                            # a layer whose weights come late
+            extra = nn.Linear(3, 3)
+            nn.init.eye_(extra.weight); nn.init.zeros_(extra.bias)
+            model.append(extra)
+            optimizer.add_param_group({"params": extra.parameters(), "lr": 0.01})
+        if step != 20 and step != 25:
+            assert max(p.abs().max() for p in weights()[:4]) <= 0.2
+    report({"state": snapshot(model, optimizer)})
+"""
+
+
+def test_what_the_script_writes(dadt_run) -> None:
+    assert_replicas_equal(dadt_run(WRITES, "--warmup-steps", "2"))
+
+
+COMPILED = """
+    import torch._dynamo, torch._dynamo.testing
+    from scenarios import batch, snapshot
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 3)
+        def forward(self, x):
+            return self.b(torch.tanh(self.a(x)))
+    frames = []
+    states = {}
+    for how in ("torch.compile", "optimizer first", "Module.compile"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        counter = torch._dynamo.testing.CompileCounter()
+        model = Net()
+        if how == "torch.compile":
+            called = torch.compile(model, backend=counter, fullgraph=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        if how == "optimizer first":
+            called = torch.compile(model, backend=counter, fullgraph=True)
+        if how == "Module.compile":
+            called = model
+            model.compile(backend=counter, fullgraph=True)
+        predicted = 0
+        true = [p.detach().clone() for p in model.parameters()]
+        for step in range(20):
+            x, y = batch(rank, step, 0)
+            nn.functional.cross_entropy(called(x), y).backward()
+            predicted += any(not torch.equal(p, t) for p, t in zip(model.parameters(), true))
+            optimizer.step()
+            optimizer.zero_grad()
+            true = [p.detach().clone() for p in model.parameters()]
+        assert predicted >= 15, (how, predicted)
+        assert counter.frame_count == 1, (how, counter.frame_count)
+        states.update({how + k: v for k, v in snapshot(model, optimizer).items()})
+    names = list(Net().state_dict())
+    for name in names:
+        assert torch.equal(states["torch.compile" + name], states["Module.compile" + name])
+    report({"state": states})
+"""
+
+
+def test_compiled_models_have_no_break(dadt_run) -> None:
+    assert_replicas_equal(dadt_run(COMPILED, "--warmup-steps", "2"))
+
+
+CONTAINER = """
+    from scenarios import batch, mlp, snapshot
+    class Trainer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = mlp()
+        def training_step(self, x, y):
+            return nn.functional.cross_entropy(self.net(x), y)
+    torch.manual_seed(0)
+    trainer = Trainer()
+    optimizer = torch.optim.SGD(trainer.parameters(), lr=0.05, momentum=0.9)
+    predicted = 0
+    for step in range(20):
+        true = [p.detach().clone() for p in trainer.parameters()]
+        trainer.training_step(*batch(rank, step, 0)).backward()
+        predicted += any(not torch.equal(p, t) for p, t in zip(trainer.parameters(), true))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert predicted >= 12, predicted
+    report({"state": snapshot(trainer, optimizer)})
+"""
+
+
+def test_a_container_that_is_never_called(dadt_run) -> None:
+    assert_replicas_equal(dadt_run(CONTAINER, "--warmup-steps", "2"))

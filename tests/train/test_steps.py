@@ -1,0 +1,211 @@
+"""Steps that are not one forward, one backward, one step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from checks import assert_equal
+from test_script_view import assert_replicas_equal
+
+DELAY = """
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    seen = []
+    for step in range(12):
+        x = torch.tensor([[float((rank + 1) * (step + 1))]])
+        model(x).sum().backward()
+        seen_in_step = []
+        handle = optimizer.register_step_pre_hook(
+            lambda o, a, k: seen_in_step.append(None if model.weight.grad is None else float(model.weight.grad)))
+        optimizer.step()
+        handle.remove()
+        seen += seen_in_step
+        optimizer.zero_grad()
+    report({"seen": seen, "state": dict(model.state_dict())})
+"""
+
+
+@pytest.mark.parametrize("warmup", [0, 4])
+def test_the_delay_is_one_step(dadt_run, warmup) -> None:
+    run = dadt_run(DELAY, "--warmup-steps", str(warmup))
+    mean = [1.5 * (t + 1) for t in range(12)]
+    expected = [*mean[:warmup], None, *mean[warmup:-1]]
+    assert [r["seen"] for r in run.ranks] == [expected, expected]
+    assert f"12 steps, {12 - warmup} of them delayed by one" in run.output
+
+
+SCALER = """
+    from scenarios import batch, mlp, snapshot
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=5)
+    scales, steps, weights = [], 0, []
+    for step in range(24):
+        x, y = batch(rank, step, 0)
+        loss = nn.functional.cross_entropy(model(x), y)
+        if step == 12 and rank == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        if {clip}:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        optimizer.zero_grad()
+    assert all(p.isfinite().all() for p in model.parameters())
+    report({{"state": snapshot(model, optimizer), "scales": scales}})
+"""
+
+
+@pytest.mark.parametrize("algorithm", ["pipe", "sync"])
+@pytest.mark.parametrize("clip", [True, False])
+def test_an_infinity_on_one_rank_is_skipped_by_all(dadt_run, algorithm, clip) -> None:
+    run = dadt_run(SCALER.format(clip=clip), "--warmup-steps", "5", "--algorithm", algorithm)
+    assert_replicas_equal(run)
+    assert run.ranks[0]["scales"] == run.ranks[1]["scales"]
+    drops = [t for t, (a, b) in enumerate(zip(run.ranks[0]["scales"], run.ranks[0]["scales"][1:])) if b < a]
+    # The average with the infinity arrives one step later under pipe; drops[i] is the step before.
+    assert drops[0] == (12 if algorithm == "pipe" else 11)
+
+
+CLOSURE = """
+    torch.manual_seed(rank)
+    generator = torch.Generator().manual_seed(7)
+    X = torch.randn(16, 4, generator=generator, dtype=torch.float64)
+    Y = torch.randn(16, 1, generator=generator, dtype=torch.float64)
+    model = nn.Linear(4, 1).double()
+    if world == 1 or rank == 0:
+        with torch.no_grad():
+            model.weight.fill_(0.5); model.bias.fill_(0.1)
+    X, Y = (X.chunk(world)[rank], Y.chunk(world)[rank])
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=1.0, line_search_fn="strong_wolfe", max_iter=8)
+    losses = []
+    for step in range(3):
+        def closure():
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(X), Y)
+            loss.backward()
+            return loss
+        losses.append(float(optimizer.step(closure)))
+    report({"state": {**model.state_dict(), "losses": torch.tensor(losses, dtype=torch.float64)}})
+"""
+
+
+def test_a_closure_equals_one_process(dadt_run) -> None:
+    two = dadt_run(CLOSURE)
+    assert_replicas_equal(two)
+    one = dadt_run(CLOSURE, np=1)
+    for name, value in one.ranks[0]["state"].items():
+        assert torch.allclose(value, two.ranks[0]["state"][name], rtol=0, atol=1e-10), name
+
+
+GAN = """
+    from scenarios import batch, snapshot
+    torch.manual_seed(rank)
+    G, D = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 6)), nn.Linear(6, 1)
+    g = torch.optim.Adam(G.parameters(), lr=0.01, betas=(0.5, 0.9))
+    d = torch.optim.Adam(D.parameters(), lr=0.01, betas=(0.5, 0.9))
+    criterion = nn.BCEWithLogitsLoss()
+    for step in range(30):
+        real, _ = batch(rank, step, 0)
+        noise = torch.randn(4, 2)
+        d.zero_grad()
+        fake = G(noise)
+        loss = criterion(D(real), torch.ones(4, 1)) + criterion(D(fake.detach()), torch.zeros(4, 1))
+        loss.backward()
+        d.step()
+        g.zero_grad()
+        criterion(D(fake), torch.ones(4, 1)).backward()
+        g.step()
+    G.eval()
+    report({"state": {**snapshot(G, g), **{"d." + k: v for k, v in snapshot(D, d).items()}}})
+"""
+
+
+@pytest.mark.parametrize("algorithm", ["pipe", "sync"])
+def test_two_optimizers(dadt_run, algorithm) -> None:
+    run = dadt_run(GAN, "--warmup-steps", "5", "--algorithm", algorithm)
+    assert_replicas_equal(run)
+
+
+SUPER = """
+    from scenarios import backward, SCENARIOS, mlp, snapshot
+    class Twice(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+    class Around(torch.optim.Optimizer):
+        def __init__(self, inner):
+            self.inner = inner
+            super().__init__(inner.param_groups[0]["params"], {})
+            self.param_groups, self.state = inner.param_groups, inner.state
+        def step(self, closure=None):
+            return self.inner.step(closure)
+    found = {}
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)   # hooks the base class
+    for kind in ("plain", "super", "around"):
+        torch.manual_seed(0)
+        model = mlp()
+        make = {"plain": torch.optim.SGD, "super": Twice, "around": torch.optim.SGD}[kind]
+        optimizer = make(model.parameters(), lr=0.05, momentum=0.9)
+        if kind == "around":
+            optimizer = Around(optimizer)
+        for step in range(12):
+            backward(SCENARIOS["momentum"], model, rank, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        found[kind] = {k: v.clone() for k, v in model.state_dict().items()}
+    report(found)
+"""
+
+
+def test_a_step_inside_a_step_is_one(dadt_run) -> None:
+    run = dadt_run(SUPER, "--warmup-steps", "3")
+    assert "36 steps" in run.output
+    for kind in ("plain", "super", "around"):
+        for rank in run.ranks:
+            assert_equal(rank[kind], run.ranks[0]["plain"], kind)
+
+
+LATE_BACKWARD = """
+    from scenarios import backward, SCENARIOS, mlp
+    model = mlp(); optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(8):
+        backward(SCENARIOS["momentum"], model, rank, step)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        backward(SCENARIOS["momentum"], model, rank, step)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_backward_after_clipping_is_refused(dadt_run) -> None:
+    run = dadt_run(LATE_BACKWARD, check=False)
+    assert run.code == 1
+    assert "clip once, after the step's last backward" in run.output
+
+
+CHANGING = """
+    from scenarios import backward, SCENARIOS, mlp, snapshot, batch
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 300), nn.Tanh(), nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 3)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(20):
+        parts = [1, 1, 1, 1, 2, 2, 2, 1, 3, 1, 1, 1, 1, 2, 1, 1, 1, 2, 2, 2][step]
+        for part in range(parts):
+            x, y = zip(*[batch(r, step, part) for r in (range(2) if world == 1 else [rank])])
+            (nn.functional.cross_entropy(model(torch.cat(x).double()), torch.cat(y)) / parts).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 3 > 0)
+    report({"state": snapshot(model, optimizer)})
+"""
+
+
+def test_sync_overlapped_equals_the_joined_batch(dadt_run) -> None:
+    """With small buckets, most leave from backward; the number of backwards changes, so some leave too early."""
+    two = dadt_run(CHANGING, "--algorithm", "sync", "--bucket-mb", "0.01")
+    assert_replicas_equal(two)
+    one = dadt_run(CHANGING, np=1)
+    for name, value in one.ranks[0]["state"].items():
+        assert torch.allclose(value, two.ranks[0]["state"][name], rtol=0, atol=1e-10), name
