@@ -1,0 +1,69 @@
+# make demo   train examples/mnist.py on two workers
+# make test   every check
+# Both set up .venv by themselves; a second run installs only what changed.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+WORKERS ?= 2
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Python files take effect at once; these need an install.
+BUILT := pyproject.toml $(wildcard CMakeLists.txt) $(shell find csrc -type f)
+
+.PHONY: demo test test-slow lint format docs native clean
+.DELETE_ON_ERROR:
+
+demo: .venv/installed
+	$(BIN)/dadt run -np $(WORKERS) examples/mnist.py --epochs 3
+
+test: lint docs native
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+test-slow: .venv/testable
+	$(BIN)/python -m pytest -m slow --timeout 1800
+
+lint: .venv/testable
+	$(BIN)/ruff check --quiet .
+	$(BIN)/ruff format --quiet --check .
+	$(BIN)/mypy --no-error-summary
+	find csrc tests/csrc -name '*.h' -o -name '*.cc' | xargs $(BIN)/clang-format --dry-run -Werror
+
+format: .venv/testable
+	$(BIN)/ruff check --quiet --fix .
+	$(BIN)/ruff format --quiet .
+	find csrc tests/csrc -name '*.h' -o -name '*.cc' | xargs $(BIN)/clang-format -i
+	$(BIN)/python docs/configuration.py
+
+docs: .venv/testable
+	$(BIN)/mkdocs build --quiet --strict --site-dir build/site
+
+# The C++ core under the sanitizers, ranks as threads.
+native: native-thread native-address
+
+native-%: .venv/testable
+	@.ci/need libgtest-dev test -e /usr/include/gtest/gtest.h
+	$(BIN)/cmake -S . -B build/$* -G Ninja --log-level=WARNING -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	  -DSKBUILD_PROJECT_VERSION=0 -DDADT_MODULE=OFF -DDADT_TESTS=ON -DDADT_SANITIZE=$*
+	$(BIN)/cmake --build build/$* --parallel 2 -- --quiet
+	.ci/steady $(BIN)/ctest --test-dir build/$* --output-on-failure --no-tests=error --stop-on-failure
+
+.venv/installed: .venv/torch $(BUILT)
+	$(PIP) --no-build-isolation --editable .
+	@touch $@
+
+.venv/testable: .venv/torch $(BUILT)
+	$(PIP) --no-build-isolation --editable '.[test,docs]'
+	@touch .venv/installed $@
+
+# torch by its exact version before anything that asks for some torch, and what the build needs beside it, so that
+# no isolated build fetches anything again.
+.venv/torch: Makefile
+	@.ci/need python3-venv $(PYTHON) -c 'import ensurepip'
+	@.ci/need python3-dev $(PYTHON) -c 'import sysconfig as s, os; open(os.path.join(s.get_path("include"), "Python.h"))'
+	$(PYTHON) -m venv .venv
+	$(PIP) '$(TORCH)' numpy 'scikit-build-core>=0.10' 'pybind11>=2.13' cmake ninja
+	@touch $@
+
+clean:
+	rm -rf .venv build
