@@ -11,7 +11,6 @@ import os
 import selectors
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -82,10 +81,9 @@ class Agent:
             except LaunchError as error:
                 self._send(Frame("unstarted", {"message": str(error)}))
                 self._begin_stop(Frame("stop"))
-            while not (self._stop and self._stop.finished):
+            while not self._is_over():
                 self._turn()
-        stuck = self._stop.stuck
-        self._send(Frame("end", {"stuck": stuck}))
+        self._send(Frame("end", {"stuck": self._stop.stuck if self._stop else []}))
         self._take_leave()
 
     def _start(self, job: Frame) -> None:
@@ -98,7 +96,16 @@ class Agent:
             for stream in worker.pipes:
                 self._watch_pipe(worker, stream)
 
+    def _is_over(self) -> bool:
+        """All have ended and were reported, or do not die."""
+        stop = self._stop
+        return stop is not None and stop.finished and (bool(stop.stuck) or self._all_ended())
+
+    def _all_ended(self) -> bool:
+        return all(worker.ended for worker in self._workers.values())
+
     def _turn(self) -> None:
+        self._watch_writes()
         for key, _ in self._selector.select(TICK_SECONDS if self._needs_tick() else HEARTBEAT_SECONDS):
             key.data()
         for order in self._orders:
@@ -109,14 +116,14 @@ class Agent:
         self._balance()
         if self._launcher_gone and (self._stop is None or self._stop.natural):
             self._begin_stop(Frame("stop"))
-        elif self._stop is None and all(worker.ended for worker in self._workers.values()):
+        elif self._stop is None and self._all_ended():
             self._begin_stop(Frame("stop", {"natural": NATURAL_SECONDS}))
-        if self._stop:
+        if self._stop and not self._stop.finished:
             for rank, pid, text in self._stop.advance():
                 self._send(Frame("stacks", {"rank": rank, "pid": pid}, text))
 
     def _needs_tick(self) -> bool:
-        return bool(self._stop or self._roster.waits or self._launcher.unsent)
+        return bool(self._stop or self._roster.waits)
 
     def _obey(self, order: Frame) -> None:
         if order.kind == "stop":
@@ -190,6 +197,8 @@ class Agent:
             self._watch(line.link.reader, lambda line=line: self._read_line(line))  # type: ignore[misc]
 
     def _read_line(self, line: Line) -> None:
+        if line.number not in self._roster.lines:
+            return  # hung up since the selector saw it
         try:
             self._roster.receive(line)
         except EOFError:
@@ -234,12 +243,30 @@ class Agent:
                 else:
                     self._watch_pipe(worker, stream)
 
+    def _watch_writes(self) -> None:
+        """Be woken when what could not be written at once can go on."""
+        writer = self._launcher.writer
+        waiting = bool(self._launcher.unsent) and not self._launcher_gone
+        if not waiting:
+            self._forget(writer)
+        elif writer not in self._selector.get_map():
+            self._selector.register(writer, selectors.EVENT_WRITE, self._flush)
+        for line in self._roster.lines.values():
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.link.unsent else 0)
+            key = self._selector.get_key(line.link.reader)
+            if key.events != events:
+                self._selector.modify(line.link.reader, events, key.data)
+
+    def _flush(self) -> None:
+        try:
+            self._launcher.flush()
+        except BrokenPipeError:
+            self._launcher_gone = True
+
     def _send(self, frame: Frame) -> None:
         if not self._launcher_gone:
-            try:
-                self._launcher.send(frame)
-            except BrokenPipeError:
-                self._launcher_gone = True
+            self._launcher.unsent += frame.encode()
+            self._flush()
 
     def _take_leave(self) -> None:
         deadline = time.monotonic() + FAREWELL_SECONDS
@@ -247,7 +274,7 @@ class Agent:
             selector.register(self._launcher.writer, selectors.EVENT_WRITE)
             while self._launcher.unsent and not self._launcher_gone and time.monotonic() < deadline:
                 selector.select(TICK_SECONDS)
-                self._launcher.flush()
+                self._flush()
 
     def _watch(self, descriptor: int, read: Callable[[], Any]) -> None:
         self._selector.register(descriptor, selectors.EVENT_READ, read)
@@ -272,4 +299,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -15,6 +15,8 @@ LENGTHS = struct.Struct(">II")
 HEADER_LIMIT = 64 << 20
 BODY_LIMIT = 1 << 30
 CHUNK = 1 << 16
+CHUNKS = 16
+"""Read at most this many of them before others get their turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +77,18 @@ class Link:
     def receive(self) -> list[Frame]:
         """The complete frames that have come. Raises EOFError once the other side has closed."""
         frames: list[Frame] = []
-        try:
-            data = os.read(self.reader, CHUNK)
-        except BlockingIOError:
-            return frames
-        except ConnectionResetError:
-            raise EOFError from None
-        if not data:
-            raise EOFError
-        frames.extend(self._parser.feed(data))
+        for _ in range(CHUNKS):
+            try:
+                data = os.read(self.reader, CHUNK)
+            except BlockingIOError:
+                break
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                if frames:
+                    break  # said again by the next read
+                raise EOFError
+            frames.extend(self._parser.feed(data))
         return frames
 
     def send(self, frame: Frame) -> None:

@@ -1,0 +1,212 @@
+"""Why a job failed: the first cause among all that went wrong, and the block that tells the user."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+TRACEBACK = "Traceback (most recent call last):"
+FRAME_LINE = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+)(?:, in (?P<function>.+))?$')
+ERROR_LINE = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$")
+MEMORY_TEXTS = ("out of memory", "can't allocate memory", "cannot allocate memory")
+START_TIMEOUT = 124
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """An uncaught exception, as its worker reported it or as its traceback on stderr tells."""
+
+    type: str
+    message: str = ""
+    frames: Sequence[Mapping[str, Any]] = ()
+    """{file, line, function, text}, innermost last."""
+    step: int | None = None
+    secondary: bool = False
+    """Another rank's failure caused it."""
+    thread: str = ""
+    time: float = 0.0
+
+    @classmethod
+    def from_header(cls, header: Mapping[str, Any]) -> Record:
+        return cls(**{name: header[name] for name in cls.__slots__ if name in header})
+
+    @classmethod
+    def from_stderr(cls, tail: bytes) -> Record | None:
+        """The last traceback in the last bytes of a worker's stderr; None if there is none."""
+        _, found, text = tail.decode(errors="replace").rpartition(TRACEBACK)
+        if not found:
+            return None
+        frames: list[dict[str, Any]] = []
+        for line in text.splitlines()[1:]:
+            if (frame := FRAME_LINE.match(line)) is not None:
+                frames.append({**frame.groupdict(), "text": ""})
+            elif line.startswith("    "):
+                # Below the source line stand marks of the error's place.
+                if frames and not frames[-1]["text"]:
+                    frames[-1]["text"] = line.strip()
+            elif (error := ERROR_LINE.match(line)) is not None:
+                return cls(type=error["type"], message=error["message"] or "", frames=frames)
+        return None
+
+    @property
+    def text(self) -> str:
+        return f"{self.type}: {self.message}" if self.message else self.type
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ending:
+    """How a worker ended, as its agent saw it."""
+
+    rank: int
+    code: int
+    """Exit code; -n if signal n ended it."""
+    time: float
+    step: int
+    """Optimizer steps done; -1: none."""
+    peak_memory: int
+    memory_limit: int
+    memory_kills: int
+    """Processes killed for lack of memory since the job began."""
+    stopped: bool
+    """It ended after its agent began to stop everything."""
+
+    @property
+    def killed_for_memory(self) -> bool:
+        return self.code == -signal.SIGKILL and self.memory_kills > 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """The cause of a job's failure, and what is known around it."""
+
+    ending: Ending
+    record: Record | None
+    seconds: float
+    """From the start of the workers to the failure."""
+    pid: int
+    host: str
+    log: Path
+    stopped: Sequence[int] = ()
+    """Ranks that were stopped because of it."""
+    stacks: Sequence[Path] = ()
+    """Where the stacks of those stand."""
+    last_words: str = field(default="")
+    """Last line on stderr, where there is no record."""
+
+    @property
+    def exit_code(self) -> int:
+        if self.record is not None and self.record.type == "StartTimeout":
+            return START_TIMEOUT
+        code = self.ending.code
+        if self.ending.stopped and self.record is not None:
+            return 1  # it failed by its own exception and was slow to exit
+        return code if code >= 0 else 128 - code
+
+    def lines(self) -> list[str]:
+        head = f"worker {self.ending.rank} failed ({self._verdict()}) after {self.seconds:.1f} s"
+        step = self._step()
+        if step is not None:
+            head += f", at step {step}"
+        if self.stopped:
+            head += f"; {_workers(self.stopped)} stopped"
+        host = self.host or "this host"
+        lines = [head, f"  host    {host}, pid {self.pid}, log {self.log}", f"  cause   {self._cause()}"]
+        if self.record is not None and self.record.frames:
+            frame = self.record.frames[-1]
+            place = f'    File "{frame["file"]}", line {frame["line"]}'
+            lines.append(place + (f", in {frame['function']}" if frame.get("function") else ""))
+            if frame.get("text"):
+                lines.append(f"      {frame['text']}")
+        lines.append(f"  memory  {self._memory()}")
+        if self.stacks:
+            lines.append(f"  stacks  {', '.join(map(str, self.stacks))}: where the others were")
+        return lines
+
+    def _verdict(self) -> str:
+        if self.ending.stopped and self.record is not None:
+            return "uncaught exception"
+        if self.ending.code < 0:
+            return f"killed by signal {-self.ending.code}, {signal_name(-self.ending.code)}"
+        return f"exit code {self.ending.code}"
+
+    def _step(self) -> int | None:
+        if self.record is not None and self.record.step is not None:
+            return self.record.step
+        return self.ending.step if self.ending.step >= 0 else None
+
+    def _cause(self) -> str:
+        if self.record is not None:
+            where = f" (in thread {self.record.thread})" if self.record.thread else ""
+            return self.record.text.strip().replace("\n", "\n          ") + where
+        if self.ending.killed_for_memory:
+            return "killed by the kernel for lack of memory"
+        if self.ending.code < 0:
+            return f"signal {-self.ending.code} ({signal_name(-self.ending.code)}), not sent by dadt"
+        words = f"; its last words: {self.last_words}" if self.last_words else ""
+        return f"it exited with code {self.ending.code}{words}"
+
+    def _memory(self) -> str:
+        ending = self.ending
+        text = f"peak {size(ending.peak_memory)} (limit {size(ending.memory_limit)}): "
+        if ending.killed_for_memory:
+            return text + "killed by the kernel for lack of memory"
+        if self.record is not None and _is_memory_error(self.record):
+            return text + "the exception says that memory ran out"
+        return text + "not out of memory"
+
+
+def find_cause(endings: Sequence[Ending], records: Mapping[int, Record]) -> tuple[Ending, Record | None] | None:
+    """The first failure by time that neither another one nor the stop caused; None if nothing failed.
+
+    Records tell the time of an exception, which is earlier than the exit; where all are secondary, the first is.
+    """
+    failed = [ending for ending in endings if ending.rank in records or (ending.code != 0 and not ending.stopped)]
+
+    def order(ending: Ending) -> tuple[bool, float]:
+        record = records.get(ending.rank)
+        if record is None:
+            return False, ending.time
+        return record.secondary, record.time or ending.time
+
+    if not failed:
+        return None
+    first = min(failed, key=order)
+    return first, records.get(first.rank)
+
+
+def last_line(tail: bytes) -> str:
+    lines = [line.strip() for line in tail.decode(errors="replace").splitlines() if line.strip()]
+    return lines[-1][:200] if lines else ""
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "a real-time signal"
+
+
+def size(count: int) -> str:
+    """Bytes as people say them: 850 MiB, 1.2 GiB, 24 GiB."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = min(max(count, 1).bit_length() // 10, len(units) - 1)
+    value = count / 1024**power
+    return f"{value:.1f} {units[power]}" if value < 10 and power else f"{value:.0f} {units[power]}"
+
+
+def _is_memory_error(record: Record) -> bool:
+    text = record.text.lower()
+    return record.type == "MemoryError" or any(words in text for words in MEMORY_TEXTS)
+
+
+def _workers(ranks: Sequence[int]) -> str:
+    if len(ranks) > 4:
+        return f"{len(ranks)} other workers were"
+    names = [str(rank) for rank in ranks]
+    if len(names) == 1:
+        return f"worker {names[0]} was"
+    return f"workers {', '.join(names[:-1])} and {names[-1]} were"

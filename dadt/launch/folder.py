@@ -1,0 +1,94 @@
+"""The folder of a running job on one host: its agent's socket, steps and stacks. Its name is the job's id."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import shutil
+import time
+from pathlib import Path
+from typing import IO
+
+from dadt.errors import LaunchError
+
+LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"
+"""Without those that are read as another."""
+FRESH_SECONDS = 60.0
+
+
+class Folder:
+    """/tmp/dadt-<uid>/<job>, for this user alone. Whoever holds it keeps its lock, so a folder whose lock is
+    free belongs to nobody any more and is removed by the next job."""
+
+    def __init__(self, path: Path, lock: IO[bytes]) -> None:
+        self.path = path
+        self.job = path.name
+        self._lock = lock
+
+    @classmethod
+    def reserve(cls, logs: Path) -> Folder:
+        """A new job id: unique among the running jobs of this machine, and among the logs."""
+        root = _root()
+        _remove_stale(root)
+        while True:
+            job = "".join(secrets.choice(LETTERS) for _ in range(4))
+            if (logs / job).exists():
+                continue
+            try:
+                (root / job).mkdir(mode=0o700)
+            except FileExistsError:
+                continue
+            return cls.join(job)
+
+    @classmethod
+    def join(cls, job: str) -> Folder:
+        """The folder of a job that has its id already, made if it is not there."""
+        path = _root() / job
+        path.mkdir(mode=0o700, exist_ok=True)
+        lock = (path / "lock").open("wb")
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        return cls(path, lock)
+
+    @property
+    def socket(self) -> Path:
+        return self.path / "agent"
+
+    @property
+    def pulse(self) -> Path:
+        return self.path / "pulse"
+
+    def remove(self) -> None:
+        """Idempotent."""
+        self._lock.close()
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _root() -> Path:
+    root = Path(f"/tmp/dadt-{os.getuid()}")
+    root.mkdir(mode=0o700, exist_ok=True)
+    status = root.lstat()
+    if status.st_uid != os.getuid() or root.is_symlink():
+        raise LaunchError(f"{root} belongs to another user: remove it, it must be yours")
+    return root
+
+
+def _remove_stale(root: Path) -> None:
+    for path in root.iterdir():
+        if not _is_held(path):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_held(path: Path) -> bool:
+    try:
+        with (path / "lock").open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True  # its job is running
+    except OSError:
+        # No lock yet: its launcher may be about to take it.
+        try:
+            return time.time() - path.stat().st_mtime < FRESH_SECONDS
+        except FileNotFoundError:
+            return False
+    return False

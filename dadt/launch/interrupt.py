@@ -1,0 +1,51 @@
+"""Signals as something to select on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class Interrupts:
+    """While open, these signals no longer end the process: their numbers are read from `fileno()`.
+
+    Main thread only, as all signal handling in Python.
+    """
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self._numbers = numbers
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        os.set_blocking(self._writer, False)
+        self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._previous = {number: signal.signal(number, _ignore) for number in self._numbers}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)
+        signal.set_wakeup_fd(self._wakeup)
+        os.close(self._reader)
+        os.close(self._writer)
+
+    def fileno(self) -> int:
+        return self._reader
+
+    def take(self) -> set[int]:
+        """The signals that have come since the last call."""
+        try:
+            return set(os.read(self._reader, 4096))
+        except BlockingIOError:
+            return set()
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Python wakes the reader; there is nothing else to do."""

@@ -1,0 +1,100 @@
+"""What all ranks of a job must know of each other: how far each came, and what each gave to the others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from dadt.launch.frame import Frame
+
+Reply = Callable[[Frame], None]
+
+
+@dataclass(slots=True)
+class Member:
+    """One rank, as the launcher knows it."""
+
+    rank: int
+    pid: int = 0
+    state: str = "has not imported torch"
+    step: int = -1
+    seen: float = 0.0
+    """When it last gave a sign of life (time.monotonic)."""
+    ended: bool = False
+
+    def sign(self, state: str) -> None:
+        self.state = state
+        self.seen = time.monotonic()
+
+    def went_to(self, step: int, age: float) -> None:
+        if step >= 0:
+            self.step = step
+            if not self.ended:
+                self.state = f"at step {step}"
+            self.seen = max(self.seen, time.monotonic() - age)
+
+    def describe(self) -> dict[str, Any]:
+        seconds = time.monotonic() - self.seen
+        return {
+            "rank": self.rank,
+            "pid": self.pid,
+            "state": self.state,
+            "step": self.step,
+            "seconds": seconds,
+        }
+
+
+@dataclass(slots=True)
+class Exchange:
+    """Blobs under one key, and the ranks that wait for all of them."""
+
+    blobs: dict[int, bytes] = field(default_factory=dict)
+    waits: list[tuple[float, float, Reply]] = field(default_factory=list)
+    """Deadline, its timeout, and where the answer goes."""
+
+
+class Rendezvous:
+    """Collects, and answers once all have come, or with an error once they cannot."""
+
+    def __init__(self, world_size: int) -> None:
+        self.members = [Member(rank, seen=time.monotonic()) for rank in range(world_size)]
+        self._exchanges: dict[str, Exchange] = {}
+
+    def give(self, key: str, rank: int, blob: bytes, timeout: float, reply: Reply) -> None:
+        exchange = self._exchanges.setdefault(key, Exchange())
+        exchange.blobs[rank] = blob
+        exchange.waits.append((time.monotonic() + timeout, timeout, reply))
+        self.settle()
+
+    def settle(self) -> None:
+        """Answer what can be answered now; call it after anything has changed and when time has passed."""
+        now = time.monotonic()
+        for key, exchange in self._exchanges.items():
+            missing = [member for member in self.members if member.rank not in exchange.blobs]
+            waits, exchange.waits = exchange.waits, []
+            for deadline, timeout, reply in waits:
+                if not missing:
+                    reply(self._complete(exchange))
+                elif any(member.ended for member in missing):
+                    reply(_refuse(key, missing, "cannot arrive any more"))
+                elif now >= deadline:
+                    reply(_refuse(key, missing, f"did not arrive within {timeout:g} s"))
+                else:
+                    exchange.waits.append((deadline, timeout, reply))
+
+    @property
+    def waiting(self) -> bool:
+        return any(exchange.waits for exchange in self._exchanges.values())
+
+    def _complete(self, exchange: Exchange) -> Frame:
+        blobs = [exchange.blobs[member.rank] for member in self.members]
+        return Frame("exchanged", {"sizes": [len(blob) for blob in blobs]}, b"".join(blobs))
+
+
+def _refuse(key: str, missing: list[Member], what: str) -> Frame:
+    if what.startswith("cannot"):
+        missing = [member for member in missing if member.ended]
+    ranks = ", ".join(f"rank {member.rank} ({member.state})" for member in missing)
+    return Frame("error", {"type": "StartTimeout", "message": f"{ranks} {what} for {key!r}"})

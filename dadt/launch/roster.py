@@ -1,0 +1,137 @@
+"""The agent's end of the control channel: which process trains as which rank, and who waits for which file."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dadt.launch.frame import Frame, Link
+from dadt.launch.sweep import is_alive
+from dadt.pulse import Pulse
+
+LOCAL = ("stacks", "saved", "await_save")
+"""Kinds that concern this host alone; all others are passed on to the launcher."""
+
+
+@dataclass(slots=True)
+class Line:
+    """One connection of a worker process."""
+
+    number: int
+    link: Link
+    socket: socket.socket
+
+
+@dataclass(slots=True)
+class SaveWait:
+    """A rank that waits until local rank 0 has written a file."""
+
+    line: Line
+    path: str
+    count: int
+    step: int
+    deadline: float
+
+
+@dataclass(slots=True)
+class Roster:
+    """Answers what one host can answer, and passes the rest on with the number of the line it came by."""
+
+    path: Path
+    pulse: Pulse
+    forward: Callable[[Frame], None]
+    lines: dict[int, Line] = field(default_factory=dict)
+    claims: dict[int, int] = field(default_factory=dict)
+    """Rank to the pid that trains as it."""
+    dumps: dict[int, tuple[int, int, Path]] = field(default_factory=dict)
+    """Pid to its rank, its signal, and the file into which it then writes its stacks."""
+    saves: dict[str, int] = field(default_factory=dict)
+    """Path to how many times local rank 0 has written it."""
+    waits: list[SaveWait] = field(default_factory=list)
+    first_ended: bool = False
+    """Local rank 0 has ended, so it will write nothing more."""
+    _numbered: int = 0
+
+    def listen(self) -> socket.socket:
+        server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        server.bind(str(self.path))
+        server.listen(128)
+        server.setblocking(False)
+        return server
+
+    def accept(self, server: socket.socket) -> Line | None:
+        try:
+            connection, _ = server.accept()
+        except BlockingIOError:
+            return None
+        self._numbered += 1
+        line = Line(self._numbered, Link(connection.fileno(), connection.fileno()), connection)
+        self.lines[line.number] = line
+        return line
+
+    def receive(self, line: Line) -> None:
+        """Handle what has come, and what could not be sent yet. Raises EOFError when the worker has hung up."""
+        try:
+            line.link.flush()
+        except (BrokenPipeError, ConnectionResetError):
+            raise EOFError from None
+        for frame in line.link.receive():
+            if frame.kind == "claim":
+                self._claim(line, frame)
+            elif frame.kind in LOCAL:
+                getattr(self, f"_{frame.kind}")(line, frame)
+            else:
+                self.forward(Frame(frame.kind, {**frame.header, "line": line.number}, frame.body))
+
+    def answer(self, number: int, frame: Frame) -> None:
+        """To the line with that number, if its process still is there."""
+        line = self.lines.get(number)
+        if line is not None:
+            try:
+                line.link.send(frame)
+            except (BrokenPipeError, ConnectionResetError):
+                pass  # it died while it waited; its end is reported by itself
+
+    def hang_up(self, line: Line) -> None:
+        self.lines.pop(line.number, None)
+        self.waits = [wait for wait in self.waits if wait.line is not line]
+        line.socket.close()
+
+    def settle_saves(self) -> None:
+        """Answer the waits that have come to an end."""
+        now = time.monotonic()
+        step, _ = self.pulse.read(0)
+        waits, self.waits = self.waits, []
+        for wait in waits:
+            if self.saves.get(wait.path, 0) >= wait.count:
+                self.answer(wait.line.number, Frame("saved", {"verdict": "there"}))
+            elif self.first_ended or step > wait.step or now >= wait.deadline:
+                self.answer(wait.line.number, Frame("saved", {"verdict": "write"}))
+            else:
+                self.waits.append(wait)
+
+    def _claim(self, line: Line, frame: Frame) -> None:
+        rank, pid = frame["rank"], frame["pid"]
+        owner = self.claims.get(rank, pid)
+        if owner != pid and is_alive(owner):
+            text = f"rank {rank} is already claimed by pid {owner}: of the processes of one worker only one may train"
+            self.answer(line.number, Frame("error", {"type": "DadtError", "message": text}))
+            return
+        self.claims[rank] = pid
+        self.forward(frame)
+        self.answer(line.number, Frame("claimed"))
+
+    def _stacks(self, line: Line, frame: Frame) -> None:
+        self.dumps[frame["pid"]] = (frame["rank"], frame["signal"], Path(frame["path"]))
+
+    def _saved(self, line: Line, frame: Frame) -> None:
+        self.saves[frame["path"]] = max(frame["count"], self.saves.get(frame["path"], 0))
+        self.settle_saves()
+
+    def _await_save(self, line: Line, frame: Frame) -> None:
+        deadline = time.monotonic() + frame["timeout"]
+        self.waits.append(SaveWait(line, frame["path"], frame["count"], frame["step"], deadline))
+        self.settle_saves()

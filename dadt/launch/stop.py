@@ -1,0 +1,105 @@
+"""The end of a host's workers, phase by phase: stacks, SIGTERM, SIGKILL, and whatever got away."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from dadt.launch.sweep import is_alive, kill, members
+from dadt.launch.worker import Worker
+
+STACK_SECONDS = 0.5
+KILL_SECONDS = 3.0
+
+
+class Stop:
+    """Advanced by the agent until `finished`; never blocks."""
+
+    def __init__(
+        self,
+        job: str,
+        workers: Sequence[Worker],
+        dumps: Mapping[int, tuple[int, int, Path]],
+        natural: float,
+        grace: float,
+    ) -> None:
+        """workers: those that live. dumps: who writes its stacks into which file on which signal.
+
+        natural: seconds in which what is left may end by itself. grace: seconds from SIGTERM to SIGKILL.
+        """
+        self._job = job
+        self._workers = workers
+        self._grace = grace
+        self._begin = time.monotonic()
+        self._natural_end = self._begin + natural
+        self._dumps = {pid: dump for pid, dump in dumps.items() if is_alive(pid)}
+        self._sizes: dict[int, int] = {}
+        self._kill_at = 0.0
+        self.natural = natural > 0
+        self.signalled = False
+        """Whatever ends from now on was ended by us."""
+        self.finished = False
+        self.stuck: list[int] = []
+        """Processes that did not die of SIGKILL."""
+        for pid, (_, number, _) in self._dumps.items():
+            kill([pid], number)
+
+    def hasten(self, grace: float) -> None:
+        self._grace = min(self._grace, grace)
+        if self.signalled:
+            self._kill_at = min(self._kill_at, time.monotonic() + grace)
+
+    def advance(self) -> list[tuple[int, int, bytes]]:
+        """Go on as far as it is time to. Returns (rank, pid, stacks) of those who have written them."""
+        now = time.monotonic()
+        stacks = []
+        if self._dumps:
+            if not self._dumps_complete() and now < self._begin + STACK_SECONDS:
+                return []
+            stacks = [(rank, pid, _text(path)) for pid, (rank, _, path) in self._dumps.items()]
+            self._dumps = {}
+        left = members(self._job, descendants=True)
+        if not left:
+            self.finished = True
+        elif not self.signalled:
+            if now >= self._natural_end:
+                self._terminate(left, now)
+        elif now >= self._kill_at:
+            kill(left, signal.SIGKILL)
+            if now >= self._kill_at + KILL_SECONDS:
+                self.stuck = left
+                self.finished = True
+        return [entry for entry in stacks if entry[2]]
+
+    def _terminate(self, left: Sequence[int], now: float) -> None:
+        self.signalled = True
+        self.natural = False
+        self._kill_at = now + self._grace
+        for worker in self._workers:
+            worker.signal(signal.SIGTERM)
+        kill((pid for pid in left if not _in_groups(pid, self._workers)), signal.SIGTERM)
+
+    def _dumps_complete(self) -> bool:
+        """A dump has no end mark: it is complete when it has stopped growing from one look to the next."""
+        sizes = {pid: _size(path) for pid, (_, _, path) in self._dumps.items()}
+        complete = all(sizes.values()) and sizes == self._sizes
+        self._sizes = sizes
+        return complete
+
+
+def _in_groups(pid: int, workers: Sequence[Worker]) -> bool:
+    try:
+        return os.getpgid(pid) in {worker.pid for worker in workers}
+    except ProcessLookupError:
+        return True  # it has ended, so it needs no signal
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _text(path: Path) -> bytes:
+    return path.read_bytes() if path.exists() else b""

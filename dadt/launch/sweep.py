@@ -1,0 +1,92 @@
+"""The processes of a job, however they got away from their parents, and their end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+SWEEP_SECONDS = 3.0
+
+
+def members(job: str, descendants: bool = False) -> list[int]:
+    """Processes of this user that carry the job's id in their environment.
+
+    With `descendants`, those of this process too: as the subreaper it also finds a process that left its
+    parent and cleared its environment.
+    """
+    mark = f"DADT_JOB={job}".encode()
+    found = {int(entry.name) for entry in Path("/proc").iterdir() if _is_marked(entry, mark)}
+    if descendants:
+        found.update(_descendants(os.getpid()))
+    found.discard(os.getpid())
+    return sorted(pid for pid in found if is_alive(pid))
+
+
+def kill(pids: Iterable[int], number: int) -> None:
+    """Send a signal to those that still exist."""
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            pass  # already gone
+
+
+def sweep(job: str, patience: float = 0.0) -> list[int]:
+    """Kill what is left of the job after `patience` seconds, again until nothing is.
+
+    Returns what does not die (stuck in the kernel).
+    """
+    begin = time.monotonic()
+    pause = 0.001
+    while left := members(job):
+        now = time.monotonic()
+        if now > begin + patience + SWEEP_SECONDS:
+            return left
+        if now > begin + patience:
+            kill(left, signal.SIGKILL)
+        # The kernel announces the end of a process only to its parent, and these are not our children.
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+    return []
+
+
+def _is_marked(entry: Path, mark: bytes) -> bool:
+    if not entry.name.isdigit():
+        return False
+    try:
+        if entry.stat().st_uid != os.getuid():
+            return False
+        return mark in (entry / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return False  # it has just ended, or is not ours to look into
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process exists and is more than a zombie."""
+    return _state_and_parent(pid)[0] not in ("", "Z", "X")
+
+
+def _descendants(root: int) -> set[int]:
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            pid = int(entry.name)
+            children.setdefault(_state_and_parent(pid)[1], []).append(pid)
+    found: set[int] = set()
+    frontier = children.get(root, [])
+    while frontier:
+        found.update(frontier)
+        frontier = [child for pid in frontier for child in children.get(pid, [])]
+    return found
+
+
+def _state_and_parent(pid: int) -> tuple[str, int]:
+    try:
+        # The name, in parentheses, may itself hold spaces and parentheses.
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return "", 0
+    return fields[0], int(fields[1])
