@@ -15,7 +15,7 @@ from torch import nn
 
 from dadt import executors
 from dadt.attachment import Attachment, group_values
-from dadt.bucket import split
+from dadt.bucket import DTYPES, split
 from dadt.config import Config
 from dadt.errors import CommTimeout, DadtError, Mismatch
 from dadt.world import World
@@ -48,6 +48,7 @@ class Runtime:
         """Called once, at the first training forward or consumption."""
         self._claimed = False
         self._engine: Engine | None = None
+        self._disconnect: Callable[[], None] = lambda: None
         self._ordinals = itertools.count()
         self._registered: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._attachments: weakref.WeakKeyDictionary[torch.optim.Optimizer, Attachment] = weakref.WeakKeyDictionary()
@@ -135,7 +136,7 @@ class Runtime:
             if self.control is not None:
                 self.control.claim()
             if not self.alone:
-                self._engine = executors.connect(self.config, self.world, self._exchange_endpoints)
+                self._engine, self._disconnect = executors.connect(self.config, self.world, self._exchange_endpoints)
         if self.alone:
             return
         pending = [o for o in self._registered if o not in self._attachments and o not in self.left_alone]
@@ -208,7 +209,8 @@ class Runtime:
         works: list[Work] = []
         staged: list[tuple[torch.Tensor, torch.Tensor]] = []
         with torch.no_grad():
-            for i, bucket in enumerate(split([t for t in tensors if t.numel()], 2**30)):
+            sent = [t for t in tensors if t.numel() and t.dtype in DTYPES]
+            for i, bucket in enumerate(split(sent, 2**30)):
                 host = [t.to("cpu").contiguous() for t in bucket.tensors]
                 staged += zip(bucket.tensors, host, strict=True)
                 pointers = [t.data_ptr() for t in host]
@@ -307,12 +309,15 @@ class Runtime:
             return
         self._closed = True
         if self._engine is not None:
-            if failed:
-                self._engine.abort(f"rank {self.world.rank} failed")
-            elif self._engine.error is None:
-                self.wait(self._engine.allgather(b"", f"the end, after {self.step} steps"))
-            self._engine.close(5.0 if failed else self.config.timeout)
-        self._in_flight.clear()
+            try:
+                if failed:
+                    self._engine.abort(f"rank {self.world.rank} failed")
+                elif self._engine.error is None:
+                    self.wait(self._engine.allgather(b"", f"the end, after {self.step} steps"))
+            finally:
+                self._engine.close(5.0)
+                self._disconnect()
+                self._in_flight.clear()
         if self.control is not None:
             self.control.done(self.summary())
 

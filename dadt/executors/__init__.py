@@ -19,19 +19,19 @@ def _core_executor(
     def connect(config: Config, world: World, exchange: Exchange) -> _core.Engine:
         executor = make(world.rank, world.world_size)
         executor.connect(exchange(f"{executor.name} endpoint", executor.endpoint()), config.start_timeout)
-        return _core.Engine(executor, world.rank, world.world_size, config.timeout)
+        return _core.Engine(executor, world.rank, world.world_size, config.timeout), lambda: None
 
     return connect
 
 
-EXECUTORS: dict[str, Callable[[Config, World, Exchange], _core.Engine]] = {
+EXECUTORS: dict[str, Callable[[Config, World, Exchange], Connected]] = {
     "shm": _core_executor(_core.ShmExecutor),
     "null": _core_executor(_core.NullExecutor),
     "gloo": gloo.connect,
 }
 
 
-def connect(config: Config, world: World, exchange: Exchange) -> _core.Engine:
+def connect(config: Config, world: World, exchange: Exchange) -> Connected:
     """An engine over the configured executor, connected to all peers.
 
     Raises StartTimeout where peers do not come, CommError where they cannot be reached.

@@ -37,7 +37,9 @@ _TORCH = {
 }
 
 
-def connect(config: Config, world: World, exchange: Callable[[str, bytes], list[bytes]]) -> _core.Engine:
+def connect(
+    config: Config, world: World, exchange: Callable[[str, bytes], list[bytes]]
+) -> tuple[_core.Engine, Callable[[], None]]:
     timeout = datetime.timedelta(seconds=config.timeout)
     address = "127.0.0.1"
     port = 0
@@ -48,8 +50,10 @@ def connect(config: Config, world: World, exchange: Callable[[str, bytes], list[
     store = server if world.rank == 0 else TCPStore(host, int(number), is_master=False, timeout=timeout)
     group = ProcessGroupGloo(PrefixStore("dadt", store), world.rank, world.world_size, timeout)
     engine = _core.Engine(None, world.rank, world.world_size, config.timeout)
-    threading.Thread(target=Gloo(engine, group, world).run, name="dadt-gloo", daemon=True).start()
-    return engine
+    # A daemon: a peer that never comes must not keep the process from ending.
+    thread = threading.Thread(target=Gloo(engine, group, world).run, name="dadt-gloo", daemon=True)
+    thread.start()
+    return engine, lambda: thread.join(5.0)
 
 
 class Gloo:

@@ -86,11 +86,7 @@ class Modules:
             roots.update((m, None) for m in level if m not in parents)
             level = {p for m in level for p in parents.get(m, ())} - seen
         if any(type(m).__name__ in _WRAPPERS or _is_sharded(m) for m in seen):
-            self.runtime.left_alone.add(optimizer)
-            self.runtime.say(
-                f"{type(optimizer).__name__}: its parameters belong to DistributedDataParallel or FSDP,"
-                " which average them already: left alone"
-            )
+            self.leave_alone(optimizer)
             return
         ordered = [m for m in modules if m in roots]
         self.runtime.roots[optimizer] = [weakref.ref(m) for m in ordered]
@@ -106,10 +102,22 @@ class Modules:
             module.__dict__["_compiled_call_impl"] = Entry(self, module, module.__dict__.get("_compiled_call_impl"))
 
     def wrapped(self, parent: nn.Module, child: nn.Module) -> None:
-        """A module that is entered was put into another: if torch.compile did, calls come through that one."""
-        if child in self._optimizers and type(parent).__name__ == "OptimizedModule":
-            for optimizer in self._optimizers[child]:
+        """A module that is entered was put into another one."""
+        if child not in self._optimizers:
+            return
+        for optimizer in list(self._optimizers[child]):
+            if type(parent).__name__ in _WRAPPERS:
+                self.leave_alone(optimizer)
+            elif type(parent).__name__ == "OptimizedModule":
+                # torch.compile's: from now on, calls come through that one.
                 self.enter(parent, optimizer)
+
+    def leave_alone(self, optimizer: torch.optim.Optimizer) -> None:
+        self.runtime.left_alone.add(optimizer)
+        self.runtime.say(
+            f"{type(optimizer).__name__}: its parameters belong to DistributedDataParallel or FSDP,"
+            " which average them already: left alone"
+        )
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Before an optimizer's step: a topmost module that was not called (a container) is entered one level down."""

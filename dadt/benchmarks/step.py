@@ -1,0 +1,114 @@
+"""How long a training step takes with and without: the same script started in several ways, measured in turn."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+
+from dadt.benchmarks.ratio import Interval, interval, ratio
+from dadt.errors import DadtError
+
+CONNECT_SECONDS = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to start the script: `dadt run` with options, or plain python where they are None."""
+
+    name: str
+    options: Sequence[str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Seconds of one step, and the ratio to the first way's, pair by pair."""
+
+    name: str
+    seconds: Interval
+    ratio: Interval
+
+
+class Party:
+    """The workers of one way: started, waiting, and training only when it is their turn."""
+
+    def __init__(self, process: subprocess.Popen[bytes], lines: Sequence[Connection]) -> None:
+        self.process = process
+        self._lines = lines
+
+    def train(self, steps: int) -> float:
+        """Seconds of a step: median over steps of the slowest rank."""
+        for line in self._lines:
+            line.send(steps)
+        try:
+            times = [line.recv() for line in self._lines]
+        except EOFError:
+            raise DadtError("a worker of the benchmark ended; its own error is above") from None
+        return statistics.median(max(step) for step in zip(*times, strict=True))
+
+    def dismiss(self) -> None:
+        for line in self._lines:
+            line.send(0)
+        self.process.wait(CONNECT_SECONDS)
+
+
+@contextmanager
+def _start(way: Way, ranks: int, model: str, batch_size: int) -> Iterator[Party]:
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dadt-bench-"))
+        address = str(Path(folder, "s"))
+        listener = stack.enter_context(Listener(address, "AF_UNIX", backlog=ranks))
+        script = ["-m", "dadt.benchmarks.trainer", "--model", model, "--batch-size", str(batch_size)]
+        script += ["--connect", address, "--name", way.name]
+        if way.options is None:
+            command = [sys.executable, *script]
+        else:
+            launcher = [sys.executable, "-m", "dadt_cli", "run", "-np", str(ranks), "--log-dir", folder]
+            command = [*launcher, "--output", "errors", *way.options, *script]
+        process = subprocess.Popen(command, env=_one_thread(), stdout=subprocess.DEVNULL)
+        try:
+            # A worker that dies before it connects would leave accept() waiting for ever.
+            listener._listener._socket.settimeout(CONNECT_SECONDS)  # type: ignore[attr-defined]
+            try:
+                lines = [stack.enter_context(listener.accept()) for _ in range(ranks if way.options is not None else 1)]
+            except TimeoutError:
+                raise DadtError(f"the workers of {way.name} did not start within {CONNECT_SECONDS:.0f} s") from None
+            for line in lines:
+                line.recv()
+            party = Party(process, lines)
+            yield party
+            party.dismiss()
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait(10)
+
+
+def _one_thread() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}  # noqa: TID251 (the child's whole environment, not a knob)
+
+
+def measure(
+    ways: Sequence[Way], *, ranks: int, model: str, batch_size: int, steps: int, rounds: int, warmup: int = 4
+) -> list[Result]:
+    """All ways stay up; they train in turn, `steps` steps a round, so that all see the same machine.
+
+    ratio: each way's seconds over the first way's of the same round.
+    """
+    with ExitStack() as stack:
+        parties = [stack.enter_context(_start(way, ranks, model, batch_size)) for way in ways]
+        for party in parties:
+            party.train(warmup)
+        times: list[list[float]] = [[] for _ in ways]
+        for turn in range(rounds):
+            order = range(len(ways)) if turn % 2 == 0 else reversed(range(len(ways)))
+            for i in order:
+                times[i].append(parties[i].train(steps))
+    return [Result(w.name, interval(t), ratio(t, times[0])) for w, t in zip(ways, times, strict=True)]

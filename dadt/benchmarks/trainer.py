@@ -1,0 +1,45 @@
+"""The script that `dadt bench step` runs: trains on random images when it is told to, and says how long steps took.
+
+Plain PyTorch: whether it trains data-parallel is decided by how it is started.
+"""
+
+from __future__ import annotations
+
+import argparse
+from multiprocessing.connection import Client
+from time import perf_counter
+
+import torch
+from torch import nn
+
+from dadt.benchmarks.model import MODELS
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--batch-size", type=int, required=True)
+    parser.add_argument("--connect", required=True)
+    parser.add_argument("--name", required=True)
+    arguments = parser.parse_args()
+    make, side = MODELS[arguments.model]
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    images = torch.randn(arguments.batch_size, 3, side, side)
+    labels = torch.randint(0, 1000, (arguments.batch_size,))
+
+    def step() -> float:
+        begun = perf_counter()
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+        return perf_counter() - begun
+
+    with Client(arguments.connect, "AF_UNIX") as line:
+        line.send(arguments.name)
+        while (steps := line.recv()) > 0:
+            line.send([step() for _ in range(steps)])
+
+
+if __name__ == "__main__":
+    main()
