@@ -51,7 +51,7 @@ class Party:
             times = [line.recv() for line in self._lines]
         except EOFError:
             raise DadtError("a worker of the benchmark ended; its own error is above") from None
-        return statistics.median(max(step) for step in zip(*times, strict=True))
+        return float(statistics.median(max(step) for step in zip(*times, strict=True)))
 
     def dismiss(self) -> None:
         for line in self._lines:
@@ -72,7 +72,7 @@ def _start(way: Way, ranks: int, model: str, batch_size: int) -> Iterator[Party]
         else:
             launcher = [sys.executable, "-m", "dadt_cli", "run", "-np", str(ranks), "--log-dir", folder]
             command = [*launcher, "--output", "errors", *way.options, *script]
-        process = subprocess.Popen(command, env=_one_thread(), stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(command, env=one_thread(), stdout=subprocess.DEVNULL)
         try:
             # A worker that dies before it connects would leave accept() waiting for ever.
             listener._listener._socket.settimeout(CONNECT_SECONDS)  # type: ignore[attr-defined]
@@ -91,7 +91,7 @@ def _start(way: Way, ranks: int, model: str, batch_size: int) -> Iterator[Party]
                 process.wait(10)
 
 
-def _one_thread() -> dict[str, str]:
+def one_thread() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1"}  # noqa: TID251 (the child's whole environment, not a knob)
 
 

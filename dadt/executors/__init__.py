@@ -13,10 +13,12 @@ Exchange = Callable[[str, bytes], list[bytes]]
 """(key, this rank's bytes) -> every rank's bytes, by rank."""
 
 
-def _core_executor(
-    make: Callable[[int, int], _core.Executor],
-) -> Callable[[Config, World, Exchange], _core.Engine]:
-    def connect(config: Config, world: World, exchange: Exchange) -> _core.Engine:
+Connected = tuple[_core.Engine, Callable[[], None]]
+"""The engine, and what to call after it is closed."""
+
+
+def _core_executor(make: Callable[[int, int], _core.Executor]) -> Callable[[Config, World, Exchange], Connected]:
+    def connect(config: Config, world: World, exchange: Exchange) -> Connected:
         executor = make(world.rank, world.world_size)
         executor.connect(exchange(f"{executor.name} endpoint", executor.endpoint()), config.start_timeout)
         return _core.Engine(executor, world.rank, world.world_size, config.timeout), lambda: None

@@ -1,0 +1,47 @@
+"""How long it takes from the command to the first step: `dadt run` and torchrun in turn."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from dadt.benchmarks.ratio import ratio
+from dadt.benchmarks.step import Result, interval, one_thread
+from dadt.errors import DadtError
+
+SECONDS = 120.0
+
+
+def measure(*, ranks: int, rounds: int) -> list[Result]:
+    """Seconds until the last rank has taken its first step; ratios to torchrun's of the same round."""
+    script = str(Path(__file__).with_name("first_step.py"))
+    python = [sys.executable, "-m"]
+    with tempfile.TemporaryDirectory(prefix="dadt-bench-") as folder:
+        stamps = Path(folder, "stamps")
+        ways = {
+            "torchrun": [*python, "torch.distributed.run", f"--nproc-per-node={ranks}", script, str(stamps), "--ddp"],
+            "dadt run": [*python, "dadt_cli", "run", "-np", str(ranks), "--log-dir", folder, script, str(stamps)],
+        }
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        for turn in range(rounds + 1):
+            for name, command in ways.items():
+                seconds = _until_first_step(name, command, stamps, ranks)
+                if turn > 0:  # the first round warms the disk's cache
+                    times[name].append(seconds)
+    return [Result(name, interval(t), ratio(t, times["torchrun"])) for name, t in times.items()]
+
+
+def _until_first_step(name: str, command: Sequence[str], stamps: Path, ranks: int) -> float:
+    stamps.unlink(missing_ok=True)
+    begun = time.time()
+    done = subprocess.run(command, env=one_thread(), capture_output=True, timeout=SECONDS, check=False)
+    if done.returncode:
+        raise DadtError(f"{name} failed: {done.stderr.decode(errors='replace')[-2000:]}")
+    taken = [float(line) for line in stamps.read_text().split()]
+    if len(taken) != ranks:
+        raise DadtError(f"{name}: {len(taken)} of {ranks} workers took a step")
+    return max(taken) - begun
