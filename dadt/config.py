@@ -41,7 +41,9 @@ class Config:
     broadcast: bool = knob(True, "Start all ranks from rank 0's weights, buffers and optimizer state.", advanced=True)
     buffers: bool = knob(True, "Average buffers (BatchNorm statistics) over ranks.", advanced=True)
     save_once: bool = knob(
-        True, "torch.save to a path: one rank of each host writes, the others wait for the file.", advanced=True
+        True,
+        "torch.save to a path: one rank of each host writes, the others wait for the file.",
+        advanced=True,
     )
     lock_downloads: bool = knob(True, "Download into one folder by one rank of a host at a time.", advanced=True)
     bucket_mb: float = knob(25.0, "Gradients are exchanged in buckets of about this many MiB.", advanced=True)

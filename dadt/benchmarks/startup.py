@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from dadt.benchmarks.ratio import ratio
-from dadt.benchmarks.step import Result, interval, one_thread
+from dadt.benchmarks.ratio import interval, ratio
+from dadt.benchmarks.step import Result, one_thread
 from dadt.errors import DadtError
 
 SECONDS = 120.0
