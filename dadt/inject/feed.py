@@ -35,6 +35,7 @@ class Runtime(Protocol):
     def trains(self) -> bool: ...
     def claim(self) -> None: ...
     def allgather(self, name: str, data: bytes) -> Work: ...
+    def wait(self, work: Work) -> None: ...
     def drew(self, samples: int, nominal: int) -> None: ...
 
 
@@ -105,7 +106,7 @@ class Comparison:
             self._asked = self.runtime.allgather(f"{self.name}: order of samples", digest)
         elif self._asked.done:
             self._ended = True
-            self._asked.wait(self.runtime.config.timeout)
+            self.runtime.wait(self._asked)
             if len(set(self._asked.lanes)) > 1:
                 self.runtime.say(
                     f"{self.name}: ranks draw its samples in different orders, so that in a pass some are"

@@ -217,7 +217,7 @@ class Loaders:
         with self.streams.shared():
             batches = self.original_iter(self._view(loader, role, **changed))
         steps = self._stream_steps(loader) if hasattr(dataset, "__len__") else None
-        nominal = nominal_batch(batch_size, world.world_size, divided) if loader._auto_collation else 0
+        nominal = nominal_batch(batch_size, world.world_size, divided) if loader._auto_collation else 1
         in_process = loader.num_workers == 0
         return StreamFeed(batches, self.runtime, self.streams, role.name, nominal, steps, in_process)
 

@@ -108,8 +108,8 @@ class StreamFeed:
         steps: int | None,
         in_process: bool,
     ) -> None:
-        """nominal: samples in an ordinary batch, the same on all ranks, 0 if unknown; steps: for len();
-        in_process: the data set's code runs here, not in the loader's workers."""
+        """nominal: samples in an ordinary batch, the same on all ranks; steps: for len(); in_process: the data
+        set's code runs here, not in the loader's workers."""
         self.batches = batches
         self.runtime = runtime
         self.streams = streams
@@ -138,7 +138,7 @@ class StreamFeed:
         if self._asked is None:
             self._look_ahead()
         assert self._asked is not None
-        self._asked.wait(self.runtime.config.timeout)
+        self.runtime.wait(self._asked)
         if self._failure is not None:
             self._ended = True
             raise self._failure
@@ -150,7 +150,7 @@ class StreamFeed:
         self._last = batch._replace(samples=0)
         self._look_ahead()
         if self._training or self.runtime.trains():
-            self.runtime.drew(batch.samples, self.nominal or max(batch.samples, 1))
+            self.runtime.drew(batch.samples, self.nominal)
         return batch.data
 
     def _look_ahead(self) -> None:

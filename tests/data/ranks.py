@@ -79,6 +79,9 @@ class Runtime:
         self.store.set(f"{prefix}:{self.world.rank}", data)
         return Work(self.store, [f"{prefix}:{rank}" for rank in range(self.world.world_size)])
 
+    def wait(self, work: Work) -> None:
+        work.wait(self.config.timeout)
+
     def drew(self, samples: int, nominal: int) -> None:
         self.draws.append((samples, nominal))
 
@@ -150,5 +153,3 @@ def single(script: Callable[[Any], Any], **attributes: Any) -> Any:
     finally:
         process.kill()
         process.join()
-
-

@@ -138,12 +138,7 @@ def test_shares_are_the_single_process_order(kind, workers, tmp_path):
         order = list(itertools.chain(*alone[epoch]))
         steps = len(batches[0])
         draws = [draws[epoch * steps : (epoch + 1) * steps] for _, draws, _, _ in answers]
-        joined = [
-            i
-            for k in range(steps)
-            for rank in range(SIZE)
-            for i in batches[rank][k][: draws[rank][k][0]]
-        ]
+        joined = [i for k in range(steps) for rank in range(SIZE) for i in batches[rank][k][: draws[rank][k][0]]]
         assert joined == order
     assert len(answers[0][0][0]) < alone_length
 

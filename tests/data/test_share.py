@@ -61,9 +61,7 @@ def test_per_rank(size, batch_size, drop_last):
         expected = [order[i : i + whole] for i in range(0, n, whole)]
         if drop_last:
             expected = [batch for batch in expected if len(batch) == whole]
-        joined = [
-            [i for piece in row if piece.samples for i in piece.index] for row in zip(*steps, strict=True)
-        ]
+        joined = [[i for piece in row if piece.samples for i in piece.index] for row in zip(*steps, strict=True)]
         assert joined == expected
 
 
@@ -109,9 +107,7 @@ def test_divided(size, batch_size):
     for n in COUNTS:
         batches = [list(range(i, min(i + batch_size, n))) for i in range(0, n, batch_size)]
         steps = read([Divided(batches, batch_size, rank, size) for rank in range(size)])
-        joined = [
-            [i for piece in row if piece.samples for i in piece.index] for row in zip(*steps, strict=True)
-        ]
+        joined = [[i for piece in row if piece.samples for i in piece.index] for row in zip(*steps, strict=True)]
         assert joined == batches
 
 

@@ -1,0 +1,196 @@
+"""Downloads of an unmodified script: into one folder by one rank of a host at a time.
+
+Covered: torch.hub.download_url_to_file and load_state_dict_from_url, and of torchvision (if the script imports it)
+download_url, download_and_extract_archive and the constructors of its data sets. The ranks that come second find the
+file there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import inspect
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch.hub
+
+from dadt.config import Config
+from dadt.errors import CommTimeout
+from dadt.world import World
+
+POLL_SECONDS = 0.05
+
+
+class Runtime(Protocol):
+    """What downloads ask of the runtime."""
+
+    @property
+    def world(self) -> World: ...
+    @property
+    def config(self) -> Config: ...
+
+
+class Turn:
+    """The turn to download into a folder, among the ranks of this host. Re-entrant within a thread.
+
+    Its lock files lie with the job's, not in the user's folder, and go with the job.
+    """
+
+    def __init__(self, world: World, timeout: float) -> None:
+        self.world = world
+        self.timeout = timeout
+        base = Path(world.agent).parent if world.agent else Path(tempfile.gettempdir()) / f"dadt-{os.getuid()}"
+        self.folder = base / "downloads"
+        self._held = threading.local()
+        self._calls: Counter[str] = Counter()
+
+    @contextmanager
+    def of(self, folder: str | os.PathLike[str]) -> Iterator[None]:
+        """Wait for the turn, for at most the timeout: then CommTimeout names the process that has it."""
+        key = os.path.realpath(folder)
+        held: set[str] = self._held.__dict__.setdefault("folders", set())
+        if key in held:
+            yield
+            return
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with self._file(key, "lock").open("a+") as lock:
+            self._acquire(lock, key)
+            held.add(key)
+            try:
+                yield
+            finally:
+                held.discard(key)
+                lock.truncate(0)  # closing the file gives the turn back
+
+    def done(self, key: str, first: bool) -> bool:
+        """Inside a turn: whether another rank has made this call, each rank's n-th call for a key being the same;
+        with `first`, whether any was made."""
+        self._calls[key] += 1
+        record = self._file(key, "done")
+        return record.exists() and int(record.read_text()) >= (1 if first else self._calls[key])
+
+    def made(self, key: str) -> None:
+        """The call was made, and has succeeded."""
+        self._file(key, "done").write_text(str(self._calls[key]))
+
+    def _file(self, key: str, kind: str) -> Path:
+        name = hashlib.blake2b(f"{self.world.job}:{key}".encode(), digest_size=10).hexdigest()
+        return self.folder / f"{name}.{kind}"
+
+    def _acquire(self, lock: Any, folder: str) -> None:
+        end = time.monotonic() + self.timeout
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    lock.seek(0)
+                    raise CommTimeout(
+                        f"rank {self.world.rank} waited {self.timeout:g} s to download into {folder}, which"
+                        f" {lock.read() or 'another process'} is doing"
+                    ) from None
+                time.sleep(POLL_SECONDS)
+        lock.truncate(0)
+        lock.write(f"rank {self.world.rank} (pid {os.getpid()})")
+        lock.flush()
+
+
+def in_turn(turn: Turn, original: Callable[..., Any], folder: str, made: str = "") -> Callable[..., Any]:
+    """`original`, called in turn. folder: its parameter that names the destination.
+
+    made: "file" if the destination is a file, which a rank whose turn comes after another's does not make again;
+    "folder" if others may be reading what the call puts into it, so that a job makes the call once; "" where the
+    function looks itself for what is there.
+    """
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        target = Path(given.arguments[folder] or Path(torch.hub.get_dir()) / "checkpoints").expanduser()
+        if not given.arguments.get("download", True):
+            return original(*args, **kwargs)
+        with turn.of(target.parent if made == "file" else target):
+            if not made:
+                return original(*args, **kwargs)
+            key = f"{original.__qualname__}{sorted((k, repr(v)) for k, v in given.arguments.items())}"
+            if turn.done(key, first=made == "folder") and target.exists():
+                return None
+            result = original(*args, **kwargs)
+            turn.made(key)
+            return result
+
+    return call
+
+
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Calls a function with a module right after it was executed, if the script ever imports it."""
+
+    def __init__(self, changes: dict[str, Callable[[ModuleType], None]]) -> None:
+        self.changes = changes
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        change = self.changes.pop(fullname, None)
+        if change is None:
+            return None
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            change(module)
+
+        setattr(spec.loader, "exec_module", exec_module)  # noqa: B010
+        return spec
+
+
+def install(runtime: Runtime) -> None:
+    config = runtime.config
+    if not config.lock_downloads or runtime.world.world_size == 1:
+        return
+    turn = Turn(runtime.world, config.timeout)
+    hub = torch.hub
+    hub.download_url_to_file = in_turn(turn, hub.download_url_to_file, "dst", "file")
+    hub.load_state_dict_from_url = in_turn(turn, hub.load_state_dict_from_url, "model_dir")
+
+    def utils(module: ModuleType) -> None:
+        names = {"download_url": ("root", ""), "download_and_extract_archive": ("download_root", "folder")}
+        for name, (folder, made) in names.items():
+            if hasattr(module, name):
+                setattr(module, name, in_turn(turn, getattr(module, name), folder, made))
+
+    def vision(module: ModuleType) -> None:
+        """A data set looks for its files, downloads them and opens them in its constructor: all in one turn."""
+
+        def __init_subclass__(cls: Any, /, **kwargs: Any) -> None:
+            super(module.VisionDataset, cls).__init_subclass__(**kwargs)
+            if {"root", "download"} <= set(inspect.signature(cls.__init__).parameters):
+                cls.__init__ = in_turn(turn, cls.__init__, "root")
+
+        module.VisionDataset.__init_subclass__ = classmethod(__init_subclass__)
+
+    changes: dict[str, Callable[[ModuleType], None]] = {
+        "torchvision.datasets.utils": utils,
+        "torchvision.datasets.vision": vision,
+    }
+    sys.meta_path.insert(0, AfterImport(changes))
