@@ -1,0 +1,246 @@
+// The Python face of the core: dadt/_core.pyi. Nothing else here knows Python, and no thread of ours ever
+// does.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "engine.h"
+#include "executors/null.h"
+#include "executors/shm.h"
+#include "kernels/kernels.h"
+
+namespace py = pybind11;
+using namespace dadt;
+
+namespace {
+
+using Addresses = std::vector<uintptr_t>;
+using Unlocked = py::call_guard<py::gil_scoped_release>;
+
+template <typename Pointer>
+std::vector<Pointer> pointers(const Addresses& addresses) {
+  std::vector<Pointer> result;
+  result.reserve(addresses.size());
+  for (uintptr_t address : addresses) result.push_back(reinterpret_cast<Pointer>(address));
+  return result;
+}
+
+std::vector<py::bytes> as_bytes(const std::vector<std::string>& lanes) {
+  return std::vector<py::bytes>(lanes.begin(), lanes.end());
+}
+
+void translate(std::exception_ptr pending) {
+  constexpr const char* kNames[] = {nullptr, "CommError", "PeerLost", "CommTimeout", "Mismatch", "Aborted"};
+  try {
+    if (pending) std::rethrow_exception(pending);
+  } catch (const Error& error) {
+    if (error.code() == Code::kInternal) return PyErr_SetString(PyExc_RuntimeError, error.what());
+    const py::object type = py::module_::import("dadt.errors").attr(kNames[static_cast<int>(error.code())]);
+    PyErr_SetString(type.ptr(), error.what());
+  }
+}
+
+// Looks for Ctrl-C every 0.1 s.
+void wait(Work& work, double timeout) {
+  const auto deadline = deadline_after(timeout);
+  while (true) {
+    bool done = false;
+    {
+      const py::gil_scoped_release unlocked;
+      done = work.wait(std::min(deadline, Clock::now() + std::chrono::milliseconds(100)));
+    }
+    if (done) break;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    if (Clock::now() >= deadline) {
+      const std::string seconds = py::str(py::float_(timeout));
+      throw Error(Code::kTimeout, work.operation().title() + " was not done within " + seconds + " s");
+    }
+  }
+  if (work.result().error) throw *work.result().error;
+}
+
+// The result of a work that went well; else its error is raised again.
+const Result& good(const Work& work) {
+  const Result& result = work.result();
+  if (result.error) throw *result.error;
+  return result;
+}
+
+std::shared_ptr<Work> allreduce(Engine& engine, const Layout& layout, const Addresses& inputs,
+                                const Addresses& outputs, std::string name, double weight, std::string lane) {
+  Operation operation;
+  operation.kind = Kind::kAllreduce;
+  operation.name = std::move(name);
+  operation.layout = layout;
+  operation.inputs = pointers<const void*>(inputs);
+  operation.outputs = pointers<void*>(outputs);
+  operation.weight = weight;
+  operation.lane = std::move(lane);
+  return engine.submit(std::move(operation));
+}
+
+std::shared_ptr<Work> broadcast(Engine& engine, const Layout& layout, const Addresses& tensors, int root,
+                                std::string name) {
+  Operation operation;
+  operation.kind = Kind::kBroadcast;
+  operation.name = std::move(name);
+  operation.layout = layout;
+  operation.inputs = pointers<const void*>(tensors);
+  operation.outputs = pointers<void*>(tensors);
+  operation.root = root;
+  return engine.submit(std::move(operation));
+}
+
+std::shared_ptr<Work> allgather(Engine& engine, std::string data, std::string name) {
+  Operation operation;
+  operation.kind = Kind::kAllgather;
+  operation.name = std::move(name);
+  operation.lane = std::move(data);
+  return engine.submit(std::move(operation));
+}
+
+void finish(Job& job, std::vector<std::string> lanes, double weight_sum, double seconds, double waited) {
+  Result result;
+  result.lanes = std::move(lanes);
+  result.weight_sum = weight_sum;
+  result.seconds = seconds;
+  result.waited = waited;
+  job.finish(std::move(result));
+}
+
+void check_pairs(const std::vector<size_t>& counts, const Addresses& one, const Addresses& other) {
+  if (one.size() != counts.size() || other.size() != counts.size()) {
+    throw std::invalid_argument(std::to_string(counts.size()) + " counts for " + std::to_string(one.size()) +
+                                " and " + std::to_string(other.size()) + " addresses");
+  }
+}
+
+[[noreturn]] void no_float(DType dtype) {
+  throw std::invalid_argument(std::string(dtype_name(dtype)) + " is no floating dtype");
+}
+
+void predict(DType dtype, const std::vector<size_t>& counts, const Addresses& parameters,
+             const Addresses& displacements, double factor) {
+  check_pairs(counts, parameters, displacements);
+  const auto loop = kernels().predict[static_cast<int>(dtype)];
+  if (loop == nullptr) no_float(dtype);
+  const py::gil_scoped_release unlocked;
+  for (size_t i = 0; i < counts.size(); ++i) {
+    loop(reinterpret_cast<void*>(parameters[i]), reinterpret_cast<void*>(displacements[i]), factor,
+         counts[i]);
+  }
+}
+
+void displace(DType dtype, const std::vector<size_t>& counts, const Addresses& parameters,
+              const Addresses& before) {
+  check_pairs(counts, parameters, before);
+  const auto loop = kernels().displace[static_cast<int>(dtype)];
+  if (loop == nullptr) no_float(dtype);
+  const py::gil_scoped_release unlocked;
+  for (size_t i = 0; i < counts.size(); ++i) {
+    loop(reinterpret_cast<const void*>(parameters[i]), reinterpret_cast<void*>(before[i]), counts[i]);
+  }
+}
+
+void bind_types(py::module_& module) {
+  auto dtype = py::enum_<DType>(module, "DType");
+  for (int i = 0; i < kDTypes; ++i) dtype.value(kDTypeNames[i], static_cast<DType>(i));
+  dtype.def_property_readonly("itemsize", &item_size);
+
+  py::class_<Layout>(module, "Layout")
+      .def(py::init<DType, std::vector<size_t>>(), py::arg("dtype"), py::arg("counts"))
+      .def_property_readonly("dtype", &Layout::dtype)
+      .def_property_readonly("counts", &Layout::counts)
+      .def_property_readonly("total", &Layout::total);
+}
+
+void bind_executors(py::module_& module) {
+  py::class_<Executor, std::shared_ptr<Executor>>(module, "Executor")
+      .def_property_readonly("name", &Executor::name)
+      .def("endpoint", [](Executor& executor) { return py::bytes(executor.endpoint()); })
+      .def("connect", &Executor::connect, py::arg("endpoints"), py::arg("timeout"), Unlocked());
+  py::class_<ShmExecutor, Executor, std::shared_ptr<ShmExecutor>>(module, "ShmExecutor")
+      .def(py::init<int, int>(), py::arg("rank"), py::arg("world_size"));
+  py::class_<NullExecutor, Executor, std::shared_ptr<NullExecutor>>(module, "NullExecutor")
+      .def(py::init<int, int>(), py::arg("rank"), py::arg("world_size"));
+}
+
+void bind_work(py::module_& module) {
+  py::class_<Work, std::shared_ptr<Work>>(module, "Work")
+      .def_property_readonly("name", [](const Work& work) { return work.operation().name; })
+      .def_property_readonly("done", &Work::done)
+      .def("wait", &wait, py::arg("timeout"))
+      .def_property_readonly("lanes", [](const Work& work) { return as_bytes(good(work).lanes); })
+      .def_property_readonly("weight_sum", [](const Work& work) { return good(work).weight_sum; })
+      .def_property_readonly("seconds", [](const Work& work) { return good(work).seconds; })
+      .def_property_readonly("waited", [](const Work& work) { return good(work).waited; });
+
+  py::class_<Job, std::shared_ptr<Job>>(module, "Job")
+      .def_property_readonly("kind", [](const Job& job) { return kind_name(job.operation().kind); })
+      .def_property_readonly("name", [](const Job& job) { return job.operation().name; })
+      .def_property_readonly("layout",
+                             [](const Job& job) -> std::optional<Layout> {
+                               if (job.operation().kind == Kind::kAllgather) return std::nullopt;
+                               return job.operation().layout;
+                             })
+      .def_property_readonly("weight", [](const Job& job) { return job.operation().weight; })
+      .def_property_readonly("root", [](const Job& job) { return job.operation().root; })
+      .def_property_readonly("lane", [](const Job& job) { return py::bytes(job.operation().lane); })
+      .def(
+          "pack", [](const Job& job, uintptr_t to) { job.pack(reinterpret_cast<void*>(to)); },
+          py::arg("destination"), Unlocked())
+      .def(
+          "unpack",
+          [](const Job& job, uintptr_t from, double scale) {
+            job.unpack(reinterpret_cast<void*>(from), scale);
+          },
+          py::arg("source"), py::arg("scale"), Unlocked())
+      .def("finish", &finish, py::arg("lanes"), py::arg("weight_sum"), py::arg("seconds"), py::arg("waited"))
+      .def(
+          "fail", [](Job& job, const std::string& error) { job.fail(Error(Code::kComm, error)); },
+          py::arg("error"), Unlocked());
+}
+
+// Python's handle: joins the thread without the GIL.
+struct ReleaseOnDelete {
+  void operator()(Engine* engine) const {
+    const py::gil_scoped_release unlocked;
+    delete engine;
+  }
+};
+
+void bind_engine(py::module_& module) {
+  py::class_<Engine, std::unique_ptr<Engine, ReleaseOnDelete>>(module, "Engine")
+      .def(py::init<std::shared_ptr<Executor>, int, int, double>(), py::arg("executor").none(true),
+           py::arg("rank"), py::arg("world_size"), py::arg("timeout"))
+      .def("allreduce", &allreduce, py::arg("layout"), py::arg("inputs"), py::arg("outputs"), py::arg("name"),
+           py::arg("weight") = 1.0, py::arg("lane") = py::bytes())
+      .def("broadcast", &broadcast, py::arg("layout"), py::arg("tensors"), py::arg("root"), py::arg("name"))
+      .def("allgather", &allgather, py::arg("data"), py::arg("name"))
+      .def("pull", &Engine::pull, py::arg("timeout"), Unlocked())
+      .def(
+          "abort",
+          [](Engine& engine, const std::string& reason) { engine.abort(Error(Code::kAborted, reason)); },
+          py::arg("reason"), Unlocked())
+      .def("close", &Engine::close, py::arg("timeout"), Unlocked())
+      .def_property_readonly("closed", &Engine::closed)
+      .def_property_readonly("error", [](const Engine& engine) -> std::optional<std::string> {
+        const auto error = engine.error();
+        return error ? std::optional<std::string>(error->what()) : std::nullopt;
+      });
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_core, module) {
+  module.attr("__version__") = DADT_VERSION;
+  module.attr("simd") = kernels().name;
+  py::register_local_exception_translator(&translate);
+  bind_types(module);
+  bind_executors(module);
+  bind_work(module);
+  bind_engine(module);
+  module.def("predict", &predict, py::arg("dtype"), py::arg("counts"), py::arg("parameters"),
+             py::arg("displacements"), py::arg("factor"));
+  module.def("displace", &displace, py::arg("dtype"), py::arg("counts"), py::arg("parameters"),
+             py::arg("before"));
+}

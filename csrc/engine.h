@@ -1,0 +1,80 @@
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "executor.h"
+#include "work.h"
+
+namespace dadt {
+
+struct EngineState;
+
+// One operation pulled by a Python executor's thread. Finish or fail it once; one that is dropped fails.
+class Job {
+ public:
+  Job(std::shared_ptr<EngineState> state, std::shared_ptr<Work> work);
+  ~Job();
+  Job(const Job&) = delete;
+  Job& operator=(const Job&) = delete;
+
+  const Operation& operation() const { return work_->operation(); }
+
+  // Write the inputs, times weight, to `destination`, and `source`, times scale, to the outputs. Throw Error
+  // if the engine has failed since: the tensors' memory may be gone.
+  void pack(void* destination) const;
+  void unpack(const void* source, double scale) const;
+
+  void finish(Result result);
+  void fail(const Error& error);
+
+ private:
+  void check() const;
+
+  const std::shared_ptr<EngineState> state_;
+  const std::shared_ptr<Work> work_;
+  const pid_t pid_;
+};
+
+// One thread, one FIFO, one executor: no statics, and several engines in a process are fine.
+//
+// 1. Only the engine's thread uses the executor after construction, but for abort. It never takes the GIL.
+// 2. Without an executor there is no thread: somebody pulls the operations.
+// 3. The first error sticks. Every pending and later Work fails with it. Recover by making a new engine.
+// 4. In a forked child the engine is inert: submit and pull throw, all else does nothing.
+class Engine {
+ public:
+  // executor: connected; null for pull mode. timeout: seconds an operation may wait for a peer.
+  Engine(std::shared_ptr<Executor> executor, int rank, int world_size, double timeout);
+  // Aborts what is pending and joins the thread.
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // Any thread; does not block. Throws std::invalid_argument, and std::runtime_error once closed.
+  std::shared_ptr<Work> submit(Operation operation);
+
+  // The next operation; null after `timeout` seconds, or at close. The previous one must be finished.
+  std::shared_ptr<Job> pull(double timeout);
+
+  // Any thread; does not block.
+  void abort(const Error& error);
+
+  // Blocks until what is pending is done or failed, then stops the thread. Idempotent. Error(kTimeout) if
+  // that took longer than `timeout` seconds; the rest was aborted, then, and the engine is closed all the
+  // same.
+  void close(double timeout);
+
+  bool closed() const;
+  std::optional<Error> error() const;
+
+ private:
+  bool inert() const;
+
+  // Constant after construction.
+  const pid_t pid_;
+  std::shared_ptr<EngineState> state_;
+};
+
+}  // namespace dadt

@@ -1,0 +1,290 @@
+#include "executors/transfer.h"
+
+#include <cstring>
+#include <sstream>
+
+#include "kernels/kernels.h"
+
+namespace dadt {
+namespace {
+
+constexpr uint32_t kAhead = 2;  // chunks packed before the peers have come
+constexpr int kDirect = 3;      // up to so many ranks, each reduces all of a chunk for itself
+constexpr size_t kStreamBytes = size_t{16} << 20;  // outputs larger than this would only wash the cache out
+
+size_t padded(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+std::string describe(const SlotHead& head) {
+  std::ostringstream text;
+  text << kind_name(static_cast<Kind>(head.kind)) << " \"" << head.name << "\"";
+  if (static_cast<Kind>(head.kind) != Kind::kAllgather) {
+    text << " of " << head.total << " " << dtype_name(static_cast<DType>(head.dtype));
+  }
+  if (static_cast<Kind>(head.kind) == Kind::kBroadcast) text << " from rank " << head.root;
+  return text.str();
+}
+
+// Empty if the two heads are of one operation.
+std::string difference(int rank, const SlotHead& one, int peer, const SlotHead& other) {
+  const bool same_lane = one.kind == static_cast<uint32_t>(Kind::kAllgather) || one.lane == other.lane;
+  std::string a = describe(one);
+  std::string b = describe(other);
+  if (a == b && one.layout != other.layout) {
+    a += " in tensors of one division";
+    b += " in tensors of another";
+  } else if (a == b && !same_lane) {
+    a += " with a lane of " + std::to_string(one.lane) + " bytes";
+    b += " with one of " + std::to_string(other.lane);
+  }
+  if (a == b) return {};
+  return "rank " + std::to_string(rank) + " is in " + a + ", rank " + std::to_string(peer) + " in " + b +
+         ": the ranks do not run the same steps";
+}
+
+}  // namespace
+
+Transfer::Transfer(Ring& ring, const Operation& operation, int rank, int world_size, uint32_t first,
+                   size_t slot_bytes, double timeout)
+    : ring_(ring),
+      operation_(operation),
+      rank_(rank),
+      world_size_(world_size),
+      first_(first),
+      slot_bytes_(slot_bytes),
+      timeout_(timeout),
+      item_(item_size(operation.layout.dtype())),
+      two_phase_(operation.kind == Kind::kAllreduce && world_size > kDirect),
+      stream_(operation.layout.bytes() >= kStreamBytes) {
+  plan(operation.lane.size());
+}
+
+void Transfer::plan(size_t lane_bytes) {
+  lane_room_ = padded(lane_bytes);
+  const size_t bytes = lane_room_ + operation_.layout.bytes();
+  chunk_bytes_ = slot_bytes_;
+  chunks_ = static_cast<uint32_t>(std::max<size_t>(1, (bytes + chunk_bytes_ - 1) / chunk_bytes_));
+}
+
+Transfer::Extent Transfer::extent(uint32_t chunk) const {
+  const size_t data = operation_.layout.bytes();
+  const size_t from = chunk * chunk_bytes_;
+  const size_t to = std::min(from + chunk_bytes_, lane_room_ + data);
+  Extent extent;
+  extent.lane_begin = std::min(from, lane_room_);
+  extent.lane_end = std::min(to, lane_room_);
+  extent.begin = (std::max(from, lane_room_) - lane_room_) / item_;
+  extent.end = (std::max(to, lane_room_) - lane_room_) / item_;
+  extent.slot_offset = extent.lane_end - extent.lane_begin;
+  return extent;
+}
+
+Result Transfer::run() {
+  const auto start = Clock::now();
+  ring_.check_aborted();
+  wait_for_slot();
+  write_head();
+  pack();
+  wait_for_heads();
+  const auto arrived = Clock::now();
+  read_heads();
+  while (delivered_ < chunks_) {
+    switch (next_move()) {
+      case Move::kPack:
+        pack();
+        break;
+      case Move::kReduce:
+        reduce();
+        break;
+      case Move::kDeliver:
+        deliver();
+        break;
+      case Move::kNone:
+        ring_.wait([this] { return next_move() != Move::kNone; }, [this](int rank) { return lags(rank); },
+                   operation_.title(), timeout_);
+    }
+  }
+  result_.waited = seconds_between(start, arrived);
+  result_.seconds = seconds_between(arrived, Clock::now());
+  return std::move(result_);
+}
+
+void Transfer::wait_for_slot() {
+  const uint32_t before = first_ - Segment::kSlots;
+  ring_.wait([&] { return ring_.all_passed(kDelivered, before); },
+             [&](int rank) { return !ring_.passed(rank, kDelivered, before); }, operation_.title(), timeout_);
+}
+
+void Transfer::wait_for_heads() {
+  ring_.wait([&] { return ring_.all_passed(kPacked, first_); },
+             [&](int rank) { return !ring_.passed(rank, kPacked, first_); }, operation_.title(), timeout_);
+}
+
+void Transfer::write_head() {
+  SlotHead& head = ring_.slot_head(rank_, first_);
+  head = SlotHead{};
+  head.kind = static_cast<uint32_t>(operation_.kind);
+  head.dtype = static_cast<uint32_t>(operation_.layout.dtype());
+  head.total = operation_.layout.total();
+  head.layout = operation_.layout.hash();
+  head.lane = operation_.lane.size();
+  head.weight = operation_.weight;
+  head.root = operation_.root;
+  std::strncpy(head.name, operation_.name.c_str(), sizeof head.name - 1);
+}
+
+void Transfer::read_heads() {
+  const SlotHead& mine = ring_.slot_head(rank_, first_);
+  size_t longest = 0;
+  double sum = 0;
+  bool equal = true;
+  for (int rank = 0; rank < world_size_; ++rank) {
+    const SlotHead& head = ring_.slot_head(rank, first_);
+    const std::string text =
+        rank < rank_ ? difference(rank, head, rank_, mine) : difference(rank_, mine, rank, head);
+    if (!text.empty()) throw Error(Code::kMismatch, text);
+    if (operation_.kind != Kind::kBroadcast) result_.lanes.emplace_back(head.lane, '\0');
+    longest = std::max<size_t>(longest, head.lane);
+    weights_.push_back(head.weight);
+    sum += head.weight;
+    equal = equal && head.weight == weights_[0];
+  }
+  plan(longest);
+  result_.weight_sum = operation_.kind == Kind::kAllreduce ? sum : 0;
+  for (int rank = 0; rank < world_size_; ++rank) {
+    // Weight 0: left out, for what it has may be no number.
+    if (equal || weights_[rank] > 0) sources_.push_back(rank);
+  }
+  divisor_ = equal ? world_size_ : sum;
+  if (equal) {
+    weights_.clear();
+  } else {
+    std::erase(weights_, 0.0);
+  }
+}
+
+Transfer::Move Transfer::next_move() const {
+  if (packed_ < std::min(chunks_, delivered_ + kAhead) &&
+      ring_.all_passed(kDelivered, first_ + packed_ - Segment::kSlots)) {
+    return Move::kPack;
+  }
+  if (two_phase_) {
+    if (delivered_ < reduced_ && ring_.all_passed(kReduced, first_ + delivered_)) return Move::kDeliver;
+    if (reduced_ < packed_ && ring_.all_passed(kPacked, first_ + reduced_)) return Move::kReduce;
+  } else if (delivered_ < packed_ && ring_.all_passed(kPacked, first_ + delivered_)) {
+    return Move::kDeliver;
+  }
+  return Move::kNone;
+}
+
+// Whether this rank cannot go on because of that one. Asked when there is no next move.
+bool Transfer::lags(int rank) const {
+  if (two_phase_ && delivered_ < reduced_) return !ring_.passed(rank, kReduced, first_ + delivered_);
+  if (reduced_ < packed_ && delivered_ < packed_) {
+    return !ring_.passed(rank, kPacked, first_ + (two_phase_ ? reduced_ : delivered_));
+  }
+  return !ring_.passed(rank, kDelivered, first_ + packed_ - Segment::kSlots);
+}
+
+void Transfer::pack() {
+  const Extent part = extent(packed_);
+  uint8_t* slot = ring_.slot(rank_, first_ + packed_);
+  if (part.lane_begin < operation_.lane.size()) {
+    const size_t bytes = std::min(part.lane_end, operation_.lane.size()) - part.lane_begin;
+    std::memcpy(slot, operation_.lane.data() + part.lane_begin, bytes);
+  }
+  if (part.count() > 0 && (operation_.kind == Kind::kAllreduce || operation_.root == rank_)) {
+    uint8_t* to = slot + part.slot_offset;
+    operation_.layout.pieces(part.begin, part.end,
+                             [&](size_t tensor, size_t offset, size_t at, size_t count) {
+                               const uint8_t* from = static_cast<const uint8_t*>(operation_.inputs[tensor]);
+                               if (from == nullptr) {
+                                 std::memset(to + at * item_, 0, count * item_);
+                               } else {
+                                 std::memcpy(to + at * item_, from + offset * item_, count * item_);
+                               }
+                             });
+  }
+  ring_.publish(kPacked, first_ + ++packed_);
+}
+
+// The part of a chunk that a rank reduces for all, in elements from the chunk's begin, in whole cache lines.
+std::pair<size_t, size_t> Transfer::share(const Extent& part, int rank) const {
+  const size_t line = 64 / item_;
+  const size_t lines = (part.count() + line - 1) / line;
+  const auto edge = [&](size_t i) { return std::min(lines * i / world_size_ * line, part.count()); };
+  return {edge(rank), edge(rank + 1)};
+}
+
+void Transfer::reduce_to(void* destination, const Extent& part, size_t offset, size_t count,
+                         bool stream) const {
+  const uint32_t chunk = first_ + (two_phase_ ? reduced_ : delivered_);
+  const void* from[64];
+  std::vector<const void*> many;
+  const void** sources = from;
+  if (sources_.size() > std::size(from)) {
+    many.resize(sources_.size());
+    sources = many.data();
+  }
+  for (size_t i = 0; i < sources_.size(); ++i) {
+    sources[i] = ring_.slot(sources_[i], chunk) + part.slot_offset + offset * item_;
+  }
+  kernels().reduce[static_cast<int>(operation_.layout.dtype())](
+      destination, sources, weights_.empty() ? nullptr : weights_.data(), static_cast<int>(sources_.size()),
+      divisor_, count, stream);
+}
+
+// Two-phase: reduces this rank's share over its own part of its own slot, which nobody else reads before.
+void Transfer::reduce() {
+  const Extent part = extent(reduced_);
+  const auto [begin, end] = share(part, rank_);
+  if (begin < end) {
+    reduce_to(ring_.slot(rank_, first_ + reduced_) + part.slot_offset + begin * item_, part, begin,
+              end - begin, false);
+  }
+  ring_.publish(kReduced, first_ + ++reduced_);
+}
+
+void Transfer::deliver() {
+  const Extent part = extent(delivered_);
+  const uint32_t chunk = first_ + delivered_;
+  deliver_lanes(part);
+  const auto copy_from = [&](int rank, size_t first, size_t last) {
+    const uint8_t* from = ring_.slot(rank, chunk) + part.slot_offset + first * item_;
+    operation_.layout.pieces(part.begin + first, part.begin + last,
+                             [&](size_t tensor, size_t offset, size_t at, size_t count) {
+                               uint8_t* to = static_cast<uint8_t*>(operation_.outputs[tensor]);
+                               if (to == nullptr) return;
+                               kernels().copy(to + offset * item_, from + at * item_, count * item_, stream_);
+                             });
+  };
+  if (part.count() == 0) {
+    // A chunk of lanes only.
+  } else if (operation_.kind == Kind::kBroadcast) {
+    if (operation_.root != rank_) copy_from(operation_.root, 0, part.count());
+  } else if (two_phase_) {
+    for (int rank = 0; rank < world_size_; ++rank) {
+      const auto [begin, end] = share(part, rank);
+      if (begin < end) copy_from(rank, begin, end);
+    }
+  } else {
+    operation_.layout.pieces(part.begin, part.end,
+                             [&](size_t tensor, size_t offset, size_t at, size_t count) {
+                               uint8_t* to = static_cast<uint8_t*>(operation_.outputs[tensor]);
+                               if (to != nullptr) reduce_to(to + offset * item_, part, at, count, stream_);
+                             });
+  }
+  ring_.publish(kDelivered, first_ + ++delivered_);
+}
+
+void Transfer::deliver_lanes(const Extent& part) {
+  if (part.lane_begin == part.lane_end) return;
+  for (size_t rank = 0; rank < result_.lanes.size(); ++rank) {
+    std::string& lane = result_.lanes[rank];
+    if (part.lane_begin >= lane.size()) continue;
+    const size_t bytes = std::min(part.lane_end, lane.size()) - part.lane_begin;
+    std::memcpy(lane.data() + part.lane_begin, ring_.slot(static_cast<int>(rank), first_ + delivered_),
+                bytes);
+  }
+}
+
+}  // namespace dadt

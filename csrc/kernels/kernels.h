@@ -1,0 +1,44 @@
+#pragma once
+
+#include <cstddef>
+
+#include "dtype.h"
+
+namespace dadt {
+
+// Loops over memory, one table per instruction set. All tables give the same bits.
+// Counts are in elements; addresses need the alignment of their elements only.
+struct Kernels {
+  // destination = (sum over ranks of weights[r] * sources[r]) / divisor, added in rank order; float32 for
+  // 16-bit floats, exact integers truncated. weights null: all 1. stream: the destination is not read again
+  // soon, so write it past the cache.
+  using Reduce = void (*)(void* destination, const void* const* sources, const double* weights, int ranks,
+                          double divisor, size_t count, bool stream);
+  // destination = factor * source.
+  using Scale = void (*)(void* destination, const void* source, double factor, size_t count);
+  // parameter, displacement = parameter + factor * displacement, parameter. Floating dtypes, null for the
+  // others.
+  using Predict = void (*)(void* parameter, void* displacement, double factor, size_t count);
+  // before = parameter - before. Floating dtypes, null for the others.
+  using Displace = void (*)(const void* parameter, void* before, size_t count);
+  // destination = source, past the cache where stream.
+  using Copy = void (*)(void* destination, const void* source, size_t bytes, bool stream);
+
+  const char* name;
+  Reduce reduce[kDTypes];
+  Scale scale[kDTypes];
+  Predict predict[kDTypes];
+  Displace displace[kDTypes];
+  Copy copy;
+};
+
+// The best table for this processor. Constant.
+const Kernels& kernels();
+
+// Each table by itself, for tests; null where it was not built or the processor cannot run it.
+const Kernels* scalar_kernels();
+const Kernels* avx2_kernels();
+const Kernels* avx512_kernels();
+const Kernels* neon_kernels();
+
+}  // namespace dadt

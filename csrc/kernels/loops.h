@@ -1,0 +1,193 @@
+#pragma once
+
+// The loops behind the tables, written once over `F32` and `F64`: vectors that the including file defines for
+// its instruction set, with kWidth, load, store, stream, fill, + and *. Unnamed namespace: see number.h.
+#include "kernels/kernels.h"
+#include "kernels/number.h"
+
+namespace dadt {
+namespace {
+
+template <typename T>
+struct Accumulator {
+  using Scalar = float;
+  using Vector = F32;
+};
+template <>
+struct Accumulator<double> {
+  using Scalar = double;
+  using Vector = F64;
+};
+
+// Elements until `address` is aligned for a streaming store of a whole vector.
+template <typename T>
+size_t elements_to_aligned(const T* address, size_t width, size_t count) {
+  const size_t align = width * sizeof(T);
+  const size_t over = reinterpret_cast<uintptr_t>(address) % align;
+  const size_t missing = over == 0 ? 0 : (align - over) / sizeof(T);
+  return missing < count ? missing : count;
+}
+
+template <typename T, bool kWeighted>
+void reduce_one(T* destination, const T* const* sources, const double* weights, int ranks,
+                typename Accumulator<T>::Scalar factor, size_t i) {
+  using Scalar = typename Accumulator<T>::Scalar;
+  Scalar sum = widen(sources[0][i]);
+  if (kWeighted) sum = sum * static_cast<Scalar>(weights[0]);
+  for (int r = 1; r < ranks; ++r) {
+    Scalar x = widen(sources[r][i]);
+    if (kWeighted) x = x * static_cast<Scalar>(weights[r]);
+    sum = sum + x;
+  }
+  narrow(sum * factor, destination + i);
+}
+
+template <typename T, bool kWeighted, bool kStream>
+void reduce_loop(T* destination, const T* const* sources, const double* weights, int ranks,
+                 typename Accumulator<T>::Scalar factor, size_t count) {
+  using Scalar = typename Accumulator<T>::Scalar;
+  using Vector = typename Accumulator<T>::Vector;
+  constexpr size_t kWidth = Vector::kWidth;
+  constexpr size_t kUnroll = 4;
+  size_t i = 0;
+  if (kStream) {
+    const size_t head = elements_to_aligned(destination, kWidth, count);
+    for (; i < head; ++i) reduce_one<T, kWeighted>(destination, sources, weights, ranks, factor, i);
+  }
+  const Vector scale = Vector::fill(factor);
+  for (; i + kUnroll * kWidth <= count; i += kUnroll * kWidth) {
+    Vector sum[kUnroll];
+    const Vector first = Vector::fill(kWeighted ? static_cast<Scalar>(weights[0]) : Scalar(1));
+    for (size_t k = 0; k < kUnroll; ++k) {
+      const Vector x = Vector::load(sources[0] + i + k * kWidth);
+      sum[k] = kWeighted ? x * first : x;
+    }
+    for (int r = 1; r < ranks; ++r) {
+      const Vector weight = Vector::fill(kWeighted ? static_cast<Scalar>(weights[r]) : Scalar(1));
+      for (size_t k = 0; k < kUnroll; ++k) {
+        const Vector x = Vector::load(sources[r] + i + k * kWidth);
+        sum[k] = sum[k] + (kWeighted ? x * weight : x);
+      }
+    }
+    for (size_t k = 0; k < kUnroll; ++k) {
+      if (kStream) {
+        (sum[k] * scale).stream(destination + i + k * kWidth);
+      } else {
+        (sum[k] * scale).store(destination + i + k * kWidth);
+      }
+    }
+  }
+  for (; i < count; ++i) reduce_one<T, kWeighted>(destination, sources, weights, ranks, factor, i);
+  if (kStream) stream_fence();
+}
+
+template <typename T>
+void reduce_float(void* destination, const void* const* sources, const double* weights, int ranks,
+                  double divisor, size_t count, bool stream) {
+  using Scalar = typename Accumulator<T>::Scalar;
+  T* to = static_cast<T*>(destination);
+  const T* const* from = reinterpret_cast<const T* const*>(sources);
+  const Scalar factor = static_cast<Scalar>(1.0 / divisor);
+  if (weights != nullptr) return reduce_loop<T, true, false>(to, from, weights, ranks, factor, count);
+  if (stream) return reduce_loop<T, false, true>(to, from, nullptr, ranks, factor, count);
+  return reduce_loop<T, false, false>(to, from, nullptr, ranks, factor, count);
+}
+
+// Equal weights: exact in 64 bits. Others: in long double, as weights need not be whole.
+template <typename T>
+void reduce_integer(void* destination, const void* const* sources, const double* weights, int ranks,
+                    double divisor, size_t count, bool) {
+  T* to = static_cast<T*>(destination);
+  const T* const* from = reinterpret_cast<const T* const*>(sources);
+  for (size_t i = 0; i < count; ++i) {
+    if (weights == nullptr) {
+      uint64_t sum = 0;  // unsigned: overflow wraps, and is not undefined
+      for (int r = 0; r < ranks; ++r) sum += static_cast<uint64_t>(static_cast<int64_t>(from[r][i]));
+      to[i] = static_cast<T>(static_cast<int64_t>(sum) / static_cast<int64_t>(divisor));
+    } else {
+      long double sum = 0;
+      for (int r = 0; r < ranks; ++r) sum += static_cast<long double>(from[r][i]) * weights[r];
+      to[i] = static_cast<T>(sum / static_cast<long double>(divisor));
+    }
+  }
+}
+
+template <typename T>
+void scale_float(void* destination, const void* source, double factor, size_t count) {
+  const double weights[1] = {factor};
+  reduce_float<T>(destination, &source, weights, 1, 1.0, count, false);
+}
+
+template <typename T>
+void scale_integer(void* destination, const void* source, double factor, size_t count) {
+  const T* from = static_cast<const T*>(source);
+  T* to = static_cast<T*>(destination);
+  for (size_t i = 0; i < count; ++i) to[i] = static_cast<T>(static_cast<long double>(from[i]) * factor);
+}
+
+template <typename T>
+void predict_float(void* parameter, void* displacement, double factor, size_t count) {
+  using Scalar = typename Accumulator<T>::Scalar;
+  using Vector = typename Accumulator<T>::Vector;
+  T* p = static_cast<T*>(parameter);
+  T* d = static_cast<T*>(displacement);
+  const Vector scale = Vector::fill(static_cast<Scalar>(factor));
+  size_t i = 0;
+  for (; i + Vector::kWidth <= count; i += Vector::kWidth) {
+    const Vector old = Vector::load(p + i);
+    (old + Vector::load(d + i) * scale).store(p + i);
+    old.store(d + i);
+  }
+  for (; i < count; ++i) {
+    const T old = p[i];
+    narrow(widen(old) + widen(d[i]) * static_cast<Scalar>(factor), p + i);
+    d[i] = old;
+  }
+}
+
+template <typename T>
+void displace_float(const void* parameter, void* before, size_t count) {
+  using Scalar = typename Accumulator<T>::Scalar;
+  using Vector = typename Accumulator<T>::Vector;
+  const T* p = static_cast<const T*>(parameter);
+  T* b = static_cast<T*>(before);
+  const Vector minus = Vector::fill(Scalar(-1));
+  size_t i = 0;
+  for (; i + Vector::kWidth <= count; i += Vector::kWidth) {
+    (Vector::load(p + i) + Vector::load(b + i) * minus).store(b + i);
+  }
+  for (; i < count; ++i) narrow(widen(p[i]) - widen(b[i]), b + i);
+}
+
+void copy_bytes(void* destination, const void* source, size_t bytes, bool stream) {
+  if (!stream || reinterpret_cast<uintptr_t>(destination) % sizeof(float) != 0) {
+    std::memcpy(destination, source, bytes);
+    return;
+  }
+  float* to = static_cast<float*>(destination);
+  const float* from = static_cast<const float*>(source);
+  const size_t count = bytes / sizeof(float);
+  const size_t head = elements_to_aligned(to, F32::kWidth, count);
+  std::memcpy(to, from, head * sizeof(float));
+  size_t i = head;
+  for (; i + F32::kWidth <= count; i += F32::kWidth) F32::load(from + i).stream(to + i);
+  std::memcpy(to + i, from + i, bytes - i * sizeof(float));
+  stream_fence();
+}
+
+constexpr Kernels make_kernels(const char* name) {
+  return Kernels{
+      name,
+      {reduce_float<float>, reduce_float<double>, reduce_float<Half>, reduce_float<BFloat>,
+       reduce_integer<int64_t>, reduce_integer<int32_t>, reduce_integer<int16_t>, reduce_integer<int8_t>,
+       reduce_integer<uint8_t>},
+      {scale_float<float>, scale_float<double>, scale_float<Half>, scale_float<BFloat>,
+       scale_integer<int64_t>, scale_integer<int32_t>, scale_integer<int16_t>, scale_integer<int8_t>,
+       scale_integer<uint8_t>},
+      {predict_float<float>, predict_float<double>, predict_float<Half>, predict_float<BFloat>},
+      {displace_float<float>, displace_float<double>, displace_float<Half>, displace_float<BFloat>},
+      copy_bytes};
+}
+
+}  // namespace
+}  // namespace dadt

@@ -1,0 +1,75 @@
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+// 16-bit floats, by hand: the tails of the SIMD loops and the scalar table. Included by translation units
+// that are compiled for different instruction sets, hence everything in an unnamed namespace: no inline
+// function of one may be linked into another.
+namespace dadt {
+namespace {
+
+struct Half {
+  uint16_t bits;
+};
+struct BFloat {
+  uint16_t bits;
+};
+
+inline uint32_t to_bits(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+inline float from_bits(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+inline float widen(float x) { return x; }
+inline double widen(double x) { return x; }
+inline float widen(BFloat x) { return from_bits(static_cast<uint32_t>(x.bits) << 16); }
+inline float widen(Half x) {
+  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
+  const uint32_t exponent = (x.bits >> 10) & 0x1fu;
+  const uint32_t mantissa = x.bits & 0x3ffu;
+  if (exponent == 0x1f) {
+    const uint32_t quiet = mantissa != 0 ? 0x400000u : 0u;
+    return from_bits(sign | 0x7f800000u | quiet | (mantissa << 13));
+  }
+  if (exponent == 0) {  // zero or subnormal: mantissa * 2^-24, exact
+    const float magnitude = static_cast<float>(mantissa) * 5.9604644775390625e-8f;
+    return from_bits(sign | to_bits(magnitude));
+  }
+  return from_bits(sign | ((exponent + 112) << 23) | (mantissa << 13));
+}
+
+// Round to nearest, ties to even; NaN stays NaN.
+inline void narrow(float x, float* y) { *y = x; }
+inline void narrow(double x, double* y) { *y = x; }
+inline void narrow(float x, BFloat* y) {
+  const uint32_t bits = to_bits(x);
+  const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  y->bits = static_cast<uint16_t>(nan ? (bits >> 16) | 0x40u : (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+inline void narrow(float x, Half* y) {
+  const uint32_t bits = to_bits(x);
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  uint32_t half;
+  if (magnitude > 0x7f800000u) {
+    half = 0x7e00u | ((magnitude >> 13) & 0x3ffu);
+  } else if (magnitude >= 0x477ff000u) {  // 65520 and above round to infinity
+    half = 0x7c00u;
+  } else if (magnitude <
+             0x38800000u) {  // below 2^-14: adding 0.5 leaves the rounded mantissa in the low bits
+    half = to_bits(from_bits(magnitude) + 0.5f) - 0x3f000000u;
+  } else {
+    half = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  }
+  y->bits = static_cast<uint16_t>(sign | half);
+}
+
+}  // namespace
+}  // namespace dadt

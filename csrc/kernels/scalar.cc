@@ -1,0 +1,47 @@
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/number.h"
+
+namespace dadt {
+namespace {
+
+template <typename Scalar>
+struct One {
+  static constexpr size_t kWidth = 1;
+  Scalar v;
+
+  static One fill(Scalar x) { return {x}; }
+  template <typename T>
+  static One load(const T* p) {
+    return {widen(*p)};
+  }
+  template <typename T>
+  void store(T* p) const {
+    narrow(v, p);
+  }
+  template <typename T>
+  void stream(T* p) const {
+    store(p);
+  }
+  One operator+(One other) const { return {v + other.v}; }
+  One operator*(One other) const { return {v * other.v}; }
+};
+using F32 = One<float>;
+using F64 = One<double>;
+
+inline void stream_fence() {}
+
+}  // namespace
+}  // namespace dadt
+
+#include "kernels/loops.h"
+
+namespace dadt {
+
+const Kernels* scalar_kernels() {
+  static constexpr Kernels kTable = make_kernels("scalar");
+  return &kTable;
+}
+
+}  // namespace dadt
