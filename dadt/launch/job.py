@@ -30,6 +30,8 @@ INTERRUPT_GRACE = 5.0
 """From SIGTERM to SIGKILL: after a failure, and after the user's Ctrl-C."""
 END_SECONDS = 6.0
 """How long an agent may take beyond that until all is gone."""
+HANG_UP_SECONDS = 4.0
+"""How long an agent whose launcher hangs up may take to end its workers."""
 ORPHAN_SECONDS = 0.3
 
 Say = Callable[[str, str], None]
@@ -104,11 +106,13 @@ class Job:
         with selectors.DefaultSelector() as selector, Interrupts(numbers) as interrupts:
             selector.register(link.reader, selectors.EVENT_READ, self._read_agent)
             selector.register(interrupts, selectors.EVENT_READ, lambda: self._interrupt(interrupts.take()))
-            while not self._over:
-                for key, _ in selector.select(self._patience()):
-                    key.data()
-                self._turn()
-            self._close()
+            try:
+                while not self._over:
+                    for key, _ in selector.select(self._patience()):
+                        key.data()
+                    self._turn()
+            finally:
+                self._close()
         return self._judge()
 
     def terminate(self, grace: float, stacks: bool = False) -> None:
@@ -258,7 +262,7 @@ class Job:
 
     def _close(self) -> None:
         """Nothing of the job outlives this, even if its agent was killed."""
-        self._agent_code = self._agent.end(1.0)
+        self._agent_code = self._agent.end(HANG_UP_SECONDS)
         self._outcome.stuck = sweep(self._folder.job, ORPHAN_SECONDS) or self._outcome.stuck
         self._output.close()
         self._folder.remove()

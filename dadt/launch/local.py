@@ -26,6 +26,7 @@ class LocalAgent:
             stdout=subprocess.PIPE,
             start_new_session=True,
             env=env,
+            cwd="/",  # python -m looks for modules in the current folder first, and there is the user's own
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         try:

@@ -22,7 +22,7 @@ def cores() -> int:
     return usable
 
 
-def gpus(env: Mapping[str, str]) -> list[str]:
+def gpus(env: Mapping[str, str] = os.environ) -> list[str]:
     """The visible NVIDIA GPUs, as CUDA_VISIBLE_DEVICES names them: indices, UUIDs or MIG instances."""
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible is None:

@@ -1,0 +1,101 @@
+"""What a worker tells of its own end: the uncaught exception, and its stacks when it is asked for them."""
+
+from __future__ import annotations
+
+import faulthandler
+import linecache
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from dadt.control import Control
+from dadt.errors import CommError, DadtError
+
+STACKS_SIGNAL = signal.SIGRTMAX - 3
+"""One that scripts do not use, unlike SIGUSR1 and SIGUSR2."""
+OURS = str(Path(__file__).resolve().parents[1])
+FRAMES = 5
+
+
+def install(control: Control, step: Callable[[], int]) -> None:
+    """Chain into the exception hooks, and offer the stacks of all threads on a signal.
+
+    What the script does with exceptions, its exit codes and what it prints stay as they are. step: the optimizer
+    steps done so far.
+    """
+    owner = os.getpid()
+    main_hook = sys.excepthook
+    thread_hook = threading.excepthook
+
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None, thread: str) -> None:
+        if os.getpid() != owner or issubclass(kind, (SystemExit, KeyboardInterrupt)):
+            return
+        try:
+            control.failed(
+                kind.__name__,
+                str(error),
+                frames_of(trace),
+                step(),
+                secondary=issubclass(kind, CommError),
+                thread=thread,
+            )
+        except DadtError:
+            pass  # the agent is gone, so nobody is left to tell; the traceback is printed all the same
+
+    def on_main(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        report(kind, error, trace, "")
+        main_hook(kind, error, trace)
+
+    def on_thread(args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is not None:
+            name = args.thread.name if args.thread else "unknown"
+            report(args.exc_type, args.exc_value, args.exc_traceback, name)
+        thread_hook(args)
+
+    sys.excepthook = on_main
+    threading.excepthook = on_thread
+    _offer_stacks(control)
+
+
+def frames_of(trace: TracebackType | None) -> list[dict[str, Any]]:
+    """The innermost frames {file, line, function, text} that are the user's, files as the user named them.
+
+    Without such frames, the innermost of all.
+    """
+    frames: list[dict[str, Any]] = []
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        text = linecache.getline(code.co_filename, trace.tb_lineno, trace.tb_frame.f_globals).strip()
+        frames.append({"file": code.co_filename, "line": trace.tb_lineno, "function": code.co_name, "text": text})
+        trace = trace.tb_next
+    own = [frame for frame in frames if _is_users(frame["file"])]
+    return [{**frame, "file": _as_typed(frame["file"])} for frame in (own or frames)[-FRAMES:]]
+
+
+def _is_users(file: str) -> bool:
+    path = str(Path(file).resolve())
+    libraries = (OURS, sys.prefix + os.sep + "lib", sys.base_prefix + os.sep + "lib")
+    return not path.startswith(libraries) and "site-packages" not in path and not file.startswith("<")
+
+
+def _as_typed(file: str) -> str:
+    """The interpreter may have made the script's path absolute."""
+    path = Path(file)
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_absolute() and path.is_relative_to(here) else file
+
+
+def _offer_stacks(control: Control) -> None:
+    """Crashes leave their stack on stderr; on the signal, stacks go to a file that the agent reads."""
+    if not faulthandler.is_enabled() and sys.__stderr__ is not None:
+        faulthandler.enable(sys.__stderr__)
+    path = Path(control.world.agent).with_name(f"stacks-{os.getpid()}")
+    # Open for the life of the process: a signal handler cannot open files.
+    file = path.open("wb")
+    faulthandler.register(STACKS_SIGNAL, file, all_threads=True, chain=False)
+    control.stacks(path, STACKS_SIGNAL)

@@ -1,0 +1,68 @@
+"""The command line. Subcommands are imported when they are called: `dadt --help` needs neither torch nor rich."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+import click
+
+import dadt
+from dadt.errors import DadtError
+from dadt_cli import console
+
+COMMANDS = {
+    "run": ("dadt_cli.run", "Train a script on several workers."),
+    "bench": ("dadt_cli.bench", "Measure communication and steps on this machine."),
+}
+
+
+class LazyGroup(click.Group):
+    """Knows its commands by name and sentence; imports the one that is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        command = getattr(importlib.import_module(COMMANDS[name][0]), name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, sentence) for name, (_, sentence) in COMMANDS.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(dadt.__version__, prog_name="dadt")
+def dadt_command() -> None:
+    """Asynchronous data-parallel training for PyTorch scripts that nobody has to change."""
+
+
+def main() -> None:
+    """The only place that exits."""
+    sys.exit(_run())
+
+
+def _run() -> int:
+    try:
+        return int(dadt_command.main(prog_name="dadt", standalone_mode=False) or 0)
+    except click.exceptions.NoArgsIsHelpError as error:
+        console.text(error.format_message())
+        return 2
+    except click.UsageError as error:
+        command = error.ctx.command_path if error.ctx else "dadt"
+        console.error(f"{error.format_message().rstrip('.')} ({command} --help lists what there is)")
+        return 2
+    except DadtError as error:
+        console.error(str(error))
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has gone; the interpreter must not fail over it once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141

@@ -1,0 +1,39 @@
+"""The only place that prints: what workers print, and what dadt itself says (on stderr)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+STREAMS = {"out": 1, "err": 2}
+
+
+def lines(stream: str, data: bytes) -> None:
+    """Complete lines of a worker, unaltered, to our stdout ("out") or stderr ("err")."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(STREAMS[stream], view) :]
+
+
+def say(text: str, level: str = "info") -> None:
+    _write(f"dadt: warning: {text}" if level == "warning" else f"dadt: {text}", level == "warning")
+
+
+def block(text: Sequence[str]) -> None:
+    """What is to stand last on the screen; its first line names the speaker."""
+    _write("dadt: " + "\n".join(text), True)
+
+
+def error(text: str) -> None:
+    _write(f"dadt: {text}", True)
+
+
+def text(text: str) -> None:
+    _write(text, False)
+
+
+def _write(text: str, loud: bool) -> None:
+    if loud and sys.stderr.isatty():
+        text = f"\x1b[1m{text}\x1b[0m"
+    print(text, file=sys.stderr, flush=True)
