@@ -63,10 +63,7 @@ def install(control: Control, step: Callable[[], int]) -> None:
 
 
 def frames_of(trace: TracebackType | None) -> list[dict[str, Any]]:
-    """The innermost frames {file, line, function, text} that are the user's, files as the user named them.
-
-    Without such frames, the innermost of all.
-    """
+    """The innermost frames {file, line, function, text} that are the user's; without such, of all."""
     frames: list[dict[str, Any]] = []
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -74,20 +71,13 @@ def frames_of(trace: TracebackType | None) -> list[dict[str, Any]]:
         frames.append({"file": code.co_filename, "line": trace.tb_lineno, "function": code.co_name, "text": text})
         trace = trace.tb_next
     own = [frame for frame in frames if _is_users(frame["file"])]
-    return [{**frame, "file": _as_typed(frame["file"])} for frame in (own or frames)[-FRAMES:]]
+    return (own or frames)[-FRAMES:]
 
 
 def _is_users(file: str) -> bool:
     path = str(Path(file).resolve())
     libraries = (OURS, sys.prefix + os.sep + "lib", sys.base_prefix + os.sep + "lib")
     return not path.startswith(libraries) and "site-packages" not in path and not file.startswith("<")
-
-
-def _as_typed(file: str) -> str:
-    """The interpreter may have made the script's path absolute."""
-    path = Path(file)
-    here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_absolute() and path.is_relative_to(here) else file
 
 
 def _offer_stacks(control: Control) -> None:

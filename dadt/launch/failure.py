@@ -117,7 +117,7 @@ class Failure:
         lines = [head, f"  host    {host}, pid {self.pid}, log {self.log}", f"  cause   {self._cause()}"]
         if self.record is not None and self.record.frames:
             frame = self.record.frames[-1]
-            place = f'    File "{frame["file"]}", line {frame["line"]}'
+            place = f'    File "{_as_typed(frame["file"])}", line {frame["line"]}'
             lines.append(place + (f", in {frame['function']}" if frame.get("function") else ""))
             if frame.get("text"):
                 lines.append(f"      {frame['text']}")
@@ -196,6 +196,12 @@ def size(count: int) -> str:
     power = min(max(count, 1).bit_length() // 10, len(units) - 1)
     value = count / 1024**power
     return f"{value:.1f} {units[power]}" if value < 10 and power else f"{value:.0f} {units[power]}"
+
+
+def _as_typed(file: str) -> str:
+    """As the user names it: the interpreter may have made the script's path absolute."""
+    path = Path(file)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
 
 
 def _is_memory_error(record: Record) -> bool:
