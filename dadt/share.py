@@ -44,9 +44,7 @@ class PerRank:
     The last, incomplete one is split as evenly as possible, or dropped with `drop_last`.
     """
 
-    def __init__(
-        self, sampler: Iterable[Any], batch_size: int, drop_last: bool, rank: int, size: int
-    ) -> None:
+    def __init__(self, sampler: Iterable[Any], batch_size: int, drop_last: bool, rank: int, size: int) -> None:
         self.sampler = sampler
         self.drop_last = drop_last
         self.rank = rank
@@ -159,9 +157,7 @@ class Spare(NamedTuple):
     sample: Any
 
 
-def every_nth(
-    stream: Iterable[Any], rank: int, size: int, block: int = 0, whole_blocks: bool = False
-) -> Iterator[Any]:
+def every_nth(stream: Iterable[Any], rank: int, size: int, block: int = 0, whole_blocks: bool = False) -> Iterator[Any]:
     """Sample i of a stream if i % size == rank, counted anew in each block of `block` samples (0: one block).
 
     With `whole_blocks`, an incomplete last block is dropped on every rank. If the stream ends before this

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -101,6 +102,8 @@ class Comparison:
         """first: the first Piece of a pass; the first one ever is compared."""
         if self._ended or (self._asked is None and first is None):
             return
+        if threading.current_thread() is not threading.main_thread():
+            return  # of no fixed order among the operations of the thread that trains
         if self._asked is None:
             digest = hashlib.blake2b(repr(cast(Piece, first).whole).encode(), digest_size=8).digest()
             self._asked = self.runtime.allgather(f"{self.name}: order of samples", digest)

@@ -6,6 +6,7 @@ data set, if iterable) in it. The loader itself is never changed, so it pickles,
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sized
@@ -27,7 +28,7 @@ from dadt.config import loader_numbers
 from dadt.errors import ConfigError
 from dadt.inject.feed import Comparison, Feed, Order, Runtime
 from dadt.inject.seed import Streams, mix
-from dadt.inject.stream import Counted, EveryNth, Split, StreamFeed, nominal_batch
+from dadt.inject.stream import Counted, Split, StreamFeed, nominal_batch, nth_of
 from dadt.share import Batches, Divided, Items, PerRank, Share, portion, stream_steps
 
 TRAINS, EVALUATES, ALONE = "trains", "evaluates", "alone"
@@ -171,7 +172,7 @@ class Loaders:
         """
         view = role.view
         if view is None:
-            view = role.view = object.__new__(type(loader))
+            view = role.view = object.__new__(without_end(type(loader)))
             view.__dict__["_iterator"] = None
         attributes = {name: value for name, value in loader.__dict__.items() if name != "_iterator"}
         view.__dict__.update(attributes, **changed)
@@ -208,7 +209,7 @@ class Loaders:
         split = Split(world.rank, world.world_size, block, drop_last)
         dataset = cast("IterableDataset[Any]", loader.dataset)
         changed: dict[str, Any] = {
-            "dataset": EveryNth(dataset, split),
+            "dataset": nth_of(dataset, split),
             "collate_fn": Counted(loader.collate_fn, loader._auto_collation),
         }
         if divided:
@@ -240,8 +241,18 @@ class Loaders:
             about = "about " if samples is not None and samples % size else ""
             share = f"1 in {size} per worker" if samples is None else f"{about}{samples // size:,} per worker"
         if role.kind == TRAINS:
-            return f"{role.name} ({what}): trains, {share}."
+            left_out = self._left_out(loader)
+            drops = f"; drop_last leaves {left_out:,} of them out" if left_out else ""
+            return f"{role.name} ({what}): trains, {share}{drops}."
         return f"{role.name} ({what}): evaluates, all of it."
+
+    def _left_out(self, loader: Loader) -> int:
+        """Samples of a pass that drop_last leaves out on all ranks together."""
+        samples = samples_of(loader)
+        if samples is None or not loader.drop_last or loader.batch_size is None:
+            return 0
+        size = 1 if self.runtime.config.batch == "global" else self.runtime.world.world_size
+        return samples % (loader.batch_size * size)
 
 
 def inner_sampler(loader: Loader) -> Any:
@@ -250,6 +261,11 @@ def inner_sampler(loader: Loader) -> Any:
     if batch_sampler is None:
         return loader.sampler
     return batch_sampler.sampler if type(batch_sampler) is BatchSampler else batch_sampler
+
+
+def without_end(kind: type[Loader]) -> type[Loader]:
+    """The loader's class, but for a __del__: what a loader of the script's own ends there is not the view's."""
+    return type(kind.__name__, (kind,), {"__del__": lambda view: None}) if hasattr(kind, "__del__") else kind
 
 
 def sampler_slot(loader: Loader) -> str:
@@ -261,7 +277,10 @@ def samples_of(loader: Loader) -> int | None:
     """Samples of one pass, if the sampler or data set says."""
     sampler = inner_sampler(loader)
     sized = loader.dataset if sampler is loader.batch_sampler else sampler
-    return len(sized) if isinstance(sized, Sized) else None
+    try:
+        return len(sized) if isinstance(sized, Sized) else None
+    except (TypeError, NotImplementedError):  # it has a __len__ only to say that it has no length
+        return None
 
 
 def draws_on(loader: Loader) -> bool:
@@ -277,14 +296,17 @@ def install(runtime: Runtime, streams: Streams) -> None:
     original_init = DataLoader.__init__
     original_seed = torch_dataloader._BaseDataLoaderIter.__init__
 
+    @functools.wraps(original_init)
     def __init__(self: Loader, *args: Any, **kwargs: Any) -> None:
         original_init(self, *args, **kwargs)
         if os.getpid() == loaders.pid:
             loaders.role(self)
 
+    @functools.wraps(DataLoader.__iter__)
     def __iter__(self: Loader) -> Iterator[Any]:
         return loaders.iterate(self) if os.getpid() == loaders.pid else loaders.original_iter(self)
 
+    @functools.wraps(DataLoader.__len__)
     def __len__(self: Loader) -> int:
         return loaders.length(self) if os.getpid() == loaders.pid else loaders.original_len(self)
 
@@ -295,6 +317,5 @@ def install(runtime: Runtime, streams: Streams) -> None:
             self._base_seed = mix(self._base_seed, rank)
 
     for name, patched in (("__init__", __init__), ("__iter__", __iter__), ("__len__", __len__)):
-        patched.__doc__ = getattr(DataLoader, name).__doc__
         setattr(DataLoader, name, patched)
     setattr(torch_dataloader._BaseDataLoaderIter, "__init__", iterator_init)  # noqa: B010 (mypy minds else)

@@ -7,6 +7,7 @@ reads half a file; the other ranks of the host wait until it is there. Open file
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import tempfile
@@ -113,8 +114,8 @@ def write_beside(target: Path, write: Callable[[str], None]) -> None:
 def install(runtime: Runtime) -> None:
     saver = Saver(runtime, torch.save)
 
+    @functools.wraps(torch.save)
     def save(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
         saver.save(obj, f, *args, **kwargs)
 
-    save.__doc__ = torch.save.__doc__
     torch.save = torch.serialization.save = save

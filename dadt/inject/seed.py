@@ -8,6 +8,7 @@ reseeded per rank, so that dropout and augmentation differ between ranks, reprod
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import random
@@ -129,7 +130,7 @@ class Streams:
             ("get_rng_state", self._patched_get(torch.get_rng_state)),
             ("set_rng_state", self._patched_set(torch.set_rng_state)),
         ):
-            patched.__doc__ = getattr(torch, name).__doc__
+            functools.update_wrapper(patched, getattr(torch, name))
             setattr(torch, name, patched)
             setattr(torch.random, name, patched)
 

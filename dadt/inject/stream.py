@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, IterDataPipe
 
 from dadt.errors import DadtError
 from dadt.inject.feed import Runtime
@@ -56,6 +56,21 @@ class EveryNth(IterableDataset[Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return EveryNth, (self._dadt_dataset, self._dadt_split)
+
+
+class EveryNthPipe(IterDataPipe[Any]):
+    """The same for a data pipe, which torch shuffles and shards as a graph that this one is a part of."""
+
+    def __init__(self, source: IterDataPipe[Any], split: Split) -> None:
+        self.source = source
+        self.split = split
+
+    def __iter__(self) -> Iterator[Any]:
+        return every_nth(self.source, *self.split)
+
+
+def nth_of(dataset: IterableDataset[Any], split: Split) -> IterableDataset[Any]:
+    return EveryNthPipe(dataset, split) if isinstance(dataset, IterDataPipe) else EveryNth(dataset, split)
 
 
 class Counted(NamedTuple):

@@ -131,9 +131,9 @@ def test_waiting_has_an_end_that_names_the_other(tmp_path):
     turn = download.Turn(World(rank=0, agent=str(tmp_path / "agent")), timeout=0.2)
     other = download.Turn(World(rank=1, agent=str(tmp_path / "agent")), timeout=0.2)
     with turn.of(tmp_path), turn.of(tmp_path):
-        with pytest.raises(CommTimeout, match=rf"rank 1 waited .* rank 0 \(pid {os.getpid()}\) is doing"):
-            with other.of(tmp_path):
-                pass
+        named = rf"rank 1 waited .* rank 0 \(pid {os.getpid()}\) is doing"
+        with pytest.raises(CommTimeout, match=named), other.of(tmp_path):
+            pass
         with other.of(tmp_path / "elsewhere"):
             pass
     with other.of(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import inspect
 import itertools
 import pickle
 import random
@@ -330,7 +332,7 @@ def test_subclasses_copies_and_pickles(tmp_path):
 def test_worker_processes_of_either_kind(method, tmp_path):
     def script(runtime):
         data = TensorDataset(torch.arange(24))
-        loader = DataLoader(data, batch_size=2, shuffle=True, num_workers=2, multiprocessing_context=method)
+        loader = DataLoader(data, batch_size=2, shuffle=True, num_workers=1, multiprocessing_context=method)
         got = []
         for _ in range(2):
             for (index,) in loader:
@@ -381,7 +383,7 @@ def test_cycle_next_break_and_several_iterators(tmp_path):
     a, b = ranks(2, script, tmp_path)
     assert a[3] == b[3] == 2
     for epoch in (0, 2):
-        assert sorted(sum(a[0][epoch : epoch + 2] + b[0][epoch : epoch + 2], [])) == list(range(8))
+        assert sorted(itertools.chain(*a[0][epoch : epoch + 2], *b[0][epoch : epoch + 2])) == list(range(8))
     assert all(not set(x) & set(y) for x, y in zip(a[1], b[1], strict=True))
     for which in range(2):
         joined = [i for pairs in (a[2], b[2]) for pair in pairs for i in pair[which]]
@@ -475,3 +477,43 @@ def test_nothing_is_patched_in_a_world_of_one(tmp_path):
         return (DataLoader.__iter__, DataLoader.__init__, DataLoader.__len__, torch.manual_seed) == before
 
     assert ranks(1, script, tmp_path) == [True]
+
+
+class Ending(DataLoader):
+    """A loader that ends what it owns when it goes."""
+
+    ended = 0
+
+    def __del__(self) -> None:
+        Ending.ended += 1
+
+
+def test_the_end_of_a_loader_comes_once(tmp_path):
+    def script(runtime):
+        runtime.registered = False
+        loader = Ending(Numbers(8), batch_size=2)
+        list(loader)
+        runtime.registered = True
+        list(loader)
+        assert Ending.ended == 0
+        del loader
+        gc.collect()
+        return Ending.ended
+
+    assert ranks(2, script, tmp_path) == [1, 1]
+
+
+def test_signatures_stay(tmp_path):
+    """Libraries rebuild loaders from the constructor's signature."""
+    before = inspect.signature(DataLoader.__init__), inspect.signature(torch.save)
+    script = lambda runtime: (inspect.signature(DataLoader.__init__), inspect.signature(torch.save)) == before  # noqa: E731
+    assert ranks(2, script, tmp_path) == [True, True]
+
+
+def test_what_drop_last_leaves_out_is_said(tmp_path):
+    def script(runtime):
+        list(DataLoader(Numbers(30), batch_size=4, drop_last=True))
+        return runtime.said
+
+    said = ["DataLoader #1 (30 samples): trains, 15 per worker; drop_last leaves 6 of them out."]
+    assert ranks(2, script, tmp_path) == [said, said]

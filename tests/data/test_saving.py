@@ -71,12 +71,8 @@ def test_only_some_ranks_save(tmp_path):
         torch.save(runtime.world.rank, tmp_path / f"rank{runtime.world.rank}.pt")
         runtime.step = 4
         runtime.control.begin(4)
-        return None
 
-    def scripts(runtime: Runtime):
-        return script(runtime)
-
-    ranks(2, with_control(scripts), tmp_path / "job")
+    ranks(2, with_control(script), tmp_path / "job")
     assert [torch.load(tmp_path / f"{name}.pt") for name in ("first", "second", "rank0", "rank1")] == [0, 1, 0, 1]
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from ranks import ranks, single
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 from dadt.errors import DadtError
 from dadt.inject.stream import EveryNth, Split, first_dimension
@@ -137,12 +138,13 @@ def test_spawned_and_persistent_workers(persistent, tmp_path):
     make = lambda: DataLoader(  # noqa: E731
         Numbers(0, 11),
         batch_size=2,
-        num_workers=2,
+        num_workers=1,
         multiprocessing_context="spawn",
         persistent_workers=persistent,
     )
-    answers = ranks(2, passes(make), tmp_path)
-    for epoch in range(2):
+    epochs = 2 if persistent else 1
+    answers = ranks(2, passes(make, epochs), tmp_path)
+    for epoch in range(epochs):
         assert sorted(i for answer in answers for i in real(answer, epoch)) == list(range(11))
 
 
@@ -213,6 +215,7 @@ def test_streams_that_differ_by_rank_are_an_error(tmp_path):
             return next(batches).item()
         with pytest.raises(DadtError, match=r"rank 1 has no sample in DataLoader #1 but ranks \[0\] have"):
             next(batches)
+        return None
 
     assert ranks(2, script, tmp_path) == [0, None]
 
@@ -228,3 +231,17 @@ def test_first_dimension():
     assert first_dimension({"x": [torch.zeros(5, 2)], "y": torch.zeros(3)}) == 5
     assert first_dimension((torch.tensor(1.0), "text")) == 1
     assert first_dimension("text") == 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_data_pipes_shuffle_and_shard_as_ever(workers, tmp_path):
+    def make():
+        pipe = IterableWrapper(range(13)).shuffle().sharding_filter()
+        return DataLoader(pipe, batch_size=2, shuffle=True, num_workers=workers)
+
+    answers = ranks(2, passes(make), tmp_path)
+    orders = []
+    for epoch in range(2):
+        orders.append([i for answer in answers for i in real(answer, epoch)])
+        assert sorted(orders[-1]) == list(range(13))
+    assert orders[0] != orders[1] != list(range(13))
