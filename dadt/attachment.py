@@ -258,7 +258,7 @@ class Attachment:
                 " rank 0's are used on all",
                 level="warning",
             )
-            self.runtime.adopt(self, weights=self.algorithm.delayed > 0)
+            self.runtime.adopt(self, weights=self.measure.delayed > 0)
 
     def _warn_identical(self, lanes: list[Lane]) -> None:
         prints = {lane.fingerprint for lane in lanes}

@@ -14,6 +14,8 @@ class Measure:
 
     def __init__(self) -> None:
         self.waited = 0.0
+        self.delayed = 0
+        """Gradients that were not applied in the step that computed them."""
         self.began = 0.0
         """When the first step was complete; what was waited until then is start-up, not training."""
         self._step_ended = 0.0
@@ -58,6 +60,10 @@ class Measure:
         else:
             meaning = "the network bounds the speed: send fewer bytes, or use larger batches"
         return (
-            f"warm-up done after {steps} steps: compute {self.compute * 1e3:.1f} ms,"
-            f" exchange {self.exchange * 1e3:.1f} ms (r = {r:.2f}): {meaning}"
+            f"warm-up done after {steps} steps: compute {_milliseconds(self.compute)},"
+            f" exchange {_milliseconds(self.exchange)} (r = {r:.2f}): {meaning}"
         )
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e3:.2f} ms"

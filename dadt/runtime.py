@@ -18,6 +18,7 @@ from dadt.attachment import Attachment, group_values
 from dadt.bucket import DTYPES, split
 from dadt.config import Config
 from dadt.errors import CommTimeout, DadtError, Mismatch
+from dadt.measure import Measure
 from dadt.world import World
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ class Runtime:
         self.left_alone: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Optimizers of DDP's or FSDP's parameters."""
         self._in_flight: deque[Exchange] = deque()
+        self._measures: list[Measure] = []
+        """Of all attachments so far; an optimizer may be collected before the end."""
         self._told: set[str] = set()
         self._closed = False
 
@@ -163,6 +166,7 @@ class Runtime:
             taken = [m for a in self.attachments for m in a.buffers.modules]
             attachment.buffers.watch(self.root_modules(optimizer), taken)
         self._attachments[optimizer] = attachment
+        self._measures.append(attachment.measure)
         self.adopt(attachment, weights=self.config.broadcast)
 
     def attachment(self, optimizer: torch.optim.Optimizer) -> Attachment | None:
@@ -292,13 +296,12 @@ class Runtime:
     # The end ---------------------------------------------------------------------------------------------------
 
     def summary(self) -> dict[str, Any]:
-        attachments = self.attachments
-        first = min((a.measure.began for a in attachments if a.measure.began), default=0.0)
-        last = max((a.measure.last for a in attachments), default=0.0)
-        waited = sum(a.measure.waited for a in attachments)
+        first = min((m.began for m in self._measures if m.began), default=0.0)
+        last = max((m.last for m in self._measures), default=0.0)
+        waited = sum(m.waited for m in self._measures)
         return {
             "steps": self.step,
-            "delayed": sum(a.algorithm.delayed for a in attachments),
+            "delayed": sum(m.delayed for m in self._measures),
             "wait_fraction": waited / (last - first) if last > first else 0.0,
             "hook_seconds": self.seconds,
         }

@@ -19,8 +19,6 @@ class Algorithm(abc.ABC):
 
     def __init__(self, attachment: Attachment) -> None:
         self.attachment = attachment
-        self.delayed = 0
-        """Gradients so far that were not applied in the step that computed them."""
 
     @property
     def predicts(self) -> bool:

@@ -54,7 +54,7 @@ class Pipe(Algorithm):
             return
         # Launch before waiting: the wire stays busy where communication is slower than compute.
         previous, self._pending = self._pending, exchange
-        self.delayed += 1
+        a.measure.delayed += 1
         if previous is None:
             self._holds = True
             exchange.zeros()
