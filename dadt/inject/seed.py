@@ -146,7 +146,8 @@ class Streams:
                 assert self._shared is not None
                 fresh = torch.Generator().manual_seed(int(seed)).get_state()
                 self._shared = self._shared._replace(torch=fresh)
-                return original(mix(int(seed), self.rank))
+                # Rank 0's weights are everybody's: a model built after this seed is the single process's.
+                return original(int(seed) if self.rank == 0 else mix(int(seed), self.rank))
 
         return manual_seed
 
