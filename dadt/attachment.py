@@ -235,6 +235,12 @@ class Attachment:
         if self.scale is not None and exchange.scale is not None and self.scale is not exchange.scale:
             ratio = self.scale / exchange.scale
         exchange.deliver(ratio)
+        if exchange.schema is not self._schema and self._schema is not None:
+            # Added or unfrozen since: their first average has not come yet.
+            averaged = {id(p) for p in exchange.schema.parameters}
+            for p in self._schema.parameters:
+                if id(p) not in averaged:
+                    p.grad = None
         sent = [t for bucket in exchange.schema.buffer_buckets for t in bucket.tensors]
         self.buffers.update(sent, exchange.averaged_buffers())
 

@@ -136,8 +136,6 @@ class Exchange:
         ]
 
     def zeros(self) -> None:
-        """Zero gradients in the buffers that no exchange uses, for a step that applies none."""
-        for bucket in self.schema.buckets:
-            for i, p in enumerate(bucket.tensors):
-                bucket.views[self._turn ^ 1][i].zero_()
-                p.grad = bucket.deliver(i, self._turn ^ 1)
+        """Zero gradients, for a step that applies none. In memory of their own: the flat buffers may be under way."""
+        for p in self.schema.parameters:
+            p.grad = torch.zeros_like(p)
