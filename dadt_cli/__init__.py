@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 
 import click
@@ -57,12 +56,10 @@ def _run() -> int:
         command = error.ctx.command_path if error.ctx else "dadt"
         console.error(f"{error.format_message().rstrip('.')} ({command} --help lists what there is)")
         return 2
+    except console.ReaderGone as error:
+        return error.exit_code
     except DadtError as error:
         console.error(str(error))
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
         return 130
-    except BrokenPipeError:
-        # Whoever read our output has gone; the interpreter must not fail over it once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141

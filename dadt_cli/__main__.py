@@ -1,6 +1,5 @@
-"""`python -m dadt_cli`: the `dadt` command where its script is not on the PATH."""
+"""`python -m dadt_cli` is `dadt`."""
 
 from dadt_cli import main
 
-if __name__ == "__main__":
-    main()
+main()

@@ -6,14 +6,25 @@ import os
 import sys
 from collections.abc import Sequence
 
+from dadt.errors import DadtError
+
 STREAMS = {"out": 1, "err": 2}
+
+
+class ReaderGone(DadtError):
+    """Whoever read our output has closed it, so there is nobody to train for."""
+
+    exit_code = 141
 
 
 def lines(stream: str, data: bytes) -> None:
     """Complete lines of a worker, unaltered, to our stdout ("out") or stderr ("err")."""
     view = memoryview(data)
-    while view:
-        view = view[os.write(STREAMS[stream], view) :]
+    try:
+        while view:
+            view = view[os.write(STREAMS[stream], view) :]
+    except BrokenPipeError as error:
+        raise ReaderGone from error
 
 
 def say(text: str, level: str = "info") -> None:
@@ -36,4 +47,7 @@ def text(text: str) -> None:
 def _write(text: str, loud: bool) -> None:
     if loud and sys.stderr.isatty():
         text = f"\x1b[1m{text}\x1b[0m"
-    print(text, file=sys.stderr, flush=True)
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except BrokenPipeError as error:
+        raise ReaderGone from error

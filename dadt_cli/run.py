@@ -72,7 +72,7 @@ def run(
         common = environment.common(config)
         port = None if no_torch_env else environment.free_port()
         job.start(program, common, [environment.own(slot, folder.job, port) for slot in slots], str(Path.cwd()))
-        return _finish(job.wait(), config)
+        return _finish(job.wait(), config, slots)
     finally:
         folder.remove()
 
@@ -156,7 +156,7 @@ def _first_line(config: Config, slots: Sequence[Slot], job: str, logs: Path) -> 
     return f"{workers} on this host{executor}, algorithm {config.algorithm} (job {job}, logs in {logs})"
 
 
-def _finish(outcome: Outcome, config: Config) -> int:
+def _finish(outcome: Outcome, config: Config, slots: Sequence[Slot]) -> int:
     """Say how it ended; the failure, if any, last."""
     if outcome.stuck:
         pids = ", ".join(map(str, outcome.stuck))
@@ -166,7 +166,7 @@ def _finish(outcome: Outcome, config: Config) -> int:
     elif outcome.failure is not None:
         console.block(outcome.failure.lines())
     else:
-        if (reason := _not_distributed(outcome, config)) is not None:
+        if len(slots) > 1 and (reason := _not_distributed(outcome, config)) is not None:
             console.say(f"training was NOT distributed: {reason}", "warning")
         console.say(_last_line(outcome))
     return outcome.exit_code

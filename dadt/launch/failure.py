@@ -193,7 +193,7 @@ def signal_name(number: int) -> str:
 def size(count: int) -> str:
     """Bytes as people say them: 850 MiB, 1.2 GiB, 24 GiB."""
     units = ("B", "KiB", "MiB", "GiB", "TiB")
-    power = min(max(count, 1).bit_length() // 10, len(units) - 1)
+    power = min((max(count, 1).bit_length() - 1) // 10, len(units) - 1)
     value = count / 1024**power
     return f"{value:.1f} {units[power]}" if value < 10 and power else f"{value:.0f} {units[power]}"
 

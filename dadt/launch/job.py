@@ -264,8 +264,8 @@ class Job:
         """Nothing of the job outlives this, even if its agent was killed."""
         self._agent_code = self._agent.end(HANG_UP_SECONDS)
         self._outcome.stuck = sweep(self._folder.job, ORPHAN_SECONDS) or self._outcome.stuck
-        self._output.close()
         self._folder.remove()
+        self._output.close()
 
     def _judge(self) -> Outcome:
         outcome = self._outcome
@@ -287,7 +287,7 @@ class Job:
             pid=member.pid,
             host=self._slots[ending.rank].host,
             log=self._output.path(ending.rank),
-            stopped=[end.rank for end in sorted(self._endings.values(), key=lambda end: end.rank) if end.stopped],
+            stopped=sorted(each.rank for each in self._endings.values() if each.code and each is not ending),
             stacks=self._stacks,
             last_words=last_line(self._output.tails[ending.rank].data),
         )

@@ -1,0 +1,193 @@
+"""Whatever ends the job, nothing of it is left. The fixture counts processes and folders after every test."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from conftest import FOLDERS, await_that, is_running, left_of
+
+WAIT = """\
+import os, signal, sys, time
+rank = os.environ["RANK"]
+def ready(name="ready"):
+    with open(name + rank + ".part", "w") as file: file.write(str(os.getpid()))
+    os.rename(name + rank + ".part", name + rank)
+{}
+ready()
+while True: time.sleep(600)
+"""
+IGNORE = "signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)"
+DAEMON = """\
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        ready("daemon")
+        {}
+        while True: time.sleep(600)
+    os._exit(0)
+while not os.path.exists("daemon" + rank): time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_to_dadt_run_ends_all(start, number, code):
+    run = start(WAIT.format(""))
+    workers = run.wait_for("ready0", "ready1")
+    run.process.send_signal(number)
+    result = run.finish()
+    assert result.code == code
+    assert "Traceback" not in result.err
+    assert not any(is_running(pid) for pid in workers)
+
+
+def test_workers_may_end_gently_on_ctrl_c(start):
+    script = WAIT.format("signal.signal(signal.SIGTERM, lambda *_: (print('saved'), sys.exit(0)))")
+    run = start(script)
+    run.wait_for("ready0", "ready1")
+    run.process.send_signal(signal.SIGINT)
+    result = run.finish()
+    assert result.code == 130
+    assert sorted(result.out.splitlines()) == [b"[0] saved", b"[1] saved"]
+
+
+def test_a_second_ctrl_c_does_not_wait(start):
+    run = start(WAIT.format("signal.signal(signal.SIGTERM, lambda *_: ready('asked'))"))
+    workers = run.wait_for("ready0", "ready1")
+    run.process.send_signal(signal.SIGINT)
+    run.wait_for("asked0", "asked1")
+    assert all(is_running(pid) for pid in workers)
+    run.process.send_signal(signal.SIGINT)
+    result = run.finish()
+    assert result.code == 130
+    assert not any(is_running(pid) for pid in workers)
+
+
+@pytest.mark.parametrize("extra", ["", IGNORE, DAEMON.format(""), DAEMON.format(IGNORE)])
+def test_kill_9_of_dadt_run_leaves_nothing(start, extra):
+    run = start(WAIT.format(extra))
+    workers = run.wait_for("ready0", "ready1")
+    job, agent = run.job, run.agent
+    run.process.kill()
+    run.process.wait()
+    await_that(lambda: not left_of(job), "the end of the workers", 10.0)
+    await_that(lambda: not is_running(agent), "the end of the agent", 10.0)
+    assert not any(is_running(pid) for pid in workers)
+    assert not (FOLDERS / job).exists()
+
+
+@pytest.mark.parametrize("extra", ["", IGNORE, DAEMON.format(IGNORE)])
+def test_kill_9_of_the_agent_leaves_nothing_and_is_told(start, extra):
+    run = start(WAIT.format(extra))
+    workers = run.wait_for("ready0", "ready1")
+    agent = run.agent
+    os.kill(agent, signal.SIGKILL)
+    result = run.finish()
+    assert result.code == 3
+    assert f"the agent of this host (pid {agent}) was killed by signal 9 (SIGKILL)" in result.err
+    assert not any(is_running(pid) for pid in workers)
+    assert left_of(result.job) == []
+
+
+def test_a_stopped_worker_is_ended_too(start):
+    run = start(WAIT.format(""))
+    workers = run.wait_for("ready0", "ready1")
+    os.kill(workers[0], signal.SIGSTOP)
+    os.kill(workers[1], signal.SIGKILL)
+    assert run.finish().code == 137
+    assert not is_running(workers[0])
+
+
+def test_a_stopped_agent_does_not_hold_up_the_end(start):
+    run = start(WAIT.format(""))
+    workers = run.wait_for("ready0", "ready1")
+    os.kill(run.agent, signal.SIGSTOP)
+    run.process.send_signal(signal.SIGINT)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.finish().code in (130, 143)
+    assert not any(is_running(pid) for pid in workers)
+
+
+@pytest.mark.parametrize("clear", [False, True])
+def test_grandchildren_do_not_survive_a_failure(start, clear):
+    # Without its environment, only the agent's being the subreaper finds it.
+    sleep = f"os.execve('{sys.executable}', ['python', '-c', 'import time; time.sleep(600)'], {{}})"
+    daemon = DAEMON.format(sleep if clear else IGNORE)
+    run = start(WAIT.format(daemon))
+    workers = run.wait_for("ready0", "ready1")
+    daemons = run.wait_for("daemon0", "daemon1")
+    os.kill(workers[1], signal.SIGKILL)
+    assert run.finish().code == 137
+    assert not any(is_running(pid) for pid in workers + daemons)
+
+
+def test_grandchildren_do_not_survive_a_good_end(start):
+    run = start(WAIT.format(DAEMON.format("")).replace("while True: time.sleep(600)\n", "", 1) + "")
+    daemons = run.wait_for("daemon0", "daemon1")
+    workers = run.wait_for("ready0", "ready1")
+    for worker in workers:
+        os.kill(worker, signal.SIGKILL)
+    run.finish()
+    assert not any(is_running(pid) for pid in daemons)
+
+
+def test_a_worker_dies_with_the_worker_that_started_dadt_inside_it(start, tmp_path):
+    (tmp_path / "inner.py").write_text(WAIT.format(""))
+    command = f"[{sys.executable!r}, '-m', 'dadt_cli', 'run', '-np', '1', '--log-dir', 'inner', 'inner.py']"
+    run = start(f"import subprocess; subprocess.run({command})", "-np", "1", "train.py")
+    (inner,) = run.wait_for("ready0")
+    run.process.send_signal(signal.SIGINT)
+    assert run.finish().code == 130
+    await_that(lambda: not is_running(inner), "the end of the inner worker", 15.0)
+
+
+def test_semaphores_of_spawned_children_are_released(start):
+    script = """\
+import multiprocessing, os, signal, sys, time
+def sleep(lock):
+    with open("child" + os.environ["RANK"], "w") as file: file.write(str(os.getpid()))
+    time.sleep(600)
+if __name__ == "__main__":
+    lock = multiprocessing.get_context("spawn").Lock()
+    with open("name" + os.environ["RANK"], "w") as file: file.write(lock._semlock.name)
+    multiprocessing.get_context("spawn").Process(target=sleep, args=(lock,)).start()
+    time.sleep(600)
+"""
+    run = start(script)
+    children = run.wait_for("child0", "child1")
+    names = ["/dev/shm/sem." + (run.folder / f"name{rank}").read_text().lstrip("/") for rank in (0, 1)]
+    assert all(os.path.exists(name) for name in names)
+    run.process.send_signal(signal.SIGINT)
+    run.finish()
+    assert not any(is_running(pid) for pid in children)
+    assert not any(os.path.exists(name) for name in names)
+
+
+def test_the_folder_of_a_dead_job_is_removed_by_the_next(launch):
+    dead = FOLDERS / "dead"
+    dead.mkdir(parents=True, exist_ok=True)
+    (dead / "lock").write_bytes(b"")
+    assert launch("", "-np", "1", "train.py").code == 0
+    assert not dead.exists()
+
+
+def test_jobs_at_the_same_time_have_different_ids_and_do_not_end_each_other(start, tmp_path):
+    other = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)"], env={**os.environ, "DADT_JOB": "0000"}
+    )
+    try:
+        first = start(WAIT.format(""), "-np", "1", "--log-dir", "first", "train.py")
+        (worker,) = first.wait_for("ready0")
+        second = start("", "-np", "1", "train.py")
+        assert second.finish().code == 0
+        assert is_running(worker) and is_running(other.pid)
+        first.process.send_signal(signal.SIGINT)
+        assert first.finish().code == 130
+        assert is_running(other.pid)
+    finally:
+        other.kill()
+        other.wait()

@@ -1,0 +1,138 @@
+"""What workers print arrives: complete in the files, readable on the console."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from dadt.errors import ConfigError
+from dadt.launch.output import LINE_LIMIT, Assembler, ranks_shown
+
+
+def test_lines_carry_their_rank_and_keep_their_order(launch):
+    result = launch("import os\nfor i in range(1000): print(os.environ['RANK'], i)")
+    assert result.code == 0
+    lines = result.out.decode().splitlines()
+    for rank in "01":
+        mine = [line for line in lines if line.startswith(f"[{rank}] ")]
+        assert mine == [f"[{rank}] {rank} {i}" for i in range(1000)]
+        assert result.log(int(rank)).decode().splitlines() == [f"{rank} {i}" for i in range(1000)]
+
+
+def test_stdout_and_stderr_stay_apart(launch):
+    result = launch("import sys\nprint('to out'); print('to err', file=sys.stderr)")
+    assert sorted(result.out.split(b"\n")) == [b"", b"[0] to out", b"[1] to out"]
+    assert "[0] to err\n" in result.err and "[1] to err\n" in result.err
+    assert set(result.log(0).split(b"\n")) == {b"to out", b"to err", b""}
+
+
+def test_binary_garbage_arrives_as_it_is(launch):
+    script = (
+        "import os, random, sys\n"
+        "data = random.Random(3).randbytes(300_000)\n"
+        "os.write(2, b'')\n"
+        "sys.stdout.buffer.write(data)\n"
+    )
+    result = launch(script, "-np", "1", "train.py")
+    assert result.code == 0
+    import random
+
+    assert result.log(0) == random.Random(3).randbytes(300_000)
+
+
+def test_two_mebibytes_on_both_streams_at_once(launch):
+    script = (
+        "import os, threading\n"
+        "def write(fd, letter):\n"
+        "    for i in range(2048):\n"
+        "        data = (letter * 1023 + b'\\n')\n"
+        "        while data: data = data[os.write(fd, data):]\n"
+        "threads = [threading.Thread(target=write, args=each) for each in ((1, b'o'), (2, b'e'))]\n"
+        "[t.start() for t in threads]; [t.join() for t in threads]\n"
+    )
+    result = launch(script)
+    assert result.code == 0
+    for rank in (0, 1):
+        log = result.log(rank)
+        assert log.count(b"o") == log.count(b"e") == 2048 * 1023
+        assert result.out.count(b"[%d] " % rank + b"o" * 1023 + b"\n") == 2048
+        assert result.err.count(f"[{rank}] " + "e" * 1023 + "\n") == 2048
+
+
+def test_a_progress_bar_does_not_flood_the_console(launch):
+    script = (
+        "import sys, time\n"
+        "for i in range(101):\n"
+        "    sys.stderr.write(f'\\r{i:3}% done'); sys.stderr.flush(); time.sleep(0.01)\n"
+        "sys.stderr.write('\\n'); print('after')\n"
+    )
+    result = launch(script, "-np", "1", "train.py")
+    bars = re.findall(r"^\[0\] +\d+% done$", result.err, re.M)
+    assert 2 <= len(bars) < 40
+    assert bars[-1] == "[0] 100% done"
+    assert result.log(0).count(b"\r") == 101
+    assert b"\r" not in result.out
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        ("rank0", {b"[0] out 0"}),
+        ("0,2-3", {b"[0] out 0", b"[2] out 2", b"[3] out 3"}),
+        ("errors", set()),
+    ],
+)
+def test_a_filter_leaves_the_files_complete(launch, shown, expected):
+    script = "import os, sys\nr = os.environ['RANK']\nprint('out', r); print('err', r, file=sys.stderr)"
+    result = launch(script, "-np", "4", "--output", shown, "train.py")
+    assert set(result.out.splitlines()) == expected
+    errors = {line for line in result.err.splitlines() if line.startswith("[")}
+    ranks = range(4) if shown == "errors" else [int(line[1:2]) for line in expected]
+    assert errors == {f"[{rank}] err {rank}" for rank in ranks}
+    for rank in range(4):
+        assert set(result.log(rank).splitlines()) == {b"out %d" % rank, b"err %d" % rank}
+
+
+def test_the_last_line_may_lack_its_end(launch):
+    result = launch("import sys; sys.stdout.write('no end')", "-np", "1", "train.py")
+    assert result.out == b"[0] no end\n"
+
+
+def test_a_reader_that_leaves_ends_the_job(start):
+    run = start("while True: print('x' * 1000)")
+    run.process.stdout.read(10_000)
+    run.process.stdout.close()
+    run.process.stdout = None
+    run.process.communicate(timeout=60)
+    assert run.process.returncode == 141
+
+
+def test_only_the_last_state_of_a_redrawn_line_counts():
+    lines = Assembler()
+    assert lines.feed(b"\r 1%", 100.0) == []
+    assert lines.feed(b"\r 2%\r 3%", 100.1) == [b" 2%"]
+    assert lines.feed(b"\r 4%\r 5%", 100.2) == []
+    assert lines.due == pytest.approx(100.6)
+    assert lines.tick(100.7) == [b" 4%"]
+    assert lines.feed(b"\r 6%\nnext\r\n\n", 100.8) == [b" 6%", b"next", b""]
+    assert lines.finish() == []
+
+
+def test_a_bar_that_was_shown_leaves_no_empty_line():
+    lines = Assembler()
+    assert lines.feed(b"100%\r", 100.0) == [b"100%"]
+    assert lines.feed(b"\nnext\n", 100.1) == [b"next"]
+
+
+def test_a_line_without_end_is_cut():
+    lines = Assembler()
+    parts = lines.feed(b"x" * (3 * LINE_LIMIT + 5), 0.0)
+    assert [len(part) for part in parts] == [LINE_LIMIT] * 3
+    assert lines.finish() == [b"x" * 5]
+
+
+@pytest.mark.parametrize("text", ["", "x", "1-", "9", "-1", "0,,1"])
+def test_a_filter_that_names_nobody_is_refused(text):
+    with pytest.raises(ConfigError, match="--output"):
+        ranks_shown(text, 4)
