@@ -1,0 +1,39 @@
+"""For all tests: nothing may be left behind, and GPU tests need a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import leftover
+import pytest
+
+SESSION = pytest.StashKey[leftover.Session]()
+LEFT = pytest.StashKey[list[str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # xdist's workers inherit the mark
+        config.stash[SESSION] = leftover.Session()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not Path("/dev/nvidiactl").exists():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """After all tests, and after xdist's workers have ended."""
+    if SESSION in session.config.stash:
+        left = session.config.stash[LEFT] = session.config.stash[SESSION].leftovers()
+        if left and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if left := config.stash.get(LEFT, []):
+        terminalreporter.section("left behind by the tests", red=True, bold=True)
+        for line in left:
+            terminalreporter.line(line, red=True)

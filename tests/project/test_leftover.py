@@ -1,0 +1,58 @@
+"""The check for leftovers finds what tests leave behind, and fails the run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+TESTS = Path(__file__).parents[1]
+LEAVES_A_PROCESS = """
+import subprocess, sys
+def test_leaves_a_process():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    open("pid", "w").write(str(child.pid))
+"""
+LEAVES_A_SEGMENT = """
+def test_leaves_a_segment():
+    open("/dev/shm/dadt-test-leftover", "wb").write(b"x")
+"""
+
+
+def run_pytest(folder: Path, test: str, *options: str) -> subprocess.CompletedProcess[str]:
+    for name in ("conftest.py", "leftover.py"):
+        text = (TESTS / name).read_text().replace("PATIENCE = 10.0", "PATIENCE = 0.5")
+        (folder / name).write_text(text)
+    (folder / "test_it.py").write_text(test)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("options", [(), ("-n", "1")], ids=["alone", "xdist"])
+def test_a_process_left_behind_fails_the_run(tmp_path: Path, options: tuple[str, ...]) -> None:
+    done = run_pytest(tmp_path, LEAVES_A_PROCESS, *options)
+    left = psutil.Process(int((tmp_path / "pid").read_text()))
+    left.kill()
+    assert done.returncode == 1, done.stdout
+    assert "1 passed" in done.stdout
+    assert f"process {left.pid}" in done.stdout
+
+
+def test_a_segment_left_behind_fails_the_run(tmp_path: Path) -> None:
+    segment = Path("/dev/shm/dadt-test-leftover")
+    segment.unlink(missing_ok=True)
+    try:
+        done = run_pytest(tmp_path, LEAVES_A_SEGMENT)
+    finally:
+        segment.unlink(missing_ok=True)
+    assert done.returncode == 1, done.stdout
+    assert f"{segment}: nobody uses it" in done.stdout
+
+
+def test_a_clean_run_passes(tmp_path: Path) -> None:
+    done = run_pytest(tmp_path, "def test_nothing(): pass", "-n", "1")
+    assert done.returncode == 0, done.stdout
+    assert "left behind" not in done.stdout
