@@ -13,8 +13,8 @@ HEAD = """\
 
 <!-- Written by docs/configuration.py from dadt.config.Config: `make format` brings it up to date. -->
 
-Every setting is a flag of `dadt run` and a variable; the flag wins. Settings are fixed for a job and the same on every rank.
-Options that concern the launcher alone (`--output`, `--log-dir`, ...) are on [launching](launching.md).
+Every setting is a flag of `dadt run` and a variable; the flag wins. Settings are fixed for a job and the same on
+every rank. Options that concern the launcher alone (`--output`, `--log-dir`, ...) are on [launching](launching.md).
 """
 
 

@@ -1,0 +1,74 @@
+"""The example is a plain script: it imports no dadt, runs under plain python, and learns under both."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples" / "mnist.py"
+
+
+def accuracies(output: str) -> list[float]:
+    return [float(number) for number in re.findall(r"epoch \d+  loss [\d.]+  accuracy ([\d.]+)", output)]
+
+
+def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=170,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_it_knows_nothing_of_dadt() -> None:
+    nodes = [n for n in ast.walk(ast.parse(SCRIPT.read_text())) if isinstance(n, ast.Import | ast.ImportFrom)]
+    names = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
+    names |= {str(n.module) for n in nodes if isinstance(n, ast.ImportFrom)}
+    assert "torch" in names
+    assert not [name for name in names if name.startswith(("dadt", "torch.distributed", "torchvision"))]
+
+
+def test_plain_python(tmp_path: Path) -> None:
+    done = run([sys.executable, str(SCRIPT), "--epochs", "1"], tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert "dadt" not in done.stdout
+    assert accuracies(done.stdout)[-1] > 0.85
+    assert (tmp_path / "mnist.pt").exists()
+
+
+def test_wrong_folder_gets_one_sentence(tmp_path: Path) -> None:
+    done = run([sys.executable, str(SCRIPT), "--data", "nowhere"], tmp_path)
+    assert done.returncode == 1
+    assert len(done.stdout.splitlines()) == 1
+    assert "no digits in nowhere" in done.stdout
+
+
+@pytest.mark.parametrize("optimizer", ["adadelta", "sgd"])
+def test_two_workers(tmp_path: Path, optimizer: str) -> None:
+    command = [sys.executable, "-m", "dadt_cli", "run", "-np", "2", str(SCRIPT), "--optimizer", optimizer]
+    done = run(command, tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert "189 steps, 139 of them delayed by one" in done.stdout
+    assert accuracies(done.stdout)[-1] >= 0.95
+    assert (tmp_path / "mnist.pt").exists()
+    assert [p.name for p in tmp_path.glob(".*")] == []
+
+
+def test_sync_divided_among_two_workers_learns_as_one_process_does(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "dadt_cli", "run", "-np", "2", "--algorithm", "sync", "--batch", "global"]
+    divided = run([*command, str(SCRIPT), "--epochs", "1", "--optimizer", "sgd"], tmp_path)
+    alone = run([sys.executable, str(SCRIPT), "--epochs", "1", "--optimizer", "sgd"], tmp_path)
+    assert divided.returncode == alone.returncode == 0, divided.stdout
+    assert "125 steps, none delayed" in divided.stdout
+    assert accuracies(divided.stdout)[-1] == pytest.approx(accuracies(alone.stdout)[-1], abs=0.03)

@@ -1,0 +1,98 @@
+"""Imports go one way, and what is quick stays free of torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted([*(ROOT / "dadt").rglob("*.py"), *(ROOT / "dadt_cli").rglob("*.py")])
+TORCH_FREE = ("config.py", "world.py", "errors.py", "control.py", "agent.py", "pulse.py", "__init__.py")
+
+
+def imports(path: Path, *, inner: bool = True) -> set[str]:
+    """Names of imported modules; without `inner`, those imported when the module is."""
+    tree = ast.parse(path.read_text())
+    nodes = list(ast.walk(tree)) if inner else [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
+    names: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}: relative import"
+            names.add(node.module)
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
+
+
+def under(names: set[str], package: str) -> set[str]:
+    return {name for name in names if name == package or name.startswith(package + ".")}
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if p.is_relative_to(ROOT / "dadt")], ids=relative)
+def test_the_library_does_not_know_the_command_line(path: Path) -> None:
+    assert not under(imports(path), "dadt_cli")
+
+
+@pytest.mark.parametrize("name", ["config.py", "world.py", "errors.py"])
+def test_the_lowest_layer_needs_the_standard_library_alone(name: str) -> None:
+    tops = {module.split(".")[0] for module in imports(ROOT / "dadt" / name)}
+    assert tops - {"dadt"} <= sys.stdlib_module_names
+    assert under(imports(ROOT / "dadt" / name), "dadt") <= {"dadt.errors", "dadt.errors.ConfigError"}
+
+
+def test_the_launcher_does_not_know_the_runtime() -> None:
+    upper = (
+        "dadt.runtime",
+        "dadt.inject",
+        "dadt.algorithms",
+        "dadt.attachment",
+        "dadt.executors",
+        "dadt._core",
+        "torch",
+    )
+    for path in [*(ROOT / "dadt" / "launch").rglob("*.py"), *(ROOT / "dadt" / n for n in TORCH_FREE)]:
+        if path.name == "sitecustomize.py":
+            continue  # it is the way into a worker
+        found = {name for package in upper for name in under(imports(path), package)}
+        assert not found, relative(path)
+
+
+def test_the_runtime_knows_neither_injection_nor_launcher() -> None:
+    for name in ("runtime", "attachment", "exchange", "bucket", "lane", "prediction", "buffer", "measure", "share"):
+        found = imports(ROOT / "dadt" / f"{name}.py")
+        assert not under(found, "dadt.inject") | under(found, "dadt.launch"), name
+
+
+def loaded(code: str) -> set[str]:
+    """Top-level packages that are loaded after the code ran."""
+    code += "\nimport sys; print('\\nloaded', *{name.split('.')[0] for name in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def test_import_dadt_leaves_torch_alone() -> None:
+    assert "torch" in loaded("import torch")
+    assert not {"torch", "numpy"} & loaded("import dadt, dadt.config, dadt.world, dadt.control, dadt._core")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["--version"]], ids=" ".join)
+def test_help_leaves_torch_alone(arguments: list[str]) -> None:
+    code = f"""
+import sys
+sys.argv = ["dadt", *{arguments!r}]
+from dadt_cli import main
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end.code
+"""
+    assert not {"torch", "numpy"} & loaded(code)
