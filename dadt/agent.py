@@ -18,7 +18,7 @@ from typing import Any
 from dadt.errors import LaunchError
 from dadt.launch import machine
 from dadt.launch.folder import Folder
-from dadt.launch.frame import Frame, Link
+from dadt.launch.frame import MAGIC, Frame, Link
 from dadt.launch.interrupt import Interrupts
 from dadt.launch.roster import Line, Roster
 from dadt.launch.stop import Stop
@@ -295,6 +295,7 @@ def main() -> None:
     os.dup2(2, 1)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     with Interrupts([signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP]) as interrupts:
+        os.write(writer, MAGIC)
         Agent(Link(reader, writer), interrupts).run()
 
 

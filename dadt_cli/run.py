@@ -17,7 +17,7 @@ from dadt.errors import ConfigError
 from dadt.launch import environment, machine
 from dadt.launch.folder import Folder
 from dadt.launch.job import Job, Outcome
-from dadt.launch.output import Output
+from dadt.launch.output import Output, ranks_shown
 from dadt.launch.slot import Slot, place
 from dadt_cli import console
 from dadt_cli.options import config_of, help_all, knobs
@@ -59,6 +59,7 @@ def run(
     """
     config = config_of(given)
     slots = _slots(count, gpu_visibility)
+    shown = ranks_shown(output, len(slots))
     program = _program(command, module, no_python)
     config = _resolved(config, slots)
     for text in _warnings(config, slots, program):
@@ -66,7 +67,7 @@ def run(
     folder = _reserve(Path(log_dir))
     try:
         logs = Path(log_dir) / folder.job
-        sink = Output(logs, len(slots), output, console.lines, lambda text: console.say(text, "warning"))
+        sink = Output(logs, len(slots), shown, console.lines, lambda text: console.say(text, "warning"))
         job = Job(folder, slots, sink, console.say)
         console.say(_first_line(config, slots, folder.job, logs))
         common = environment.common(config)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dadt import errors
+
 TRACEBACK = "Traceback (most recent call last):"
 FRAME_LINE = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+)(?:, in (?P<function>.+))?$')
 ERROR_LINE = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$")
@@ -49,7 +51,10 @@ class Record:
                 if frames and not frames[-1]["text"]:
                     frames[-1]["text"] = line.strip()
             elif (error := ERROR_LINE.match(line)) is not None:
-                return cls(type=error["type"], message=error["message"] or "", frames=frames)
+                module, _, name = error["type"].rpartition(".")
+                known = getattr(errors, name, object) if module == errors.__name__ else object
+                secondary = issubclass(known, errors.CommError)
+                return cls(type=name, message=error["message"] or "", frames=frames, secondary=secondary)
         return None
 
     @property
@@ -162,20 +167,25 @@ class Failure:
 def find_cause(endings: Sequence[Ending], records: Mapping[int, Record]) -> tuple[Ending, Record | None] | None:
     """The first failure by time that neither another one nor the stop caused; None if nothing failed.
 
-    Records tell the time of an exception, which is earlier than the exit; where all are secondary, the first is.
+    An exception counts from when it was raised, which is before the exit. Where all failures were caused by
+    others (one that left early and well), the first of them is taken.
     """
-    failed = [ending for ending in endings if ending.rank in records or (ending.code != 0 and not ending.stopped)]
+
+    def failed(ending: Ending) -> bool:
+        record = records.get(ending.rank)
+        if ending.stopped:
+            return record is not None and not record.thread
+        return ending.code != 0
 
     def order(ending: Ending) -> tuple[bool, float]:
         record = records.get(ending.rank)
-        if record is None:
+        if record is None or record.thread:
+            # What ended a thread need not be what ended the process, so its time says nothing.
             return False, ending.time
         return record.secondary, record.time or ending.time
 
-    if not failed:
-        return None
-    first = min(failed, key=order)
-    return first, records.get(first.rank)
+    first = min(filter(failed, endings), key=order, default=None)
+    return (first, records.get(first.rank)) if first is not None else None
 
 
 def last_line(tail: bytes) -> str:

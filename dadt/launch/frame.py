@@ -14,6 +14,9 @@ from dadt.errors import DadtError
 LENGTHS = struct.Struct(">II")
 HEADER_LIMIT = 64 << 20
 BODY_LIMIT = 1 << 30
+MAGIC = b"\n\0DADT1\0\n"
+"""Comes before an agent's first frame: what a shell's or Python's start-up files print comes before it."""
+NOISE_LIMIT = 1 << 16
 CHUNK = 1 << 16
 CHUNKS = 16
 """Read at most this many of them before others get their turn."""
@@ -41,12 +44,16 @@ class Frame:
 class Parser:
     """Bytes in, frames out; keeps what is not complete yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, noisy: bool = False) -> None:
+        """noisy: skip what comes before the first MAGIC."""
         self._buffer = bytearray()
+        self._noisy = noisy
 
     def feed(self, data: bytes) -> Iterator[Frame]:
         """Raises DadtError where the bytes are no frames (another program writes to the same pipe)."""
         self._buffer += data
+        if self._noisy and not self._skip_noise():
+            return
         while len(self._buffer) >= LENGTHS.size:
             header_size, body_size = LENGTHS.unpack_from(self._buffer)
             if header_size > HEADER_LIMIT or body_size > BODY_LIMIT:
@@ -59,6 +66,16 @@ class Parser:
             del self._buffer[:end]
             yield Frame(header.pop("kind"), header, body)
 
+    def _skip_noise(self) -> bool:
+        noise, magic, frames = self._buffer.partition(MAGIC)
+        if not magic:
+            if len(noise) > NOISE_LIMIT:
+                raise DadtError(f"expected an agent of dadt, got {bytes(noise[-80:])!r}")
+            return False
+        self._buffer = frames
+        self._noisy = False
+        return True
+
 
 class Link:
     """Frames over two non-blocking descriptors (the same one twice for a socket). Owns neither.
@@ -66,11 +83,12 @@ class Link:
     `send` never blocks: what the other side does not take yet stays in `unsent` until `flush`.
     """
 
-    def __init__(self, reader: int, writer: int) -> None:
+    def __init__(self, reader: int, writer: int, noisy: bool = False) -> None:
+        """noisy: skip what comes before the first MAGIC."""
         self.reader = reader
         self.writer = writer
         self.unsent = bytearray()
-        self._parser = Parser()
+        self._parser = Parser(noisy)
         os.set_blocking(reader, False)
         os.set_blocking(writer, False)
 

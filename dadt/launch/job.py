@@ -20,6 +20,8 @@ from dadt.launch.rendezvous import Rendezvous
 from dadt.launch.slot import Slot
 from dadt.launch.sweep import sweep
 
+UNCAUGHT = 1
+"""Python's exit code after an uncaught exception."""
 TURN_SECONDS = 0.5
 PRIMARY_SECONDS = 1.0
 """After a failure that another one caused: how long to wait for that other one to show itself."""
@@ -28,7 +30,7 @@ EXIT_SECONDS = 2.0
 FAILURE_GRACE = 1.5
 INTERRUPT_GRACE = 5.0
 """From SIGTERM to SIGKILL: after a failure, and after the user's Ctrl-C."""
-END_SECONDS = 6.0
+END_SECONDS = 5.0
 """How long an agent may take beyond that until all is gone."""
 HANG_UP_SECONDS = 4.0
 """How long an agent whose launcher hangs up may take to end its workers."""
@@ -79,6 +81,7 @@ class Job:
         self._end_by = float("inf")
         """When an agent that was told to stop must have done so."""
         self._grace = float("inf")
+        self._hang_up = HANG_UP_SECONDS
         self._error: str | None = None
         self._over = False
 
@@ -129,7 +132,8 @@ class Job:
             self._fail_at = float("inf")
             self.terminate(FAILURE_GRACE, stacks=True)
         if now >= self._end_by:
-            self._over = True  # the agent is stuck: it is killed, and its workers with it
+            # The agent is stuck: it is killed, and its workers with it.
+            self._over, self._hang_up = True, 0.0
         if self._agent.link.unsent:
             self._send(None)
 
@@ -254,7 +258,7 @@ class Job:
 
     def _record(self, ending: Ending) -> Record | None:
         """What the worker reported, or else what its traceback tells."""
-        if ending.rank not in self._records and ending.code > 0:
+        if ending.rank not in self._records and ending.code == UNCAUGHT:
             record = Record.from_stderr(self._output.tails[ending.rank].data)
             if record is not None:
                 self._records[ending.rank] = record
@@ -262,7 +266,7 @@ class Job:
 
     def _close(self) -> None:
         """Nothing of the job outlives this, even if its agent was killed."""
-        self._agent_code = self._agent.end(HANG_UP_SECONDS)
+        self._agent_code = self._agent.end(self._hang_up)
         self._outcome.stuck = sweep(self._folder.job, ORPHAN_SECONDS) or self._outcome.stuck
         self._folder.remove()
         self._output.close()

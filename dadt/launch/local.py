@@ -33,7 +33,7 @@ class LocalAgent:
             fcntl.fcntl(self._process.stdout, F_SETPIPE_SZ, PIPE_BYTES)
         except OSError:
             pass  # this user's share of pipe memory is used up: a small pipe does as well
-        self.link = Link(self._process.stdout.fileno(), self._process.stdin.fileno())
+        self.link = Link(self._process.stdout.fileno(), self._process.stdin.fileno(), noisy=True)
 
     @property
     def pid(self) -> int:

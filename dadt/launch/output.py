@@ -106,10 +106,17 @@ class Tail:
 class Output:
     """Everything goes to the rank's file as it came; the chosen part goes to the console, a prefix per line."""
 
-    def __init__(self, folder: Path, world_size: int, shown: str, sink: Sink, warn: Callable[[str], None]):
-        """Raises ConfigError if `shown` names no rank. warn: is told of a log that cannot be written."""
+    def __init__(
+        self,
+        folder: Path,
+        world_size: int,
+        shown: tuple[set[int], set[str]],
+        sink: Sink,
+        warn: Callable[[str], None],
+    ) -> None:
+        """shown: as `ranks_shown` gives it. warn: is told of a log that cannot be written."""
         self.folder = folder
-        self._ranks, self._streams = ranks_shown(shown, world_size)
+        self._ranks, self._streams = shown
         self._sink = sink
         self._warn = warn
         self._files: dict[int, IO[bytes] | None] = {}

@@ -8,8 +8,7 @@ import subprocess
 import sys
 
 import pytest
-
-from conftest import FOLDERS, await_that, is_running, left_of
+from run import FOLDERS, await_that, is_running, left_of
 
 WAIT = """\
 import os, signal, sys, time
@@ -126,12 +125,11 @@ def test_grandchildren_do_not_survive_a_failure(start, clear):
 
 
 def test_grandchildren_do_not_survive_a_good_end(start):
-    run = start(WAIT.format(DAEMON.format("")).replace("while True: time.sleep(600)\n", "", 1) + "")
+    script = WAIT.format(DAEMON.format(""))
+    assert script.endswith("while True: time.sleep(600)\n")
+    run = start(script.rpartition("while True")[0])
     daemons = run.wait_for("daemon0", "daemon1")
-    workers = run.wait_for("ready0", "ready1")
-    for worker in workers:
-        os.kill(worker, signal.SIGKILL)
-    run.finish()
+    assert run.finish().code == 0
     assert not any(is_running(pid) for pid in daemons)
 
 

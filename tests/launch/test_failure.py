@@ -166,6 +166,28 @@ def test_a_failure_that_another_one_caused_is_not_the_cause():
     assert find_cause(endings[:1], {0: lost}) == (endings[0], lost)
 
 
+def test_an_exception_in_a_thread_does_not_make_a_stopped_worker_the_cause():
+    endings = [ending(0, -15, 12.0, stopped=True), ending(1, 3, 11.0)]
+    record = Record(type="ZeroDivisionError", time=1.0, thread="loader")
+    assert find_cause(endings, {0: record}) == (endings[1], None)
+
+
+def test_a_worker_that_had_to_be_stopped_after_its_exception_is_the_cause():
+    endings = [ending(0, -15, 12.0, stopped=True), ending(1, -15, 12.1, stopped=True)]
+    record = Record(type="ValueError", time=10.0)
+    assert find_cause(endings, {1: record}) == (endings[1], record)
+
+
+def test_a_traceback_that_was_printed_and_survived_is_not_the_cause(launch):
+    script = (
+        "import sys, traceback\n"
+        "try: 1 / 0\nexcept ZeroDivisionError: traceback.print_exc()\n"
+        "print('giving up', file=sys.stderr); sys.exit(3)\n"
+    )
+    result = launch(script, "-np", "1", "train.py")
+    assert "  cause   it exited with code 3; its last words: giving up\n" in result.err
+
+
 def test_nothing_failed():
     assert find_cause([ending(0, 0, 1.0), ending(1, -signal.SIGTERM, 2.0, stopped=True)], {}) is None
 
@@ -201,7 +223,7 @@ def test_a_traceback_on_stderr_is_understood():
     )
     record = Record.from_stderr(text)
     assert record is not None
-    assert record.text == "mod.E: x"
+    assert record.text == "E: x"
     assert record.frames[-1] == {"file": "a.py", "line": "9", "function": "f", "text": 'raise E("x")'}
     assert Record.from_stderr(b"no traceback") is None
 
