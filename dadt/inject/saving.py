@@ -11,6 +11,7 @@ import functools
 import os
 import shutil
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,9 @@ import torch
 
 from dadt.config import Config
 from dadt.world import World
+
+PATIENCE_SECONDS = 2.0
+"""How long a rank waits for the first local rank to come to the same `torch.save`."""
 
 
 class Control(Protocol):
@@ -66,7 +70,7 @@ class Saver:
             return self.original(obj, f, *args, **kwargs)
 
         def write() -> None:
-            write_beside(target, lambda path: self.original(obj, path, *args, **kwargs))
+            write_beside(target, self._mark(), lambda path: self.original(obj, path, *args, **kwargs))
 
         control, config = self.runtime.control, self.runtime.config
         if control is None or not config.save_once or self.runtime.script_is_distributed:
@@ -76,9 +80,32 @@ class Saver:
         if self.runtime.world.local_rank == 0:
             write()
             control.saved(str(target), count)
-        elif control.await_save(str(target), count, self.runtime.step, timeout=config.timeout) == "write":
+        elif not self._appears(control, target, count):
             write()
         return None
+
+    def _appears(self, control: Control, target: Path, count: int) -> bool:
+        """Wait for the first local rank to write the file; False where this rank had better write it itself.
+
+        The first local rank may never save here, and may wait for this rank in an exchange meanwhile: unless it
+        is writing by now, it is not waited for long. Should it only be late, the file is written twice.
+        """
+        end = time.monotonic() + self.runtime.config.timeout
+        while True:
+            patience = min(PATIENCE_SECONDS, max(end - time.monotonic(), 0.0))
+            if control.await_save(str(target), count, self.runtime.step, timeout=patience) == "there":
+                return True
+            if time.monotonic() >= end or not self._is_writing(target):
+                return False
+
+    def _is_writing(self, target: Path) -> bool:
+        folders = target.parent.glob(f"{self._mark(0)}*")
+        return any((folder / target.name).exists() for folder in folders)
+
+    def _mark(self, local_rank: int | None = None) -> str:
+        """How the names of the folders begin in which a rank writes."""
+        world = self.runtime.world
+        return f".dadt-{world.job}-{world.cross_rank}-{world.local_rank if local_rank is None else local_rank}-"
 
     def _target(self, f: Any) -> Path | None:
         """The file that `f` means, links followed; None where torch had better write to `f` itself."""
@@ -90,14 +117,16 @@ class Saver:
         return target
 
 
-def write_beside(target: Path, write: Callable[[str], None]) -> None:
+def write_beside(target: Path, mark: str, write: Callable[[str], None]) -> None:
     """Call `write` with a path beside `target`, then rename what it wrote over `target`, or leave nothing.
+
+    It lies in a folder of its own, whose name begins with `mark`.
 
     The path ends in the target's own name, which torch stores in the archive: the bytes do not depend on
     where they were written. Permissions are the target's, or the umask's where it is new.
     """
     try:
-        folder = tempfile.mkdtemp(prefix=".dadt-", dir=target.parent)
+        folder = tempfile.mkdtemp(prefix=mark, dir=target.parent)
     except PermissionError:  # the folder is closed but the file may be writable
         write(str(target))
         return

@@ -13,6 +13,8 @@ import pytest
 import torch
 from ranks import Runtime, ranks
 
+from dadt.inject import saving
+
 
 class Control:
     """The control channel's answers about saving, over marker files that all ranks see."""
@@ -178,3 +180,33 @@ def test_a_reader_never_sees_half_a_file(tmp_path):
         stop.set()
         reader.join()
     assert not broken and all(len(values) == 1 for values in seen) and len(seen) > 1
+
+
+def test_a_rank_that_saves_alone_does_not_wait_for_long(tmp_path):
+    """The first local rank never comes, never goes on (it may be waiting for this rank), and never ends."""
+
+    def script(runtime: Runtime):
+        if runtime.world.rank == 0:
+            while not (tmp_path / "model.pt").exists():
+                time.sleep(0.01)
+            return None
+        torch.save("mine", tmp_path / "model.pt")
+        return torch.load(tmp_path / "model.pt")
+
+    assert ranks(2, with_control(script), tmp_path / "job") == [None, "mine"]
+
+
+def test_a_rank_that_writes_slowly_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "PATIENCE_SECONDS", 0.1)
+
+    class Slow:
+        def __reduce__(self):
+            time.sleep(1.0)
+            return str, ("slow",)
+
+    def script(runtime: Runtime):
+        torch.save({"rank": runtime.world.rank, "slow": Slow() if runtime.world.rank == 0 else None}, path)
+        return torch.load(path, weights_only=False)["rank"]
+
+    path = tmp_path / "model.pt"
+    assert ranks(2, with_control(script), tmp_path / "job") == [0, 0]
