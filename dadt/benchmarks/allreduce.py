@@ -1,0 +1,232 @@
+"""How long averaging takes: dadt's shared memory, torch's Gloo and a bare memcpy, side by side in one run."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from dadt.errors import ConfigError, DadtError
+
+TENSORS = 60
+"""A bucket is made of so many tensors, of unequal sizes."""
+CONTENDERS = ("dadt", "gloo", "memcpy")
+TIMEOUT = 60.0
+"""Seconds that a worker waits for another."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One size. Times are medians over rounds, in seconds, of the slowest rank; packing from and delivering to
+    separate tensors is part of them. Ratios are medians of the rounds' ratios, with their 95 % intervals."""
+
+    bytes: int
+    rounds: int
+    dadt: float
+    gloo: float
+    memcpy: float
+    speedup: float
+    """Gloo's time over dadt's."""
+    speedup_low: float
+    speedup_high: float
+    memcpys: float
+    """dadt's time over that of a memcpy of as many bytes, made by all ranks at once."""
+    memcpys_low: float
+    memcpys_high: float
+    wrong: int
+    """Elements that were not exactly the mean, on any rank."""
+
+
+def measure(
+    world_size: int, sizes: Sequence[int], rounds: int, progress: Callable[[str], None] = lambda line: None
+) -> list[Row]:
+    """One row per size in bytes of float32; starts and ends `world_size` processes of one thread each.
+
+    Raises ConfigError for arguments out of range, DadtError where a worker fails.
+    """
+    if world_size < 2:
+        raise ConfigError(f"--np {world_size}: an allreduce needs 2 workers or more")
+    if rounds < 10:
+        raise ConfigError(f"--rounds {rounds}: an interval needs 10 rounds or more")
+    for size in sizes:
+        if size < 4 * TENSORS:
+            raise ConfigError(f"--sizes {size}: give {4 * TENSORS} bytes or more, for {TENSORS} tensors")
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="dadt-bench-") as folder:
+        pipes = [spawn.Pipe() for _ in range(world_size)]
+        workers = [
+            spawn.Process(
+                target=_worker,
+                args=(rank, world_size, list(sizes), rounds, pipes[rank][1], str(Path(folder, "store"))),
+                daemon=True,
+            )
+            for rank in range(world_size)
+        ]
+        for worker in workers:
+            worker.start()
+        for _, theirs in pipes:
+            theirs.close()
+        try:
+            endpoints = [_receive(ours, rank) for rank, (ours, _) in enumerate(pipes)]
+            for ours, _ in pipes:
+                ours.send(endpoints)
+            rows = []
+            for size in sizes:
+                progress(f"{size:,} bytes, {rounds} rounds")
+                results = [_receive(ours, rank, seconds=600.0) for rank, (ours, _) in enumerate(pipes)]
+                rows.append(_row(size, results))
+            for worker in workers:
+                worker.join(TIMEOUT)
+        finally:
+            for worker in workers:
+                worker.kill()
+    return rows
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """The median, and its 95 % interval from order statistics."""
+    ordered = sorted(values)
+    reach = 0.98 * len(ordered) ** 0.5
+    low = max(0, int(len(ordered) / 2 - reach))
+    high = min(len(ordered) - 1, int(len(ordered) / 2 + reach))
+    return statistics.median(ordered), ordered[low], ordered[high]
+
+
+def _row(size: int, results: Sequence[tuple[dict[str, list[float]], int]]) -> Row:
+    times = {who: [max(at) for at in zip(*(t[who] for t, _ in results), strict=True)] for who in CONTENDERS}
+    speedup = median_interval([g / d for g, d in zip(times["gloo"], times["dadt"], strict=True)])
+    memcpys = median_interval([d / m for d, m in zip(times["dadt"], times["memcpy"], strict=True)])
+    return Row(
+        bytes=size,
+        rounds=len(times["dadt"]),
+        dadt=statistics.median(times["dadt"]),
+        gloo=statistics.median(times["gloo"]),
+        memcpy=statistics.median(times["memcpy"]),
+        speedup=speedup[0],
+        speedup_low=speedup[1],
+        speedup_high=speedup[2],
+        memcpys=memcpys[0],
+        memcpys_low=memcpys[1],
+        memcpys_high=memcpys[2],
+        wrong=sum(wrong for _, wrong in results),
+    )
+
+
+def _receive(pipe: Connection, rank: int, seconds: float = TIMEOUT) -> Any:
+    if not pipe.poll(seconds):
+        raise DadtError(f"worker {rank} of the benchmark was silent for {seconds:g} s")
+    try:
+        return pipe.recv()
+    except EOFError:
+        raise DadtError(f"worker {rank} of the benchmark failed; its error is above") from None
+
+
+def _counts(size: int) -> list[int]:
+    """Elements of each tensor: many small, some large, as in a network; none a round number."""
+    total = size // 4
+    weights = [1.0 + (i * 7919 % TENSORS) ** 2 for i in range(TENSORS)]
+    counts = [max(1, int(total * w / sum(weights))) for w in weights]
+    counts[counts.index(max(counts))] += total - sum(counts)
+    return counts
+
+
+def _worker(rank: int, world_size: int, sizes: list[int], rounds: int, pipe: Connection, store: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from dadt import _core
+
+    torch.set_num_threads(1)
+    _bind(rank, world_size)
+    executor = _core.ShmExecutor(rank, world_size)
+    pipe.send(executor.endpoint())
+    executor.connect(pipe.recv(), TIMEOUT)
+    engine = _core.Engine(executor, rank, world_size, TIMEOUT)
+    gloo = dist.ProcessGroupGloo(dist.FileStore(store, world_size), rank, world_size, timedelta(seconds=TIMEOUT))
+    for size in sizes:
+        pipe.send(_Bucket(engine, gloo, rank, world_size, _counts(size)).run(rounds))
+    engine.close(TIMEOUT)
+
+
+def _bind(rank: int, world_size: int) -> None:
+    """Gives the worker its share of the cores, for all contenders alike: with more threads than cores (each
+    contender has one beside the main thread) medians otherwise show where the scheduler happened to put them."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) >= world_size:
+        share = len(cores) // world_size
+        os.sched_setaffinity(0, cores[rank * share : (rank + 1) * share])
+
+
+class _Bucket:
+    """The tensors of one size, and the three ways to handle them."""
+
+    def __init__(self, engine: Any, gloo: Any, rank: int, world_size: int, counts: list[int]) -> None:
+        import torch
+
+        from dadt import _core
+
+        self.engine, self.gloo, self.world_size, self.counts = engine, gloo, world_size, counts
+        self.tensors = self.fresh(rank)
+        self.flat = torch.empty(sum(counts))
+        self.views = list(self.flat.split(counts))
+        self.copy = torch.empty_like(self.flat)
+        self.layout = _core.Layout(_core.DType.float32, counts)
+
+    def fresh(self, rank: int) -> list[Any]:
+        import torch
+
+        generator = torch.Generator().manual_seed(rank)
+        return [torch.randn(count, generator=generator) for count in self.counts]
+
+    def run(self, rounds: int) -> tuple[dict[str, list[float]], int]:
+        """Seconds per contender and round, and how many elements were wrong."""
+        wrong = self.check()
+        contenders: dict[str, Callable[[], None]] = {
+            "dadt": self.by_dadt,
+            "gloo": self.by_gloo,
+            "memcpy": self.by_memcpy,
+        }
+        times: dict[str, list[float]] = {who: [] for who in contenders}
+        for turn in range(rounds + 3):
+            for who, go in contenders.items():
+                self.engine.allgather(b"", "together").wait(TIMEOUT)
+                start = time.perf_counter()
+                go()
+                if turn >= 3:
+                    times[who].append(time.perf_counter() - start)
+        return times, wrong
+
+    def check(self) -> int:
+        """Averages once and compares with the mean of what every rank had."""
+        import torch
+
+        mean = [sum(tensors[1:], start=tensors[0]) for tensors in zip(*map(self.fresh, range(self.world_size)))]
+        self.by_dadt()
+        return sum(
+            int(torch.count_nonzero(got != want * (1 / self.world_size)))
+            for got, want in zip(self.tensors, mean, strict=True)
+        )
+
+    def by_dadt(self) -> None:
+        addresses = [tensor.data_ptr() for tensor in self.tensors]
+        self.engine.allreduce(self.layout, addresses, addresses, "bench").wait(TIMEOUT)
+
+    def by_gloo(self) -> None:
+        import torch
+
+        torch._foreach_copy_(self.views, self.tensors)
+        self.gloo.allreduce([self.flat]).wait()
+        self.flat.mul_(1 / self.world_size)
+        torch._foreach_copy_(self.tensors, self.views)
+
+    def by_memcpy(self) -> None:
+        ctypes.memmove(self.copy.data_ptr(), self.flat.data_ptr(), 4 * sum(self.counts))
