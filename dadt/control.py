@@ -115,6 +115,10 @@ class Control:
             time=time.time(),
         )
 
+    def ending(self, steps: int) -> None:
+        """The script is over after so many steps; this rank waits for the others to end, too."""
+        self._report("ending", steps=steps)
+
     def done(self, summary: Mapping[str, float]) -> None:
         """Training has ended well: {steps, delayed, wait_fraction} and whatever else is known."""
         self._report("done", summary=dict(summary))

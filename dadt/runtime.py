@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from dadt.control import Control
     from dadt.exchange import Exchange
 
-_PATIENCE = 30.0  # seconds of waiting after which the user is told for whom
+_PATIENCE = 3.0  # seconds of waiting after which a rank looks where its peers are
+_PATIENCE_TO_TELL = 30.0  # and after which it tells the user
 
 
 class Runtime:
@@ -162,12 +163,12 @@ class Runtime:
     def _attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the optimizer train data-parallel, from rank 0's state."""
         attachment = Attachment(self, optimizer, self._registered[optimizer])
-        if self.config.buffers:
-            taken = [m for a in self.attachments for m in a.buffers.modules]
-            attachment.buffers.watch(self.root_modules(optimizer), taken)
+        taken = [m for a in self.attachments for m in a.buffers.modules]
         self._attachments[optimizer] = attachment
         self._measures.append(attachment.measure)
         self.adopt(attachment, weights=self.config.broadcast)
+        if self.config.buffers:
+            attachment.buffers.watch(self.root_modules(optimizer), taken)
 
     def attachment(self, optimizer: torch.optim.Optimizer) -> Attachment | None:
         """The optimizer's attachment, made now if need be; None where DADT leaves it alone."""
@@ -240,27 +241,26 @@ class Runtime:
         """Until the work is done; says for whom it waits, and ends with an error that names them."""
         begun = perf_counter()
         while True:
-            left = self.config.timeout - (perf_counter() - begun)
             try:
-                work.wait(max(0.0, min(_PATIENCE, left)))
+                work.wait(_PATIENCE)
                 return
-            except CommTimeout as error:
+            except CommTimeout as timeout:
                 if self.engine.error is not None:
                     raise
-                who = self._who_is_missing()
-                if left <= _PATIENCE or "has ended" in who:
-                    self.engine.abort(f"rank {self.world.rank} gave up waiting")
-                    raise CommTimeout(f"waited {perf_counter() - begun:.0f} s in {work.name}: {who}") from error
-                self.say(f"rank {self.world.rank} waits in {work.name} for its peers: {who}", level="warning")
+                self._look_for_peers(work, perf_counter() - begun, timeout)
 
-    def _who_is_missing(self) -> str:
-        if self.control is None:
-            return "a peer did not come"
-        return "; ".join(
-            f"rank {p['rank']} {p['state']}" + (f" at step {p['step']}" if p.get("step") is not None else "")
-            for p in self.control.peers()
-            if p["rank"] != self.world.rank
-        )
+    def _look_for_peers(self, work: Work, waited: float, timeout: CommTimeout) -> None:
+        """Raises where waiting on is in vain."""
+        peers = [p for p in self.control.peers() if p["rank"] != self.world.rank] if self.control else []
+        who = ", ".join(f"rank {p['rank']} {p['state']}" for p in peers) or "a peer did not come"
+        if not self._closed and any(str(p["state"]).startswith("has ended") for p in peers):
+            self.engine.abort(f"rank {self.world.rank} gave up waiting")
+            raise Mismatch(f"rank {self.world.rank} is in {work.name}, {who}: the ranks do not run the same steps")
+        if waited > self.config.timeout:
+            self.engine.abort(f"rank {self.world.rank} gave up waiting")
+            raise CommTimeout(f"waited {waited:.0f} s in {work.name}: {who}") from timeout
+        if waited > _PATIENCE_TO_TELL:
+            self.say(f"rank {self.world.rank} waits in {work.name}: {who}", level="warning")
 
     # The script's view -----------------------------------------------------------------------------------------
 
@@ -316,6 +316,8 @@ class Runtime:
                 if failed:
                     self._engine.abort(f"rank {self.world.rank} failed")
                 elif self._engine.error is None:
+                    if self.control is not None:
+                        self.control.ending(self.step)
                     self.wait(self._engine.allgather(b"", f"the end, after {self.step} steps"))
             finally:
                 self._engine.close(5.0)

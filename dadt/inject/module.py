@@ -49,6 +49,12 @@ class Entry:
             for attachment in suspended:
                 attachment.prediction.resume()
 
+    def withdraw(self, module: nn.Module) -> None:
+        if self._call is None:
+            del module.__dict__["_compiled_call_impl"]
+        else:
+            module.__dict__["_compiled_call_impl"] = self._call
+
     def step_begins(self) -> bool:
         """Whether the module was called in this step. A module in eval mode that is stepped trains so."""
         called, self.called = self.called, False
@@ -93,13 +99,20 @@ class Modules:
         for m in ordered:
             self.enter(m, optimizer)
             if (inner := m._modules.get("_orig_mod")) is not None:
-                self.enter(inner, optimizer)
+                self._leave(inner, optimizer)
 
     def enter(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._optimizers.setdefault(module, weakref.WeakSet()).add(optimizer)
         if not isinstance(module.__dict__.get("_compiled_call_impl"), Entry):
             # Not by setattr: torch.compile's wrapper would pass it on to the module inside.
             module.__dict__["_compiled_call_impl"] = Entry(self, module, module.__dict__.get("_compiled_call_impl"))
+
+    def _leave(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Calls of the module come through torch.compile's wrapper, which would trace what runs inside it."""
+        self._optimizers.setdefault(module, weakref.WeakSet()).add(optimizer)
+        entry = module.__dict__.get("_compiled_call_impl")
+        if isinstance(entry, Entry):
+            entry.withdraw(module)
 
     def wrapped(self, parent: nn.Module, child: nn.Module) -> None:
         """A module that is entered was put into another one."""
@@ -109,8 +122,8 @@ class Modules:
             if type(parent).__name__ in _WRAPPERS:
                 self.leave_alone(optimizer)
             elif type(parent).__name__ == "OptimizedModule":
-                # torch.compile's: from now on, calls come through that one.
                 self.enter(parent, optimizer)
+                self._leave(child, optimizer)
 
     def leave_alone(self, optimizer: torch.optim.Optimizer) -> None:
         self.runtime.left_alone.add(optimizer)

@@ -34,7 +34,6 @@ END_SECONDS = 5.0
 """How long an agent may take beyond that until all is gone."""
 HANG_UP_SECONDS = 4.0
 """How long an agent whose launcher hangs up may take to end its workers."""
-ORPHAN_SECONDS = 0.3
 
 Say = Callable[[str, str], None]
 """Takes a text and its level, info or warning."""
@@ -213,6 +212,11 @@ class Job:
         if not record.thread:
             self._fail_by(EXIT_SECONDS)
 
+    def _on_ending(self, frame: Frame) -> None:
+        member = self._rendezvous.members[frame["rank"]]
+        member.finished = True
+        member.sign(f"has ended after {frame['steps']} steps")
+
     def _on_done(self, frame: Frame) -> None:
         self._outcome.summaries = {**self._outcome.summaries, frame["rank"]: frame["summary"]}
 
@@ -267,7 +271,7 @@ class Job:
     def _close(self) -> None:
         """Nothing of the job outlives this, even if its agent was killed."""
         self._agent_code = self._agent.end(self._hang_up)
-        self._outcome.stuck = sweep(self._folder.job, ORPHAN_SECONDS) or self._outcome.stuck
+        self._outcome.stuck = sweep(self._folder.job) or self._outcome.stuck
         self._folder.remove()
         self._output.close()
 

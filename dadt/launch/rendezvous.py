@@ -23,6 +23,9 @@ class Member:
     seen: float = 0.0
     """When it last gave a sign of life (time.monotonic)."""
     ended: bool = False
+    """Its process has exited."""
+    finished: bool = False
+    """Its script is over, and it waits for the others."""
 
     def sign(self, state: str) -> None:
         self.state = state
@@ -31,7 +34,7 @@ class Member:
     def went_to(self, step: int, age: float) -> None:
         if step >= 0:
             self.step = step
-            if not self.ended:
+            if not (self.ended or self.finished):
                 self.state = f"at step {step}"
             self.seen = max(self.seen, time.monotonic() - age)
 
