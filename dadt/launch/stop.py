@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dadt.launch.sweep import is_alive, kill, members
+from dadt.launch.sweep import TRACKER_SECONDS, is_alive, kill, members, without_trackers
 from dadt.launch.worker import Worker
 
 STACK_SECONDS = 0.5
@@ -68,7 +68,7 @@ class Stop:
             if now >= self._natural_end:
                 self._terminate(left, now)
         elif now >= self._kill_at:
-            kill(left, signal.SIGKILL)
+            kill(left if now >= self._kill_at + TRACKER_SECONDS else without_trackers(left), signal.SIGKILL)
             if now >= self._kill_at + KILL_SECONDS:
                 self.stuck = left
                 self.finished = True

@@ -8,7 +8,10 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-SWEEP_SECONDS = 3.0
+SWEEP_SECONDS = 4.0
+TRACKER = b"multiprocessing.resource_tracker"
+TRACKER_SECONDS = 1.0
+"""How long a resource tracker may take to remove what the others left."""
 
 
 def members(job: str, descendants: bool = False) -> list[int]:
@@ -34,8 +37,14 @@ def kill(pids: Iterable[int], number: int) -> None:
             pass  # already gone
 
 
-def sweep(job: str, patience: float = 0.0) -> list[int]:
-    """Kill what is left of the job after `patience` seconds, again until nothing is.
+def without_trackers(pids: Iterable[int]) -> list[int]:
+    """Without multiprocessing's resource trackers: those remove the semaphores and segments of the others once
+    these are dead, and then end by themselves."""
+    return [pid for pid in pids if TRACKER not in _bytes(Path(f"/proc/{pid}/cmdline"))]
+
+
+def sweep(job: str) -> list[int]:
+    """Kill what is left of the job, again until nothing is.
 
     Returns what does not die (stuck in the kernel).
     """
@@ -43,10 +52,9 @@ def sweep(job: str, patience: float = 0.0) -> list[int]:
     pause = 0.001
     while left := members(job):
         now = time.monotonic()
-        if now > begin + patience + SWEEP_SECONDS:
+        if now > begin + SWEEP_SECONDS:
             return left
-        if now > begin + patience:
-            kill(left, signal.SIGKILL)
+        kill(left if now > begin + TRACKER_SECONDS else without_trackers(left), signal.SIGKILL)
         # The kernel announces the end of a process only to its parent, and these are not our children.
         time.sleep(pause)
         pause = min(2 * pause, 0.05)
@@ -59,9 +67,9 @@ def _is_marked(entry: Path, mark: bytes) -> bool:
     try:
         if entry.stat().st_uid != os.getuid():
             return False
-        return mark in (entry / "environ").read_bytes().split(b"\0")
-    except OSError:
-        return False  # it has just ended, or is not ours to look into
+    except FileNotFoundError:
+        return False
+    return mark in _bytes(entry / "environ").split(b"\0")
 
 
 def is_alive(pid: int) -> bool:
@@ -90,3 +98,10 @@ def _state_and_parent(pid: int) -> tuple[str, int]:
     except OSError:
         return "", 0
     return fields[0], int(fields[1])
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""  # it has just ended, or is not ours to look into

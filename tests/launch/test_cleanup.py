@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from run import FOLDERS, await_that, is_running, left_of
@@ -143,10 +144,13 @@ def test_a_worker_dies_with_the_worker_that_started_dadt_inside_it(start, tmp_pa
     await_that(lambda: not is_running(inner), "the end of the inner worker", 15.0)
 
 
-def test_semaphores_of_spawned_children_are_released(start):
+@pytest.mark.parametrize("target", ["launcher", "agent", "worker"])
+def test_semaphores_of_spawned_children_are_released(start, target):
+    # The children ignore SIGTERM, so they are killed; whoever removes their semaphores must not be killed with them.
     script = """\
 import multiprocessing, os, signal, sys, time
 def sleep(lock):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with open("child" + os.environ["RANK"], "w") as file: file.write(str(os.getpid()))
     time.sleep(600)
 if __name__ == "__main__":
@@ -159,10 +163,11 @@ if __name__ == "__main__":
     children = run.wait_for("child0", "child1")
     names = ["/dev/shm/sem." + (run.folder / f"name{rank}").read_text().lstrip("/") for rank in (0, 1)]
     assert all(os.path.exists(name) for name in names)
-    run.process.send_signal(signal.SIGINT)
+    parents = [int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in children]
+    os.kill({"launcher": run.process.pid, "agent": run.agent, "worker": parents[0]}[target], signal.SIGKILL)
     run.finish()
-    assert not any(is_running(pid) for pid in children)
-    assert not any(os.path.exists(name) for name in names)
+    await_that(lambda: not any(is_running(pid) for pid in children), "the end of the children", 10.0)
+    await_that(lambda: not any(os.path.exists(name) for name in names), f"the end of {names}", 10.0)
 
 
 def test_the_folder_of_a_dead_job_is_removed_by_the_next(launch):
