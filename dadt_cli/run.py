@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,11 @@ PYTHON = re.compile(r"python[\d.]*(t|d)?")
 
 
 @click.command(
-    context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]},
+    context_settings={
+        "allow_interspersed_args": False,
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 110,
+    },
     options_metavar="-np N [OPTIONS]",
 )
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
@@ -117,9 +122,12 @@ def _program(command: Sequence[str], module: bool, no_python: bool) -> list[str]
 
 
 def _resolved(config: Config, slots: Sequence[Slot]) -> Config:
-    if config.executor != "auto" or len(slots) == 1:
-        return config
-    return replace(config, executor="gloo" if machine.gpus() else "shm")
+    """With what all ranks must choose alike: the executor, and the seed where none is given."""
+    if config.seed < 0:
+        config = replace(config, seed=secrets.randbelow(2**31))
+    if config.executor == "auto" and len(slots) > 1:
+        config = replace(config, executor="gloo" if machine.gpus() else "shm")
+    return config
 
 
 def _warnings(config: Config, slots: Sequence[Slot], program: Sequence[str]) -> list[str]:

@@ -45,6 +45,14 @@ def test_knobs_reach_the_worker_and_flags_beat_variables(launch):
     assert launch(script, *arguments, DADT_WARMUP_STEPS="7").out == b"[0] 8 sync False\n"
 
 
+def test_all_ranks_get_one_seed_and_each_job_its_own(launch):
+    script = "from dadt import Config; print(Config.from_env().seed)"
+    seeds = [line.split()[1] for _ in range(2) for line in launch(script).out.splitlines()]
+    assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
+    assert int(seeds[0]) >= 0
+    assert launch(script, "-np", "1", "--seed", "5", "train.py").out == b"[0] 5\n"
+
+
 @pytest.mark.parametrize("name", ["-np", "--np", "-n", "--num-proc"])
 def test_the_number_of_workers_has_the_names_that_users_know(launch, name):
     assert launch("print('x')", name, "2", "train.py").out.count(b"x") == 2
