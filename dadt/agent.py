@@ -49,6 +49,8 @@ class Agent:
         self._paused = False
         self._launcher_gone = False
         self._heartbeat = 0.0
+        self._signal = 0
+        """By which somebody told this process to end."""
 
     def run(self) -> None:
         self._watch(self._launcher.reader, self._read_launcher)
@@ -83,7 +85,7 @@ class Agent:
                 self._begin_stop(Frame("stop"))
             while not self._is_over():
                 self._turn()
-        self._send(Frame("end", {"stuck": self._stop.stuck if self._stop else []}))
+        self._send(Frame("end", {"stuck": self._stop.stuck if self._stop else [], "signal": self._signal}))
         self._take_leave()
 
     def _start(self, job: Frame) -> None:
@@ -153,7 +155,8 @@ class Agent:
         caught = self._interrupts.take()
         if signal.SIGCHLD in caught:
             self._reap()
-        if caught - {signal.SIGCHLD}:
+        if others := caught - {signal.SIGCHLD}:
+            self._signal = min(others)
             self._orders.append(Frame("stop"))
 
     def _reap(self) -> None:

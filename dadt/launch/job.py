@@ -251,6 +251,11 @@ class Job:
 
     def _on_end(self, frame: Frame) -> None:
         self._outcome.stuck = frame["stuck"]
+        if number := frame["signal"]:
+            self._error = (
+                f"the agent of this host (pid {self._agent.pid}) was told to end by signal {number} "
+                f"({signal_name(number)}); all its workers were stopped"
+            )
         self._over = True
 
     def _answer(self, line: int, answer: Frame) -> None:

@@ -93,6 +93,16 @@ def test_kill_9_of_the_agent_leaves_nothing_and_is_told(start, extra):
     assert left_of(result.job) == []
 
 
+def test_an_agent_that_is_told_to_end_is_no_success(start):
+    run = start(WAIT.format(""))
+    workers = run.wait_for("ready0", "ready1")
+    os.kill(run.agent, signal.SIGTERM)
+    result = run.finish()
+    assert result.code == 3
+    assert "was told to end by signal 15 (SIGTERM)" in result.err
+    assert not any(is_running(pid) for pid in workers)
+
+
 def test_a_stopped_worker_is_ended_too(start):
     run = start(WAIT.format(""))
     workers = run.wait_for("ready0", "ready1")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import statistics
 import subprocess
 import sys
 import time
 from dataclasses import fields
+from pathlib import Path
 
+import pytest
 from run import DADT
 
 import dadt
@@ -61,3 +65,27 @@ def test_an_unknown_command_is_one_sentence():
     assert done.returncode == 2
     assert done.stderr.startswith("dadt: No such command 'rnu'")
     assert done.stderr.count("\n") == 1
+
+
+FIRST_STEP = """\
+import os, time, torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+model(torch.randn(8, 4)).sum().backward()
+optimizer.step()
+if os.environ["RANK"] == "0": print("seconds", time.time() - float(os.environ["BEGIN"]))
+"""
+
+
+@pytest.mark.slow
+def test_the_first_step_comes_about_as_soon_as_with_torchrun(tmp_path):
+    (tmp_path / "train.py").write_text(FIRST_STEP)
+
+    def seconds(command: list[str]) -> float:
+        env = {**os.environ, "BEGIN": str(time.time())}
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+        return float(done.stdout.rpartition("seconds ")[2])
+
+    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", "2", "train.py"]
+    pairs = [(seconds([*DADT, "run", "-np", "2", "train.py"]), seconds(torchrun)) for _ in range(3)]
+    assert statistics.median(ours / theirs for ours, theirs in pairs) < 1.2

@@ -121,6 +121,20 @@ def test_a_worker_that_ignores_sigterm_is_killed(launch):
     assert time.monotonic() - begin < 30
 
 
+def test_asking_for_stacks_does_not_kill_a_worker_that_is_about_to_exit(launch):
+    script = """\
+import faulthandler, os, torch
+from dadt.inject.failure import STACKS_SIGNAL
+os.kill(os.getpid(), STACKS_SIGNAL)
+faulthandler.unregister(STACKS_SIGNAL)  # as the end of the interpreter does
+os.kill(os.getpid(), STACKS_SIGNAL)
+print("survived")
+"""
+    result = launch(script, "-np", "1", "train.py")
+    assert result.code == 0, result.err
+    assert result.out == b"[0] survived\n"
+
+
 def test_an_early_good_end_stops_nobody(launch):
     script = (
         "import os, time\n"
