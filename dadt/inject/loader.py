@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sized
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -32,6 +33,8 @@ from dadt.inject.stream import Counted, Split, StreamFeed, nominal_batch, nth_of
 from dadt.share import Batches, Divided, Items, PerRank, Share, portion, stream_steps
 
 TRAINS, EVALUATES, ALONE = "trains", "evaluates", "alone"
+LISTED = 3
+"""Loaders alike that are told of."""
 DRAW_ONCE = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 """torch's samplers that draw from the global generators, and only at the first next."""
 
@@ -63,6 +66,7 @@ class Loaders:
         self.original_iter: Callable[[Loader], Iterator[Any]] = DataLoader.__iter__
         self.original_len: Callable[[Loader], int] = DataLoader.__len__
         self._numbers = itertools.count(1)
+        self._told: Counter[str] = Counter()
         self._share = loader_numbers("--share", runtime.config.share)
         self._no_share = loader_numbers("--no-share", runtime.config.no_share)
 
@@ -108,8 +112,16 @@ class Loaders:
             if kind == TRAINS:
                 self._check(loader, role)
             role.kind, role.view = kind, None
-            self.runtime.say(self._sentence(loader, role))
+            self._tell(self._sentence(loader, role), role)
         return kind
+
+    def _tell(self, sentence: str, role: Role) -> None:
+        """A script may make its loaders anew in every epoch: of many alike, the first few are told."""
+        text = sentence.removeprefix(role.name)
+        self._told[text] += 1
+        if self._told[text] <= LISTED:
+            last = self._told[text] == LISTED
+            self.runtime.say(sentence + (" More like it are not listed." if last else ""))
 
     def _asked(self, role: Role) -> str:
         """What --share and --no-share say of a loader."""

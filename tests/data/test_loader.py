@@ -7,6 +7,7 @@ import inspect
 import itertools
 import pickle
 import random
+import time
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
+    get_worker_info,
 )
 
 SIZE = 2
@@ -346,10 +348,19 @@ def test_worker_processes_of_either_kind(method, tmp_path):
         assert sorted(joined) == list(range(24))
 
 
+class Uneven(Numbers):
+    """Its first worker is slow, so that later batches are ready before earlier ones."""
+
+    def __getitem__(self, i: int) -> tuple[int, float]:
+        if get_worker_info().id == 0:
+            time.sleep(0.1)
+        return super().__getitem__(i)
+
+
 def test_persistent_workers_and_prefetching_keep_counts_in_order(tmp_path):
     def script(runtime):
         loader = DataLoader(
-            Numbers(11), batch_size=2, shuffle=True, num_workers=3, persistent_workers=True, in_order=False
+            Uneven(11), batch_size=2, shuffle=True, num_workers=3, persistent_workers=True, in_order=False
         )
         got = []
         for _ in range(3):
@@ -516,4 +527,15 @@ def test_what_drop_last_leaves_out_is_said(tmp_path):
         return runtime.said
 
     said = ["DataLoader #1 (30 samples): trains, 15 per worker; drop_last leaves 6 of them out."]
+    assert ranks(2, script, tmp_path) == [said, said]
+
+
+def test_loaders_made_in_every_epoch_are_not_all_listed(tmp_path):
+    def script(runtime):
+        for _ in range(6):
+            list(DataLoader(Numbers(8), batch_size=2))
+        return runtime.said
+
+    said = [f"DataLoader #{number} (8 samples): trains, 4 per worker." for number in (1, 2, 3)]
+    said[2] += " More like it are not listed."
     assert ranks(2, script, tmp_path) == [said, said]
