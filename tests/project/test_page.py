@@ -15,6 +15,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"<!-- (?P<mark>runnable|file): ?(?P<value>.*?) ?-->\n```\w+\n(?P<text>.*?)```", re.S)
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
+EXAMPLE_FLAGS = {"--epochs"}
 LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)")
 
 
@@ -94,6 +96,18 @@ def test_configuration_is_fresh() -> None:
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     page = (ROOT / "docs" / "configuration.md").read_text()
     assert page == done.stdout, "run `make format`"
+
+
+def test_flags_exist() -> None:
+    helps = [["run", "--help-all"], ["--help"], ["bench", "allreduce", "--help"], ["bench", "step", "--help"]]
+    known = set(EXAMPLE_FLAGS)
+    for arguments in helps:
+        command = [sys.executable, "-m", "dadt_cli", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        known.update(FLAG.findall(done.stdout))
+    for page in PAGES:
+        strangers = set(FLAG.findall(page.read_text())) - known
+        assert not strangers, page.name
 
 
 def test_results_are_listed() -> None:
