@@ -33,6 +33,9 @@ PYTHON = re.compile(r"python[\d.]*(t|d)?")
         "max_content_width": 110,
     },
     options_metavar="-np N [OPTIONS]",
+    epilog="Ends with 0, or the exit code of the worker that failed first (128 + n if signal n ended it), 2 for bad "
+    "input, 3 if workers could not be started or their agent was lost, 124 if some did not arrive in time, 130 after "
+    "Ctrl-C.",
 )
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
 @click.option("-np", "--np", "-n", "--num-proc", "count", type=int, metavar="N", help="Number of workers.")
@@ -67,14 +70,14 @@ def run(
     shown = ranks_shown(output, len(slots))
     program = _program(command, module, no_python)
     config = _resolved(config, slots)
-    for text in _warnings(config, slots, program):
-        console.say(text, "warning")
     folder = _reserve(Path(log_dir))
     try:
         logs = Path(log_dir) / folder.job
         sink = Output(logs, len(slots), shown, console.lines, lambda text: console.say(text, "warning"))
         job = Job(folder, slots, sink, console.say)
         console.say(_first_line(config, slots, folder.job, logs))
+        for text in _warnings(slots, program):
+            console.say(text, "warning")
         common = environment.common(config)
         port = None if no_torch_env else environment.free_port()
         job.start(program, common, [environment.own(slot, folder.job, port) for slot in slots], str(Path.cwd()))
@@ -130,7 +133,7 @@ def _resolved(config: Config, slots: Sequence[Slot]) -> Config:
     return config
 
 
-def _warnings(config: Config, slots: Sequence[Slot], program: Sequence[str]) -> list[str]:
+def _warnings(slots: Sequence[Slot], program: Sequence[str]) -> list[str]:
     texts = []
     cores = machine.cores()
     if len(slots) > cores:
@@ -182,7 +185,7 @@ def _finish(outcome: Outcome, config: Config, slots: Sequence[Slot]) -> int:
 
 
 def _not_distributed(outcome: Outcome, config: Config) -> str | None:
-    if config.inject == "none":
+    if not outcome.hooked and config.inject == "none":
         return "--inject none left every worker to itself"
     if not outcome.hooked:
         return (
