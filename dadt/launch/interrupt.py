@@ -24,7 +24,10 @@ class Interrupts:
         os.set_blocking(self._reader, False)
         os.set_blocking(self._writer, False)
         self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        self._previous = {number: signal.signal(number, _ignore) for number in self._numbers}
+        # Under nohup, a hang-up is to be ignored, and stays so.
+        spared = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+        taken = [number for number in self._numbers if number not in spared]
+        self._previous = {number: signal.signal(number, _ignore) for number in taken}
         return self
 
     def __exit__(

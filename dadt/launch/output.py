@@ -114,7 +114,7 @@ class Output:
         sink: Sink,
         warn: Callable[[str], None],
     ) -> None:
-        """shown: as `ranks_shown` gives it. warn: is told of a log that cannot be written."""
+        """folder: exists. shown: as `ranks_shown` gives it. warn: is told of a log that cannot be written."""
         self.folder = folder
         self._ranks, self._streams = shown
         self._sink = sink
@@ -122,6 +122,8 @@ class Output:
         self._files: dict[int, IO[bytes] | None] = {}
         self._assemblers: dict[tuple[int, str], Assembler] = {}
         self.tails = {rank: Tail() for rank in range(world_size)}
+        for rank in range(world_size):
+            self.path(rank).touch()
 
     def path(self, rank: int) -> Path:
         return self.folder / f"rank{rank}.log"

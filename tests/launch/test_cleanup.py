@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from run import FOLDERS, await_that, is_running, left_of
+from run import DADT, FOLDERS, await_that, is_running, left_of
 
 WAIT = """\
 import os, signal, sys, time
@@ -22,6 +22,9 @@ ready()
 while True: time.sleep(600)
 """
 IGNORE = "signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)"
+FINISH = """\
+while not os.path.exists("go"): time.sleep(0.01)
+"""
 DAEMON = """\
 if os.fork() == 0:
     os.setsid()
@@ -43,6 +46,18 @@ def test_a_signal_to_dadt_run_ends_all(start, number, code):
     assert result.code == code
     assert "Traceback" not in result.err
     assert not any(is_running(pid) for pid in workers)
+
+
+def test_a_hangup_does_not_end_what_runs_under_nohup(tmp_path):
+    (tmp_path / "train.py").write_text(WAIT.format("").replace("while True: time.sleep(600)", "") + FINISH)
+    command = ["nohup", *DADT, "run", "-np", "1", "train.py"]
+    run = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    await_that(lambda: (tmp_path / "ready0").exists(), "the worker")
+    run.send_signal(signal.SIGHUP)
+    (tmp_path / "go").touch()
+    run.communicate(timeout=60)
+    assert run.returncode == 0
+    assert (tmp_path / "dadt-logs").exists()
 
 
 def test_workers_may_end_gently_on_ctrl_c(start):

@@ -94,6 +94,11 @@ def test_a_filter_leaves_the_files_complete(launch, shown, expected):
         assert set(result.log(rank).splitlines()) == {b"out %d" % rank, b"err %d" % rank}
 
 
+def test_a_silent_worker_has_its_file_too(launch):
+    result = launch("")
+    assert result.log(0) == result.log(1) == b""
+
+
 def test_the_last_line_may_lack_its_end(launch):
     result = launch("import sys; sys.stdout.write('no end')", "-np", "1", "train.py")
     assert result.out == b"[0] no end\n"
