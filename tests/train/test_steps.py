@@ -209,3 +209,37 @@ def test_sync_overlapped_equals_the_joined_batch(dadt_run) -> None:
     one = dadt_run(CHANGING, np=1)
     for name, value in one.ranks[0]["state"].items():
         assert torch.allclose(value, two.ranks[0]["state"][name], rtol=0, atol=1e-10), name
+
+
+LATE = """
+    import io
+    from scenarios import batch, mlp, snapshot
+    def unpickled():
+        stream = io.BytesIO(); torch.save(mlp(), stream); stream.seek(0)
+        return torch.load(stream, weights_only=False)
+    found = {}
+    models = []
+    def add(make):
+        torch.manual_seed(rank)                  # each rank builds other weights
+        models.append((model := make(), torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)))
+    add(mlp)
+    predicted = 0
+    for step in range(30):
+        if step == 10:
+            add(unpickled)                       # when the first has long begun
+        for model, optimizer in models:
+            true = [p.detach().clone() for p in model.parameters()]
+            x, y = batch(rank, step, 0)
+            nn.functional.cross_entropy(model(x), y).backward()
+            predicted += any(not torch.equal(p, t) for p, t in zip(model.parameters(), true))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert predicted >= 40 - 2, predicted
+    report({"state": {f"{i}{k}": v for i, m in enumerate(models) for k, v in snapshot(*m).items()}})
+"""
+
+
+def test_optimizers_and_models_that_come_late(dadt_run) -> None:
+    run = dadt_run(LATE, "--warmup-steps", "5")
+    assert_replicas_equal(run)
+    assert "50 steps, 40 of them delayed by one" in run.output

@@ -1,0 +1,163 @@
+"""Two optimizers, and a gradient scaler, against simulators of their own: nothing of dadt is used in those."""
+
+from __future__ import annotations
+
+import torch
+from checks import assert_equal
+from scenarios import batch, mlp, snapshot
+from torch import nn
+
+WARMUP = 5
+STEPS = 20
+
+ADVERSARIAL = """
+    import test_simulated as t
+    from scenarios import snapshot
+    torch.manual_seed(rank)
+    G, D = nn.Linear(6, 6), nn.Linear(6, 1)
+    g, d = t.optimizers(G, D)
+    for step in range(t.STEPS):
+        d.zero_grad()
+        fake = t.judge(G, D, rank, step)
+        d.step()
+        g.zero_grad()
+        t.fool(D, fake)
+        g.step()
+    report({"G": snapshot(G, g), "D": snapshot(D, d)})
+"""
+
+
+def optimizers(G: nn.Module, D: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+    make = torch.optim.Adam
+    return make(G.parameters(), lr=0.01, betas=(0.5, 0.9)), make(D.parameters(), lr=0.02, betas=(0.5, 0.9))
+
+
+def judge(G: nn.Module, D: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """The discriminator's backward; gives the fakes with their graph."""
+    real, noise = batch(rank, step, 0)[0], batch(rank, step, 1)[0]
+    fake = G(noise)
+    ones, zeros = torch.ones(4, 1), torch.zeros(4, 1)
+    loss = nn.functional.binary_cross_entropy_with_logits
+    (loss(D(real), ones) + loss(D(fake.detach()), zeros)).backward()
+    return fake
+
+
+def fool(D: nn.Module, fake: torch.Tensor) -> None:
+    nn.functional.binary_cross_entropy_with_logits(D(fake), torch.ones(4, 1)).backward()
+
+
+class Delayed:
+    """One optimizer of one simulated training: delay 1 with prediction, by definition."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.displacement: list[torch.Tensor] | None = None
+        self.pending: list[torch.Tensor] | None = None
+        self.true = self.copy()
+        self.step = 0
+
+    def copy(self) -> list[torch.Tensor]:
+        return [p.detach().clone() for p in self.parameters]
+
+    def set(self, values: list[torch.Tensor]) -> None:
+        for p, v in zip(self.parameters, values):
+            p.data.copy_(v)
+
+    def predict(self) -> None:
+        if self.step > WARMUP and self.displacement is not None:
+            self.set([t + 2.0 * d for t, d in zip(self.true, self.displacement)])
+
+    def apply(self, gradients: list[list[torch.Tensor]]) -> None:
+        """gradients: by rank."""
+        self.set(self.true)
+        mean = [sum(parts[1:], parts[0]) / len(parts) for parts in zip(*gradients)]
+        arrived = mean
+        if self.step >= WARMUP:
+            arrived, self.pending = self.pending, mean
+        if arrived is not None:
+            for p, m in zip(self.parameters, arrived):
+                p.grad = m
+            self.optimizer.step()
+            self.displacement = [p.detach() - t for p, t in zip(self.parameters, self.true)]
+            self.true = self.copy()
+        self.step += 1
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [p.grad.clone() for p in self.parameters]
+
+
+def test_two_optimizers_equal_their_definition(dadt_run) -> None:
+    torch.set_num_threads(1)
+    run = dadt_run(ADVERSARIAL, "--warmup-steps", str(WARMUP))
+    torch.manual_seed(0)
+    G, D = nn.Linear(6, 6), nn.Linear(6, 1)
+    g, d = map(Delayed, optimizers(G, D))
+    for step in range(STEPS):
+        fakes, parts = [], []
+        g.predict()
+        d.predict()
+        for rank in range(2):
+            D.zero_grad()
+            fakes.append(judge(G, D, rank, step))
+            parts.append(d.gradients())
+        d.apply(parts)
+        parts = []
+        d.predict()
+        for fake in fakes:
+            G.zero_grad()
+            fool(D, fake)
+            parts.append(g.gradients())
+        g.apply(parts)
+    d.set(d.true)
+    for rank in run.ranks:
+        assert_equal(rank["G"], snapshot(G, g.optimizer), "generator")
+        assert_equal(rank["D"], snapshot(D, d.optimizer), "discriminator")
+
+
+SCALED = """
+    import test_simulated as t
+    from scenarios import mlp, snapshot
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
+    for step in range(t.STEPS):
+        scaler.scale(t.loss_of(model, rank, step)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    report(snapshot(model, optimizer))
+"""
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    x, y = batch(rank, step, 0)
+    factor = float("inf") if rank == 1 and step == 12 else 1.0
+    return nn.functional.cross_entropy(model(x), y) * factor
+
+
+def test_a_scaler_equals_its_definition(dadt_run) -> None:
+    """Scales are powers of two, so a scaled training differs from an unscaled one only by the step left out."""
+    torch.set_num_threads(1)
+    run = dadt_run(SCALED, "--warmup-steps", str(WARMUP))
+    torch.manual_seed(0)
+    model = mlp()
+    one = Delayed(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+    for step in range(STEPS):
+        one.predict()
+        parts = []
+        for rank in range(2):
+            model.zero_grad()
+            loss_of(model, rank, step).backward()
+            parts.append(one.gradients())
+        if one.pending is not None and not all(g.isfinite().all() for g in one.pending):
+            # The infinity has arrived: the step is left out, and with it what was known of the displacement.
+            one.set(one.true)
+            one.pending = [sum(p[1:], p[0]) / 2 for p in zip(*parts)]
+            one.displacement = None
+            one.step += 1
+        else:
+            one.apply(parts)
+    for state in run.ranks:
+        assert_equal(state, snapshot(model, one.optimizer), "scaled")
