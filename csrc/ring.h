@@ -10,8 +10,7 @@
 namespace dadt {
 
 // The segments of all ranks of a host, and waiting for one another. Every rank writes chunks 0, 1, 2, ... to
-// the slots of its own segment, slot chunk % kSlots, and says in its counters how far it has come; no rank
-// writes chunk c before all have delivered chunk c - kSlots.
+// the slots of its own segment, slot chunk % kSlots, and says in its counters how far it has come.
 class Ring {
  public:
   Ring(int rank, int world_size, size_t slot_bytes);

@@ -28,7 +28,7 @@ static_assert(sizeof(SlotHead) == 192);
 enum class State : uint32_t { kOpening = 0, kAttached, kClosed, kAborting, kAborted };
 
 // Where a rank's stream of chunks has got to; a count of chunks since the beginning, modulo 2^32.
-enum Counter { kPacked = 0, kReduced, kDelivered, kCounters };
+enum Counter { kPacked = 0, kReduced, kCounters };
 
 // The head of a segment. Only its owner writes, but for `bell`.
 struct SegmentHead {

@@ -8,8 +8,13 @@
 namespace dadt {
 namespace {
 
-constexpr uint32_t kAhead = 2;  // chunks packed before the peers have come
-constexpr int kDirect = 3;      // up to so many ranks, each reduces all of a chunk for itself
+// Chunks packed before the peers' have been delivered. A rank that has delivered d chunks knows that each
+// peer has packed d, hence delivered d - kAhead: the last chunk that it may pack now, d + kAhead - 1, falls
+// into the slot of one that nobody asks for any more. So no rank ever waits for a free slot.
+constexpr uint32_t kAhead = 2;
+static_assert(Segment::kSlots >= 2 * kAhead);
+
+constexpr int kDirect = 3;  // up to so many ranks, each reduces all of a chunk for itself
 constexpr size_t kStreamBytes = size_t{16} << 20;  // outputs larger than this would only wash the cache out
 
 size_t padded(size_t bytes) { return (bytes + 63) / 64 * 64; }
@@ -81,7 +86,6 @@ Transfer::Extent Transfer::extent(uint32_t chunk) const {
 Result Transfer::run() {
   const auto start = Clock::now();
   ring_.check_aborted();
-  wait_for_slot();
   write_head();
   pack();
   wait_for_heads();
@@ -106,12 +110,6 @@ Result Transfer::run() {
   result_.waited = seconds_between(start, arrived);
   result_.seconds = seconds_between(arrived, Clock::now());
   return std::move(result_);
-}
-
-void Transfer::wait_for_slot() {
-  const uint32_t before = first_ - Segment::kSlots;
-  ring_.wait([&] { return ring_.all_passed(kDelivered, before); },
-             [&](int rank) { return !ring_.passed(rank, kDelivered, before); }, operation_.title(), timeout_);
 }
 
 void Transfer::wait_for_heads() {
@@ -163,10 +161,7 @@ void Transfer::read_heads() {
 }
 
 Transfer::Move Transfer::next_move() const {
-  if (packed_ < std::min(chunks_, delivered_ + kAhead) &&
-      ring_.all_passed(kDelivered, first_ + packed_ - Segment::kSlots)) {
-    return Move::kPack;
-  }
+  if (packed_ < std::min(chunks_, delivered_ + kAhead)) return Move::kPack;
   if (two_phase_) {
     if (delivered_ < reduced_ && ring_.all_passed(kReduced, first_ + delivered_)) return Move::kDeliver;
     if (reduced_ < packed_ && ring_.all_passed(kPacked, first_ + reduced_)) return Move::kReduce;
@@ -178,11 +173,9 @@ Transfer::Move Transfer::next_move() const {
 
 // Whether this rank cannot go on because of that one. Asked when there is no next move.
 bool Transfer::lags(int rank) const {
-  if (two_phase_ && delivered_ < reduced_) return !ring_.passed(rank, kReduced, first_ + delivered_);
-  if (reduced_ < packed_ && delivered_ < packed_) {
-    return !ring_.passed(rank, kPacked, first_ + (two_phase_ ? reduced_ : delivered_));
-  }
-  return !ring_.passed(rank, kDelivered, first_ + packed_ - Segment::kSlots);
+  if (!two_phase_) return !ring_.passed(rank, kPacked, first_ + delivered_);
+  if (delivered_ < reduced_) return !ring_.passed(rank, kReduced, first_ + delivered_);
+  return !ring_.passed(rank, kPacked, first_ + reduced_);
 }
 
 void Transfer::pack() {
@@ -273,7 +266,7 @@ void Transfer::deliver() {
                                if (to != nullptr) reduce_to(to + offset * item_, part, at, count, stream_);
                              });
   }
-  ring_.publish(kDelivered, first_ + ++delivered_);
+  ++delivered_;
 }
 
 void Transfer::deliver_lanes(const Extent& part) {

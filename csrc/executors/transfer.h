@@ -35,7 +35,6 @@ class Transfer {
 
   Move next_move() const;
   bool lags(int rank) const;
-  void wait_for_slot();
   void wait_for_heads();
 
   void pack();
