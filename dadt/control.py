@@ -156,9 +156,7 @@ class Control:
 
     def _ask(self, kind: str, timeout: float, body: bytes = b"", **header: Any) -> Frame:
         self._check_process()
-        question = Frame(
-            kind, {"rank": self.world.rank, "pid": self._pid, "timeout": timeout, **header}, body
-        )
+        question = Frame(kind, {"rank": self.world.rank, "pid": self._pid, "timeout": timeout, **header}, body)
         deadline = time.monotonic() + timeout + ANSWER_SECONDS
         try:
             with _dial(self.world.agent) as line:
@@ -175,9 +173,7 @@ class Control:
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
-            raise DadtError(
-                f"process {os.getpid()} is a fork of worker {self.world.rank} and cannot speak for it"
-            )
+            raise DadtError(f"process {os.getpid()} is a fork of worker {self.world.rank} and cannot speak for it")
 
 
 def _dial(path: str) -> socket.socket:
