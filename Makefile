@@ -7,6 +7,8 @@ TORCH ?= torch==2.13.0
 WORKERS ?= 2
 
 BIN := .venv/bin
+# Debian has no `python` outside of an environment, and scripts are run by that name, too.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Python files take effect at once; these need an install.
 BUILT := pyproject.toml $(wildcard CMakeLists.txt) $(shell find csrc -type f)
