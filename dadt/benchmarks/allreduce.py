@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from dadt.benchmarks.ratio import Interval, interval, ratio
 from dadt.errors import ConfigError, DadtError
 
 TENSORS = 60
@@ -24,37 +24,28 @@ TIMEOUT = 60.0
 """Seconds that a worker waits for another."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Row:
-    """One size. Times are medians over rounds, in seconds, of the slowest rank; packing from and delivering to
-    separate tensors is part of them. Ratios are medians of the rounds' ratios, with their 95 % intervals."""
+    """One size. Seconds are of the slowest rank, with packing from and delivering to separate tensors."""
 
     bytes: int
-    rounds: int
-    dadt: float
-    gloo: float
-    memcpy: float
-    speedup: float
-    """Gloo's time over dadt's."""
-    speedup_low: float
-    speedup_high: float
-    memcpys: float
-    """dadt's time over that of a memcpy of as many bytes, made by all ranks at once."""
-    memcpys_low: float
-    memcpys_high: float
+    dadt: Interval
+    gloo: Interval
+    memcpy: Interval
+    """A memcpy of as many bytes, made by all ranks at once."""
+    gloo_per_dadt: Interval
+    dadt_per_memcpy: Interval
     wrong: int
-    """Elements that were not exactly the mean, on any rank."""
+    """Elements that were not exactly the mean, over all ranks."""
 
 
-def measure(
-    world_size: int, sizes: Sequence[int], rounds: int, progress: Callable[[str], None] = lambda line: None
-) -> list[Row]:
-    """One row per size in bytes of float32; starts and ends `world_size` processes of one thread each.
+def measure(*, ranks: int, sizes: Sequence[int], rounds: int) -> list[Row]:
+    """One row per size in bytes of float32; starts and ends `ranks` processes of one thread each.
 
     Raises ConfigError for arguments out of range, DadtError where a worker fails.
     """
-    if world_size < 2:
-        raise ConfigError(f"--np {world_size}: an allreduce needs 2 workers or more")
+    if ranks < 2:
+        raise ConfigError(f"--np {ranks}: an allreduce needs 2 workers or more")
     if rounds < 10:
         raise ConfigError(f"--rounds {rounds}: an interval needs 10 rounds or more")
     for size in sizes:
@@ -62,14 +53,14 @@ def measure(
             raise ConfigError(f"--sizes {size}: give {4 * TENSORS} bytes or more, for {TENSORS} tensors")
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="dadt-bench-") as folder:
-        pipes = [spawn.Pipe() for _ in range(world_size)]
+        pipes = [spawn.Pipe() for _ in range(ranks)]
         workers = [
             spawn.Process(
                 target=_worker,
-                args=(rank, world_size, list(sizes), rounds, pipes[rank][1], str(Path(folder, "store"))),
+                args=(rank, ranks, list(sizes), rounds, pipes[rank][1], str(Path(folder, "store"))),
                 daemon=True,
             )
-            for rank in range(world_size)
+            for rank in range(ranks)
         ]
         for worker in workers:
             worker.start()
@@ -81,7 +72,6 @@ def measure(
                 ours.send(endpoints)
             rows = []
             for size in sizes:
-                progress(f"{size:,} bytes, {rounds} rounds")
                 results = [_receive(ours, rank, seconds=600.0) for rank, (ours, _) in enumerate(pipes)]
                 rows.append(_row(size, results))
             for worker in workers:
@@ -92,31 +82,15 @@ def measure(
     return rows
 
 
-def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """The median, and its 95 % interval from order statistics."""
-    ordered = sorted(values)
-    reach = 0.98 * len(ordered) ** 0.5
-    low = max(0, int(len(ordered) / 2 - reach))
-    high = min(len(ordered) - 1, int(len(ordered) / 2 + reach))
-    return statistics.median(ordered), ordered[low], ordered[high]
-
-
 def _row(size: int, results: Sequence[tuple[dict[str, list[float]], int]]) -> Row:
-    times = {who: [max(at) for at in zip(*(t[who] for t, _ in results), strict=True)] for who in CONTENDERS}
-    speedup = median_interval([g / d for g, d in zip(times["gloo"], times["dadt"], strict=True)])
-    memcpys = median_interval([d / m for d, m in zip(times["dadt"], times["memcpy"], strict=True)])
+    slowest = {who: [max(at) for at in zip(*(times[who] for times, _ in results), strict=True)] for who in CONTENDERS}
     return Row(
         bytes=size,
-        rounds=len(times["dadt"]),
-        dadt=statistics.median(times["dadt"]),
-        gloo=statistics.median(times["gloo"]),
-        memcpy=statistics.median(times["memcpy"]),
-        speedup=speedup[0],
-        speedup_low=speedup[1],
-        speedup_high=speedup[2],
-        memcpys=memcpys[0],
-        memcpys_low=memcpys[1],
-        memcpys_high=memcpys[2],
+        dadt=interval(slowest["dadt"]),
+        gloo=interval(slowest["gloo"]),
+        memcpy=interval(slowest["memcpy"]),
+        gloo_per_dadt=ratio(slowest["gloo"], slowest["dadt"]),
+        dadt_per_memcpy=ratio(slowest["dadt"], slowest["memcpy"]),
         wrong=sum(wrong for _, wrong in results),
     )
 
@@ -151,7 +125,8 @@ def _worker(rank: int, world_size: int, sizes: list[int], rounds: int, pipe: Con
     pipe.send(executor.endpoint())
     executor.connect(pipe.recv(), TIMEOUT)
     engine = _core.Engine(executor, rank, world_size, TIMEOUT)
-    gloo = dist.ProcessGroupGloo(dist.FileStore(store, world_size), rank, world_size, timedelta(seconds=TIMEOUT))
+    files = dist.FileStore(store, world_size)  # type: ignore[attr-defined]
+    gloo = dist.ProcessGroupGloo(files, rank, world_size, timedelta(seconds=TIMEOUT))
     for size in sizes:
         pipe.send(_Bucket(engine, gloo, rank, world_size, _counts(size)).run(rounds))
     engine.close(TIMEOUT)
@@ -177,7 +152,7 @@ class _Bucket:
         self.engine, self.gloo, self.world_size, self.counts = engine, gloo, world_size, counts
         self.tensors = self.fresh(rank)
         self.flat = torch.empty(sum(counts))
-        self.views = list(self.flat.split(counts))
+        self.views = list(torch.split(self.flat, counts))
         self.copy = torch.empty_like(self.flat)
         self.layout = _core.Layout(_core.DType.float32, counts)
 
@@ -209,7 +184,8 @@ class _Bucket:
         """Averages once and compares with the mean of what every rank had."""
         import torch
 
-        mean = [sum(tensors[1:], start=tensors[0]) for tensors in zip(*map(self.fresh, range(self.world_size)))]
+        inputs = [self.fresh(rank) for rank in range(self.world_size)]
+        mean = [sum(tensors[1:], start=tensors[0]) for tensors in zip(*inputs, strict=True)]
         self.by_dadt()
         return sum(
             int(torch.count_nonzero(got != want * (1 / self.world_size)))

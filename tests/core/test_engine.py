@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
+
 from dadt import _core
 from dadt.errors import Aborted, CommError, CommTimeout, Mismatch, PeerLost
-from numpy.typing import NDArray
 
 from .ranks import TIMEOUT, spawn
 

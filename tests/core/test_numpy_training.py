@@ -47,9 +47,7 @@ def train(engine: Any, rank: int, world_size: int) -> tuple[bytes, list[float]]:
             weights -= RATE * means[0]
             bias -= RATE * means[1]
         means = [np.empty_like(g) for g in mine]
-        work = engine.allreduce(
-            layout, [g.ctypes.data for g in mine], [m.ctypes.data for m in means], f"step {step}"
-        )
+        work = engine.allreduce(layout, [g.ctypes.data for g in mine], [m.ctypes.data for m in means], f"step {step}")
         pending = work, means, mine  # the inputs live until the work is done
     assert pending is not None
     pending[0].wait(TIMEOUT)
