@@ -16,13 +16,13 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built like `pip install .` does, in a folder that the next run builds on."""
+    """Built by what `pip install .` calls, in a folder that the next run builds on."""
     folder = tmp_path_factory.mktemp("wheel")
     # The build needs cmake and ninja, which may be of this environment alone.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    options = ["--wheel-dir", folder, f"-Cbuild-dir={ROOT}/build/wheel"]
-    subprocess.run([*pip, *options, ROOT], env={**os.environ, "PATH": path}, check=True, timeout=600)
+    build = "import sys; from scikit_build_core.build import build_wheel; build_wheel(sys.argv[1], {'build-dir': sys.argv[2]})"
+    command = [sys.executable, "-c", build, folder, ROOT / "build" / "wheel"]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "PATH": path}, check=True, timeout=600)
     return next(folder.glob("dadt-*.whl"))
 
 
