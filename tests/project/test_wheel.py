@@ -20,7 +20,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     # The build needs cmake and ninja, which may be of this environment alone.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    build = "import sys; from scikit_build_core.build import build_wheel; build_wheel(sys.argv[1], {'build-dir': sys.argv[2]})"
+    build = (
+        "import sys; from scikit_build_core import build; build.build_wheel(sys.argv[1], {'build-dir': sys.argv[2]})"
+    )
     command = [sys.executable, "-c", build, folder, ROOT / "build" / "wheel"]
     subprocess.run(command, cwd=ROOT, env={**os.environ, "PATH": path}, check=True, timeout=600)
     return next(folder.glob("dadt-*.whl"))
