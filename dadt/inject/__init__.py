@@ -10,10 +10,11 @@ _MULTIPROCESSING = ("multiprocessing.resource_tracker", "multiprocessing.forkser
 def hook() -> None:
     """Hook into the script that imports torch. Does nothing outside a worker of `dadt run`, and nothing in a child
     that multiprocessing made (a DataLoader's worker): those are no ranks."""
+    from dadt.config import Config
     from dadt.world import World
 
     world = World.from_env()
-    if not world.job or _is_multiprocessing_child():
+    if not world.job or _is_multiprocessing_child() or Config.from_env().inject == "none":
         return
     from dadt.inject import worker
 

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from dadt.control import Control
-from dadt.errors import CommError, DadtError
+from dadt.errors import CommError, ConfigError, DadtError
 
 STACKS_SIGNAL = signal.SIGRTMAX - 3
 """One that scripts do not use, unlike SIGUSR1 and SIGUSR2."""
@@ -49,7 +49,8 @@ def install(control: Control, step: Callable[[], int]) -> None:
 
     def on_main(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         report(kind, error, trace, "")
-        main_hook(kind, error, trace)
+        if not issubclass(kind, ConfigError):  # bad input: the launcher says the sentence, last and once
+            main_hook(kind, error, trace)
 
     def on_thread(args: threading.ExceptHookArgs) -> None:
         if args.exc_value is not None:

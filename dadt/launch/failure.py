@@ -15,7 +15,8 @@ TRACEBACK = "Traceback (most recent call last):"
 FRAME_LINE = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+)(?:, in (?P<function>.+))?$')
 ERROR_LINE = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$")
 MEMORY_TEXTS = ("out of memory", "can't allocate memory", "cannot allocate memory")
-START_TIMEOUT = 124
+EXIT_CODES = {"ConfigError": errors.ConfigError.exit_code, "StartTimeout": errors.StartTimeout.exit_code}
+"""Of exceptions that have one of their own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,14 +105,16 @@ class Failure:
 
     @property
     def exit_code(self) -> int:
-        if self.record is not None and self.record.type == "StartTimeout":
-            return START_TIMEOUT
+        if self.record is not None and self.record.type in EXIT_CODES:
+            return EXIT_CODES[self.record.type]
         code = self.ending.code
         if self.ending.stopped and self.record is not None:
             return 1  # it failed by its own exception and was slow to exit
         return code if code >= 0 else 128 - code
 
     def lines(self) -> list[str]:
+        if self.record is not None and self.record.type == "ConfigError":
+            return [self.record.message]  # bad input: the sentence says all
         head = f"worker {self.ending.rank} failed ({self._verdict()}) after {self.seconds:.1f} s"
         step = self._step()
         if step is not None:
@@ -133,7 +136,7 @@ class Failure:
 
     def _verdict(self) -> str:
         if self.ending.stopped and self.record is not None:
-            return "uncaught exception"
+            return f"exit code {self.exit_code}"  # stopped on its way there
         if self.ending.code < 0:
             return f"killed by signal {-self.ending.code}, {signal_name(-self.ending.code)}"
         return f"exit code {self.ending.code}"

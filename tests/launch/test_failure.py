@@ -103,7 +103,7 @@ def test_a_worker_that_does_not_exit_after_its_exception_does_not_hold_up_the_jo
     )
     result = launch(TORCH_FAIL.format(hang))
     assert result.code == 1
-    assert "worker 1 failed (uncaught exception)" in result.err
+    assert "worker 1 failed (exit code 1)" in result.err
     assert "  cause   ValueError: bad label 11\n" in result.err
 
 

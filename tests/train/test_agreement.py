@@ -130,3 +130,22 @@ def test_buffers_are_averaged_for_the_script_and_own_in_training(dadt_run, algor
     assert torch.equal(a["own"][-1], a["back"])
     late = 2 if algorithm == "pipe" else 1
     assert torch.equal(a["official"], (a["own"][-late] + b["own"][-late]) / 2)
+
+
+ALONE = """
+    from scenarios import backward, SCENARIOS, mlp
+    model = mlp(); optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(3):
+        backward(SCENARIOS["momentum"], model, rank, step)
+        optimizer.step()
+    report({"hooked": "dadt.runtime" in sys.modules, "state": dict(model.state_dict())})
+"""
+
+
+def test_inject_none_leaves_every_worker_to_itself(dadt_run) -> None:
+    import torch
+
+    run = dadt_run(ALONE, "--inject", "none")
+    assert [r["hooked"] for r in run.ranks] == [False, False]
+    assert not torch.equal(run.ranks[0]["state"]["0.weight"], run.ranks[1]["state"]["0.weight"])
+    assert "training was NOT distributed" in run.output
