@@ -1,6 +1,7 @@
 #include "engine.h"
 
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <unistd.h>
 
@@ -138,6 +139,24 @@ void check(const Operation& operation, int world_size) {
   }
 }
 
+// Keeps the calling thread to this rank's share of the cores that the process may use. The ranks' threads
+// wake at the same moment, work in step and sleep again, so briefly that the scheduler does not part two that
+// it has put on one core; that took three times as long.
+void share_cores(int rank, int world_size) {
+  cpu_set_t allowed;
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
+  const int cores = CPU_COUNT(&allowed);
+  if (cores < world_size) return;
+  cpu_set_t share;
+  CPU_ZERO(&share);
+  for (int core = 0, nth = 0; core < CPU_SETSIZE; ++core) {
+    if (!CPU_ISSET(core, &allowed)) continue;
+    if (nth * world_size / cores == rank) CPU_SET(core, &share);
+    ++nth;
+  }
+  sched_setaffinity(0, sizeof share, &share);
+}
+
 // A thread that no signal is delivered to: they are Python's main thread's.
 std::thread start_thread(EngineState* state) {
   sigset_t all;
@@ -146,7 +165,10 @@ std::thread start_thread(EngineState* state) {
   pthread_sigmask(SIG_SETMASK, &all, &before);
   std::thread thread;
   try {
-    thread = std::thread([state] { state->run(); });
+    thread = std::thread([state] {
+      share_cores(state->rank, state->world_size);
+      state->run();
+    });
   } catch (...) {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     throw;

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import multiprocessing
-import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -120,7 +119,6 @@ def _worker(rank: int, world_size: int, sizes: list[int], rounds: int, pipe: Con
     from dadt import _core
 
     torch.set_num_threads(1)
-    _bind(rank, world_size)
     executor = _core.ShmExecutor(rank, world_size)
     pipe.send(executor.endpoint())
     executor.connect(pipe.recv(), TIMEOUT)
@@ -130,15 +128,6 @@ def _worker(rank: int, world_size: int, sizes: list[int], rounds: int, pipe: Con
     for size in sizes:
         pipe.send(_Bucket(engine, gloo, rank, world_size, _counts(size)).run(rounds))
     engine.close(TIMEOUT)
-
-
-def _bind(rank: int, world_size: int) -> None:
-    """Gives the worker its share of the cores, for all contenders alike: with more threads than cores (each
-    contender has one beside the main thread) medians otherwise show where the scheduler happened to put them."""
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) >= world_size:
-        share = len(cores) // world_size
-        os.sched_setaffinity(0, cores[rank * share : (rank + 1) * share])
 
 
 class _Bucket:
