@@ -73,7 +73,7 @@ def step(ranks: int, model: str, batch_size: int, steps: int, rounds: int, file:
         ways = [Way("python", None), Way("dadt run -np 1", [])]
     else:
         ways = [
-            Way("null", ["--executor", "null"]),
+            Way("null", ["--executor", "null", "--warmup-steps", "2"]),
             Way("pipe", ["--warmup-steps", "2"]),
             Way("sync", ["--algorithm", "sync"]),
         ]
@@ -109,7 +109,11 @@ def milliseconds(value: Interval) -> str:
 
 def report_results(title: str, results: Sequence[Result], file: str | None) -> None:
     lines = [[r.name, milliseconds(r.seconds), str(r.ratio)] for r in results]
-    report(title, ["", "ms", f"ratio to {results[0].name}"], lines, results, file)
+    head = ["", "ms", f"ratio to {results[0].name}"]
+    if any(r.own for r in results):
+        head.append("in dadt's hooks")
+        lines = [[*line, f"{100 * (r.own or 0.0):.2f} %"] for line, r in zip(lines, results, strict=True)]
+    report(title, head, lines, results, file)
 
 
 def report(

@@ -34,24 +34,38 @@ class Result:
     name: str
     seconds: Interval
     ratio: Interval
+    own: float | None = None
+    """Share of the time that rank 0 spent in DADT's hooks around its steps, waiting included."""
 
 
 class Party:
     """The workers of one way: started, waiting, and training only when it is their turn."""
 
-    def __init__(self, process: subprocess.Popen[bytes], lines: Sequence[Connection]) -> None:
+    def __init__(self, name: str, process: subprocess.Popen[bytes], lines: Sequence[Connection], said: Path) -> None:
+        self._name = name
+        self._said = said
         self.process = process
         self._lines = lines
+        self._seconds = 0.0
+        self._own = 0.0
+
+    @property
+    def own(self) -> float:
+        return self._own / self._seconds if self._seconds else 0.0
 
     def train(self, steps: int) -> float:
         """Seconds of a step: median over steps of the slowest rank."""
         for line in self._lines:
             line.send(steps)
         try:
-            times = [line.recv() for line in self._lines]
+            turns = [line.recv() for line in self._lines]
         except EOFError:
-            raise DadtError("a worker of the benchmark ended; its own error is above") from None
-        return float(statistics.median(max(step) for step in zip(*times, strict=True)))
+            tail = self._said.read_bytes()[-2000:].decode(errors="replace")
+            raise DadtError(f"{self._name}: a worker ended; it said: {tail}") from None
+        times, own = turns[0]
+        self._seconds += sum(times)
+        self._own += own
+        return float(statistics.median(max(step) for step in zip(*(times for times, _ in turns), strict=True)))
 
     def dismiss(self) -> None:
         for line in self._lines:
@@ -72,17 +86,19 @@ def _start(way: Way, ranks: int, model: str, batch_size: int) -> Iterator[Party]
         else:
             launcher = [sys.executable, "-m", "dadt_cli", "run", "-np", str(ranks), "--log-dir", folder]
             command = [*launcher, "--output", "errors", *way.options, *script]
-        process = subprocess.Popen(command, env=one_thread(), stdout=subprocess.DEVNULL)
+        said = stack.enter_context(Path(folder, "said").open("w+b"))
+        process = subprocess.Popen(command, env=one_thread(), stdout=said, stderr=said)
         try:
             # A worker that dies before it connects would leave accept() waiting for ever.
             listener._listener._socket.settimeout(CONNECT_SECONDS)  # type: ignore[attr-defined]
             try:
                 lines = [stack.enter_context(listener.accept()) for _ in range(ranks if way.options is not None else 1)]
             except TimeoutError:
-                raise DadtError(f"the workers of {way.name} did not start within {CONNECT_SECONDS:.0f} s") from None
+                tail = Path(said.name).read_bytes()[-2000:].decode(errors="replace")
+                raise DadtError(f"{way.name} did not start within {CONNECT_SECONDS:.0f} s; it said: {tail}") from None
             for line in lines:
                 line.recv()
-            party = Party(process, lines)
+            party = Party(way.name, process, lines, Path(said.name))
             yield party
             party.dismiss()
         finally:
@@ -111,4 +127,7 @@ def measure(
             order = range(len(ways)) if turn % 2 == 0 else reversed(range(len(ways)))
             for i in order:
                 times[i].append(parties[i].train(steps))
-    return [Result(w.name, interval(t), ratio(t, times[0])) for w, t in zip(ways, times, strict=True)]
+        return [
+            Result(way.name, interval(t), ratio(t, times[0]), party.own)
+            for way, party, t in zip(ways, parties, times, strict=True)
+        ]

@@ -15,15 +15,15 @@ from dadt.inject import download, failure, gradient, loader, module, optimizer, 
 from dadt.runtime import Runtime
 from dadt.world import World
 
-_started = False
+runtime: Runtime | None = None
+"""This process's, once it is a worker."""
 
 
 def start(world: World) -> None:
     """Install all hooks. Claims nothing: that happens when the script begins to train."""
-    global _started
-    if _started:
+    global runtime
+    if runtime is not None:
         return
-    _started = True
     control = Control.connect(world)
     if control is not None:
         control.hello(torch=torch.__version__)
