@@ -69,7 +69,6 @@ void Ring::connect(const std::vector<std::string>& endpoints, double timeout) {
     return true;
   };
   wait(all_here, absent, "the start", timeout);
-  check_aborted();
   own().seal();
 }
 

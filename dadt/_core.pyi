@@ -80,7 +80,7 @@ class Work:
         """After wait: time that the operation spent waiting for the last rank to arrive."""
 
 class Job:
-    """One operation pulled by a Python executor's thread; finish or fail it exactly once."""
+    """One operation pulled by a Python executor's thread; finish or fail it exactly once. One that is dropped fails."""
 
     @property
     def kind(self) -> str:
@@ -132,11 +132,14 @@ class Engine:
     def allgather(self, data: bytes, name: str) -> Work:
         """Every rank's bytes, which may differ in length, in Work.lanes."""
     def pull(self, timeout: float) -> Job | None:
-        """Next operation, for a Python executor; None after timeout or at close. Waits without the GIL."""
+        """Next operation, for a Python executor; None after timeout or at close (then `closed` is true). Waits
+        without the GIL. RuntimeError while the job before is neither finished nor failed."""
     def abort(self, reason: str) -> None:
-        """Fail everything pending and to come with Aborted(reason), here and (shm) on the peers. Any thread."""
+        """Fail everything pending and to come with Aborted(reason), here and (shm) on the peers. Any thread.
+        In pull mode the job that was pulled fails at once, and its pack and unpack raise from then on."""
     def close(self, timeout: float) -> None:
-        """Wait for what is pending, then stop the thread. Idempotent."""
+        """Wait for what is pending, then stop the thread. Idempotent. CommTimeout if that took longer than
+        `timeout`: the rest was aborted, then, and the engine is closed all the same."""
     @property
     def closed(self) -> bool: ...
     @property
@@ -148,7 +151,5 @@ def predict(
 ) -> None:
     """Pairwise, in one pass: parameter, displacement = parameter + factor * displacement, parameter."""
 
-def displace(
-    dtype: DType, counts: Sequence[int], parameters: Sequence[int], before: Sequence[int]
-) -> None:
+def displace(dtype: DType, counts: Sequence[int], parameters: Sequence[int], before: Sequence[int]) -> None:
     """Pairwise, in one pass: before = parameter - before."""

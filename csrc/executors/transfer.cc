@@ -14,7 +14,8 @@ namespace {
 constexpr uint32_t kAhead = 2;
 static_assert(Segment::kSlots >= 2 * kAhead);
 
-constexpr int kDirect = 3;  // up to so many ranks, each reduces all of a chunk for itself
+// Up to so many ranks, each reduces all of a chunk for itself: measured, that costs less than meeting twice.
+constexpr int kDirect = 8;
 constexpr size_t kStreamBytes = size_t{16} << 20;  // outputs larger than this would only wash the cache out
 
 size_t padded(size_t bytes) { return (bytes + 63) / 64 * 64; }
