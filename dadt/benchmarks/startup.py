@@ -39,9 +39,8 @@ def _until_first_step(name: str, command: Sequence[str], stamps: Path, ranks: in
     stamps.unlink(missing_ok=True)
     begun = time.time()
     done = subprocess.run(command, env=one_thread(), capture_output=True, timeout=SECONDS, check=False)
-    if done.returncode:
-        raise DadtError(f"{name} failed: {done.stderr.decode(errors='replace')[-2000:]}")
-    taken = [float(line) for line in stamps.read_text().split()]
+    # How it ends is not measured: Gloo's threads sometimes abort a process that has long taken its step.
+    taken = [float(line) for line in stamps.read_text().split()] if stamps.exists() else []
     if len(taken) != ranks:
-        raise DadtError(f"{name}: {len(taken)} of {ranks} workers took a step")
+        raise DadtError(f"{name}: {len(taken)} of {ranks} took a step: {done.stderr.decode(errors='replace')[-2000:]}")
     return max(taken) - begun
