@@ -8,13 +8,13 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dadt.algorithms import ALGORITHMS
-from dadt.buffer import Buffers
 from dadt.errors import DadtError, Mismatch
 from dadt.exchange import Exchange, Schema
-from dadt.lane import Lane
+from dadt.lane import Lane, any_flags, pack_flags
 from dadt.measure import Measure
 from dadt.prediction import Prediction, auto_factor
 
@@ -35,7 +35,11 @@ class Attachment:
         self.has_closure = False
         self.warmup_steps = runtime.config.warmup_steps
         self.measure = Measure()
-        self.buffers = Buffers()
+        self._modules = _below(runtime.root_modules(optimizer))
+        self._candidates: list[tuple[nn.Module, str, torch.Tensor]] = []
+        self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        """Parameters that all ranks have from rank 0."""
+        self._delivered: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self.scale: torch.Tensor | None = None
         """Current loss scale, where the script has a GradScaler."""
         self.drawn = 0
@@ -45,6 +49,8 @@ class Attachment:
         self._exchanges = 0
         self.consumed = False
         """This step's gradients are averaged."""
+        self.stepping = False
+        """The optimizer's own step is under way."""
         self._held: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._grew = False
         self._agreed = -1
@@ -55,8 +61,8 @@ class Attachment:
         predict = runtime.config.predict
         factor = auto_factor(optimizer) if predict == "auto" else float(predict)
         self.prediction = Prediction(self.parameters, factor)
+        weakref.finalize(optimizer, self.prediction.undo)
         self.algorithm = ALGORITHMS[runtime.config.algorithm](self)
-        self.refresh()
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -70,8 +76,14 @@ class Attachment:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """Those that are trained, in registration order."""
-        return [p for g in self.optimizer.param_groups for p in g["params"] if p.requires_grad]
+        """Those that are trained, in registration order; none once the optimizer is collected."""
+        optimizer = self._optimizer()
+        return [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad] if optimizer else []
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Those below the topmost modules of its parameters, as they were when it was attached."""
+        return [m for ref in self._modules if (m := ref()) is not None]
 
     @property
     def name(self) -> str:
@@ -90,8 +102,49 @@ class Attachment:
     def _make_token(self) -> tuple[Any, ...]:
         return (
             tuple((id(p), p.dtype, p.device) for p in self.parameters),
-            tuple(id(b) for b in self.buffers.tensors),
+            tuple(id(b) for _, _, b in self._buffers()),
         )
+
+    def _buffers(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
+        return self.runtime.buffers.of(self.modules) if self.runtime.config.buffers else []
+
+    def start(self) -> None:
+        """From rank 0's state, on all ranks: parameters (frozen ones, too), buffers, optimizer state."""
+        optimizer = self.optimizer
+        self.runtime.adopt(self, weights=self.runtime.config.broadcast)
+        for p in (p for g in optimizer.param_groups for p in g["params"]):
+            self._known[p] = True
+        if self.runtime.config.buffers:
+            self._candidates = self.runtime.buffers.watch(self.modules)
+        self.refresh()
+
+    def welcome(self) -> None:
+        """Parameters that the script has added start from rank 0's values. Cheap where there are none."""
+        optimizer = self.optimizer
+        if sum(len(g["params"]) for g in optimizer.param_groups) == len(self._known):
+            return
+        new = [p for g in optimizer.param_groups for p in g["params"] if p not in self._known]
+        for p in new:
+            self._known[p] = True
+        if new and self.runtime.config.broadcast:
+            self.runtime.broadcast([p.data for p in new], f"late weights{self.name}")
+        self._modules = _below(self.runtime.root_modules(optimizer))
+        if self.runtime.config.buffers:
+            self._candidates += self.runtime.buffers.watch(m for m in self.modules if m not in self.runtime.buffers)
+
+    def _settle_buffers(self) -> None:
+        """A training forward has run: buffers that it changed on any rank are averaged from now on."""
+        if not self._candidates:
+            return
+        changed = [
+            (now := m._buffers.get(n)) is not None and not torch.equal(now, before) for m, n, before in self._candidates
+        ]
+        work = self.runtime.allgather(f"buffers that change{self.name}", pack_flags(changed))
+        self.runtime.wait(work)
+        for (m, n, _), change in zip(self._candidates, any_flags(work.lanes, len(changed)), strict=True):
+            if change:
+                self.runtime.buffers.add(m, n)
+        self._candidates = []
 
     def refresh(self) -> None:
         """Follow parameters that were frozen, added, moved or cast, and buffers that came to life."""
@@ -102,7 +155,7 @@ class Attachment:
         if self._schema is None or token[0] != self._token[0]:
             self.prediction.follow(parameters)
             self._hook(parameters)
-        self._schema = Schema(parameters, self.buffers.tensors, int(self.runtime.config.bucket_mb * 2**20))
+        self._schema = Schema(parameters, self._buffers(), int(self.runtime.config.bucket_mb * 2**20))
         self._token = token
 
     def _hook(self, parameters: list[torch.Tensor]) -> None:
@@ -133,6 +186,8 @@ class Attachment:
 
     def consume(self) -> None:
         """The first place of a step where gradients are used: exchange, and make `.grad` what shall be applied."""
+        if self.consumed and self._grew and not any(p.grad is g for p, g in self._delivered if g is not None):
+            self.skipped()  # the script let the averages go, and computed anew
         if self.consumed:
             if self._grew:
                 raise DadtError(
@@ -140,8 +195,13 @@ class Attachment:
                     " averaged: clip once, after the step's last backward"
                 )
             return
+        self.stepping = False
+        self.welcome()
         if self.step > 0:
-            self.buffers.settle()
+            self._settle_buffers()
+        self.runtime.take_over(self)
+        if len(self.prediction.parameters) != len(parameters := self.parameters):
+            self.prediction.follow(parameters)
         if self.algorithm.tracks:
             self.prediction.before_step()
         else:
@@ -149,12 +209,19 @@ class Attachment:
         self.refresh()
         if self._token[0]:
             self.algorithm.before_step()
+        self._delivered = [(p, p.grad) for p in self.parameters]
         self.drawn = 0
         self.consumed = True
         self._grew = False
 
+    def zero_gradients(self) -> None:
+        """For a step that applies none. In memory of their own: the flat buffers may be under way."""
+        for p in self.parameters:
+            p.grad = torch.zeros_like(p)
+
     def hold_back(self) -> None:
         """Where no average has come yet: without gradients a step changes neither weights, momentum nor counters."""
+        self.stepping = True
         if self.algorithm.holds:
             self._held = [(p, p.grad) for p in self.parameters]
             for p, _ in self._held:
@@ -169,7 +236,7 @@ class Attachment:
         self._end_step()
 
     def skipped(self) -> None:
-        """All ranks left the step out (the gradient scaler found infinities in the average)."""
+        """All ranks left the step out: by the gradient scaler, or by the script from the averages' norm."""
         self.prediction.forget()
         self._end_step()
 
@@ -177,12 +244,19 @@ class Attachment:
         self.algorithm.after_step()
         self.measure.stepped()
         self.step += 1
+        self._delivered = []
+        self.consumed = self.stepping = False
+
+    def before_closure(self) -> None:
+        """The optimizer is about to evaluate: what it uses inside (clipping) is averaged at once."""
+        self.has_closure = True
         self.consumed = False
+        self.prediction.forget()
 
     def average_closure(self, loss: float) -> float:
         """Gradients and loss of one evaluation of a closure, averaged at once; the mean loss."""
-        self.has_closure = True
-        self.prediction.forget()
+        self.consumed = False
+        self.welcome()
         self.refresh()
         exchange = self.new_exchange()
         self.close(exchange, loss=loss)
@@ -202,7 +276,7 @@ class Attachment:
         self.runtime.keep(exchange)
         return exchange
 
-    def close(self, exchange: Exchange, *, redo: bool = False, loss: float = 0.0) -> None:
+    def close(self, exchange: Exchange, *, growth: int = 0, redo: bool = False, loss: float = 0.0) -> None:
         """Launch what is left of the exchange, with this rank's lane."""
         exchange.scale = self.scale
         exchange.close(
@@ -211,6 +285,7 @@ class Attachment:
                 drawn=self.drawn,
                 groups=zlib.crc32(repr(group_values(self.optimizer)).encode()),
                 fingerprint=self._fingerprint() if exchange.number < _FINGERPRINTED_STEPS else 0,
+                growth=growth,
                 redo=redo,
                 weight=exchange.weight,
                 loss=loss,
@@ -241,8 +316,7 @@ class Attachment:
             for p in self._schema.parameters:
                 if id(p) not in averaged:
                     p.grad = None
-        sent = [t for bucket in exchange.schema.buffer_buckets for t in bucket.tensors]
-        self.buffers.update(sent, exchange.averaged_buffers())
+        self.runtime.buffers.update(exchange.schema.places, exchange.averaged_buffers())
 
     # Agreement -------------------------------------------------------------------------------------------------
 
@@ -277,18 +351,25 @@ class Attachment:
             )
 
 
+def _below(roots: list[nn.Module]) -> list[weakref.ref[nn.Module]]:
+    return [weakref.ref(m) for m in dict.fromkeys(m for root in roots for m in root.modules())]
+
+
 def group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Each param_group's values (learning rate, momentum, ...) without the parameters; tensors as numbers."""
+    """Each param_group's plain values (learning rate, momentum, ...); tensors of the CPU as numbers."""
     return [
-        {k: _plain(v) for k, v in sorted(group.items()) if k != "params" and not _on_device(v)}
+        {key: plain for key, value in sorted(group.items()) if (plain := _plain(value)) is not _OTHER}
         for group in optimizer.param_groups
     ]
 
 
+_OTHER = object()
+"""What cannot be compared between ranks: functions, objects of the script's, parameters, tensors of a device."""
+
+
 def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, torch.Tensor) else value
-
-
-def _on_device(value: Any) -> bool:
-    """Reading it would wait for the device."""
-    return isinstance(value, torch.Tensor) and value.device.type != "cpu"
+    if isinstance(value, torch.Tensor):
+        return value.tolist() if value.device.type == "cpu" and value.numel() == 1 else _OTHER
+    if isinstance(value, (list, tuple)):
+        return value if all(isinstance(v, (bool, int, float, str)) for v in value) else _OTHER
+    return value if value is None or isinstance(value, (bool, int, float, str)) else _OTHER

@@ -11,74 +11,66 @@ from torch.nn.modules.batchnorm import _NormBase
 
 
 class Buffers:
-    """Floating buffers that change in training, of the modules of one optimizer.
+    """The floating buffers that training changes, of all modules that are trained. One per runtime.
 
-    The average that came with the last exchange is the official copy, equal on all ranks. `show` puts it into the
-    modules (eval(), state_dict()), `hide` puts the rank's own back (train(), the next training forward).
+    The average that came with the last exchange is the official copy, equal on all ranks. `show` puts it into a
+    module (eval(), state_dict()), `hide` puts the rank's own back (train(), the next training forward).
     """
 
     def __init__(self) -> None:
-        self._modules: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
-        self._candidates: list[tuple[weakref.ref[nn.Module], str, torch.Tensor]] = []
-        self._official: dict[int, torch.Tensor] = {}
-        self._own: weakref.WeakKeyDictionary[nn.Module, list[torch.Tensor]] = weakref.WeakKeyDictionary()
+        self._names: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
+        self._official: weakref.WeakKeyDictionary[nn.Module, dict[str, torch.Tensor]] = weakref.WeakKeyDictionary()
+        self._own: weakref.WeakKeyDictionary[nn.Module, dict[str, torch.Tensor]] = weakref.WeakKeyDictionary()
 
-    def watch(self, roots: Iterable[nn.Module], taken: Iterable[nn.Module]) -> None:
-        """Find the buffers below the roots: BatchNorm's, and of the others those that `settle` sees change."""
-        taken = set(taken)
-        for module in {m: None for root in roots for m in root.modules()}:
-            if module in taken:
-                continue
+    def watch(self, modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, torch.Tensor]]:
+        """Take up BatchNorm's statistics. Of other floating buffers, gives (module, name, value now): those that
+        training has changed by then are for `add`; constants (masks, position tables) are not worth sending."""
+        candidates = []
+        for module in modules:
             names = [n for n, b in module._buffers.items() if b is not None and b.is_floating_point()]
-            if names and isinstance(module, _NormBase):
-                self._modules[module] = names
+            if isinstance(module, _NormBase):
+                self._names.setdefault(module, names)
             else:
-                self._candidates += [(weakref.ref(module), n, module._buffers[n].clone()) for n in names]  # type: ignore[union-attr]
+                candidates += [(module, n, b.detach().clone()) for n in names if (b := module._buffers[n]) is not None]
+        return candidates
 
-    def settle(self) -> None:
-        """After a training forward: keep those that it changed. Constants (masks, position tables) are not sent."""
-        for ref, name, before in self._candidates:
-            module = ref()
-            now = module._buffers.get(name) if module is not None else None
-            if module is not None and now is not None and not torch.equal(now, before):
-                self._modules.setdefault(module, []).append(name)
-        self._candidates = []
+    def __contains__(self, module: nn.Module) -> bool:
+        return module in self._names
 
-    @property
-    def modules(self) -> list[nn.Module]:
-        return list(self._modules)
+    def add(self, module: nn.Module, name: str) -> None:
+        names = self._names.setdefault(module, [])
+        if name not in names:
+            names.append(name)
 
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """The rank's own buffers, in a fixed order; the same tensors as long as the script keeps them."""
-        return [b for m, names in self._modules.items() for n in names if (b := m._buffers.get(n)) is not None]
+    def of(self, modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, torch.Tensor]]:
+        """(module, name, the rank's own buffer), in the order of the modules."""
+        return [(m, n, b) for m in modules for n in self._names.get(m, ()) if (b := m._buffers.get(n)) is not None]
 
-    def update(self, tensors: Sequence[torch.Tensor], averages: Sequence[torch.Tensor]) -> None:
-        """A new official copy has come for these tensors."""
-        self._official = {id(t): a for t, a in zip(tensors, averages, strict=True)}
+    def update(self, places: Sequence[tuple[nn.Module, str]], averages: Sequence[torch.Tensor]) -> None:
+        """A new official copy has come."""
+        for (module, name), average in zip(places, averages, strict=True):
+            self._official.setdefault(module, {})[name] = average
 
     def show(self, module: nn.Module) -> None:
-        names = self._modules.get(module)
-        if not names or module in self._own or not self._official:
+        official = self._official.get(module)
+        if not official or module in self._own:
             return
-        own = []
-        for name in names:
-            buffer = module._buffers[name]
-            assert buffer is not None
-            own.append(buffer.detach().clone())
-            if id(buffer) in self._official:
-                buffer.data.copy_(self._official[id(buffer)])
+        own = {}
+        for name, average in official.items():
+            buffer = module._buffers.get(name)
+            if buffer is not None:
+                own[name] = buffer.detach().clone()
+                buffer.data.copy_(average)
         self._own[module] = own
 
     def hide(self, module: nn.Module) -> None:
-        own = self._own.pop(module, None)
-        for name, value in zip(self._modules.get(module, ()), own or (), strict=False):
-            buffer = module._buffers[name]
+        for name, value in self._own.pop(module, {}).items():
+            buffer = module._buffers.get(name)
             if buffer is not None:
                 buffer.data.copy_(value)
 
     def show_all(self) -> None:
-        for module in list(self._modules):
+        for module in list(self._names):
             self.show(module)
 
     def hide_training(self) -> None:
@@ -87,10 +79,13 @@ class Buffers:
             if module.training:
                 self.hide(module)
 
+    def keep_shown(self, modules: Iterable[nn.Module]) -> None:
+        """Training went on from the official copy: what it became is the rank's own."""
+        for module in modules:
+            if module.training:
+                self._own.pop(module, None)
+
     def forget(self, module: nn.Module) -> None:
-        """The script has loaded values: they are official and the rank's own."""
+        """The script has set the values: they are official and the rank's own."""
         self._own.pop(module, None)
-        for name in self._modules.get(module, ()):
-            buffer = module._buffers[name]
-            if buffer is not None:
-                self._official.pop(id(buffer), None)
+        self._official.pop(module, None)

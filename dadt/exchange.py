@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from dadt.bucket import Bucket, split
 from dadt.errors import Mismatch
@@ -19,12 +20,20 @@ if TYPE_CHECKING:
 class Schema:
     """What the exchanges of one optimizer move: gradients, last parameters first, and buffers. Equal on all ranks."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], max_bytes: int) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        buffers: Sequence[tuple[nn.Module, str, torch.Tensor]],
+        max_bytes: int,
+    ) -> None:
         self.parameters = list(parameters)
+        places = {id(b): (m, n) for m, n, b in buffers}
         self.buckets = split(self.parameters[::-1], max_bytes)
         # Gradients of the first parameters come last in a backward: their bucket closes the step.
-        self.buffer_buckets = split(buffers, max_bytes)
-        tensors = [*self.parameters, *buffers]
+        self.buffer_buckets = split([b for _, _, b in buffers], max_bytes)
+        self.places = [places[id(b)] for bucket in self.buffer_buckets for b in bucket.tensors]
+        """Module and name of each buffer, in the order of their buckets."""
+        tensors = [*self.parameters, *(b for _, _, b in buffers)]
         self.crc = zlib.crc32(repr([(tuple(t.shape), str(t.dtype), t.device.type) for t in tensors]).encode())
         self.turn = 0
 
@@ -45,11 +54,17 @@ class Exchange:
         self._works: list[Work] = []
         self._buffer_works: list[Work] = []
         self._alive: list[list[torch.Tensor | None]] = []
+        self._launched: list[tuple[torch.Tensor, torch.Tensor | None, int]] = []
 
     @property
     def launched(self) -> int:
         """Gradient buckets under way."""
         return len(self._works)
+
+    @property
+    def touched(self) -> bool:
+        """Whether a gradient was changed or replaced after its bucket was launched."""
+        return any(p.grad is not g or (g is not None and g._version != v) for p, g, v in self._launched)
 
     @property
     def works(self) -> list[Work]:
@@ -68,6 +83,7 @@ class Exchange:
         """Submit the next bucket's gradients as they are now. They must not change until the work is done."""
         index = len(self._works)
         bucket = self.schema.buckets[index]
+        self._launched += [(p, p.grad, 0 if p.grad is None else p.grad._version) for p in bucket.tensors]
         self._works.append(self._submit(bucket, [t.grad for t in bucket.tensors], f"bucket {index}", lane))
 
     def close(self, lane: Lane) -> None:
@@ -117,25 +133,23 @@ class Exchange:
         for bucket, work in zip(self.schema.buckets, self._works, strict=True):
             present = any_flags(work.lanes, len(bucket.tensors))
             given: list[torch.Tensor] = []
+            averages: list[tuple[torch.Tensor, torch.Tensor]] = []
             for i, p in enumerate(bucket.tensors):
                 # Frozen since: the script expects it to stay where it is.
                 if not present[i] or not p.requires_grad:
                     p.grad = None
                     continue
-                sparse = p.grad is not None and p.grad.layout == torch.sparse_coo
                 gradient = bucket.deliver(i, self._turn)
                 given.append(gradient)
-                p.grad = gradient.to_sparse(1) if sparse else gradient
+                averages.append((p, gradient))
             if ratio is not None and given:
                 torch._foreach_mul_(given, ratio)
+            for p, gradient in averages:
+                sparse = p.grad is not None and p.grad.layout == torch.sparse_coo
+                p.grad = gradient.to_sparse(1) if sparse else gradient
 
     def averaged_buffers(self) -> list[torch.Tensor]:
         """The buffers' averages, in the order of the schema's buckets."""
         return [
             bucket.deliver(i, self._turn) for bucket in self.schema.buffer_buckets for i in range(len(bucket.tensors))
         ]
-
-    def zeros(self) -> None:
-        """Zero gradients, for a step that applies none. In memory of their own: the flat buffers may be under way."""
-        for p in self.schema.parameters:
-            p.grad = torch.zeros_like(p)

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_FORMAT = struct.Struct("<IIIIBdd")
+_FORMAT = struct.Struct("<IIIIIBdd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,13 +14,15 @@ class Lane:
     """One rank's side of one step's agreement. Packs to the same length on every rank."""
 
     layout: int
-    """crc32 of names, shapes and dtypes of everything exchanged."""
+    """crc32 of shapes and dtypes of everything exchanged."""
     drawn: int
     """Batches drawn from shared loaders since the last exchange of this optimizer."""
     groups: int
     """crc32 of the optimizer's param_group values (learning rate and so on)."""
     fingerprint: int
     """crc32 of some elements of the local gradient; 0: not taken."""
+    growth: int
+    """crc32 of how often each gradient grew in this step; what is launched from backward depends on it."""
     redo: bool
     """Gradients grew after their exchange was launched: all ranks exchange once more."""
     weight: float
@@ -29,12 +31,21 @@ class Lane:
     """The closure's loss, for optimizers with a closure."""
 
     def pack(self) -> bytes:
-        return _FORMAT.pack(self.layout, self.drawn, self.groups, self.fingerprint, self.redo, self.weight, self.loss)
+        return _FORMAT.pack(
+            self.layout,
+            self.drawn,
+            self.groups,
+            self.fingerprint,
+            self.growth,
+            self.redo,
+            self.weight,
+            self.loss,
+        )
 
     @classmethod
     def unpack(cls, data: bytes) -> Lane:
-        layout, drawn, groups, fingerprint, redo, weight, loss = _FORMAT.unpack_from(data)
-        return cls(layout, drawn, groups, fingerprint, bool(redo), weight, loss)
+        layout, drawn, groups, fingerprint, growth, redo, weight, loss = _FORMAT.unpack_from(data)
+        return cls(layout, drawn, groups, fingerprint, growth, bool(redo), weight, loss)
 
 
 LANE_BYTES = _FORMAT.size

@@ -96,6 +96,11 @@ class Prediction:
             b.neg_().add_(p)
         self._holds = _Holds.DISPLACEMENT
 
+    def release(self, ids: set[int]) -> None:
+        """Another optimizer steps these parameters: it predicts them from now on."""
+        if any(id(p) in ids for p in self.parameters):
+            self.follow([p for p in self.parameters if id(p) not in ids])
+
     def follow(self, parameters: Sequence[torch.Tensor]) -> None:
         """The script froze, added or replaced parameters: those that stay keep what is known of them."""
         self.undo()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import itertools
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from torch import nn
 from dadt import executors
 from dadt.attachment import Attachment, group_values
 from dadt.bucket import DTYPES, split
+from dadt.buffer import Buffers
 from dadt.config import Config
 from dadt.errors import CommTimeout, DadtError, Mismatch
 from dadt.measure import Measure
@@ -55,13 +55,14 @@ class Runtime:
         self._ordinals = itertools.count()
         self._registered: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._attachments: weakref.WeakKeyDictionary[torch.optim.Optimizer, Attachment] = weakref.WeakKeyDictionary()
+        self.buffers = Buffers()
         self.roots: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[weakref.ref[nn.Module]]] = (
             weakref.WeakKeyDictionary()
         )
         """The modules that the script calls, whose parameters an optimizer trains."""
         self.left_alone: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Optimizers of DDP's or FSDP's parameters."""
-        self._in_flight: deque[Exchange] = deque()
+        self._in_flight: list[Exchange] = []
         self._measures: list[Measure] = []
         """Of all attachments so far; an optimizer may be collected before the end."""
         self._told: set[str] = set()
@@ -93,7 +94,8 @@ class Runtime:
 
     @property
     def attachments(self) -> list[Attachment]:
-        return list(self._attachments.values())
+        """Oldest first."""
+        return sorted(self._attachments.values(), key=lambda a: a.index)
 
     @property
     def engine(self) -> Engine:
@@ -120,12 +122,14 @@ class Runtime:
         """An optimizer was built (or is first seen). Claims nothing."""
         if optimizer in self._registered:
             return
+        scaled = [g for o in self._registered for g in o.param_groups]
         self._registered[optimizer] = next(self._ordinals)
         factor = {"linear": float(self.world.world_size), "sqrt": self.world.world_size**0.5}.get(
             self.config.scale_lr, 1.0
         )
         if factor != 1.0:
-            for group in optimizer.param_groups:
+            # A wrapper may have the very groups of the optimizer inside.
+            for group in (g for g in optimizer.param_groups if not any(g is other for other in scaled)):
                 group["lr"] = group["lr"] * factor
 
     # Joining ---------------------------------------------------------------------------------------------------
@@ -164,12 +168,9 @@ class Runtime:
     def _attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the optimizer train data-parallel, from rank 0's state."""
         attachment = Attachment(self, optimizer, self._registered[optimizer])
-        taken = [m for a in self.attachments for m in a.buffers.modules]
         self._attachments[optimizer] = attachment
         self._measures.append(attachment.measure)
-        self.adopt(attachment, weights=self.config.broadcast)
-        if self.config.buffers:
-            attachment.buffers.watch(self.root_modules(optimizer), taken)
+        attachment.start()
 
     def attachment(self, optimizer: torch.optim.Optimizer) -> Attachment | None:
         """The optimizer's attachment, made now if need be; None where DADT leaves it alone."""
@@ -178,10 +179,41 @@ class Runtime:
         self.begin()
         return self._attachments.get(optimizer)
 
+    def attached(self, optimizer: torch.optim.Optimizer) -> Attachment | None:
+        """The optimizer's attachment, if it has one by now."""
+        return self._attachments.get(optimizer)
+
+    def sharing(self, ids: set[int]) -> list[Attachment]:
+        """Whose gradients are used, where those of these parameters (by id) are: the newest that owns just them, or
+        as many, newest first, as it takes to have them all."""
+        mine = [(a, {id(p) for p in a.parameters}) for a in reversed(self.attachments)]
+        exact = [a for a, owned in mine if owned and owned == ids]
+        if exact:
+            return exact[:1]
+        chosen: list[Attachment] = []
+        for a, owned in mine:
+            if owned & ids:
+                chosen.append(a)
+                ids = ids - owned
+        return chosen
+
+    def let_go(self, ids: set[int]) -> None:
+        """The script drops gradients of these parameters: averages that no step has used are left out."""
+        for attachment in self.attachments:
+            if attachment.consumed and not attachment.stepping and any(id(p) in ids for p in attachment.parameters):
+                attachment.skipped()
+
+    def take_over(self, attachment: Attachment) -> None:
+        """Before its step: no other optimizer's prediction may stand in parameters that this one is to change."""
+        ids = {id(p) for p in attachment.parameters}
+        for other in self._attachments.values():
+            if other is not attachment:
+                other.prediction.release(ids)
+
     def adopt(self, attachment: Attachment, *, weights: bool) -> None:
         """Take rank 0's param_group values; with `weights` its weights, buffers and optimizer state as well."""
         optimizer = attachment.optimizer
-        parameters = attachment.parameters
+        parameters = [p for g in optimizer.param_groups for p in g["params"]]
         shapes = [tuple(p.shape) for p in parameters]
         state = _dump(optimizer.state_dict()["state"]) if weights and optimizer.state else b""
         mine = _dump((shapes, group_values(optimizer), state if self.world.rank == 0 else b""))
@@ -202,13 +234,16 @@ class Runtime:
                     group[key] = value
         if weights:
             attachment.prediction.undo()
-            self.broadcast([p.data for p in parameters], f"weights{attachment.name}")
-            buffers = [b for m in self.root_modules(optimizer) for b in m.buffers()]
-            self.broadcast([b.data for b in buffers], f"buffers{attachment.name}")
-            if theirs[0][2] and self.world.rank != 0:
-                optimizer.load_state_dict(
-                    {"state": _load(theirs[0][2]), "param_groups": optimizer.state_dict()["param_groups"]}
-                )
+            # Also what the optimizer does not train: a frozen part of the model.
+            roots = self.root_modules(optimizer)
+            every = dict.fromkeys([*parameters, *(p for m in roots for p in m.parameters())])
+            self.broadcast([p.data for p in every], f"weights{attachment.name}")
+            self.broadcast([b.data for m in roots for b in m.buffers()], f"buffers{attachment.name}")
+            if self.world.rank != 0 and theirs[0][2]:
+                groups = optimizer.state_dict()["param_groups"]
+                optimizer.load_state_dict({"state": _load(theirs[0][2]), "param_groups": groups})
+            elif self.world.rank != 0:
+                optimizer.state.clear()
 
     def broadcast(self, tensors: Sequence[torch.Tensor], name: str, root: int = 0) -> None:
         """Overwrite the tensors with the root's."""
@@ -231,9 +266,7 @@ class Runtime:
 
     def keep(self, exchange: Exchange) -> None:
         """Hold the exchange's memory until its works are done, whatever becomes of its owner."""
-        while self._in_flight and self._in_flight[0].works and self._in_flight[0].done:
-            self._in_flight.popleft()
-        self._in_flight.append(exchange)
+        self._in_flight = [e for e in self._in_flight if not e.done] + [exchange]
 
     def allgather(self, name: str, data: bytes) -> Work:
         return self.engine.allgather(data, name)
@@ -269,7 +302,7 @@ class Runtime:
         """Undo prediction and show the official buffers: the script is about to read or save."""
         for attachment in self.attachments:
             attachment.prediction.undo()
-            attachment.buffers.show_all()
+        self.buffers.show_all()
 
     def drew(self, samples: int, nominal: int) -> None:
         """A training batch was handed to the script."""
@@ -321,11 +354,16 @@ class Runtime:
                         self.control.ending(self.step)
                     self.wait(self._engine.allgather(b"", f"the end, after {self.step} steps"))
             finally:
-                self._engine.close(5.0)
-                self._disconnect()
-                self._in_flight.clear()
+                self._stop(self._engine)
         if self.control is not None:
             self.control.done(self.summary())
+
+    def _stop(self, engine: Engine) -> None:
+        try:
+            engine.close(5.0)
+        finally:
+            self._disconnect()
+            self._in_flight.clear()
 
 
 def _dump(value: Any) -> bytes:

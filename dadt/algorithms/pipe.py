@@ -57,7 +57,7 @@ class Pipe(Algorithm):
         a.measure.delayed += 1
         if previous is None:
             self._holds = True
-            exchange.zeros()
+            a.zero_gradients()
             return
         lanes = a.wait(previous)
         a.deliver(previous)

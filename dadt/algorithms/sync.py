@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,8 +17,9 @@ if TYPE_CHECKING:
 class Sync(Algorithm):
     """w(t+1) = optimizer(w(t), mean of g(t)).
 
-    How often a backward adds to each gradient is learned from the last two steps. Where they agree, a bucket is
-    launched from the backward that completes it. If more follows, a flag in the lane makes all ranks exchange again.
+    How often a backward adds to each gradient is learned from the last two steps. Where they and all ranks agree, a
+    bucket is launched from the backward that completes it. If a gradient changes after that (by one more backward, or
+    by the script's own hand), a flag in the lane makes all ranks exchange again.
     """
 
     wants_gradients = True
@@ -44,21 +46,22 @@ class Sync(Algorithm):
             if exchange.launched >= len(buckets) - 1 or not overlap.complete(buckets[exchange.launched].tensors):
                 return
             exchange.launch()
-            overlap.launched(buckets[exchange.launched - 1].tensors)
 
     def before_step(self) -> None:
         a = self.attachment
         exchange = self._exchange if self._exchange and a.schema_is_current() else a.new_exchange()
         self._exchange = None
-        a.close(exchange, redo=self._overlap.grew)
+        growth = self._overlap.growth(exchange.schema.parameters)
+        a.close(exchange, growth=growth, redo=exchange.touched)
         lanes = a.wait(exchange)
+        agreed = len({lane.growth for lane in lanes}) == 1
         if any(lane.redo for lane in lanes):
             exchange = a.new_exchange(again=True)
             a.close(exchange)
             lanes = a.wait(exchange)
         a.agree(lanes, exchange)
         a.deliver(exchange)
-        self._overlap.step()
+        self._overlap.step(agreed)
 
 
 class Overlap:
@@ -68,22 +71,17 @@ class Overlap:
         self._counts: dict[torch.Tensor, int] = {}
         self._before: dict[torch.Tensor, int] = {}
         self.expected: dict[torch.Tensor, int] = {}
-        self._launched: set[torch.Tensor] = set()
-        self.grew = False
-        """A gradient grew after it was launched."""
 
     def count(self, parameter: torch.Tensor) -> None:
         self._counts[parameter] = self._counts.get(parameter, 0) + 1
-        self.grew = self.grew or parameter in self._launched
 
     def complete(self, parameters: list[torch.Tensor]) -> bool:
         return all(self._counts.get(p, 0) == self.expected.get(p, 0) for p in parameters)
 
-    def launched(self, parameters: list[torch.Tensor]) -> None:
-        self._launched.update(parameters)
+    def growth(self, parameters: list[torch.Tensor]) -> int:
+        return zlib.crc32(bytes(min(self._counts.get(p, 0), 255) for p in parameters))
 
-    def step(self) -> None:
-        self.expected = self._counts if self._counts == self._before else {}
+    def step(self, agreed: bool) -> None:
+        """agreed: the gradients of all ranks grew alike, so all will launch alike."""
+        self.expected = self._counts if agreed and self._counts == self._before else {}
         self._before, self._counts = self._counts, {}
-        self._launched.clear()
-        self.grew = False

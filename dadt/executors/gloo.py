@@ -38,7 +38,7 @@ _TORCH = {
 
 
 def connect(
-    config: Config, world: World, exchange: Callable[[str, bytes], list[bytes]]
+    config: Config, world: World, meet: Callable[[str, bytes], list[bytes]]
 ) -> tuple[_core.Engine, Callable[[], None]]:
     timeout = datetime.timedelta(seconds=config.timeout)
     address = "127.0.0.1"
@@ -46,7 +46,7 @@ def connect(
     if world.rank == 0:
         server = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         port = server.port
-    host, _, number = exchange("gloo endpoint", f"{address}:{port}".encode())[0].decode().rpartition(":")
+    host, _, number = meet("gloo endpoint", f"{address}:{port}".encode())[0].decode().rpartition(":")
     store = server if world.rank == 0 else TCPStore(host, int(number), is_master=False, timeout=timeout)
     group = ProcessGroupGloo(PrefixStore("dadt", store), world.rank, world.world_size, timeout)
     engine = _core.Engine(None, world.rank, world.world_size, config.timeout)
@@ -102,7 +102,7 @@ class Gloo:
     def broadcast(self, job: _core.Job) -> tuple[list[bytes], float]:
         layout = job.layout
         assert layout is not None
-        flat = self._flat(layout, layout.total)
+        flat = torch.empty(layout.total, dtype=_TORCH[layout.dtype.name])  # once per training: not kept
         if job.root == self._world.rank:
             job.pack(flat.data_ptr())
         options = BroadcastOptions()

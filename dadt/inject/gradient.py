@@ -27,10 +27,10 @@ def install(runtime: Runtime, modules: Modules) -> None:
         """Average what the optimizers of these parameters (or gradients) are about to use."""
         ids = {id(t) for t in tensors}
         runtime.begin()
-        for attachment in runtime.attachments:
-            mine = (p.grad if gradients else p for p in attachment.parameters)
-            if any(id(t) in ids for t in mine):
-                consume(attachment)
+        if gradients:
+            ids = {id(p) for a in runtime.attachments for p in a.parameters if id(p.grad) in ids}
+        for attachment in runtime.sharing(ids):
+            consume(attachment)
 
     for name in _OF_PARAMETERS:
         if hasattr(torch.nn.utils, name):

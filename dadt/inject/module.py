@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from dadt.attachment import Attachment
 from dadt.runtime import Runtime
 
+_UNSEEN_STEPS = 3
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 
@@ -28,8 +30,9 @@ class Entry:
         self._modules = modules
         self._module = weakref.ref(module)
         self._call = call
-        self.called = False
-        """A forward with gradients ran since the last step."""
+        self.calls = 0
+        """Forwards with gradients so far."""
+        self._was_training = True
         self._trained_in_eval = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -37,11 +40,11 @@ class Entry:
         assert module is not None
         call = self._call or module._call_impl
         if torch.is_grad_enabled() and (module.training or self._trained_in_eval or not self._modules.runtime.began):
-            self.called = True
+            self._count(module)
             self._modules.forward_begins(module)
             return call(*args, **kwargs)
         if torch.is_grad_enabled():
-            self.called = True
+            self._count(module)
         suspended = self._modules.suspend(module)
         try:
             return call(*args, **kwargs)
@@ -55,13 +58,13 @@ class Entry:
         else:
             module.__dict__["_compiled_call_impl"] = self._call
 
-    def step_begins(self) -> bool:
-        """Whether the module was called in this step. A module in eval mode that is stepped trains so."""
-        called, self.called = self.called, False
-        module = self._module()
-        if called and module is not None:
-            self._trained_in_eval = not module.training
-        return called
+    def _count(self, module: nn.Module) -> None:
+        self.calls += 1
+        self._was_training = module.training
+
+    def stepped(self) -> None:
+        """A step follows its calls: a module that was in eval mode then trains so."""
+        self._trained_in_eval = not self._was_training
 
 
 class Modules:
@@ -72,6 +75,10 @@ class Modules:
         self._optimizers: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[torch.optim.Optimizer]] = (
             weakref.WeakKeyDictionary()
         )
+        self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[Entry, int]] = weakref.WeakKeyDictionary()
+        """Each entry's calls at the optimizer's last step."""
+        self._unseen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        """Steps in a row for which no call was seen."""
 
     # Finding ---------------------------------------------------------------------------------------------------
 
@@ -134,14 +141,34 @@ class Modules:
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Before an optimizer's step: a topmost module that was not called (a container) is entered one level down."""
+        seen = self._seen.setdefault(optimizer, {})
+        called = False
         for module in [m for m, optimizers in self._optimizers.items() if optimizer in optimizers]:
             entry = module.__dict__.get("_compiled_call_impl")
-            if not isinstance(entry, Entry) or entry.step_begins() or type(module).__name__ == "OptimizedModule":
+            if not isinstance(entry, Entry):
                 continue
-            ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            for child in module._modules.values():
-                if child is not None and any(id(p) in ids for p in child.parameters()):
-                    self.enter(child, optimizer)
+            if entry.calls > seen.get(entry, 0):
+                called = True
+                entry.stepped()
+            elif type(module).__name__ != "OptimizedModule":
+                self._enter_children(module, optimizer)
+            seen[entry] = entry.calls
+        self._unseen[optimizer] = 0 if called else self._unseen.get(optimizer, 0) + 1
+        attachment = self.runtime.attached(optimizer)
+        if self._unseen[optimizer] >= _UNSEEN_STEPS and attachment is not None:
+            # Called from inside a compiled function, where nothing of ours runs: its forwards saw what was shown.
+            self.runtime.buffers.keep_shown(attachment.modules)
+            if attachment.algorithm.predicts and attachment.prediction.factor:
+                self.runtime.say(
+                    f"{type(optimizer).__name__}: its model's calls are not seen (inside a compiled function, or it is"
+                    " no module): its gradients are delayed without prediction. Compile the model instead"
+                )
+
+    def _enter_children(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for child in module._modules.values():
+            if child is not None and any(id(p) in ids for p in child.parameters()):
+                self.enter(child, optimizer)
 
     # Around forwards -------------------------------------------------------------------------------------------
 
@@ -151,8 +178,9 @@ class Modules:
 
     def forward_begins(self, module: nn.Module) -> None:
         self.runtime.begin()
+        self.runtime.buffers.hide_training()
         for attachment in self.attachments(module):
-            attachment.buffers.hide_training()
+            attachment.welcome()
             if attachment.algorithm.predicts and not attachment.consumed:
                 attachment.prediction.apply()
 
@@ -166,11 +194,10 @@ class Modules:
 
     def mode_changed(self, module: nn.Module, training: bool) -> None:
         """eval() shows true weights and official buffers; train() gives back the rank's own buffers."""
-        for attachment in self.runtime.attachments:
-            if training:
-                attachment.buffers.hide(module)
-            else:
-                attachment.buffers.show(module)
+        if training:
+            self.runtime.buffers.hide(module)
+        else:
+            self.runtime.buffers.show(module)
         if not training and module in self._optimizers:
             for attachment in self.attachments(module):
                 attachment.prediction.undo()
@@ -184,8 +211,7 @@ class Modules:
         for attachment in mine:
             attachment.prediction.undo()
         for m in module.modules():
-            for attachment in self.runtime.attachments:
-                attachment.buffers.show(m)
+            self.runtime.buffers.show(m)
         return mine
 
     def loaded(self, module: nn.Module, mine: Iterable[Attachment]) -> None:
@@ -193,8 +219,7 @@ class Modules:
         for attachment in mine:
             attachment.prediction.forget()
         for m in module.modules():
-            for attachment in self.runtime.attachments:
-                attachment.buffers.forget(m)
+            self.runtime.buffers.forget(m)
 
 
 def install(modules: Modules) -> None:
@@ -242,6 +267,17 @@ def install(modules: Modules) -> None:
     nn.Module.compile = patched_compile  # type: ignore[method-assign]
     for name in ("__deepcopy__", "__reduce_ex__"):
         setattr(nn.Parameter, name, _true_first(getattr(nn.Parameter, name), runtime))
+    _show_copies(runtime)
+    zero_grad = nn.Module.zero_grad
+
+    @functools.wraps(zero_grad)
+    def patched_zero_grad(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if any(a.consumed for a in runtime.attachments):
+            ids = {id(p) for p in self.parameters()}
+            runtime.let_go(ids)
+        zero_grad(self, *args, **kwargs)
+
+    nn.Module.zero_grad = patched_zero_grad  # type: ignore[method-assign]
 
     def registered(parent: nn.Module, name: str, child: nn.Module | None) -> None:
         if child is not None:
@@ -261,6 +297,28 @@ def _true_first(copy: Callable[..., Any], runtime: Runtime) -> Callable[..., Any
         return copy(self, *args)
 
     return patched
+
+
+def _show_copies(runtime: Runtime) -> None:
+    """Copies and pickles of modules, and averages of models, take the official buffers."""
+    if "__getstate__" in nn.Module.__dict__:
+        getstate = nn.Module.__getstate__
+
+        @functools.wraps(getstate)
+        def patched_getstate(self: nn.Module) -> Any:
+            runtime.buffers.show(self)
+            return getstate(self)  # type: ignore[no-untyped-call]
+
+        nn.Module.__getstate__ = patched_getstate  # type: ignore[method-assign]
+    update = AveragedModel.update_parameters
+
+    @functools.wraps(update)
+    def patched_update(self: AveragedModel, model: nn.Module) -> None:
+        for m in model.modules():
+            runtime.buffers.show(m)
+        update(self, model)
+
+    AveragedModel.update_parameters = patched_update  # type: ignore[method-assign]
 
 
 def _all_modules() -> list[nn.Module]:

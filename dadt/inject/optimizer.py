@@ -28,7 +28,7 @@ class Steps:
     def __init__(self, runtime: Runtime, modules: Modules) -> None:
         self._runtime = runtime
         self._modules = modules
-        self._under_way: list[tuple[FrameType, Optimizer]] = []
+        self._under_way: list[tuple[FrameType, Optimizer, Attachment | None]] = []
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         begun = perf_counter()
@@ -46,16 +46,18 @@ class Steps:
 
     def _before(self, frame: FrameType, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._under_way = [step for step in self._under_way if _is_caller(step[0], frame)]
-        if any(_share_parameters(outer, optimizer) for _, outer in self._under_way):
+        if any(_share_parameters(outer, optimizer) for _, outer, _ in self._under_way):
             return None
-        self._under_way.append((frame, optimizer))
         if self._runtime.alone:
+            self._under_way.append((frame, optimizer, None))
             self._runtime.begin()
             return None
         if optimizer not in self._runtime.roots:
             self._modules.find(optimizer)
-        self._modules.step_begins(optimizer)
-        attachment = self._runtime.attachment(optimizer)
+        attachment = self._attachment(optimizer)
+        if attachment is not None and not attachment.consumed:
+            self._modules.step_begins(attachment.optimizer)
+        self._under_way.append((frame, optimizer, attachment))
         if attachment is None:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -69,22 +71,30 @@ class Steps:
         return None
 
     def _after(self, frame: FrameType, optimizer: Optimizer) -> None:
-        if not any(step[0] is frame for step in self._under_way):
+        ended = [step for step in self._under_way if step[0] is frame]
+        if not ended:
             return
         self._under_way = [step for step in self._under_way if step[0] is not frame]
-        if self._runtime.alone:
-            self._runtime.stepped(None)
-            return
-        attachment = self._runtime.attachment(optimizer)
+        attachment = ended[0][2]
         if attachment is not None:
             attachment.stepped()
         self._runtime.stepped(attachment)
+
+    def _attachment(self, optimizer: Optimizer) -> Attachment | None:
+        """The optimizer's, or that of another one of the same parameters for which clipping has averaged already."""
+        attachment = self._runtime.attachment(optimizer)
+        if attachment is None or attachment.consumed:
+            return attachment
+        ids = {id(p) for p in attachment.parameters}
+        consumed = [a for a in self._runtime.attachments if a.consumed and {id(p) for p in a.parameters} == ids]
+        return consumed[-1] if consumed else attachment
 
     def _average(self, attachment: Attachment, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Gradients and loss of every evaluation, averaged at once: all ranks' line searches branch alike."""
 
         @functools.wraps(closure)
         def averaged() -> Any:
+            attachment.before_closure()
             loss = closure()
             mean = attachment.average_closure(float(loss))
             return loss.new_tensor(mean) if isinstance(loss, torch.Tensor) else mean
@@ -119,6 +129,27 @@ def install(runtime: Runtime, modules: Modules) -> None:
             modules.find(self)
 
     Optimizer.__init__ = patched_init  # type: ignore[method-assign]
+    _patch_groups_and_zeroing(runtime, modules)
     steps = Steps(runtime, modules)
     register_optimizer_step_pre_hook(steps.before)
     register_optimizer_step_post_hook(steps.after)
+
+
+def _patch_groups_and_zeroing(runtime: Runtime, modules: Modules) -> None:
+    add, zero = Optimizer.add_param_group, Optimizer.zero_grad
+
+    @functools.wraps(add)
+    def patched_add(self: Optimizer, param_group: dict[str, Any]) -> None:
+        add(self, param_group)
+        if not runtime.alone and runtime.attached(self) is not None:
+            modules.find(self)
+
+    @functools.wraps(zero)
+    def patched_zero(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        attachment = runtime.attached(self)
+        if attachment is not None and attachment.consumed:
+            runtime.let_go({id(p) for p in attachment.parameters})
+        zero(self, *args, **kwargs)
+
+    Optimizer.add_param_group = patched_add  # type: ignore[method-assign]
+    Optimizer.zero_grad = patched_zero  # type: ignore[method-assign]
