@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import swa_utils
 from torch.optim.swa_utils import AveragedModel
 
 from dadt.attachment import Attachment
@@ -319,6 +320,17 @@ def _show_copies(runtime: Runtime) -> None:
         update(self, model)
 
     AveragedModel.update_parameters = patched_update  # type: ignore[method-assign]
+    update_bn = swa_utils.update_bn
+
+    @functools.wraps(update_bn)
+    def patched_update_bn(loader: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        update_bn(loader, model, *args, **kwargs)
+        for m in model.modules():
+            runtime.buffers.forget(m)
+        if runtime.attachments:  # each rank has seen its share of a training loader
+            runtime.average([b for b in model.buffers() if b.is_floating_point()], "update_bn")
+
+    swa_utils.update_bn = patched_update_bn
 
 
 def _all_modules() -> list[nn.Module]:

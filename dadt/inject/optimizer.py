@@ -96,7 +96,7 @@ class Steps:
         def averaged() -> Any:
             attachment.before_closure()
             loss = closure()
-            mean = attachment.average_closure(float(loss))
+            mean = attachment.average_closure(float(loss.detach() if isinstance(loss, torch.Tensor) else loss))
             return loss.new_tensor(mean) if isinstance(loss, torch.Tensor) else mean
 
         return averaged

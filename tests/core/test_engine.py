@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -208,6 +209,15 @@ def test_a_failed_job_is_the_engines_error() -> None:
     engine.close(TIMEOUT)
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """A shell's background job starts with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_wait_has_a_deadline_and_sees_ctrl_c() -> None:
     engine = _core.Engine(None, 0, 2, TIMEOUT)
     work = engine.allgather(b"", "slow")

@@ -1,0 +1,216 @@
+"""Scripts that do what most do not: each part trains, asserts what it must see, and gives its weights."""
+
+from __future__ import annotations
+
+from checks import assert_equal
+
+PARTS = """
+    import copy, gc
+    import torch.nn.functional as F
+    from scenarios import batch
+    from torch.optim.swa_utils import AveragedModel, update_bn
+
+    def fit(model, optimizer, step, shift=0.0):
+        x, y = batch(rank, step, 0)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x + shift), y).backward()
+
+    def normed():
+        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+
+    def make(model, lr=0.05):
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 100)  # a cycle: it outlives its name
+
+    def weights(model):
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).clone()
+
+    def two_phases():
+        gc.disable()
+        model = normed()
+        for phase in range(2):
+            optimizer, schedule = make(model)
+            model.train()
+            for step in range(12):
+                fit(model, optimizer, step, 5.0 * phase)
+                if phase == 1:
+                    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                schedule.step()
+                if phase == 1 and step == 4 and rank == 0:
+                    gc.collect()                     # as the collector may, on one rank
+        trained, mine = weights(model), model[1].running_mean.clone()
+        model.eval()
+        assert torch.equal(weights(model), trained)
+        assert (model[1].running_mean - mine).abs().max() < 0.5   # of this phase, not of the first
+        gc.enable()
+        return model
+
+    def left_out_after_clipping():
+        model = nn.Linear(6, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        for step in range(12):
+            fit(model, optimizer, step)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if step in (2, 8):
+                continue                             # by a norm that is equal on all ranks
+            optimizer.step()
+        return model
+
+    class Around(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            parameters = list(parameters)
+            self.inner = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+            super().__init__(parameters, {"lr": 0.05})
+        def step(self, closure=None):
+            self.inner.step()
+
+    def wrapper_and_clipping():
+        model = nn.Linear(6, 3)
+        optimizer = Around(model.parameters())
+        for step in range(10):
+            fit(model, optimizer, step)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        return model
+
+    def shared_encoder():
+        encoder, one, two = nn.Linear(6, 6), nn.Linear(6, 3), nn.Linear(6, 3)
+        first = torch.optim.SGD([*encoder.parameters(), *one.parameters()], lr=0.05, momentum=0.9)
+        second = torch.optim.SGD([*encoder.parameters(), *two.parameters()], lr=0.05, momentum=0.9)
+        for step in range(12):
+            for head, optimizer in ((one, first), (two, second)):
+                x, y = batch(rank, step, 0)
+                optimizer.zero_grad()
+                F.cross_entropy(head(encoder(x)), y).backward()
+                before = weights(encoder)
+                optimizer.step()
+        return nn.ModuleList([encoder, one, two])
+
+    def late_layer():
+        first, late = nn.Linear(6, 8), None
+        optimizer = torch.optim.SGD(first.parameters(), lr=0.05)
+        for step in range(12):
+            if step == 6:
+                late = nn.Linear(8, 3)               # from the rank's own stream: another on each rank
+                optimizer.add_param_group({"params": late.parameters(), "decay": lambda s: 1.0})
+            x, y = batch(rank, step, 0)
+            out = first(x).tanh()
+            optimizer.zero_grad()
+            F.cross_entropy(late(out) if late else out, y).backward()
+            optimizer.step()
+        return nn.ModuleList([first, late])
+
+    def unfrozen():
+        torch.manual_seed(rank)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in range(12):
+            model[0].requires_grad_(step >= 6)
+            fit(model, optimizer, step)
+            optimizer.step()
+        return model
+
+    class Peak(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 3)
+            self.register_buffer("peak", torch.tensor(3.0))
+        def forward(self, x):
+            self.peak.copy_(torch.maximum(self.peak, x.detach().abs().max()))
+            return self.linear(x)
+
+    def buffer_that_one_rank_changes():
+        model = Peak()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in range(8):
+            fit(model, optimizer, step, 10.0 * rank)
+            optimizer.step()
+        assert model.eval().peak > 3.0
+        return model
+
+    def averages_and_copies():
+        model = normed()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        average = AveragedModel(model, use_buffers=True)
+        for step in range(12):
+            fit(model, optimizer, step, float(rank))
+            optimizer.step()
+            average.update_parameters(model)
+        copied = copy.deepcopy(model)
+        update_bn([torch.full((8, 6), 7.0) + torch.randn(8, 6) for _ in range(4)], model)
+        updated = model[1].running_mean.clone()
+        assert torch.equal(model.eval()[1].running_mean, updated)
+        return nn.ModuleList([model, average, copied])
+
+    def clipping_in_a_closure():
+        model = nn.Linear(6, 3)
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+        for step in range(3):
+            def closure():
+                x, y = batch(rank, step, 0)
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                return loss
+            optimizer.step(closure)
+        return model
+
+    found = {}
+    for part in (two_phases, left_out_after_clipping, wrapper_and_clipping, shared_encoder, late_layer, unfrozen,
+                 buffer_that_one_rank_changes, averages_and_copies, clipping_in_a_closure):
+        found.update({f"{part.__name__}.{k}": v.clone() for k, v in part().state_dict().items()})
+        gc.collect()
+    report(found)
+"""
+
+
+def test_unusual_scripts_keep_replicas_equal(dadt_run) -> None:
+    for algorithm in ("pipe", "sync"):
+        run = dadt_run(PARTS, "--warmup-steps", "3", "--algorithm", algorithm)
+        assert_equal(run.ranks[0], run.ranks[1], algorithm)
+        assert all(value.isfinite().all() for value in run.ranks[0].values())
+        assert "Warning" not in run.output
+
+
+OWN_CLIPPING = """
+    from scenarios import batch
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(10):
+        x, y = batch(rank, step, 0)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        for p in model.parameters():
+            p.grad.mul_(1e-6)
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.step()
+    report([float((p - b).abs().max()) for p, b in zip(model.parameters(), before)])
+"""
+
+
+def test_sync_sees_what_the_script_does_to_gradients(dadt_run) -> None:
+    """With small buckets, all but the last are under way when the script changes their gradients."""
+    run = dadt_run(OWN_CLIPPING, "--algorithm", "sync", "--bucket-mb", "0.00002")
+    assert all(0 < moved < 1e-6 for moved in run.ranks[0]), run.ranks[0]
+
+
+SCALED = """
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {"lr": 0.1})
+            self.inner = torch.optim.SGD(self.param_groups, lr=0.1)
+        def step(self, closure=None):
+            self.inner.step()
+    model = nn.Linear(6, 3)
+    optimizer = Wrapper(model.parameters())
+    model(torch.ones(1, 6)).sum().backward()
+    optimizer.step()
+    report(optimizer.param_groups[0]["lr"])
+"""
+
+
+def test_learning_rates_are_scaled_once(dadt_run) -> None:
+    assert dadt_run(SCALED, "--scale-lr", "linear").ranks == [0.2, 0.2]
