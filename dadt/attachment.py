@@ -61,7 +61,8 @@ class Attachment:
         predict = runtime.config.predict
         factor = auto_factor(optimizer) if predict == "auto" else float(predict)
         self.prediction = Prediction(self.parameters, factor)
-        weakref.finalize(optimizer, self.prediction.undo)
+        # Collected between forward and step, it must not leave its prediction in the weights.
+        weakref.finalize(optimizer, self.prediction.undo).atexit = False
         self.algorithm = ALGORITHMS[runtime.config.algorithm](self)
 
     @property
