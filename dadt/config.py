@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -63,7 +64,9 @@ class Config:
             if choices and value not in choices:
                 raise ConfigError(f"{flag(f.name)} {value}: unknown; choose one of {', '.join(choices)}")
         if self.predict != "auto":
-            _number("--predict", self.predict, "auto or a number, as 1.5")
+            factor = _number("--predict", self.predict, "auto or a number, as 1.5")
+            if not 0 <= factor < math.inf:
+                raise ConfigError(f"--predict {self.predict}: give auto or a number from 0, as 1.5")
         if self.warmup_steps < 0:
             raise ConfigError(f"--warmup-steps {self.warmup_steps}: must be 0 or more")
         if self.bucket_mb <= 0:

@@ -30,8 +30,6 @@ class StartTimeout(DadtError):
 class CommError(DadtError):
     """An operation between ranks failed; raised where the training thread waits for it."""
 
-    exit_code = 6
-
 
 class PeerLost(CommError):
     """A peer process died or closed its side."""

@@ -48,7 +48,7 @@ class Runtime:
         self.began = False
         """A training forward or a gradient's consumption has happened."""
         self.on_begin: list[Callable[[], None]] = []
-        """Called once, at the first training forward or consumption."""
+        """Called at every training forward and consumption."""
         self._claimed = False
         self._engine: Engine | None = None
         self._disconnect: Callable[[], None] = lambda: None
@@ -155,10 +155,9 @@ class Runtime:
     def begin(self) -> None:
         """A training forward or a consumption is next."""
         self.claim()
-        if not self.began:
-            self.began = True
-            for callback in self.on_begin:
-                callback()
+        self.began = True
+        for callback in self.on_begin:
+            callback()
 
     def _exchange_endpoints(self, key: str, blob: bytes) -> list[bytes]:
         if self.control is None:

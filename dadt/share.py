@@ -30,11 +30,17 @@ def portion(total: int, rank: int, size: int) -> range:
     return range(start, start + small + (rank < larger))
 
 
-def part(batch: Sequence[Any], rank: int, size: int) -> Piece:
-    """`rank`'s contiguous portion of a batch of one sample or more; with no sample left for it, a repeat."""
-    mine = portion(len(batch), rank, size)
-    if not mine:
-        return Piece([batch[0]], 0, batch)
+def part(batch: Sequence[Any], rank: int, size: int, nominal: int) -> Piece:
+    """`rank`'s contiguous portion of a batch of one sample or more; with no sample left for it, a repeat.
+
+    Nobody is left with one sample where the script's own batches, of `nominal`, have more: BatchNorm cannot train
+    on one. Rather fewer ranks share the batch.
+    """
+    least = min(2, nominal)
+    takers = min(size, max(1, len(batch) // least))
+    if rank >= takers:
+        return Piece(list(batch[:least]), 0, batch)
+    mine = portion(len(batch), rank, takers)
     return Piece(list(batch[mine.start : mine.stop]), len(mine), batch)
 
 
@@ -59,7 +65,7 @@ class PerRank:
             if len(batch) == whole:
                 yield Piece(batch[start : start + self.nominal], self.nominal, batch)
             elif not self.drop_last:
-                yield part(batch, self.rank, self.size)
+                yield part(batch, self.rank, self.size, self.nominal)
 
     def __len__(self) -> int:
         samples, whole = len(cast(Sized, self.sampler)), self.nominal * self.size
@@ -86,7 +92,7 @@ class Batches:
             if len(group) == self.size:
                 yield Piece(group[self.rank], samples_in(group[self.rank]), group)
             elif all(map(is_batch, group)):
-                yield part(list(chain.from_iterable(group)), self.rank, self.size)
+                yield part(list(chain.from_iterable(group)), self.rank, self.size, self.nominal)
             else:
                 yield turn(group, self.rank)
 
@@ -126,7 +132,7 @@ class Divided:
     def __iter__(self) -> Iterator[Piece]:
         for batch in self.batch_sampler:
             self.nominal = self.nominal or -(-len(batch) // self.size)
-            yield part(batch, self.rank, self.size)
+            yield part(batch, self.rank, self.size, self.nominal)
 
     def __len__(self) -> int:
         return len(cast(Sized, self.batch_sampler))

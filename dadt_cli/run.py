@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -108,20 +109,34 @@ def _program(command: Sequence[str], module: bool, no_python: bool) -> list[str]
     if module and no_python:
         raise ConfigError("-m and --no-python exclude each other: a module is run by python")
     if module:
+        _find_module(first)
         return [sys.executable, "-m", *command]
     if no_python or PYTHON.fullmatch(Path(first).name):
         if shutil.which(first) is None:
             raise ConfigError(f"{first}: there is no such executable; give its path or check PATH")
         if not no_python and len(command) == 1:
             raise ConfigError(f"which script? {first} alone reads from the terminal, which workers do not have")
+        if not no_python and not command[1].startswith("-"):
+            _find_script(command[1])
         return list(command)
-    script = Path(first)
+    _find_script(first)
+    return [sys.executable, *command]
+
+
+def _find_script(path: str) -> None:
+    script = Path(path)
     if script.is_dir() and not (script / "__main__.py").is_file():
-        raise ConfigError(f"{first} is a directory: give the path of a Python script")
+        raise ConfigError(f"{path} is a directory: give the path of a Python script")
     if not script.exists():
         where = "" if script.is_absolute() else f" in {Path.cwd()}"
-        raise ConfigError(f"{first}: there is no such script{where}")
-    return [sys.executable, *command]
+        raise ConfigError(f"{path}: there is no such script{where}")
+
+
+def _find_module(name: str) -> None:
+    """By its topmost package only: to look for the rest would import it."""
+    top = name.partition(".")[0]
+    if find_spec(top) is None and not Path(top).exists() and not Path(f"{top}.py").exists():
+        raise ConfigError(f"-m {name}: there is no module {top}, neither installed nor in {Path.cwd()}")
 
 
 def _resolved(config: Config, slots: Sequence[Slot]) -> Config:

@@ -82,6 +82,8 @@ class Streams:
         self.rank = rank
         self.enabled = enabled
         self._shared: State | None = None
+        self._left: State | None = None
+        """The rank's own state when it last rejoined the shared stream."""
         self._drawing = False
         self._remembered: OrderedDict[bytes, torch.Tensor] = OrderedDict()
         self._lock = threading.RLock()
@@ -100,6 +102,14 @@ class Streams:
         with self._lock:
             self._shared = State.capture()
             seed_all(mix(self._shared.seed(), self.rank), self._manual_seed)
+
+    def _rejoin(self) -> None:
+        """The script starts anew from a seed: data, splits and weights that it now draws must agree on all ranks.
+        Until `split` (the next training batch or forward) the global generators are the shared stream again."""
+        assert self._shared is not None
+        self._left = State.capture()
+        self._shared.restore()
+        self._shared = None
 
     @contextmanager
     def shared(self) -> Iterator[None]:
@@ -143,11 +153,8 @@ class Streams:
             with self._lock:
                 if self._drawing:  # by a sampler: it means the shared stream, which is in place now
                     return original(seed)
-                assert self._shared is not None
-                fresh = torch.Generator().manual_seed(int(seed)).get_state()
-                self._shared = self._shared._replace(torch=fresh)
-                # Rank 0's weights are everybody's: a model built after this seed is the single process's.
-                return original(int(seed) if self.rank == 0 else mix(int(seed), self.rank))
+                self._rejoin()
+                return original(seed)
 
         return manual_seed
 
@@ -169,10 +176,15 @@ class Streams:
     def _patched_set(self, original: Callable[[torch.Tensor], None]) -> Callable[..., Any]:
         def set_rng_state(new_state: torch.Tensor) -> None:
             original(new_state)
-            if self.divided and not self._drawing:
-                assert self._shared is not None
-                if (kept := self._remembered.get(new_state.numpy().tobytes())) is not None:
-                    self._shared = self._shared._replace(torch=kept)
+            kept = self._remembered.get(new_state.numpy().tobytes())
+            if kept is None or self._drawing or os.getpid() != self._pid:
+                return
+            if self._shared is not None:
+                self._shared = self._shared._replace(torch=kept)
+            elif self._left is not None:  # seeded in between, as under fork_rng: the rank's streams go on
+                self._shared = State.capture()._replace(torch=kept)
+                np.random.set_state(self._left.numpy)
+                random.setstate(self._left.random)
 
         return set_rng_state
 

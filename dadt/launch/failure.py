@@ -192,7 +192,9 @@ def find_cause(endings: Sequence[Ending], records: Mapping[int, Record]) -> tupl
 
 
 def last_line(tail: bytes) -> str:
-    lines = [line.strip() for line in tail.decode(errors="replace").splitlines() if line.strip()]
+    """The script's own: what dadt says of the rank's end is no cause."""
+    lines = [line.strip() for line in tail.decode(errors="replace").splitlines()]
+    lines = [line for line in lines if line and not line.startswith("dadt: ")]
     return lines[-1][:200] if lines else ""
 
 

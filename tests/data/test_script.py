@@ -147,7 +147,7 @@ def test_gan(tmp_path):
         judge = nn.Linear(4, 1)
         optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (judge, other)]
         for _ in range(2):
-            for xs, ys, which in DataLoader(data, batch_size=4, shuffle=True):
+            for xs, ys, which in DataLoader(data, batch_size=7, shuffle=True):
                 optimizers[0].zero_grad()
                 fake = other(torch.randn(len(xs), 1))
                 (judge(fake.detach()).mean() - judge(xs).mean()).backward()
@@ -160,8 +160,8 @@ def test_gan(tmp_path):
         result()
         """,
     )
-    assert [len(one["read"]) for one in results] == [14, 14]
-    assert joined(results, 0, 7) == joined(results, 7) == list(range(50))
+    assert [len(one["read"]) for one in results] == [8, 8]
+    assert joined(results, 0, 4) == joined(results, 4) == list(range(50))
 
 
 def test_cycle_and_next_of_iter(tmp_path):
@@ -196,7 +196,7 @@ def test_three_passes_with_worker_processes(workers, tmp_path):
                 if i % 25 == 0:
                     gc.collect()
                 return data[i]
-        loader = DataLoader(Collecting(), batch_size=4, shuffle=True, num_workers={workers})
+        loader = DataLoader(Collecting(), batch_size=7, shuffle=True, num_workers={workers})
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         for _ in range(3):
             for batch in loader:
@@ -204,9 +204,9 @@ def test_three_passes_with_worker_processes(workers, tmp_path):
         result()
         """,
     )
-    assert len(results[0]["read"]) == len(results[1]["read"]) == 21
+    assert len(results[0]["read"]) == len(results[1]["read"]) == 12
     for epoch in range(3):
-        assert joined(results, 7 * epoch, 7 * epoch + 7) == list(range(50))
+        assert joined(results, 4 * epoch, 4 * epoch + 4) == list(range(50))
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -58,22 +58,26 @@ def test_the_rank_s_stream_is_not_touched_by_the_shared_one(tmp_path):
     assert ranks(2, script, tmp_path) == [True, True]
 
 
-def test_manual_seed_reaches_both_streams(tmp_path):
+def test_a_seed_of_the_script_joins_the_ranks_until_training_goes_on(tmp_path):
     def script(runtime: Runtime):
         assert torch.manual_seed(5) is torch.default_generator
         before = torch.rand(()).item()
         assert torch.initial_seed() == 5
         runtime.streams.split()
         assert torch.manual_seed(5) is torch.default_generator
+        again = torch.rand(()).item()
+        split = torch.randperm(100).tolist(), np.random.rand(), random.random()
+        runtime.streams.split()
         mine = torch.rand(()).item()
         with runtime.streams.shared():
-            return before, torch.rand(()).item(), mine
+            return before, again, split, torch.rand(()).item(), mine
 
     a, b = ranks(2, script, tmp_path)
     torch.manual_seed(5)
     expected = torch.rand(()).item()
     assert a[0] == a[1] == b[0] == b[1] == expected
-    assert a[2] == expected != b[2], "what rank 0 builds from here on is the single process's"
+    assert a[2:4] == b[2:4]
+    assert a[4] != b[4]
 
 
 def test_fork_rng_gives_the_shared_stream_back(tmp_path):

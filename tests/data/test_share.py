@@ -32,7 +32,8 @@ def read(shares):
             if piece.samples:
                 assert piece.samples == len(piece.index)
             else:
-                assert len(piece.index) == 1 and piece.index[0] in piece.whole
+                assert len(piece.index) in (1, 2)
+                assert all(i in piece.whole or any(i in batch for batch in piece.whole) for i in piece.index)
     return steps
 
 
@@ -76,7 +77,7 @@ def test_batches_of_a_batch_sampler_in_turn(size):
         for k in range(number // size):
             assert [pieces[k].index for pieces in steps] == batches[k * size : (k + 1) * size]
         if number % size:
-            lengths = [pieces[-1].samples for pieces in steps]
+            lengths = [n for pieces in steps if (n := pieces[-1].samples)]
             assert max(lengths) - min(lengths) <= 1
 
 
@@ -109,6 +110,20 @@ def test_divided(size, batch_size):
         steps = read([Divided(batches, batch_size, rank, size) for rank in range(size)])
         joined = [[i for piece in row if piece.samples for i in piece.index] for row in zip(*steps, strict=True)]
         assert joined == batches
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("batch_size", [2, 5])
+def test_nobody_is_left_with_one_sample(size, batch_size):
+    """BatchNorm cannot train on one, and the single process had more."""
+    for n in range(2, 60):
+        if n % batch_size == 1:
+            continue  # there, the single process has a batch of one as well
+        shares = [PerRank(range(n), batch_size, False, rank, size) for rank in range(size)]
+        assert all(len(piece.index) >= 2 for share in shares for piece in share)
+        counts = [list(share)[-1].samples for share in shares]
+        given = [count for count in counts if count]
+        assert max(given) - min(given) <= 1 and sum(given) == (n % (batch_size * size) or batch_size * size)
 
 
 def test_nominal_batch_is_the_same_on_every_rank():
