@@ -45,10 +45,6 @@ class Bucket:
         self.views = [self._carve(), self._carve()]
         self.pointers = [[v.data_ptr() for v in views] for views in self.views]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(t.numel() for t in self.tensors) * self.dtype.itemsize
-
     def _carve(self) -> list[torch.Tensor]:
         offsets = [0]
         for t in self.tensors:

@@ -232,7 +232,8 @@ class Runtime:
                 else:
                     group[key] = value
         if weights:
-            attachment.prediction.undo()
+            # How far a rank's own weights moved says nothing of rank 0's.
+            attachment.prediction.forget()
             # Also what the optimizer does not train: a frozen part of the model.
             roots = self.root_modules(optimizer)
             every = dict.fromkeys([*parameters, *(p for m in roots for p in m.parameters())])
