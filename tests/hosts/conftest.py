@@ -1,0 +1,94 @@
+"""Jobs over simulated machines. Whatever a job leaves behind on one of them fails its test."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from machine import Network, await_that
+
+sys.path.append(str(Path(__file__).parents[1] / "launch"))
+from run import DADT, SECONDS, Run
+
+PROGRAMS = {
+    "openssh-server": "/usr/sbin/sshd",
+    "openssh-client": "ssh",
+    "iproute2": "ip",
+    "util-linux": "unshare",
+    "csh": "csh",
+}
+
+
+class HostRun(Run):
+    """`dadt run` on the machine named launcher."""
+
+    def __init__(self, network: Network, folder: Path, script: str, arguments: list[str], env: dict[str, str]) -> None:
+        (folder / "train.py").write_text(script)
+        self.folder = folder
+        command = [*DADT, "run", "--ssh-config", network.config, *arguments]
+        self.process = subprocess.Popen(
+            network.launcher.enter(command, folder),
+            env={**os.environ, "PYTHONWARNINGS": "default", "HOME": str(network.launcher.home), **env},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+
+def missing() -> str:
+    """Why no machines can be simulated here; empty if they can."""
+    if os.geteuid() != 0:
+        return "simulated machines need root"
+    absent = [package for package, program in PROGRAMS.items() if shutil.which(program) is None]
+    if absent:
+        return f"simulated machines need {', '.join(absent)} (apt-get install)"
+    done = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, text=True)
+    return f"no namespaces can be made here: {done.stderr.strip()}" if done.returncode else ""
+
+
+@pytest.fixture(scope="session")
+def network_possible() -> None:
+    if reason := missing():
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason)
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def hosts(network_possible: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Network]]:
+    """hosts(n) -> Network of n machines h0, h1, ..., and one more named launcher."""
+    networks: list[Network] = []
+
+    def make(count: int) -> Network:
+        networks.append(Network(tmp_path_factory.mktemp("network"), count))
+        return networks[-1]
+
+    yield make
+    try:
+        for network in networks:
+            await_that(lambda network=network: not network.leftovers(), f"the end of {network.leftovers()}", 10.0)
+    finally:
+        for network in networks:
+            network.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., HostRun]]:
+    """start(network, script, *arguments, **env) -> a running `dadt run`. Ends before the machines do."""
+    runs: list[HostRun] = []
+
+    def begin(network: Network, script: str, *arguments: object, **env: str) -> HostRun:
+        runs.append(HostRun(network, tmp_path, script, list(map(str, arguments)), env))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        if run.process.poll() is None:
+            run.process.send_signal(signal.SIGTERM)
+        run.process.communicate(timeout=SECONDS)
