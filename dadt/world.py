@@ -6,6 +6,21 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+LAUNCHERS = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "Open MPI": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    # Intel MPI's variables are these, too.
+    "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    # After the others: their daemons may have been started by srun.
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+}
+"""Where other launchers say the rank, the number of ranks, and the same within the host."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:
@@ -17,10 +32,14 @@ class World:
     """Index of this host among the hosts."""
     world_size: int = 1
     local_size: int = 1
+    address: str = ""
+    """At which other hosts reach this one; empty where all ranks are on one host."""
     job: str = ""
     """Short id of the running job; empty outside `dadt run`."""
     agent: str = ""
     """Path of the Unix socket of this host's agent; empty without one."""
+    launcher: str = ""
+    """Who started this worker, where that was not `dadt run`: one of LAUNCHERS."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> World:
@@ -30,9 +49,28 @@ class World:
             cross_rank=int(env.get("DADT_CROSS_RANK", "0")),
             world_size=int(env.get("DADT_WORLD_SIZE", "1")),
             local_size=int(env.get("DADT_LOCAL_SIZE", "1")),
+            address=env.get("DADT_ADDRESS", ""),
             job=env.get("DADT_JOB", ""),
             agent=env.get("DADT_AGENT", ""),
         )
+
+    @classmethod
+    def from_launcher(cls, env: Mapping[str, str] = os.environ) -> World:
+        """As another launcher tells it, who also knows nothing of agents; a world of one where there is none."""
+        for launcher, (rank, size, local_rank, local_size) in LAUNCHERS.items():
+            if launcher == "torchrun" and "TORCHELASTIC_RUN_ID" not in env:
+                continue  # scripts are given RANK by hand, too
+            if not {rank, size, local_rank, local_size} <= env.keys():
+                continue
+            here = env[local_size]
+            return cls(
+                launcher=launcher,
+                rank=int(env[rank]),
+                world_size=int(env[size]),
+                local_rank=int(env[local_rank]),
+                local_size=_tasks(here, int(env.get("SLURM_NODEID", "0"))) if launcher == "srun" else int(here),
+            )
+        return cls()
 
     def to_env(self) -> dict[str, str]:
         return {
@@ -41,6 +79,50 @@ class World:
             "DADT_CROSS_RANK": str(self.cross_rank),
             "DADT_WORLD_SIZE": str(self.world_size),
             "DADT_LOCAL_SIZE": str(self.local_size),
+            "DADT_ADDRESS": self.address,
             "DADT_JOB": self.job,
             "DADT_AGENT": self.agent,
         }
+
+
+def master(env: Mapping[str, str] = os.environ) -> tuple[str, int] | None:
+    """Address and port where torch's ranks meet, if they are given."""
+    if not env.get("MASTER_ADDR") or not env.get("MASTER_PORT", "").isdigit():
+        return None
+    return env["MASTER_ADDR"], int(env["MASTER_PORT"])
+
+
+def torchrun_attempt(env: Mapping[str, str] = os.environ) -> tuple[bool, str]:
+    """Whether torchrun itself serves a store at `master`, and the number of this attempt to train."""
+    return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True", env.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def see(gpu: str) -> None:
+    """Leave this process one GPU, named as in CUDA_VISIBLE_DEVICES. Before CUDA is first used."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+
+
+def threads_chosen(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether somebody has said how many threads a process may use."""
+    return "OMP_NUM_THREADS" in env
+
+
+def speak_over(interface: str) -> None:
+    """Let libraries use this network interface, where the user has not chosen one."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+
+
+def adopt() -> None:
+    """This process is a worker now: what it starts are none, though they inherit the launcher's variables."""
+    os.environ["DADT_INJECT"] = "none"
+
+
+def _tasks(counts: str, node: int) -> int:
+    """Slurm's tasks of a node, from "2(x3),1": 2 on the first three, 1 on the fourth."""
+    for part in counts.split(","):
+        count, _, repeated = part.partition("(x")
+        node -= int(repeated.rstrip(")")) if repeated else 1
+        if node < 0:
+            return int(count)
+    return 1

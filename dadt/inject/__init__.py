@@ -4,21 +4,56 @@ from __future__ import annotations
 
 import sys
 
+import dadt
+
 _MULTIPROCESSING = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "multiprocessing.spawn")
 
 
 def hook() -> None:
-    """Hook into the script that imports torch. Does nothing outside a worker of `dadt run`, and nothing in a child
-    that multiprocessing made (a DataLoader's worker): those are no ranks."""
+    """Hook into the script that imports torch, if it is a worker: of `dadt run`, or of another launcher where the
+    script imports dadt. Does nothing otherwise, and nothing in a child that multiprocessing made (a DataLoader's
+    worker): those are no ranks."""
     from dadt.config import Config
     from dadt.world import World
 
-    world = World.from_env()
-    if not world.job or _is_multiprocessing_child() or Config.from_env().inject == "none":
+    if _is_multiprocessing_child():
         return
-    from dadt.inject import worker
+    world = World.from_env()
+    if not world.job:
+        _hook_elsewhere()
+    elif Config.from_env().inject != "none":
+        from dadt.inject import worker
 
-    worker.start(world)
+        worker.start(world)
+
+
+def _hook_elsewhere() -> None:
+    """Outside `dadt run`."""
+    from dadt.config import Config
+    from dadt.errors import DadtError
+    from dadt.world import World
+
+    world = World.from_launcher()
+    if world.world_size == 1 or "dadt_cli" in sys.modules:
+        return
+    if not dadt.asked_for:
+        _forget()
+        return
+    try:
+        if Config.from_env().inject != "none":
+            from dadt.inject import worker
+
+            worker.start(world)
+    except DadtError as error:
+        # Nobody else says it, and out of torch's import only this comes as it is.
+        sys.stderr.write(f"dadt: rank {world.rank}: {error}\n")
+        raise SystemExit(error.exit_code) from error
+
+
+def _forget() -> None:
+    """As if torch had not imported dadt: should the script do so later, it is seen."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "dadt"]:
+        del sys.modules[name]
 
 
 def _is_multiprocessing_child() -> bool:

@@ -7,6 +7,7 @@ file there.
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import functools
 import hashlib
@@ -16,7 +17,6 @@ import importlib.util
 import inspect
 import os
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -30,6 +30,7 @@ import torch.hub
 
 from dadt.config import Config
 from dadt.errors import CommTimeout
+from dadt.launch.folder import Folder
 from dadt.world import World
 
 POLL_SECONDS = 0.05
@@ -53,8 +54,7 @@ class Turn:
     def __init__(self, world: World, timeout: float) -> None:
         self.world = world
         self.timeout = timeout
-        base = Path(world.agent).parent if world.agent else Path(tempfile.gettempdir()) / f"dadt-{os.getuid()}"
-        self.folder = base / "downloads"
+        self._folder = Path(world.agent).with_name("downloads") if world.agent else None
         self._held = threading.local()
         self._calls: Counter[str] = Counter()
 
@@ -66,7 +66,7 @@ class Turn:
         if key in held:
             yield
             return
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._place().mkdir(parents=True, exist_ok=True, mode=0o700)
         with self._file(key, "lock").open("a+") as lock:
             self._acquire(lock, key)
             held.add(key)
@@ -89,7 +89,15 @@ class Turn:
 
     def _file(self, key: str, kind: str) -> Path:
         name = hashlib.blake2b(f"{self.world.job}:{key}".encode(), digest_size=10).hexdigest()
-        return self.folder / f"{name}.{kind}"
+        return self._place() / f"{name}.{kind}"
+
+    def _place(self) -> Path:
+        """Without an agent the job has no folder of its own until one is needed; ranks join the same."""
+        if self._folder is None:
+            folder = Folder.join(self.world.job)
+            self._folder = folder.path / "downloads"
+            atexit.register(folder.leave)
+        return self._folder
 
     def _acquire(self, lock: Any, folder: str) -> None:
         end = time.monotonic() + self.timeout

@@ -15,6 +15,7 @@ from typing import Any
 
 from dadt.control import Control
 from dadt.errors import CommError, ConfigError, DadtError
+from dadt.forum import Forum
 
 STACKS_SIGNAL = signal.SIGRTMAX - 3
 """One that scripts do not use, unlike SIGUSR1 and SIGUSR2."""
@@ -22,7 +23,7 @@ OURS = str(Path(__file__).resolve().parents[1])
 FRAMES = 5
 
 
-def install(control: Control, step: Callable[[], int]) -> None:
+def install(control: Control | Forum, step: Callable[[], int]) -> None:
     """Chain into the exception hooks, and offer the stacks of all threads on a signal.
 
     What the script does with exceptions, its exit codes and what it prints stay as they are. step: the optimizer
@@ -60,7 +61,10 @@ def install(control: Control, step: Callable[[], int]) -> None:
 
     sys.excepthook = on_main
     threading.excepthook = on_thread
-    _offer_stacks(control)
+    if not faulthandler.is_enabled() and sys.__stderr__ is not None:
+        faulthandler.enable(sys.__stderr__)  # crashes leave their stack there
+    if isinstance(control, Control):
+        _offer_stacks(control)
 
 
 def frames_of(trace: TracebackType | None) -> list[dict[str, Any]]:
@@ -82,9 +86,7 @@ def _is_users(file: str) -> bool:
 
 
 def _offer_stacks(control: Control) -> None:
-    """Crashes leave their stack on stderr; on the signal, stacks go to a file that the agent reads."""
-    if not faulthandler.is_enabled() and sys.__stderr__ is not None:
-        faulthandler.enable(sys.__stderr__)
+    """On the signal, stacks go to a file that the agent reads."""
     path = Path(control.world.agent).with_name(f"stacks-{os.getpid()}")
     # Open for the life of the process: a signal handler cannot open files.
     file = path.open("wb")

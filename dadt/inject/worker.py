@@ -8,10 +8,13 @@ import sys
 
 import torch
 
+from dadt import world as environment
 from dadt.config import Config
 from dadt.control import Control
 from dadt.errors import CommError
+from dadt.forum import Forum
 from dadt.inject import download, failure, gradient, loader, module, optimizer, saving, seed
+from dadt.launch import machine
 from dadt.runtime import Runtime
 from dadt.world import World
 
@@ -24,10 +27,13 @@ def start(world: World) -> None:
     global runtime
     if runtime is not None:
         return
-    control = Control.connect(world)
+    config = Config.from_env()
+    control: Control | Forum | None = Control.connect(world)
+    if control is None and world.launcher:
+        control, config = _join(world, config)
+        world = control.world
     if control is not None:
         control.hello(torch=torch.__version__)
-    config = Config.from_env()
     runtime = Runtime(world, config, control)
     if control is not None:
         failure.install(control, lambda: runtime.step)
@@ -43,6 +49,19 @@ def start(world: World) -> None:
         download.install(runtime)
     os.register_at_fork(after_in_child=runtime.resign)
     atexit.register(_end, runtime)
+
+
+def _join(world: World, config: Config) -> tuple[Forum, Config]:
+    """Meet the ranks that the same mpirun, srun or torchrun started."""
+    forum, config = Forum.connect(world, config)
+    environment.adopt()
+    # torchrun's scripts choose by LOCAL_RANK, others take the first that they see.
+    gpus = machine.gpus()
+    if world.launcher != "torchrun" and config.gpu_visibility == "one" and len(gpus) > 1:
+        environment.see(gpus[forum.world.local_rank % len(gpus)])
+    if not environment.threads_chosen():
+        torch.set_num_threads(max(1, machine.cores() // forum.world.local_size))
+    return forum, config
 
 
 def _end(runtime: Runtime) -> None:

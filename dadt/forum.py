@@ -1,0 +1,266 @@
+"""What Control does for a worker, among ranks that mpirun, srun or torchrun started: there is no agent to ask."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from dadt import store as stores
+from dadt import world as environment
+from dadt.config import Config
+from dadt.errors import DadtError, PeerLost, StartTimeout
+from dadt.launch import machine, network
+from dadt.world import World
+
+LOOK_SECONDS = 0.5
+"""While it waits for others, a rank looks this often whether they can still come."""
+CAUSE_SECONDS = 1.0
+"""How long a rank that another one's failure ended lets that one exit first: the first exit code is the job's."""
+BEGUN = "has imported torch, not begun to train"
+T = TypeVar("T")
+
+
+class Forum:
+    """Has Control's methods. Rank 0 prints what is to be said, once. Belongs to the process that connected: in a
+    forked child every method raises DadtError."""
+
+    def __init__(self, world: World, store: Store) -> None:
+        self.world = world
+        self._store = store
+        self._step = -1
+        self._state = BEGUN
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        # Held for ever: in a forked child the store must not be destroyed, whose thread is not there.
+        os.register_at_fork(after_in_child=self._check_process_later)
+
+    @classmethod
+    def connect(cls, world: World, config: Config) -> tuple[Forum, Config]:
+        """Meet all ranks. Returns with the knobs of rank 0, which all take, where it has chosen what was open.
+
+        Raises StartTimeout naming ranks that do not come, ConfigError where there is no way to meet.
+        """
+        store, own, other = stores.connect(world, config.start_timeout)
+        forum = cls(world, store)
+        mine = {
+            "machine": _machine(),
+            "own": own,
+            "store": other,
+            "draw": secrets.randbelow(2**31),
+            "config": config.to_env(),
+        }
+        blobs = forum.exchange("start", json.dumps(mine).encode(), config.start_timeout)
+        everyone = [json.loads(blob) for blob in blobs]
+        forum.world = _placed(world, everyone)
+        if interface := network.interface_of(forum.world.address):
+            environment.speak_over(interface)
+        config = _resolved(Config.from_env(everyone[0]["config"]), forum.world, everyone[0]["draw"])
+        forum.say(
+            f"{world.world_size} ranks by {world.launcher}, executor {config.executor}, algorithm {config.algorithm}"
+        )
+        return forum, config
+
+    def hello(self, torch: str) -> None:
+        """This process has imported torch."""
+        self._publish(BEGUN)
+
+    def claim(self) -> None:
+        """This process trains as this rank; another process that does raises DadtError."""
+        first = self._use(lambda store: store.compare_set(f"claim/{self.world.rank}", "", str(self._pid))).decode()
+        if first != str(self._pid):
+            raise DadtError(
+                f"rank {self.world.rank} is already claimed by pid {first}: of the processes of one rank only one may "
+                "train"
+            )
+        self._publish("has begun to train")
+
+    def exchange(self, key: str, blob: bytes, timeout: float) -> list[bytes]:
+        """Every rank's blob for the key, by rank; each key once per job.
+
+        Raises StartTimeout after `timeout` seconds, or as soon as a missing rank has ended, naming the missing ranks.
+        """
+        deadline = time.monotonic() + timeout
+        keys = [f"exchange/{key}/{rank}" for rank in range(self.world.world_size)]
+        self._use(lambda store: store.set(keys[self.world.rank], blob))  # type: ignore[arg-type]  # takes bytes, too
+        while not self._arrive(keys, deadline):
+            missing = [rank for rank, each in enumerate(keys) if not self._has(each)]
+            states = {rank: self._peer(rank)["state"] for rank in missing}
+            gone = [rank for rank in missing if states[rank].startswith("has ended")]
+            if missing and (gone or time.monotonic() >= deadline):
+                who = ", ".join(f"rank {rank} ({states[rank]})" for rank in gone or missing)
+                what = "cannot arrive any more" if gone else f"did not arrive within {timeout:g} s"
+                raise StartTimeout(f"{who} {what} for {key!r}")
+        return [self._get(each) for each in keys]
+
+    def say(self, text: str, level: str = "info") -> None:
+        """Print `dadt: text`: once if it is a warning, whichever rank says it; else if this is rank 0."""
+        if level == "info":
+            if self.world.rank == 0:
+                _print(text)
+        elif self._use(lambda store: store.add(f"said/{zlib.crc32(text.encode())}", 1)) == 1:
+            _print(f"{level}: {text}")
+
+    def progress(self, step: int, **numbers: float) -> None:
+        """Optimizer steps done so far. Costs nothing: the others are told when this rank waits."""
+        self._step = step
+
+    def failed(
+        self,
+        type: str,
+        message: str,
+        frames: Sequence[Mapping[str, Any]] = (),
+        step: int | None = None,
+        secondary: bool = False,
+        thread: str = "",
+    ) -> None:
+        """An uncaught exception, of which Python itself prints the traceback."""
+        if type == "ConfigError":
+            _print(message)
+        if not thread:
+            self._publish(f"has failed: {type}")
+        if secondary:
+            time.sleep(CAUSE_SECONDS)  # the launcher kills this process as soon as the other one has exited
+
+    def ending(self, steps: int) -> None:
+        """The script is over after so many steps; this rank waits for the others to end, too."""
+        self._publish(f"has ended after {steps} steps")
+
+    def done(self, summary: Mapping[str, float]) -> None:
+        """Training has ended well. The store may be gone by now."""
+        if self.world.rank or self._state.startswith("has failed"):
+            return
+        if not summary["steps"]:
+            _print("warning: training was NOT distributed: no torch.optim optimizer made a step in rank 0")
+            return
+        _print(
+            f"done: {summary['steps']} steps, {summary['delayed'] or 'none'} of them delayed by one, "
+            f"{100 * summary['wait_fraction']:.1f} % of the time spent waiting for communication"
+        )
+
+    def peers(self) -> list[dict[str, Any]]:
+        """All ranks, by rank: {rank, pid, state, step (-1: none), seconds (since it said so)}."""
+        self._publish(
+            f"at step {self._step}" if self._step >= 0 and not self._state.startswith("has e") else self._state
+        )
+        return [self._peer(rank) for rank in range(self.world.world_size)]
+
+    def saved(self, path: str, count: int) -> None:
+        """Local rank 0 has written the file for the count-th time."""
+        self._use(lambda store: store.set(self._save_key(path, count), "1"))
+
+    def await_save(self, path: str, count: int, step: int, timeout: float) -> str:
+        """ "there" once local rank 0 has written the file `count` times; "write" if not within `timeout` seconds."""
+        key = self._save_key(path, count)
+        return "there" if self._arrive([key], time.monotonic() + timeout, timeout) else "write"
+
+    def close(self) -> None:
+        """The store ends with the process."""
+
+    def _save_key(self, path: str, count: int) -> str:
+        return f"saved/{self.world.cross_rank}/{path}/{count}"
+
+    def _publish(self, state: str) -> None:
+        self._state = state
+        mine = {"pid": self._pid, "state": state, "step": self._step, "time": time.time()}
+        self._use(lambda store: store.set(f"state/{self.world.rank}", json.dumps(mine)))
+
+    def _peer(self, rank: int) -> dict[str, Any]:
+        key = f"state/{rank}"
+        if not self._has(key):
+            return {"rank": rank, "pid": 0, "state": "has not imported dadt", "step": -1, "seconds": 0.0}
+        known = json.loads(self._get(key))
+        return {"rank": rank, "seconds": time.time() - known.pop("time"), **known}
+
+    def _arrive(self, keys: list[str], deadline: float, patience: float = LOOK_SECONDS) -> bool:
+        """Wait for all keys, at most so long."""
+        seconds = max(0.001, min(patience, deadline - time.monotonic()))
+        self._check_process()
+        with self._lock:
+            try:
+                self._store.wait(keys, timedelta(seconds=seconds))
+            except RuntimeError as error:
+                if "timeout" in str(error).lower():
+                    return False
+                raise _lost(error) from error
+        return True
+
+    def _has(self, key: str) -> bool:
+        return self._use(lambda store: store.check([key]))
+
+    def _get(self, key: str) -> bytes:
+        return self._use(lambda store: store.get(key))
+
+    def _use(self, action: Callable[[Store], T]) -> T:
+        self._check_process()
+        with self._lock:
+            try:
+                return action(self._store)
+            except RuntimeError as error:
+                raise _lost(error) from error
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise DadtError(f"process {os.getpid()} is a fork of rank {self.world.rank} and cannot speak for it")
+
+    def _check_process_later(self) -> None:
+        """Nothing to do in the child: every method looks at the pid."""
+
+
+def _placed(world: World, everyone: Sequence[Mapping[str, Any]]) -> World:
+    """Who shares a machine, as the ranks themselves see it; hosts are counted in the order of their first ranks."""
+    machines = [each["machine"] for each in everyone]
+    here = [rank for rank, each in enumerate(machines) if each == machines[world.rank]]
+    hosts = list(dict.fromkeys(machines))
+    return World(
+        rank=world.rank,
+        local_rank=here.index(world.rank),
+        cross_rank=hosts.index(machines[world.rank]),
+        world_size=world.world_size,
+        local_size=len(here),
+        address="" if len(hosts) == 1 else _address(everyone, world.rank),
+        job=f"{everyone[0]['draw']:08x}",
+        launcher=world.launcher,
+    )
+
+
+def _address(everyone: Sequence[Mapping[str, Any]], rank: int) -> str:
+    """At which other hosts reach this rank's: rank 0's as they found it, others from where they reached it."""
+    if everyone[rank]["machine"] != everyone[0]["machine"]:
+        return str(everyone[rank]["own"])
+    return str(next(each["store"] for each in everyone if each["machine"] != everyone[0]["machine"]))
+
+
+def _machine() -> str:
+    """Equal for processes that can share memory."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+
+
+def _resolved(config: Config, world: World, draw: int) -> Config:
+    """With what all ranks must choose alike, as `dadt run` chooses."""
+    if config.seed < 0:
+        config = replace(config, seed=draw)
+    if config.executor == "auto":
+        config = replace(config, executor="gloo" if world.address or machine.gpus() else "shm")
+    return config
+
+
+def _print(text: str) -> None:
+    sys.stderr.write(f"dadt: {text}\n")
+    sys.stderr.flush()
+
+
+def _lost(error: RuntimeError) -> PeerLost:
+    return PeerLost(f"the store of rank 0 or of torchrun is gone: {str(error).splitlines()[0]}")
