@@ -1,0 +1,65 @@
+"""`events.jsonl`: what happened in a job, a line each, as it happened."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+from dadt.launch.frame import Frame
+
+KEPT = {
+    "connected": (),
+    "ready": ("version", "python", "torch", "hostname", "cores", "gpus", "problems"),
+    "lost": ("message",),
+    "unstarted": ("message",),
+    "started": ("pid",),
+    "hello": ("pid", "torch"),
+    "claim": ("pid",),
+    "say": ("level", "text"),
+    "failed": ("type", "message", "step", "secondary", "thread"),
+    "ending": ("steps",),
+    "done": ("summary",),
+    "exit": ("code", "step", "peak_memory", "memory_kills", "stopped"),
+    "end": ("stuck", "signal"),
+}
+"""Of each kind of an agent's frames that is an event: the facts that are kept."""
+NAMES = {"end": "agent ended", "done": "summary", "say": "said", "ready": "agent ready", "lost": "agent lost"}
+"""Kinds that are called differently where people read them."""
+
+
+class Journal:
+    """Every line is written at once, so that it is there whatever comes next."""
+
+    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
+        """warn: is told, once, if the file cannot be written."""
+        self._path = path
+        self._warn = warn
+        self._file: IO[bytes] | None = None
+        self._broken = False
+
+    def see(self, host: str, frame: Frame) -> None:
+        """A frame of the agent of this host: written down if it is an event."""
+        if frame.kind in KEPT:
+            facts = {name: frame[name] for name in KEPT[frame.kind] if name in frame.header}
+            where = {"host": host, **({"rank": frame["rank"]} if "rank" in frame.header else {})}
+            self.write(NAMES.get(frame.kind, frame.kind), **where, **facts)
+
+    def write(self, kind: str, **facts: Any) -> None:
+        if self._broken:
+            return
+        try:
+            if self._file is None:
+                self._file = self._path.open("ab", buffering=0)
+            self._file.write(json.dumps({"time": time.time(), "kind": kind, **facts}).encode() + b"\n")
+        except OSError as error:
+            self._broken = True
+            self._warn(f"{self._path} is incomplete: {error.strerror}")
+
+    def close(self) -> None:
+        """Idempotent; nothing is written after it."""
+        self._broken = True
+        if self._file is not None:
+            self._file.close()

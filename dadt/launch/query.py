@@ -1,0 +1,217 @@
+"""Questions to a running job: the launcher's socket, and how other commands of the same user ask it."""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dadt.errors import DadtError
+from dadt.launch.frame import CHUNK, Frame, Link, Parser
+
+if TYPE_CHECKING:
+    from dadt.launch.crew import Crew
+    from dadt.launch.watch import Watch
+
+WRITE_SECONDS = 0.05
+STACKS_SECONDS = 4.0
+"""Beyond the time that an agent gives its workers."""
+ANSWER_SECONDS = 5.0
+
+
+@dataclass(eq=False, slots=True)
+class Caller:
+    """One connection; stays open until the caller hangs up or the job ends, which the caller may wait for."""
+
+    socket: socket.socket
+    link: Link = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.link = Link(self.socket.fileno(), self.socket.fileno())
+
+    def answer(self, frame: Frame) -> None:
+        """Never blocks: what does not fit is sent by and by."""
+        self.link.unsent += frame.encode()
+
+
+@dataclass(eq=False, slots=True)
+class Inquiry:
+    """A caller who waits for stacks, and the ranks that have not answered yet."""
+
+    caller: Caller
+    ranks: set[int]
+    deadline: float
+
+
+class Query:
+    """The launcher's end. Single-threaded: lives in the job's selector, and never waits for a caller."""
+
+    def __init__(
+        self, path: Path, crew: Crew, watch: Watch, facts: Mapping[str, Any], end: Callable[[], float]
+    ) -> None:
+        """facts: what does not change, as the job's id and script. end: ends the job; gives its grace in seconds."""
+        self._crew = crew
+        self._watch = watch
+        self._facts = facts
+        self._end = end
+        self._callers: list[Caller] = []
+        self._inquiries: dict[int, Inquiry] = {}
+        self._numbered = 0
+        self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._server.bind(str(path))
+        self._server.listen(16)
+        self._server.setblocking(False)
+        crew.watch(self._server, self._accept)
+
+    def turn(self) -> float:
+        """Send what has not fitted yet, and end what takes too long. Returns the seconds until it is to be called
+        again."""
+        now = time.monotonic()
+        for number, inquiry in list(self._inquiries.items()):
+            if now >= inquiry.deadline:
+                for rank in sorted(inquiry.ranks):
+                    late = {"number": number, "rank": rank, "problem": "the agent of its host did not answer"}
+                    self.told(Frame("stack", late))
+        for caller in list(self._callers):
+            self._flush(caller)
+        if any(caller.link.unsent for caller in self._callers):
+            return WRITE_SECONDS
+        return min((inquiry.deadline - now for inquiry in self._inquiries.values()), default=float("inf"))
+
+    def told(self, frame: Frame) -> None:
+        """An agent's answer about the stacks of a rank."""
+        inquiry = self._inquiries.get(frame["number"])
+        if inquiry is None or frame["rank"] not in inquiry.ranks:
+            return  # too late
+        inquiry.ranks.discard(frame["rank"])
+        about = {**frame.header, **self._watch.gauges[frame["rank"]].describe()}
+        inquiry.caller.answer(Frame("stack", about, frame.body))
+        if not inquiry.ranks:
+            del self._inquiries[frame["number"]]
+            inquiry.caller.answer(Frame("end"))
+
+    def close(self) -> None:
+        """Idempotent. Callers see that the job is over by their connection's end."""
+        for caller in list(self._callers):
+            self._flush(caller)
+            self._hang_up(caller)
+        if self._server.fileno() >= 0:
+            self._crew.forget(self._server)
+            self._server.close()
+
+    def _describe(self, caller: Caller, question: Frame) -> None:
+        ranks = [gauge.describe() for gauge in self._watch.gauges]
+        about = {"begin": self._watch.begin, "state": self._watch.state, "ranks": ranks}
+        caller.answer(Frame("description", {**self._facts, **about}))
+
+    def _stacks(self, caller: Caller, question: Frame) -> None:
+        """Of the ranks in question that live; null: of all."""
+        asked = question["ranks"]
+        ranks = {gauge.rank for gauge in self._watch.gauges if not gauge.member.ended}
+        ranks = ranks if asked is None else ranks & set(asked)
+        if not ranks:
+            caller.answer(Frame("end"))
+            return
+        self._numbered += 1
+        self._inquiries[self._numbered] = Inquiry(caller, ranks, time.monotonic() + STACKS_SECONDS)
+        self._crew.send_all(Frame("stacks", {"number": self._numbered, "ranks": sorted(ranks)}))
+
+    def _kill(self, caller: Caller, question: Frame) -> None:
+        living = [gauge for gauge in self._watch.gauges if not gauge.member.ended]
+        names = [
+            f"rank {gauge.rank} ({f'{gauge.host}, ' if gauge.host else ''}pid {gauge.member.pid})" for gauge in living
+        ]
+        caller.answer(Frame("killed", {"workers": names, "grace": self._end()}))
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._server.accept()
+        except BlockingIOError:
+            return
+        caller = Caller(connection)
+        self._callers.append(caller)
+        self._crew.watch(connection, lambda: self._read(caller))
+
+    def _read(self, caller: Caller) -> None:
+        try:
+            frames = caller.link.receive()
+        except (EOFError, DadtError):
+            self._hang_up(caller)
+            return
+        for frame in frames:
+            if frame.kind in QUESTIONS:  # others: of another version of dadt
+                QUESTIONS[frame.kind](self, caller, frame)
+        self._flush(caller)
+
+    def _flush(self, caller: Caller) -> None:
+        try:
+            caller.link.flush()
+        except (BrokenPipeError, ConnectionResetError):
+            self._hang_up(caller)
+
+    def _hang_up(self, caller: Caller) -> None:
+        if caller in self._callers:
+            self._callers.remove(caller)
+            self._crew.forget(caller.socket)
+            caller.socket.close()
+
+
+QUESTIONS = {"describe": Query._describe, "stacks": Query._stacks, "kill": Query._kill}
+
+
+class Line:
+    """A caller's end: a connection to a launcher or an agent."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError where nobody listens any more."""
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.settimeout(ANSWER_SECONDS)
+        try:
+            self._socket.connect(str(path))
+        except OSError:
+            self._socket.close()
+            raise
+        self._parser = Parser()
+
+    def __enter__(self) -> Line:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    @property
+    def pid(self) -> int:
+        """Of the process that listens, as the kernel knows it."""
+        peer = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        return int(struct.unpack("3i", peer)[0])
+
+    def ask(self, frame: Frame, seconds: float = ANSWER_SECONDS) -> Iterator[Frame]:
+        """The answers, as they come. Ends with the connection; raises TimeoutError after so many seconds."""
+        deadline = time.monotonic() + seconds
+        self._socket.settimeout(seconds)
+        self._socket.sendall(frame.encode())
+        while True:
+            self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
+            try:
+                data = self._socket.recv(CHUNK)
+            except ConnectionResetError:
+                return
+            if not data:
+                return
+            yield from self._parser.feed(data)
+
+    def ended(self, seconds: float) -> bool:
+        """Wait so long for the other side to hang up; whether it has."""
+        deadline = time.monotonic() + seconds
+        while select.select([self._socket], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            try:
+                if not self._socket.recv(CHUNK):
+                    return True
+            except ConnectionResetError:
+                return True
+        return False

@@ -1,0 +1,127 @@
+"""`report.json`: how a job went, as data."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import dadt
+from dadt.config import Config
+from dadt.launch.crew import Node
+from dadt.launch.failure import Failure
+from dadt.launch.slot import Slot
+from dadt.launch.watch import Gauge, Watch
+
+VERSION = 1
+"""Of the format: raised when a name changes its meaning or goes."""
+
+
+class Report:
+    """Filled as the job goes on; can be written at any time."""
+
+    def __init__(self, job: str, command: Sequence[str], cwd: str, config: Config) -> None:
+        self._begin = time.time()
+        self._facts: dict[str, Any] = {"job": job, "command": list(command), "cwd": cwd}
+        self._config = config
+        self._nodes: Sequence[Node] = ()
+        self._slots: Sequence[Slot] = ()
+        self._watch: Watch | None = None
+        self._failure: Failure | None = None
+        self._signal = 0
+        self._error = ""
+        self._exit_code = 0
+
+    def placed(self, config: Config, nodes: Sequence[Node], slots: Sequence[Slot], watch: Watch) -> None:
+        """It is known who works where."""
+        self._config, self._nodes, self._slots, self._watch = config, nodes, slots, watch
+
+    def ended(self, exit_code: int, failure: Failure | None = None, signal: int = 0, error: str = "") -> None:
+        """error: the sentence with which the job ended, where no worker is the cause."""
+        self._exit_code, self._failure, self._signal, self._error = exit_code, failure, signal, error
+
+    def write(self, path: Path, warn: Callable[[str], None]) -> None:
+        """warn: is told if it cannot be written."""
+        try:
+            path.write_text(json.dumps(self._data(), indent=2) + "\n")
+        except OSError as error:
+            warn(f"{path} could not be written: {error.strerror}")
+
+    def _data(self) -> dict[str, Any]:
+        end = time.time()
+        gauges = self._watch.gauges if self._watch is not None else []
+        return {
+            "version": VERSION,
+            "dadt": dadt.__version__,
+            **self._facts,
+            "begin": self._begin,
+            "end": end,
+            "seconds": end - self._begin,
+            "exit_code": self._exit_code,
+            "signal": self._signal or None,
+            "error": self._error or None,
+            "failure": _failure(self._failure) if self._failure is not None else None,
+            "config": {field.name: _value(field.name, getattr(self._config, field.name)) for field in fields(Config)},
+            "hosts": [_host(node) for node in self._nodes],
+            "ranks": [_rank(slot, gauge) for slot, gauge in zip(self._slots, gauges, strict=True)],
+        }
+
+
+def _value(name: str, value: Any) -> Any:
+    """Of what is passed on to workers the names alone: a value may be a secret."""
+    return [each.partition("=")[0] for each in value] if name == "forward" else value
+
+
+def _host(node: Node) -> dict[str, Any]:
+    told = node.report
+    names = ("hostname", "version", "python", "torch", "cores", "gpus")
+    return {
+        "host": node.name,
+        "address": node.address,
+        "interface": node.interface,
+        **{("dadt" if name == "version" else name): told.get(name) for name in names},
+    }
+
+
+def _rank(slot: Slot, gauge: Gauge) -> dict[str, Any]:
+    summary: Mapping[str, float] = gauge.summary
+    seconds = summary.get("seconds", 0.0)
+    return {
+        "rank": slot.rank,
+        "host": slot.host,
+        "local_rank": slot.local_rank,
+        "gpu": slot.gpu,
+        "pid": gauge.member.pid or None,
+        "exit_code": gauge.code,
+        "steps": int(summary.get("steps", max(0, gauge.member.step))),
+        "delayed": summary.get("delayed"),
+        "wait_fraction": summary.get("wait_fraction"),
+        "samples": summary.get("samples", gauge.samples),
+        "samples_per_second": summary["samples"] / seconds if seconds and "samples" in summary else None,
+        "peak_memory": gauge.peak_memory or None,
+    }
+
+
+def _failure(failure: Failure) -> dict[str, Any]:
+    ending, record = failure.ending, failure.record
+    return {
+        "rank": ending.rank,
+        "host": failure.host,
+        "pid": failure.pid,
+        "exit_code": ending.code,
+        "seconds": failure.seconds,
+        "step": record.step if record is not None and record.step is not None else ending.step,
+        "type": record.type if record is not None else None,
+        "message": record.message if record is not None else failure.last_words,
+        "frames": [dict(frame) for frame in record.frames] if record is not None else [],
+        "thread": record.thread if record is not None else "",
+        "peak_memory": ending.peak_memory,
+        "memory_limit": ending.memory_limit,
+        "killed_for_memory": ending.killed_for_memory,
+        "stopped": list(failure.stopped),
+        "log": str(failure.log),
+        "stacks": [str(path) for path in failure.stacks],
+    }

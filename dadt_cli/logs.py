@@ -1,0 +1,113 @@
+"""`dadt logs`: what the workers of a job have printed, and print."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import click
+
+from dadt.errors import ConfigError
+from dadt.launch.frame import CHUNK
+from dadt.launch.output import Assembler
+from dadt.launch.query import Line
+from dadt.launch.trace import Trace, traces
+from dadt_cli import console
+from dadt_cli.find import describe, rank_option
+
+LOOK_SECONDS = 0.2
+"""How often files are looked at that may have grown."""
+
+
+@click.command()
+@click.argument("job")
+@rank_option
+@click.option("-f", "--follow", is_flag=True, help="Go on until the job ends.")
+@click.option("--log-dir", default="dadt-logs", show_default=True, metavar="DIR", help="Where the logs of jobs are.")
+def logs(job: str, ranks: set[int] | None, follow: bool, log_dir: str) -> None:
+    """Print what the workers of JOB, or of the latest job, have printed."""
+    trace, folder = _find(job, Path(log_dir))
+    files = _files(folder, ranks)
+    line = trace.call() if trace is not None and follow else None
+    with ExitStack() as stack:
+        if line is not None:
+            stack.enter_context(line)
+        tails = [stack.enter_context(Tail(path)) for path in files]
+        while line is not None:
+            ended = _ended(line)
+            for tail in tails:
+                tail.show()
+            if ended:
+                break
+        for tail in tails:
+            tail.show(last=True)
+
+
+class Tail:
+    """A rank's file, shown as far as it has been written."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb", buffering=0)
+        self._prefix = f"[{path.stem.removeprefix('rank')}] ".encode()
+        self._assembler = Assembler()
+
+    def __enter__(self) -> Tail:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def show(self, last: bool = False) -> None:
+        """What is new. last: with what has no end of line."""
+        while data := self._file.read(CHUNK):
+            self._print(self._assembler.feed(data, time.monotonic()))
+        self._print(self._assembler.finish() if last else self._assembler.tick(time.monotonic()))
+
+    def _print(self, lines: list[bytes]) -> None:
+        if lines:
+            console.lines("out", b"".join(self._prefix + line.rstrip(b"\r") + b"\n" for line in lines))
+
+
+def _find(job: str, log_dir: Path) -> tuple[Trace | None, Path]:
+    """The job, if it runs, and the folder of its logs. Raises ConfigError."""
+    running = {trace.job: trace for trace in traces()}
+    if job == "latest":
+        job = _latest(log_dir, list(running))
+    if job in running and (told := describe(running[job])) is not None:
+        return running[job], Path(told["logs"])
+    folder = log_dir / job
+    if not folder.is_dir():
+        there = sorted({*running, *(path.name for path in _jobs(log_dir))})
+        known = f"there are {', '.join(there)}" if there else "there are none"
+        raise ConfigError(
+            f"job {job}: it does not run here and has no logs in {log_dir}; {known} (--log-dir elsewhere)"
+        )
+    return None, folder
+
+
+def _latest(log_dir: Path, running: list[str]) -> str:
+    """Of the jobs with logs here, else of all that run."""
+    jobs = [path.name for path in sorted(_jobs(log_dir), key=lambda path: path.stat().st_mtime)] or running
+    if not jobs:
+        raise ConfigError(f"there are no logs in {log_dir}, and no job runs; name the folder with --log-dir")
+    return jobs[-1]
+
+
+def _jobs(log_dir: Path) -> Iterator[Path]:
+    return (path.parent for path in log_dir.glob("*/rank0.log"))
+
+
+def _files(folder: Path, ranks: set[int] | None) -> list[Path]:
+    """Raises ConfigError where there is none for a rank."""
+    found = {int(path.stem.removeprefix("rank")): path for path in folder.glob("rank*.log")}
+    if missing := sorted((ranks or set()) - set(found)):
+        raise ConfigError(
+            f"--rank {missing[0]}: {folder} has ranks {min(found)} to {max(found)}" if found else f"{folder} is empty"
+        )
+    return [found[rank] for rank in sorted(found) if ranks is None or rank in ranks]
+
+
+def _ended(line: Line) -> bool:
+    return line.ended(LOOK_SECONDS)

@@ -1,0 +1,151 @@
+"""What is made of the frames that agents send: speeds, the slowest rank, the last line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dadt.launch import watch as module
+from dadt.launch.frame import Frame
+from dadt.launch.journal import Journal
+from dadt.launch.rendezvous import Member
+from dadt.launch.watch import Watch
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def watch_of(size: int) -> Watch:
+    return Watch([Member(rank, seen=1000.0) for rank in range(size)])
+
+
+def train(watch: Watch, clock: Clock, seconds: float, rate: float, waits: list[float]) -> None:
+    """All ranks step together, `rate` times a second, and wait for these shares of the time."""
+    for tick in range(int(seconds * 5) + 1):
+        at = tick / 5
+        clock.now = 1000.0 + at
+        for rank, wait in enumerate(waits):
+            step = int(at * rate)
+            numbers = {"samples": 64.0 * step, "waited": wait * at, "clock": clock.now + 50 * rank}
+            watch.see(Frame("numbers", {"rank": rank, "step": step, "numbers": numbers}))
+            watch.gauges[rank].member.step = step
+            watch.gauges[rank].member.seen = clock.now
+
+
+def test_speeds_are_those_of_the_last_seconds(clock):
+    watch = watch_of(1)
+    train(watch, clock, 20.0, 10.0, [0.25])
+    speed = watch.gauges[0].speed()
+    assert speed is not None
+    assert speed == pytest.approx((10.0, 640.0, 0.25), rel=0.05)
+    clock.now += 60.0
+    assert watch.gauges[0].speed() == (0.0, 0.0, 0.0)
+
+
+def test_a_rank_slower_than_the_window_has_a_speed(clock):
+    watch = watch_of(1)
+    for step in range(4):
+        clock.now = 1000.0 + 20.0 * step
+        numbers = {"samples": 8.0 * step, "waited": 0.0, "clock": clock.now}
+        watch.see(Frame("numbers", {"rank": 0, "step": step, "numbers": numbers}))
+    speed = watch.gauges[0].speed()
+    assert speed is not None and speed.steps == pytest.approx(0.05)
+
+
+def test_the_slowest_is_the_one_that_waits_least(clock):
+    watch = watch_of(4)
+    train(watch, clock, 6.0, 10.0, [0.3, 0.3, 0.05, 0.3])
+    slowest = watch.slowest()
+    assert slowest is not None and slowest.rank == 2
+    assert [gauge.rank for gauge in watch.by_pace()] == [2, 0, 1, 3]
+
+
+def test_nobody_is_slowest_among_equals(clock):
+    watch = watch_of(4)
+    train(watch, clock, 6.0, 10.0, [0.3, 0.28, 0.31, 0.3])
+    assert watch.slowest() is None
+
+
+def test_steps_that_were_not_read_at_once_make_nobody_slowest(clock):
+    watch = watch_of(4)
+    train(watch, clock, 6.0, 100.0, [0.3] * 4)
+    watch.gauges[1].member.step -= 80
+    assert watch.slowest() is None
+    watch.gauges[1].member.step -= 100
+    assert watch.slowest() is watch.gauges[1]
+
+
+def test_the_slowest_is_the_one_that_does_not_ask_for_the_others(clock):
+    watch = watch_of(3)
+    train(watch, clock, 6.0, 10.0, [0.3] * 3)
+    clock.now += 4.0
+    for rank in (0, 2):
+        watch.see(Frame("peers", {"rank": rank}))
+    assert watch.gauges[0].waits and not watch.gauges[1].waits
+    assert watch.slowest() is watch.gauges[1]
+
+
+@pytest.mark.parametrize(
+    ("printed", "line"),
+    [
+        ([b"one\ntwo\n"], "two"),
+        ([b"one\n", b"\n\n"], "one"),
+        ([b"10%\r20%\r"], "20%"),
+        ([b"\x1b[32mgreen\x1b[0m\ttab\n"], "green tab"),
+        ([b"\x1b]0;title\x07text\n"], "text"),
+        ([b"\xff\xfe bad \n"], "\ufffd\ufffd bad"),
+        ([b"x" * 10000 + b" end\n"], "x" * 507 + " end"),
+    ],
+)
+def test_the_last_line_is_readable(printed, line):
+    watch = watch_of(1)
+    for data in printed:
+        watch.see(Frame("out", {"rank": 0}, data))
+    assert watch.gauges[0].line == line
+
+
+def test_memory_and_exit_are_kept():
+    watch = watch_of(2)
+    watch.see(Frame("beat", {"steps": {}, "memory": {"0": 300, "1": 200}}))
+    watch.see(Frame("beat", {"steps": {}, "memory": {"0": 100, "1": 250}}))
+    watch.see(Frame("exit", {"rank": 1, "code": -9, "peak_memory": 400}))
+    assert [gauge.peak_memory for gauge in watch.gauges] == [300, 400]
+    assert [gauge.memory for gauge in watch.gauges] == [100, 0]
+    assert watch.by_pace()[0].code == -9
+
+
+def test_a_journal_that_cannot_be_written_is_told_once_and_stops_nothing(tmp_path):
+    told: list[str] = []
+    journal = Journal(Path("/dev/full"), told.append)
+    journal.write("start")
+    journal.see("node1", Frame("started", {"rank": 0, "pid": 7}))
+    journal.close()
+    assert told == ["/dev/full is incomplete: No space left on device"]
+
+
+def test_a_journal_keeps_events_and_no_more(tmp_path):
+    journal = Journal(tmp_path / "events.jsonl", lambda text: pytest.fail(text))
+    journal.see("node1", Frame("started", {"rank": 3, "pid": 7, "line": 2}))
+    journal.see("node1", Frame("beat", {"steps": {}}))
+    journal.see("node1", Frame("out", {"rank": 3}, b"text"))
+    (line,) = (tmp_path / "events.jsonl").read_text().splitlines()
+    event = json.loads(line)
+    assert event.pop("time") > 0
+    assert event == {"kind": "started", "host": "node1", "rank": 3, "pid": 7}
