@@ -1,7 +1,8 @@
 """The one process per host that owns its workers: `python -m dadt.agent`, frames on stdin and stdout.
 
-It starts what the launcher asks for, passes on what the workers print and report, and ends them all when it is
-told to, when its input closes (the launcher is gone), or when it is signalled. It decides nothing else.
+It tells what its host has, starts what the launcher asks for, passes on what the workers print and report, and ends
+them all when it is told to, when its input closes or falls silent (the launcher is gone), or when it is signalled. It
+decides nothing else.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from collections.abc import Callable
 from typing import Any
 
 from dadt.errors import LaunchError
-from dadt.launch import machine
-from dadt.launch.folder import Folder
+from dadt.launch import environment, machine, network
+from dadt.launch.folder import Folder, remove_stale
 from dadt.launch.frame import MAGIC, Frame, Link
 from dadt.launch.interrupt import Interrupts
 from dadt.launch.roster import Line, Roster
@@ -27,6 +28,7 @@ from dadt.pulse import Pulse
 
 PR_SET_CHILD_SUBREAPER = 36
 TICK_SECONDS = 0.05
+PROBE_TICK_SECONDS = 0.01
 HEARTBEAT_SECONDS = 0.5
 UNSENT_LIMIT = 4 << 20
 """Workers are not read while this many bytes wait for the launcher."""
@@ -48,31 +50,77 @@ class Agent:
         self._stop: Stop | None = None
         self._paused = False
         self._launcher_gone = False
+        self._orders: list[Frame] = []
+        self._ranks: dict[int, int] = {}
+        """Rank to local rank."""
         self._heartbeat = 0.0
+        self._heard = time.monotonic()
+        """When the launcher last gave a sign of life."""
+        self._patience = float("inf")
+        """Seconds of its silence after which it is given up."""
         self._signal = 0
         """By which somebody told this process to end."""
 
     def run(self) -> None:
         self._watch(self._launcher.reader, self._read_launcher)
         self._watch(self._interrupts.fileno(), self._read_signals)
-        job = self._first_frame()
-        if job is None:
+        look = self._await_order("look")
+        if look is None:
             return
-        self._folder = Folder.join(job["job"])
+        self._folder = Folder.join(f"{look['job']}.{look['index']}")
         try:
-            self._serve(job)
+            self._patience = float(look["orphan_timeout"])
+            job = self._await_job(look)
+            if job is not None:
+                self._serve(job)
         finally:
             self._folder.remove()
+            if self._launcher_gone:
+                remove_stale()  # the launcher's own, if it was on this host and was killed
 
-    def _first_frame(self) -> Frame | None:
-        self._orders: list[Frame] = []
-        while not self._orders and not self._launcher_gone:
-            for key, _ in self._selector.select():
-                key.data()
-        return self._orders.pop(0) if self._orders else None
+    def _await_job(self, look: Frame) -> Frame | None:
+        """Tell what there is, help to find out who reaches whom, and wait for the order to start workers."""
+        token = os.urandom(network.TOKEN_BYTES)
+        listener = network.Listener(token) if look["hosts"] > 1 else None
+        try:
+            self._env, problems = environment.base(look["env"], look["prologue"])
+            problems += environment.missing(look["cwd"], look["files"])
+            report = machine.report(self._env) | {"problems": problems}
+            if listener is not None:
+                self._watch(listener.fileno(), listener.answer)
+                report |= {"probe_port": listener.port, "token": token.hex()}
+            self._send(Frame("ready", report | {"clock": time.time()}))
+            while (order := self._await_order("probe", "job")) is not None and order.kind == "probe":
+                self._probe(order["targets"])
+            return order
+        finally:
+            if listener is not None:
+                self._forget(listener.fileno())
+                listener.close()
+
+    def _probe(self, targets: list[dict[str, Any]]) -> None:
+        probe = network.Probe(targets)
+        probe.start()
+        while not probe.finished and not self._launcher_gone:
+            self._select(PROBE_TICK_SECONDS)
+            probe.advance()
+        probe.close()
+        self._send(Frame("probed", {"reached": probe.reached}))
+
+    def _await_order(self, *kinds: str) -> Frame | None:
+        """The next order of these kinds; None if there is none to come."""
+        while not self._launcher_gone and not self._signal:
+            self._select(HEARTBEAT_SECONDS)
+            self._beat()
+            orders, self._orders = self._orders, []
+            for place, order in enumerate(orders):
+                if order.kind in kinds:
+                    self._orders = orders[place + 1 :]
+                    return order
+        return None
 
     def _serve(self, job: Frame) -> None:
-        self._ranks: dict[int, int] = {worker["rank"]: worker["local_rank"] for worker in job["workers"]}
+        self._ranks = {worker["rank"]: worker["local_rank"] for worker in job["workers"]}
         self._pulse = Pulse.create(self._folder.pulse, len(self._ranks))
         self._roster = Roster(self._folder.socket, self._pulse, self._send)
         self._memory_kills = machine.memory_kills()
@@ -90,8 +138,8 @@ class Agent:
 
     def _start(self, job: Frame) -> None:
         for slot in job["workers"]:
-            env = {**job["env"], **slot["env"], "DADT_AGENT": str(self._folder.socket)}
-            worker = Worker(slot["rank"], job["command"], env, job["cwd"])
+            env = environment.of_worker(self._env, {**job["env"], **slot["env"]}, self._folder.socket)
+            worker = Worker(slot["rank"], slot["command"], env, job["cwd"])
             self._workers[worker.rank] = worker
             self._pids[worker.pid] = worker
             self._send(Frame("started", {"rank": worker.rank, "pid": worker.pid}))
@@ -107,9 +155,9 @@ class Agent:
         return all(worker.ended for worker in self._workers.values())
 
     def _turn(self) -> None:
-        self._watch_writes()
-        for key, _ in self._selector.select(TICK_SECONDS if self._needs_tick() else HEARTBEAT_SECONDS):
-            key.data()
+        for line in self._roster.lines.values():
+            self._watch_line(line)
+        self._select(TICK_SECONDS if self._needs_tick() else HEARTBEAT_SECONDS)
         for order in self._orders:
             self._obey(order)
         self._orders.clear()
@@ -124,6 +172,13 @@ class Agent:
             for rank, pid, text in self._stop.advance():
                 self._send(Frame("stacks", {"rank": rank, "pid": pid}, text))
 
+    def _select(self, seconds: float) -> None:
+        self._watch_writes()
+        for key, _ in self._selector.select(seconds):
+            key.data()
+        if time.monotonic() - self._heard > self._patience:
+            self._launcher_gone = True
+
     def _needs_tick(self) -> bool:
         return bool(self._stop or self._roster.waits)
 
@@ -133,12 +188,15 @@ class Agent:
         elif order.kind == "answer":
             answer = order["answer"]
             self._roster.answer(order["line"], Frame(answer.pop("kind"), answer, order.body))
+        elif order.kind == "signal":
+            for worker in self._workers.values():
+                worker.signal(order["number"])
 
     def _begin_stop(self, order: Frame) -> None:
         """A later order may only hasten the end."""
         living = [worker for worker in self._workers.values() if not worker.ended]
         dumps = self._roster.dumps if order.get("stacks") else {}
-        stop = Stop(self._folder.job, living, dumps, order.get("natural", 0.0), order.get("grace", 1.5))
+        stop = Stop(str(self._folder.socket), living, dumps, order.get("natural", 0.0), order.get("grace", 1.5))
         if self._stop is None or self._stop.natural:
             self._stop = stop
         else:
@@ -147,9 +205,10 @@ class Agent:
     def _read_launcher(self) -> None:
         try:
             self._orders.extend(self._launcher.receive())
+            self._heard = time.monotonic()
         except EOFError:
             self._launcher_gone = True
-            self._selector.unregister(self._launcher.reader)
+            self._forget(self._launcher.reader)
 
     def _read_signals(self) -> None:
         caught = self._interrupts.take()
@@ -229,7 +288,7 @@ class Agent:
         if now - self._heartbeat >= HEARTBEAT_SECONDS:
             self._heartbeat = now
             steps = {str(rank): self._pulse.read(local) for rank, local in self._ranks.items()}
-            self._send(Frame("beat", {"steps": steps}))
+            self._send(Frame("beat", {"steps": steps, "clock": time.time()}))
 
     def _balance(self) -> None:
         """Read the workers only as fast as the launcher takes it."""
@@ -254,11 +313,12 @@ class Agent:
             self._forget(writer)
         elif writer not in self._selector.get_map():
             self._selector.register(writer, selectors.EVENT_WRITE, self._flush)
-        for line in self._roster.lines.values():
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.link.unsent else 0)
-            key = self._selector.get_key(line.link.reader)
-            if key.events != events:
-                self._selector.modify(line.link.reader, events, key.data)
+
+    def _watch_line(self, line: Line) -> None:
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.link.unsent else 0)
+        key = self._selector.get_key(line.link.reader)
+        if key.events != events:
+            self._selector.modify(line.link.reader, events, key.data)
 
     def _flush(self) -> None:
         try:

@@ -14,9 +14,37 @@ EXECUTORS = ("auto", "shm", "gloo", "null")
 ALGORITHMS = ("pipe", "sync")
 
 
-def knob(default: Any, help: str, *, choices: tuple[str, ...] = (), advanced: bool = False) -> Any:
-    """A field of Config with the text its flag shows. `advanced` ones are listed by --help-all only."""
-    return field(default=default, metadata={"help": help, "choices": choices, "advanced": advanced})
+LAUNCHERS = ("auto", "local", "ssh", "slurm", "mpi")
+
+
+def knob(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    advanced: bool = False,
+    launch: bool = False,
+    flags: tuple[str, ...] = (),
+    metavar: str = "",
+) -> Any:
+    """A field of Config with the text its flag shows.
+
+    advanced: listed by --help-all only. launch: concerns the launcher, and is not passed on to workers.
+    flags: other names of the flag.
+    """
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "advanced": advanced,
+        "launch": launch,
+        "flags": flags,
+        "metavar": metavar,
+    }
+    return field(default=default, metadata=metadata)
+
+
+def launch_knob(default: Any, help: str, **options: Any) -> Any:
+    return knob(default, help, launch=True, **options)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +85,56 @@ class Config:
         advanced=True,
     )
 
+    np: int = launch_knob(
+        0, "Number of workers, exactly; 0: as many as the hosts have slots.", flags=("-np", "-n", "--num-proc")
+    )
+    hosts: str = launch_knob("", "Hosts and their slots: host1:2,user@host2:2,[::1].", flags=("-H",), metavar="HOSTS")
+    hostfile: str = launch_knob("", "File of hosts, a line each: `host slots=N`; # begins a comment.", metavar="FILE")
+    include: str = launch_knob("", "Of the hosts, these only.", advanced=True, metavar="HOSTS")
+    exclude: str = launch_knob("", "Of the hosts, all but these.", advanced=True, metavar="HOSTS")
+    accelerators: int = launch_knob(0, "Workers on each host that has no slots given.", advanced=True)
+    gpu_visibility: str = launch_knob("one", "GPUs that each worker sees.", choices=("one", "all"), advanced=True)
+    launcher: str = launch_knob("auto", "How the agent of each host is started.", choices=LAUNCHERS)
+    ssh_backend: str = launch_knob("paramiko", "What speaks SSH.", choices=("paramiko", "openssh"), advanced=True)
+    ssh_port: int = launch_knob(0, "Port of sshd; 0: as the SSH configuration says.", flags=("-p",), advanced=True)
+    ssh_identity_file: str = launch_knob("", "Private key for SSH, and no other.", flags=("-i",), metavar="FILE")
+    ssh_config: str = launch_knob("", "SSH configuration in place of ~/.ssh/config.", advanced=True, metavar="FILE")
+    ssh_host_keys: str = launch_knob(
+        "accept-new",
+        "Hosts whose key is not known yet; a changed key is refused in strict and accept-new.",
+        choices=("strict", "accept-new", "off"),
+        advanced=True,
+    )
+    nnodes: int = launch_knob(0, "Hosts, where `dadt run` is called on each by hand.", advanced=True)
+    node_rank: int = launch_knob(-1, "Which of them this one is, from 0.", advanced=True)
+    rendezvous: str = launch_knob(
+        "", "Where they meet: host:port on node 0, or file:///a/shared/path.", advanced=True, metavar="WHERE"
+    )
+    network_interface: str = launch_knob(
+        "", "Interfaces (eth0) or networks (10.0.0.0/8) between hosts, by comma.", advanced=True, metavar="IF|CIDR"
+    )
+    forward: tuple[str, ...] = launch_knob(
+        (), "Variables for the workers: NAME, NAME=VALUE, or 'WANDB_*'. Repeatable.", flags=("-x",), metavar="NAME"
+    )
+    env_file: str = launch_knob("", "Variables for the workers, a line each: NAME=VALUE.", metavar="FILE")
+    workdir: str = launch_knob("", "Folder in which workers start; else this one.", metavar="DIR")
+    python: str = launch_knob("", "Python of the workers and agents; else this one.", metavar="PATH")
+    prologue: str = launch_knob("", "Shell commands (bash) before the workers of a host, as 'source env.sh'.")
+    pass_local_rank: bool = launch_knob(False, "Add --local_rank N to the script's arguments.", advanced=True)
+    torch_env: bool = launch_knob(True, "Set RANK, WORLD_SIZE, MASTER_ADDR and their like.", advanced=True)
+    output: str = launch_knob("all", "Shown here: all, rank0, errors, or ranks as 0,3-5.", metavar="WHAT")
+    log_dir: str = launch_knob("dadt-logs", "Everything that workers print goes to files here.", metavar="DIR")
+    live: str = launch_knob(
+        "auto", "Live view of all ranks; auto: on a terminal.", choices=("auto", "on", "off"), advanced=True
+    )
+    grace: float = launch_knob(5.0, "Seconds from SIGTERM to SIGKILL when you end a job.")
+    forward_signals: str = launch_knob(
+        "USR1,USR2", "Signals that dadt passes on to all workers, by comma.", advanced=True, metavar="NAMES"
+    )
+    orphan_timeout: float = launch_knob(
+        30.0, "Seconds of silence after which launcher and agent give each other up.", advanced=True
+    )
+
     def __post_init__(self) -> None:
         for f in fields(self):
             choices = f.metadata["choices"]
@@ -71,14 +149,21 @@ class Config:
             raise ConfigError(f"--warmup-steps {self.warmup_steps}: must be 0 or more")
         if self.bucket_mb <= 0:
             raise ConfigError(f"--bucket-mb {self.bucket_mb}: must be above 0")
-        for name in ("timeout", "start_timeout"):
+        for name in ("timeout", "start_timeout", "orphan_timeout"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)}: must be above 0 seconds")
+        for name in ("np", "accelerators", "nnodes", "grace"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{flag(name)} {getattr(self, name)}: must be 0 or more")
+        if not 0 <= self.ssh_port < 65536:
+            raise ConfigError(f"--ssh-port {self.ssh_port}: give a port from 1 to 65535")
         loader_numbers("--share", self.share)
         loader_numbers("--no-share", self.no_share)
 
     def to_env(self) -> dict[str, str]:
-        return {variable(f.name): _text(getattr(self, f.name)) for f in fields(self)}
+        """What workers are told: the knobs that are theirs."""
+        theirs = (f for f in fields(self) if not f.metadata["launch"])
+        return {variable(f.name): _text(getattr(self, f.name)) for f in theirs}
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> Config:
@@ -123,6 +208,8 @@ def parse(name: str, text: str) -> Any:
         return int(value)
     if isinstance(default, float):
         return _number(variable(name), text, "a number")
+    if isinstance(default, tuple):
+        return tuple(part.strip() for part in text.split(",") if part.strip())
     return text
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
+from typing import Protocol, TextIO
 
 from dadt.errors import DadtError
 
@@ -17,18 +19,56 @@ class ReaderGone(DadtError):
     exit_code = 141
 
 
+class View(Protocol):
+    """Something at the bottom of the screen that must be asked to make room."""
+
+    def above(self, stream: int, data: bytes) -> None:
+        """Print bytes that end with a line's end, unaltered."""
+
+
+_view: View | None = None
+
+
+def show_above(view: View | None) -> None:
+    """From now on all is printed above this view; None: it is gone."""
+    global _view
+    _view = view
+
+
 def lines(stream: str, data: bytes) -> None:
     """Complete lines of a worker, unaltered, to our stdout ("out") or stderr ("err")."""
-    view = memoryview(data)
+    if _view is not None:
+        _view.above(STREAMS[stream], data)
+    else:
+        write(STREAMS[stream], data)
+
+
+def write(stream: int, data: bytes) -> None:
+    """All of the bytes, past the view: for the view itself."""
+    rest = memoryview(data)
     try:
-        while view:
-            view = view[os.write(STREAMS[stream], view) :]
-    except BrokenPipeError as error:
-        raise ReaderGone from error
+        while rest:
+            rest = rest[os.write(stream, rest) :]
+    except OSError as error:
+        if error.errno in (errno.EPIPE, errno.EIO):  # a terminal that was closed says EIO
+            raise ReaderGone from error
+        raise
 
 
 def say(text: str, level: str = "info") -> None:
-    _write(f"dadt: warning: {text}" if level == "warning" else f"dadt: {text}", level == "warning")
+    """level: info, warning or error."""
+    _write(f"dadt: warning: {text}" if level == "warning" else f"dadt: {text}", level != "info")
+
+
+def part(text: str, last: bool = False) -> None:
+    """The next part of a line that grows; `last` ends it."""
+    beginning = "dadt: " if not _grown else ""
+    _grown[:] = [] if last else [text]
+    _write(beginning + text, False, "\n" if last else "")
+
+
+_grown: list[str] = []
+"""Whether a line is being grown."""
 
 
 def block(text: Sequence[str]) -> None:
@@ -40,14 +80,18 @@ def error(text: str) -> None:
     _write(f"dadt: {text}", True)
 
 
-def text(text: str) -> None:
-    _write(text, False)
+def text(text: str, stdout: bool = False) -> None:
+    """On stderr, or on stdout where it is what the command was called for."""
+    _write(text, False, stream=sys.stdout if stdout else sys.stderr)
 
 
-def _write(text: str, loud: bool) -> None:
+def _write(text: str, loud: bool, end: str = "\n", stream: TextIO | None = None) -> None:
     if loud and sys.stderr.isatty():
         text = f"\x1b[1m{text}\x1b[0m"
+    if _view is not None:
+        _view.above(2, (text + end).encode(sys.stderr.encoding, "backslashreplace"))
+        return
     try:
-        print(text, file=sys.stderr, flush=True)
+        print(text, file=stream or sys.stderr, flush=True, end=end)
     except BrokenPipeError as error:
         raise ReaderGone from error

@@ -24,7 +24,7 @@ def config_of(given: dict[str, Any]) -> Config:
     """The flags that were given, else the DADT_* variables, else the defaults. Raises ConfigError."""
     config = Config.from_env()
     values = {field.name: getattr(config, field.name) for field in fields(Config)}
-    chosen = {name: value for name, value in given.items() if name in values and value is not None}
+    chosen = {name: value for name, value in given.items() if name in values and value not in (None, ())}
     return Config(**{**values, **chosen})
 
 
@@ -39,21 +39,28 @@ def help_all(ctx: click.Context, parameter: click.Parameter, value: bool) -> Non
 
 def _option(field: Field[Any]) -> Callable[[F], F]:
     name = flag(field.name)
-    text = f"{field.metadata['help']}  [default: {_shown(field.default)}]"
+    # np is said as -np; what is a tuple is given with -x alone.
+    names = [*field.metadata["flags"], name]
+    shown = _shown(field.default)
+    text = field.metadata["help"] + (f"  [default: {shown}]" if shown else "")
     options: dict[str, Any] = {"default": None, "help": text, "hidden": field.metadata["advanced"]}
+    if isinstance(field.default, tuple):
+        return click.option(*names, field.name, multiple=True, metavar=_metavar(field), **options)
     if isinstance(field.default, bool):
         return click.option(f"{name}/--no-{name[2:]}", field.name, **options)
     if field.metadata["choices"]:
-        return click.option(name, field.name, type=click.Choice(field.metadata["choices"]), **options)
-    return click.option(name, field.name, type=type(field.default), metavar=_metavar(field), **options)
+        return click.option(*names, field.name, type=click.Choice(field.metadata["choices"]), **options)
+    return click.option(*names, field.name, type=type(field.default), metavar=_metavar(field), **options)
 
 
 def _metavar(field: Field[Any]) -> str:
-    names = {int: "N", float: "X", str: "TEXT"}
-    return names[type(field.default)]
+    names = {int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
+    return field.metadata["metavar"] or names[type(field.default)]
 
 
 def _shown(default: object) -> str:
     if isinstance(default, bool):
         return "on" if default else "off"
-    return f"{default:g}" if isinstance(default, float) else str(default) or "none"
+    if isinstance(default, float):
+        return f"{default:g}"
+    return str(default) if default else ""

@@ -1,59 +1,145 @@
-"""The environment that a worker is born into."""
+"""The environment that a worker is born into: that of its host's agent, and what the launcher adds."""
 
 from __future__ import annotations
 
+import fnmatch
 import importlib.metadata
 import os
 import re
-import socket
+import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dadt.config import Config
+from dadt.errors import ConfigError
 from dadt.launch.slot import Slot
 
 SITE = Path(__file__).with_name("site")
 """Its sitecustomize.py hooks DADT into a torch that knows no entry points."""
+FORWARDED = (
+    "PATH",
+    "LD_LIBRARY_PATH",
+    "LANG",
+    "LC_*",
+    "TZ",
+    "VIRTUAL_ENV",
+    "CONDA_*",
+    "PYTHON*",
+    "OMP_*",
+    "MKL_*",
+    "KMP_*",
+    "OPENBLAS_*",
+    "NCCL_*",
+    "GLOO_*",
+    "UCX_*",
+    "FI_*",
+    "TORCH*",
+    "CUBLAS_*",
+    "CUDA_HOME",
+    "CUDA_LAUNCH_BLOCKING",
+    "CUDA_DEVICE_ORDER",
+    "HF_*",
+    "TRANSFORMERS_*",
+    "TOKENIZERS_*",
+    "WANDB_*",
+    "MLFLOW_*",
+    "XDG_CACHE_HOME",
+)
+"""What other hosts' workers get without being asked for. CUDA_VISIBLE_DEVICES is each host's own."""
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+PROLOGUE_SECONDS = 60.0
 
 
-def common(config: Config, env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What all workers of a host share: the launcher's own environment, and the knobs."""
-    result = {name: value for name, value in env.items() if not name.startswith("DADT_")}
-    result.update(config.to_env())
-    result["PYTHONUNBUFFERED"] = "1"
-    if needs_sitecustomize(config, env):
-        paths = [str(SITE), *filter(None, [env.get("PYTHONPATH")])]
-        result["PYTHONPATH"] = ":".join(paths)
-    return result
+def forwarded(config: Config, env: Mapping[str, str] = os.environ) -> tuple[dict[str, str], dict[str, str]]:
+    """What workers of other hosts get beside their host's own environment, and what all workers get: that which
+    --env-file and -x name. Raises ConfigError."""
+    defaults = {name: value for name, value in env.items() if _matches(name, FORWARDED)}
+    named = _file(Path(config.env_file)) if config.env_file else {}
+    for text in config.forward:
+        named.update(_named(text, env))
+    return {**defaults, **named}, named
 
 
-def own(slot: Slot, job: str, port: int | None, env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What differs between workers. port: of torch's rendezvous; None leaves torchrun's variables out."""
+def base(env: Mapping[str, str], prologue: str) -> tuple[dict[str, str], list[str]]:
+    """On the agent's host: its own environment with these variables, after the prologue; and what went wrong."""
+    result = {name: value for name, value in os.environ.items() if not name.startswith("DADT_")} | dict(env)
+    if not prologue:
+        return result, []
+    # What it prints may be anything, so the variables go to a file of their own.
+    with tempfile.TemporaryFile() as file:
+        script = f"{prologue}\nstatus=$?\nenv -0 >&{file.fileno()}\nexit $status"
+        try:
+            ended = subprocess.run(
+                ["bash", "-c", script],
+                env=result,
+                pass_fds=[file.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                timeout=PROLOGUE_SECONDS,
+                check=False,
+            )
+        except OSError as error:
+            return result, [f"--prologue needs bash ({error.strerror})"]
+        except subprocess.TimeoutExpired:
+            return result, [f"--prologue {prologue!r} did not end within {PROLOGUE_SECONDS:g} s"]
+        if ended.returncode:
+            return result, [f"--prologue {prologue!r} ended with exit code {ended.returncode}"]
+        file.seek(0)
+        entries = os.fsdecode(file.read()).split("\0")
+    return {name: value for name, _, value in (entry.partition("=") for entry in entries) if name}, []
+
+
+def missing(cwd: str, files: Sequence[str]) -> list[str]:
+    """What workers would look for on this host in vain."""
+    if not Path(cwd).is_dir():
+        return [f"there is no folder {cwd} -> make it there, share it, or --workdir DIR"]
+    absent = [file for file in files if not (Path(cwd) / file).exists()]
+    return [f"there is no {file} in {cwd} -> copy it there, or share the folder" for file in absent]
+
+
+def common(config: Config) -> dict[str, str]:
+    """What the launcher adds for all workers."""
+    return {**config.to_env(), "PYTHONUNBUFFERED": "1"}
+
+
+def own(slot: Slot, job: str, master: tuple[str, int] | None) -> dict[str, str]:
+    """What differs between workers. master: address and port of torch's rendezvous; None leaves torchrun's
+    variables out."""
     result = slot.world(job).to_env()
-    if port is not None:
+    if master is not None:
         result.update(
             RANK=str(slot.rank),
             LOCAL_RANK=str(slot.local_rank),
             WORLD_SIZE=str(slot.world_size),
             LOCAL_WORLD_SIZE=str(slot.local_size),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
+            MASTER_ADDR=master[0],
+            MASTER_PORT=str(master[1]),
         )
-    if "OMP_NUM_THREADS" not in env:
-        result["OMP_NUM_THREADS"] = str(slot.threads)
+    result["DADT_THREADS"] = str(slot.threads)
     if slot.gpu is not None:
         result["CUDA_VISIBLE_DEVICES"] = slot.gpu
     return result
 
 
-def needs_sitecustomize(config: Config, env: Mapping[str, str] = os.environ) -> bool:
+def of_worker(base: Mapping[str, str], given: Mapping[str, str], socket: Path) -> dict[str, str]:
+    """On the agent's host: all that a worker is born with. socket: the agent's."""
+    result = {**base, **given, "DADT_AGENT": str(socket)}
+    result.setdefault("OMP_NUM_THREADS", result.pop("DADT_THREADS"))
+    if interface := result.pop("DADT_INTERFACE", ""):
+        result.setdefault("GLOO_SOCKET_IFNAME", interface)
+        result.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+    if needs_sitecustomize(result.get("DADT_INJECT", "auto"), result):
+        result["PYTHONPATH"] = ":".join([str(SITE), *filter(None, [result.get("PYTHONPATH")])])
+    return result
+
+
+def needs_sitecustomize(inject: str, env: Mapping[str, str]) -> bool:
     """Whether torch will not call DADT's entry point by itself: before 2.5, or told not to."""
-    if config.inject in ("none", "entrypoint"):
+    if inject in ("none", "entrypoint"):
         return False
     return (
-        config.inject == "sitecustomize"
-        or env.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1"
-        or _torch_version() < (2, 5)
+        inject == "sitecustomize" or env.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1" or _torch_version() < (2, 5)
     )
 
 
@@ -68,10 +154,41 @@ def isolating_flags(arguments: Sequence[str]) -> list[str]:
     return found
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _named(text: str, env: Mapping[str, str]) -> dict[str, str]:
+    """The variables of one -x."""
+    name, equals, value = text.partition("=")
+    if equals:
+        if not NAME.fullmatch(name):
+            raise ConfigError(f"-x {text}: {name!r} is no name of a variable; give NAME, NAME=VALUE or 'NAME_*'")
+        return {name: value}
+    if set(name) & set("*?["):
+        return {each: env[each] for each in env if fnmatch.fnmatchcase(each, name)}
+    if not NAME.fullmatch(name):
+        raise ConfigError(f"-x {text}: {name!r} is no name of a variable; give NAME, NAME=VALUE or 'NAME_*'")
+    if name not in env:
+        raise ConfigError(f"-x {name}: there is no such variable here; give -x {name}=VALUE")
+    return {name: env[name]}
+
+
+def _file(path: Path) -> dict[str, str]:
+    """NAME=VALUE a line, as docker's --env-file: nothing is unquoted; # begins a comment line."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--env-file {path}: cannot be read ({getattr(error, 'strerror', error)})") from error
+    found = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        name, equals, value = line.partition("=")
+        if not equals or not NAME.fullmatch(name.strip()):
+            raise ConfigError(f"--env-file {path}, line {number}: {line.strip()[:40]!r} is not NAME=VALUE")
+        found[name.strip()] = value
+    return found
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _torch_version() -> tuple[int, int]:

@@ -29,14 +29,13 @@ class Folder:
     @classmethod
     def reserve(cls, logs: Path) -> Folder:
         """A new job id: unique among the running jobs of this machine, and among the logs."""
-        root = _root()
-        _remove_stale(root)
+        remove_stale()
         while True:
             job = "".join(secrets.choice(LETTERS) for _ in range(4))
             if (logs / job).exists():
                 continue
             try:
-                (root / job).mkdir(mode=0o700)
+                (root() / job).mkdir(mode=0o700)
             except FileExistsError:
                 continue
             return cls.join(job)
@@ -44,7 +43,7 @@ class Folder:
     @classmethod
     def join(cls, job: str) -> Folder:
         """The folder of a job that has its id already, made if it is not there."""
-        path = _root() / job
+        path = root() / job
         path.mkdir(mode=0o700, exist_ok=True)
         lock = (path / "lock").open("wb")
         fcntl.flock(lock, fcntl.LOCK_SH)
@@ -58,13 +57,22 @@ class Folder:
     def pulse(self) -> Path:
         return self.path / "pulse"
 
+    def leave(self) -> None:
+        """Remove it, unless somebody else holds it still."""
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+        else:
+            self.remove()
+
     def remove(self) -> None:
         """Idempotent."""
         self._lock.close()
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def _root() -> Path:
+def root() -> Path:
     root = Path(f"/tmp/dadt-{os.getuid()}")
     root.mkdir(mode=0o700, exist_ok=True)
     status = root.lstat()
@@ -73,8 +81,9 @@ def _root() -> Path:
     return root
 
 
-def _remove_stale(root: Path) -> None:
-    for path in root.iterdir():
+def remove_stale() -> None:
+    """The folders that nobody holds any more."""
+    for path in root().iterdir():
         if not _is_held(path):
             shutil.rmtree(path, ignore_errors=True)
 

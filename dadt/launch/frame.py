@@ -78,7 +78,7 @@ class Parser:
 
 
 class Link:
-    """Frames over two non-blocking descriptors (the same one twice for a socket). Owns neither.
+    """Frames over two non-blocking descriptors. Owns neither.
 
     `send` never blocks: what the other side does not take yet stays in `unsent` until `flush`.
     """
@@ -100,8 +100,8 @@ class Link:
                 data = os.read(self.reader, CHUNK)
             except BlockingIOError:
                 break
-            except ConnectionResetError:
-                data = b""
+            except OSError:
+                data = b""  # reset, or nothing that was sent has arrived for too long
             if not data:
                 if frames:
                     break  # said again by the next read
@@ -120,4 +120,6 @@ class Link:
                 written = os.write(self.writer, self.unsent[:CHUNK])
             except BlockingIOError:
                 return
+            except OSError as error:
+                raise BrokenPipeError(str(error)) from error
             del self.unsent[:written]

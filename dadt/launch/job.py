@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import selectors
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,11 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dadt.errors import LaunchError
+from dadt.launch.crew import Crew, Node
 from dadt.launch.failure import Ending, Failure, Record, find_cause, last_line, signal_name
-from dadt.launch.folder import Folder
 from dadt.launch.frame import Frame
 from dadt.launch.interrupt import Interrupts
-from dadt.launch.local import LocalAgent
 from dadt.launch.output import Output
 from dadt.launch.rendezvous import Rendezvous
 from dadt.launch.slot import Slot
@@ -28,12 +26,12 @@ PRIMARY_SECONDS = 1.0
 EXIT_SECONDS = 2.0
 """After an uncaught exception was reported: how long the worker may take to exit."""
 FAILURE_GRACE = 1.5
-INTERRUPT_GRACE = 5.0
-"""From SIGTERM to SIGKILL: after a failure, and after the user's Ctrl-C."""
+"""From SIGTERM to SIGKILL after a failure. After the user's Ctrl-C it is --grace."""
 END_SECONDS = 5.0
 """How long an agent may take beyond that until all is gone."""
 HANG_UP_SECONDS = 4.0
 """How long an agent whose launcher hangs up may take to end its workers."""
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Say = Callable[[str, str], None]
 """Takes a text and its level, info or warning."""
@@ -64,57 +62,54 @@ class Outcome:
 class Job:
     """One per `dadt run`. `wait` does all the work, in the thread that calls it."""
 
-    def __init__(self, folder: Folder, slots: Sequence[Slot], output: Output, say: Say) -> None:
-        self._folder = folder
+    def __init__(self, job: str, crew: Crew, slots: Sequence[Slot], output: Output, say: Say, grace: float) -> None:
+        """crew: all agents are ready. grace: from SIGTERM to SIGKILL when the user ends the job."""
+        self._job = job
+        self._crew = crew
         self._slots = slots
         self._output = output
         self._say = say
-        self._rendezvous = Rendezvous(len(slots))
+        self._user_grace = grace
+        self._rendezvous = Rendezvous([slot.host for slot in slots])
         self._said: set[str] = set()
         self._endings: dict[int, Ending] = {}
         self._records: dict[int, Record] = {}
         self._outcome = Outcome(seconds=0.0)
         self._stacks: list[Path] = []
+        self._working: set[Node] = set(crew.nodes)
+        """Those whose workers are not all reported to have ended."""
         self._fail_at = float("inf")
         """When to stop everything because of what has failed so far."""
         self._end_by = float("inf")
-        """When an agent that was told to stop must have done so."""
+        """When the agents that were told to stop must have done so."""
         self._grace = float("inf")
         self._hang_up = HANG_UP_SECONDS
         self._error: str | None = None
-        self._over = False
 
-    def start(
-        self, command: Sequence[str], env: Mapping[str, str], envs: Sequence[Mapping[str, str]], cwd: str
-    ) -> None:
-        """env: of all workers. envs: what each slot has beyond that. Raises LaunchError without an agent."""
+    def start(self, orders: Sequence[Frame]) -> None:
+        """Tell each node's agent what to start."""
         self._begin = time.monotonic()
         self._begin_time = time.time()
-        self._agent = LocalAgent()
-        workers = [
-            {"rank": slot.rank, "local_rank": slot.local_rank, "env": dict(extra)}
-            for slot, extra in zip(self._slots, envs, strict=True)
-        ]
-        order = {"job": self._folder.job, "command": list(command), "env": dict(env), "workers": workers}
-        self._send(Frame("job", {**order, "cwd": cwd}))
+        for node, order in zip(self._crew.nodes, orders, strict=True):
+            self._crew.send(node, order)
 
-    def wait(self) -> Outcome:
-        """Until nothing of the job is left. SIGINT, SIGTERM and SIGHUP end it gently, a second one at once.
+    def wait(self, interrupts: Interrupts | None) -> Outcome:
+        """Until nothing of the job is left. SIGINT, SIGTERM and SIGHUP end it gently, a second one at once; other
+        signals among the interrupts go to all workers.
 
-        Raises LaunchError where the workers could not be started or the agent is lost.
+        Raises LaunchError where the workers could not be started or an agent is lost.
         """
-        link = self._agent.link
-        numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-        with selectors.DefaultSelector() as selector, Interrupts(numbers) as interrupts:
-            selector.register(link.reader, selectors.EVENT_READ, self._read_agent)
-            selector.register(interrupts, selectors.EVENT_READ, lambda: self._interrupt(interrupts.take()))
-            try:
-                while not self._over:
-                    for key, _ in selector.select(self._patience()):
-                        key.data()
-                    self._turn()
-            finally:
-                self._close()
+        if interrupts is not None:
+            self._crew.watch(interrupts, lambda: self._interrupt(interrupts.take()))
+        try:
+            while self._working:
+                for node, frame in self._crew.turn(self._patience()):
+                    getattr(self, f"_on_{frame.kind}")(node, frame)
+                self._turn()
+        finally:
+            if interrupts is not None:
+                self._crew.forget(interrupts)
+            self._close()
         return self._judge()
 
     def terminate(self, grace: float, stacks: bool = False) -> None:
@@ -122,7 +117,7 @@ class Job:
         if grace < self._grace:
             self._grace = grace
             self._end_by = time.monotonic() + grace + END_SECONDS
-            self._send(Frame("stop", {"grace": grace, "stacks": stacks}))
+            self._crew.send_all(Frame("stop", {"grace": grace, "stacks": stacks}))
 
     def _turn(self) -> None:
         now = time.monotonic()
@@ -131,80 +126,78 @@ class Job:
             self._fail_at = float("inf")
             self.terminate(FAILURE_GRACE, stacks=True)
         if now >= self._end_by:
-            # The agent is stuck: it is killed, and its workers with it.
-            self._over, self._hang_up = True, 0.0
-        if self._agent.link.unsent:
-            self._send(None)
+            # An agent is stuck: it is killed, and its workers with it.
+            self._working.clear()
+            self._hang_up = 0.0
 
     def _patience(self) -> float:
         now = time.monotonic()
-        turn = 0.05 if self._rendezvous.waiting or self._agent.link.unsent else TURN_SECONDS
+        turn = 0.05 if self._rendezvous.waiting else TURN_SECONDS
         return max(0.0, min(turn, self._output.tick(), self._fail_at - now, self._end_by - now))
 
-    def _send(self, frame: Frame | None) -> None:
-        try:
-            if frame is None:
-                self._agent.link.flush()
-            else:
-                self._agent.link.send(frame)
-        except BrokenPipeError:
-            pass  # the agent is gone, which the end of its output tells, too
-
-    def _read_agent(self) -> None:
-        try:
-            frames = self._agent.link.receive()
-        except EOFError:
-            self._over = True
-            self._error = self._error or "lost"
-            return
-        for frame in frames:
-            getattr(self, f"_on_{frame.kind}")(frame)
-
     def _interrupt(self, caught: set[int]) -> None:
-        number = min(caught & {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}, default=0)
+        for number in caught - set(ENDING_SIGNALS):
+            self._crew.send_all(Frame("signal", {"number": number}))
+        number = min(caught & set(ENDING_SIGNALS), default=0)
         if not number:
             return
         if self._outcome.signal:
             self.terminate(0.0)
             return
         self._outcome.signal = number
-        self.terminate(INTERRUPT_GRACE)
+        self.terminate(self._user_grace)
         self._say(f"{signal_name(number)}: stopping the workers (once more: at once)", "info")
 
-    def _on_started(self, frame: Frame) -> None:
+    def _on_lost(self, node: Node, frame: Frame) -> None:
+        self._lose(node, f"{frame['message']}; all its workers were stopped")
+        for slot in self._slots:
+            if slot.cross_rank == self._crew.nodes.index(node):
+                member = self._rendezvous.members[slot.rank]
+                member.ended = True
+                member.sign("is on a host whose agent is gone")
+
+    def _lose(self, node: Node, text: str) -> None:
+        """The first that is told counts."""
+        self._error = self._error or (f"{node.name}: {text}" if node.name else text)
+        self._working.discard(node)
+        if self._working:
+            self._fail_by(0.0)
+
+    def _on_started(self, node: Node, frame: Frame) -> None:
         self._rendezvous.members[frame["rank"]].pid = frame["pid"]
 
-    def _on_unstarted(self, frame: Frame) -> None:
-        self._error = frame["message"]
+    def _on_unstarted(self, node: Node, frame: Frame) -> None:
+        self._error = self._error or (f"{node.name}: {frame['message']}" if node.name else frame["message"])
+        self._fail_by(0.0)
 
-    def _on_out(self, frame: Frame) -> None:
+    def _on_out(self, node: Node, frame: Frame) -> None:
         self._output.write(frame["rank"], frame.kind, frame.body)
 
     _on_err = _on_out
 
-    def _on_beat(self, frame: Frame) -> None:
+    def _on_beat(self, node: Node, frame: Frame) -> None:
         for rank, (step, age) in frame["steps"].items():
             self._rendezvous.members[int(rank)].went_to(step, age)
 
-    def _on_hello(self, frame: Frame) -> None:
+    def _on_hello(self, node: Node, frame: Frame) -> None:
         self._outcome.hooked = True
         self._rendezvous.members[frame["rank"]].sign("has imported torch, not begun to train")
 
-    def _on_claim(self, frame: Frame) -> None:
+    def _on_claim(self, node: Node, frame: Frame) -> None:
         member = self._rendezvous.members[frame["rank"]]
         member.pid = frame["pid"]
         member.sign("has begun to train")
 
-    def _on_numbers(self, frame: Frame) -> None:
+    def _on_numbers(self, node: Node, frame: Frame) -> None:
         self._rendezvous.members[frame["rank"]].went_to(frame["step"], 0.0)
 
-    def _on_say(self, frame: Frame) -> None:
+    def _on_say(self, node: Node, frame: Frame) -> None:
         if frame["text"] not in self._said:
             self._said.add(frame["text"])
             self._say(frame["text"], frame["level"])
 
-    def _on_failed(self, frame: Frame) -> None:
-        record = Record.from_header(frame.header)
+    def _on_failed(self, node: Node, frame: Frame) -> None:
+        record = Record.from_header({**frame.header, "time": frame["time"] - node.clock})
         known = self._records.get(frame["rank"])
         # What ends the process is the main thread's exception; of several others the first counts.
         if known is None or (known.thread and not record.thread):
@@ -212,26 +205,26 @@ class Job:
         if not record.thread:
             self._fail_by(EXIT_SECONDS)
 
-    def _on_ending(self, frame: Frame) -> None:
+    def _on_ending(self, node: Node, frame: Frame) -> None:
         member = self._rendezvous.members[frame["rank"]]
         member.finished = True
         member.sign(f"has ended after {frame['steps']} steps")
 
-    def _on_done(self, frame: Frame) -> None:
+    def _on_done(self, node: Node, frame: Frame) -> None:
         self._outcome.summaries = {**self._outcome.summaries, frame["rank"]: frame["summary"]}
 
-    def _on_exchange(self, frame: Frame) -> None:
+    def _on_exchange(self, node: Node, frame: Frame) -> None:
         line = frame["line"]
         self._rendezvous.give(
-            frame["key"], frame["rank"], frame.body, frame["timeout"], lambda answer: self._answer(line, answer)
+            frame["key"], frame["rank"], frame.body, frame["timeout"], lambda answer: self._answer(node, line, answer)
         )
 
-    def _on_peers(self, frame: Frame) -> None:
+    def _on_peers(self, node: Node, frame: Frame) -> None:
         peers = [member.describe() for member in self._rendezvous.members]
-        self._answer(frame["line"], Frame("peers", {"peers": peers}))
+        self._answer(node, frame["line"], Frame("peers", {"peers": peers}))
 
-    def _on_exit(self, frame: Frame) -> None:
-        ending = Ending(**frame.header)
+    def _on_exit(self, node: Node, frame: Frame) -> None:
+        ending = Ending(**{**frame.header, "time": frame["time"] - node.clock})
         self._endings[ending.rank] = ending
         member = self._rendezvous.members[ending.rank]
         member.ended = True
@@ -243,24 +236,25 @@ class Job:
             self._fail_by(PRIMARY_SECONDS if record is not None and record.secondary else 0.0)
         self._rendezvous.settle()
 
-    def _on_stacks(self, frame: Frame) -> None:
+    def _on_stacks(self, node: Node, frame: Frame) -> None:
         path = self._output.folder / f"rank{frame['rank']}.stacks"
         path.write_bytes(frame.body)
         if path not in self._stacks:
             self._stacks.append(path)
 
-    def _on_end(self, frame: Frame) -> None:
-        self._outcome.stuck = frame["stuck"]
+    def _on_end(self, node: Node, frame: Frame) -> None:
+        self._outcome.stuck = [*self._outcome.stuck, *frame["stuck"]]
         if number := frame["signal"]:
-            self._error = (
-                f"the agent of this host (pid {self._agent.pid}) was told to end by signal {number} "
-                f"({signal_name(number)}); all its workers were stopped"
+            text = (
+                f"the agent (pid {node.report['pid']}) was told to end by signal {number} ({signal_name(number)}); "
+                "all its workers were stopped"
             )
-        self._over = True
+            self._lose(node, text)
+        self._working.discard(node)
 
-    def _answer(self, line: int, answer: Frame) -> None:
+    def _answer(self, node: Node, line: int, answer: Frame) -> None:
         header = {"line": line, "answer": {"kind": answer.kind, **answer.header}}
-        self._send(Frame("answer", header, answer.body))
+        self._crew.send(node, Frame("answer", header, answer.body))
 
     def _fail_by(self, seconds: float) -> None:
         self._fail_at = min(self._fail_at, time.monotonic() + seconds)
@@ -274,10 +268,9 @@ class Job:
         return self._records.get(ending.rank)
 
     def _close(self) -> None:
-        """Nothing of the job outlives this, even if its agent was killed."""
-        self._agent_code = self._agent.end(self._hang_up)
-        self._outcome.stuck = sweep(self._folder.job) or self._outcome.stuck
-        self._folder.remove()
+        """Nothing of the job outlives this, even if its agents were killed."""
+        self._crew.close(self._hang_up)
+        self._outcome.stuck = sweep(self._job) or self._outcome.stuck
         self._output.close()
 
     def _judge(self) -> Outcome:
@@ -287,7 +280,7 @@ class Job:
         if cause is not None and not outcome.signal:
             outcome.failure = self._failure(*cause)
         elif self._error is not None and not outcome.signal:
-            raise LaunchError(self._error if self._error != "lost" else self._agent_lost())
+            raise LaunchError(self._error)
         return outcome
 
     def _failure(self, ending: Ending, record: Record | None) -> Failure:
@@ -304,8 +297,3 @@ class Job:
             stacks=self._stacks,
             last_words=last_line(self._output.tails[ending.rank].data),
         )
-
-    def _agent_lost(self) -> str:
-        code = self._agent_code
-        how = f"was killed by signal {-code} ({signal_name(-code)})" if code < 0 else f"exited with code {code}"
-        return f"the agent of this host (pid {self._agent.pid}) {how}; all its workers were stopped"

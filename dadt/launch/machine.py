@@ -2,14 +2,46 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import platform
 import shutil
+import socket
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+import dadt
+from dadt.launch import network
 
 CGROUPS = Path("/sys/fs/cgroup")
 NVIDIA_SMI_SECONDS = 20.0
+
+
+def report(env: Mapping[str, str]) -> dict[str, Any]:
+    """What an agent tells of its host. env: of its workers."""
+    return {
+        "version": dadt.__version__,
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "torch": _version("torch"),
+        "hostname": socket.gethostname(),
+        "machine": f"{_read(Path('/proc/sys/kernel/random/boot_id'))} {Path('/proc/self/ns/net').readlink()}",
+        "cores": cores(),
+        "gpus": gpus(env),
+        "addresses": network.addresses(),
+        "port": free_port(),
+        "pid": os.getpid(),
+    }
+
+
+def free_port() -> int:
+    """A port of TCP that nobody uses just now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
 def cores() -> int:
@@ -83,6 +115,13 @@ def _cgroup_folders() -> Iterator[Path]:
         while folder != root:
             folder = folder.parent
             yield folder
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _read(path: Path) -> str:

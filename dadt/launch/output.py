@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -109,20 +109,25 @@ class Output:
     def __init__(
         self,
         folder: Path,
-        world_size: int,
+        hosts: Sequence[str],
         shown: tuple[set[int], set[str]],
         sink: Sink,
         warn: Callable[[str], None],
     ) -> None:
-        """folder: exists. shown: as `ranks_shown` gives it. warn: is told of a log that cannot be written."""
+        """folder: exists. hosts: each rank's. shown: as `ranks_shown` gives it.
+
+        warn: is told of a log that cannot be written.
+        """
         self.folder = folder
         self._ranks, self._streams = shown
         self._sink = sink
         self._warn = warn
         self._files: dict[int, IO[bytes] | None] = {}
         self._assemblers: dict[tuple[int, str], Assembler] = {}
-        self.tails = {rank: Tail() for rank in range(world_size)}
-        for rank in range(world_size):
+        many = len(set(hosts)) > 1
+        self._prefixes = [f"[{rank} {host}] " if many else f"[{rank}] " for rank, host in enumerate(hosts)]
+        self.tails = {rank: Tail() for rank in range(len(hosts))}
+        for rank in range(len(hosts)):
             self.path(rank).touch()
 
     def path(self, rank: int) -> Path:
@@ -154,7 +159,7 @@ class Output:
 
     def _show(self, rank: int, stream: str, lines: list[bytes]) -> None:
         if lines:
-            prefix = b"[%d] " % rank
+            prefix = self._prefixes[rank].encode()
             self._sink(stream, b"".join(prefix + line.rstrip(b"\r") + b"\n" for line in lines))
 
     def _log(self, rank: int, data: bytes) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ class Member:
     """One rank, as the launcher knows it."""
 
     rank: int
+    host: str = ""
     pid: int = 0
     state: str = "has not imported torch"
     step: int = -1
@@ -38,10 +39,15 @@ class Member:
                 self.state = f"at step {step}"
             self.seen = max(self.seen, time.monotonic() - age)
 
+    @property
+    def named(self) -> str:
+        return f"rank {self.rank} ({f'on {self.host}, ' if self.host else ''}{self.state})"
+
     def describe(self) -> dict[str, Any]:
         seconds = time.monotonic() - self.seen
         return {
             "rank": self.rank,
+            "host": self.host,
             "pid": self.pid,
             "state": self.state,
             "step": self.step,
@@ -61,8 +67,9 @@ class Exchange:
 class Rendezvous:
     """Collects, and answers once all have come, or with an error once they cannot."""
 
-    def __init__(self, world_size: int) -> None:
-        self.members = [Member(rank, seen=time.monotonic()) for rank in range(world_size)]
+    def __init__(self, hosts: Sequence[str]) -> None:
+        """hosts: each rank's; empty in a job of one host."""
+        self.members = [Member(rank, host, seen=time.monotonic()) for rank, host in enumerate(hosts)]
         self._exchanges: dict[str, Exchange] = {}
 
     def give(self, key: str, rank: int, blob: bytes, timeout: float, reply: Reply) -> None:
@@ -99,5 +106,5 @@ class Rendezvous:
 def _refuse(key: str, missing: list[Member], what: str) -> Frame:
     if what.startswith("cannot"):
         missing = [member for member in missing if member.ended]
-    ranks = ", ".join(f"rank {member.rank} ({member.state})" for member in missing)
+    ranks = ", ".join(member.named for member in missing)
     return Frame("error", {"type": "StartTimeout", "message": f"{ranks} {what} for {key!r}"})

@@ -76,7 +76,7 @@ class Roster:
         """Handle what has come, and what could not be sent yet. Raises EOFError when the worker has hung up."""
         try:
             line.link.flush()
-        except (BrokenPipeError, ConnectionResetError):
+        except BrokenPipeError:
             raise EOFError from None
         for frame in line.link.receive():
             if frame.kind == "claim":
@@ -92,7 +92,7 @@ class Roster:
         if line is not None:
             try:
                 line.link.send(frame)
-            except (BrokenPipeError, ConnectionResetError):
+            except BrokenPipeError:
                 pass  # it died while it waited; its end is reported by itself
 
     def hang_up(self, line: Line) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dadt.errors import ConfigError
 from dadt.world import World
 
 
@@ -18,7 +19,9 @@ class Slot:
     local_size: int
     cross_rank: int = 0
     host: str = ""
-    """Empty: this host."""
+    """Empty: this host, in a job of one."""
+    address: str = ""
+    """At which other hosts reach it; empty in a job of one."""
     gpu: str | None = None
     """What CUDA_VISIBLE_DEVICES shall say; None leaves it as it is."""
     threads: int = 1
@@ -31,20 +34,69 @@ class Slot:
             cross_rank=self.cross_rank,
             world_size=self.world_size,
             local_size=self.local_size,
+            address=self.address,
             job=job,
         )
 
 
-def place(count: int, gpus: Sequence[str], cores: int) -> list[Slot]:
-    """`count` workers on this host: a GPU each where GPUs are given, and an equal part of the cores."""
-    return [
-        Slot(
-            rank=rank,
-            world_size=count,
-            local_rank=rank,
-            local_size=count,
-            gpu=gpus[rank] if gpus else None,
-            threads=max(1, cores // count),
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """What one host offers."""
+
+    host: str = ""
+    slots: int = 0
+    """As the user said; 0: one for each GPU, or one."""
+    gpus: Sequence[str] = ()
+    """One for each worker; empty where workers get none, or see all."""
+    cores: int = 1
+
+    @property
+    def places(self) -> int:
+        return self.slots or len(self.gpus) or 1
+
+
+def share_out(count: int, rooms: Sequence[Room]) -> list[int]:
+    """How many of `count` workers each host gets: the first hosts are filled first. 0: all places.
+
+    Raises ConfigError where there are too few places, or too few GPUs for them.
+    """
+    places = [room.places for room in rooms]
+    if count > sum(places):
+        offers = ", ".join(f"{room.host or 'this host'}:{room.places}" for room in rooms)
+        raise ConfigError(
+            f"-np {count}: the hosts have {sum(places)} slots ({offers}); start fewer workers, or give hosts more "
+            "slots, as host:4"
         )
-        for rank in range(count)
-    ]
+    left = count or sum(places)
+    shares = []
+    for room in rooms:
+        share = min(room.places, left)
+        left -= share
+        if room.gpus and share > len(room.gpus):
+            raise ConfigError(
+                f"{f'{share} workers on {room.host}' if room.host else f'-np {share}'}: only {len(room.gpus)} GPUs are "
+                "visible; start fewer workers, or give --gpu-visibility all to let workers share GPUs"
+            )
+        shares.append(share)
+    return shares
+
+
+def place(shares: Sequence[int], rooms: Sequence[Room], addresses: Sequence[str]) -> list[Slot]:
+    """Ranks host by host: a GPU each where there are GPUs, and an equal part of the cores."""
+    slots: list[Slot] = []
+    for cross_rank, (share, room, address) in enumerate(zip(shares, rooms, addresses, strict=True)):
+        for local_rank in range(share):
+            slots.append(
+                Slot(
+                    rank=len(slots),
+                    world_size=sum(shares),
+                    local_rank=local_rank,
+                    local_size=share,
+                    cross_rank=cross_rank,
+                    host=room.host,
+                    address=address,
+                    gpu=room.gpus[local_rank] if room.gpus else None,
+                    threads=max(1, room.cores // share),
+                )
+            )
+    return slots

@@ -20,17 +20,18 @@ class Stop:
 
     def __init__(
         self,
-        job: str,
+        agent: str,
         workers: Sequence[Worker],
         dumps: Mapping[int, tuple[int, int, Path]],
         natural: float,
         grace: float,
     ) -> None:
-        """workers: those that live. dumps: who writes its stacks into which file on which signal.
+        """agent: its socket, by which its processes are known. workers: those that live. dumps: who writes its
+        stacks into which file on which signal.
 
         natural: seconds in which what is left may end by itself. grace: seconds from SIGTERM to SIGKILL.
         """
-        self._job = job
+        self._mark = f"DADT_AGENT={agent}"
         self._workers = workers
         self._grace = grace
         self._begin = time.monotonic()
@@ -61,7 +62,7 @@ class Stop:
                 return []
             stacks = [(rank, pid, _text(path)) for pid, (rank, _, path) in self._dumps.items()]
             self._dumps = {}
-        left = members(self._job, descendants=True)
+        left = members(self._mark, descendants=True)
         if not left:
             self.finished = True
         elif not self.signalled:

@@ -14,14 +14,13 @@ TRACKER_SECONDS = 1.0
 """How long a resource tracker may take to remove what the others left."""
 
 
-def members(job: str, descendants: bool = False) -> list[int]:
-    """Processes of this user that carry the job's id in their environment.
+def members(mark: str, descendants: bool = False) -> list[int]:
+    """Processes of this user that carry the mark, as DADT_JOB=p7q2, in their environment.
 
     With `descendants`, those of this process too: as the subreaper it also finds a process that left its
     parent and cleared its environment.
     """
-    mark = f"DADT_JOB={job}".encode()
-    found = {int(entry.name) for entry in Path("/proc").iterdir() if _is_marked(entry, mark)}
+    found = {int(entry.name) for entry in Path("/proc").iterdir() if _is_marked(entry, mark.encode())}
     if descendants:
         found.update(_descendants(os.getpid()))
     found.discard(os.getpid())
@@ -44,13 +43,13 @@ def without_trackers(pids: Iterable[int]) -> list[int]:
 
 
 def sweep(job: str) -> list[int]:
-    """Kill what is left of the job, again until nothing is.
+    """Kill what is left of the job on this machine, again until nothing is.
 
     Returns what does not die (stuck in the kernel).
     """
     begin = time.monotonic()
     pause = 0.001
-    while left := members(job):
+    while left := members(f"DADT_JOB={job}"):
         now = time.monotonic()
         if now > begin + SWEEP_SECONDS:
             return left
@@ -74,7 +73,12 @@ def _is_marked(entry: Path, mark: bytes) -> bool:
 
 def is_alive(pid: int) -> bool:
     """Whether the process exists and is more than a zombie."""
-    return _state_and_parent(pid)[0] not in ("", "Z", "X")
+    return state(pid) not in ("", "Z", "X")
+
+
+def state(pid: int) -> str:
+    """The kernel's letter for what the process does, as S or D; empty once it is gone."""
+    return _state_and_parent(pid)[0]
 
 
 def _descendants(root: int) -> set[int]:

@@ -1,0 +1,39 @@
+"""The launcher's end of what connects it to the agent of one host."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Protocol
+
+from dadt.launch.frame import Link
+from dadt.launch.host import Host
+
+
+class Channel(Protocol):
+    """An agent that was started, and the link to it."""
+
+    link: Link
+
+    def hang_up(self) -> None:
+        """Close the way to the agent, which ends it; returns at once. Idempotent."""
+
+    def end(self, timeout: float) -> str:
+        """Hang up, and wait until the agent is gone; after `timeout` seconds end it by force, as far as one can.
+
+        Returns how it ended, as the rest of a sentence that begins with the host's name: "" if well, else for
+        example "the agent was killed by signal 9 (SIGKILL)". Idempotent.
+        """
+
+
+class Launcher(Protocol):
+    """A way to start agents."""
+
+    def launch(self, hosts: list[Host]) -> list[Future[Channel]]:
+        """Begin to start one agent per host; returns at once. A future fails with LaunchError, whose message goes
+        on after the host's name: "permission denied: ... -> what to do"."""
+
+    def command(self, host: Host) -> str:
+        """What is run to start the agent of this host, for people to read."""
+
+    def close(self) -> None:
+        """End what is left beside the channels, as an attempt to connect. Idempotent."""

@@ -1,0 +1,199 @@
+"""The agents of a job, one per host, seen from the launcher: their frames in, orders out."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from dadt.errors import DadtError, LaunchError
+from dadt.launch.channel import Channel, Launcher
+from dadt.launch.frame import Frame
+from dadt.launch.host import Host
+
+BEATS = 6
+"""Signs of life that each side sends within the time after which the other gives it up."""
+EXPLAIN_SECONDS = 2.0
+"""How long the end of an agent may take to explain itself."""
+WRITE_SECONDS = 0.05
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One host of the job and its agent."""
+
+    index: int
+    host: Host
+    channel: Channel | None = None
+    report: Mapping[str, Any] = field(default_factory=dict)
+    """What the agent said of its host; empty until it is ready."""
+    address: str = ""
+    """At which the other hosts reach it; empty in a job of one host."""
+    interface: str = ""
+    state: str = "is being connected to"
+    heard: float = 0.0
+    """When its last frame came (time.monotonic)."""
+    clock: float = float("-inf")
+    """Its clock minus this one's, in seconds: known too low by the fastest frame's way."""
+    ended: bool = False
+    """Nothing more comes from it."""
+
+    @property
+    def name(self) -> str:
+        return self.host.name
+
+
+class Crew:
+    """Single-threaded, but for what the launcher does until it has connected."""
+
+    def __init__(self, launcher: Launcher, hosts: Sequence[Host], orphan_timeout: float) -> None:
+        """Begins to start the agents."""
+        self.nodes = [Node(index, host) for index, host in enumerate(hosts)]
+        self.orphan_timeout = orphan_timeout
+        self._launcher = launcher
+        self._selector = selectors.DefaultSelector()
+        self._events: list[tuple[Node, Frame]] = []
+        self._beat = 0.0
+        self._waker, self._wake = socket.socketpair()
+        self._selector.register(self._waker, selectors.EVENT_READ, lambda: self._waker.recv(4096))
+        self._futures: dict[Node, Future[Channel]] = {}
+        for node, future in zip(self.nodes, launcher.launch(list(hosts)), strict=True):
+            self._futures[node] = future
+            future.add_done_callback(lambda _: self._poke())
+
+    def watch(self, source: Any, read: Callable[[], Any]) -> None:
+        """Call `read` in `turn` whenever there is something to read from the descriptor."""
+        self._selector.register(source, selectors.EVENT_READ, read)
+
+    def forget(self, source: Any) -> None:
+        self._selector.unregister(source)
+
+    def turn(self, seconds: float) -> Iterator[tuple[Node, Frame]]:
+        """Wait for frames, at most so long, and yield them. Two kinds come from no agent: `connected`, and `lost`
+        {message}, after which nothing more comes from that node."""
+        now = time.monotonic()
+        if now - self._beat >= self.orphan_timeout / BEATS:
+            self._beat = now
+            self.send_all(Frame("beat"))
+        if any(node.channel is not None and node.channel.link.unsent for node in self.nodes):
+            seconds = min(seconds, WRITE_SECONDS)
+        if not self._events:
+            for key, _ in self._selector.select(max(0.0, min(seconds, self.orphan_timeout / BEATS))):
+                key.data()
+        self._collect()
+        for node in self.nodes:
+            self._flush(node)
+            silence = time.monotonic() - node.heard
+            if node.channel is not None and not node.ended and silence > self.orphan_timeout:
+                self._lose(node, f"no sign of life for {silence:.0f} s", 0.0)
+        events, self._events = self._events, []
+        yield from events
+
+    def send(self, node: Node, frame: Frame) -> None:
+        if node.channel is not None and not node.ended:
+            node.channel.link.unsent += frame.encode()
+            self._flush(node)
+
+    def send_all(self, frame: Frame) -> None:
+        for node in self.nodes:
+            self.send(node, frame)
+
+    def dismiss(self, nodes: Sequence[Node]) -> None:
+        """Let the agents of these hosts go: they get no workers."""
+        for node in nodes:
+            self._finish(node, EXPLAIN_SECONDS)
+            self.nodes.remove(node)
+
+    def close(self, seconds: float) -> None:
+        """Hang up, and wait until all agents are gone. Idempotent."""
+        deadline = time.monotonic() + seconds
+        for node in self.nodes:
+            if node.channel is not None:
+                self._unwatch(node)
+                node.channel.hang_up()
+        for node in self.nodes:
+            self._finish(node, max(0.0, deadline - time.monotonic()))
+        self._launcher.close()
+        for future in self._futures.values():
+            if not future.cancel():
+                future.add_done_callback(_hang_up)
+        self._futures.clear()
+        self._selector.close()
+        self._wake.close()
+        self._waker.close()
+
+    def _collect(self) -> None:
+        """The channels that have come about since the last time."""
+        for node, future in list(self._futures.items()):
+            if not future.done():
+                continue
+            del self._futures[node]
+            error = future.exception()
+            if error is None:
+                node.channel = future.result()
+                node.heard = time.monotonic()
+                node.state = "has not answered yet"
+                self._selector.register(node.channel.link.reader, selectors.EVENT_READ, lambda n=node: self._read(n))
+                self._events.append((node, Frame("connected")))
+            elif isinstance(error, LaunchError):
+                node.ended = True
+                self._events.append((node, Frame("lost", {"message": str(error)})))
+            else:
+                raise error
+
+    def _read(self, node: Node) -> None:
+        assert node.channel is not None
+        try:
+            frames = node.channel.link.receive()
+        except EOFError:
+            self._lose(node, "the connection was closed", EXPLAIN_SECONDS)
+            return
+        except DadtError as error:
+            self._lose(node, str(error), 0.0)
+            return
+        node.heard = time.monotonic()
+        for frame in frames:
+            if "clock" in frame.header:
+                node.clock = max(node.clock, frame["clock"] - time.time())
+            self._events.append((node, frame))
+
+    def _flush(self, node: Node) -> None:
+        if node.channel is None or node.ended:
+            return
+        try:
+            node.channel.link.flush()
+        except BrokenPipeError:
+            pass  # the agent is gone, which the end of its output tells, too
+
+    def _lose(self, node: Node, why: str, seconds: float) -> None:
+        self._events.append((node, Frame("lost", {"message": self._finish(node, seconds) or why})))
+
+    def _finish(self, node: Node, seconds: float) -> str:
+        if node.channel is None:
+            return ""
+        self._unwatch(node)
+        node.ended = True
+        return node.channel.end(seconds)
+
+    def _unwatch(self, node: Node) -> None:
+        assert node.channel is not None
+        if not node.ended:
+            self._selector.unregister(node.channel.link.reader)
+        node.ended = True
+
+    def _poke(self) -> None:
+        """Called from other threads."""
+        try:
+            self._wake.send(b"1")
+        except OSError:
+            pass  # closed: whoever connects now is hung up on
+
+
+def _hang_up(future: Future[Channel]) -> None:
+    """A connection that came about too late."""
+    if not future.cancelled() and future.exception() is None:
+        future.result().hang_up()

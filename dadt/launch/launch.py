@@ -1,0 +1,253 @@
+"""From a plan to a running job and its outcome: what the command line and `dadt.run` share."""
+
+from __future__ import annotations
+
+import secrets
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dadt.config import Config
+from dadt.errors import ConfigError, DadtError
+from dadt.launch import environment, plan
+from dadt.launch.crew import Crew, Node
+from dadt.launch.failure import signal_name
+from dadt.launch.folder import Folder
+from dadt.launch.frame import Frame
+from dadt.launch.gather import Voice, agree, differences, gather
+from dadt.launch.interrupt import Interrupts
+from dadt.launch.job import ENDING_SIGNALS, HANG_UP_SECONDS, Job, Outcome
+from dadt.launch.output import Output, ranks_shown
+from dadt.launch.plan import Plan
+from dadt.launch.slot import Room, Slot, place, share_out
+from dadt.launch.sweep import sweep
+
+
+class Ended(DadtError):
+    """By a signal, before the workers were started."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(
+            f"ended by {'Ctrl-C' if number == signal.SIGINT else signal_name(number)}; nothing was started"
+        )
+        self.exit_code = 128 + number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """A plan with a place for every worker."""
+
+    plan: Plan
+    config: Config
+    """With what all ranks must choose alike."""
+    job: str
+    logs: Path
+    nodes: Sequence[Node]
+    slots: Sequence[Slot]
+    master: tuple[str, int] | None
+
+
+def run(the_plan: Plan, voice: Voice, placed: Callable[[Placed], None], signals: bool = True) -> Outcome:
+    """Start the job and wait for its end. placed: is told once it is known who works where.
+
+    signals: whether this thread may take over the process's signals. Raises DadtError where nothing could be
+    started.
+    """
+    config = the_plan.config
+    folder = reserve(Path(config.log_dir))
+    interrupts = Interrupts([*ENDING_SIGNALS, *forwarded_signals(config)]) if signals else None
+    try:
+        if interrupts is None:
+            return _run(the_plan, folder, voice, placed, None)
+        with interrupts:
+            return _run(the_plan, folder, voice, placed, interrupts)
+    finally:
+        folder.remove()
+        logs = Path(config.log_dir) / folder.job
+        if not any(logs.iterdir()):
+            logs.rmdir()
+
+
+def _run(
+    the_plan: Plan, folder: Folder, voice: Voice, placed: Callable[[Placed], None], interrupts: Interrupts | None
+) -> Outcome:
+    config = the_plan.config
+    crew = Crew(plan.launcher_of(the_plan, folder.job), the_plan.hosts, config.orphan_timeout)
+    try:
+        if interrupts is not None:
+            crew.watch(interrupts, lambda: _end_early(interrupts.take()))
+        gather(crew, _look(the_plan, folder.job), config.start_timeout, folder.job, voice)
+        where = settle(the_plan, crew, folder.job, voice)
+        if interrupts is not None:
+            crew.forget(interrupts)
+        output = Output(
+            where.logs,
+            [slot.host for slot in where.slots],
+            ranks_shown(config.output, len(where.slots)),
+            voice.lines,
+            lambda text: voice.say(text, "warning"),
+        )
+        placed(where)
+        job = Job(folder.job, crew, where.slots, output, voice.say, config.grace)
+        job.start(orders(where))
+        return job.wait(interrupts)
+    finally:
+        crew.close(HANG_UP_SECONDS)
+        sweep(folder.job)
+
+
+def settle(the_plan: Plan, crew: Crew, job: str, voice: Voice) -> Placed:
+    """Who works where, once all hosts have told what they have. Agents that get no workers are let go."""
+    config = the_plan.config
+    rooms = [room(node, config) for node in crew.nodes]
+    shares = share_out(config.np, rooms)
+    idle = [node for node, share in zip(list(crew.nodes), shares, strict=True) if not share]
+    if idle:
+        voice.say(f"{', '.join(node.name for node in idle)} not used: {sum(shares)} workers fit on the other hosts")
+        crew.dismiss(idle)
+    for text in differences(crew.nodes):
+        voice.say(text, "warning")
+    agree(crew, config.network_interface)
+    rooms = [room for room, share in zip(rooms, shares, strict=True) if share]
+    shares = [share for share in shares if share]
+    slots = place(shares, rooms, [node.address for node in crew.nodes])
+    return Placed(
+        plan=the_plan,
+        config=_resolved(config, slots, crew.nodes),
+        job=job,
+        logs=Path(config.log_dir) / job,
+        nodes=crew.nodes,
+        slots=slots,
+        master=_master(config, crew.nodes[0]),
+    )
+
+
+def room(node: Node, config: Config) -> Room:
+    """What a host that is ready offers."""
+    return Room(
+        host=node.name,
+        slots=node.host.slots,
+        gpus=node.report["gpus"] if config.gpu_visibility == "one" else (),
+        cores=node.report["cores"],
+    )
+
+
+def orders(where: Placed) -> list[Frame]:
+    """What each node's agent is told to start."""
+    return [_order(where, cross_rank, node) for cross_rank, node in enumerate(where.nodes)]
+
+
+def reserve(log_dir: Path) -> Folder:
+    """The job's id, and the folder of its logs."""
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        folder = Folder.reserve(log_dir)
+    except OSError as error:
+        raise ConfigError(f"--log-dir {log_dir}: cannot be written ({error.strerror}); give another") from error
+    try:
+        (log_dir / folder.job).mkdir()
+    except OSError as error:
+        folder.remove()
+        raise ConfigError(f"--log-dir {log_dir}: cannot be written ({error.strerror}); give another") from error
+    return folder
+
+
+def forwarded_signals(config: Config) -> list[int]:
+    """Those that --forward-signals names. Raises ConfigError."""
+    numbers = []
+    for name in filter(None, (part.strip().upper() for part in config.forward_signals.split(","))):
+        number = getattr(signal, name if name.startswith("SIG") else f"SIG{name}", None)
+        if not isinstance(number, signal.Signals) or number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD):
+            raise ConfigError(f"--forward-signals {config.forward_signals}: {name} is no signal that can be forwarded")
+        if number not in ENDING_SIGNALS:  # those end the job, and workers get SIGTERM
+            numbers.append(int(number))
+    return numbers
+
+
+def not_distributed(outcome: Outcome, where: Placed) -> str | None:
+    """Why training was not distributed although the job ended well; None if it was."""
+    if len(where.slots) < 2:
+        return None
+    if not outcome.hooked and where.config.inject == "none":
+        return "--inject none left every worker to itself"
+    if not outcome.hooked:
+        return (
+            "no worker imported torch with DADT hooked in (does the script import torch, in a Python in which dadt "
+            "is installed? try --inject sitecustomize)"
+        )
+    if not any(summary.get("steps", 0) for summary in outcome.summaries.values()):
+        return (
+            "no torch.optim optimizer made a step in any worker, so every worker did the same work for itself "
+            "(an optimizer that is not a torch.optim.Optimizer, or training in a child process?)"
+        )
+    return None
+
+
+def _look(the_plan: Plan, job: str) -> Mapping[str, Any]:
+    """What an agent is told before it tells what its host has."""
+    config = the_plan.config
+    return {
+        "job": job,
+        "cwd": the_plan.cwd,
+        "files": list(the_plan.files),
+        "prologue": config.prologue,
+        "orphan_timeout": config.orphan_timeout,
+        "env": lambda node: dict(the_plan.elsewhere if _is_elsewhere(node) else the_plan.named),
+    }
+
+
+def _is_elsewhere(node: Node) -> bool:
+    """An agent that this process started has its environment already."""
+    return bool(node.name) and not node.host.is_local
+
+
+def _order(where: Placed, cross_rank: int, node: Node) -> Frame:
+    workers = [
+        {
+            "rank": slot.rank,
+            "local_rank": slot.local_rank,
+            "env": environment.own(slot, where.job, where.master if where.config.torch_env else None),
+            "command": command_of(where, slot),
+        }
+        for slot in where.slots
+        if slot.cross_rank == cross_rank
+    ]
+    env = {**environment.common(where.config), "DADT_INTERFACE": node.interface}
+    return Frame("job", {"job": where.job, "env": env, "workers": workers, "cwd": where.plan.cwd}, where.plan.blob)
+
+
+def command_of(where: Placed, slot: Slot) -> list[str]:
+    """One worker's command line, with its rank filled in."""
+    address, port = where.master or ("127.0.0.1", 0)
+    values = {
+        "rank": slot.rank,
+        "local_rank": slot.local_rank,
+        "world_size": slot.world_size,
+        "master_addr": address,
+        "master_port": port,
+    }
+    command = plan.fill(where.plan.command, values)
+    return [*command, f"--local_rank={slot.local_rank}"] if where.config.pass_local_rank else command
+
+
+def _master(config: Config, first: Node) -> tuple[str, int]:
+    return first.address or "127.0.0.1", int(first.report["port"])
+
+
+def _resolved(config: Config, slots: Sequence[Slot], nodes: Sequence[Node]) -> Config:
+    """With what all ranks must choose alike: the executor, and the seed where none is given."""
+    if config.seed < 0:
+        config = replace(config, seed=secrets.randbelow(2**31))
+    many = len(nodes) > 1
+    if many and config.executor == "shm":
+        raise ConfigError("--executor shm: works on one host only; leave it out, or give gloo")
+    if config.executor == "auto" and len(slots) > 1:
+        config = replace(config, executor="gloo" if many or nodes[0].report["gpus"] else "shm")
+    return config
+
+
+def _end_early(caught: set[int]) -> None:
+    if number := min(caught & set(ENDING_SIGNALS), default=0):
+        raise Ended(number)

@@ -1,0 +1,83 @@
+"""The agent of this host: a child of the launcher."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+from concurrent.futures import Future
+
+from dadt.config import Config
+from dadt.errors import LaunchError
+from dadt.launch.channel import Channel
+from dadt.launch.failure import signal_name
+from dadt.launch.frame import Link
+from dadt.launch.host import Host
+
+PIPE_BYTES = 1 << 20
+F_SETPIPE_SZ = 1031
+
+
+class LocalLauncher:
+    """Starts agents on this host, whatever the host's name says."""
+
+    def __init__(self, config: Config) -> None:
+        self._python = config.python or sys.executable
+
+    def launch(self, hosts: list[Host]) -> list[Future[Channel]]:
+        return [self._start() for _ in hosts]
+
+    def command(self, host: Host) -> str:
+        return f"{self._python} -u -m dadt.agent"
+
+    def close(self) -> None:
+        pass  # an agent ends with its channel
+
+    def _start(self) -> Future[Channel]:
+        future: Future[Channel] = Future()
+        try:
+            future.set_result(LocalChannel(self._python))
+        except OSError as error:
+            future.set_exception(LaunchError(f"{self._python}: cannot be run ({error.strerror}) -> --python PATH"))
+        return future
+
+
+class LocalChannel:
+    """An agent that leads its own session, so Ctrl-C does not reach it."""
+
+    def __init__(self, python: str) -> None:
+        env = {name: value for name, value in os.environ.items() if not name.startswith("DADT_")}
+        self._process = subprocess.Popen(
+            [python, "-u", "-m", "dadt.agent"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            env=env,
+            cwd="/",  # python -m looks for modules in the current folder first, and there is the user's own
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            fcntl.fcntl(self._process.stdout, F_SETPIPE_SZ, PIPE_BYTES)
+        except OSError:
+            pass  # this user's share of pipe memory is used up: a small pipe does as well
+        self.link = Link(self._process.stdout.fileno(), self._process.stdin.fileno(), noisy=True)
+
+    def hang_up(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+    def end(self, timeout: float) -> str:
+        assert self._process.stdout is not None
+        self.hang_up()
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        code = self._process.returncode
+        if code == 0:
+            return ""
+        how = f"was killed by signal {-code} ({signal_name(-code)})" if code < 0 else f"exited with code {code}"
+        return f"the agent (pid {self._process.pid}) {how}"

@@ -1,0 +1,51 @@
+"""This host's agent as a child process, the others' by SSH: what most jobs need."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+from dadt.config import Config
+from dadt.launch.channel import Channel, Launcher
+from dadt.launch.host import Host
+from dadt.launch.launchers.local import LocalLauncher
+
+
+class NearbyLauncher:
+    """Local for the names of this host, SSH for all others."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._local = LocalLauncher(config)
+        self._far: Launcher | None = None
+
+    def launch(self, hosts: list[Host]) -> list[Future[Channel]]:
+        far = [host for host in hosts if not _is_here(host)]
+        futures = dict(zip(far, self._ssh().launch(far), strict=True)) if far else {}
+        return [futures[host] if host in futures else self._local.launch([host])[0] for host in hosts]
+
+    def command(self, host: Host) -> str:
+        return self._local.command(host) if _is_here(host) else self._ssh().command(host)
+
+    def close(self) -> None:
+        if self._far is not None:
+            self._far.close()
+
+    def _ssh(self) -> Launcher:
+        if self._far is None:
+            self._far = ssh_launcher(self._config)
+        return self._far
+
+
+def ssh_launcher(config: Config) -> Launcher:
+    # Imported where they are used: the library takes longer to import than all else.
+    if config.ssh_backend == "openssh":
+        from dadt.launch.launchers.openssh import OpensshLauncher
+
+        return OpensshLauncher(config)
+    from dadt.launch.launchers.ssh import SshLauncher
+
+    return SshLauncher(config)
+
+
+def _is_here(host: Host) -> bool:
+    return not host.name or host.is_local

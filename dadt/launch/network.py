@@ -1,0 +1,207 @@
+"""Which address of a host the other hosts reach: found by connecting, not by the names of interfaces."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import selectors
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+from dadt.errors import ConfigError, LaunchError
+
+VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "flannel", "cali", "lxc", "podman")
+"""Interfaces that lead to containers of the same host."""
+PROBE_SECONDS = 3.0
+SETTLE_SECONDS = 0.2
+"""How long to wait for slower answers once each host has answered at one of its addresses."""
+TOKEN_BYTES = 16
+SAME_MACHINE = "127.0.0.1"
+
+
+def addresses() -> list[dict[str, Any]]:
+    """This host's {interface, address, prefix, speed (Mbit/s, 0: unknown)} that others might reach."""
+    states = psutil.net_if_stats()
+    found = []
+    for name, entries in psutil.net_if_addrs().items():
+        state = states.get(name)
+        if name.startswith(VIRTUAL) or state is None or not state.isup:
+            continue
+        for entry in entries:
+            if entry.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            address = ipaddress.ip_address(entry.address.partition("%")[0])
+            if not (address.is_loopback or address.is_link_local):
+                speed = state.speed
+                found.append({"interface": name, "address": str(address), "speed": speed})
+    return found
+
+
+def interface_of(address: str) -> str:
+    """The interface of this host that has the address; empty if none has."""
+    return next((entry["interface"] for entry in addresses() if entry["address"] == address), "")
+
+
+def allowed(entries: Sequence[Mapping[str, Any]], wanted: str) -> list[Mapping[str, Any]]:
+    """Those that --network-interface names: interfaces or networks, by comma; all if it is empty."""
+    if not wanted:
+        return list(entries)
+    parts = [part.strip() for part in wanted.split(",")]
+    return [entry for entry in entries if any(_matches(entry, part) for part in parts)]
+
+
+def check(wanted: str) -> None:
+    """Raises ConfigError where --network-interface holds a network that is none."""
+    for part in filter(None, wanted.split(",")):
+        if "/" in part:
+            try:
+                ipaddress.ip_network(part.strip(), strict=False)
+            except ValueError as error:
+                raise ConfigError(f"--network-interface {wanted}: {error}; give eth0 or 10.0.0.0/8") from None
+
+
+class Listener:
+    """Answers whoever connects with this agent's token, so that an address which several hosts have for themselves
+    (a container network) is not taken for a way between them."""
+
+    def __init__(self, token: bytes) -> None:
+        self._token = token
+        # One socket for both families, where the kernel knows the newer one.
+        self._socket = socket.create_server(("", 0), family=_family(), dualstack_ipv6=socket.has_dualstack_ipv6())
+        self._socket.setblocking(False)
+        self.port = int(self._socket.getsockname()[1])
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def answer(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except BlockingIOError:
+                return
+            with connection:
+                connection.send(self._token)  # 16 bytes always fit into a new socket's buffer
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@dataclass(slots=True)
+class _Attempt:
+    index: int
+    address: str
+    token: bytes
+    begun: float
+    heard: bytes = b""
+
+
+@dataclass(slots=True)
+class Probe:
+    """Tries to connect to all addresses of all other hosts at once; advanced by the agent until `finished`."""
+
+    targets: Sequence[Mapping[str, Any]]
+    """{index, port, token, addresses} of each other host."""
+    reached: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Host to those of its addresses that answered, and the seconds that took."""
+    _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    _deadline: float = field(default_factory=lambda: time.monotonic() + PROBE_SECONDS)
+    _settled: float = float("inf")
+
+    def start(self) -> None:
+        for target in self.targets:
+            self.reached[target["index"]] = {}
+            for address in target["addresses"]:
+                self._try(target, address)
+
+    @property
+    def finished(self) -> bool:
+        now = time.monotonic()
+        return not self._selector.get_map() or now >= min(self._deadline, self._settled)
+
+    def advance(self) -> None:
+        for key, _ in self._selector.select(0):
+            self._read(key.fileobj, key.data)
+        if self._settled == float("inf") and all(self.reached.values()):
+            self._settled = time.monotonic() + SETTLE_SECONDS
+
+    def close(self) -> None:
+        for key in list(self._selector.get_map().values()):
+            self._drop(key.fileobj)
+        self._selector.close()
+
+    def _try(self, target: Mapping[str, Any], address: str) -> None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            connection = socket.socket(family, socket.SOCK_STREAM)
+        except OSError:
+            return  # this host does not speak that family
+        connection.setblocking(False)
+        error = connection.connect_ex((address, target["port"]))
+        if error not in (0, errno.EINPROGRESS):
+            connection.close()
+            return
+        attempt = _Attempt(target["index"], address, bytes.fromhex(target["token"]), time.monotonic())
+        self._selector.register(connection, selectors.EVENT_READ, attempt)
+
+    def _read(self, connection: Any, attempt: _Attempt) -> None:
+        try:
+            data = connection.recv(TOKEN_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""  # refused, or no way there
+        attempt.heard += data
+        if attempt.heard == attempt.token:
+            self.reached[attempt.index][attempt.address] = time.monotonic() - attempt.begun
+        if not data or len(attempt.heard) >= TOKEN_BYTES:
+            self._drop(connection)
+
+    def _drop(self, connection: Any) -> None:
+        self._selector.unregister(connection)
+        connection.close()
+
+
+def agree(
+    names: Sequence[str], reports: Sequence[Mapping[str, Any]], reached: Sequence[Mapping[str, Mapping[str, float]]]
+) -> list[tuple[str, str]]:
+    """For each host the (address, interface) that all others reach: the fastest link, then the quickest answer.
+
+    reports: what each agent said of its host, with the addresses that are allowed. reached: what each one's Probe
+    found, by index. Raises LaunchError that names all pairs without a way.
+    """
+    chosen: list[tuple[str, str]] = []
+    cut: list[str] = []
+    for index, report in enumerate(reports):
+        others = [other for other in range(len(reports)) if other != index]
+        ways = [reached[other].get(str(index), {}) for other in others]
+        good = [entry for entry in report["addresses"] if all(entry["address"] in way for way in ways)]
+        if good:
+            best = min(good, key=lambda entry: (-entry["speed"], round(max(w[entry["address"]] for w in ways), 3)))
+            chosen.append((best["address"], best["interface"]))
+            continue
+        tried = ", ".join(entry["address"] for entry in report["addresses"]) or "it has none"
+        blind = [names[other] for other, way in zip(others, ways, strict=True) if not way]
+        cut.append(f"{names[index]} ({tried}) is not reached by {', '.join(blind) or 'all others at one address'}")
+    if cut:
+        raise LaunchError(
+            f"no way between hosts: {'; '.join(cut)} -> open the firewall between them, or choose a network with "
+            "--network-interface"
+        )
+    return chosen
+
+
+def _matches(entry: Mapping[str, Any], part: str) -> bool:
+    if "/" not in part:
+        return part in (entry["interface"], entry["address"])
+    network = ipaddress.ip_network(part, strict=False)
+    return ipaddress.ip_address(entry["address"]) in network
+
+
+def _family() -> socket.AddressFamily:
+    return socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET

@@ -1,0 +1,148 @@
+"""What a job is to be, before anything is started: its hosts, how their agents are started, what they run."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dadt.config import Config
+from dadt.errors import ConfigError
+from dadt.launch import environment, host, network
+from dadt.launch.channel import Launcher
+from dadt.launch.host import Host
+
+FIELDS = ("rank", "local_rank", "world_size", "master_addr", "master_port")
+BRACES = re.compile(r"\{\{|\}\}|\{(" + "|".join(FIELDS) + r")\}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One job, as its user asked for it."""
+
+    config: Config
+    command: Sequence[str]
+    """Of each worker; {rank} and its like are filled in."""
+    files: Sequence[str] = ()
+    """Which must exist on each host, seen from `cwd`."""
+    blob: bytes = b""
+    """Goes into a file in each agent's folder."""
+    hosts: Sequence[Host] = ()
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
+    """Variables for workers on other hosts."""
+    named: Mapping[str, str] = field(default_factory=dict)
+    """Variables for all workers."""
+    cwd: str = ""
+
+    @property
+    def by_name(self) -> bool:
+        """Whether the user, or a scheduler, named hosts."""
+        return any(host.name for host in self.hosts)
+
+
+def make(config: Config, command: Sequence[str], files: Sequence[str] = (), blob: bytes = b"") -> Plan:
+    """Raises ConfigError."""
+    network.check(config.network_interface)
+    elsewhere, named = environment.forwarded(config)
+    return Plan(
+        config=config,
+        command=command,
+        files=files,
+        blob=blob,
+        hosts=hosts_of(config),
+        elsewhere=elsewhere,
+        named=named,
+        cwd=str(Path(config.workdir).absolute()) if config.workdir else str(Path.cwd()),
+    )
+
+
+def hosts_of(config: Config, env: Mapping[str, str] = os.environ) -> list[Host]:
+    """Where the job runs. One host without a name is this one. Raises ConfigError."""
+    if config.nnodes:
+        return _by_hand(config)
+    if config.hosts and config.hostfile:
+        raise ConfigError("-H and --hostfile exclude each other: give one")
+    named = host.parse(config.hosts) if config.hosts else []
+    if config.hostfile:
+        named = host.read(Path(config.hostfile))
+    if not named and config.launcher in ("auto", "slurm"):
+        named = _allocated(config, env)
+    if not named:
+        if config.include or config.exclude:
+            raise ConfigError("--include and --exclude choose among hosts: give them with -H or --hostfile")
+        if config.launcher == "ssh":
+            raise ConfigError("--launcher ssh: on which hosts? Give them, as in -H host1:2,host2:2")
+        if not (config.np or config.accelerators):
+            raise ConfigError("how many workers? Give their number, as in dadt run -np 2 train.py")
+        return [Host(name="", slots=config.np or config.accelerators)]
+    chosen = host.choose(named, config.include, config.exclude)
+    if config.launcher == "local" and (remote := [str(each) for each in chosen if not each.is_local]):
+        raise ConfigError(f"--launcher local: {', '.join(remote)} is another host; leave --launcher out, or give ssh")
+    return [host.with_slots(each, config.accelerators) for each in chosen]
+
+
+def launcher_of(plan: Plan, job: str) -> Launcher:
+    """How the agents of these hosts are started."""
+    # Each one is imported where it is used: an SSH library takes longer to import than all else.
+    config = plan.config
+    if config.nnodes:
+        from dadt.launch.launchers.hand import HandLauncher
+
+        return HandLauncher(config)
+    if config.launcher == "mpi":
+        from dadt.launch.launchers.mpi import MpiLauncher
+
+        return MpiLauncher(config, job)
+    if plan.by_name and not (config.hosts or config.hostfile) and config.launcher in ("auto", "slurm"):
+        from dadt.launch.launchers.slurm import SlurmLauncher
+
+        return SlurmLauncher(config)
+    from dadt.launch.launchers.nearby import NearbyLauncher, ssh_launcher
+
+    return ssh_launcher(config) if config.launcher == "ssh" else NearbyLauncher(config)
+
+
+def fill(command: Sequence[str], values: Mapping[str, object]) -> list[str]:
+    """The command of one worker: `{rank}` and its like are replaced, `{{` and `}}` are literal braces."""
+
+    def value(found: re.Match[str]) -> str:
+        name = found[1]
+        return str(values[name]) if name else found[0][0]
+
+    # Braces that mean nothing here stay as they are: a script may take JSON.
+    return [BRACES.sub(value, part) if _has_field(part) else part for part in command]
+
+
+def _has_field(part: str) -> bool:
+    return "{{" in part or any(found[1] for found in BRACES.finditer(part))
+
+
+def _by_hand(config: Config) -> list[Host]:
+    if config.hosts or config.hostfile:
+        raise ConfigError("--nnodes and -H exclude each other: with --nnodes, dadt run is called on each host")
+    if not config.rendezvous:
+        raise ConfigError("--nnodes: where do the hosts meet? Give --rendezvous host:port, or file:///a/shared/path")
+    if not 0 <= config.node_rank < config.nnodes:
+        raise ConfigError(f"--node-rank {config.node_rank}: give this host's number, from 0 to {config.nnodes - 1}")
+    slots = config.accelerators
+    if config.np and not slots:
+        if config.np % config.nnodes:
+            raise ConfigError(
+                f"-np {config.np} is no multiple of --nnodes {config.nnodes}: give --accelerators N, the most workers "
+                "of each host"
+            )
+        slots = config.np // config.nnodes
+    return [Host(name=f"node{index}", slots=slots) for index in range(config.nnodes)]
+
+
+def _allocated(config: Config, env: Mapping[str, str]) -> list[Host]:
+    """The hosts that a scheduler has given us."""
+    if "SLURM_JOB_ID" not in env:
+        if config.launcher == "slurm":
+            raise ConfigError("--launcher slurm: this is no Slurm allocation; use sbatch or salloc")
+        return []
+    from dadt.launch.launchers.slurm import slurm_hosts
+
+    return slurm_hosts(env) or []

@@ -1,0 +1,67 @@
+"""`dadt run --dry-run`: the plan, the environment of each worker and the command for each host, in words."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dadt.launch import launch, machine, plan
+from dadt.launch.crew import Node
+from dadt.launch.host import Host
+from dadt.launch.launch import Placed
+from dadt.launch.plan import Plan
+from dadt.launch.slot import place, share_out
+
+JOB = "JOB"
+PORT = 0
+
+
+def describe(the_plan: Plan) -> list[str]:
+    """What is known before any host was asked; of other hosts, GPUs and addresses are not."""
+    config = the_plan.config
+    launcher = plan.launcher_of(the_plan, JOB)
+    nodes = [Node(index, host, report=_report(host)) for index, host in enumerate(the_plan.hosts)]
+    rooms = [launch.room(node, config) for node in nodes]
+    shares = share_out(config.np, rooms)
+    used = [index for index, share in enumerate(shares) if share]
+    nodes = [nodes[index] for index in used]
+    for node in nodes:
+        node.address = f"<address of {node.name}>" if len(nodes) > 1 else ""
+    slots = place([shares[i] for i in used], [rooms[i] for i in used], [node.address for node in nodes])
+    where = Placed(
+        plan=the_plan,
+        config=config,
+        job=JOB,
+        logs=Path(config.log_dir) / JOB,
+        nodes=nodes,
+        slots=slots,
+        master=(nodes[0].address or "127.0.0.1", PORT),
+    )
+    lines = [f"{len(slots)} workers on {len(nodes)} hosts, algorithm {config.algorithm}, logs in {where.logs}"]
+    unsure = [node.name for node in nodes if not (node.host.slots or _is_here(node.host))]
+    if unsure:
+        lines.append(f"slots of {', '.join(unsure)} are not known before their agents tell their GPUs: one is assumed")
+    for node, order in zip(nodes, launch.orders(where), strict=True):
+        lines += ["", f"{node.name or 'this host'}: {launcher.command(node.host)}", f"  in {the_plan.cwd}"]
+        given = the_plan.named if _is_here(node.host) else the_plan.elsewhere
+        lines += _variables("  for each worker, beside the host's own:", {**given, **order["env"]})
+        for worker in order["workers"]:
+            lines.append(f"  rank {worker['rank']}: {shlex.join(worker['command'])}")
+            lines += _variables("", worker["env"])
+    launcher.close()
+    return lines
+
+
+def _report(host: Host) -> Mapping[str, Any]:
+    return {"gpus": machine.gpus() if _is_here(host) else [], "cores": machine.cores(), "port": PORT}
+
+
+def _is_here(host: Host) -> bool:
+    return not host.name or host.is_local
+
+
+def _variables(head: str, variables: Mapping[str, str]) -> list[str]:
+    shown = [f"    {name}={shlex.quote(value)}" for name, value in sorted(variables.items()) if value]
+    return [head, *shown] if head else shown
