@@ -12,6 +12,7 @@ import os
 import selectors
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -349,8 +350,15 @@ class Agent:
 
 def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    if os.getsid(0) != os.getpid():
-        os.setsid()
+    if os.getpgid(0) != os.getpid():
+        os.setsid()  # which the leader of a group, as a task of Slurm is, cannot and need not do
+    if "--connect" in sys.argv[1:]:
+        from dadt.launch.launchers.slurm import connect
+
+        try:
+            connect()
+        except LaunchError as error:
+            sys.exit(f"dadt: {error}")
     # Frames keep descriptors of their own, so that nothing printed in this process can get between them.
     reader, writer = os.dup(0), os.dup(1)
     with open(os.devnull) as null:  # noqa: PTH123

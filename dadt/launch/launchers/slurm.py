@@ -1,0 +1,286 @@
+"""Agents inside a Slurm allocation: one srun step, one agent per node, which connects back."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from concurrent.futures import Future
+
+from dadt.config import Config
+from dadt.errors import ConfigError, LaunchError
+from dadt.launch.channel import Channel
+from dadt.launch.host import Host
+from dadt.launch.listen import Listener, Reach, SocketChannel, Words, become_standard, dial
+
+REACH = "DADT_REACH"
+"""Tells an agent where its launcher is, and the key: on a command line, ps would show it."""
+KEPT = re.compile(r"SLURM_(JOB|ARRAY_|SUBMIT_|CLUSTER_|WORKING_CLUSTER|CONF|RESTART_COUNT|TMPDIR|PROTOCOL)|SLURMD_")
+"""What says which job this is. The other SLURM_* are options of srun (inherited, --cpus-per-task would leave an agent
+the cores of one worker) or describe a step (in which a worker must not take itself for a task)."""
+OVERHEARD = (signal.SIGUSR1, signal.SIGUSR2)
+"""Slurm's --signal goes to all processes of a step, and is meant for the workers."""
+CONNECT_SECONDS = 30.0
+END_SECONDS = 5.0
+SCONTROL_SECONDS = 30.0
+TAIL_LINES = 20
+LABELLED = re.compile(r"(?P<task>\d+): ?(?P<text>.*)")
+VERDICT = re.compile(r"srun: error: \S+: tasks? (?P<tasks>[\d,-]+): (?P<verdict>.*)")
+
+
+def slurm_hosts(env: Mapping[str, str]) -> list[Host] | None:
+    """The nodes of the allocation that we are in; None if we are in none. Raises ConfigError."""
+    nodes = env.get("SLURM_JOB_NODELIST")
+    if "SLURM_JOB_ID" not in env or not nodes:
+        return None
+    if "SLURM_STEP_ID" in env and env.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+        raise ConfigError(
+            f"srun has started dadt run {env['SLURM_STEP_NUM_TASKS']} times: call it once, without srun; it starts "
+            "the workers on all nodes by itself"
+        )
+    names = _expand(nodes)
+    return [Host(name=name, slots=slots) for name, slots in zip(names, _slots(env, len(names)), strict=True)]
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """2,2,2,1 of Slurm's "2(x3),1". Raises ValueError."""
+    counts: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if found is None:
+            raise ValueError(f"{part!r} is not understood")
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts
+
+
+class SlurmLauncher:
+    """All agents by one srun, whose words explain what goes wrong."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._python = config.python or sys.executable
+        self._hosts: list[Host] = []
+        self._futures: dict[str, Future[Channel]] = {}
+        self._listener: Listener | None = None
+        self._step: Step | None = None
+
+    def launch(self, hosts: list[Host]) -> list[Future[Channel]]:
+        self._hosts = hosts
+        self._futures = {host.name: Future() for host in hosts}
+        key = secrets.token_bytes(32)
+        self._listener = Listener(key, self._config.orphan_timeout, self._greet, self._take)
+        env = {name: value for name, value in os.environ.items() if not name.startswith("DADT_")}
+        forget_step(env)
+        # By a variable, which srun before 20.11 does not mind: share the nodes with the step that we may be in.
+        env |= {REACH: self._listener.reach(self._config.network_interface).to_text(), "SLURM_OVERLAP": "1"}
+        try:
+            self._step = Step(self._srun(hosts), env, self._python, self._give_up)
+        except OSError as error:
+            self._listener.close()
+            raise LaunchError(f"srun: cannot be run ({error.strerror}); is Slurm in PATH?") from error
+        return list(self._futures.values())
+
+    def command(self, host: Host) -> str:
+        return shlex.join(self._srun(self._hosts or [host]))
+
+    def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+        if self._step is not None:
+            self._step.close(at_once=not all(future.done() for future in self._futures.values()))
+
+    def _srun(self, hosts: Sequence[Host]) -> list[str]:
+        count = len(hosts)
+        return [
+            "srun",
+            f"--nodes={count}",
+            f"--ntasks={count}",
+            "--ntasks-per-node=1",
+            f"--nodelist={','.join(host.name for host in hosts)}",
+            "--kill-on-bad-exit=1",
+            "--wait=0",  # an agent whose workers are done early must not end the others
+            "--export=ALL",
+            "--cpu-bind=none",
+            "--mem=0",
+            "--mpi=none",
+            "--input=none",
+            "--label",
+            "--chdir=/",  # python -m looks for modules in the current folder first, and there is the user's own
+            self._python,
+            "-u",
+            "-m",
+            "dadt.agent",
+            "--connect",
+        ]
+
+    def _greet(self, hello: Words) -> Words:
+        name = hello.get("name")
+        if name not in self._futures:
+            return {"refused": f"{name} is not among the hosts of this job"}
+        return {"refused": f"{name} has an agent already"} if self._futures[name].done() else {}
+
+    def _take(self, hello: Words, connection: socket.socket) -> None:
+        name = hello["name"]
+        channel = SocketChannel(connection, lambda seconds: self._explain(name, seconds))
+        if not self._futures[name].set_running_or_notify_cancel():
+            channel.end(0.0)
+            return
+        self._futures[name].set_result(channel)
+
+    def _explain(self, name: str, seconds: float) -> str:
+        assert self._step is not None
+        return self._step.why(self._index(name), seconds)
+
+    def _give_up(self, step: Step) -> None:
+        """srun has ended: whoever has not connected will not."""
+        for name, future in self._futures.items():
+            if not future.done() and future.set_running_or_notify_cancel():
+                future.set_exception(LaunchError(step.why(self._index(name), 0.0)))
+
+    def _index(self, name: str) -> int:
+        return [host.name for host in self._hosts].index(name)
+
+
+class Step:
+    """A running srun, and what it and the agents say."""
+
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], python: str, ended: Callable[[Step], None]
+    ) -> None:
+        """ended: called by another thread. Raises OSError if there is no srun."""
+        self._python = python
+        self._ended = ended
+        self._said: dict[int, deque[str]] = {}
+        """Last lines of each task."""
+        self._verdicts: dict[int, str] = {}
+        """How each task ended, as srun says it."""
+        self._complaints: deque[str] = deque(maxlen=TAIL_LINES)
+        self._news = threading.Condition()
+        self._over = False
+        self._process = subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            text=True,
+            errors="replace",
+        )
+        self._thread = threading.Thread(target=self._read, name="dadt-srun", daemon=True)
+        self._thread.start()
+
+    def why(self, task: int, seconds: float) -> str:
+        """Why this agent is gone, or has not come, as far as it is known within so many seconds."""
+        with self._news:
+            self._news.wait_for(lambda: self._over or task in self._verdicts, seconds)
+            said = [line for line in self._said.get(task, ()) if not line.startswith("slurmstepd")]
+            steps = [line for line in self._said.get(task, ()) if line.startswith("slurmstepd")]
+            verdict = self._verdicts.get(task, "")
+            complaint = self._complaints[-1] if self._complaints else ""
+        if any("execve()" in line for line in steps):
+            reason = steps[-1].rpartition(": ")[2]
+            return f"{self._python} cannot be run there ({reason}) -> --python PATH"
+        if said and "No module named" in said[-1]:
+            return f"dadt is not installed for {self._python} there -> pip install it, or --python PATH"
+        if verdict:
+            return f"the agent has ended (srun: {verdict})" + (f"; its last words: {said[-1]}" if said else "")
+        if complaint or steps:
+            return f"srun: {complaint or steps[-1]}"
+        return f"srun ended with code {self._process.returncode}" if self._over else ""
+
+    def close(self, at_once: bool) -> None:
+        """Until srun has ended. at_once: without waiting for the agents to end by themselves. Idempotent."""
+        for patience, number in ((0.0 if at_once else END_SECONDS, signal.SIGTERM), (END_SECONDS, signal.SIGKILL)):
+            try:
+                self._process.wait(patience)
+                break
+            except subprocess.TimeoutExpired:
+                self._process.send_signal(number)  # SIGTERM makes srun kill all of the step
+        self._thread.join()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                self._hear(line.strip())
+        self._process.wait()
+        with self._news:
+            self._over = True
+            self._news.notify_all()
+        self._ended(self)
+
+    def _hear(self, line: str) -> None:
+        with self._news:
+            if (found := LABELLED.match(line)) is not None:
+                said = self._said.setdefault(int(found["task"]), deque(maxlen=TAIL_LINES))
+                if found["text"]:
+                    said.append(found["text"])
+            elif (found := VERDICT.match(line)) is not None:
+                for task in _numbers(found["tasks"]):
+                    self._verdicts.setdefault(task, found["verdict"])
+            elif line.startswith("srun: error: "):
+                self._complaints.append(line.removeprefix("srun: error: "))
+            self._news.notify_all()
+
+
+def connect() -> None:
+    """In the agent: its standard input and output become the way to its launcher. Raises LaunchError."""
+    if REACH not in os.environ:
+        raise LaunchError(f"--connect: {REACH} does not say where the launcher is; dadt run starts agents by itself")
+    reach = Reach.from_text(os.environ.pop(REACH))
+    name = os.environ.get("SLURMD_NODENAME", "")
+    forget_step(os.environ)
+    for number in OVERHEARD:
+        signal.signal(number, lambda number, frame: None)  # to ignore it would be inherited
+    connection, _, _ = dial(lambda: reach, {"name": name}, time.monotonic() + CONNECT_SECONDS)
+    become_standard(connection)
+
+
+def forget_step(env: MutableMapping[str, str]) -> None:
+    """Leave only what says which job this is."""
+    for name in [name for name in env if name.startswith(("SLURM_", "SRUN_")) and not KEPT.match(name)]:
+        del env[name]
+
+
+def _expand(nodes: str) -> list[str]:
+    try:
+        done = subprocess.run(
+            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=SCONTROL_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"scontrol show hostnames {nodes}: {error}; name the hosts by -H") from error
+    if done.returncode:
+        raise LaunchError(f"scontrol show hostnames {nodes}: {done.stderr.strip()}; name the hosts by -H")
+    return done.stdout.split()
+
+
+def _slots(env: Mapping[str, str], count: int) -> list[int]:
+    """Places on each node: its tasks where several were asked for; else 0, as one task of several GPUs is the habit
+    of launchers that start a process for each GPU, as this one does."""
+    text = env.get("SLURM_TASKS_PER_NODE", "")
+    if "SLURM_NTASKS" not in env or not text:
+        return [0] * count  # without a number of tasks, Slurm counts cores
+    try:
+        tasks = tasks_per_node(text)
+    except ValueError as error:
+        raise ConfigError(f"SLURM_TASKS_PER_NODE={text}: {error}; name the hosts and slots by -H") from None
+    if len(tasks) != count:
+        raise ConfigError(f"SLURM_TASKS_PER_NODE={text} counts {len(tasks)} nodes of {count}; name the hosts by -H")
+    return tasks if max(tasks) > 1 else [0] * count
+
+
+def _numbers(text: str) -> Iterator[int]:
+    """0, 2, 3 of "0,2-3"."""
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        yield from range(int(first), int(last or first) + 1)
