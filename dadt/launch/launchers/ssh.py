@@ -1,0 +1,148 @@
+"""Agents on other hosts, by SSH, spoken by Paramiko: one connection and one channel without a terminal per host."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import paramiko
+
+from dadt.config import Config
+from dadt.launch import remote
+from dadt.launch.channel import Channel
+from dadt.launch.frame import CHUNK, Link
+from dadt.launch.host import Host
+from dadt.launch.ssh.attempt import Attempts, Transient
+from dadt.launch.ssh.connection import Connection, Connector
+
+OPEN_SECONDS = 15.0
+STATUS_SECONDS = 5.0
+"""From the end of the agent's output to its exit code."""
+FORCE_SECONDS = 1.0
+
+Say = Callable[[str, str], None]
+"""Takes a text and its level, info or warning. Called from other threads."""
+
+
+class SshLauncher:
+    """Connects in threads that nobody waits for: an attempt that hangs does not keep the process from ending."""
+
+    def __init__(self, config: Config, say: Say | None = None) -> None:
+        """say: for what is no failure but should be known, as a host key that was added."""
+        self._config = config
+        self._say = say
+        self._python = config.python or sys.executable
+        self._command = remote.command(self._python)
+        self._connector = Connector(config)
+        self._attempts = Attempts(self._attempt)
+
+    def launch(self, hosts: list[Host]) -> list[Future[Channel]]:
+        return self._attempts.begin(hosts, self._config.start_timeout)
+
+    def command(self, host: Host) -> str:
+        config = self._config
+        options = [f"-F {config.ssh_config}"] if config.ssh_config else []
+        options += [f"-p {config.ssh_port}"] if config.ssh_port else []
+        options += [f"-i {config.ssh_identity_file}"] if config.ssh_identity_file else []
+        login = f"{host.user}@{host.name}" if host.user else host.name
+        return " ".join(["ssh", *options, login, f'"{self._command}"'])
+
+    def close(self) -> None:
+        self._attempts.close()
+
+    def _attempt(self, host: Host, deadline: float) -> SshChannel:
+        connection = self._connector.connect(host, deadline, lambda text: self._note(host, text))
+        try:
+            channel = connection.transport.open_session(timeout=OPEN_SECONDS)
+            channel.exec_command(self._command)
+            return SshChannel(connection, channel, self._python)
+        except (paramiko.SSHException, EOFError, OSError) as error:
+            connection.close()
+            raise Transient(f"logged in, but no command can be started ({error}) -> try `ssh {host} true`") from error
+
+    def _note(self, host: Host, text: str) -> None:
+        if self._say is not None:
+            self._say(f"{host}: {text}", "info")
+
+
+class SshChannel:
+    """An agent at the other end of a channel, which is no descriptor: threads carry the bytes to one."""
+
+    def __init__(self, connection: Connection, channel: paramiko.Channel, python: str) -> None:
+        self._connection = connection
+        self._channel = channel
+        self._python = python
+        self._stderr = b""
+        self._explanation: str | None = None
+        self._ours, self._theirs = socket.socketpair()
+        self.link = Link(self._ours.fileno(), self._ours.fileno(), noisy=True)
+        self._errors = threading.Thread(target=self._carry_errors, name="dadt-ssh-err", daemon=True)
+        self._out = threading.Thread(target=self._carry_out, name="dadt-ssh-out", daemon=True)
+        self._in = threading.Thread(target=self._carry_in, name="dadt-ssh-in", daemon=True)
+        for thread in (self._errors, self._out, self._in):
+            thread.start()
+
+    def hang_up(self) -> None:
+        try:
+            self._ours.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # closed already
+
+    def end(self, timeout: float) -> str:
+        if self._explanation is None:
+            self.hang_up()
+            self._out.join(timeout)
+            gave_up = self._out.is_alive()
+            reason = self._connection.transport.get_exception()
+            self._connection.close()
+            for thread in (self._errors, self._out, self._in):
+                thread.join(FORCE_SECONDS)
+            self._explanation = self._explain(gave_up, reason)
+            self._ours.close()
+            self._theirs.close()
+        return self._explanation
+
+    def _explain(self, gave_up: bool, reason: Exception | None) -> str:
+        if gave_up:
+            return "the agent has not ended in time; the connection to it was closed"
+        if not self._channel.status_event.is_set() or reason is not None:
+            return f"the connection was lost ({reason or 'closed by the other side'})"
+        code = self._channel.exit_status
+        return remote.explain(None if code < 0 else code, self._stderr, self._python)
+
+    def _carry_in(self) -> None:
+        try:
+            while data := self._theirs.recv(CHUNK):
+                self._channel.sendall(data)
+            self._channel.shutdown_write()
+        except (OSError, EOFError, paramiko.SSHException):
+            pass  # the connection is lost, as the end of the agent's output tells
+
+    def _carry_out(self) -> None:
+        """To the last byte, even if nobody takes it any more: what is not read blocks the whole connection."""
+        try:
+            self._pass_on()
+            self._errors.join()
+            self._channel.status_event.wait(STATUS_SECONDS)
+        finally:
+            self._connection.close()
+
+    def _pass_on(self) -> None:
+        taken = True
+        while data := self._channel.recv(CHUNK):
+            try:
+                if taken:
+                    self._theirs.sendall(data)
+            except OSError:
+                taken = False  # hung up
+        try:
+            self._theirs.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass  # hung up
+
+    def _carry_errors(self) -> None:
+        while data := self._channel.recv_stderr(CHUNK):
+            self._stderr = (self._stderr + data)[-remote.STDERR_BYTES :]

@@ -1,0 +1,74 @@
+"""Connecting to many hosts at once: so many at a time, a second time where that may help, and nobody waits."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from dadt.errors import LaunchError
+from dadt.launch.channel import Channel
+from dadt.launch.host import Host
+
+AT_ONCE = 32
+RETRY_SECONDS = (0.3, 1.5)
+"""Before the second attempt, drawn at random, so that those who were turned away do not come back together."""
+
+
+class Transient(LaunchError):
+    """What another attempt, a little later, may not meet."""
+
+
+class Attempts:
+    """Each in one of a few threads, which do not keep the process from ending where one hangs."""
+
+    def __init__(self, attempt: Callable[[Host, float], Channel]) -> None:
+        """attempt: is told by when (time.monotonic) it must be done; raises LaunchError."""
+        self._attempt = attempt
+        self._waiting: queue.SimpleQueue[tuple[Host, Future[Channel]]] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self._deadline = 0.0
+
+    def begin(self, hosts: Sequence[Host], seconds: float) -> list[Future[Channel]]:
+        self._deadline = time.monotonic() + seconds
+        futures: list[Future[Channel]] = [Future() for _ in hosts]
+        for item in zip(hosts, futures, strict=True):
+            self._waiting.put(item)
+        for _ in range(min(AT_ONCE, len(hosts))):
+            threading.Thread(target=self._work, name="dadt-ssh", daemon=True).start()
+        return futures
+
+    def close(self) -> None:
+        """No attempt begins any more. Idempotent."""
+        self._closed.set()
+
+    def _work(self) -> None:
+        while not self._closed.is_set():
+            try:
+                host, future = self._waiting.get_nowait()
+            except queue.Empty:
+                return
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(self._try_twice(host))
+                except BaseException as error:  # noqa: BLE001 (the future's owner gets it)
+                    future.set_exception(error)
+
+    def _try_twice(self, host: Host) -> Channel:
+        try:
+            return self._attempt(host, self._deadline)
+        except Transient:
+            if self._closed.wait(random.uniform(*RETRY_SECONDS)):
+                raise
+            return self._attempt(host, self._deadline)
+
+
+def left(deadline: float, limit: float) -> float:
+    """At most `limit` seconds, and not beyond the deadline. Raises LaunchError when that has passed."""
+    seconds = deadline - time.monotonic()
+    if seconds <= 0:
+        raise LaunchError("timeout: not connected within --start-timeout")
+    return min(limit, seconds)

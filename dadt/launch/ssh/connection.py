@@ -1,0 +1,141 @@
+"""A connection to a host's sshd: found, dialled, its key checked, logged in; through other hosts if need be."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+
+import paramiko
+
+from dadt.config import Config
+from dadt.errors import LaunchError
+from dadt.launch.host import Host
+from dadt.launch.ssh import route as routes
+from dadt.launch.ssh import verdict
+from dadt.launch.ssh.attempt import Transient, left
+from dadt.launch.ssh.host_key import HostKey, KnownHosts
+from dadt.launch.ssh.identity import Identities
+from dadt.launch.ssh.route import Route
+from dadt.launch.ssh.way import Proxy, dial, tunnel
+
+BANNER_SECONDS = 15.0
+ANSWER_SECONDS = 30.0
+"""For the exchange of keys, each step of logging in, and opening a channel."""
+HOPS = 8
+RSA = ("rsa-sha2-512", "rsa-sha2-256")
+"""How a host with an ssh-rsa key signs nowadays."""
+
+Note = Callable[[str], None]
+"""Takes what the user should know of a host, as the rest of a sentence that begins with its name."""
+
+
+class Connection:
+    """Logged in. Keeps the connections that it goes through."""
+
+    def __init__(self, transport: paramiko.Transport, over: Connection | None, proxy: Proxy | None) -> None:
+        self.transport = transport
+        self._over = over
+        self._proxy = proxy
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.transport.close()
+        if self._proxy is not None:
+            self._proxy.close()
+        if self._over is not None:
+            self._over.close()
+
+
+class Connector:
+    """Connects to hosts as the configuration says; `connect` may be called from several threads."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def connect(self, host: Host, deadline: float, note: Note) -> Connection:
+        """Raises LaunchError, and Transient where another attempt may do better."""
+        config = self._config
+        route = routes.find(config, host.name, host.user, config.ssh_port, config.ssh_identity_file)
+        return self._connect(route, deadline, note, HOPS)
+
+    def _connect(self, route: Route, deadline: float, note: Note, hops: int) -> Connection:
+        over = self._connect_jump(route, deadline, note, hops) if route.jumps else None
+        proxy = None
+        try:
+            if over is not None:
+                wire: socket.socket | paramiko.Channel = tunnel(over.transport, route, left(deadline, ANSWER_SECONDS))
+            elif route.proxy_command:
+                proxy = Proxy(route)
+                wire = proxy.socket
+            else:
+                wire = dial(route, left(deadline, route.connect_timeout), self._config.orphan_timeout)
+            transport = paramiko.Transport(wire)
+        except BaseException:
+            _close(proxy, over)
+            raise
+        connection = Connection(transport, over, proxy)
+        try:
+            self._negotiate(transport, route, proxy, deadline, note)
+            transport.auth_timeout = left(deadline, ANSWER_SECONDS)
+            Identities(route).log_in(transport)
+        except (paramiko.SSHException, EOFError, OSError) as error:
+            connection.close()
+            raise Transient(f"the connection was lost while logging in ({error or 'closed'})") from error
+        except BaseException:
+            connection.close()
+            raise
+        if route.alive_interval:
+            transport.set_keepalive(route.alive_interval)
+        return connection
+
+    def _connect_jump(self, route: Route, deadline: float, note: Note, hops: int) -> Connection:
+        """All but the last hop are the way to the last."""
+        *before, last = route.jumps
+        if not hops:
+            raise LaunchError(f"ProxyJump {last}: more than {HOPS} hops -> does the SSH configuration go in a circle?")
+        jump = routes.find_jump(self._config, last)
+        if before:
+            jump = replace(jump, jumps=tuple(before))
+        elif [routes.find_jump(self._config, text).key_name for text in jump.jumps] == [jump.key_name]:
+            jump = replace(jump, jumps=())  # `Host *` with a ProxyJump means the others
+        try:
+            return self._connect(jump, deadline, lambda text: note(f"(ProxyJump {last}) {text}"), hops - 1)
+        except LaunchError as error:
+            raise type(error)(f"ProxyJump {last}: {error}") from error
+
+    def _negotiate(
+        self, transport: paramiko.Transport, route: Route, proxy: Proxy | None, deadline: float, note: Note
+    ) -> None:
+        known = KnownHosts(route)
+        options = transport.get_security_options()
+        first = [kind for known_kind in known.kinds for kind in (RSA if known_kind == "ssh-rsa" else (known_kind,))]
+        options.key_types = sorted(options.key_types, key=lambda kind: kind not in first)
+        transport.banner_timeout = left(deadline, BANNER_SECONDS)
+        seconds = left(deadline, BANNER_SECONDS + ANSWER_SECONDS)
+        try:
+            transport.start_client(timeout=seconds)
+        except paramiko.ssh_exception.IncompatiblePeer as error:
+            raise LaunchError(verdict.no_algorithm(str(error), "--ssh-backend openssh")) from error
+        except (paramiko.SSHException, EOFError, OSError) as error:
+            raise _failed(route, proxy, error) from error
+        if not transport.initial_kex_done:
+            raise Transient(verdict.overloaded(seconds))
+        key = transport.get_remote_server_key()
+        if text := known.check(HostKey(key.get_name(), key.asbytes()), self._config.ssh_host_keys):
+            note(text)
+
+
+def _failed(route: Route, proxy: Proxy | None, error: Exception) -> LaunchError:
+    if proxy is not None:
+        return LaunchError(f"{proxy.explain()} -> try `ssh {verdict.login(route)}`")
+    if "protocol version" in str(error):
+        return LaunchError(verdict.no_ssh(route.where, str(error)))
+    return Transient(verdict.closed(route.where))
+
+
+def _close(proxy: Proxy | None, over: Connection | None) -> None:
+    if proxy is not None:
+        proxy.close()
+    if over is not None:
+        over.close()

@@ -1,0 +1,146 @@
+"""The keys of hosts: known_hosts, as OpenSSH writes and reads it."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import fcntl
+import fnmatch
+import hashlib
+import hmac
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from dadt.errors import LaunchError
+from dadt.launch.ssh import verdict
+from dadt.launch.ssh.route import SSH_PORT, Route
+
+HASHED = "|1|"
+
+
+@dataclass(frozen=True, slots=True)
+class HostKey:
+    """A public key of a host."""
+
+    kind: str
+    blob: bytes
+
+    @property
+    def fingerprint(self) -> str:
+        digest = base64.b64encode(hashlib.sha256(self.blob).digest()).decode().rstrip("=")
+        return f"{self.kind} SHA256:{digest}"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A line of known_hosts."""
+
+    names: str
+    key: HostKey
+    revoked: bool
+    file: Path
+    line: int
+
+    @property
+    def place(self) -> str:
+        return f"{self.file}, line {self.line}"
+
+    def is_for(self, name: str) -> bool:
+        if self.names.startswith(HASHED):
+            salt, _, digest = self.names[len(HASHED) :].partition("|")
+            expected = hmac.new(base64.b64decode(salt), name.encode(), hashlib.sha1).digest()
+            return hmac.compare_digest(base64.b64decode(digest), expected)
+        patterns = self.names.lower().split(",")
+        if any(fnmatch.fnmatchcase(name, _glob(pattern[1:])) for pattern in patterns if pattern.startswith("!")):
+            return False
+        return any(fnmatch.fnmatchcase(name, _glob(pattern)) for pattern in patterns)
+
+
+class KnownHosts:
+    """The keys that one host is known by."""
+
+    def __init__(self, route: Route) -> None:
+        self._route = route
+        self._entries = [entry for entry in _read(route.known_hosts) if entry.is_for(route.key_name)]
+        self._portless: list[Entry] = []
+        if not self._entries and route.port != SSH_PORT and not route.alias:
+            # As OpenSSH does: a key known for port 22 is good for another port, too.
+            name = route.hostname.lower()
+            self._portless = [entry for entry in _read(route.known_hosts) if entry.is_for(name)]
+
+    @property
+    def kinds(self) -> list[str]:
+        """Of the known keys: the kinds to ask the host for first."""
+        return [entry.key.kind for entry in self._entries + self._portless]
+
+    def check(self, key: HostKey, policy: str) -> str:
+        """Accept the key or raise LaunchError. Returns what to tell the user, as the rest of a sentence that begins
+        with the host's name; empty where all is as it was."""
+        if policy == "off":
+            return ""
+        known = [entry for entry in self._entries + self._portless if entry.key == key]
+        if any(entry.revoked for entry in known):
+            raise LaunchError(verdict.revoked_key(key.fingerprint, known[0].place))
+        if known:
+            return ""
+        if self._entries:
+            raise LaunchError(changed(key.fingerprint, self._entries[0], self._route.key_name))
+        if policy == "strict" or self._route.strict:
+            raise LaunchError(verdict.unknown_key(key.fingerprint, self._route))
+        return self._accept(key)
+
+    def _accept(self, key: HostKey) -> str:
+        file = self._route.known_hosts[0]
+        try:
+            _append(file, f"{self._route.key_name} {key.kind} {base64.b64encode(key.blob).decode()}\n")
+        except OSError as error:
+            return f"its host key was not known ({key.fingerprint}), and cannot be added to {file} ({error.strerror})"
+        return f"its host key was not known ({key.fingerprint}): added to {file}"
+
+
+def changed(fingerprint: str, entry: Entry, name: str) -> str:
+    remedy = f"ssh-keygen -R '{name}' -f {entry.file}"
+    return verdict.changed_key(fingerprint, entry.key.fingerprint, entry.place, remedy)
+
+
+def read_line(file: Path, number: int) -> Entry | None:
+    """A line of known_hosts by its number from 1."""
+    return next((entry for entry in _read([file]) if entry.line == number), None)
+
+
+def _read(files: Iterable[Path]) -> Iterator[Entry]:
+    for file in files:
+        try:
+            lines = file.read_text(errors="replace").splitlines()
+        except OSError:
+            continue  # not there, or not for this user
+        for number, line in enumerate(lines, 1):
+            words = line.split()
+            marker = words.pop(0) if words and words[0].startswith("@") else ""
+            # Certificates of hosts are left to OpenSSH.
+            if len(words) < 3 or words[0].startswith("#") or marker not in ("", "@revoked"):
+                continue
+            try:
+                blob = base64.b64decode(words[2], validate=True)
+            except binascii.Error:
+                continue  # no key
+            yield Entry(words[0], HostKey(words[1], blob), marker != "", file, number)
+
+
+def _append(file: Path, line: str) -> None:
+    """Whole, though others append at the same time, and once."""
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with file.open("a+b") as known:
+        if not file.is_file():
+            return  # /dev/null
+        fcntl.flock(known, fcntl.LOCK_EX)
+        known.seek(0)
+        text = known.read()
+        if line.encode() not in text:
+            known.write((b"" if text.endswith(b"\n") or not text else b"\n") + line.encode())
+
+
+def _glob(pattern: str) -> str:
+    """Brackets are no ranges here: they stand around names with a port."""
+    return pattern.replace("[", "[[]")

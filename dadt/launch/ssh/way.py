@@ -1,0 +1,107 @@
+"""The bytes' way to an SSH server: a TCP connection, a ProxyCommand, or a channel through another host."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import tempfile
+from typing import IO
+
+import paramiko
+
+from dadt.errors import LaunchError
+from dadt.launch.ssh import verdict
+from dadt.launch.ssh.attempt import Transient
+from dadt.launch.ssh.route import Route
+
+TOKEN = re.compile(r"%([%hnpr])")
+END_SECONDS = 1.0
+
+
+def dial(route: Route, timeout: float, silence: float) -> socket.socket:
+    """silence: seconds without an answer from the other side after which the connection counts as lost."""
+    try:
+        found = socket.getaddrinfo(route.hostname, route.port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        kind = Transient if error.errno == socket.EAI_AGAIN else LaunchError
+        raise kind(verdict.unknown_host(route.hostname, error.strerror or str(error))) from error
+    except UnicodeError as error:
+        raise LaunchError(verdict.unknown_host(route.hostname, str(error))) from error
+    errors = []
+    for family, kind_, protocol, _, address in found:
+        wire = socket.socket(family, kind_, protocol)
+        try:
+            _watch(wire, silence)
+            wire.settimeout(timeout)
+            wire.connect(address)
+            return wire
+        except OSError as error:
+            wire.close()
+            errors.append(error)
+    raise _unreachable(route, timeout, errors) from errors[0]
+
+
+def _watch(wire: socket.socket, silence: float) -> None:
+    """Let the kernel find out that the other side is gone: no RST comes from a cut network."""
+    wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    wire.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(silence / 3)))
+    wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(silence / 3)))
+    wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silence * 1000))
+
+
+def _unreachable(route: Route, timeout: float, errors: list[OSError]) -> LaunchError:
+    if any(isinstance(error, ConnectionRefusedError) for error in errors):
+        return LaunchError(verdict.refused(route.where))
+    if any(isinstance(error, ConnectionResetError) for error in errors):
+        return Transient(verdict.closed(route.where))
+    if any(isinstance(error, TimeoutError) for error in errors):
+        return LaunchError(verdict.silent(route.where, timeout))
+    return LaunchError(verdict.unreachable(route.where, errors[0].strerror or str(errors[0])))
+
+
+def tunnel(over: paramiko.Transport, route: Route, timeout: float) -> paramiko.Channel:
+    """A channel through the connected transport of another host."""
+    try:
+        return over.open_channel("direct-tcpip", (route.hostname, route.port), ("127.0.0.1", 0), timeout=timeout)
+    except paramiko.ChannelException as error:
+        raise LaunchError(
+            f"ProxyJump {route.jumps[-1]} does not get to {route.where} ({error.text}) -> try "
+            f"`ssh {verdict.login(route)}`"
+        ) from error
+    except paramiko.SSHException as error:
+        raise Transient(f"ProxyJump {route.jumps[-1]} is lost or does not answer ({error})") from error
+
+
+class Proxy:
+    """A ProxyCommand: its input and output are the connection."""
+
+    def __init__(self, route: Route) -> None:
+        values = {"%": "%", "h": route.hostname, "n": route.host, "p": str(route.port), "r": route.user}
+        self._command = TOKEN.sub(lambda found: values[found[1]], route.proxy_command)
+        self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        self.socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                ["/bin/sh", "-c", f"exec {self._command}"],
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=self._stderr,
+                start_new_session=True,
+            )
+
+    def explain(self) -> str:
+        """What it said before it failed."""
+        self._stderr.seek(0)
+        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
+        return f"ProxyCommand `{self._command}`" + (f": {lines[-1]}" if lines else " ended without a word")
+
+    def close(self) -> None:
+        self.socket.close()
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._stderr.close()
