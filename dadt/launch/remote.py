@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import shlex
 
+from dadt.config import Config
 from dadt.errors import ConfigError
 from dadt.launch.failure import last_line, signal_name
+from dadt.launch.host import Host
 
 PLAIN = re.compile(r"[\w@%+=:,./~-]+")
 STDERR_BYTES = 4096
@@ -27,6 +30,14 @@ def command(python: str) -> str:
             raise ConfigError(f"--python {python!r}: give a path without quotes and other special characters")
         python = f"'{python}'"
     return f"cd /; exec {python} -u -m dadt.agent"
+
+
+def shown(config: Config, host: Host, command: str) -> str:
+    """The `ssh` command line that does the same, for people to read."""
+    words = ["-F", config.ssh_config] if config.ssh_config else []
+    words += ["-p", str(config.ssh_port)] if config.ssh_port else []
+    words += ["-i", config.ssh_identity_file] if config.ssh_identity_file else []
+    return shlex.join(["ssh", *words, f"{host.user}@{host.name}" if host.user else host.name, command])
 
 
 def explain(code: int | None, stderr: bytes, python: str) -> str:

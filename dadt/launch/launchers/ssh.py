@@ -43,12 +43,7 @@ class SshLauncher:
         return self._attempts.begin(hosts, self._config.start_timeout)
 
     def command(self, host: Host) -> str:
-        config = self._config
-        options = [f"-F {config.ssh_config}"] if config.ssh_config else []
-        options += [f"-p {config.ssh_port}"] if config.ssh_port else []
-        options += [f"-i {config.ssh_identity_file}"] if config.ssh_identity_file else []
-        login = f"{host.user}@{host.name}" if host.user else host.name
-        return " ".join(["ssh", *options, login, f'"{self._command}"'])
+        return remote.shown(self._config, host, self._command)
 
     def close(self) -> None:
         self._attempts.close()

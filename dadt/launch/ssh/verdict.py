@@ -86,8 +86,8 @@ def denied_early(tried: Sequence[str]) -> str:
 
 def other_way(ways: Sequence[str]) -> str:
     return (
-        f"permission denied: it asks for {' or '.join(ways)}, not only for a key -> --ssh-backend openssh with a shared "
-        "connection (ControlPath)"
+        f"permission denied: it asks for {' or '.join(ways)}, not only for a key -> --ssh-backend openssh, with a "
+        "shared connection (ControlPath)"
     )
 
 

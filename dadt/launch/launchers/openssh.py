@@ -1,0 +1,186 @@
+"""Agents on other hosts, by SSH, spoken by the `ssh` program: for Kerberos, hardware keys, shared connections."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from dadt.config import Config
+from dadt.errors import LaunchError
+from dadt.launch import remote
+from dadt.launch.channel import Channel
+from dadt.launch.frame import CHUNK, Link
+from dadt.launch.host import Host
+from dadt.launch.ssh import route as routes
+from dadt.launch.ssh.attempt import Attempts
+from dadt.launch.ssh.report import Report
+from dadt.launch.ssh.route import Route
+
+STDERR_BYTES = 1 << 16
+"""What `ssh -v` says of the connection fits into this."""
+FORCE_SECONDS = 1.0
+SSH_FAILED = 255
+OPTIONS = (
+    "BatchMode=yes",
+    "LogLevel=DEBUG1",  # names the keys that it tries, and the host's
+    "ConnectionAttempts=1",
+    "ClearAllForwardings=yes",
+    "ForwardAgent=no",
+    "ForwardX11=no",
+    "PermitLocalCommand=no",
+    "RemoteCommand=none",
+    "RequestTTY=no",
+)
+
+Say = Callable[[str, str], None]
+"""Takes a text and its level, info or warning. Called from other threads."""
+
+
+class OpensshLauncher:
+    """One `ssh` per host, which is waited for until it has logged in."""
+
+    def __init__(self, config: Config, say: Say | None = None) -> None:
+        self._config = config
+        self._say = say
+        self._python = config.python or sys.executable
+        self._command = remote.command(self._python)
+        self._attempts = Attempts(self._attempt)
+        self._processes: set[subprocess.Popen[bytes]] = set()
+
+    def launch(self, hosts: list[Host]) -> list[Future[Channel]]:
+        return self._attempts.begin(hosts, self._config.start_timeout)
+
+    def command(self, host: Host) -> str:
+        return remote.shown(self._config, host, self._command)
+
+    def close(self) -> None:
+        self._attempts.close()
+        for process in list(self._processes):
+            process.kill()
+
+    def _attempt(self, host: Host, deadline: float) -> Channel:
+        ssh = shutil.which("ssh")
+        if ssh is None:
+            raise LaunchError("there is no ssh program on this machine -> install it, or --ssh-backend paramiko")
+        config = self._config
+        route = routes.find(config, host.name, host.user, config.ssh_port, config.ssh_identity_file)
+        channel = OpensshChannel(self._command_line(ssh, host, route), self._python, self._processes)
+        has_output = channel.await_output(deadline)
+        report = channel.report()
+        if (text := report.added_key()) and self._say is not None:
+            self._say(f"{host}: {text}", "info")
+        if has_output:
+            return channel
+        how = channel.end(0.0)
+        if channel.code == SSH_FAILED and not report.logged_in:
+            raise report.failure(route)
+        raise LaunchError(how or "the agent ended without a word")
+
+    def _command_line(self, ssh: str, host: Host, route: Route) -> list[str]:
+        config = self._config
+        checking = {"off": "no", "strict": "yes", "accept-new": "yes" if route.strict else "accept-new"}
+        alive = max(1, int(config.orphan_timeout / 3))
+        options = [*OPTIONS, f"StrictHostKeyChecking={checking[config.ssh_host_keys]}"]
+        options += [f"ConnectTimeout={route.connect_timeout:.0f}", f"ServerAliveInterval={alive}"]
+        if config.ssh_host_keys == "off":
+            options += ["UserKnownHostsFile=/dev/null", "GlobalKnownHostsFile=/dev/null"]
+        if config.ssh_identity_file:
+            options += ["IdentitiesOnly=yes", f"IdentityFile={route.identities[0]}"]
+        words = [ssh] + [word for option in options for word in ("-o", option)]
+        words += ["-F", config.ssh_config] if config.ssh_config else []
+        words += ["-p", str(config.ssh_port)] if config.ssh_port else []
+        words += ["-l", host.user] if host.user else []
+        return [*words, "--", host.name, self._command]
+
+
+class OpensshChannel:
+    """An `ssh` that leads its own session, so Ctrl-C does not reach it."""
+
+    def __init__(self, command: list[str], python: str, processes: set[subprocess.Popen[bytes]]) -> None:
+        """processes: those that run, for who wants to end them."""
+        self._python = python
+        self._processes = processes
+        self._stderr = b""
+        self._explanation: str | None = None
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            env={**os.environ, "SSH_ASKPASS_REQUIRE": "never"},
+        )
+        processes.add(self._process)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self.link = Link(self._process.stdout.fileno(), self._process.stdin.fileno(), noisy=True)
+        self._errors = threading.Thread(target=self._read_errors, name="dadt-ssh-err", daemon=True)
+        self._errors.start()
+
+    @property
+    def code(self) -> int | None:
+        return self._process.returncode
+
+    def await_output(self, deadline: float) -> bool:
+        """Whether the other side has printed something; if not, the process has ended. Raises LaunchError."""
+        poll = select.poll()
+        poll.register(self.link.reader, select.POLLIN)
+        events = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+        if not events:
+            self.end(0.0)
+            raise LaunchError("timeout: not connected within --start-timeout")
+        if events[0][1] & select.POLLIN:
+            return True
+        self._process.wait()  # it has closed its output, so it is on its way out
+        self._errors.join(FORCE_SECONDS)
+        return False
+
+    def report(self) -> Report:
+        return Report(self._stderr.decode(errors="replace"))
+
+    def hang_up(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+    def end(self, timeout: float) -> str:
+        if self._explanation is None:
+            self.hang_up()
+            gave_up = False
+            try:
+                self._process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                gave_up = True
+                self._process.kill()
+                self._process.wait()
+            self._processes.discard(self._process)
+            self._errors.join(FORCE_SECONDS)
+            assert self._process.stdout is not None and self._process.stderr is not None
+            self._process.stdout.close()
+            self._explanation = self._explain(gave_up)
+        return self._explanation
+
+    def _explain(self, gave_up: bool) -> str:
+        if gave_up:
+            return "the agent has not ended in time; the connection to it was closed"
+        code: int | None = self._process.returncode
+        report = self.report()
+        if code == -signal.SIGKILL:
+            return "its ssh process was killed"
+        if code == SSH_FAILED and report.killed:
+            code = None
+        elif code == SSH_FAILED:
+            return f"the connection was lost ({report.last_words or 'closed by the other side'})"
+        return remote.explain(code, report.others.encode(), self._python)
+
+    def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        while data := os.read(self._process.stderr.fileno(), CHUNK):
+            self._stderr = (self._stderr + data)[-STDERR_BYTES:]
+        self._process.stderr.close()
