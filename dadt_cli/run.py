@@ -62,10 +62,6 @@ def run(
     if given["np"] is not None and given["np"] < 1:
         raise ConfigError(f"-np {given['np']}: the number of workers must be 1 or more")
     config = config_of(given)
-    if config.nnodes and config.node_rank > 0:
-        from dadt.launch.launchers.hand import join
-
-        return join(config)
     ranks_shown(config.output, config.np or MOST)
     the_plan = plan.make(config, *_program(command, module, no_python, config))
     if dry_run:
@@ -73,6 +69,10 @@ def run(
 
         console.text("\n".join(describe(the_plan)), stdout=True)
         return 0
+    if config.nnodes and config.node_rank > 0:
+        from dadt.launch.launchers.hand import join
+
+        return join(config, the_plan.command, console)
     seen: list[Placed] = []
 
     def placed(where: Placed) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from dadt.launch.frame import Link
 from dadt.launch.host import Host
@@ -37,3 +38,11 @@ class Launcher(Protocol):
 
     def close(self) -> None:
         """End what is left beside the channels, as an attempt to connect. Idempotent."""
+
+
+@runtime_checkable
+class Herald(Protocol):
+    """A launcher at whose hosts somebody waits to hear how the job ended."""
+
+    def conclude(self, code: int, lines: Sequence[str]) -> None:
+        """Once all is over, `close` too: the job's exit code, and what was said of its end."""

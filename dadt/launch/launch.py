@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from dadt.config import Config
 from dadt.errors import ConfigError, DadtError
 from dadt.launch import environment, plan
+from dadt.launch.channel import Herald, Launcher
 from dadt.launch.crew import Crew, Node
 from dadt.launch.failure import signal_name
 from dadt.launch.folder import Folder
@@ -59,10 +61,15 @@ def run(the_plan: Plan, voice: Voice, placed: Callable[[Placed], None], signals:
     folder = reserve(Path(config.log_dir))
     interrupts = Interrupts([*ENDING_SIGNALS, *forwarded_signals(config)]) if signals else None
     try:
-        if interrupts is None:
-            return _run(the_plan, folder, voice, placed, None)
-        with interrupts:
-            return _run(the_plan, folder, voice, placed, interrupts)
+        launcher = plan.launcher_of(the_plan, folder.job)
+        with interrupts or nullcontext():
+            try:
+                outcome = _run(the_plan, launcher, folder, voice, placed, interrupts)
+            except DadtError as error:
+                _conclude(launcher, error.exit_code, [str(error)])
+                raise
+            _conclude(launcher, outcome.exit_code, _verdict(outcome))
+            return outcome
     finally:
         folder.remove()
         logs = Path(config.log_dir) / folder.job
@@ -71,10 +78,15 @@ def run(the_plan: Plan, voice: Voice, placed: Callable[[Placed], None], signals:
 
 
 def _run(
-    the_plan: Plan, folder: Folder, voice: Voice, placed: Callable[[Placed], None], interrupts: Interrupts | None
+    the_plan: Plan,
+    launcher: Launcher,
+    folder: Folder,
+    voice: Voice,
+    placed: Callable[[Placed], None],
+    interrupts: Interrupts | None,
 ) -> Outcome:
     config = the_plan.config
-    crew = Crew(plan.launcher_of(the_plan, folder.job), the_plan.hosts, config.orphan_timeout)
+    crew = Crew(launcher, the_plan.hosts, config.orphan_timeout)
     try:
         if interrupts is not None:
             crew.watch(interrupts, lambda: _end_early(interrupts.take()))
@@ -251,3 +263,14 @@ def _resolved(config: Config, slots: Sequence[Slot], nodes: Sequence[Node]) -> C
 def _end_early(caught: set[int]) -> None:
     if number := min(caught & set(ENDING_SIGNALS), default=0):
         raise Ended(number)
+def _conclude(launcher: Launcher, code: int, lines: Sequence[str]) -> None:
+    if isinstance(launcher, Herald):
+        launcher.conclude(code, lines)
+
+
+def _verdict(outcome: Outcome) -> list[str]:
+    if outcome.signal:
+        return [f"ended by {signal_name(outcome.signal)}"]
+    return outcome.failure.lines() if outcome.failure is not None else [f"done in {outcome.seconds:.1f} s"]
+
+

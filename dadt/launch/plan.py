@@ -90,7 +90,7 @@ def launcher_of(plan: Plan, job: str) -> Launcher:
     if config.nnodes:
         from dadt.launch.launchers.hand import HandLauncher
 
-        return HandLauncher(config)
+        return HandLauncher(config, job, plan.command)
     if config.launcher == "mpi":
         from dadt.launch.launchers.mpi import MpiLauncher
 
