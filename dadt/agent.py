@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dadt.errors import LaunchError
-from dadt.launch import environment, machine, network
+from dadt.launch import adoption, environment, machine, network
 from dadt.launch.folder import Folder, remove_stale
 from dadt.launch.frame import MAGIC, Frame, Link
 from dadt.launch.interrupt import Interrupts
@@ -122,16 +122,18 @@ class Agent:
 
     def _serve(self, job: Frame) -> None:
         self._ranks = {worker["rank"]: worker["local_rank"] for worker in job["workers"]}
+        if job.body:
+            self._folder.function.write_bytes(job.body)
         self._pulse = Pulse.create(self._folder.pulse, len(self._ranks))
-        self._roster = Roster(self._folder.socket, self._pulse, self._send)
+        self._roster = Roster(self._folder.socket, self._pulse, self._hear)
+        self._adoption = adoption.Adoption(self._folder.path, self._roster.answer)
         self._memory_kills = machine.memory_kills()
         with self._roster.listen() as server:
             self._watch(server.fileno(), lambda: self._accept(server))
             try:
                 self._start(job)
             except LaunchError as error:
-                self._send(Frame("unstarted", {"message": str(error)}))
-                self._begin_stop(Frame("stop"))
+                self._fail_to_start(str(error))
             while not self._is_over():
                 self._turn()
         self._send(Frame("end", {"stuck": self._stop.stuck if self._stop else [], "signal": self._signal}))
@@ -140,12 +142,36 @@ class Agent:
     def _start(self, job: Frame) -> None:
         for slot in job["workers"]:
             env = environment.of_worker(self._env, {**job["env"], **slot["env"]}, self._folder.socket)
-            worker = Worker(slot["rank"], slot["command"], env, job["cwd"])
-            self._workers[worker.rank] = worker
-            self._pids[worker.pid] = worker
-            self._send(Frame("started", {"rank": worker.rank, "pid": worker.pid}))
-            for stream in worker.pipes:
-                self._watch_pipe(worker, stream)
+            if job["adopt"]:
+                order = {"command": slot["command"], "env": env, "cwd": job["cwd"]}
+                self._adoption.expect(slot["rank"], order, job["adopt"])
+            else:
+                self._own(Worker.start(slot["rank"], slot["command"], env, job["cwd"]))
+
+    def _own(self, worker: Worker) -> None:
+        """From now on this worker is read, reported and stopped."""
+        self._workers[worker.rank] = worker
+        self._pids[worker.pid] = worker
+        self._send(Frame("started", {"rank": worker.rank, "pid": worker.pid}))
+        for stream in worker.pipes:
+            self._watch_pipe(worker, stream)
+
+    def _hear(self, frame: Frame) -> None:
+        """From a process of this host, what is not for its roster."""
+        if frame.kind == "shim":
+            self._adoption.admit(frame)
+        elif frame.kind == "spawned" and (worker := self._adoption.spawned(frame)) is not None:
+            self._own(worker)
+        elif frame.kind == "ended" and (ended := self._adoption.ended(frame)) is not None:
+            self._report_end(*ended)
+        elif frame.kind == "unspawned":
+            self._fail_to_start(frame["message"])
+        elif frame.kind not in adoption.KINDS:
+            self._send(frame)
+
+    def _fail_to_start(self, why: str) -> None:
+        self._send(Frame("unstarted", {"message": why}))
+        self._begin_stop(Frame("stop"))
 
     def _is_over(self) -> bool:
         """All have ended and were reported, or do not die."""
@@ -153,7 +179,7 @@ class Agent:
         return stop is not None and stop.finished and (bool(stop.stuck) or self._all_ended())
 
     def _all_ended(self) -> bool:
-        return all(worker.ended for worker in self._workers.values())
+        return not self._adoption.pending and all(worker.ended for worker in self._workers.values())
 
     def _turn(self) -> None:
         for line in self._roster.lines.values():
@@ -167,6 +193,8 @@ class Agent:
         self._balance()
         if self._launcher_gone and (self._stop is None or self._stop.natural):
             self._begin_stop(Frame("stop"))
+        elif self._stop is None and (missing := self._adoption.missing()):
+            self._fail_to_start(missing)
         elif self._stop is None and self._all_ended():
             self._begin_stop(Frame("stop", {"natural": NATURAL_SECONDS}))
         if self._stop and not self._stop.finished:
@@ -195,6 +223,7 @@ class Agent:
 
     def _begin_stop(self, order: Frame) -> None:
         """A later order may only hasten the end."""
+        self._adoption.dismiss()
         living = [worker for worker in self._workers.values() if not worker.ended]
         dumps = self._roster.dumps if order.get("stacks") else {}
         stop = Stop(str(self._folder.socket), living, dumps, order.get("natural", 0.0), order.get("grace", 1.5))
@@ -267,6 +296,8 @@ class Agent:
         except EOFError:
             self._selector.unregister(line.link.reader)
             self._roster.hang_up(line)
+            if (worker := self._adoption.hung_up(line.number)) is not None:
+                self._report_end(worker, 0)
 
     def _watch_pipe(self, worker: Worker, stream: str) -> None:
         self._watch(worker.pipes[stream].fileno(), lambda: self._read_pipe(worker, stream))

@@ -105,6 +105,10 @@ class Config:
         choices=("strict", "accept-new", "off"),
         advanced=True,
     )
+    mpirun: str = launch_knob(
+        "mpirun", "The mpirun of --launcher mpi: Open MPI's, MPICH's or Intel MPI's.", advanced=True, metavar="PATH"
+    )
+    mpi_args: str = launch_knob("", "Further arguments for mpirun, as '--mca btl tcp,self'.", advanced=True)
     nnodes: int = launch_knob(0, "Hosts, where `dadt run` is called on each by hand.", advanced=True)
     node_rank: int = launch_knob(-1, "Which of them this one is, from 0.", advanced=True)
     rendezvous: str = launch_knob(
@@ -167,7 +171,12 @@ class Config:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> Config:
-        return cls(**{f.name: parse(f.name, env[v]) for f in fields(cls) if (v := variable(f.name)) in env})
+        return cls(**given_by_env(env))
+
+
+def given_by_env(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """The knobs whose variables are set. Raises ConfigError."""
+    return {f.name: parse(f.name, env[v]) for f in fields(Config) if (v := variable(f.name)) in env}
 
 
 def flag(name: str) -> str:

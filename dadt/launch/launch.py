@@ -227,7 +227,10 @@ def _order(where: Placed, cross_rank: int, node: Node) -> Frame:
         if slot.cross_rank == cross_rank
     ]
     env = {**environment.common(where.config), "DADT_INTERFACE": node.interface}
-    return Frame("job", {"job": where.job, "env": env, "workers": workers, "cwd": where.plan.cwd}, where.plan.blob)
+    # Seconds in which mpirun must have started the workers; 0 where the agent starts them.
+    adopt = where.config.start_timeout if where.config.launcher == "mpi" else 0.0
+    header = {"job": where.job, "env": env, "workers": workers, "cwd": where.plan.cwd, "adopt": adopt}
+    return Frame("job", header, where.plan.blob)
 
 
 def command_of(where: Placed, slot: Slot) -> list[str]:
@@ -260,9 +263,6 @@ def _resolved(config: Config, slots: Sequence[Slot], nodes: Sequence[Node]) -> C
     return config
 
 
-def _end_early(caught: set[int]) -> None:
-    if number := min(caught & set(ENDING_SIGNALS), default=0):
-        raise Ended(number)
 def _conclude(launcher: Launcher, code: int, lines: Sequence[str]) -> None:
     if isinstance(launcher, Herald):
         launcher.conclude(code, lines)
@@ -274,3 +274,6 @@ def _verdict(outcome: Outcome) -> list[str]:
     return outcome.failure.lines() if outcome.failure is not None else [f"done in {outcome.seconds:.1f} s"]
 
 
+def _end_early(caught: set[int]) -> None:
+    if number := min(caught & set(ENDING_SIGNALS), default=0):
+        raise Ended(number)

