@@ -123,6 +123,10 @@ class Control:
         """Training has ended well: {steps, delayed, wait_fraction} and whatever else is known."""
         self._report("done", summary=dict(summary))
 
+    def result(self, blob: bytes) -> None:
+        """What the function of `dadt.run` returned or raised; arrives before this process's end is known."""
+        self._ask("result", 0.0, blob)
+
     def peers(self) -> list[dict[str, Any]]:
         """All ranks, by rank: {rank, pid, state, step (-1: none), seconds (since the last sign of life)}."""
         ranks: list[dict[str, Any]] = self._ask("peers", 0.0)["peers"]

@@ -13,6 +13,7 @@ from dadt_cli import console
 
 COMMANDS = {
     "run": ("dadt_cli.run", "Train a script on several workers."),
+    "config": ("dadt_cli.config", "Show the settings and where they come from."),
     "bench": ("dadt_cli.bench", "Measure communication and steps on this machine."),
 }
 

@@ -4,28 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import Field, fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from dadt.config import Config, flag
+from dadt.config import Config, flag, given_by_env, variable
+from dadt_cli import file
+from dadt_cli.file import Setting
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def knobs(function: F) -> F:
     """Decorate a command with one flag per knob. A flag that is not given arrives as None."""
-    for field in reversed(fields(Config)):
+    for field in sorted(reversed(fields(Config)), key=lambda field: field.metadata["launch"]):
         function = _option(field)(function)
-    return function
+    return click.option("--config", metavar="FILE", help="YAML file of settings; flags and variables win.")(function)
 
 
 def config_of(given: dict[str, Any]) -> Config:
-    """The flags that were given, else the DADT_* variables, else the defaults. Raises ConfigError."""
-    config = Config.from_env()
-    values = {field.name: getattr(config, field.name) for field in fields(Config)}
-    chosen = {name: value for name, value in given.items() if name in values and value not in (None, ())}
-    return Config(**{**values, **chosen})
+    """The flags that were given, else the DADT_* variables, else the file that --config names, else the defaults.
+
+    Raises ConfigError.
+    """
+    return Config(**{name: setting.value for name, setting in settings_of(given).items()})
+
+
+def settings_of(given: dict[str, Any]) -> dict[str, Setting]:
+    """Each knob's value, and where it comes from. Raises ConfigError."""
+    settings = {field.name: Setting(field.default, "default") for field in fields(Config)}
+    if given.get("config"):
+        settings.update(file.read(Path(given["config"])))
+    settings.update({name: Setting(value, variable(name)) for name, value in given_by_env().items()})
+    for name in settings:
+        if given.get(name) not in (None, ()):
+            settings[name] = Setting(given[name], flag(name))
+    return settings
 
 
 def help_all(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:

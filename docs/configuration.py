@@ -8,13 +8,21 @@ from pathlib import Path
 from dadt.config import Config, flag, variable
 
 PAGE = Path(__file__).with_suffix(".md")
+GROUPS = (
+    ("Where and how workers are started", True, False),
+    ("Where and how workers are started: advanced", True, True),
+    ("Training", False, False),
+    ("Training: advanced", False, True),
+)
 HEAD = """\
 # Configuration
 
 <!-- Written by docs/configuration.py from dadt.config.Config: `make format` brings it up to date. -->
 
-Every setting is a flag of `dadt run` and a variable; the flag wins. Settings are fixed for a job and the same on
-every rank. Options that concern the launcher alone (`--output`, `--log-dir`, ...) are on [launching](launching.md).
+Every setting is a flag of `dadt run`, a variable, and a key of the YAML file that `--config` names, where the key is the
+flag's name without dashes before it (`warmup-steps: 50`). A flag wins over a variable, which wins over the file; no file is
+read that was not named. Settings are fixed for a job and the same on every rank. `dadt config show` prints each one's value and
+where it comes from.
 """
 
 
@@ -23,16 +31,23 @@ def row(field: dataclasses.Field[object]) -> str:
     name = flag(field.name)
     if isinstance(default, bool):
         name, default = f"{name}` / `--no-{name[2:]}", int(default)
+    names = [*(short for short in field.metadata["flags"] if short.startswith("-")), name]
     text = field.metadata["help"]
     if choices:
         text += " One of " + ", ".join(f"`{choice}`" for choice in choices) + "."
-    return f"| `{name}` | `{variable(field.name)}` | {f'`{default}`' if default != '' else ''} | {text} |"
+    shown = "" if default in ("", ()) else f"`{default}`"
+    flags = ", ".join(f"`{each}`" for each in names)
+    return f"| {flags} | `{variable(field.name)}` | {shown} | {text} |"
 
 
 def page() -> str:
     parts = [HEAD]
-    for title, advanced in (("Usual", False), ("Advanced", True)):
-        rows = [row(field) for field in dataclasses.fields(Config) if field.metadata["advanced"] is advanced]
+    for title, launch, advanced in GROUPS:
+        rows = [
+            row(field)
+            for field in dataclasses.fields(Config)
+            if (field.metadata["launch"], field.metadata["advanced"]) == (launch, advanced)
+        ]
         parts.append(f"## {title}\n\n| Flag | Variable | Default | |\n|---|---|---|---|\n" + "\n".join(rows) + "\n")
     return "\n".join(parts)
 

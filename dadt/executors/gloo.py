@@ -41,14 +41,17 @@ def connect(
     config: Config, world: World, meet: Callable[[str, bytes], list[bytes]]
 ) -> tuple[_core.Engine, Callable[[], None]]:
     timeout = datetime.timedelta(seconds=config.timeout)
-    address = "127.0.0.1"
+    address = world.address or "127.0.0.1"
     port = 0
     if world.rank == 0:
         server = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         port = server.port
     host, _, number = meet("gloo endpoint", f"{address}:{port}".encode())[0].decode().rpartition(":")
     store = server if world.rank == 0 else TCPStore(host, int(number), is_master=False, timeout=timeout)
-    group = ProcessGroupGloo(PrefixStore("dadt", store), world.rank, world.world_size, timeout)
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = timeout
+    group = ProcessGroupGloo(PrefixStore("dadt", store), world.rank, world.world_size, options)
     engine = _core.Engine(None, world.rank, world.world_size, config.timeout)
     # A daemon: a peer that never comes must not keep the process from ending.
     thread = threading.Thread(target=Gloo(engine, group, world).run, name="dadt-gloo", daemon=True)

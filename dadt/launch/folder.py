@@ -66,6 +66,11 @@ class Folder:
         else:
             self.remove()
 
+    @property
+    def function(self) -> Path:
+        """What `dadt.run` has its workers call."""
+        return self.path / "function"
+
     def remove(self) -> None:
         """Idempotent."""
         self._lock.close()

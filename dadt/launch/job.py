@@ -47,6 +47,8 @@ class Outcome:
     """The signal by which the user ended it."""
     summaries: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     """What each rank reported at the end of its training."""
+    results: Mapping[int, bytes] = field(default_factory=dict)
+    """What each rank's function returned or raised, where `dadt.run` has called one."""
     hooked: bool = False
     """At least one worker imported torch with DADT hooked in."""
     stuck: Sequence[int] = ()
@@ -149,6 +151,8 @@ class Job:
         self._say(f"{signal_name(number)}: stopping the workers (once more: at once)", "info")
 
     def _on_lost(self, node: Node, frame: Frame) -> None:
+        if node not in self._working:
+            return  # it said before that all of its workers have ended
         self._lose(node, f"{frame['message']}; all its workers were stopped")
         for slot in self._slots:
             if slot.cross_rank == self._crew.nodes.index(node):
@@ -219,6 +223,10 @@ class Job:
             frame["key"], frame["rank"], frame.body, frame["timeout"], lambda answer: self._answer(node, line, answer)
         )
 
+    def _on_result(self, node: Node, frame: Frame) -> None:
+        self._outcome.results = {**self._outcome.results, frame["rank"]: frame.body}
+        self._answer(node, frame["line"], Frame("taken"))
+
     def _on_peers(self, node: Node, frame: Frame) -> None:
         peers = [member.describe() for member in self._rendezvous.members]
         self._answer(node, frame["line"], Frame("peers", {"peers": peers}))
@@ -246,8 +254,8 @@ class Job:
         self._outcome.stuck = [*self._outcome.stuck, *frame["stuck"]]
         if number := frame["signal"]:
             text = (
-                f"the agent (pid {node.report['pid']}) was told to end by signal {number} ({signal_name(number)}); "
-                "all its workers were stopped"
+                f"the agent of this host (pid {node.report['pid']}) was told to end by signal {number} "
+                f"({signal_name(number)}); all its workers were stopped"
             )
             self._lose(node, text)
         self._working.discard(node)

@@ -80,4 +80,4 @@ class LocalChannel:
         if code == 0:
             return ""
         how = f"was killed by signal {-code} ({signal_name(-code)})" if code < 0 else f"exited with code {code}"
-        return f"the agent (pid {self._process.pid}) {how}"
+        return f"the agent of this host (pid {self._process.pid}) {how}"

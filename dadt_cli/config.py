@@ -1,0 +1,45 @@
+"""`dadt config show`: each setting's value, and where it comes from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from dadt.config import Config
+from dadt_cli import console
+from dadt_cli.options import knobs, settings_of
+
+
+@click.group()
+def config() -> None:
+    """Settings, and where they come from."""
+
+
+@config.command(context_settings={"max_content_width": 110})
+@knobs
+@click.option("--changed", is_flag=True, help="Only those that are not at their defaults.")
+def show(changed: bool, **given: Any) -> int:
+    """Print each setting, its value and its source, given these flags, this environment and --config.
+
+    A flag wins over a DADT_* variable, which wins over the file that --config names. No other file is read.
+    """
+    settings = settings_of(given)
+    Config(**{name: setting.value for name, setting in settings.items()})  # is refused as `dadt run` would
+    rows = [
+        (name.replace("_", "-"), _text(setting.value), setting.source)
+        for name, setting in settings.items()
+        if not (changed and setting.source == "default")
+    ]
+    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
+    lines = [f"{name:{widths[0]}}  {value:{widths[1]}}  {source}" for name, value, source in rows]
+    console.text("\n".join(lines), stdout=True)
+    return 0
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, tuple):
+        return ",".join(value) or "-"
+    return f"{value:g}" if isinstance(value, float) else str(value) or "-"

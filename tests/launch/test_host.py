@@ -1,0 +1,114 @@
+"""Hosts and places: how they are named, and who gets which."""
+
+from __future__ import annotations
+
+import pytest
+
+from dadt.errors import ConfigError
+from dadt.launch.host import Host, choose, parse, read
+from dadt.launch.slot import Room, place, share_out
+
+
+def test_hosts_as_users_write_them():
+    assert parse("host1:2,me@host2, [::1]:2,10.0.0.7,u@[fe80::1%eth0]") == [
+        Host(name="host1", slots=2),
+        Host(name="host2", user="me"),
+        Host(name="::1", slots=2),
+        Host(name="10.0.0.7"),
+        Host(name="fe80::1%eth0", user="u"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("host1:two", "'host1:two' is no host"),
+        ("host1:0", "a host needs 1 slot or more"),
+        ("a,,b", "'' is no host"),
+        ("a:2,b,a", "a stands there twice; name each host once, as a:2"),
+        ("fe80::1", "'fe80::1' is no host; give hosts as host1:2,user@host2:2,[::1]:2"),
+        ("a b", "'a b' is no host"),
+        ("-oProxyCommand=x", "is no host"),
+    ],
+)
+def test_what_is_no_host_is_refused(text, said):
+    with pytest.raises(ConfigError) as error:
+        parse(text)
+    assert said in str(error.value)
+
+
+def test_a_hostfile_may_hold_comments_and_blank_lines(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text("# ours\n\nhost1 slots=4\nme@host2:2   # fast\n  [::1]\n")
+    assert read(path) == [Host(name="host1", slots=4), Host(name="host2", user="me", slots=2), Host(name="::1")]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a slots=2\nb\na slots=1\n", "a stands there twice"),
+        ("a slot=2\n", "line 1: 'slot=2' is not understood; a line is `host slots=N`"),
+        ("\na slots=0\n", "line 2: a host needs 1 slot or more"),
+        ("a:2 slots=2\n", "line 1: 'slots=2' is not understood"),
+        ("# none\n", "names no host"),
+    ],
+)
+def test_a_hostfile_with_a_mistake_is_refused_with_its_line(tmp_path, text, said):
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        read(path)
+    assert said in str(error.value)
+
+
+def test_a_hostfile_that_is_not_there(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read(tmp_path / "none")
+
+
+def test_include_and_exclude():
+    hosts = parse("a,b,c")
+    assert [each.name for each in choose(hosts, "a,c", "")] == ["a", "c"]
+    assert [each.name for each in choose(hosts, "", "b")] == ["a", "c"]
+    with pytest.raises(ConfigError, match="--exclude d: d is not among the hosts a, b, c"):
+        choose(hosts, "", "d")
+    with pytest.raises(ConfigError, match="leave no host"):
+        choose(hosts, "a", "a")
+
+
+def rooms(*slots: int) -> list[Room]:
+    return [Room(host=f"h{index}", slots=each, cores=8) for index, each in enumerate(slots)]
+
+
+@pytest.mark.parametrize(
+    ("count", "slots", "shares"),
+    [(2, (4, 4), [2, 0]), (5, (4, 4), [4, 1]), (0, (2, 3), [2, 3]), (8, (4, 4), [4, 4]), (1, (1, 1), [1, 0])],
+)
+def test_never_more_or_fewer_workers_than_asked_for(count, slots, shares):
+    assert share_out(count, rooms(*slots)) == shares
+
+
+def test_too_few_slots_are_named():
+    with pytest.raises(ConfigError, match=r"-np 9: the hosts have 8 slots \(h0:4, h1:4\)"):
+        share_out(9, rooms(4, 4))
+
+
+def test_a_host_without_slots_has_one_for_each_gpu():
+    assert share_out(0, [Room(host="a", gpus=["0", "1"]), Room(host="b")]) == [2, 1]
+    with pytest.raises(ConfigError, match="3 workers on a: only 2 GPUs are visible"):
+        share_out(3, [Room(host="a", slots=3, gpus=["0", "1"])])
+
+
+def test_ranks_go_host_by_host():
+    slots = place(
+        [2, 1], [Room(host="a", gpus=["GPU-x", "3"], cores=8), Room(host="b", cores=1)], ["10.0.0.1", "fd::2"]
+    )
+    assert [(s.rank, s.host, s.local_rank, s.local_size, s.cross_rank) for s in slots] == [
+        (0, "a", 0, 2, 0),
+        (1, "a", 1, 2, 0),
+        (2, "b", 0, 1, 1),
+    ]
+    assert [s.gpu for s in slots] == ["GPU-x", "3", None]
+    assert [s.threads for s in slots] == [4, 4, 1]
+    assert [s.address for s in slots] == ["10.0.0.1", "10.0.0.1", "fd::2"]
+    assert {s.world_size for s in slots} == {3}

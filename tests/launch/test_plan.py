@@ -1,0 +1,195 @@
+"""What a job is to be: its command lines, its variables, its settings."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from run import DADT
+
+from dadt.config import Config
+from dadt.errors import ConfigError
+from dadt.launch import environment
+from dadt.launch.plan import fill, hosts_of
+
+VALUES = {"rank": 3, "local_rank": 1, "world_size": 4, "master_addr": "10.0.0.1", "master_port": 29401}
+
+
+@pytest.mark.parametrize(
+    ("written", "filled"),
+    [
+        ("{rank}", "3"),
+        ("--out=run-{rank}-of-{world_size}", "--out=run-3-of-4"),
+        ("tcp://{master_addr}:{master_port}", "tcp://10.0.0.1:29401"),
+        ("{{rank}}", "{rank}"),
+        ("{{{local_rank}}}", "{1}"),
+        ('{"a": {"b": 1}}', '{"a": {"b": 1}}'),
+        ("{epoch}", "{epoch}"),
+        ("{}", "{}"),
+    ],
+)
+def test_a_worker_finds_its_rank_in_its_arguments(written, filled):
+    assert fill(["x", written], VALUES) == ["x", filled]
+
+
+def test_each_worker_gets_its_own(launch):
+    script = "import sys; print(sys.argv[1:])"
+    result = launch(script, "-np", "2", "--pass-local-rank", "train.py", "--rank", "{rank}", "{world_size}", "{{x}}")
+    assert sorted(result.out.splitlines()) == [
+        b"[0] ['--rank', '0', '2', '{x}', '--local_rank=0']",
+        b"[1] ['--rank', '1', '2', '{x}', '--local_rank=1']",
+    ]
+
+
+ENV = {"PATH": "/bin", "WANDB_KEY": "k", "WANDB_MODE": "m", "SECRET": "s", "HOSTNAME": "h", "NCCL_DEBUG": "INFO"}
+
+
+def test_other_hosts_get_what_a_script_needs_and_no_more():
+    elsewhere, named = environment.forwarded(Config(), ENV)
+    assert set(elsewhere) == {"PATH", "WANDB_KEY", "WANDB_MODE", "NCCL_DEBUG"}
+    assert named == {}
+
+
+def test_variables_by_name_value_and_pattern(tmp_path):
+    (tmp_path / "env").write_text("# tokens\n\nA=1\nB= two words # kept\nSECRET=file\n")
+    config = Config(forward=("SECRET", "X=1=2", "WANDB_*"), env_file=str(tmp_path / "env"))
+    elsewhere, named = environment.forwarded(config, ENV)
+    wanted = {"A": "1", "B": " two words # kept", "SECRET": "s", "X": "1=2", "WANDB_KEY": "k", "WANDB_MODE": "m"}
+    assert named == wanted
+    assert elsewhere == {**wanted, "PATH": "/bin", "NCCL_DEBUG": "INFO"}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("NOPE", "-x NOPE: there is no such variable here"), ("a b=1", "is no name of a variable"), ("=1", "is no name")],
+)
+def test_variables_that_are_none(name, said):
+    with pytest.raises(ConfigError) as error:
+        environment.forwarded(Config(forward=(name,)), ENV)
+    assert said in str(error.value)
+
+
+def test_an_env_file_with_a_mistake_is_refused_with_its_line(tmp_path):
+    (tmp_path / "env").write_text("A=1\nexport B=2\n")
+    with pytest.raises(ConfigError, match=r"env, line 2: 'export B=2' is not NAME=VALUE"):
+        environment.forwarded(Config(env_file=str(tmp_path / "env")), ENV)
+
+
+def test_variables_reach_the_workers_and_no_command_line(launch):
+    script = (
+        "import os, pathlib\n"
+        "lines = [p.read_bytes() for p in pathlib.Path('/proc').glob('[0-9]*/cmdline')]\n"
+        "print(os.environ['TOKEN'], sum(b'hush' + b'hush' in line for line in lines))\n"
+    )
+    result = launch(script, "-np", "1", "-x", "TOKEN", "train.py", TOKEN="hushhush")
+    assert result.out == b"[0] hushhush 0\n"
+
+
+def test_a_prologue_changes_what_workers_find(launch, tmp_path):
+    (tmp_path / "env.sh").write_text("echo noise\nexport COLOUR='deep\nblue'\n")
+    script = "import os; print(repr(os.environ['COLOUR']))"
+    result = launch(script, "-np", "1", "--prologue", f"source {tmp_path}/env.sh", "train.py")
+    assert result.out == b"[0] 'deep\\nblue'\n"
+
+
+def test_a_prologue_that_fails_starts_nothing(launch, tmp_path):
+    result = launch("open('started', 'w')", "-np", "1", "--prologue", "source nowhere.sh", "train.py")
+    assert result.code == 3
+    assert result.err.splitlines()[-1] == "dadt: --prologue 'source nowhere.sh' ended with exit code 1"
+    assert not (tmp_path / "started").exists()
+
+
+def test_workers_start_in_the_folder_that_was_asked_for(launch, tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "other.py").write_text("import os; print(os.getcwd())")
+    result = launch("", "-np", "1", "--workdir", "there", "other.py")
+    assert result.out == f"[0] {tmp_path}/there\n".encode()
+    missing = launch("", "-np", "1", "--workdir", "nowhere", "other.py")
+    assert missing.code == 3
+    assert f"there is no folder {tmp_path}/nowhere" in missing.err
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "how many workers?"),
+        ({"hosts": "a", "hostfile": "f"}, "exclude each other"),
+        ({"np": 2, "include": "a"}, "give them with -H or --hostfile"),
+        ({"np": 2, "launcher": "ssh"}, "--launcher ssh: on which hosts?"),
+        ({"np": 2, "launcher": "slurm"}, "this is no Slurm allocation"),
+        ({"hosts": "far:2", "launcher": "local"}, "--launcher local: far is another host"),
+        ({"nnodes": 2, "node_rank": 0}, "where do the hosts meet?"),
+        ({"nnodes": 2, "node_rank": 2, "rendezvous": "h:1"}, "--node-rank 2: give this host's number, from 0 to 1"),
+        ({"nnodes": 2, "node_rank": 0, "rendezvous": "h:1", "np": 3}, "-np 3 is no multiple of --nnodes 2"),
+        ({"nnodes": 2, "node_rank": 0, "rendezvous": "h:1", "hosts": "a"}, "--nnodes and -H exclude each other"),
+    ],
+)
+def test_plans_that_do_not_fit(settings, said):
+    with pytest.raises(ConfigError) as error:
+        hosts_of(Config(**settings), {})
+    assert said in str(error.value)
+
+
+def dadt(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*DADT, *arguments], cwd=folder, env={**os.environ, **env}, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_each_setting_tells_where_it_comes_from(tmp_path):
+    (tmp_path / "dadt.yaml").write_text("warmup-steps: 7\nhosts: [a:2, b:2]\nbroadcast: false\npredict: 1.5\n")
+    arguments = ("config", "show", "--config", "dadt.yaml", "--changed", "--algorithm", "sync", "--warmup-steps", "9")
+    shown = dadt(tmp_path, *arguments, DADT_PREDICT="2")
+    assert shown.returncode == 0, shown.stderr
+    rows = [line.split() for line in shown.stdout.splitlines()]
+    assert rows == [
+        ["algorithm", "sync", "--algorithm"],
+        ["warmup-steps", "9", "--warmup-steps"],
+        ["predict", "2", "DADT_PREDICT"],
+        ["broadcast", "false", "dadt.yaml:", "broadcast"],
+        ["hosts", "a:2,b:2", "dadt.yaml:", "hosts"],
+    ]
+
+
+def test_a_file_counts_only_when_it_is_named(tmp_path):
+    (tmp_path / "dadt.yaml").write_text("warmup-steps: 7\n")
+    assert dadt(tmp_path, "config", "show", "--changed").stdout.strip() == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("warmup-step: 7", "there is no setting warmup-step; did you mean warmup-steps?"),
+        ("a: [", "this is no YAML"),
+        ("- a", "give settings a line each"),
+        ("warmup-steps: few", "warmup-steps: 'few' is not a whole number"),
+        ("broadcast: maybe", "broadcast: 'maybe' is not true or false"),
+        ("algorithm: pip", "--algorithm pip: unknown; choose one of pipe, sync"),
+        ("hosts: {a: 2}", "hosts: give one value, or a list"),
+    ],
+)
+def test_a_file_with_a_mistake_is_refused(tmp_path, text, said):
+    (tmp_path / "dadt.yaml").write_text(text)
+    (tmp_path / "train.py").write_text("")
+    ended = dadt(tmp_path, "run", "--config", "dadt.yaml", "-np", "1", "train.py")
+    assert ended.returncode == 2
+    assert said in ended.stderr and ended.stderr.count("\n") == 1
+
+
+def test_a_file_can_say_all_that_flags_can(tmp_path):
+    (tmp_path / "dadt.yaml").write_text("np: 2\nforward: [COLOUR=blue]\n")
+    (tmp_path / "train.py").write_text("import os; print(os.environ['COLOUR'])")
+    ended = dadt(tmp_path, "run", "--config", "dadt.yaml", "train.py")
+    assert sorted(ended.stdout.splitlines()) == ["[0] blue", "[1] blue"]
+
+
+def test_a_dry_run_starts_nothing(launch, tmp_path):
+    result = launch("open('started', 'w')", "-np", "3", "-H", "node1:2,node2:2", "--dry-run", "-x", "A=1", "train.py")
+    assert result.code == 0, result.err
+    text = result.out.decode()
+    assert "node1: " in text and "node2: " in text and "dadt.agent" in text
+    assert [line.split()[1] for line in text.splitlines() if line.startswith("  rank ")] == ["0:", "1:", "2:"]
+    assert "    A=1" in text and "    RANK=2" in text and "    DADT_ALGORITHM=pipe" in text
+    assert not (tmp_path / "started").exists() and not (tmp_path / "dadt-logs").exists()
