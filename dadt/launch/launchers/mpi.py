@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -12,7 +13,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
@@ -33,7 +33,12 @@ FLAVOURS = {
 """What their `mpirun --version` says."""
 VERSION_SECONDS = 20.0
 END_SECONDS = 3.0
-TAIL_LINES = 30
+SAID_LINES = 100
+SHOWN_LINES = 5
+NO_WAY = re.compile(
+    r"ssh: |Host key verification failed|.*Permission denied \(|kex_exchange|Connection (closed|reset) by"
+)
+"""Of SSH, after which MPICH waits for ever."""
 NOISE = ("---", "===", "[proxy:", "Primary job  terminated normally", "a non-zero exit code. Per user-direction")
 
 
@@ -118,7 +123,7 @@ class Mpirun:
         """ended: called by another thread. Raises OSError if it cannot be run."""
         self.closing = threading.Event()
         self._ended = ended
-        self._said: deque[str] = deque(maxlen=TAIL_LINES)
+        self._said: list[str] = []
         self._over = threading.Event()
         self._process = subprocess.Popen(
             command,
@@ -141,8 +146,10 @@ class Mpirun:
         ours = [line.removeprefix("dadt: ") for line in self._said if line.startswith("dadt: ")]
         if ours:
             return ours[0]
-        words = [line for line in self._said if line.strip() and not line.startswith(NOISE)]
-        return f"mpirun ended with code {self._process.returncode}" + "".join(f"\n  {line}" for line in words)
+        words = [line for line in self._said if NO_WAY.match(line)]
+        words = words or [line for line in self._said if line.strip() and not line.startswith(NOISE)]
+        shown = "".join(f"\n  {line}" for line in words[:SHOWN_LINES])
+        return f"mpirun ended with code {self._process.returncode}{shown}"
 
     def close(self, at_once: bool) -> None:
         """Until it has ended. at_once: without waiting for the ranks to end by themselves. Idempotent."""
@@ -159,7 +166,10 @@ class Mpirun:
         assert self._process.stdout is not None
         with self._process.stdout as lines:
             for line in lines:
-                self._said.append(line.rstrip())
+                if len(self._said) < SAID_LINES:
+                    self._said.append(line.rstrip())
+                if NO_WAY.match(line):
+                    self._process.terminate()
         self._process.wait()
         self._over.set()
         self._ended()
