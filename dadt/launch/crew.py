@@ -55,13 +55,14 @@ class Crew:
         self.nodes = [Node(index, host) for index, host in enumerate(hosts)]
         self.orphan_timeout = orphan_timeout
         self._launcher = launcher
-        self._selector = selectors.DefaultSelector()
         self._events: list[tuple[Node, Frame]] = []
         self._beat = 0.0
+        started = launcher.launch(list(hosts))  # before there is anything to close, as it may raise
+        self._selector = selectors.DefaultSelector()
         self._waker, self._wake = socket.socketpair()
         self._selector.register(self._waker, selectors.EVENT_READ, lambda: self._waker.recv(4096))
         self._futures: dict[Node, Future[Channel]] = {}
-        for node, future in zip(self.nodes, launcher.launch(list(hosts)), strict=True):
+        for node, future in zip(self.nodes, started, strict=True):
             self._futures[node] = future
             future.add_done_callback(lambda _: self._poke())
 

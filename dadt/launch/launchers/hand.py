@@ -51,7 +51,8 @@ class HandLauncher:
         try:
             self._listener = Listener(meeting.key, config.orphan_timeout, self._greet, self._take, meeting.port)
         except OSError as error:
-            raise LaunchError(f"--rendezvous {config.rendezvous}: cannot listen there ({error.strerror})") from error
+            reason = os.strerror(error.errno or 0)
+            raise LaunchError(f"--rendezvous {config.rendezvous}: cannot listen there ({reason})") from error
         try:
             meeting.open(self._listener.reach(config.network_interface))
         except LaunchError:

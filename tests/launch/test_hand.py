@@ -1,0 +1,251 @@
+"""`dadt run` called by hand on each host: here, several times on one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from run import Result, Run, await_that, is_running
+
+from dadt.launch.listen import Reach
+
+Start = Callable[..., Run]
+SHOW = "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], flush=True)\n"
+FAIL = SHOW + "import sys; sys.exit(7 if os.environ['RANK'] == '3' else 0)\n"
+SLEEP = (
+    "import os, pathlib, time; pathlib.Path('pid' + os.environ['RANK']).write_text(str(os.getpid())); time.sleep(600)\n"
+)
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def node(start: Start, rank: int, where: object, script: str = SHOW, *more: str, **env: str) -> Run:
+    arguments = ["--nnodes", "2", "--node-rank", str(rank), "--rendezvous", str(where), "-np", "4", *more, "train.py"]
+    return start(script, *arguments, **env)
+
+
+def both(start: Start, where: object, script: str = SHOW) -> tuple[Result, Result]:
+    runs = [node(start, rank, where, script) for rank in (0, 1)]
+    return runs[0].finish(), runs[1].finish()
+
+
+def test_two_nodes_meet_at_a_port_and_train_together(start: Start, port: int) -> None:
+    first, second = both(start, f"localhost:{port}")
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert sorted(first.out.decode().splitlines()) == [
+        f"[{rank} node{rank // 2}] rank {rank} of 4" for rank in range(4)
+    ]
+    assert second.out == b""
+    assert second.err.splitlines()[0] == f"dadt: node 1 of job {first.job} at localhost:{port}"
+    assert second.err.splitlines()[1].startswith("dadt: done in ")
+
+
+def test_each_node_ends_with_the_exit_code_and_the_cause(start: Start, tmp_path: Path) -> None:
+    first, second = both(start, f"file://{tmp_path}/meet", FAIL)
+    assert (first.code, second.code) == (7, 7), first.err + second.err
+    for result in (first, second):
+        assert "dadt: worker 3 failed (exit code 7)" in result.err
+        assert "  cause   it exited with code 7" in result.err
+
+
+def test_one_job_after_the_other_meets_at_the_same_place(start: Start, tmp_path: Path, port: int) -> None:
+    for where in (f"localhost:{port}", f"file://{tmp_path}/meet") * 2:
+        first, second = both(start, where)
+        assert (first.code, second.code) == (0, 0), first.err + second.err
+        assert f"node 1 of job {first.job} " in second.err
+
+
+def test_the_file_is_for_this_user_alone_and_goes_with_the_job(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "meet"
+    first, second = (node(start, rank, f"file://{path}", SLEEP) for rank in (0, 1))
+    first.wait_for("pid0", "pid3")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    first.process.send_signal(signal.SIGINT)
+    assert (first.finish().code, second.finish().code) == (130, 130)
+    assert sorted(each.name for each in tmp_path.iterdir() if "meet" in each.name) == []
+
+
+@pytest.mark.parametrize("left", ["nobody", "another"])
+def test_a_file_that_a_dead_job_left_is_not_taken_for_a_new_one(start: Start, tmp_path: Path, left: str) -> None:
+    """Nobody listens at its port any more, or another program does."""
+    path = tmp_path / "meet"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        reach = Reach(addresses=["127.0.0.1"], port=server.getsockname()[1], key=b"old", silence=30.0)
+        path.write_text(reach.to_text())
+        if left == "nobody":
+            server.close()
+        late = node(start, 1, f"file://{path}")
+        first = node(start, 0, f"file://{path}")
+        if left == "another":
+            connection, _ = server.accept()
+            connection.close()
+            server.close()
+        assert (first.finish().code, late.finish().code) == (0, 0)
+
+
+def test_a_file_that_a_running_job_uses_is_refused(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "meet"
+    running = node(start, 0, f"file://{path}")
+    await_that(path.exists, "the file")
+    text = path.read_text()
+    other = node(start, 0, f"file://{path}").finish()
+    assert (other.code, other.err) == (
+        3,
+        f"dadt: --rendezvous file://{path}: another job meets there now; give another file\n",
+    )
+    assert path.read_text() == text
+    assert node(start, 1, f"file://{path}").finish().code == running.finish().code == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (["-np", "6"], "node1 was started with -np 6, node0 with -np 4"),
+        (["--nnodes", "3", "-np", "6"], "node1 was started with --nnodes 3, node0 with --nnodes 2"),
+        (["train.py"], "node1 was started with the script train.py train.py, node0 with the script train.py"),
+        (["--nnodes", "3", "-np", "6", "--node-rank", "2"], "there is no node2 in job {job}, which has nodes 0 to 1"),
+    ],
+)
+def test_nodes_that_were_started_differently_are_told_in_one_sentence(
+    start: Start, port: int, changes: list[str], sentence: str
+) -> None:
+    where = f"localhost:{port}"
+    first = node(start, 0, where)
+    wrong = node(start, 1, where, SHOW, *changes).finish()
+    assert wrong.code == 3
+    assert wrong.err == f"dadt: {sentence.format(job=first.job)}\n"
+    assert node(start, 1, where).finish().code == first.finish().code == 0
+
+
+def test_a_node_that_is_there_twice_is_refused(start: Start, port: int) -> None:
+    where = f"localhost:{port}"
+    first, second = (node(start, rank, where, SLEEP) for rank in (0, 1))
+    first.wait_for("pid0", "pid3")
+    again = node(start, 1, where, SLEEP).finish()
+    assert again.code == 3
+    assert again.err.endswith("has a node1 already: give each host its own --node-rank\n")
+    first.process.send_signal(signal.SIGTERM)
+    assert (first.finish().code, second.finish().code) == (143, 143)
+
+
+def test_a_node_that_is_missing_is_named(start: Start, port: int) -> None:
+    alone = node(start, 0, f"localhost:{port}", SHOW, "--start-timeout", "1").finish()
+    assert alone.code == 124
+    assert "dadt: node1: " in alone.err
+    assert "dadt: node0: " not in alone.err
+
+
+def test_a_node_0_that_is_missing_is_named(start: Start, tmp_path: Path, port: int) -> None:
+    alone = node(start, 1, f"localhost:{port}", SHOW, "--start-timeout", "1").finish()
+    assert alone.code == 124
+    assert alone.err.startswith("dadt: node0 did not come within --start-timeout 1 s: ")
+    assert f"localhost:{port} (" in alone.err
+    alone = node(start, 1, f"file://{tmp_path}/meet", SHOW, "--start-timeout", "1").finish()
+    assert alone.code == 124
+    assert f"there is no {tmp_path}/meet" in alone.err
+
+
+def test_the_secret_must_be_the_same(start: Start, port: int) -> None:
+    where, short = f"localhost:{port}", ("--start-timeout", "2")
+    first = node(start, 0, where, SHOW, *short, DADT_SECRET="one")
+    wrong = node(start, 1, where, SHOW, *short, DADT_SECRET="two").finish()
+    assert wrong.code == first.finish().code == 124
+    assert "the launcher there has another key" in wrong.err
+    runs = [node(start, rank, where, SHOW, DADT_SECRET="one") for rank in (0, 1)]
+    assert [run.finish().code for run in runs] == [0, 0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_another_node_ends_the_job(start: Start, port: int, number: int) -> None:
+    first, second = (node(start, rank, f"localhost:{port}", SLEEP) for rank in (0, 1))
+    workers = first.wait_for("pid0", "pid1", "pid2", "pid3")
+    second.process.send_signal(number)
+    assert second.finish().code == 128 + number
+    result = first.finish()
+    assert result.code != 0
+    assert "node1" in result.err.splitlines()[-1]
+    assert not any(map(is_running, workers))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nothing_outlives_a_node_that_was_killed(start: Start, port: int, rank: int) -> None:
+    runs = [node(start, each, f"localhost:{port}", SLEEP) for each in (0, 1)]
+    workers = runs[0].wait_for("pid0", "pid1", "pid2", "pid3")
+    runs[rank].process.kill()
+    result = runs[1 - rank].finish()
+    assert result.code == 3
+    if rank == 0:
+        assert result.err.splitlines()[-1] == "dadt: node0 is gone, without a word on how the job ended"
+    await_that(lambda: not any(map(is_running, workers)), "the end of the workers", 10.0)
+
+
+def test_what_keeps_node_0_from_starting_is_said_everywhere(start: Start, port: int, tmp_path: Path) -> None:
+    runs = [node(start, rank, f"localhost:{port}", SHOW, "--prologue", "exit 5") for rank in (0, 1)]
+    first, second = (run.finish() for run in runs)
+    assert (first.code, second.code) == (3, 3)
+    assert "dadt: node1: --prologue" in first.err
+    assert "dadt: nothing was started; exit code 3" in second.err
+
+
+def test_a_port_that_is_taken_is_told(start: Start) -> None:
+    with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as server:
+        where = f"localhost:{server.getsockname()[1]}"
+        result = node(start, 0, where).finish()
+    assert (result.code, result.err) == (
+        3,
+        f"dadt: --rendezvous {where}: cannot listen there (Address already in use)\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("where", "sentence"),
+    [
+        ("localhost", "give host:port of node 0, as host1:29400, or file:///shared/meet"),
+        ("localhost:99999", "give host:port of node 0, as host1:29400, or file:///shared/meet"),
+        ("file://meet", "give the absolute path of a file, as file:///shared/meet"),
+        ("file:///", "give the absolute path of a file, as file:///shared/meet"),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_meeting_point_that_is_none_is_refused(start: Start, where: str, sentence: str, rank: int) -> None:
+    result = node(start, rank, where).finish()
+    assert (result.code, result.err) == (2, f"dadt: --rendezvous {where}: {sentence}\n")
+
+
+def test_a_file_of_another_program_is_refused(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "meet"
+    path.write_text("something else")
+    for rank in (0, 1):
+        result = node(start, rank, f"file://{path}").finish()
+        assert result.code == 3
+        assert result.err == f"dadt: --rendezvous file://{path}: was not written by dadt; give another file\n"
+    assert path.read_text() == "something else"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make another user's file")
+def test_a_file_of_another_user_is_refused(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "meet"
+    path.write_text(Reach(addresses=["127.0.0.1"], port=1, key=b"", silence=1.0).to_text())
+    os.chown(path, 12345, 12345)
+    result = node(start, 1, f"file://{path}").finish()
+    assert (result.code, result.err) == (
+        3,
+        f"dadt: --rendezvous file://{path}: belongs to another user; give another file\n",
+    )
+
+
+def test_a_folder_that_is_not_there_is_told(start: Start, tmp_path: Path) -> None:
+    result = node(start, 0, f"file://{tmp_path}/none/meet").finish()
+    assert result.code == 3
+    assert (
+        result.err == f"dadt: --rendezvous file://{tmp_path}/none/meet: cannot be written (No such file or directory)\n"
+    )

@@ -1,0 +1,196 @@
+"""Agents that connect back: who gets in, who does not, and how long anybody waits."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+from run import await_that
+
+from dadt.launch import listen
+from dadt.launch.frame import MAGIC, Frame
+from dadt.launch.listen import GREETING, Listener, Reach, Refused, SocketChannel, Unreached, Words, dial
+
+KEY = b"k" * 32
+
+
+class Door:
+    """A listener, and who came in."""
+
+    def __init__(self) -> None:
+        self.came: queue.Queue[tuple[Words, socket.socket]] = queue.Queue()
+        self.listener = Listener(KEY, 5.0, self.greet, lambda hello, connection: self.came.put((hello, connection)))
+        self.reach = replace(self.listener.reach(), addresses=["127.0.0.1"])
+
+    def greet(self, hello: Words) -> Words:
+        return {"refused": "nobody is wanted"} if hello.get("name") == "nobody" else {"hello": hello["name"]}
+
+    def dial(self, name: str = "n1", **changes: object) -> tuple[socket.socket, Words, str]:
+        return dial(lambda: replace(self.reach, **changes), {"name": name}, time.monotonic() + 0.5)
+
+    def knock(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.listener.port), 5.0)
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    door = Door()
+    yield door
+    door.listener.close()
+    while not door.came.empty():
+        door.came.get()[1].close()
+
+
+def test_frames_go_both_ways_over_the_connection(door: Door) -> None:
+    theirs, answer, at = door.dial()
+    hello, ours = door.came.get(timeout=5)
+    assert (hello, answer) == ({"name": "n1"}, {"hello": "n1"})
+    assert at == f"127.0.0.1:{door.listener.port}"
+    channel = SocketChannel(ours)
+    with theirs:
+        theirs.sendall(b"noise" + MAGIC + Frame("ready", {"cores": 3}).encode())
+        frames: list[Frame] = []
+        await_that(lambda: frames or frames.extend(channel.link.receive()), "a frame")
+        assert frames[0]["cores"] == 3
+        channel.link.send(Frame("look"))
+        assert b'"look"' in theirs.recv(4096)
+        channel.hang_up()
+        assert theirs.recv(1) == b""
+    assert channel.end(5.0) == ""
+
+
+def test_end_waits_for_the_agent_and_no_longer_than_it_may(door: Door) -> None:
+    theirs, _, _ = door.dial()
+    channel = SocketChannel(door.came.get(timeout=5)[1], lambda seconds: "it sleeps")
+    channel.hang_up()
+    begin = time.monotonic()
+    assert channel.end(0.3) == "it sleeps"
+    assert 0.2 < time.monotonic() - begin < 2.0
+    assert channel.end(9.0) == "it sleeps"
+    theirs.close()
+
+
+def test_an_agent_that_is_lost_is_explained(door: Door) -> None:
+    theirs, _, _ = door.dial()
+    channel = SocketChannel(door.came.get(timeout=5)[1], lambda seconds: "it was killed")
+    theirs.close()
+    with pytest.raises(EOFError):
+        await_that(channel.link.receive, "the end")
+    assert channel.end(2.0) == "it was killed"
+
+
+def test_who_is_not_wanted_hears_why_at_once(door: Door) -> None:
+    begin = time.monotonic()
+    with pytest.raises(Refused, match="nobody is wanted"):
+        door.dial("nobody")
+    assert time.monotonic() - begin < 0.4
+    assert door.came.empty()
+
+
+def test_another_key_does_not_get_in_and_is_told(door: Door) -> None:
+    with pytest.raises(Unreached, match="has another key"):
+        door.dial(key=b"other")
+    assert door.came.empty()
+
+
+def test_a_launcher_that_does_not_know_the_key_is_not_believed() -> None:
+    """Whoever took the port of a launcher that is gone gets no agent, and no proof to use elsewhere."""
+    with socket.create_server(("127.0.0.1", 0)) as impostor:
+        reach = Reach(addresses=["127.0.0.1"], port=impostor.getsockname()[1], key=KEY, silence=5.0)
+
+        def answer() -> None:
+            connection, _ = impostor.accept()
+            with connection:
+                connection.sendall(GREETING + b"n" * 32)
+                said = connection.recv(4096)
+                connection.sendall(b"\0\0\0\2{}" + said[-32:])  # the agent's own proof, given back
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(Unreached, match="another key"):
+            dial(lambda: reach, {}, time.monotonic() + 0.1)
+        thread.join()
+
+
+STRANGERS: list[Callable[[socket.socket], object]] = [
+    lambda stranger: None,
+    lambda stranger: stranger.sendall(b"GET / HTTP/1.1\r\nHost: h\r\n\r\n" * 10),
+    lambda stranger: stranger.sendall(b"\xff" * 100_000),
+    lambda stranger: stranger.sendall(b"n" * 32 + b"\0\0\0\2{}" + b"p" * 32),
+    lambda stranger: stranger.sendall(b"half"),
+]
+
+
+@pytest.mark.parametrize("says", STRANGERS, ids=["nothing", "http", "much", "a-wrong-proof", "half"])
+def test_strangers_are_dropped_and_disturb_nobody(
+    door: Door, says: Callable[[socket.socket], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listen, "MEET_SECONDS", 0.5)
+    with door.knock() as stranger, door.knock():
+        try:
+            says(stranger)
+        except OSError:
+            pass  # dropped before it had said all
+        theirs, _, _ = door.dial()
+        theirs.close()
+        stranger.settimeout(5.0)
+        try:
+            while stranger.recv(4096):
+                pass
+        except ConnectionResetError:
+            pass
+    door.came.get(timeout=5)[1].close()
+
+
+def test_the_addresses_are_tried_in_turn(door: Door) -> None:
+    theirs, _, at = door.dial(addresses=["no.such.host.invalid", "127.0.0.2", "127.0.0.1"])
+    theirs.close()
+    assert at.startswith("127.0.0.")
+
+
+def test_who_is_early_waits(door: Door) -> None:
+    seen: list[int] = []
+
+    def find() -> Reach:
+        seen.append(1)
+        if len(seen) < 3:
+            raise Unreached("there is nothing yet")
+        return door.reach
+
+    theirs, _, _ = dial(find, {"name": "n1"}, time.monotonic() + 5.0)
+    theirs.close()
+    assert len(seen) == 3
+
+
+def test_who_waits_in_vain_says_where_and_why() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    reach = Reach(addresses=["127.0.0.1", "::1"], port=port, key=KEY, silence=5.0)
+    with pytest.raises(Unreached) as caught:
+        dial(lambda: reach, {}, time.monotonic() + 0.3)
+    assert f"127.0.0.1:{port} (Connection refused)" in str(caught.value)
+    assert f"[::1]:{port}" in str(caught.value)
+
+
+def test_both_sides_notice_a_silent_end(door: Door) -> None:
+    theirs, _, _ = door.dial()
+    ours = door.came.get(timeout=5)[1]
+    for end in (ours, theirs):
+        assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 5000
+        assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert not os.get_inheritable(end.fileno())
+        end.close()
+
+
+def test_a_reach_survives_being_written_down() -> None:
+    reach = Reach(addresses=["10.0.0.1", "fd00::1"], port=4000, key=KEY, silence=30.0)
+    assert Reach.from_text(reach.to_text()) == reach
+    for text in ("", "[]", "{}", '{"port": 1}', "no json"):
+        with pytest.raises(ValueError):
+            Reach.from_text(text)
