@@ -66,6 +66,11 @@ class Parser:
             del self._buffer[:end]
             yield Frame(header.pop("kind"), header, body)
 
+    @property
+    def noise(self) -> bytes:
+        """What has come, as long as no MAGIC has."""
+        return bytes(self._buffer) if self._noisy else b""
+
     def _skip_noise(self) -> bool:
         noise, magic, frames = self._buffer.partition(MAGIC)
         if not magic:
@@ -91,6 +96,11 @@ class Link:
         self._parser = Parser(noisy)
         os.set_blocking(reader, False)
         os.set_blocking(writer, False)
+
+    @property
+    def noise(self) -> bytes:
+        """What has come where an agent has not answered yet."""
+        return self._parser.noise
 
     def receive(self) -> list[Frame]:
         """The complete frames that have come. Raises EOFError once the other side has closed."""

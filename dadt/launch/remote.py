@@ -40,15 +40,16 @@ def shown(config: Config, host: Host, command: str) -> str:
     return shlex.join(["ssh", *words, f"{host.user}@{host.name}" if host.user else host.name, command])
 
 
-def explain(code: int | None, stderr: bytes, python: str) -> str:
-    """How an agent ended, from its exit code (-n: signal n; None: unknown, by a signal) and what was printed.
+def explain(code: int | None, noise: bytes, stderr: bytes, python: str) -> str:
+    """How an agent ended, from its exit code (-n: signal n; None: unknown, by a signal) and from what was printed in
+    its place (on stdout: noise).
 
     The rest of a sentence that begins with the host's name; empty if it ended well.
     """
     if code == 0:
         return ""
     text = stderr.decode(errors="replace")
-    words = last_line(stderr)
+    words = last_line(stderr) or last_line(noise)
     if NO_MODULE.search(text):
         return f"{python} there has no dadt -> install it there, or give --python PATH"
     # csh says so by 1, which is Python's own code, too: then the text decides.

@@ -6,15 +6,12 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hostrun import SECONDS, HostRun
 from machine import Network, await_that
-
-sys.path.append(str(Path(__file__).parents[1] / "launch"))
-from run import DADT, SECONDS, Run
 
 PROGRAMS = {
     "openssh-server": "/usr/sbin/sshd",
@@ -23,22 +20,6 @@ PROGRAMS = {
     "util-linux": "unshare",
     "csh": "csh",
 }
-
-
-class HostRun(Run):
-    """`dadt run` on the machine named launcher."""
-
-    def __init__(self, network: Network, folder: Path, script: str, arguments: list[str], env: dict[str, str]) -> None:
-        (folder / "train.py").write_text(script)
-        self.folder = folder
-        command = [*DADT, "run", "--ssh-config", network.config, *arguments]
-        self.process = subprocess.Popen(
-            network.launcher.enter(command, folder),
-            env={**os.environ, "PYTHONWARNINGS": "default", "HOME": str(network.launcher.home), **env},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
 
 
 def missing() -> str:
@@ -79,7 +60,7 @@ def hosts(network_possible: None, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., HostRun]]:
+def start(hosts: Callable[[int], Network], tmp_path: Path) -> Iterator[Callable[..., HostRun]]:
     """start(network, script, *arguments, **env) -> a running `dadt run`. Ends before the machines do."""
     runs: list[HostRun] = []
 

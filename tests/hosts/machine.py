@@ -37,6 +37,7 @@ ip link set lo up
 exec "$@"
 """
 CONFIG = """
+{more}
 HostKey {folder}/host_key
 AuthorizedKeysFile {keys}
 PidFile none
@@ -47,7 +48,6 @@ KbdInteractiveAuthentication no
 PermitRootLogin prohibit-password
 PrintMotd no
 LogLevel VERBOSE
-{more}
 """
 
 
@@ -94,6 +94,7 @@ class Machine:
         return (self.folder / "up").exists()
 
     def _listens(self, times: int) -> bool:
+        assert self._process.poll() is None, f"sshd of {self.name} has ended: {self.log.read_text()[-500:]}"
         return self.log.exists() and self.log.read_text().count("Server listening on :: port 22.") >= times
 
     @property

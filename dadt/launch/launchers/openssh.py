@@ -177,7 +177,7 @@ class OpensshChannel:
             code = None
         elif code == SSH_FAILED:
             return f"the connection was lost ({report.last_words or 'closed by the other side'})"
-        return remote.explain(code, report.others.encode(), self._python)
+        return remote.explain(code, self.link.noise, report.others.encode(), self._python)
 
     def _read_errors(self) -> None:
         assert self._process.stderr is not None

@@ -72,6 +72,8 @@ class SshChannel:
         self._python = python
         self._stderr = b""
         self._explanation: str | None = None
+        self._lost: str | None = None
+        """Why the connection ended before the agent did."""
         self._ours, self._theirs = socket.socketpair()
         self.link = Link(self._ours.fileno(), self._ours.fileno(), noisy=True)
         self._errors = threading.Thread(target=self._carry_errors, name="dadt-ssh-err", daemon=True)
@@ -91,22 +93,21 @@ class SshChannel:
             self.hang_up()
             self._out.join(timeout)
             gave_up = self._out.is_alive()
-            reason = self._connection.transport.get_exception()
             self._connection.close()
             for thread in (self._errors, self._out, self._in):
                 thread.join(FORCE_SECONDS)
-            self._explanation = self._explain(gave_up, reason)
+            self._explanation = self._explain(gave_up)
             self._ours.close()
             self._theirs.close()
         return self._explanation
 
-    def _explain(self, gave_up: bool, reason: Exception | None) -> str:
+    def _explain(self, gave_up: bool) -> str:
         if gave_up:
             return "the agent has not ended in time; the connection to it was closed"
-        if not self._channel.status_event.is_set() or reason is not None:
-            return f"the connection was lost ({reason or 'closed by the other side'})"
         code = self._channel.exit_status
-        return remote.explain(None if code < 0 else code, self._stderr, self._python)
+        if code < 0 and self._lost is not None:
+            return f"the connection was lost ({self._lost})"
+        return remote.explain(None if code < 0 else code, self.link.noise, self._stderr, self._python)
 
     def _carry_in(self) -> None:
         try:
@@ -122,6 +123,9 @@ class SshChannel:
             self._pass_on()
             self._errors.join()
             self._channel.status_event.wait(STATUS_SECONDS)
+            transport = self._connection.transport
+            if not transport.is_active():
+                self._lost = str(transport.get_exception() or "") or "closed by the other side"
         finally:
             self._connection.close()
 

@@ -22,6 +22,7 @@ ACCEPTED = re.compile(r"Server accepts key: (?P<name>.+) (?P<kind>[\w-]+) (?P<pr
 CONNECT = re.compile(r"connect to host (.+ port \d+): (.+)")
 RESOLVE = re.compile(r"Could not resolve hostname ([^:]+): (.+)")
 DENIED = re.compile(r"Permission denied \((.*)\)")
+NO_SSH = re.compile(r"No SSH version received|banner line contains invalid|banner exchange: .*: invalid format")
 NEGOTIATE = re.compile(r"Unable to negotiate with .*?: (.+)")
 EARLY = ("kex_exchange_identification", "Connection closed by", "Connection reset by", "Connection timed out during")
 
@@ -36,7 +37,7 @@ class Report:
 
     @property
     def logged_in(self) -> bool:
-        return "\nAuthenticated " in self._text
+        return "\nAuthenticated to " in self._text
 
     @property
     def killed(self) -> bool:
@@ -70,6 +71,8 @@ class Report:
             return LaunchError(self._denied(route, found[1].split(",")))
         if found := NEGOTIATE.search(text):
             return LaunchError(verdict.no_algorithm(found[1], f"try `ssh {verdict.login(route)}`"))
+        if found := NO_SSH.search(text):
+            return LaunchError(verdict.no_ssh(route.where, found[0]))
         if any(line.startswith(EARLY) for line in self.others.splitlines()) and not route.proxy_command:
             return Transient(verdict.closed(route.where))
         return LaunchError(f"ssh failed: {self.last_words} -> try `ssh {verdict.login(route)}`")

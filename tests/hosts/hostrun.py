@@ -1,0 +1,31 @@
+"""Runs `dadt run` on the simulated machine named launcher."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from machine import Network
+
+sys.path.append(str(Path(__file__).parents[1] / "launch"))
+from run import DADT, SECONDS, Run
+
+__all__ = ["SECONDS", "HostRun"]
+
+
+class HostRun(Run):
+    """`dadt run` on the machine named launcher."""
+
+    def __init__(self, network: Network, folder: Path, script: str, arguments: list[str], env: dict[str, str]) -> None:
+        (folder / "train.py").write_text(script)
+        self.folder = folder
+        command = [*DADT, "run", "--ssh-config", network.config, *arguments]
+        self.process = subprocess.Popen(
+            network.launcher.enter(command, folder),
+            env={**os.environ, "PYTHONWARNINGS": "default", "HOME": str(network.launcher.home), **env},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
