@@ -218,7 +218,7 @@ def command_line(path: str, flavour: str, config: Config, hosts: Sequence[Host],
 
 
 def ssh_variables(config: Config, env: Mapping[str, str]) -> dict[str, str]:
-    """How mpirun's own SSH learns what --ssh-port and its like say."""
+    """How mpirun's own SSH learns of whom to reach, and what --ssh-port and its like say."""
     options = ["-o", "BatchMode=yes"]
     if config.ssh_port:
         options += ["-p", str(config.ssh_port)]
@@ -228,7 +228,9 @@ def ssh_variables(config: Config, env: Mapping[str, str]) -> dict[str, str]:
         options += ["-F", config.ssh_config]
     names = ["OMPI_MCA_plm_rsh_args", "PRTE_MCA_plm_ssh_args", "HYDRA_LAUNCHER_EXTRA_ARGS"]
     names += ["I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"]
-    return {name: " ".join([*filter(None, [env.get(name)]), *options]) for name in names}
+    joined = {name: " ".join([*filter(None, [env.get(name)]), *options]) for name in names}
+    # Open MPI would cut a host's name at its first dot.
+    return joined | {"OMPI_MCA_orte_keep_fqdn_hostnames": "1", "PRTE_MCA_prte_keep_fqdn_hostnames": "1"}
 
 
 def _name(host: Host) -> str:
