@@ -28,6 +28,7 @@ from dadt.launch.worker import Worker
 from dadt.pulse import Pulse
 
 PR_SET_CHILD_SUBREAPER = 36
+ENDING_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 TICK_SECONDS = 0.05
 PROBE_TICK_SECONDS = 0.01
 HEARTBEAT_SECONDS = 0.5
@@ -244,8 +245,8 @@ class Agent:
         caught = self._interrupts.take()
         if signal.SIGCHLD in caught:
             self._reap()
-        if others := caught - {signal.SIGCHLD}:
-            self._signal = min(others)
+        if ending := caught & ENDING_SIGNALS:
+            self._signal = min(ending)
             self._orders.append(Frame("stop"))
 
     def _reap(self) -> None:
@@ -396,7 +397,7 @@ def main() -> None:
         os.dup2(null.fileno(), 0)
     os.dup2(2, 1)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    with Interrupts([signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP]) as interrupts:
+    with Interrupts([signal.SIGCHLD, *ENDING_SIGNALS]) as interrupts:
         os.write(writer, MAGIC)
         Agent(Link(reader, writer), interrupts).run()
 

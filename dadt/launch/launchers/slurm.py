@@ -102,6 +102,7 @@ class SlurmLauncher:
         count = len(hosts)
         return [
             "srun",
+            "--job-name=dadt",
             f"--nodes={count}",
             f"--ntasks={count}",
             "--ntasks-per-node=1",
