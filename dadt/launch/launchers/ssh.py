@@ -47,6 +47,7 @@ class SshLauncher:
 
     def close(self) -> None:
         self._attempts.close()
+        self._connector.close()
 
     def _attempt(self, host: Host, deadline: float) -> SshChannel:
         connection = self._connector.connect(host, deadline, lambda text: self._note(host, text))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future, TimeoutError
 from dataclasses import replace
 
 import paramiko
@@ -22,20 +24,20 @@ from dadt.launch.ssh.way import Proxy, dial, tunnel
 BANNER_SECONDS = 15.0
 ANSWER_SECONDS = 30.0
 """For the exchange of keys, each step of logging in, and opening a channel."""
-HOPS = 8
 RSA = ("rsa-sha2-512", "rsa-sha2-256")
 """How a host with an ssh-rsa key signs nowadays."""
 
+Jump = tuple[str, ...]
+"""Hosts through which one after the other a host is reached, as ProxyJump names them."""
 Note = Callable[[str], None]
 """Takes what the user should know of a host, as the rest of a sentence that begins with its name."""
 
 
 class Connection:
-    """Logged in. Keeps the connections that it goes through."""
+    """Logged in."""
 
-    def __init__(self, transport: paramiko.Transport, over: Connection | None, proxy: Proxy | None) -> None:
+    def __init__(self, transport: paramiko.Transport, proxy: Proxy | None) -> None:
         self.transport = transport
-        self._over = over
         self._proxy = proxy
 
     def close(self) -> None:
@@ -43,8 +45,42 @@ class Connection:
         self.transport.close()
         if self._proxy is not None:
             self._proxy.close()
-        if self._over is not None:
-            self._over.close()
+
+
+class Jumps:
+    """The connections that others go through: one serves all hosts behind it, or its sshd would turn some away."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._futures: dict[Jump, Future[Connection]] = {}
+
+    def find(self, jumps: Jump, deadline: float, connect: Callable[[], Connection]) -> Connection:
+        """That one which exists, or is about to; else a new one. Raises LaunchError."""
+        with self._lock:
+            future = self._futures.get(jumps)
+            is_ours = future is None
+            if future is None:
+                future = self._futures[jumps] = Future()
+        if is_ours:
+            self._fill(future, jumps, connect)
+        try:
+            return future.result(left(deadline, float("inf")))
+        except TimeoutError:
+            raise LaunchError(f"timeout: ProxyJump {','.join(jumps)} is not connected within --start-timeout") from None
+
+    def _fill(self, future: Future[Connection], jumps: Jump, connect: Callable[[], Connection]) -> None:
+        try:
+            future.set_result(connect())
+        except BaseException as error:  # noqa: BLE001 (all who wait for it get it)
+            with self._lock:
+                del self._futures[jumps]  # a second attempt begins anew
+            future.set_exception(error)
+
+    def close(self) -> None:
+        with self._lock:
+            for future in self._futures.values():
+                if future.done():
+                    future.result().close()
 
 
 class Connector:
@@ -52,29 +88,31 @@ class Connector:
 
     def __init__(self, config: Config) -> None:
         self._config = config
+        self._jumps = Jumps()
+
+    def close(self) -> None:
+        """Take the ways to hosts behind others away. Idempotent."""
+        self._jumps.close()
 
     def connect(self, host: Host, deadline: float, note: Note) -> Connection:
         """Raises LaunchError, and Transient where another attempt may do better."""
         config = self._config
         route = routes.find(config, host.name, host.user, config.ssh_port, config.ssh_identity_file)
-        return self._connect(route, deadline, note, HOPS)
+        return self._connect(route, deadline, note, ())
 
-    def _connect(self, route: Route, deadline: float, note: Note, hops: int) -> Connection:
-        over = self._connect_jump(route, deadline, note, hops) if route.jumps else None
+    def _connect(self, route: Route, deadline: float, note: Note, before: tuple[Jump, ...]) -> Connection:
+        """before: the jumps for whose sake this connection is made."""
         proxy = None
-        try:
-            if over is not None:
-                wire: socket.socket | paramiko.Channel = tunnel(over.transport, route, left(deadline, ANSWER_SECONDS))
-            elif route.proxy_command:
-                proxy = Proxy(route)
-                wire = proxy.socket
-            else:
-                wire = dial(route, left(deadline, route.connect_timeout), self._config.orphan_timeout)
-            transport = paramiko.Transport(wire)
-        except BaseException:
-            _close(proxy, over)
-            raise
-        connection = Connection(transport, over, proxy)
+        if route.jumps:
+            over = self._find_jump(route, deadline, note, before)
+            wire: socket.socket | paramiko.Channel = tunnel(over.transport, route, left(deadline, ANSWER_SECONDS))
+        elif route.proxy_command:
+            proxy = Proxy(route)
+            wire = proxy.socket
+        else:
+            wire = dial(route, left(deadline, route.connect_timeout), self._config.orphan_timeout)
+        transport = paramiko.Transport(wire)
+        connection = Connection(transport, proxy)
         try:
             self._negotiate(transport, route, proxy, deadline, note)
             transport.auth_timeout = left(deadline, ANSWER_SECONDS)
@@ -89,18 +127,24 @@ class Connector:
             transport.set_keepalive(route.alive_interval)
         return connection
 
-    def _connect_jump(self, route: Route, deadline: float, note: Note, hops: int) -> Connection:
+    def _find_jump(self, route: Route, deadline: float, note: Note, before: tuple[Jump, ...]) -> Connection:
         """All but the last hop are the way to the last."""
-        *before, last = route.jumps
-        if not hops:
-            raise LaunchError(f"ProxyJump {last}: more than {HOPS} hops -> does the SSH configuration go in a circle?")
+        if route.jumps in before:
+            raise LaunchError(f"ProxyJump {','.join(route.jumps)} goes in a circle -> correct the SSH configuration")
+        *first, last = route.jumps
         jump = routes.find_jump(self._config, last)
-        if before:
-            jump = replace(jump, jumps=tuple(before))
+        if first:
+            jump = replace(jump, jumps=tuple(first))
         elif [routes.find_jump(self._config, text).key_name for text in jump.jumps] == [jump.key_name]:
             jump = replace(jump, jumps=())  # `Host *` with a ProxyJump means the others
+
+        def connect() -> Connection:
+            return self._connect(
+                jump, deadline, lambda text: note(f"(ProxyJump {last}) {text}"), (*before, route.jumps)
+            )
+
         try:
-            return self._connect(jump, deadline, lambda text: note(f"(ProxyJump {last}) {text}"), hops - 1)
+            return self._jumps.find(route.jumps, deadline, connect)
         except LaunchError as error:
             raise type(error)(f"ProxyJump {last}: {error}") from error
 
@@ -132,10 +176,3 @@ def _failed(route: Route, proxy: Proxy | None, error: Exception) -> LaunchError:
     if "protocol version" in str(error):
         return LaunchError(verdict.no_ssh(route.where, str(error)))
     return Transient(verdict.closed(route.where))
-
-
-def _close(proxy: Proxy | None, over: Connection | None) -> None:
-    if proxy is not None:
-        proxy.close()
-    if over is not None:
-        over.close()

@@ -14,6 +14,7 @@ from paramiko.pkey import UnknownKeyType
 
 from dadt.errors import LaunchError
 from dadt.launch.ssh import verdict
+from dadt.launch.ssh.attempt import Transient
 from dadt.launch.ssh.route import Route
 
 
@@ -42,6 +43,8 @@ class Identities:
                 try:
                     more = transport.auth_publickey(user, key)
                 except paramiko.SSHException as error:
+                    if "timeout" in str(error):
+                        raise Transient(verdict.overloaded(transport.auth_timeout)) from error
                     if not transport.is_active():
                         raise LaunchError(verdict.denied_early(self._what_was_tried())) from error
                     self._note(label)

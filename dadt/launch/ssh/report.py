@@ -46,8 +46,10 @@ class Report:
 
     @property
     def last_words(self) -> str:
-        lines = self.others.split("\n")
-        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+        """The last line that says more than that the connection was closed."""
+        lines = [line.strip() for line in self.others.splitlines() if line.strip()]
+        telling = [line for line in lines if not line.startswith(EARLY)] or lines
+        return telling[-1] if telling else ""
 
     def added_key(self) -> str:
         """What to tell the user where an unknown host key was accepted; else empty."""
