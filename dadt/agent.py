@@ -19,7 +19,7 @@ from typing import Any
 
 from dadt.errors import LaunchError
 from dadt.launch import adoption, environment, machine, network
-from dadt.launch.folder import Folder, remove_stale
+from dadt.launch.folder import Folder
 from dadt.launch.frame import MAGIC, Frame, Link
 from dadt.launch.interrupt import Interrupts
 from dadt.launch.roster import Line, Roster
@@ -69,7 +69,7 @@ class Agent:
         look = self._await_order("look")
         if look is None:
             return
-        self._folder = Folder.join(f"{look['job']}.{look['index']}")
+        self._folder = Folder.join(f"{look['job']}.{look['index']}", guarded=True)
         try:
             self._patience = float(look["orphan_timeout"])
             job = self._await_job(look)
@@ -77,8 +77,6 @@ class Agent:
                 self._serve(job)
         finally:
             self._folder.remove()
-            if self._launcher_gone:
-                remove_stale()  # the launcher's own, if it was on this host and was killed
 
     def _await_job(self, look: Frame) -> Frame | None:
         """Tell what there is, help to find out who reaches whom, and wait for the order to start workers."""
@@ -189,7 +187,7 @@ class Agent:
         for order in self._orders:
             self._obey(order)
         self._orders.clear()
-        self._roster.settle_saves()
+        self._roster.settle()
         self._beat()
         self._balance()
         if self._launcher_gone and (self._stop is None or self._stop.natural):
@@ -210,7 +208,7 @@ class Agent:
             self._launcher_gone = True
 
     def _needs_tick(self) -> bool:
-        return bool(self._stop or self._roster.waits)
+        return bool(self._stop or self._roster.is_waited_for)
 
     def _obey(self, order: Frame) -> None:
         if order.kind == "stop":
@@ -218,6 +216,8 @@ class Agent:
         elif order.kind == "answer":
             answer = order["answer"]
             self._roster.answer(order["line"], Frame(answer.pop("kind"), answer, order.body))
+        elif order.kind == "stacks":
+            self._roster.inquire(order["number"], [rank for rank in order["ranks"] if rank in self._ranks])
         elif order.kind == "signal":
             for worker in self._workers.values():
                 worker.signal(order["number"])
@@ -321,7 +321,10 @@ class Agent:
         if now - self._heartbeat >= HEARTBEAT_SECONDS:
             self._heartbeat = now
             steps = {str(rank): self._pulse.read(local) for rank, local in self._ranks.items()}
-            self._send(Frame("beat", {"steps": steps, "clock": time.time()}))
+            living = [worker for worker in self._workers.values() if not worker.ended]
+            pids = {worker.rank: self._roster.claims.get(worker.rank, worker.pid) for worker in living}
+            memory = {str(rank): machine.resident(pid) for rank, pid in pids.items()}
+            self._send(Frame("beat", {"steps": steps, "memory": memory, "clock": time.time()}))
 
     def _balance(self) -> None:
         """Read the workers only as fast as the launcher takes it."""

@@ -58,7 +58,7 @@ def run(
     placed: list[launch.Placed] = []
     # Only the main thread may take over signals, and it gives them back.
     signals = threading.current_thread() is threading.main_thread()
-    outcome = launch.run(the_plan, _Streams(), placed.append, signals)
+    outcome = launch.run(the_plan, _Streams(), lambda where, watch: placed.append(where), signals)
     if outcome.signal:
         raise KeyboardInterrupt
     if outcome.failure is not None:

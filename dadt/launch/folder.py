@@ -11,20 +11,23 @@ from pathlib import Path
 from typing import IO
 
 from dadt.errors import LaunchError
+from dadt.launch.guard import Guard
 
 LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"
 """Without those that are read as another."""
 FRESH_SECONDS = 60.0
+SOCKET = "agent"
 
 
 class Folder:
     """/tmp/dadt-<uid>/<job>, for this user alone. Whoever holds it keeps its lock, so a folder whose lock is
     free belongs to nobody any more and is removed by the next job."""
 
-    def __init__(self, path: Path, lock: IO[bytes]) -> None:
+    def __init__(self, path: Path, lock: IO[bytes], guard: Guard | None) -> None:
         self.path = path
         self.job = path.name
         self._lock = lock
+        self._guard = guard
 
     @classmethod
     def reserve(cls, logs: Path) -> Folder:
@@ -38,20 +41,25 @@ class Folder:
                 (root() / job).mkdir(mode=0o700)
             except FileExistsError:
                 continue
-            return cls.join(job)
+            return cls.join(job, guarded=True)
 
     @classmethod
-    def join(cls, job: str) -> Folder:
-        """The folder of a job that has its id already, made if it is not there."""
+    def join(cls, job: str, guarded: bool = False) -> Folder:
+        """The folder of a job that has its id already, made if it is not there. guarded: it is removed, and the
+        workers that know it are ended, even if this process is killed."""
         path = root() / job
         path.mkdir(mode=0o700, exist_ok=True)
         lock = (path / "lock").open("wb")
         fcntl.flock(lock, fcntl.LOCK_SH)
-        return cls(path, lock)
+        return cls(path, lock, Guard(path, f"DADT_AGENT={path / SOCKET}") if guarded else None)
 
     @property
     def socket(self) -> Path:
-        return self.path / "agent"
+        return self.path / SOCKET
+
+    @property
+    def query(self) -> Path:
+        return self.path / "launcher"
 
     @property
     def pulse(self) -> Path:
@@ -75,6 +83,8 @@ class Folder:
         """Idempotent."""
         self._lock.close()
         shutil.rmtree(self.path, ignore_errors=True)
+        if self._guard is not None:
+            self._guard.release()
 
 
 def root() -> Path:

@@ -68,6 +68,12 @@ def gpus(env: Mapping[str, str] = os.environ) -> list[str]:
     return names if names and _installed_gpus() else []
 
 
+def resident(pid: int) -> int:
+    """Bytes of memory that the process holds; 0 once it is gone."""
+    fields = _read(Path(f"/proc/{pid}/statm")).split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") if fields else 0
+
+
 def memory_limit() -> int:
     """Bytes that the processes of this host may use together: the cgroup's limit or the machine's memory."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]

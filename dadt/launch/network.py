@@ -175,25 +175,46 @@ def agree(
     reports: what each agent said of its host, with the addresses that are allowed. reached: what each one's Probe
     found, by index. Raises LaunchError that names all pairs without a way.
     """
-    chosen: list[tuple[str, str]] = []
-    cut: list[str] = []
-    for index, report in enumerate(reports):
-        others = [other for other in range(len(reports)) if other != index]
-        ways = [reached[other].get(str(index), {}) for other in others]
-        good = [entry for entry in report["addresses"] if all(entry["address"] in way for way in ways)]
-        if good:
-            best = min(good, key=lambda entry: (-entry["speed"], round(max(w[entry["address"]] for w in ways), 3)))
-            chosen.append((best["address"], best["interface"]))
-            continue
-        tried = ", ".join(entry["address"] for entry in report["addresses"]) or "it has none"
-        blind = [names[other] for other, way in zip(others, ways, strict=True) if not way]
-        cut.append(f"{names[index]} ({tried}) is not reached by {', '.join(blind) or 'all others at one address'}")
-    if cut:
-        raise LaunchError(
-            f"no way between hosts: {'; '.join(cut)} -> open the firewall between them, or choose a network with "
-            "--network-interface"
-        )
-    return chosen
+    ways = [
+        [reached[other].get(str(index), {}) for other in range(len(reports)) if other != index]
+        for index in range(len(reports))
+    ]
+    good = [
+        [entry for entry in report["addresses"] if all(entry["address"] in way for way in ways[index])]
+        for index, report in enumerate(reports)
+    ]
+    if not all(good):
+        raise LaunchError(_cut(names, reports, reached, [index for index, entries in enumerate(good) if not entries]))
+    for newer in (False, True):
+        # One family for all, where all have one in common: libraries do not mix them well.
+        same = [[entry for entry in entries if (":" in entry["address"]) is newer] for entries in good]
+        if all(same):
+            good = same
+            break
+    chosen = [min(entries, key=lambda entry, i=index: _cost(entry, ways[i])) for index, entries in enumerate(good)]  # type: ignore[misc]
+    return [(entry["address"], entry["interface"]) for entry in chosen]
+
+
+def _cost(entry: Mapping[str, Any], ways: Sequence[Mapping[str, float]]) -> tuple[float, float]:
+    return -entry["speed"], round(max(way[entry["address"]] for way in ways), 3)
+
+
+def _cut(
+    names: Sequence[str],
+    reports: Sequence[Mapping[str, Any]],
+    reached: Sequence[Mapping[str, Mapping[str, float]]],
+    hidden: Sequence[int],
+) -> str:
+    parts = []
+    for index in hidden:
+        tried = ", ".join(entry["address"] for entry in reports[index]["addresses"])
+        blind = [name for other, name in enumerate(names) if other != index and not reached[other].get(str(index))]
+        by = ", ".join(blind) or "all others at one address"
+        parts.append(f"{names[index]} ({tried}) is not reached by {by}" if tried else f"{names[index]} has no address")
+    return (
+        f"no way between hosts: {'; '.join(parts)} -> open the firewall between them, or choose another network with "
+        "--network-interface"
+    )
 
 
 def _matches(entry: Mapping[str, Any], part: str) -> bool:

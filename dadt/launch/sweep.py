@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from dadt.launch import guard
+
 SWEEP_SECONDS = 4.0
 TRACKER = b"multiprocessing.resource_tracker"
 TRACKER_SECONDS = 1.0
@@ -24,6 +26,7 @@ def members(mark: str, descendants: bool = False) -> list[int]:
     if descendants:
         found.update(_descendants(os.getpid()))
     found.discard(os.getpid())
+    found.difference_update([pid for pid in found if _is_marked(Path(f"/proc/{pid}"), guard.MARK.encode())])
     return sorted(pid for pid in found if is_alive(pid))
 
 

@@ -1,0 +1,50 @@
+"""What cleans up after a process that was killed: a shell that waits for its end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+MARK = "DADT_GUARD=1"
+"""Of the guard itself: it is no part of the job that it guards."""
+SCRIPT = """
+trap '' HUP INT QUIT TERM
+read -r _
+if [ -n "$2" ]; then
+    for round in 1 2 3; do
+        found=$(grep -lzxF -- "$2" /proc/[0-9]*/environ 2>/dev/null) || break
+        for file in $found; do
+            pid=${file#/proc/}
+            kill -KILL "${pid%/environ}" 2>/dev/null
+        done
+    done
+fi
+rm -rf -- "$1"
+"""
+
+
+class Guard:
+    """Ends what carries the mark, and removes the folder, once this process is gone, however it went.
+
+    A process of its own, because nothing in a killed process runs any more; a shell, because it costs little.
+    """
+
+    def __init__(self, folder: Path, mark: str = "") -> None:
+        """mark: a variable and its value, as DADT_AGENT=/tmp/...; empty: only the folder is removed."""
+        self._process = subprocess.Popen(
+            ["sh", "-c", SCRIPT, "dadt-guard", str(folder), mark],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={"PATH": os.defpath, **dict([MARK.split("=")])},
+            cwd="/",
+            start_new_session=True,
+        )
+
+    def release(self) -> None:
+        """The folder is removed, and nothing is left that carries the mark. Idempotent."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.kill()
+        self._process.wait()
