@@ -171,7 +171,8 @@ class Crew:
             pass  # the agent is gone, which the end of its output tells, too
 
     def _lose(self, node: Node, why: str, seconds: float) -> None:
-        self._events.append((node, Frame("lost", {"message": self._finish(node, seconds) or why})))
+        at = time.time()  # what others do because of it must not seem to come first
+        self._events.append((node, Frame("lost", {"message": self._finish(node, seconds) or why, "time": at})))
 
     def _finish(self, node: Node, seconds: float) -> str:
         if node.channel is None:

@@ -87,6 +87,8 @@ class Job:
         self._grace = float("inf")
         self._hang_up = HANG_UP_SECONDS
         self._error: str | None = None
+        self._lost_time = float("inf")
+        """When the first agent was lost."""
 
     def start(self, orders: Sequence[Frame]) -> None:
         """Tell each node's agent what to start."""
@@ -153,6 +155,7 @@ class Job:
     def _on_lost(self, node: Node, frame: Frame) -> None:
         if node not in self._working:
             return  # it said before that all of its workers have ended
+        self._lost_time = min(self._lost_time, frame.get("time", float("inf")))
         self._lose(node, f"{frame['message']}; all its workers were stopped")
         for slot in self._slots:
             if slot.cross_rank == self._crew.nodes.index(node):
@@ -285,6 +288,8 @@ class Job:
         outcome = self._outcome
         outcome.seconds = time.monotonic() - self._begin
         cause = find_cause(list(self._endings.values()), self._records)
+        if cause is not None and self._lost_time < _time(*cause):
+            cause = None  # a scheduler, or silence, ended the others because of it
         if cause is not None and not outcome.signal:
             outcome.failure = self._failure(*cause)
         elif self._error is not None and not outcome.signal:
@@ -293,7 +298,7 @@ class Job:
 
     def _failure(self, ending: Ending, record: Record | None) -> Failure:
         member = self._rendezvous.members[ending.rank]
-        at = record.time if record is not None and record.time else ending.time
+        at = _time(ending, record)
         return Failure(
             ending=ending,
             record=record,
@@ -305,3 +310,8 @@ class Job:
             stacks=self._stacks,
             last_words=last_line(self._output.tails[ending.rank].data),
         )
+
+
+def _time(ending: Ending, record: Record | None) -> float:
+    """When it failed: an exception is raised before the exit."""
+    return record.time if record is not None and record.time else ending.time
