@@ -26,6 +26,14 @@ class Channel(Protocol):
         """
 
 
+@runtime_checkable
+class Noted(Protocol):
+    """A channel of whose making the user should know something, as that the host's key was not known."""
+
+    notes: Sequence[str]
+    """Each is the rest of a sentence that begins with the host's name."""
+
+
 class Launcher(Protocol):
     """A way to start agents."""
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import dadt
 from dadt.errors import LaunchError, StartTimeout
 from dadt.launch import network
+from dadt.launch.channel import Noted
 from dadt.launch.crew import Crew, Node
 from dadt.launch.frame import Frame
 
@@ -59,6 +60,10 @@ def gather(crew: Crew, look: Mapping[str, Any], timeout: float, job: str, voice:
     if named:
         count = "" if len(crew.nodes) <= NAMED_HOSTS else f"  {len(crew.nodes) - len(failures) - len(waiting)} ready"
         voice.part(count, last=True)
+    for node in crew.nodes:
+        if isinstance(node.channel, Noted):
+            for text in node.channel.notes:
+                voice.say(f"{node.name}: {text}")
     late = time.monotonic() >= begin + timeout
     for node in crew.nodes:
         if node in waiting:

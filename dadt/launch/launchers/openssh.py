@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 from dadt.config import Config
@@ -40,16 +40,12 @@ OPTIONS = (
     "RequestTTY=no",
 )
 
-Say = Callable[[str, str], None]
-"""Takes a text and its level, info or warning. Called from other threads."""
-
 
 class OpensshLauncher:
     """One `ssh` per host, which is waited for until it has logged in."""
 
-    def __init__(self, config: Config, say: Say | None = None) -> None:
+    def __init__(self, config: Config) -> None:
         self._config = config
-        self._say = say
         self._python = config.python or sys.executable
         self._command = remote.command(self._python)
         self._attempts = Attempts(self._attempt)
@@ -75,8 +71,7 @@ class OpensshLauncher:
         channel = OpensshChannel(self._command_line(ssh, host, route), self._python, self._processes)
         has_output = channel.await_output(deadline)
         report = channel.report()
-        if (text := report.added_key()) and self._say is not None:
-            self._say(f"{host}: {text}", "info")
+        channel.notes = report.notes()
         if has_output:
             return channel
         how = channel.end(0.0)
@@ -108,6 +103,7 @@ class OpensshChannel:
         """processes: those that run, for who wants to end them."""
         self._python = python
         self._processes = processes
+        self.notes: Sequence[str] = ()
         self._stderr = b""
         self._explanation: str | None = None
         self._process = subprocess.Popen(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 import paramiko
@@ -23,17 +23,12 @@ STATUS_SECONDS = 5.0
 """From the end of the agent's output to its exit code."""
 FORCE_SECONDS = 1.0
 
-Say = Callable[[str, str], None]
-"""Takes a text and its level, info or warning. Called from other threads."""
-
 
 class SshLauncher:
     """Connects in threads that nobody waits for: an attempt that hangs does not keep the process from ending."""
 
-    def __init__(self, config: Config, say: Say | None = None) -> None:
-        """say: for what is no failure but should be known, as a host key that was added."""
+    def __init__(self, config: Config) -> None:
         self._config = config
-        self._say = say
         self._python = config.python or sys.executable
         self._command = remote.command(self._python)
         self._connector = Connector(config)
@@ -50,24 +45,22 @@ class SshLauncher:
         self._connector.close()
 
     def _attempt(self, host: Host, deadline: float) -> SshChannel:
-        connection = self._connector.connect(host, deadline, lambda text: self._note(host, text))
+        notes: list[str] = []
+        connection = self._connector.connect(host, deadline, notes.append)
         try:
             channel = connection.transport.open_session(timeout=OPEN_SECONDS)
             channel.exec_command(self._command)
-            return SshChannel(connection, channel, self._python)
+            return SshChannel(connection, channel, self._python, notes)
         except (paramiko.SSHException, EOFError, OSError) as error:
             connection.close()
             raise Transient(f"logged in, but no command can be started ({error}) -> try `ssh {host} true`") from error
-
-    def _note(self, host: Host, text: str) -> None:
-        if self._say is not None:
-            self._say(f"{host}: {text}", "info")
 
 
 class SshChannel:
     """An agent at the other end of a channel, which is no descriptor: threads carry the bytes to one."""
 
-    def __init__(self, connection: Connection, channel: paramiko.Channel, python: str) -> None:
+    def __init__(self, connection: Connection, channel: paramiko.Channel, python: str, notes: Sequence[str]) -> None:
+        self.notes = notes
         self._connection = connection
         self._channel = channel
         self._python = python

@@ -51,11 +51,11 @@ class Report:
         telling = [line for line in lines if not line.startswith(EARLY)] or lines
         return telling[-1] if telling else ""
 
-    def added_key(self) -> str:
-        """What to tell the user where an unknown host key was accepted; else empty."""
+    def notes(self) -> list[str]:
+        """What to tell the user though nothing failed: that an unknown host key was accepted."""
         if "Warning: Permanently added" not in self._text:
-            return ""
-        return f"its host key was not known ({self._fingerprint()}): added to known_hosts"
+            return []
+        return [f"its host key was not known ({self._fingerprint()}): added to known_hosts"]
 
     def failure(self, route: Route) -> LaunchError:
         """Why nobody was logged in. The first reason counts: those of hosts on the way come first."""

@@ -1,0 +1,114 @@
+"""`dadt run` over simulated machines, for what SSH and the shells there may do to it."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+
+import pytest
+from dialogue import BACKENDS
+from hostrun import HostRun
+from machine import Network
+from run import Result
+
+Launch = Callable[..., Result]
+WHERE = """
+import os, socket
+print(os.environ["DADT_RANK"], socket.gethostname())
+"""
+BYTES = """
+import os, random, sys, threading
+rank = int(os.environ["DADT_RANK"])
+def write(stream, data):
+    stream.buffer.write(data)
+    stream.flush()
+low = bytes(byte & 127 for byte in random.Random(rank).randbytes(5 << 20))
+high = bytes(byte | 128 for byte in random.Random(rank).randbytes(5 << 20))
+threads = [threading.Thread(target=write, args=pair) for pair in ((sys.stdout, low), (sys.stderr, high))]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+pytestmark = pytest.mark.parametrize("backend", BACKENDS)
+
+
+@pytest.fixture
+def launch(start: Callable[..., HostRun], backend: str) -> Launch:
+    """launch(network, script, *arguments) -> Result, by this backend."""
+    return lambda network, script, *arguments: start(
+        network, script, "-H", network.list(2), "--ssh-backend", backend, *arguments, "train.py"
+    ).finish()
+
+
+def places(result: Result) -> list[bytes]:
+    assert result.code == 0, result.err
+    return sorted(line.rpartition(b"] ")[2] for line in result.out.splitlines())
+
+
+@pytest.mark.parametrize("shell", ["/bin/bash", "/bin/csh"])
+def test_shells_that_print_at_their_start(hosts: Callable[[int], Network], launch: Launch, shell: str) -> None:
+    network = hosts(2)
+    for host in network.hosts:
+        host.set_shell(shell)
+        for name in (".bashrc", ".cshrc"):
+            noise = f'{sys.executable} -c \'import sys; print("hello " * 5000); sys.stderr.write("hear " * 50000)\''
+            (host.home / name).write_text(noise + "\n")
+    result = launch(network, WHERE)
+    assert places(result) == [b"0 h0", b"1 h0", b"2 h1", b"3 h1"]
+    assert "hello" not in result.err and "hear" not in result.err
+
+
+def test_a_host_behind_another(hosts: Callable[[int], Network], launch: Launch) -> None:
+    network = hosts(2)
+    network.know()
+    network.configure("h1", ProxyJump="h0")
+    assert places(launch(network, WHERE)) == [b"0 h0", b"1 h0", b"2 h1", b"3 h1"]
+    assert f"from {network[0].address}" in network[1].log.read_text()
+
+
+def test_ten_megabytes_of_anything_on_both_streams(hosts: Callable[[int], Network], launch: Launch) -> None:
+    network = hosts(2)
+    result = launch(network, BYTES, "-np", "2", "--output", "errors")
+    assert result.code == 0, result.err
+    for rank in range(2):
+        log = result.log(rank)  # the streams are told apart by their eighth bit
+        expected = random.Random(rank).randbytes(5 << 20)
+        assert log.translate(None, bytes(range(128, 256))) == bytes(byte & 127 for byte in expected)
+        assert log.translate(None, bytes(range(128))) == bytes(byte | 128 for byte in expected)
+
+
+def test_all_hosts_that_failed_are_told_each_in_a_line(hosts: Callable[[int], Network], launch: Launch) -> None:
+    network = hosts(4)
+    network.know()
+    known = network[1].fingerprint
+    network[1].new_host_key()
+    network.configure("h2", Port=77)
+    network.configure("h3", User="nobody")
+    result = launch(network, WHERE)
+    assert result.code == 3
+    lines = sorted(line for line in result.err.splitlines() if line.startswith("dadt: h"))
+    assert len(lines) == 3
+    assert known in lines[0] and network[1].fingerprint in lines[0]
+    assert "connection refused" in lines[1]
+    assert "permission denied" in lines[2] and lines[2].endswith("ssh-copy-id nobody@h3, or -i FILE")
+    assert result.err.splitlines()[-1] == "dadt: nothing was started; exit code 3"
+    assert "Traceback" not in result.err and result.out == b""
+
+
+def test_a_host_key_that_was_added_is_told(hosts: Callable[[int], Network], launch: Launch) -> None:
+    network = hosts(1)
+    result = launch(network, WHERE)
+    assert f"h0: its host key was not known (ssh-ed25519 {network[0].fingerprint}): added to " in result.err
+    assert "host key" not in launch(network, WHERE).err
+
+
+def test_a_dry_run_shows_the_command_and_connects_to_nobody(hosts: Callable[[int], Network], launch: Launch) -> None:
+    network = hosts(1)
+    result = launch(network, WHERE, "--dry-run")
+    assert result.code == 0, result.err
+    command = f"ssh -F {network.config} h0 'cd /; exec {sys.executable} -u -m dadt.agent'"
+    assert command in result.err + result.out.decode()
+    assert "Connection from" not in network[0].log.read_text()
