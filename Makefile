@@ -13,17 +13,23 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Python files take effect at once; these need an install.
 BUILT := pyproject.toml $(wildcard CMakeLists.txt) $(shell find csrc -type f)
 
-.PHONY: demo test test-slow lint format docs native clean
+.PHONY: demo test test-slow machines lint format docs native clean
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
 	$(BIN)/dadt run -np $(WORKERS) examples/mnist.py --epochs 3
 
-test: lint docs native
+test: lint docs native machines
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
 test-slow: .venv/testable
 	$(BIN)/python -m pytest -m slow --timeout 1800
+
+# What simulated machines, Slurm and MPI need. Their tests are skipped where it cannot be installed, but not in CI.
+machines:
+	@.ci/need 'openssh-server openssh-client csh iproute2 munge slurmctld slurmd slurm-client openmpi-bin mpich' \
+	  sh -c 'PATH=$$PATH:/usr/sbin; for each in sshd ssh csh ip munged slurmctld slurmd srun mpirun.openmpi mpirun.mpich; do command -v $$each || exit 1; done' \
+	  || [ "$$CI" != true ]
 
 lint: .venv/testable
 	$(BIN)/ruff check --quiet .
