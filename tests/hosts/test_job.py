@@ -7,12 +7,15 @@ import os
 import random
 import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 from machine import await_that
+
+import dadt
 
 ROOT = Path(__file__).parents[2]
 SHOW = """
@@ -309,3 +312,50 @@ def test_python_is_the_launchers_own(hosts, start):
     network = hosts(1)
     result = start(network, "import sys; print(sys.executable)", "-np", 1, "-H", "h0", "train.py").finish()
     assert os.path.samefile(result.out.decode().split()[1], sys.executable)
+
+
+def test_a_function_runs_on_all_hosts(hosts, tmp_path):
+    code = """
+import os, socket, sys
+import dadt
+def work(factor):
+    if int(os.environ["RANK"]) == factor: raise LookupError("on " + socket.gethostname())
+    return socket.gethostname(), int(os.environ["RANK"]) * factor
+print(dadt.run(work, (10,), hosts=["h0:1", "h1:2"], ssh_config=sys.argv[1]))
+try: dadt.run(work, (2,), hosts="h0:1,h1:2", ssh_config=sys.argv[1])
+except LookupError as error: print(error)
+"""
+    network = hosts(2)
+    (tmp_path / "main.py").write_text(code)
+    command = network.launcher.enter([sys.executable, "main.py", network.config], tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == ["[('h0', 0), ('h1', 10), ('h1', 20)]", "on h1"], done.stderr
+
+
+def test_another_version_on_a_host_is_refused_and_another_torch_is_told(hosts, start, tmp_path):
+    def differ(line: str) -> str:
+        (tmp_path / "site").mkdir(exist_ok=True)
+        (tmp_path / "site" / "sitecustomize.py").write_text(line)
+        python = tmp_path / "python"
+        python.write_text(
+            f'#!/bin/sh\n[ "$(hostname)" = h1 ] && export PYTHONPATH={tmp_path}/site\nexec {sys.executable} "$@"\n'
+        )
+        python.chmod(0o755)
+        return str(python)
+
+    network = hosts(2)
+    python = differ("import dadt; dadt.__version__ = '9.9'")
+    result = start(network, "", "-np", 2, "-H", network.list(1), "--python", python, "train.py").finish()
+    assert result.code == 3
+    assert f"dadt: h1: dadt 9.9 is installed there, {dadt.__version__} here -> install the same version" in result.err
+    python = differ("import dadt.launch.machine as m; m._version = lambda package: '2.2.0'")
+    result = start(network, "", "-np", 2, "-H", network.list(1), "--python", python, "train.py").finish()
+    assert result.code == 0
+    assert "hosts differ in torch: h0 2." in result.err and "h1 2.2" in result.err
+
+
+def test_a_long_prologue_is_no_silence(hosts, start):
+    network = hosts(1)
+    arguments = ("-np", 1, "-H", "h0", "--orphan-timeout", "1", "--prologue", "sleep 3; export A=b")
+    result = start(network, "import os; print(os.environ['A'])", *arguments, "train.py").finish()
+    assert result.out == b"[0] b\n", result.err
