@@ -61,7 +61,7 @@ def gather(crew: Crew, look: Mapping[str, Any], timeout: float, job: str, voice:
         count = "" if len(crew.nodes) <= NAMED_HOSTS else f"  {len(crew.nodes) - len(failures) - len(waiting)} ready"
         voice.part(count, last=True)
     for node in crew.nodes:
-        if isinstance(node.channel, Noted):
+        if node.channel is not None and isinstance(node.channel, Noted):
             for text in node.channel.notes:
                 voice.say(f"{node.name}: {text}")
     late = time.monotonic() >= begin + timeout
