@@ -98,7 +98,7 @@ def launcher_of(plan: Plan, job: str) -> Launcher:
     if plan.by_name and not (config.hosts or config.hostfile) and config.launcher in ("auto", "slurm"):
         from dadt.launch.launchers.slurm import SlurmLauncher
 
-        return SlurmLauncher(config)
+        return SlurmLauncher(config, plan.hosts)
     from dadt.launch.launchers.nearby import NearbyLauncher, ssh_launcher
 
     return ssh_launcher(config) if config.launcher == "ssh" else NearbyLauncher(config)

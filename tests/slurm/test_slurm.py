@@ -19,6 +19,7 @@ from dadt.launch.host import Host
 from dadt.launch.launchers import slurm
 from dadt.launch.launchers.slurm import slurm_hosts, tasks_per_node
 
+ROOT = Path(__file__).parents[2]
 SHOW = "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], flush=True)\n"
 FAIL = SHOW + "import sys; sys.exit(7 if os.environ['RANK'] == '3' else 0)\n"
 SLEEP = """
@@ -124,6 +125,18 @@ def test_an_array_has_a_job_for_each_of_its_tasks(cluster: Cluster, tmp_path: Pa
     assert len(list((tmp_path / "dadt-logs").iterdir())) == 3
 
 
+def test_the_example_trains_as_a_task_of_an_array(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    path = f"{Path(DADT[0]).parent}{os.pathsep}{os.environ['PATH']}"
+    job, options = "examples/slurm/job.sh", ("--wait", "--array=2", "--time=5", "--output=out")
+    done = cluster.run("sbatch", *options, job, "--epochs", 1, cwd=tmp_path, env={"PATH": path})
+    text = (tmp_path / "out").read_text()
+    assert done.returncode == 0, text
+    assert "dadt: 4 workers on 2 hosts" in text
+    assert "NOT distributed" not in text
+    assert (tmp_path / "mnist-2.pt").exists()
+
+
 def test_fewer_nodes_than_were_allocated(cluster: Cluster, tmp_path: Path) -> None:
     done = allocate(cluster, tmp_path, SHOW, "--exclude", "n1", "train.py")
     assert sorted(done.stdout.splitlines()) == ["[0] rank 0 of 2", "[1] rank 1 of 2"]
@@ -156,6 +169,15 @@ def test_what_srun_complains_of_is_told(cluster: Cluster, tmp_path: Path) -> Non
     done = cluster.run(*DADT, "run", "train.py", cwd=tmp_path, env=env)
     assert done.returncode == 3
     assert "dadt: n1: srun: Unable to confirm allocation for job 999999: Invalid job id specified" in done.stderr
+
+
+def test_a_dry_run_shows_the_one_srun_and_starts_nothing(cluster: Cluster, tmp_path: Path) -> None:
+    done = allocate(cluster, tmp_path, SHOW, "--dry-run", "train.py")
+    assert done.returncode == 0, done.stderr
+    for name in ("n1", "n2"):
+        assert f"{name}: srun --job-name=dadt --nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=n1,n2 " in done.stdout
+    assert "--kill-on-bad-exit=1" in done.stdout
+    assert not (tmp_path / "dadt-logs").exists()
 
 
 def test_srun_in_front_of_dadt_run_is_told(cluster: Cluster, tmp_path: Path) -> None:

@@ -65,16 +65,15 @@ def tasks_per_node(text: str) -> list[int]:
 class SlurmLauncher:
     """All agents by one srun, whose words explain what goes wrong."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, hosts: Sequence[Host]) -> None:
         self._config = config
         self._python = config.python or sys.executable
-        self._hosts: list[Host] = []
+        self._hosts = hosts
         self._futures: dict[str, Future[Channel]] = {}
         self._listener: Listener | None = None
         self._step: Step | None = None
 
     def launch(self, hosts: list[Host]) -> list[Future[Channel]]:
-        self._hosts = hosts
         self._futures = {host.name: Future() for host in hosts}
         key = secrets.token_bytes(32)
         self._listener = Listener(key, self._config.orphan_timeout, self._greet, self._take)
@@ -90,7 +89,7 @@ class SlurmLauncher:
         return list(self._futures.values())
 
     def command(self, host: Host) -> str:
-        return shlex.join(self._srun(self._hosts or [host]))
+        return shlex.join(self._srun(self._hosts))
 
     def close(self) -> None:
         if self._listener is not None:
