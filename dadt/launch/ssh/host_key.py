@@ -49,8 +49,11 @@ class Entry:
     def is_for(self, name: str) -> bool:
         if self.names.startswith(HASHED):
             salt, _, digest = self.names[len(HASHED) :].partition("|")
-            expected = hmac.new(base64.b64decode(salt), name.encode(), hashlib.sha1).digest()
-            return hmac.compare_digest(base64.b64decode(digest), expected)
+            try:
+                expected = hmac.new(base64.b64decode(salt), name.encode(), hashlib.sha1).digest()
+                return base64.b64decode(digest) == expected
+            except binascii.Error:
+                return False
         patterns = self.names.lower().split(",")
         if any(fnmatch.fnmatchcase(name, _glob(pattern[1:])) for pattern in patterns if pattern.startswith("!")):
             return False
@@ -62,12 +65,15 @@ class KnownHosts:
 
     def __init__(self, route: Route) -> None:
         self._route = route
-        self._entries = [entry for entry in _read(route.known_hosts) if entry.is_for(route.key_name)]
+        entries = [entry for entry in _read(route.known_hosts) if entry.is_for(route.key_name)]
+        self._revoked = [entry for entry in entries if entry.revoked]
+        self._entries = [entry for entry in entries if not entry.revoked]
         self._portless: list[Entry] = []
         if not self._entries and route.port != SSH_PORT and not route.alias:
             # As OpenSSH does: a key known for port 22 is good for another port, too.
             name = route.hostname.lower()
-            self._portless = [entry for entry in _read(route.known_hosts) if entry.is_for(name)]
+            entries = [entry for entry in _read(route.known_hosts) if entry.is_for(name)]
+            self._portless = [entry for entry in entries if not entry.revoked]
 
     @property
     def kinds(self) -> list[str]:
@@ -79,10 +85,9 @@ class KnownHosts:
         with the host's name; empty where all is as it was."""
         if policy == "off":
             return ""
-        known = [entry for entry in self._entries + self._portless if entry.key == key]
-        if any(entry.revoked for entry in known):
-            raise LaunchError(verdict.revoked_key(key.fingerprint, known[0].place))
-        if known:
+        if revoked := [entry for entry in self._revoked if entry.key == key]:
+            raise LaunchError(verdict.revoked_key(key.fingerprint, revoked[0].place))
+        if any(entry.key == key for entry in self._entries + self._portless):
             return ""
         if self._entries:
             raise LaunchError(changed(key.fingerprint, self._entries[0], self._route.key_name))
