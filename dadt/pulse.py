@@ -25,6 +25,10 @@ class Pulse:
         path.write_bytes(RECORD.pack(-1, time.monotonic()) * local_size)
         return cls(path)
 
+    @property
+    def local_size(self) -> int:
+        return len(self._records) // RECORD.size
+
     def write(self, local_rank: int, step: int) -> None:
         RECORD.pack_into(self._records, local_rank * RECORD.size, step, time.monotonic())
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dadt._core import Engine, Work
     from dadt.control import Control
     from dadt.exchange import Exchange
+    from dadt.forum import Forum
 
 _save = torch.save  # before it is patched: what is dumped here are no files of the script's
 _PATIENCE = 3.0  # seconds of waiting after which a rank looks where its peers are
@@ -37,7 +38,7 @@ class Runtime:
     All methods run on the script's training thread. Every rank calls those that exchange in the same order.
     """
 
-    def __init__(self, world: World, config: Config, control: Control | None) -> None:
+    def __init__(self, world: World, config: Config, control: Control | Forum | None) -> None:
         self.world = world
         self.config = config
         self.control = control
@@ -45,6 +46,8 @@ class Runtime:
         """Optimizer steps that this rank has taken, over all optimizers."""
         self.seconds = 0.0
         """Time spent in DADT's hooks around steps, waiting included."""
+        self.samples = 0
+        """Drawn from shared loaders for training."""
         self.began = False
         """A training forward or a gradient's consumption has happened."""
         self.on_begin: list[Callable[[], None]] = []
@@ -315,6 +318,7 @@ class Runtime:
 
     def drew(self, samples: int, nominal: int) -> None:
         """A training batch was handed to the script."""
+        self.samples += samples
         for attachment in self.attachments:
             attachment.drew(samples, nominal)
 
@@ -330,7 +334,8 @@ class Runtime:
         """An optimizer step is complete."""
         self.step += 1
         if self.control is not None:
-            self.control.progress(self.step)
+            waited = sum(m.waited for m in self._measures)
+            self.control.progress(self.step, samples=self.samples, waited=waited, clock=perf_counter())
         if attachment is None or self.config.algorithm != "pipe" or attachment.index:
             return
         if attachment.step == self.config.warmup_steps and attachment.step > 1 and not attachment.has_closure:
@@ -346,6 +351,8 @@ class Runtime:
             "steps": self.step,
             "delayed": sum(m.delayed for m in self._measures),
             "wait_fraction": waited / (last - first) if last > first else 0.0,
+            "samples": self.samples,
+            "seconds": max(0.0, last - first),
             "hook_seconds": self.seconds,
         }
 

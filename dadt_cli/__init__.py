@@ -14,6 +14,10 @@ from dadt_cli import console
 COMMANDS = {
     "run": ("dadt_cli.run", "Train a script on several workers."),
     "config": ("dadt_cli.config", "Show the settings and where they come from."),
+    "ps": ("dadt_cli.ps", "List your jobs on this machine, or the ranks of one."),
+    "logs": ("dadt_cli.logs", "Print what the workers of a job have printed."),
+    "stacks": ("dadt_cli.stacks", "Print where every rank of a running job is, in Python."),
+    "kill": ("dadt_cli.kill", "End a job."),
     "bench": ("dadt_cli.bench", "Measure communication and steps on this machine."),
 }
 

@@ -50,7 +50,7 @@ def _kill_here(trace: Trace) -> int:
     left = trace.kill()
     if left:
         raise DadtError(f"job {trace.job}: processes {', '.join(map(str, left))} do not die, they hang in the kernel")
-    also = [f"{others} other processes"] if others else []
+    also = [f"{others} other process{'es' if others > 1 else ''}"] if others else []
     click.echo(f"job {trace.job} has ended on this machine: {_named(ended + also)}")
     return 0
 

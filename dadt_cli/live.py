@@ -8,6 +8,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from dadt.errors import ConfigError
 from dadt.launch.failure import size
 from dadt_cli import console
 from dadt_cli.table import figure
@@ -34,8 +35,16 @@ LINE_WIDTH = 12
 """The last line a rank printed is not shown if it would get less."""
 
 
-def possible() -> bool:
-    """Whether what we print goes to a terminal that can move its cursor."""
+def check(wish: str) -> None:
+    """Raises ConfigError where the view is wanted but cannot be."""
+    if wish == "on" and not os.isatty(STDERR):
+        raise ConfigError("--live on: stderr is no terminal; leave it out, or give auto")
+
+
+def wanted(wish: str) -> bool:
+    """auto: where all that is printed goes to a terminal that can move its cursor."""
+    if wish != "auto":
+        return wish == "on"
     if not (sys.stdout.isatty() and sys.stderr.isatty()):
         return False
     from rich.console import Console
@@ -43,11 +52,17 @@ def possible() -> bool:
     return not Console(stderr=True).is_dumb_terminal
 
 
+def show(watch: Watch, head: str) -> Live:
+    """Begin. head: what the job is; stands above the ranks with the time since it began."""
+    view = Live(watch, head)
+    console.show_above(view)
+    return view
+
+
 class Live:
     """Owns the last rows of the screen until `close`: everything is printed through `above`."""
 
     def __init__(self, watch: Watch, head: str) -> None:
-        """head: what the job is; stands above the ranks with the time since it began."""
         self._watch = watch
         self._head = head
         self._pending = bytearray()
@@ -58,7 +73,6 @@ class Live:
         ours = os.fstat(STDERR).st_rdev
         self._shared = {stream for stream in (1, 2) if os.isatty(stream) and os.fstat(stream).st_rdev == ours}
         """Streams that show on our terminal."""
-        console.show_above(self)
 
     def above(self, stream: int, data: bytes) -> None:
         if stream not in self._shared:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shlex
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from dadt_cli.table import figure, moment, table
 
 HEAD = ["JOB", "SINCE", "WORKERS", "STEP", "STATE", "SCRIPT", "LOGS"]
 RANK_HEAD = ["RANK", "HOST", "PID", "STEP", "STEPS/S", "SAMPLES/S", "WAITING", "MEMORY", "STATE"]
+SCRIPT_WIDTH = 40
 LEFT = ("JOB", "SINCE", "WORKERS", "HOST", "STATE", "SCRIPT", "LOGS")
 
 
@@ -54,7 +57,15 @@ def _row(trace: Trace) -> list[str]:
     ranks = told["ranks"]
     workers = f"{_count(told['hosts'], 'host')} x {_each(ranks)}"
     steps = [rank["step"] for rank in ranks]
-    return [trace.job, moment(told["begin"]), workers, _span(steps), told["state"], told["script"], told["logs"]]
+    return [
+        trace.job,
+        moment(told["begin"]),
+        workers,
+        _span(steps),
+        told["state"],
+        _program(told["command"]),
+        told["logs"],
+    ]
 
 
 def _ranks(told: Mapping[str, Any]) -> list[str]:
@@ -84,19 +95,24 @@ def _ranks_here(trace: Trace) -> list[str]:
 
 def _state(trace: Trace) -> str:
     if trace.launcher is not None:
-        return f"its launcher is dead: dadt kill {trace.job}"
-    return "launched elsewhere" if trace.agents else f"left over: dadt kill {trace.job}"
+        return "starting, or at its end"  # there is a launcher, but it takes no questions
+    return "no launcher on this machine" if trace.agents else f"left over: dadt kill {trace.job}"
 
 
 def _script(trace: Trace) -> str:
     """The command of a worker of this machine."""
     for pid in trace.workers.values():
         try:
-            command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+            return _program(Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")[:-1])
         except OSError:
             continue  # it has just ended
-        return next((Path(word).name for word in command[1:] if word and not word.startswith("-")), command[0])
     return ""
+
+
+def _program(command: Sequence[str]) -> str:
+    """Without the interpreter, and not all of a long one."""
+    words = command[1:] if len(command) > 1 and Path(command[0]).name.startswith("python") else command
+    return textwrap.shorten(shlex.join(words), SCRIPT_WIDTH, placeholder=" ...")
 
 
 def _workers(trace: Trace) -> str:

@@ -18,7 +18,9 @@ from dadt.launch import environment, launch, plan
 from dadt.launch.job import Outcome
 from dadt.launch.launch import Placed
 from dadt.launch.output import ranks_shown
-from dadt_cli import console
+from dadt.launch.watch import Watch
+from dadt_cli import console, live
+from dadt_cli.live import Live
 from dadt_cli.options import config_of, help_all, knobs
 
 PYTHON = re.compile(r"python[\d.]*(t|d)?")
@@ -63,6 +65,7 @@ def run(
         raise ConfigError(f"-np {given['np']}: the number of workers must be 1 or more")
     config = config_of(given)
     ranks_shown(config.output, config.np or MOST)
+    live.check(config.live)
     the_plan = plan.make(config, *_program(command, module, no_python, config))
     if dry_run:
         from dadt_cli.dry import describe
@@ -75,13 +78,14 @@ def run(
         return join(config, the_plan.command, console)
     seen: list[Placed] = []
 
-    def placed(where: Placed) -> None:
+    def placed(where: Placed, watch: Watch) -> Live | None:
         seen.append(where)
         console.say(_first_line(where))
         if display_map:
             console.text("\n".join(_map(where)))
         for text in _warnings(where):
             console.say(text, "warning")
+        return live.show(watch, _title(where)) if live.wanted(config.live) else None
 
     outcome = launch.run(the_plan, console, placed)
     return _finish(outcome, seen[0])
@@ -148,11 +152,18 @@ def _warnings(where: Placed) -> list[str]:
 
 def _first_line(where: Placed) -> str:
     config = where.config
+    executor = "" if config.executor == "auto" else f", executor {config.executor}"
+    return f"{_size(where)}{executor}, algorithm {config.algorithm} (job {where.job}, logs in {where.logs})"
+
+
+def _title(where: Placed) -> str:
+    return f"job {where.job}: {_size(where)}, algorithm {where.config.algorithm}, executor {where.config.executor}"
+
+
+def _size(where: Placed) -> str:
     workers = "1 worker" if len(where.slots) == 1 else f"{len(where.slots)} workers"
     names = [node.name for node in where.nodes]
-    on = names[0] or "this host" if len(names) == 1 else f"{len(names)} hosts"
-    executor = "" if config.executor == "auto" else f", executor {config.executor}"
-    return f"{workers} on {on}{executor}, algorithm {config.algorithm} (job {where.job}, logs in {where.logs})"
+    return f"{workers} on " + (names[0] or "this host" if len(names) == 1 else f"{len(names)} hosts")
 
 
 def _map(where: Placed) -> list[str]:

@@ -50,11 +50,18 @@ class Node:
 class Crew:
     """Single-threaded, but for what the launcher does until it has connected."""
 
-    def __init__(self, launcher: Launcher, hosts: Sequence[Host], orphan_timeout: float) -> None:
-        """Begins to start the agents."""
+    def __init__(
+        self,
+        launcher: Launcher,
+        hosts: Sequence[Host],
+        orphan_timeout: float,
+        see: Callable[[str, Frame], None] = lambda host, frame: None,
+    ) -> None:
+        """Begins to start the agents. see: is shown every frame, with its host."""
         self.nodes = [Node(index, host) for index, host in enumerate(hosts)]
         self.orphan_timeout = orphan_timeout
         self._launcher = launcher
+        self._see = see
         self._events: list[tuple[Node, Frame]] = []
         self._beat = 0.0
         started = launcher.launch(list(hosts))  # before there is anything to close, as it may raise
@@ -89,10 +96,13 @@ class Crew:
         for node in self.nodes:
             self._flush(node)
             silence = time.monotonic() - node.heard
-            if node.channel is not None and not node.ended and silence > self.orphan_timeout:
+            # Until it is ready it may be busy with what its host takes long for.
+            if node.report and not node.ended and silence > self.orphan_timeout:
                 self._lose(node, f"no sign of life for {silence:.0f} s", 0.0)
         events, self._events = self._events, []
-        yield from events
+        for node, frame in events:
+            self._see(node.name, frame)
+            yield node, frame
 
     def send(self, node: Node, frame: Frame) -> None:
         if node.channel is not None and not node.ended:

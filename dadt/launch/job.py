@@ -7,16 +7,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from dadt.errors import LaunchError
 from dadt.launch.crew import Crew, Node
 from dadt.launch.failure import Ending, Failure, Record, find_cause, last_line, signal_name
 from dadt.launch.frame import Frame
 from dadt.launch.interrupt import Interrupts
+from dadt.launch.journal import Journal
 from dadt.launch.output import Output
+from dadt.launch.query import Query
 from dadt.launch.rendezvous import Rendezvous
 from dadt.launch.slot import Slot
 from dadt.launch.sweep import sweep
+from dadt.launch.watch import View, Watch
 
 UNCAUGHT = 1
 """Python's exit code after an uncaught exception."""
@@ -64,7 +68,16 @@ class Outcome:
 class Job:
     """One per `dadt run`. `wait` does all the work, in the thread that calls it."""
 
-    def __init__(self, job: str, crew: Crew, slots: Sequence[Slot], output: Output, say: Say, grace: float) -> None:
+    def __init__(
+        self,
+        job: str,
+        crew: Crew,
+        slots: Sequence[Slot],
+        output: Output,
+        journal: Journal,
+        say: Say,
+        grace: float,
+    ) -> None:
         """crew: all agents are ready. grace: from SIGTERM to SIGKILL when the user ends the job."""
         self._job = job
         self._crew = crew
@@ -73,6 +86,9 @@ class Job:
         self._say = say
         self._user_grace = grace
         self._rendezvous = Rendezvous([slot.host for slot in slots])
+        self.watch = Watch(self._rendezvous.members, journal)
+        self._query: Query | None = None
+        self._view: View | None = None
         self._said: set[str] = set()
         self._endings: dict[int, Ending] = {}
         self._records: dict[int, Record] = {}
@@ -97,6 +113,14 @@ class Job:
         for node, order in zip(self._crew.nodes, orders, strict=True):
             self._crew.send(node, order)
 
+    def serve(self, path: Path, facts: Mapping[str, Any]) -> None:
+        """Answer other commands of this user at the socket. facts: of the job, which do not change."""
+        self._query = Query(path, self._crew, self.watch, facts, lambda: self.end(signal.SIGTERM, "dadt kill"))
+
+    def show(self, view: View | None) -> None:
+        """Keep the view up to date until the job is over, and close it."""
+        self._view = view
+
     def wait(self, interrupts: Interrupts | None) -> Outcome:
         """Until nothing of the job is left. SIGINT, SIGTERM and SIGHUP end it gently, a second one at once; other
         signals among the interrupts go to all workers.
@@ -108,6 +132,7 @@ class Job:
         try:
             while self._working:
                 for node, frame in self._crew.turn(self._patience()):
+                    self.watch.see(frame)
                     getattr(self, f"_on_{frame.kind}")(node, frame)
                 self._turn()
         finally:
@@ -116,10 +141,21 @@ class Job:
             self._close()
         return self._judge()
 
-    def terminate(self, grace: float, stacks: bool = False) -> None:
+    def end(self, number: int, who: str) -> float:
+        """By the user: gently, and at once if asked again. Returns the seconds until it is by force."""
+        if self._outcome.signal:
+            self.terminate(0.0, who)
+        else:
+            self._outcome.signal = number
+            self.terminate(self._user_grace, who)
+            self._say(f"{who}: stopping the workers (once more: at once)", "info")
+        return self._grace
+
+    def terminate(self, grace: float, why: str, stacks: bool = False) -> None:
         """SIGTERM to all workers, and SIGKILL after `grace` seconds; the second call can only hasten it."""
         if grace < self._grace:
             self._grace = grace
+            self.watch.stops(why, grace)
             self._end_by = time.monotonic() + grace + END_SECONDS
             self._crew.send_all(Frame("stop", {"grace": grace, "stacks": stacks}))
 
@@ -128,7 +164,7 @@ class Job:
         self._rendezvous.settle()
         if now >= self._fail_at:
             self._fail_at = float("inf")
-            self.terminate(FAILURE_GRACE, stacks=True)
+            self.terminate(FAILURE_GRACE, "a worker failed", stacks=True)
         if now >= self._end_by:
             # An agent is stuck: it is killed, and its workers with it.
             self._working.clear()
@@ -137,20 +173,18 @@ class Job:
     def _patience(self) -> float:
         now = time.monotonic()
         turn = 0.05 if self._rendezvous.waiting else TURN_SECONDS
-        return max(0.0, min(turn, self._output.tick(), self._fail_at - now, self._end_by - now))
+        turn = min(turn, self._output.tick(), self._fail_at - now, self._end_by - now)
+        if self._query is not None:
+            turn = min(turn, self._query.turn())
+        if self._view is not None:
+            turn = min(turn, self._view.tick())
+        return max(0.0, turn)
 
     def _interrupt(self, caught: set[int]) -> None:
         for number in caught - set(ENDING_SIGNALS):
             self._crew.send_all(Frame("signal", {"number": number}))
-        number = min(caught & set(ENDING_SIGNALS), default=0)
-        if not number:
-            return
-        if self._outcome.signal:
-            self.terminate(0.0)
-            return
-        self._outcome.signal = number
-        self.terminate(self._user_grace)
-        self._say(f"{signal_name(number)}: stopping the workers (once more: at once)", "info")
+        if number := min(caught & set(ENDING_SIGNALS), default=0):
+            self.end(number, signal_name(number))
 
     def _on_lost(self, node: Node, frame: Frame) -> None:
         if node not in self._working:
@@ -253,6 +287,10 @@ class Job:
         if path not in self._stacks:
             self._stacks.append(path)
 
+    def _on_stack(self, node: Node, frame: Frame) -> None:
+        if self._query is not None:
+            self._query.told(frame)
+
     def _on_end(self, node: Node, frame: Frame) -> None:
         self._outcome.stuck = [*self._outcome.stuck, *frame["stuck"]]
         if number := frame["signal"]:
@@ -282,7 +320,11 @@ class Job:
         """Nothing of the job outlives this, even if its agents were killed."""
         self._crew.close(self._hang_up)
         self._outcome.stuck = sweep(self._job) or self._outcome.stuck
+        if self._query is not None:
+            self._query.close()
         self._output.close()
+        if self._view is not None:
+            self._view.close()
 
     def _judge(self) -> Outcome:
         outcome = self._outcome

@@ -44,8 +44,9 @@ class Journal:
         """A frame of the agent of this host: written down if it is an event."""
         if frame.kind in KEPT:
             facts = {name: frame[name] for name in KEPT[frame.kind] if name in frame.header}
-            where = {"host": host, **({"rank": frame["rank"]} if "rank" in frame.header else {})}
-            self.write(NAMES.get(frame.kind, frame.kind), **where, **facts)
+            where = {"host": host, "rank": frame.get("rank")}
+            known = {name: value for name, value in where.items() if value not in ("", None)}
+            self.write(NAMES.get(frame.kind, frame.kind), **known, **facts)
 
     def write(self, kind: str, **facts: Any) -> None:
         if self._broken:

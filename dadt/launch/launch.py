@@ -23,8 +23,10 @@ from dadt.launch.interrupt import Interrupts
 from dadt.launch.job import ENDING_SIGNALS, HANG_UP_SECONDS, Job, Outcome
 from dadt.launch.output import Output, ranks_shown
 from dadt.launch.plan import Plan
+from dadt.launch.report import Report
 from dadt.launch.slot import Room, Slot, place, share_out
 from dadt.launch.sweep import sweep
+from dadt.launch.watch import View, Watch
 
 
 class Ended(DadtError):
@@ -51,8 +53,12 @@ class Placed:
     master: tuple[str, int] | None
 
 
-def run(the_plan: Plan, voice: Voice, placed: Callable[[Placed], None], signals: bool = True) -> Outcome:
-    """Start the job and wait for its end. placed: is told once it is known who works where.
+Told = Callable[[Placed, Watch], View | None]
+"""Is told once it is known who works where; gives what shows the job, if anything shall."""
+
+
+def run(the_plan: Plan, voice: Voice, placed: Told, signals: bool = True) -> Outcome:
+    """Start the job and wait for its end.
 
     signals: whether this thread may take over the process's signals. Raises DadtError where nothing could be
     started.
@@ -60,21 +66,24 @@ def run(the_plan: Plan, voice: Voice, placed: Callable[[Placed], None], signals:
     config = the_plan.config
     folder = reserve(Path(config.log_dir))
     interrupts = Interrupts([*ENDING_SIGNALS, *forwarded_signals(config)]) if signals else None
+    report = Report(the_plan, Path(config.log_dir) / folder.job, lambda text: voice.say(text, "warning"))
     try:
         launcher = plan.launcher_of(the_plan, folder.job)
         with interrupts or nullcontext():
             try:
-                outcome = _run(the_plan, launcher, folder, voice, placed, interrupts)
+                outcome = _run(the_plan, launcher, folder, voice, placed, report, interrupts)
             except DadtError as error:
                 _conclude(launcher, error.exit_code, [str(error)])
                 raise
+            report.ended(outcome)
             _conclude(launcher, outcome.exit_code, _verdict(outcome))
             return outcome
+    except DadtError as error:
+        report.failed(error)
+        raise
     finally:
         folder.remove()
-        logs = Path(config.log_dir) / folder.job
-        if not any(logs.iterdir()):
-            logs.rmdir()
+        report.close()
 
 
 def _run(
@@ -82,11 +91,12 @@ def _run(
     launcher: Launcher,
     folder: Folder,
     voice: Voice,
-    placed: Callable[[Placed], None],
+    placed: Told,
+    report: Report,
     interrupts: Interrupts | None,
 ) -> Outcome:
     config = the_plan.config
-    crew = Crew(launcher, the_plan.hosts, config.orphan_timeout)
+    crew = Crew(launcher, the_plan.hosts, config.orphan_timeout, report.journal.see)
     try:
         if interrupts is not None:
             crew.watch(interrupts, lambda: _end_early(interrupts.take()))
@@ -101,8 +111,10 @@ def _run(
             voice.lines,
             lambda text: voice.say(text, "warning"),
         )
-        placed(where)
-        job = Job(folder.job, crew, where.slots, output, voice.say, config.grace)
+        job = Job(folder.job, crew, where.slots, output, report.journal, voice.say, config.grace)
+        report.placed(where.config, where.nodes, where.slots, job.watch)
+        job.serve(folder.query, _facts(where))
+        job.show(placed(where, job.watch))
         job.start(orders(where))
         return job.wait(interrupts)
     finally:
@@ -195,6 +207,12 @@ def not_distributed(outcome: Outcome, where: Placed) -> str | None:
             "(an optimizer that is not a torch.optim.Optimizer, or training in a child process?)"
         )
     return None
+
+
+def _facts(where: Placed) -> dict[str, Any]:
+    """What other commands are told of the job."""
+    logs = str(where.logs.resolve())
+    return {"job": where.job, "command": list(where.plan.command), "logs": logs, "hosts": len(where.nodes)}
 
 
 def _look(the_plan: Plan, job: str) -> Mapping[str, Any]:

@@ -96,13 +96,15 @@ class Query:
             inquiry.caller.answer(Frame("end"))
 
     def close(self) -> None:
-        """Idempotent. Callers see that the job is over by their connection's end."""
-        for caller in list(self._callers):
-            self._flush(caller)
-            self._hang_up(caller)
-        if self._server.fileno() >= 0:
-            self._crew.forget(self._server)
-            self._server.close()
+        """After the crew. Callers see that the job is over by their connection's end. Idempotent."""
+        for caller in self._callers:
+            try:
+                caller.link.flush()
+            except BrokenPipeError:
+                pass  # it has hung up, too
+            caller.socket.close()
+        self._callers.clear()
+        self._server.close()
 
     def _describe(self, caller: Caller, question: Frame) -> None:
         ranks = [gauge.describe() for gauge in self._watch.gauges]
@@ -151,7 +153,7 @@ class Query:
     def _flush(self, caller: Caller) -> None:
         try:
             caller.link.flush()
-        except (BrokenPipeError, ConnectionResetError):
+        except BrokenPipeError:
             self._hang_up(caller)
 
     def _hang_up(self, caller: Caller) -> None:

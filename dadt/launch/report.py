@@ -11,8 +11,12 @@ from typing import Any
 
 import dadt
 from dadt.config import Config
+from dadt.errors import DadtError
 from dadt.launch.crew import Node
 from dadt.launch.failure import Failure
+from dadt.launch.job import Outcome
+from dadt.launch.journal import Journal
+from dadt.launch.plan import Plan
 from dadt.launch.slot import Slot
 from dadt.launch.watch import Gauge, Watch
 
@@ -21,34 +25,48 @@ VERSION = 1
 
 
 class Report:
-    """Filled as the job goes on; can be written at any time."""
+    """What is left of a job in its log folder: the journal, and at the end the report. Never stops a job."""
 
-    def __init__(self, job: str, command: Sequence[str], cwd: str, config: Config) -> None:
+    def __init__(self, plan: Plan, logs: Path, warn: Callable[[str], None]) -> None:
+        """warn: is told if something cannot be written."""
+        self.journal = Journal(logs / "events.jsonl", warn)
+        self._plan = plan
+        self._logs = logs
+        self._warn = warn
         self._begin = time.time()
-        self._facts: dict[str, Any] = {"job": job, "command": list(command), "cwd": cwd}
-        self._config = config
+        self._config = plan.config
         self._nodes: Sequence[Node] = ()
         self._slots: Sequence[Slot] = ()
         self._watch: Watch | None = None
         self._failure: Failure | None = None
         self._signal = 0
-        self._error = ""
-        self._exit_code = 0
+        self._error = "dadt itself failed"
+        self._exit_code = 1
+        self.journal.write("start", job=logs.name, command=list(plan.command), dadt=dadt.__version__)
 
     def placed(self, config: Config, nodes: Sequence[Node], slots: Sequence[Slot], watch: Watch) -> None:
         """It is known who works where."""
-        self._config, self._nodes, self._slots, self._watch = config, nodes, slots, watch
+        self._config, self._nodes, self._slots, self._watch = config, list(nodes), slots, watch
+        ranks = [{name: getattr(slot, name) for name in ("rank", "host", "local_rank", "gpu")} for slot in slots]
+        self.journal.write("placed", ranks=ranks, algorithm=config.algorithm, executor=config.executor)
 
-    def ended(self, exit_code: int, failure: Failure | None = None, signal: int = 0, error: str = "") -> None:
-        """error: the sentence with which the job ended, where no worker is the cause."""
-        self._exit_code, self._failure, self._signal, self._error = exit_code, failure, signal, error
+    def ended(self, outcome: Outcome) -> None:
+        """By itself, by a worker's failure, or by the user."""
+        self._exit_code, self._failure, self._signal = outcome.exit_code, outcome.failure, outcome.signal
+        self._error = ""
 
-    def write(self, path: Path, warn: Callable[[str], None]) -> None:
-        """warn: is told if it cannot be written."""
+    def failed(self, error: DadtError) -> None:
+        """Otherwise."""
+        self._exit_code, self._error = error.exit_code, str(error)
+
+    def close(self) -> None:
+        self.journal.write("end", exit_code=self._exit_code)
+        self.journal.close()
+        path = self._logs / "report.json"
         try:
             path.write_text(json.dumps(self._data(), indent=2) + "\n")
         except OSError as error:
-            warn(f"{path} could not be written: {error.strerror}")
+            self._warn(f"{path} could not be written: {error.strerror}")
 
     def _data(self) -> dict[str, Any]:
         end = time.time()
@@ -56,7 +74,9 @@ class Report:
         return {
             "version": VERSION,
             "dadt": dadt.__version__,
-            **self._facts,
+            "job": self._logs.name,
+            "command": list(self._plan.command),
+            "cwd": self._plan.cwd,
             "begin": self._begin,
             "end": end,
             "seconds": end - self._begin,

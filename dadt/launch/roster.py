@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dadt.launch.dump import Inquiry
 from dadt.launch.frame import Frame, Link
 from dadt.launch.sweep import is_alive
 from dadt.pulse import Pulse
@@ -53,6 +54,8 @@ class Roster:
     waits: list[SaveWait] = field(default_factory=list)
     first_ended: bool = False
     """Local rank 0 has ended, so it will write nothing more."""
+    inquiries: list[Inquiry] = field(default_factory=list)
+    """Where the launcher waits for stacks."""
     _numbered: int = 0
 
     def listen(self) -> socket.socket:
@@ -100,8 +103,24 @@ class Roster:
         self.waits = [wait for wait in self.waits if wait.line is not line]
         line.socket.close()
 
+    @property
+    def is_waited_for(self) -> bool:
+        return bool(self.waits or self.inquiries)
+
+    def inquire(self, number: int, ranks: list[int]) -> None:
+        """The launcher wants the stacks of these ranks of this host."""
+        self.inquiries.append(Inquiry(number, ranks, self.dumps))
+
+    def settle(self) -> None:
+        """Answer what has come to an end."""
+        self.settle_saves()
+        for inquiry in list(self.inquiries):
+            if answers := inquiry.advance():
+                self.inquiries.remove(inquiry)
+                for answer in answers:
+                    self.forward(answer)
+
     def settle_saves(self) -> None:
-        """Answer the waits that have come to an end."""
         now = time.monotonic()
         step, _ = self.pulse.read(0)
         waits, self.waits = self.waits, []

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
-from dadt.launch.sweep import TRACKER_SECONDS, is_alive, kill, members, without_trackers
+from dadt.launch.dump import Dump, Offers, Stack
+from dadt.launch.sweep import TRACKER_SECONDS, kill, members, without_trackers
 from dadt.launch.worker import Worker
 
 STACK_SECONDS = 0.5
@@ -22,7 +22,7 @@ class Stop:
         self,
         agent: str,
         workers: Sequence[Worker],
-        dumps: Mapping[int, tuple[int, int, Path]],
+        dumps: Offers,
         natural: float,
         grace: float,
     ) -> None:
@@ -36,8 +36,7 @@ class Stop:
         self._grace = grace
         self._begin = time.monotonic()
         self._natural_end = self._begin + natural
-        self._dumps = {pid: dump for pid, dump in dumps.items() if is_alive(pid)}
-        self._sizes: dict[int, int] = {}
+        self._dump: Dump | None = Dump(dumps, STACK_SECONDS)
         self._kill_at = 0.0
         self.natural = natural > 0
         self.signalled = False
@@ -45,23 +44,21 @@ class Stop:
         self.finished = False
         self.stuck: list[int] = []
         """Processes that did not die of SIGKILL."""
-        for pid, (_, number, _) in self._dumps.items():
-            kill([pid], number)
 
     def hasten(self, grace: float) -> None:
         self._grace = min(self._grace, grace)
         if self.signalled:
             self._kill_at = min(self._kill_at, time.monotonic() + grace)
 
-    def advance(self) -> list[tuple[int, int, bytes]]:
-        """Go on as far as it is time to. Returns (rank, pid, stacks) of those who have written them."""
+    def advance(self) -> list[Stack]:
+        """Go on as far as it is time to. Returns the stacks of those who have written them."""
         now = time.monotonic()
-        stacks = []
-        if self._dumps:
-            if not self._dumps_complete() and now < self._begin + STACK_SECONDS:
+        stacks: list[Stack] = []
+        if self._dump is not None:
+            self._dump.advance()
+            if not self._dump.complete:
                 return []
-            stacks = [(rank, pid, _text(path)) for pid, (rank, _, path) in self._dumps.items()]
-            self._dumps = {}
+            stacks, self._dump = self._dump.stacks, None
         left = members(self._mark, descendants=True)
         if not left:
             self.finished = True
@@ -73,7 +70,7 @@ class Stop:
             if now >= self._kill_at + KILL_SECONDS:
                 self.stuck = left
                 self.finished = True
-        return [entry for entry in stacks if entry[2]]
+        return [stack for stack in stacks if stack.text]
 
     def _terminate(self, left: Sequence[int], now: float) -> None:
         self.signalled = True
@@ -83,24 +80,9 @@ class Stop:
             worker.signal(signal.SIGTERM)
         kill((pid for pid in left if not _in_groups(pid, self._workers)), signal.SIGTERM)
 
-    def _dumps_complete(self) -> bool:
-        """A dump has no end mark: it is complete when it has stopped growing from one look to the next."""
-        sizes = {pid: _size(path) for pid, (_, _, path) in self._dumps.items()}
-        complete = all(sizes.values()) and sizes == self._sizes
-        self._sizes = sizes
-        return complete
-
 
 def _in_groups(pid: int, workers: Sequence[Worker]) -> bool:
     try:
         return os.getpgid(pid) in {worker.pid for worker in workers}
     except ProcessLookupError:
         return True  # it has ended, so it needs no signal
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-
-def _text(path: Path) -> bytes:
-    return path.read_bytes() if path.exists() else b""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dadt.launch.folder import root
+from dadt.launch.folder import remove_stale, root
 from dadt.launch.query import Line
 from dadt.launch.sweep import is_alive, kill, members, sweep
 from dadt.pulse import Pulse
@@ -66,7 +66,9 @@ class Trace:
         _await_end(agents, self.job, GRACE_SECONDS)
         kill(agents, signal.SIGKILL)
         _await_end(agents, self.job, END_SECONDS if any(map(is_alive, agents)) else 0.0)
-        return sorted({*sweep(self.job), *filter(is_alive, agents)})
+        stuck = sorted({*sweep(self.job), *filter(is_alive, agents)})
+        remove_stale()
+        return stuck
 
 
 def traces() -> list[Trace]:

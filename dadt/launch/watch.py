@@ -8,9 +8,10 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from dadt.launch.frame import Frame
+from dadt.launch.journal import Journal
 from dadt.launch.rendezvous import Member
 
 WINDOW_SECONDS = 5.0
@@ -24,6 +25,16 @@ ASKED_SECONDS = 8.0
 """A rank that waits long for others asks for them every few seconds."""
 LINE_BYTES = 512
 ESCAPES = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
+
+
+class View(Protocol):
+    """Something that shows a Watch to the user while the job runs."""
+
+    def tick(self) -> float:
+        """Show what is new, if it is time to. Returns the seconds until it will be."""
+
+    def close(self) -> None:
+        """Idempotent."""
 
 
 class Mark(NamedTuple):
@@ -134,7 +145,8 @@ class Gauge:
 class Watch:
     """All ranks. `see` takes every frame of every agent, in the order they came."""
 
-    def __init__(self, members: Sequence[Member]) -> None:
+    def __init__(self, members: Sequence[Member], journal: Journal) -> None:
+        self._journal = journal
         self.gauges = [Gauge(member) for member in members]
         self.state = "starting"
         self.begin = time.time()
@@ -143,6 +155,11 @@ class Watch:
         look = getattr(self, f"_see_{frame.kind}", None)
         if look is not None:
             look(frame)
+
+    def stops(self, why: str, grace: float) -> None:
+        """All workers are told to end."""
+        self.state = "stopping"
+        self._journal.write("stop", why=why, grace=grace)
 
     def steps(self) -> tuple[int, int]:
         """The least and the most steps that a rank has done."""
@@ -205,5 +222,6 @@ class Watch:
     def _see_exit(self, frame: Frame) -> None:
         gauge = self.gauges[frame["rank"]]
         gauge.code = frame["code"]
+        gauge.member.step = max(gauge.member.step, frame["step"])
         gauge.memory = 0
         gauge.peak_memory = max(gauge.peak_memory, frame["peak_memory"])

@@ -67,9 +67,11 @@ class Run:
 
     @property
     def agent(self) -> int:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        assert len(children) == 1
-        return int(children[0])
+        threads = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        children = [int(pid) for thread in threads for pid in thread.read_text().split()]
+        agents = [pid for pid in children if b"dadt.agent" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        assert len(agents) == 1
+        return agents[0]
 
 
 def await_that(condition: Callable[[], object], what: str, seconds: float = 30.0) -> None:

@@ -33,7 +33,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def watch_of(size: int) -> Watch:
-    return Watch([Member(rank, seen=1000.0) for rank in range(size)])
+    return Watch([Member(rank, seen=1000.0) for rank in range(size)], Journal(Path("/dev/null"), pytest.fail))
 
 
 def train(watch: Watch, clock: Clock, seconds: float, rate: float, waits: list[float]) -> None:
@@ -125,7 +125,7 @@ def test_memory_and_exit_are_kept():
     watch = watch_of(2)
     watch.see(Frame("beat", {"steps": {}, "memory": {"0": 300, "1": 200}}))
     watch.see(Frame("beat", {"steps": {}, "memory": {"0": 100, "1": 250}}))
-    watch.see(Frame("exit", {"rank": 1, "code": -9, "peak_memory": 400}))
+    watch.see(Frame("exit", {"rank": 1, "code": -9, "step": 3, "peak_memory": 400}))
     assert [gauge.peak_memory for gauge in watch.gauges] == [300, 400]
     assert [gauge.memory for gauge in watch.gauges] == [100, 0]
     assert watch.by_pace()[0].code == -9
