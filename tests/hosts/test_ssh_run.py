@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import sys
 from collections.abc import Callable
 
@@ -81,19 +82,25 @@ def test_ten_megabytes_of_anything_on_both_streams(hosts: Callable[[int], Networ
 
 
 def test_all_hosts_that_failed_are_told_each_in_a_line(hosts: Callable[[int], Network], launch: Launch) -> None:
-    network = hosts(4)
+    network = hosts(5)
     network.know()
+    network[4].reload("MaxStartups 1")
+    with network.launcher.entered():
+        other = socket.create_connection((network[4].address, 22))
+    other.recv(100)
     known = network[1].fingerprint
     network[1].new_host_key()
     network.configure("h2", Port=77)
     network.configure("h3", User="nobody")
     result = launch(network, WHERE)
+    other.close()
     assert result.code == 3
     lines = sorted(line for line in result.err.splitlines() if line.startswith("dadt: h"))
-    assert len(lines) == 3
+    assert len(lines) == 4
     assert known in lines[0] and network[1].fingerprint in lines[0]
     assert "connection refused" in lines[1]
     assert "permission denied" in lines[2] and lines[2].endswith("ssh-copy-id nobody@h3, or -i FILE")
+    assert "closed the connection before it let anybody log in" in lines[3]
     assert result.err.splitlines()[-1] == "dadt: nothing was started; exit code 3"
     assert "Traceback" not in result.err and result.out == b""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from dadt.launch.host import Host
 from dadt.launch.ssh import route as routes
 from dadt.launch.ssh import verdict
 from dadt.launch.ssh.attempt import Transient, left
+from dadt.launch.ssh.gate import Gates
 from dadt.launch.ssh.host_key import HostKey, KnownHosts
 from dadt.launch.ssh.identity import Identities
 from dadt.launch.ssh.route import Route
@@ -31,6 +33,9 @@ Jump = tuple[str, ...]
 """Hosts through which one after the other a host is reached, as ProxyJump names them."""
 Note = Callable[[str], None]
 """Takes what the user should know of a host, as the rest of a sentence that begins with its name."""
+
+# Else Python prints what it logs, with tracebacks, between our lines.
+logging.getLogger("paramiko").addHandler(logging.NullHandler())
 
 
 class Connection:
@@ -89,6 +94,7 @@ class Connector:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._jumps = Jumps()
+        self._gates = Gates()
 
     def close(self) -> None:
         """Take the ways to hosts behind others away. Idempotent."""
@@ -102,9 +108,13 @@ class Connector:
 
     def _connect(self, route: Route, deadline: float, note: Note, before: tuple[Jump, ...]) -> Connection:
         """before: the jumps for whose sake this connection is made."""
+        over = self._find_jump(route, deadline, note, before) if route.jumps else None
+        with self._gates.passed(",".join([*route.jumps, route.where]), deadline):
+            return self._log_in(route, over, deadline, note)
+
+    def _log_in(self, route: Route, over: Connection | None, deadline: float, note: Note) -> Connection:
         proxy = None
-        if route.jumps:
-            over = self._find_jump(route, deadline, note, before)
+        if over is not None:
             wire: socket.socket | paramiko.Channel = tunnel(over.transport, route, left(deadline, ANSWER_SECONDS))
         elif route.proxy_command:
             proxy = Proxy(route)
