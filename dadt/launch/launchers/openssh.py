@@ -21,6 +21,7 @@ from dadt.launch.frame import CHUNK, Link
 from dadt.launch.host import Host
 from dadt.launch.ssh import route as routes
 from dadt.launch.ssh.attempt import Attempts
+from dadt.launch.ssh.gate import Gates
 from dadt.launch.ssh.report import Report
 from dadt.launch.ssh.route import Route
 
@@ -49,6 +50,7 @@ class OpensshLauncher:
         self._python = config.python or sys.executable
         self._command = remote.command(self._python)
         self._attempts = Attempts(self._attempt)
+        self._gates = Gates()
         self._processes: set[subprocess.Popen[bytes]] = set()
 
     def launch(self, hosts: list[Host]) -> list[Future[Channel]]:
@@ -68,8 +70,10 @@ class OpensshLauncher:
             raise LaunchError("there is no ssh program on this machine -> install it, or --ssh-backend paramiko")
         config = self._config
         route = routes.find(config, host.name, host.user, config.ssh_port, config.ssh_identity_file)
-        channel = OpensshChannel(self._command_line(ssh, host, route), self._python, self._processes)
-        has_output = channel.await_output(deadline)
+        # Each `ssh` connects to the first jump anew, unless the user's configuration shares connections.
+        with self._gates.passed(route.jumps[0] if route.jumps else route.where, deadline):
+            channel = OpensshChannel(self._command_line(ssh, host, route), self._python, self._processes)
+            has_output = channel.await_output(deadline)
         report = channel.report()
         channel.notes = report.notes()
         if has_output:

@@ -1,0 +1,32 @@
+"""Few log-ins at once at one server: an sshd turns away those that come while ten have not logged in yet."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from dadt.launch.ssh.attempt import left
+
+LOGINS = 8
+"""Fewer than MaxStartups allows by default: somebody else may log in, too."""
+
+
+class Gates:
+    """One per server."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._gates: dict[str, threading.Semaphore] = {}
+
+    @contextmanager
+    def passed(self, where: str, deadline: float) -> Iterator[None]:
+        """Wait for a place among those that log in at this server. Raises LaunchError at the deadline."""
+        with self._lock:
+            gate = self._gates.setdefault(where, threading.Semaphore(LOGINS))
+        while not gate.acquire(timeout=left(deadline, float("inf"))):
+            pass
+        try:
+            yield
+        finally:
+            gate.release()
