@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster import CORES, Cluster, await_that
+from cluster import CORES, SECONDS, Cluster, await_that
 from run import DADT, is_running, left_of
 
 from dadt.errors import ConfigError
@@ -60,12 +60,6 @@ def begin(cluster: Cluster, folder: Path, *arguments: str) -> tuple[subprocess.P
     return process, [int(path.read_text()) for path in paths]
 
 
-def batch(cluster: Cluster, folder: Path, script: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """A batch job of these lines, until its end; what it printed is in `out` files."""
-    (folder / "job.sh").write_text(f"#!/bin/bash\n{script}\n")
-    return cluster.run("sbatch", "--wait", "--output=out.%a", *TWO, *options, "job.sh", cwd=folder)
-
-
 def test_an_allocation_needs_no_list_of_hosts(cluster: Cluster, tmp_path: Path) -> None:
     done = allocate(cluster, tmp_path, SHOW)
     assert done.returncode == 0, done.stderr
@@ -110,15 +104,15 @@ def test_the_job_ends_with_the_exit_code_of_its_cause(cluster: Cluster, tmp_path
     assert "dadt: worker 3 failed (exit code 7)" in done.stderr
     assert "  host    n2, pid " in done.stderr
     (tmp_path / "train.py").write_text(FAIL)
-    done = batch(cluster, tmp_path, f"{DADT[0]} run train.py")
-    assert done.returncode == 7, done
+    (tmp_path / "job.sh").write_text(f"#!/bin/bash\n{DADT[0]} run train.py\n")
+    assert cluster.batch(*TWO, "job.sh", cwd=tmp_path) == [7]
 
 
 def test_an_array_has_a_job_for_each_of_its_tasks(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import sys\nprint('seed', sys.argv[1], flush=True)")
-    options = ("--array=1-3", "--oversubscribe", "--mem=100")
-    done = batch(cluster, tmp_path, f"{DADT[0]} run train.py $SLURM_ARRAY_TASK_ID", *options)
-    assert done.returncode == 0, done
+    (tmp_path / "job.sh").write_text(f"#!/bin/bash\n{DADT[0]} run train.py $SLURM_ARRAY_TASK_ID\n")
+    options = (*TWO, "--array=1-3", "--mem=100", "--output=out.%a")
+    assert cluster.batch(*options, "job.sh", cwd=tmp_path) == [0, 0, 0]
     for number in (1, 2, 3):
         text = (tmp_path / f"out.{number}").read_text()
         assert text.count(f"seed {number}") == 4, text
@@ -128,10 +122,10 @@ def test_an_array_has_a_job_for_each_of_its_tasks(cluster: Cluster, tmp_path: Pa
 def test_the_example_trains_as_a_task_of_an_array(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     path = f"{Path(DADT[0]).parent}{os.pathsep}{os.environ['PATH']}"
-    job, options = "examples/slurm/job.sh", ("--wait", "--array=2", "--time=5", "--output=out")
-    done = cluster.run("sbatch", *options, job, "--epochs", 1, cwd=tmp_path, env={"PATH": path})
+    job, options = "examples/slurm/job.sh", ("--array=2", "--time=5", "--output=out")
+    codes = cluster.batch(*options, job, "--epochs", 1, cwd=tmp_path, env={"PATH": path})
     text = (tmp_path / "out").read_text()
-    assert done.returncode == 0, text
+    assert codes == [0], text
     assert "dadt: 4 workers on 2 hosts" in text
     assert "NOT distributed" not in text
     assert (tmp_path / "mnist-2.pt").exists()
@@ -191,7 +185,7 @@ def test_srun_in_front_of_dadt_run_is_told(cluster: Cluster, tmp_path: Path) -> 
 def test_a_signal_ends_the_job_on_all_nodes(cluster: Cluster, tmp_path: Path, number: int) -> None:
     process, workers = begin(cluster, tmp_path)
     os.kill(launcher(process.pid), number)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 128 + number, err
     assert not any(map(is_running, workers))
 
@@ -212,14 +206,14 @@ def test_nothing_outlives_scancel(cluster: Cluster, tmp_path: Path) -> None:
 def test_nothing_outlives_a_launcher_that_was_killed(cluster: Cluster, tmp_path: Path) -> None:
     process, workers = begin(cluster, tmp_path)
     os.kill(launcher(process.pid), signal.SIGKILL)
-    process.communicate(timeout=30)
+    process.communicate(timeout=SECONDS)
     await_that(lambda: not any(map(is_running, workers)), "the end of the workers", 10.0)
 
 
 def test_an_agent_that_was_killed_is_told(cluster: Cluster, tmp_path: Path) -> None:
     process, workers = begin(cluster, tmp_path)
     os.kill(parent(workers[3]), signal.SIGKILL)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 3, err
     assert re.search(r"dadt: n2: the agent has ended \(srun: Killed\)", err), err
     assert not any(map(is_running, workers))
@@ -235,7 +229,7 @@ def test_a_signal_that_slurm_sends_reaches_the_workers(cluster: Cluster, tmp_pat
         process.wait(1.0)
     assert all(map(is_running, workers))
     os.kill(launcher(process.pid), signal.SIGTERM)
-    process.communicate(timeout=30)
+    process.communicate(timeout=SECONDS)
 
 
 def launcher(salloc: int) -> int:
