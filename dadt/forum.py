@@ -11,7 +11,6 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +27,8 @@ LOOK_SECONDS = 0.5
 """While it waits for others, a rank looks this often whether they can still come."""
 CAUSE_SECONDS = 1.0
 """How long a rank that another one's failure ended lets that one exit first: the first exit code is the job's."""
+PAUSES = (0.001, 0.05)
+"""Between looks for what others put into the store, growing."""
 BEGUN = "has imported torch, not begun to train"
 T = TypeVar("T")
 
@@ -185,15 +186,14 @@ class Forum:
 
     def _arrive(self, keys: list[str], deadline: float, patience: float = LOOK_SECONDS) -> bool:
         """Wait for all keys, at most so long."""
-        seconds = max(0.001, min(patience, deadline - time.monotonic()))
-        self._check_process()
-        with self._lock:
-            try:
-                self._store.wait(keys, timedelta(seconds=seconds))
-            except RuntimeError as error:
-                if "timeout" in str(error).lower():
-                    return False
-                raise _lost(error) from error
+        end = min(deadline, time.monotonic() + patience)
+        pause = PAUSES[0]
+        # By looking: the store's own wait prints a warning whenever its time is over.
+        while not self._use(lambda store: store.check(keys)):
+            if time.monotonic() >= end:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, PAUSES[1])
         return True
 
     def _has(self, key: str) -> bool:

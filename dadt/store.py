@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -163,21 +164,21 @@ def _stat(pid: int) -> list[str]:
 
 def _by_mpi(world: World, timeout: float) -> tuple[Store, str, int]:
     try:
-        from mpi4py import MPI  # type: ignore[import-not-found]
+        mpi = import_module("mpi4py.MPI")
     except (ImportError, RuntimeError) as error:  # not installed, or its MPI library is not found
         raise ConfigError(
             f"{world.world_size} ranks on several hosts were started by {world.launcher}, and none knows where rank 0 "
             f"is ({error}) -> use `dadt run --launcher mpi`, or export MASTER_ADDR and MASTER_PORT on all of them "
             "(mpirun -x MASTER_ADDR=host -x MASTER_PORT=29500), or install mpi4py"
         ) from error
-    if MPI.COMM_WORLD.Get_size() != world.world_size:
+    if mpi.COMM_WORLD.Get_size() != world.world_size:
         raise ConfigError(
-            f"mpi4py is built for another MPI than {world.launcher}: it sees {MPI.COMM_WORLD.Get_size()} ranks of "
+            f"mpi4py is built for another MPI than {world.launcher}: it sees {mpi.COMM_WORLD.Get_size()} ranks of "
             f"{world.world_size} -> export MASTER_ADDR and MASTER_PORT instead"
         )
     store = _served_here("", timeout) if world.rank == 0 else None
     addresses = [entry["address"] for entry in network.addresses()]
-    note = _broadcast(MPI, {"addresses": addresses, "port": store.port} if store else {}, timeout)
+    note = _broadcast(mpi, {"addresses": addresses, "port": store.port} if store else {}, timeout)
     port = note["port"]
     if store is not None:
         return store, LOOPBACK, port

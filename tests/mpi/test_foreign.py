@@ -1,0 +1,194 @@
+"""Scripts that `import dadt`, under mpirun and torchrun without `dadt run`."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from checks import assert_equal
+from conftest import MPIRUNS, TESTS, installed
+from scenarios import WARMUP, simulate
+
+RANK = """
+import os
+rank = int(next(os.environ[name] for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK") if name in os.environ))
+"""
+TRAIN = f"""
+{RANK}
+import sys
+sys.path.insert(0, {str(TESTS / "train")!r})
+{{}}
+import scenarios
+torch.set_num_threads(1)
+drawn = torch.rand(1)  # before training and without a seed, ranks draw alike
+torch.save({{{{"drawn": drawn, **scenarios.train("momentum", rank)}}}}, open(f"rank{{{{rank}}}}.pt", "wb"))
+"""
+OWN_GROUP = "torch.distributed.init_process_group('gloo', rank=rank, world_size=2)"
+STEP = """
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def step():
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.fixture(params=["torchrun", *MPIRUNS])
+def launcher(request: pytest.FixtureRequest) -> str:
+    return installed(request.param)
+
+
+@pytest.fixture
+def mpirun() -> str:
+    """One of them, where it makes no difference."""
+    return installed("mpirun.openmpi")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "imports"),
+    [
+        ("torchrun", "import torch, dadt"),
+        ("mpirun.openmpi", "import torch, dadt"),
+        ("mpirun.openmpi", "import dadt, torch"),
+        ("mpirun.mpich", "import dadt, torch"),
+    ],
+)
+def test_training_equals_the_definition(foreign, launcher, imports, tmp_path):
+    torch.set_num_threads(1)
+    done = foreign(installed(launcher), TRAIN.format(imports), DADT_WARMUP_STEPS=str(WARMUP))
+    assert done.returncode == 0, done.stderr
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+    assert_equal(ranks[0], ranks[1], "replicas")
+    assert ranks[0].pop("drawn") == ranks[1].pop("drawn")
+    assert_equal(ranks[0], simulate("momentum", 2, "pipe"), "definition")
+    assert done.stderr.count(", executor shm, algorithm pipe") == 1
+    assert done.stderr.count("dadt: done: 24 steps, 19 of them delayed by one") == 1
+
+
+def test_scripts_without_dadt_are_left_alone(foreign, launcher):
+    done = foreign(
+        launcher,
+        f"""{RANK}
+import sys, torch
+{STEP}
+step()
+sys.stdout.write(f"{{'dadt' in sys.modules}} {{torch.save.__module__}} {{rank}}\\n")
+""",
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["False torch.serialization 0", "False torch.serialization 1"]
+    assert "dadt" not in done.stderr
+
+
+def test_the_failing_rank_gives_the_exit_code(foreign, launcher):
+    done = foreign(
+        launcher,
+        f"{RANK}\nimport torch, dadt, sys\n{STEP}\nfor i in range(3):\n    step()\nif rank == 1: sys.exit(7)\nstep()",
+    )
+    assert done.returncode == (1 if launcher == "torchrun" else 7), done.stderr
+    assert "dadt: done" not in done.stderr
+
+
+def test_a_rank_that_does_not_come_is_named(foreign, mpirun):
+    script = f"{RANK}\nimport time\nif rank == 1: time.sleep(20)\nimport torch, dadt"
+    done = foreign(mpirun, script, DADT_START_TIMEOUT="3")
+    assert done.returncode == 124
+    assert "rank 1 " in done.stderr and "within 3 s" in done.stderr
+
+
+def test_bad_input_is_one_sentence(foreign, mpirun):
+    done = foreign(mpirun, "import torch, dadt", DADT_ALGORITHM="none")
+    assert done.returncode == 2
+    assert "dadt: rank 0: --algorithm none: unknown" in done.stderr
+    assert "import torch, dadt" not in done.stderr
+
+
+CHILD = """
+import sys, torch, dadt
+torch.optim.SGD([torch.ones(1, requires_grad=True)]).step()
+sys.stdout.write("child\\n")
+"""
+
+
+def test_children_are_no_ranks(foreign, mpirun):
+    done = foreign(
+        mpirun,
+        f"""{RANK}
+import torch, dadt, subprocess, sys
+from torch.utils.data import DataLoader
+{STEP}
+for x in DataLoader(torch.ones(8, 3), batch_size=2, num_workers=1):
+    step()
+subprocess.run([sys.executable, "-c", {CHILD!r}], check=True)
+sys.stdout.write("end\\n")
+""",
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["child", "child", "end", "end"]
+    assert "dadt: done: 2 steps" in done.stderr
+    assert "[W" not in done.stderr  # none of torch's own warnings
+
+
+def test_a_script_that_makes_no_step_is_warned(foreign, mpirun):
+    done = foreign(mpirun, "import torch, dadt")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("dadt: warning: training was NOT distributed") == 1
+
+
+def test_one_rank_saves_and_downloads(foreign, mpirun, tmp_path):
+    (tmp_path / "source").write_text("x" * 100)
+    done = foreign(
+        mpirun,
+        f"""{RANK}
+import sys, torch, dadt, torch.hub
+torch.hub.download_url_to_file("file://{tmp_path}/source", "copy", progress=False)
+{STEP}
+step()
+torch.save(model.state_dict(), "model.pt")
+same = open("copy").read() == "x" * 100, torch.load("model.pt")["bias"].equal(model.bias.data)
+sys.stdout.write(f"{{same}}\\n")
+""",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["(True, True)"] * 2
+
+
+def two_hosts(folder: Path, script: str, **env: str) -> list[tuple[int, str]]:
+    """Exit codes and stderr of two ranks which believe that each has a host of its own."""
+    (folder / "train.py").write_text(script)
+    names = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "train.py"],
+            cwd=folder,
+            env={**os.environ, **names, "OMPI_COMM_WORLD_RANK": str(rank), **env},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=60)[1] for rank in ranks]
+    return [(rank.returncode, text) for rank, text in zip(ranks, said)]
+
+
+def test_several_hosts_meet_at_master_addr(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    script = f"{RANK}\nimport torch, dadt\n{STEP}\nstep()\n{OWN_GROUP}"
+    ends = two_hosts(tmp_path, script, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, DADT_EXECUTOR="gloo")
+    assert [code for code, _ in ends] == [0, 0], ends
+    assert "dadt: done: 1 steps" in ends[0][1]
+
+
+def test_several_hosts_that_know_no_way_are_told_what_to_do(tmp_path):
+    script = "import sys\nsys.modules['mpi4py'] = None\nimport torch, dadt"
+    for code, text in two_hosts(tmp_path, script):
+        assert code == 2
+        assert "dadt run --launcher mpi" in text and "MASTER_ADDR" in text
+        assert "Traceback" not in text
