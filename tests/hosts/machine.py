@@ -231,6 +231,7 @@ class Network:
         self.hosts = self._machines[:-1]
         self.launcher = self._machines[-1]
         self.write_config()
+        self.know()
 
     def _plug(self, machine: Machine) -> None:
         port = f"p{machine.number}"
@@ -275,6 +276,10 @@ class Network:
         for name, settings in blocks.items():
             text += f"Host {name}\n" + "".join(f"  {key} {value}\n" for key, value in settings.items())
         self.config.write_text(text)
+
+    def forget(self) -> None:
+        """Let no host's key be known any more."""
+        self.known_hosts.unlink()
 
     def know(self) -> None:
         """Put all host keys into known_hosts."""

@@ -31,6 +31,7 @@ def hide(network: Network, number: int, *behind: int) -> str:
 
 def test_many_hosts_are_connected_to_at_once(hosts: Hosts, backend: str) -> None:
     network = hosts(4)
+    network.forget()
     with launched(network, backend, "h0", "h1", "trainer@h2", network[3].address6, "nosuch") as futures:
         wait(futures, 20.0)
         names = [ask(future.result())["hostname"] for future in futures[:4]]
@@ -46,7 +47,6 @@ def test_through_another_host(hosts: Hosts, backend: str) -> None:
     address = hide(network, 1, 0)
     assert "unreachable" in outcome(network, backend, "h1")
     network.configure("h1", ProxyJump="h0")
-    network.know()
     with network.known_hosts.open("a") as known:
         known.write(f"{address} {' '.join(network[1].public_key.split()[:2])}\n")
     assert outcome(network, backend, "h1", ssh_host_keys="strict") == ""
@@ -55,7 +55,6 @@ def test_through_another_host(hosts: Hosts, backend: str) -> None:
 
 def test_through_two_hosts(hosts: Hosts, backend: str) -> None:
     network = hosts(3)
-    network.know()
     hide(network, 1, 0)
     hide(network, 2, 1)
     with network.known_hosts.open("a") as known:
@@ -82,7 +81,6 @@ def test_many_hosts_behind_one_share_the_way(hosts: Hosts, backend: str) -> None
 
 def test_a_failure_on_the_way_names_the_host_where_it_was(hosts: Hosts, backend: str) -> None:
     network = hosts(2)
-    network.know()
     network.configure("h1", ProxyJump="h0")
     network.configure("h0", Port=77)
     assert "connection refused: nothing listens at 10.7.0.1 port 77" in outcome(network, backend, "h1")
@@ -93,7 +91,6 @@ def test_a_failure_on_the_way_names_the_host_where_it_was(hosts: Hosts, backend:
 
 def test_a_jump_for_all_hosts_is_none_for_itself(hosts: Hosts, backend: str) -> None:
     network = hosts(2)
-    network.know()
     network.configure("*", ProxyJump="h0")
     if backend == "paramiko":
         assert outcome(network, backend, "h1") == ""
@@ -105,7 +102,6 @@ def test_a_jump_for_all_hosts_is_none_for_itself(hosts: Hosts, backend: str) -> 
 
 def test_a_proxy_command(hosts: Hosts, backend: str) -> None:
     network = hosts(2)
-    network.know()
     hide(network, 1, 0)
     network.configure("h1", ProxyCommand=f"ssh -F {network.config} -W {network[1].address}:%p h0")
     assert outcome(network, backend, "h1") == ""
@@ -210,7 +206,6 @@ def test_the_configuration_is_read_without_openssh(
     hosts: Hosts, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     network = hosts(2)
-    network.know()
     network.configure("h1", ProxyJump="h0", User="trainer")
     monkeypatch.setenv("PATH", str(tmp_path))
     text = outcome(network, backend, "h1", ssh_host_keys="strict")
@@ -232,6 +227,7 @@ def test_a_configuration_that_is_not_understood(hosts: Hosts, backend: str) -> N
 
 def test_another_key_and_port(hosts: Hosts, backend: str) -> None:
     network = hosts(1)
+    network.forget()
     network[0].reload("Port 22\nPort 2222")
     new_key(network.folder / "other")
     network[0].keys.write_text((network.folder / "other.pub").read_text())

@@ -63,7 +63,6 @@ def test_a_network_without_a_way(hosts: Hosts, backend: str) -> None:
 
 def test_a_changed_host_key_is_refused_with_both_fingerprints(hosts: Hosts, backend: str) -> None:
     network = hosts(1)
-    network.know()
     known = network[0].fingerprint
     network[0].new_host_key()
     text = outcome(network, backend)
@@ -77,6 +76,7 @@ def test_a_changed_host_key_is_refused_with_both_fingerprints(hosts: Hosts, back
 
 def test_an_unknown_host_key_is_refused_where_that_is_asked_for(hosts: Hosts, backend: str) -> None:
     network = hosts(1)
+    network.forget()
     text = outcome(network, backend, ssh_host_keys="strict")
     assert f"is not known: it is ssh-ed25519 {network[0].fingerprint} -> " in text, text
     network.configure("h0", StrictHostKeyChecking="yes")
@@ -86,6 +86,7 @@ def test_an_unknown_host_key_is_refused_where_that_is_asked_for(hosts: Hosts, ba
 
 def test_an_unknown_host_key_is_added_once(hosts: Hosts, backend: str) -> None:
     network = hosts(1)
+    network.forget()
     assert outcome(network, backend) == ""
     assert outcome(network, backend) == ""
     name, *key = network.known_hosts.read_text().split()

@@ -64,7 +64,6 @@ def test_shells_that_print_at_their_start(hosts: Callable[[int], Network], launc
 
 def test_a_host_behind_another(hosts: Callable[[int], Network], launch: Launch) -> None:
     network = hosts(2)
-    network.know()
     network.configure("h1", ProxyJump="h0")
     assert places(launch(network, WHERE)) == [b"0 h0", b"1 h0", b"2 h1", b"3 h1"]
     assert f"from {network[0].address}" in network[1].log.read_text()
@@ -83,7 +82,6 @@ def test_ten_megabytes_of_anything_on_both_streams(hosts: Callable[[int], Networ
 
 def test_all_hosts_that_failed_are_told_each_in_a_line(hosts: Callable[[int], Network], launch: Launch) -> None:
     network = hosts(5)
-    network.know()
     network[4].reload("MaxStartups 1")
     with network.launcher.entered():
         other = socket.create_connection((network[4].address, 22))
@@ -107,6 +105,7 @@ def test_all_hosts_that_failed_are_told_each_in_a_line(hosts: Callable[[int], Ne
 
 def test_a_host_key_that_was_added_is_told(hosts: Callable[[int], Network], launch: Launch) -> None:
     network = hosts(1)
+    network.forget()
     result = launch(network, WHERE)
     assert f"h0: its host key was not known (ssh-ed25519 {network[0].fingerprint}): added to " in result.err
     assert "host key" not in launch(network, WHERE).err
