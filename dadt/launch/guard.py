@@ -13,7 +13,9 @@ trap '' HUP INT QUIT TERM
 read -r _
 if [ -n "$2" ]; then
     for round in 1 2 3; do
-        found=$(grep -lzxF -- "$2" /proc/[0-9]*/environ 2>/dev/null) || break
+        # Its exit code says nothing: there is always a process into which it cannot look.
+        found=$(grep -lzxF -- "$2" /proc/[0-9]*/environ 2>/dev/null)
+        [ -n "$found" ] || break
         for file in $found; do
             pid=${file#/proc/}
             kill -KILL "${pid%/environ}" 2>/dev/null
