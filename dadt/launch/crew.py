@@ -34,7 +34,7 @@ class Node:
     address: str = ""
     """At which the other hosts reach it; empty in a job of one host."""
     interface: str = ""
-    state: str = "is being connected to"
+    state: str = "is not connected"
     heard: float = 0.0
     """When its last frame came (time.monotonic)."""
     clock: float = float("-inf")

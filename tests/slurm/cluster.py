@@ -16,9 +16,10 @@ from pathlib import Path
 
 PROGRAMS = {"munge": "munged", "slurmctld": "slurmctld", "slurmd": "slurmd", "slurm-client": "srun"}
 """What each Debian package brings."""
+PATH = f"{os.environ['PATH']}{os.pathsep}/usr/sbin"
 NODES = ("n1", "n2")
 CORES = 4
-SECONDS = 180.0
+SECONDS = 120.0
 """A job of a second takes many on a machine that is busy."""
 UNTIL_DEATH = ["setpriv", "--pdeathsig", "KILL"]
 CONFIG = """
@@ -58,7 +59,7 @@ class Cluster:
     def __init__(self) -> None:
         # Not under pytest's folder: the path of a socket must be short.
         self.folder = Path(tempfile.mkdtemp(prefix="dadt-slurm-"))
-        self.env = {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf")}
+        self.env = {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": PATH}
         self._daemons: list[subprocess.Popen[bytes]] = []
         try:
             self._begin()
@@ -160,7 +161,7 @@ def missing() -> str:
     """Why no Slurm can be started here; empty if it can."""
     if os.geteuid() != 0:
         return "a Slurm of the tests' own needs root"
-    absent = [package for package, program in PROGRAMS.items() if shutil.which(program) is None]
+    absent = [package for package, program in PROGRAMS.items() if shutil.which(program, path=PATH) is None]
     return f"a Slurm of the tests' own needs {', '.join(absent)} (apt-get install)" if absent else ""
 
 
