@@ -137,6 +137,9 @@ class _Streams:
         to.write(data.decode(errors="replace"))
         to.flush()
 
+    def meanwhile(self, act: Callable[[], None]) -> None:
+        """A notebook takes what it is given."""
+
     def _err(self, text: str) -> None:
         sys.stderr.write(text)
         sys.stderr.flush()

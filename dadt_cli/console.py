@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import sys
-from collections.abc import Sequence
-from typing import Protocol, TextIO
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from dadt.errors import DadtError
 
+MEANWHILE_SECONDS = 0.2
 STREAMS = {"out": 1, "err": 2}
 
 
@@ -27,6 +29,13 @@ class View(Protocol):
 
 
 _view: View | None = None
+_meanwhile: Callable[[], None] | None = None
+
+
+def meanwhile(act: Callable[[], None]) -> None:
+    """What to do from time to time while whoever reads our output takes nothing (a pager, Ctrl-S)."""
+    global _meanwhile
+    _meanwhile = act
 
 
 def show_above(view: View | None) -> None:
@@ -48,7 +57,11 @@ def write(stream: int, data: bytes) -> None:
     rest = memoryview(data)
     try:
         while rest:
-            rest = rest[os.write(stream, rest) :]
+            # Where there is room, so many bytes are taken at once, and nobody has to wait.
+            while not select.select([], [stream], [], MEANWHILE_SECONDS)[1]:
+                if _meanwhile is not None:
+                    _meanwhile()
+            rest = rest[os.write(stream, rest[: select.PIPE_BUF]) :]
     except OSError as error:
         if error.errno in (errno.EPIPE, errno.EIO):  # a terminal that was closed says EIO
             raise ReaderGone from error
@@ -82,16 +95,16 @@ def error(text: str) -> None:
 
 def text(text: str, stdout: bool = False) -> None:
     """On stderr, or on stdout where it is what the command was called for."""
-    _write(text, False, stream=sys.stdout if stdout else sys.stderr)
+    _write(text, False, stream=1 if stdout else 2)
 
 
-def _write(text: str, loud: bool, end: str = "\n", stream: TextIO | None = None) -> None:
-    if loud and sys.stderr.isatty():
+def _write(text: str, loud: bool, end: str = "\n", stream: int = 2) -> None:
+    to = sys.stdout if stream == 1 else sys.stderr
+    if loud and to.isatty():
         text = f"\x1b[1m{text}\x1b[0m"
+    data = (text + end).encode(to.encoding, "backslashreplace")
     if _view is not None:
-        _view.above(2, (text + end).encode(sys.stderr.encoding, "backslashreplace"))
-        return
-    try:
-        print(text, file=stream or sys.stderr, flush=True, end=end)
-    except BrokenPipeError as error:
-        raise ReaderGone from error
+        _view.above(stream, data)
+    else:
+        to.flush()
+        write(stream, data)

@@ -94,9 +94,8 @@ def _ranks_here(trace: Trace) -> list[str]:
 
 
 def _state(trace: Trace) -> str:
-    if trace.launcher is not None:
-        return "starting, or at its end"  # there is a launcher, but it takes no questions
-    return "no launcher on this machine" if trace.agents else f"left over: dadt kill {trace.job}"
+    # A launcher that is there, but takes no questions.
+    return "starting, or at its end" if trace.launcher is not None else "no launcher on this machine"
 
 
 def _script(trace: Trace) -> str:

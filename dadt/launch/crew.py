@@ -83,10 +83,7 @@ class Crew:
     def turn(self, seconds: float) -> Iterator[tuple[Node, Frame]]:
         """Wait for frames, at most so long, and yield them. Two kinds come from no agent: `connected`, and `lost`
         {message}, after which nothing more comes from that node."""
-        now = time.monotonic()
-        if now - self._beat >= self.orphan_timeout / BEATS:
-            self._beat = now
-            self.send_all(Frame("beat"))
+        self.beat()
         if any(node.channel is not None and node.channel.link.unsent for node in self.nodes):
             seconds = min(seconds, WRITE_SECONDS)
         if not self._events:
@@ -103,6 +100,13 @@ class Crew:
         for node, frame in events:
             self._see(node.name, frame)
             yield node, frame
+
+    def beat(self) -> None:
+        """Let the agents know that the launcher is alive, if it is time to. While nobody calls `turn`, call this."""
+        now = time.monotonic()
+        if now - self._beat >= self.orphan_timeout / BEATS:
+            self._beat = now
+            self.send_all(Frame("beat"))
 
     def send(self, node: Node, frame: Frame) -> None:
         if node.channel is not None and not node.ended:

@@ -31,6 +31,9 @@ class Voice(Protocol):
     def lines(self, stream: str, data: bytes) -> None:
         """Complete lines of a worker's "out" or "err"."""
 
+    def meanwhile(self, act: Callable[[], None]) -> None:
+        """What to do about every second while whoever reads our output takes nothing (a pager, Ctrl-S)."""
+
 
 def gather(crew: Crew, look: Mapping[str, Any], timeout: float, job: str, voice: Voice) -> None:
     """Wait for all agents. Those that fail are told one by one; then raises LaunchError, or StartTimeout."""

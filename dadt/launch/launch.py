@@ -97,6 +97,7 @@ def _run(
 ) -> Outcome:
     config = the_plan.config
     crew = Crew(launcher, the_plan.hosts, config.orphan_timeout, report.journal.see)
+    voice.meanwhile(crew.beat)
     try:
         if interrupts is not None:
             crew.watch(interrupts, lambda: _end_early(interrupts.take()))

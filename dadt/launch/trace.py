@@ -44,17 +44,19 @@ class Trace:
         """Of the ranks of this machine; -1 where none was done."""
         steps = []
         for agent in self.agents:
-            path = agent.with_name("pulse")
-            if path.exists() and path.stat().st_size:
-                pulse = Pulse(path)
-                steps += [pulse.read(rank)[0] for rank in range(pulse.local_size)]
+            try:
+                pulse = Pulse(agent.with_name("pulse"))
+            except (OSError, ValueError):
+                continue  # there is none yet, or no more
+            steps += [pulse.read(rank)[0] for rank in range(pulse.local_size)]
         return steps
 
     @property
     def since(self) -> float:
-        """When the first of its folders was made."""
-        times = [path.parent.stat().st_ctime for path in [self.launcher, *self.agents] if path and path.parent.exists()]
-        return min(times, default=0.0)
+        """When the first of its folders was made, or process started."""
+        folders = [path.parent for path in [self.launcher, *self.agents] if path is not None]
+        paths = [*folders, *(Path(f"/proc/{pid}") for pid in self.pids)]
+        return min(filter(None, map(_begin, paths)), default=0.0)
 
     def kill(self) -> list[int]:
         """End its agents and processes on this machine, gently and then by force, whatever has become of its launcher.
@@ -125,6 +127,14 @@ def _listener(path: Path) -> int:
         return 0
     with line:
         return line.pid
+
+
+def _begin(path: Path) -> float:
+    """Of a folder or a process; 0 if it is gone meanwhile."""
+    try:
+        return path.stat().st_ctime
+    except OSError:
+        return 0.0
 
 
 def _leads_session(pid: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 
@@ -141,3 +142,14 @@ def test_a_line_without_end_is_cut():
 def test_a_filter_that_names_nobody_is_refused(text):
     with pytest.raises(ConfigError, match="--output"):
         ranks_shown(text, 4)
+
+
+def test_a_reader_who_pauses_does_not_end_the_job(start):
+    script = "for i in range(100_000): print(f'{i:080}')\nopen('printed', 'w').close()"
+    run = start(script, "-np", "1", "--orphan-timeout", "1", "train.py")
+    # Longer than the agent does without a sign of life; more is printed than all the pipes on the way hold.
+    time.sleep(3.0)
+    assert not (run.folder / "printed").exists()
+    result = run.finish()
+    assert result.code == 0, result.err
+    assert result.out.splitlines() == [f"[0] {i:080}".encode() for i in range(100_000)]
