@@ -53,7 +53,7 @@ def start(world: World) -> None:
 
 def _join(world: World, config: Config) -> tuple[Forum, Config]:
     """Meet the ranks that the same mpirun, srun or torchrun started."""
-    forum, config = Forum.connect(world, config)
+    forum, agreed = Forum.connect(world, config)
     environment.adopt()
     # torchrun's scripts choose by LOCAL_RANK, others take the first that they see.
     gpus = machine.gpus()
@@ -61,7 +61,7 @@ def _join(world: World, config: Config) -> tuple[Forum, Config]:
         environment.see(gpus[forum.world.local_rank % len(gpus)])
     if not environment.threads_chosen():
         torch.set_num_threads(max(1, machine.cores() // forum.world.local_size))
-    return forum, config
+    return forum, agreed
 
 
 def _end(runtime: Runtime) -> None:

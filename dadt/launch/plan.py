@@ -67,7 +67,7 @@ def hosts_of(config: Config, env: Mapping[str, str] = os.environ) -> list[Host]:
     named = host.parse(config.hosts) if config.hosts else []
     if config.hostfile:
         named = host.read(Path(config.hostfile))
-    if not named and config.launcher in ("auto", "slurm"):
+    if not named and config.launcher in ("auto", "slurm", "mpi"):
         named = _allocated(config, env)
     if not named:
         if config.include or config.exclude:

@@ -24,7 +24,7 @@ from dadt.launch.folder import root
 from dadt.launch.frame import Frame, Link
 from dadt.launch.interrupt import Interrupts
 from dadt.launch.listen import Reach, dial
-from dadt.launch.sweep import sweep
+from dadt.launch.sweep import sweep_marked
 from dadt.launch.worker import spawn
 from dadt.world import World
 
@@ -41,10 +41,10 @@ class Shim:
     def __init__(self, world: World, note: Mapping[str, Any]) -> None:
         """Raises LaunchError where mpirun has placed this rank elsewhere than `dadt run` has."""
         self._rank = world.rank
-        self._job = str(note["job"])
         self._reach = Reach.from_text(note["reach"])
         self._deadline = time.monotonic() + note["timeout"]
         self._index, self._local_rank = _place(world, note["shares"])
+        self._socket = root() / f"{note['job']}.{self._index}" / "agent"
         self._own = {name: value for name, value in os.environ.items() if name.startswith(MPI_VARIABLES)}
         self._agent: subprocess.Popen[bytes] | None = None
 
@@ -52,12 +52,16 @@ class Shim:
         """Until the worker has ended, or the agent has. Raises LaunchError."""
         if self._local_rank == 0:
             self._start_agent()
+        try:
+            self._serve()
+        except (BrokenPipeError, EOFError):
+            sweep_marked(f"DADT_AGENT={self._socket}")  # the agent is gone, and cannot do it
+
+    def _serve(self) -> None:
         with Interrupts([signal.SIGCHLD]) as interrupts, self._connect() as line:
             link = Link(line.fileno(), line.fileno())
             link.send(Frame("shim", {"rank": self._rank, "local_rank": self._local_rank, "pid": os.getpid()}))
             order = self._await_order(link)
-            if order is None:
-                return  # the job was over before it began
             try:
                 worker = self._start_worker(order)
             except LaunchError as error:
@@ -83,35 +87,30 @@ class Shim:
 
     def _connect(self) -> socket.socket:
         """To the agent, which listens once it is told to start workers."""
-        path = root() / f"{self._job}.{self._index}" / "agent"
         while time.monotonic() < self._deadline:
             line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
-                line.connect(str(path))
+                line.connect(str(self._socket))
                 return line
             except OSError:
                 line.close()  # not there yet, and nobody tells when it is
             if self._agent is not None and self._agent.poll() is not None:
                 raise LaunchError(f"the agent of this host has ended with code {self._agent.returncode}")
             time.sleep(RETRY_SECONDS)
-        raise LaunchError(f"the agent of this host ({path}) did not start in time")
+        raise LaunchError(f"the agent of this host ({self._socket}) did not start in time")
 
-    def _await_order(self, link: Link) -> Frame | None:
+    def _await_order(self, link: Link) -> Frame:
         with selectors.DefaultSelector() as selector:
             selector.register(link.reader, selectors.EVENT_READ)
             while (rest := self._deadline - time.monotonic()) > 0:
-                if selector.select(rest):
-                    try:
-                        if frames := link.receive():
-                            return frames[0]
-                    except EOFError:
-                        return None
+                if selector.select(rest) and (frames := link.receive()):
+                    return frames[0]
         raise LaunchError("the agent of this host did not answer in time")
 
     def _start_worker(self, order: Frame) -> subprocess.Popen[bytes]:
         """With the descriptors that MPI's daemon left open for its rank."""
         with Path(order["out"]).open("wb", buffering=0) as out, Path(order["err"]).open("wb", buffering=0) as err:
-            env = {**order["env"], **self._own}
+            env = {**order["env"], **self._own, **_libraries(order["env"])}
             return spawn(order["command"], env, order["cwd"], out.fileno(), err.fileno(), close_fds=False)
 
     def _watch(self, link: Link, interrupts: Interrupts, worker: subprocess.Popen[bytes]) -> None:
@@ -119,12 +118,7 @@ class Shim:
             selector.register(link.reader, selectors.EVENT_READ)
             selector.register(interrupts, selectors.EVENT_READ)
             while True:
-                try:
-                    link.receive()
-                except EOFError:
-                    worker.kill()
-                    sweep(self._job)  # the agent is gone, and cannot do it
-                    return
+                link.receive()
                 interrupts.take()
                 if (ended := _wait_for(worker.pid)) is not None:
                     status, peak_memory = ended
@@ -133,6 +127,13 @@ class Shim:
                     link.send(Frame("ended", header))
                     return
                 selector.select()
+
+
+def _libraries(env: Mapping[str, str]) -> dict[str, str]:
+    """Where mpirun has found its own on this host comes first."""
+    own, given = (each.get("LD_LIBRARY_PATH", "").split(":") for each in (os.environ, env))
+    folders = dict.fromkeys(folder for folder in [*own, *given] if folder)
+    return {"LD_LIBRARY_PATH": ":".join(folders)} if folders else {}
 
 
 def _place(world: World, shares: list[int]) -> tuple[int, int]:

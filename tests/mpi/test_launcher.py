@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
 import sys
@@ -149,6 +150,15 @@ def descendants(pid: int) -> list[int]:
     return [each for child in map(int, children) for each in (child, *descendants(child))]
 
 
+def test_no_command_line_shows_the_key(start):
+    run = start(WAIT.format(""))
+    run.wait_for("ready0", "ready1")
+    note = Path(f"/proc/{shims(run.job)[0]}/environ").read_bytes().partition(b"DADT_SHIM=")[2].partition(b"\0")[0]
+    key = json.loads(json.loads(note)["reach"])["key"]
+    lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]
+    assert len(key) == 64 and not any(key.encode() in line for line in lines)
+
+
 def test_two_names_of_one_machine_are_told(launch, mpirun):
     if mpirun != "mpirun.openmpi":
         pytest.skip("MPICH takes two names for two hosts, which does no harm")
@@ -177,6 +187,7 @@ def test_a_host_that_is_not_there_is_told(launch):
         (("--mpirun", sys.executable, "-np", "2"), "not Open MPI, MPICH or Intel MPI"),
         (("-H", "a,b"), "how many workers on a, b?"),
         (("-np", "1", "-H", "a:1,b:1"), "no worker is left for b"),
+        (("-H", "[::1]:2"), "mpirun does not take ::1 for a host"),
     ],
 )
 def test_bad_input_is_told(launch, arguments, words):

@@ -240,6 +240,8 @@ def _name(host: Host) -> str:
 
 def _shares(config: Config, hosts: Sequence[Host]) -> list[int]:
     """Workers of each host, which mpirun must know before an agent can tell its GPUs."""
+    if six := [host.name for host in hosts if ":" in host.name]:
+        raise ConfigError(f"--launcher mpi: mpirun does not take {', '.join(six)} for a host; give its name")
     if vague := [host.name for host in hosts if not host.slots]:
         raise ConfigError(
             f"--launcher mpi: how many workers on {', '.join(vague)}? Give them, as in -H {vague[0]}:2, or by "
