@@ -6,11 +6,12 @@ import random
 import socket
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from dialogue import BACKENDS
 from hostrun import HostRun
-from machine import Network
+from machine import Network, await_that
 from run import Result
 
 Launch = Callable[..., Result]
@@ -109,6 +110,20 @@ def test_a_host_key_that_was_added_is_told(hosts: Callable[[int], Network], laun
     result = launch(network, WHERE)
     assert f"h0: its host key was not known (ssh-ed25519 {network[0].fingerprint}): added to " in result.err
     assert "host key" not in launch(network, WHERE).err
+
+
+def test_a_launcher_that_is_killed_leaves_nothing(
+    hosts: Callable[[int], Network], start: Callable[..., HostRun], backend: str, tmp_path: Path
+) -> None:
+    network = hosts(2)
+    script = "import os, time; open('ready' + os.environ['RANK'], 'w').write(str(os.getpid())); time.sleep(99)"
+    run = start(network, script, "-np", "2", "-H", network.list(1), "--ssh-backend", backend, "train.py")
+    run.wait_for("ready0", "ready1")
+    run.process.kill()
+    await_that(lambda: not network.leftovers(), f"the end of {network.leftovers()}", 10.0)
+    mark = str(network.config).encode()
+    clients = [path for path in Path("/proc").glob("[0-9]*/cmdline") if mark in path.read_bytes()]
+    assert clients == []
 
 
 def test_a_dry_run_shows_the_command_and_connects_to_nobody(hosts: Callable[[int], Network], launch: Launch) -> None:

@@ -73,6 +73,9 @@ class OpensshLauncher:
         # Each `ssh` connects to the first jump anew, unless the user's configuration shares connections.
         with self._gates.passed(route.jumps[0] if route.jumps else route.where, deadline):
             channel = OpensshChannel(self._command_line(ssh, host, route), self._python, self._processes)
+            if self._attempts.closed:
+                channel.end(0.0)  # `close` may have come too early to see this process
+                raise LaunchError("given up")
             has_output = channel.await_output(deadline)
         report = channel.report()
         channel.notes = report.notes()

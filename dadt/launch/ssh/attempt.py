@@ -41,6 +41,10 @@ class Attempts:
             threading.Thread(target=self._work, name="dadt-ssh", daemon=True).start()
         return futures
 
+    @property
+    def closed(self) -> bool:
+        return self._closed.is_set()
+
     def close(self) -> None:
         """No attempt begins any more. Idempotent."""
         self._closed.set()
