@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from machine import await_that
@@ -107,3 +108,25 @@ def test_scripts_that_import_dadt_need_no_dadt_run(hosts, mpirun, tmp_path, way)
     assert "dadt: 2 ranks by" in done.stderr and "executor gloo" in done.stderr
     assert "dadt: done: 5 steps" in done.stderr
     assert len(set(done.stdout.split())) == 1
+
+
+@pytest.mark.slow  # without a name server, torchrun takes a minute
+def test_torchrun_on_each_host(hosts, tmp_path):
+    network = hosts(2)
+    (tmp_path / "train.py").write_text(TRAIN.format(dadt=", dadt"))
+    torchrun = [Path(sys.executable).with_name("torchrun"), "--nnodes", "2", "--nproc-per-node", "1"]
+    meeting = ["--master-addr", network.hosts[0].address, "--master-port", "29400"]
+    nodes = [
+        subprocess.Popen(
+            host.enter([*torchrun, "--node-rank", number, *meeting, "train.py"], tmp_path),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number, host in enumerate(network.hosts)
+    ]
+    said = [node.communicate(timeout=150) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    assert "dadt: 2 ranks by torchrun, executor gloo" in said[0][1]
+    assert "dadt: done: 5 steps" in said[0][1]
+    assert len({out for out, _ in said}) == 1
