@@ -109,6 +109,8 @@ def _host(node: Node) -> dict[str, Any]:
 def _rank(slot: Slot, gauge: Gauge) -> dict[str, Any]:
     summary: Mapping[str, float] = gauge.summary
     seconds = summary.get("seconds", 0.0)
+    mean = gauge.mean_speed()
+    rate = summary["samples"] / seconds if seconds and "samples" in summary else mean.samples if mean else None
     return {
         "rank": slot.rank,
         "host": slot.host,
@@ -118,9 +120,9 @@ def _rank(slot: Slot, gauge: Gauge) -> dict[str, Any]:
         "exit_code": gauge.code,
         "steps": int(summary.get("steps", max(0, gauge.member.step))),
         "delayed": summary.get("delayed"),
-        "wait_fraction": summary.get("wait_fraction"),
+        "wait_fraction": summary.get("wait_fraction", mean.wait if mean else None),
         "samples": summary.get("samples", gauge.samples),
-        "samples_per_second": summary["samples"] / seconds if seconds and "samples" in summary else None,
+        "samples_per_second": rate,
         "peak_memory": gauge.peak_memory or None,
     }
 

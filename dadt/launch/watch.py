@@ -49,12 +49,18 @@ class Mark(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """Over the last seconds."""
+    """Between two marks, by the rank's own clock."""
 
     steps: float
     samples: float
     wait: float
     """Share of the time spent waiting for communication."""
+
+    @classmethod
+    def between(cls, first: Mark, last: Mark) -> Speed:
+        seconds = max(last.clock - first.clock, 1e-9)
+        wait = min(1.0, max(0.0, (last.waited - first.waited) / seconds))
+        return cls((last.step - first.step) / seconds, (last.samples - first.samples) / seconds, wait)
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +80,7 @@ class Gauge:
     """When it last asked where the others are, since it waits for them."""
     _printed: bytes = b""
     _marks: deque[Mark] = field(default_factory=deque)
+    _first: Mark | None = None
 
     @property
     def rank(self) -> int:
@@ -108,21 +115,26 @@ class Gauge:
         now = time.monotonic()
         self.samples = numbers.get("samples", 0.0)
         self._marks.append(Mark(now, step, self.samples, numbers.get("waited", 0.0), numbers.get("clock", now)))
+        self._first = self._first or self._marks[0]
         # The last mark before the window is kept, so that a slow rank has a speed, too.
         while len(self._marks) > 2 and self._marks[1].seen < now - WINDOW_SECONDS:
             self._marks.popleft()
 
     def speed(self) -> Speed | None:
-        """None as long as it is not known, and once the training is over or has stood still."""
+        """Of the last seconds. None as long as it is not known, and once the training is over."""
         if len(self._marks) < 2 or self.member.ended or self.member.finished:
             return None
         first, last = self._marks[0], self._marks[-1]
         usual = (last.seen - first.seen) / max(1, len(self._marks) - 1)
         if time.monotonic() - last.seen > max(WINDOW_SECONDS, 3 * usual):
             return Speed(0.0, 0.0, 0.0)
-        seconds = max(last.clock - first.clock, 1e-9)
-        wait = min(1.0, max(0.0, (last.waited - first.waited) / seconds))
-        return Speed((last.step - first.step) / seconds, (last.samples - first.samples) / seconds, wait)
+        return Speed.between(first, last)
+
+    def mean_speed(self) -> Speed | None:
+        """Of all its training so far."""
+        if self._first is None or self._first is self._marks[-1]:
+            return None
+        return Speed.between(self._first, self._marks[-1])
 
     def own_seconds(self) -> float:
         """Of a step, without waiting for others; 0 if it is not known."""

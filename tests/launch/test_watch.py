@@ -55,6 +55,7 @@ def test_speeds_are_those_of_the_last_seconds(clock):
     speed = watch.gauges[0].speed()
     assert speed is not None
     assert speed == pytest.approx((10.0, 640.0, 0.25), rel=0.05)
+    assert watch.gauges[0].mean_speed() == pytest.approx((10.0, 640.0, 0.25), rel=0.05)
     clock.now += 60.0
     assert watch.gauges[0].speed() == (0.0, 0.0, 0.0)
 

@@ -91,6 +91,13 @@ def test_the_view_shows_every_rank_and_is_gone_at_the_end(show):
     assert terminal.lines[-1].startswith("dadt: done in ")
 
 
+def test_hosts_are_shown_where_there_are_several(show):
+    terminal = show(TRAIN, "-np", "4", "-H", "localhost:2,127.0.0.1:2", "train.py")
+    lines = terminal.see(lambda lines: re.match(" +3  127.0.0.1 +[1-9]", row(lines, 3)), "steps")
+    assert re.match(" +0  localhost +[0-9]", row(lines, 0))
+    assert any(" 4 workers on 2 hosts, " in line for line in lines)
+
+
 def test_much_output_arrives_whole_and_in_order_above_the_view(show):
     script = TRAIN.replace("number = 0", 'for i in range(2000): print(f"line {i:04} of {rank}")\nnumber = 0')
     terminal = show(script)
