@@ -99,7 +99,13 @@ def test_configuration_is_fresh() -> None:
 
 
 def test_flags_exist() -> None:
-    helps = [["run", "--help-all"], ["--help"], ["bench", "allreduce", "--help"], ["bench", "step", "--help"]]
+    helps = [
+        ["run", "--help-all"],
+        ["--help"],
+        ["bench", "allreduce", "--help"],
+        ["bench", "step", "--help"],
+        ["logs", "--help"],
+    ]
     known = set(EXAMPLE_FLAGS)
     for arguments in helps:
         command = [sys.executable, "-m", "dadt_cli", *arguments]
