@@ -10,12 +10,14 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from dadt.errors import LaunchError
 from dadt.launch import network
+from dadt.launch.channel import Channel
 from dadt.launch.frame import CHUNK, Link
 
 GREETING = b"\0DADT1 launcher\n"
@@ -141,6 +143,33 @@ class Listener:
         proof = _proof(self._key, b"launcher", ours, theirs, text, reply)
         _write(connection, LENGTH.pack(len(reply)) + reply + proof, deadline)
         return None if "refused" in answer else hello
+
+
+class Arrivals:
+    """The futures of agents that are to come, by name. Several threads may settle one; the first does."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.futures: dict[str, Future[Channel]] = {name: Future() for name in names}
+        self._lock = threading.Lock()
+
+    def admit(self, name: str, channel: Channel) -> None:
+        """It is hung up where nobody waits for it any more."""
+        if not self._settle(name, lambda future: future.set_result(channel)):
+            channel.end(0.0)
+
+    def refuse(self, name: str, error: LaunchError) -> None:
+        self._settle(name, lambda future: future.set_exception(error))
+
+    def has(self, name: str) -> bool:
+        return self.futures[name].done()
+
+    def _settle(self, name: str, settle: Callable[[Future[Channel]], None]) -> bool:
+        future = self.futures[name]
+        with self._lock:
+            if future.done() or not future.set_running_or_notify_cancel():
+                return False
+            settle(future)
+        return True
 
 
 class SocketChannel:

@@ -23,7 +23,7 @@ from dadt.launch.gather import Voice
 from dadt.launch.host import Host
 from dadt.launch.interrupt import Interrupts
 from dadt.launch.launchers.local import LocalLauncher
-from dadt.launch.listen import Listener, SocketChannel, Unreached, Words, dial
+from dadt.launch.listen import Arrivals, Listener, SocketChannel, Unreached, Words, dial
 from dadt.launch.meeting import meeting_of
 
 END_SECONDS = 10.0
@@ -40,13 +40,12 @@ class HandLauncher:
         self._claims = claims(config, command)
         self._meeting = meeting_of(config)
         self._local = LocalLauncher(config)
-        self._futures: dict[str, Future[Channel]] = {}
+        self._arrivals = Arrivals(f"node{rank}" for rank in range(1, config.nnodes))
         self._watchers: dict[str, socket.socket] = {}
         """The other nodes' `dadt run`, which wait for the verdict."""
         self._listener: Listener | None = None
 
     def launch(self, hosts: list[Host]) -> list[Future[Channel]]:
-        self._futures = {host.name: Future() for host in hosts[1:]}
         config, meeting = self._config, self._meeting
         try:
             self._listener = Listener(meeting.key, config.orphan_timeout, self._greet, self._take, meeting.port)
@@ -58,7 +57,7 @@ class HandLauncher:
         except LaunchError:
             self._listener.close()
             raise
-        return [*self._local.launch(hosts[:1]), *self._futures.values()]
+        return [*self._local.launch(hosts[:1]), *(self._arrivals.futures[host.name] for host in hosts[1:])]
 
     def command(self, host: Host) -> str:
         rank = host.name.removeprefix("node")
@@ -82,13 +81,14 @@ class HandLauncher:
 
     def _greet(self, hello: Words) -> Words:
         name, asks = str(hello.get("node")), hello.get("asks")
-        if name not in self._futures:
-            return {"refused": f"there is no {name} in job {self._job}, which has nodes 0 to {len(self._futures)}"}
+        if name not in self._arrivals.futures:
+            last = self._config.nnodes - 1
+            return {"refused": f"there is no {name} in job {self._job}, which has nodes 0 to {last}"}
         for what, ours in self._claims.items():
             if (theirs := hello.get(what)) != ours:
                 return {"refused": f"{name} was started with {what} {theirs}, node0 with {what} {ours}"}
         watcher = self._watchers.get(name)
-        if self._futures[name].done() if asks == "orders" else watcher is not None and not _is_gone(watcher):
+        if self._arrivals.has(name) if asks == "orders" else watcher is not None and not _is_gone(watcher):
             return {"refused": f"job {self._job} has a {name} already: give each host its own --node-rank"}
         return {"job": self._job}
 
@@ -96,10 +96,8 @@ class HandLauncher:
         name = hello["node"]
         if hello["asks"] == "verdict":
             self._watchers[name] = connection
-        elif self._futures[name].set_running_or_notify_cancel():
-            self._futures[name].set_result(SocketChannel(connection))
         else:
-            connection.close()
+            self._arrivals.admit(name, SocketChannel(connection))
 
 
 def join(config: Config, command: Sequence[str], voice: Voice) -> int:

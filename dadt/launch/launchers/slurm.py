@@ -15,12 +15,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 from dadt.config import Config
 from dadt.errors import ConfigError, LaunchError
 from dadt.launch.channel import Channel
 from dadt.launch.host import Host
-from dadt.launch.listen import Listener, Reach, SocketChannel, Words, become_standard, dial
+from dadt.launch.listen import Arrivals, Listener, Reach, SocketChannel, Words, become_standard, dial
 
 REACH = "DADT_REACH"
 """Tells an agent where its launcher is, and the key: on a command line, ps would show it."""
@@ -69,12 +70,11 @@ class SlurmLauncher:
         self._config = config
         self._python = config.python or sys.executable
         self._hosts = hosts
-        self._futures: dict[str, Future[Channel]] = {}
+        self._arrivals = Arrivals(host.name for host in hosts)
         self._listener: Listener | None = None
         self._step: Step | None = None
 
     def launch(self, hosts: list[Host]) -> list[Future[Channel]]:
-        self._futures = {host.name: Future() for host in hosts}
         key = secrets.token_bytes(32)
         self._listener = Listener(key, self._config.orphan_timeout, self._greet, self._take)
         env = {name: value for name, value in os.environ.items() if not name.startswith("DADT_")}
@@ -86,7 +86,7 @@ class SlurmLauncher:
         except OSError as error:
             self._listener.close()
             raise LaunchError(f"srun: cannot be run ({error.strerror}); is Slurm in PATH?") from error
-        return list(self._futures.values())
+        return [self._arrivals.futures[host.name] for host in hosts]
 
     def command(self, host: Host) -> str:
         return shlex.join(self._srun(self._hosts))
@@ -95,7 +95,7 @@ class SlurmLauncher:
         if self._listener is not None:
             self._listener.close()
         if self._step is not None:
-            self._step.close(at_once=not all(future.done() for future in self._futures.values()))
+            self._step.close(at_once=not all(self._arrivals.has(host.name) for host in self._hosts))
 
     def _srun(self, hosts: Sequence[Host]) -> list[str]:
         count = len(hosts)
@@ -124,17 +124,13 @@ class SlurmLauncher:
 
     def _greet(self, hello: Words) -> Words:
         name = hello.get("name")
-        if name not in self._futures:
+        if name not in self._arrivals.futures:
             return {"refused": f"{name} is not among the hosts of this job"}
-        return {"refused": f"{name} has an agent already"} if self._futures[name].done() else {}
+        return {"refused": f"{name} has an agent already"} if self._arrivals.has(name) else {}
 
     def _take(self, hello: Words, connection: socket.socket) -> None:
         name = hello["name"]
-        channel = SocketChannel(connection, lambda seconds: self._explain(name, seconds))
-        if not self._futures[name].set_running_or_notify_cancel():
-            channel.end(0.0)
-            return
-        self._futures[name].set_result(channel)
+        self._arrivals.admit(name, SocketChannel(connection, lambda seconds: self._explain(name, seconds)))
 
     def _explain(self, name: str, seconds: float) -> str:
         assert self._step is not None
@@ -142,9 +138,9 @@ class SlurmLauncher:
 
     def _give_up(self, step: Step) -> None:
         """srun has ended: whoever has not connected will not."""
-        for name, future in self._futures.items():
-            if not future.done() and future.set_running_or_notify_cancel():
-                future.set_exception(LaunchError(step.why(self._index(name), 0.0)))
+        for host in self._hosts:
+            if not self._arrivals.has(host.name):
+                self._arrivals.refuse(host.name, LaunchError(step.why(self._index(host.name), 0.0)))
 
     def _index(self, name: str) -> int:
         return [host.name for host in self._hosts].index(name)
@@ -206,7 +202,7 @@ class Step:
                 break
             except subprocess.TimeoutExpired:
                 self._process.send_signal(number)  # SIGTERM makes srun kill all of the step
-        self._thread.join()
+        self._thread.join(END_SECONDS)
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -238,6 +234,9 @@ def connect() -> None:
     if REACH not in os.environ:
         raise LaunchError(f"--connect: {REACH} does not say where the launcher is; dadt run starts agents by itself")
     reach = Reach.from_text(os.environ.pop(REACH))
+    if near := os.environ.get("SLURM_LAUNCH_NODE_IPADDR"):
+        # Where Slurm has found srun from here, the launcher is.
+        reach = replace(reach, addresses=[near, *reach.addresses])
     name = os.environ.get("SLURMD_NODENAME", "")
     forget_step(os.environ)
     for number in OVERHEARD:
