@@ -63,9 +63,11 @@ def write(stream: int, data: bytes) -> None:
                     _meanwhile()
             rest = rest[os.write(stream, rest[: select.PIPE_BUF]) :]
     except OSError as error:
-        if error.errno in (errno.EPIPE, errno.EIO):  # a terminal that was closed says EIO
+        if error.errno == errno.EPIPE:
             raise ReaderGone from error
-        raise
+        # A terminal that was closed; it has sent SIGHUP, which ends the job unless nohup says otherwise.
+        if error.errno != errno.EIO:
+            raise
 
 
 def say(text: str, level: str = "info") -> None:

@@ -201,8 +201,11 @@ def _folded(watch: Watch, left: int) -> str:
 
 
 def _terminal_size() -> tuple[int, int]:
-    """A terminal that does not know its size says 0."""
-    width, height = os.get_terminal_size(STDERR)
+    """A terminal that does not know its size says 0; one that was closed, nothing."""
+    try:
+        width, height = os.get_terminal_size(STDERR)
+    except OSError:
+        width, height = 0, 0
     return width or 80, height or 24
 
 

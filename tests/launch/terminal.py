@@ -90,7 +90,13 @@ class Terminal:
             with contextlib.suppress(ProcessLookupError):
                 self.process.send_signal(signal.SIGTERM)
             self.finish()
-        os.close(self._master)
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        """As closing the window does. Idempotent."""
+        if self._master >= 0:
+            os.close(self._master)
+        self._master = -1
 
     def _read(self, seconds: float) -> bool:
         """False once nothing more can come."""

@@ -129,6 +129,15 @@ def test_ctrl_c_leaves_a_clean_screen(show):
     assert terminal.lines[-1] == "dadt: ended by Ctrl-C; all workers stopped"
 
 
+def test_a_terminal_that_is_closed_ends_the_job_gently(show):
+    gentle = "import signal; signal.signal(signal.SIGTERM, lambda *_: (open(f'saved{rank}', 'w').close(), sys.exit(0)))"
+    terminal = show(TRAIN.replace("number = 0", gentle + "\nnumber = 0", 1))
+    terminal.see(lambda lines: all(re.match(r" +>?\d +[1-9]", row(lines, rank)) for rank in (0, 1)), "steps")
+    terminal.hang_up()
+    assert terminal.process.wait(30) == 129
+    assert all((terminal.folder / f"saved{rank}").exists() for rank in (0, 1))
+
+
 def test_of_many_ranks_the_rest_is_one_line(show):
     terminal = show(TRAIN, "-np", "16", "train.py", height=16)
     lines = terminal.see(lambda lines: any(line.startswith("and 9 ") for line in lines), "a folded view")
