@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 
@@ -48,7 +49,9 @@ def dadt_command() -> None:
 
 def main() -> None:
     """The only place that exits."""
-    sys.exit(_run())
+    code = _run()
+    gc.freeze()  # or the interpreter, on its way out, goes through all that was ever imported
+    sys.exit(code)
 
 
 def _run() -> int:

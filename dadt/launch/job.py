@@ -29,7 +29,7 @@ PRIMARY_SECONDS = 1.0
 """After a failure that another one caused: how long to wait for that other one to show itself."""
 EXIT_SECONDS = 2.0
 """After an uncaught exception was reported: how long the worker may take to exit."""
-FAILURE_GRACE = 1.5
+FAILURE_GRACE = 1.0
 """From SIGTERM to SIGKILL after a failure. After the user's Ctrl-C it is --grace."""
 END_SECONDS = 5.0
 """How long an agent may take beyond that until all is gone."""

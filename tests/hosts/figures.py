@@ -98,6 +98,8 @@ class Bench:
         self.network = Network(folder / "network", count)
         self.network.know()
         self.folder = folder
+        self.ended = 0.0
+        """When the last job has (time.time)."""
 
     def start(self, *arguments: object, **streams: Any) -> subprocess.Popen[bytes]:
         """`dadt run` on the machine named launcher; what it says goes to the file `said`."""
@@ -119,6 +121,7 @@ class Bench:
         process = self.start(*arguments)
         ended = process.wait(SECONDS)
         seconds = time.monotonic() - begin
+        self.ended = time.time()
         assert ended == code, f"exit code {ended}: {self.said()}"
         self.check_clean()
         return seconds
@@ -233,7 +236,7 @@ def end(rounds: int) -> list[Row]:
                     path.unlink(missing_ok=True)
                 where = ("-np", workers, "-H", hosts.network.list(workers // len(hosts.network.hosts)))
                 hosts.run(*where, "-x", "OMP_NUM_THREADS", "train.py", how, "{rank}", "{world_size}", code=137)
-                return (hosts.folder / "said").stat().st_mtime - float((hosts.folder / "died").read_text())
+                return hosts.ended - float((hosts.folder / "died").read_text())
 
             ways = {
                 f"{workers} workers on {count} hosts, {what}": lambda workers=workers, how=how: until_exit(workers, how)
