@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import time
@@ -16,6 +17,7 @@ from pathlib import Path
 
 SSHD = "/usr/sbin/sshd"
 FOLDERS = f"tmp/dadt-{os.getuid()}"
+SESSION = re.compile(r"sshd: \w+(@\w+)?$")
 CLONE_NEWNET = 0x40000000
 UNTIL_DEATH = ["setpriv", "--pdeathsig", "KILL"]
 SECONDS = 20.0
@@ -175,12 +177,19 @@ class Machine:
 
     def processes(self) -> dict[int, str]:
         """Those that run there beside sshd: command lines by process id (seen from here)."""
+        return {pid: command for pid, command in self._all().items() if not command.startswith(("sshd:", SSHD))}
+
+    def sessions(self) -> list[int]:
+        """The processes of sshd that serve somebody who has logged in."""
+        return [pid for pid, command in self._all().items() if SESSION.match(command)]
+
+    def _all(self) -> dict[int, str]:
         own = os.readlink(f"/proc/{self.pid}/ns/pid")
         found = {}
         for entry in Path("/proc").glob("[0-9]*"):
             try:
                 command = (entry / "cmdline").read_text(errors="replace").replace("\0", " ").strip()
-                if os.readlink(entry / "ns/pid") == own and command and not command.startswith(("sshd:", SSHD)):
+                if os.readlink(entry / "ns/pid") == own and command:
                     found[int(entry.name)] = command
             except OSError:
                 continue  # it ended while we looked

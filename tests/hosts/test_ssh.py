@@ -67,18 +67,6 @@ def test_through_two_hosts(hosts: Hosts, backend: str) -> None:
     assert outcome(network, backend, "h2") == ""
 
 
-def test_many_hosts_behind_one_share_the_way(hosts: Hosts, backend: str) -> None:
-    if backend == "openssh":
-        pytest.skip("ControlMaster of the user's configuration does this")
-    network = hosts(4)
-    network[0].reload("MaxStartups 1")
-    for number in (1, 2, 3):
-        network.configure(f"h{number}", ProxyJump="h0")
-    with launched(network, backend, "h1", "h2", "h3") as futures:
-        assert [ask(future.result())["hostname"] for future in futures] == ["h1", "h2", "h3"]
-    assert network[0].log.read_text().count("Accepted publickey") == 1
-
-
 def test_a_failure_on_the_way_names_the_host_where_it_was(hosts: Hosts, backend: str) -> None:
     network = hosts(2)
     network.configure("h1", ProxyJump="h0")
@@ -194,10 +182,8 @@ def test_the_end_of_a_session_on_the_other_side(hosts: Hosts, backend: str) -> N
     with launched(network, backend) as (future,):
         channel = future.result()
         ask(channel)
-        sessions = subprocess.run(["pgrep", "--ns", str(network[0].pid), "--nslist", "pid", "-f", "sshd: .*@notty"],
-                                  capture_output=True, text=True, check=True).stdout.split()  # fmt: skip
-        for pid in sessions:
-            os.kill(int(pid), 9)
+        for pid in network[0].sessions():
+            os.kill(pid, 9)
         text = channel.end(5.0)
     assert text.startswith("the connection was lost ("), text
 

@@ -60,32 +60,41 @@ class Jumps:
         self._futures: dict[Jump, Future[Connection]] = {}
 
     def find(self, jumps: Jump, deadline: float, connect: Callable[[], Connection]) -> Connection:
-        """That one which exists, or is about to; else a new one. Raises LaunchError."""
+        """That one which exists, or is about to; else, or if that was lost, a new one. Raises LaunchError."""
         with self._lock:
             future = self._futures.get(jumps)
-            is_ours = future is None
-            if future is None:
+            is_ours = future is None or _is_lost(future)
+            if future is None or is_ours:
                 future = self._futures[jumps] = Future()
         if is_ours:
-            self._fill(future, jumps, connect)
+            _fill(future, connect)
         try:
             return future.result(left(deadline, float("inf")))
         except TimeoutError:
             raise LaunchError(f"timeout: ProxyJump {','.join(jumps)} is not connected within --start-timeout") from None
 
-    def _fill(self, future: Future[Connection], jumps: Jump, connect: Callable[[], Connection]) -> None:
-        try:
-            future.set_result(connect())
-        except BaseException as error:  # noqa: BLE001 (all who wait for it get it)
-            with self._lock:
-                del self._futures[jumps]  # a second attempt begins anew
-            future.set_exception(error)
-
     def close(self) -> None:
+        """Those that are about to come about, too."""
         with self._lock:
-            for future in self._futures.values():
-                if future.done():
-                    future.result().close()
+            futures = list(self._futures.values())
+        for future in futures:
+            future.add_done_callback(_close)
+
+
+def _fill(future: Future[Connection], connect: Callable[[], Connection]) -> None:
+    try:
+        future.set_result(connect())
+    except BaseException as error:  # noqa: BLE001 (all who wait for it get it)
+        future.set_exception(error)
+
+
+def _is_lost(future: Future[Connection]) -> bool:
+    return future.done() and (future.exception() is not None or not future.result().transport.is_active())
+
+
+def _close(future: Future[Connection]) -> None:
+    if future.exception() is None:
+        future.result().close()
 
 
 class Connector:
