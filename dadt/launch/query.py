@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 WRITE_SECONDS = 0.05
 STACKS_SECONDS = 4.0
 """Beyond the time that an agent gives its workers."""
-ANSWER_SECONDS = 5.0
+ANSWER_SECONDS = 3.0
 
 
 @dataclass(eq=False, slots=True)
