@@ -93,7 +93,7 @@ def test_a_proxy_command(hosts: Hosts, backend: str) -> None:
     hide(network, 1, 0)
     network.configure("h1", ProxyCommand=f"ssh -F {network.config} -W {network[1].address}:%p h0")
     assert outcome(network, backend, "h1") == ""
-    network.configure("h1", ProxyCommand="echo it is closed today >&2; false")
+    network.configure("h1", ProxyCommand="sh -c 'echo it is closed today >&2; exit 1'")
     text = outcome(network, backend, "h1")
     assert "it is closed today" in text and "ssh root@h1" in text, text
 
