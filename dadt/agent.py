@@ -8,6 +8,7 @@ decides nothing else.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import selectors
 import signal
@@ -141,7 +142,7 @@ class Agent:
     def _start(self, job: Frame) -> None:
         for slot in job["workers"]:
             env = environment.of_worker(self._env, {**job["env"], **slot["env"]}, self._folder.socket)
-            if job["adopt"]:
+            if job.get("adopt"):
                 order = {"command": slot["command"], "env": env, "cwd": job["cwd"]}
                 self._adoption.expect(slot["rank"], order, job["adopt"])
             else:
@@ -403,6 +404,7 @@ def main() -> None:
     with Interrupts([signal.SIGCHLD, *ENDING_SIGNALS]) as interrupts:
         os.write(writer, MAGIC)
         Agent(Link(reader, writer), interrupts).run()
+    gc.freeze()  # or the interpreter, on its way out, goes through all that was ever imported
 
 
 if __name__ == "__main__":

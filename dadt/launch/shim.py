@@ -24,7 +24,6 @@ from dadt.launch.folder import root
 from dadt.launch.frame import Frame, Link
 from dadt.launch.interrupt import Interrupts
 from dadt.launch.listen import Reach, dial
-from dadt.launch.sweep import sweep_marked
 from dadt.launch.worker import spawn
 from dadt.world import World
 
@@ -55,7 +54,7 @@ class Shim:
         try:
             self._serve()
         except (BrokenPipeError, EOFError):
-            sweep_marked(f"DADT_AGENT={self._socket}")  # the agent is gone, and cannot do it
+            pass  # the agent is gone: its guard ends what the worker has started, and the kernel the worker
 
     def _serve(self) -> None:
         with Interrupts([signal.SIGCHLD]) as interrupts, self._connect() as line:

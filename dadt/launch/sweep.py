@@ -46,15 +46,13 @@ def without_trackers(pids: Iterable[int]) -> list[int]:
 
 
 def sweep(job: str) -> list[int]:
-    """Kill what is left of the job on this machine. Returns what does not die (stuck in the kernel)."""
-    return sweep_marked(f"DADT_JOB={job}")
+    """Kill what is left of the job on this machine, again until nothing is.
 
-
-def sweep_marked(mark: str) -> list[int]:
-    """Kill the processes that carry the mark, again until there are none. Returns what does not die."""
+    Returns what does not die (stuck in the kernel).
+    """
     begin = time.monotonic()
     pause = 0.001
-    while left := members(mark):
+    while left := members(f"DADT_JOB={job}"):
         now = time.monotonic()
         if now > begin + SWEEP_SECONDS:
             return left

@@ -110,7 +110,7 @@ def test_scripts_that_import_dadt_need_no_dadt_run(hosts, mpirun, tmp_path, way)
     assert len(set(done.stdout.split())) == 1
 
 
-@pytest.mark.slow  # without a name server, torchrun takes a minute
+@pytest.mark.slow
 def test_torchrun_on_each_host(hosts, tmp_path):
     network = hosts(2)
     (tmp_path / "train.py").write_text(TRAIN.format(dadt=", dadt"))
