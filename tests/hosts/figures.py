@@ -49,32 +49,7 @@ if rank == "1":
     os.kill(os.getpid(), signal.SIGKILL)
 while True: time.sleep(600) if ignore else step()
 """
-PRINT = r"""
-#include <stdio.h>
-#include <stdlib.h>
-#include <time.h>
-static double seconds(clockid_t clock) {
-    struct timespec t;
-    clock_gettime(clock, &t);
-    return t.tv_sec + 1e-9 * t.tv_nsec;
-}
-int main(int count, char **arguments) {
-    long lines = atol(arguments[2]);
-    struct timespec next;
-    clock_gettime(CLOCK_MONOTONIC, &next);
-    double begin = seconds(CLOCK_MONOTONIC);
-    setvbuf(stdout, NULL, _IOLBF, 0);
-    for (long i = 0; i < lines; i++) {
-        printf("line %s %ld: what a worker prints of a step\n", arguments[1], i);
-        if ((next.tv_nsec += 1000000) >= 1000000000) {
-            next.tv_nsec -= 1000000000;
-            next.tv_sec++;
-        }
-        clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &next, NULL);
-    }
-    printf("took %s %f %f\n", arguments[1], seconds(CLOCK_PROCESS_CPUTIME_ID), seconds(CLOCK_MONOTONIC) - begin);
-}
-"""
+PRINT = Path(__file__).with_name("print.c")
 
 
 @dataclass(frozen=True)
@@ -155,45 +130,50 @@ def in_turn(rounds: int, ways: dict[str, Callable[[], float]]) -> dict[str, list
 
 
 def start(rounds: int) -> list[Row]:
-    """From the command to the first step of 4 workers on 4 hosts."""
-    with bench(4) as hosts:
+    """From the command to the first step, one worker per host."""
+    return [row for count in (2, 4) for row in start_on(count, rounds)]
+
+
+def start_on(count: int, rounds: int) -> list[Row]:
+    with bench(count) as hosts:
         stamps = hosts.folder / "stamps"
 
         def by_dadt(*options: str) -> float:
             stamps.unlink(missing_ok=True)
             begin = time.time()
-            hosts.run("-np", 4, "-H", hosts.network.list(), "-x", "OMP_NUM_THREADS", *options, FIRST_STEP, stamps)
-            return last_stamp(stamps) - begin
+            hosts.run("-np", count, "-H", hosts.network.list(), "-x", "OMP_NUM_THREADS", *options, FIRST_STEP, stamps)
+            return last_stamp(stamps, count) - begin
 
         def by_hand() -> float:
             stamps.unlink(missing_ok=True)
             begin = time.time()
-            processes = [torchrun(host, rank, stamps) for rank, host in enumerate(hosts.network.hosts)]
+            processes = [torchrun(host, rank, count, stamps) for rank, host in enumerate(hosts.network.hosts)]
             for process in processes:
-                process.communicate(timeout=SECONDS)  # Gloo's threads sometimes abort after the step
+                process.wait(SECONDS)  # how it ends does not matter: Gloo's threads sometimes abort after the step
             hosts.check_clean()
-            return last_stamp(stamps) - begin
+            return last_stamp(stamps, count) - begin
 
         ways: dict[str, Callable[[], float]] = {
             "torchrun by hand": by_hand,
             "dadt run": by_dadt,
-            "dadt run, openssh": lambda: by_dadt("--ssh-backend", "openssh"),
+            "dadt run --ssh-backend openssh": lambda: by_dadt("--ssh-backend", "openssh"),
         }
         times = in_turn(rounds, ways)
-    rows = [Row(name, "s", interval(values)) for name, values in times.items()]
     hand, paramiko, openssh = times.values()
+    title = f"{count} hosts"
     return [
-        *rows,
-        Row("dadt run / torchrun by hand", "", ratio(paramiko, hand), 1.3),
-        Row("dadt run, openssh / torchrun by hand", "", ratio(openssh, hand), 1.3),
-        Row("dadt run / dadt run, openssh", "", ratio(paramiko, openssh)),
+        *(Row(f"{title}: {name}", "s", interval(values)) for name, values in times.items()),
+        Row(f"{title}: dadt run / torchrun", "", ratio(paramiko, hand), 1.3),
+        Row(f"{title}: dadt run --ssh-backend openssh / torchrun", "", ratio(openssh, hand), 1.3),
+        Row(f"{title}: paramiko / openssh", "", ratio(paramiko, openssh)),
     ]
 
 
-def torchrun(host: Machine, rank: int, stamps: Path) -> subprocess.Popen[bytes]:
-    nodes = ["--nnodes", 4, "--nproc-per-node", 1, "--node-rank", rank, "--master-addr", "h0", "--master-port", PORT]
+def torchrun(host: Machine, rank: int, count: int, stamps: Path) -> subprocess.Popen[bytes]:
+    nodes = ["--nnodes", count, "--node-rank", rank, "--nproc-per-node", 1, "--master-addr", "h0"]
+    program = ["--master-port", PORT, FIRST_STEP, stamps, "--ddp"]
     return subprocess.Popen(
-        host.enter([sys.executable, "-m", "torch.distributed.run", *nodes, FIRST_STEP, stamps, "--ddp"]),
+        host.enter([sys.executable, "-m", "torch.distributed.run", *nodes, *program]),
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -201,14 +181,14 @@ def torchrun(host: Machine, rank: int, stamps: Path) -> subprocess.Popen[bytes]:
     )
 
 
-def last_stamp(stamps: Path) -> float:
+def last_stamp(stamps: Path, count: int) -> float:
     taken = [float(line) for line in stamps.read_text().split()]
-    assert len(taken) == 4, f"{len(taken)} of 4 took a step"
+    assert len(taken) == count, f"{len(taken)} of {count} took a step"
     return max(taken)
 
 
 def agents(rounds: int) -> list[Row]:
-    """64 agents on one machine, which has 64 names and sshd's usual limits, from the command to its end."""
+    """64 agents on one machine, which has 64 names and sshd's usual limits: from the command to its end."""
     with bench(1) as hosts:
         names = [f"a{number}" for number in range(64)]
         for name in names:
@@ -217,8 +197,8 @@ def agents(rounds: int) -> list[Row]:
         times = in_turn(
             rounds,
             {
-                "64 agents, start to end": lambda: hosts.run(*trivial),
-                "64 agents, start to end, openssh": lambda: hosts.run("--ssh-backend", "openssh", *trivial),
+                "64 agents": lambda: hosts.run(*trivial),
+                "64 agents, --ssh-backend openssh": lambda: hosts.run("--ssh-backend", "openssh", *trivial),
             },
         )
     return [Row(name, "s", interval(values), 20.0) for name, values in times.items()]
@@ -286,8 +266,7 @@ def output(rounds: int, lines: int = 10_000) -> list[Row]:
     rows = []
     for count in (0, 4):
         with bench(max(count, 1)) as hosts:
-            (hosts.folder / "print.c").write_text(PRINT)
-            subprocess.run(["cc", "-O2", "-o", "print", "print.c"], cwd=hosts.folder, check=True)
+            subprocess.run(["cc", "-O2", "-o", hosts.folder / "print", PRINT], check=True)
             where = ["-H", hosts.network.list(16)] if count else []
             floods = [flood(hosts, where, lines) for _ in range(rounds)]
         title = f"64 workers on {count} hosts" if count else "64 workers on this host"
@@ -398,14 +377,22 @@ def main() -> None:
         say(f"{name}: {rounds} rounds")
         rows = measure(rounds)
         kept["figures"][name] = {"rounds": rounds, "rows": [asdict(row) for row in rows]}
-        print(f"\n{name}: {(measure.__doc__ or '').strip()} {rounds} rounds, in turn.")
-        for row in rows:
-            goal = "" if row.goal is None else f"  goal {row.goal:g}: {'met' if row.is_met else 'MISSED'}"
-            print(f"  {row.name:52} {row.value!s:>26} {row.unit:5}{goal}", flush=True)
-            missed += [] if row.is_met else [row.name]
+        print("\n".join(["", *table(measure, rounds, rows)]), flush=True)
+        missed += [row.name for row in rows if not row.is_met]
     if options.json:
         options.json.write_text(json.dumps(kept, indent=2) + "\n")
     sys.exit(f"missed: {', '.join(missed)}" if missed else 0)
+
+
+def table(measure: Callable[[int], list[Row]], rounds: int, rows: Sequence[Row]) -> Iterator[str]:
+    """Markdown."""
+    yield f"{(measure.__doc__ or '').strip()} Rounds: {rounds}."
+    yield ""
+    yield "| | median (95 % interval) | goal |"
+    yield "|---|---|---|"
+    for row in rows:
+        goal = "" if row.goal is None else f"{row.goal:g}: {'met' if row.is_met else 'missed'}"
+        yield f"| {row.name} | {' '.join(filter(None, (str(row.value), row.unit)))} | {goal} |"
 
 
 def commit() -> str:
