@@ -17,9 +17,15 @@ if [ -n "$2" ]; then
         found=$(grep -lzxF -- "$2" /proc/[0-9]*/environ 2>/dev/null)
         [ -n "$found" ] || break
         for file in $found; do
-            pid=${file#/proc/}
-            kill -KILL "${pid%/environ}" 2>/dev/null
+            process=${file%/environ}
+            # It removes the semaphores of the others once these are dead, and then ends by itself.
+            if [ $round != 3 ] && grep -q multiprocessing.resource_tracker "$process/cmdline" 2>/dev/null; then
+                spared=1
+            else
+                kill -KILL "${process#/proc/}" 2>/dev/null
+            fi
         done
+        [ -n "$spared" ] && [ $round = 2 ] && sleep 1
     done
 fi
 rm -rf -- "$1"
