@@ -1,0 +1,79 @@
+"""Which address others reach: a crowd that asks at once, and callers that hang up."""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import time
+
+import pytest
+
+from dadt.launch import network
+from dadt.launch.network import Listener, Probe
+
+TOKEN = b"t" * network.TOKEN_BYTES
+
+
+@pytest.fixture
+def listener():
+    listener = Listener(TOKEN)
+    yield listener
+    listener.close()
+
+
+def call(listener: Listener) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", listener.port), timeout=10)
+
+
+def test_a_caller_that_hangs_up_is_no_matter(listener):
+    with call(listener) as caller:
+        # Closed with a reset, as port scanners do.
+        caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    with call(listener) as caller:
+        listener.answer()
+        assert caller.recv(network.TOKEN_BYTES) == TOKEN
+
+
+def test_many_may_call_at_once(listener):
+    """All are in the queue before anyone is answered; one that found it full would come after a second."""
+    callers = []
+    begin = time.monotonic()
+    for _ in range(300):
+        callers.append(call(listener))
+    assert time.monotonic() - begin < 1.0
+    listener.answer()
+    assert all(caller.recv(network.TOKEN_BYTES) == TOKEN for caller in callers)
+    for caller in callers:
+        caller.close()
+
+
+@pytest.mark.parametrize(("hosts", "found"), [(1, False), (network.CROWD + 1, True)])
+def test_only_a_crowd_is_given_the_time_to_try_again(hosts, found):
+    """One of the two addresses of each host answers only after a while."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as quick,
+        socket.create_server(("127.0.0.2", quick.getsockname()[1])) as slow,
+    ):
+        quick.setblocking(False)
+        slow.setblocking(False)
+        addresses = ["127.0.0.1", "127.0.0.2"]
+        port = quick.getsockname()[1]
+        probe = Probe(
+            [{"index": index, "port": port, "token": TOKEN.hex(), "addresses": addresses} for index in range(hosts)]
+        )
+        begin = time.monotonic()
+        probe.start()
+        while not probe.finished:
+            answer(quick)
+            if time.monotonic() - begin > 0.6:
+                answer(slow)
+            probe.advance()
+        probe.close()
+    assert all(("127.0.0.2" in reached) is found for reached in probe.reached.values())
+
+
+def answer(server: socket.socket) -> None:
+    while select.select([server], [], [], 0.01)[0]:
+        with server.accept()[0] as connection:
+            connection.send(TOKEN)
