@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from dadt.errors import ConfigError
 
 EXECUTORS = ("auto", "shm", "gloo", "null")
 ALGORITHMS = ("pipe", "sync")
-
-
 LAUNCHERS = ("auto", "local", "ssh", "slurm", "mpi")
+LEAST_ORPHAN_TIMEOUT = 2.0
+"""A few signs of life fit into it."""
 
 
 def knob(
@@ -143,19 +145,26 @@ class Config:
         for f in fields(self):
             choices = f.metadata["choices"]
             value = getattr(self, f.name)
+            if value and f.metadata["metavar"] in ("FILE", "DIR", "PATH"):
+                value = _path(flag(f.name), str(value), f.metadata["metavar"] == "PATH")
+                object.__setattr__(self, f.name, value)  # frozen from here on
+            if isinstance(f.default, float):
+                _number(flag(f.name), value, "a number")
             if choices and value not in choices:
                 raise ConfigError(f"{flag(f.name)} {value}: unknown; choose one of {', '.join(choices)}")
         if self.predict != "auto":
-            factor = _number("--predict", self.predict, "auto or a number, as 1.5")
-            if not 0 <= factor < math.inf:
-                raise ConfigError(f"--predict {self.predict}: give auto or a number from 0, as 1.5")
+            expected = "auto or a number from 0, as 1.5"
+            if _number("--predict", self.predict, expected) < 0:
+                raise ConfigError(f"--predict {self.predict}: give {expected}")
         if self.warmup_steps < 0:
             raise ConfigError(f"--warmup-steps {self.warmup_steps}: must be 0 or more")
         if self.bucket_mb <= 0:
             raise ConfigError(f"--bucket-mb {self.bucket_mb}: must be above 0")
-        for name in ("timeout", "start_timeout", "orphan_timeout"):
+        for name in ("timeout", "start_timeout"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)}: must be above 0 seconds")
+        if self.orphan_timeout < LEAST_ORPHAN_TIMEOUT:
+            raise ConfigError(f"--orphan-timeout {self.orphan_timeout}: must be {LEAST_ORPHAN_TIMEOUT:g} s or more")
         for name in ("np", "accelerators", "nnodes", "grace"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)}: must be 0 or more")
@@ -222,11 +231,41 @@ def parse(name: str, text: str) -> Any:
     return text
 
 
-def _number(name: str, text: str, expected: str) -> float:
+def here() -> str:
+    """The current folder as the user's shell names it: other hosts may not know what a link leads to.
+
+    Raises ConfigError if it has been deleted.
+    """
     try:
-        return float(text)
+        current = Path.cwd()
+    except OSError as error:
+        raise ConfigError(f"the current folder is gone ({error.strerror}) -> cd to one that exists") from error
+    named = Path(os.environ.get("PWD", ""))
+    with suppress(OSError):  # it is of no use where this process has left it since
+        if named.is_absolute() and named.samefile(current):
+            return str(named)
+    return str(current)
+
+
+def _path(name: str, text: str, program: bool) -> str:
+    """With ~ expanded, which no shell does in files and variables; a program's in full, as it is run from elsewhere."""
+    if text.startswith("~"):
+        try:
+            return str(Path(text).expanduser())
+        except RuntimeError as error:
+            raise ConfigError(f"{name} {text}: there is no such home folder") from error
+    return str(Path(here(), text)) if program and "/" in text else text
+
+
+def _number(name: str, text: str | float, expected: str) -> float:
+    """Raises ConfigError also for what is not finite."""
+    try:
+        value = float(text)
     except ValueError:
-        raise ConfigError(f"{name} {text}: give {expected}") from None
+        value = math.nan
+    if not math.isfinite(value):
+        raise ConfigError(f"{name} {text}: give {expected}")
+    return value
 
 
 def _text(value: object) -> str:

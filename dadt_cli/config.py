@@ -25,9 +25,9 @@ def show(changed: bool, **given: Any) -> int:
     A flag wins over a DADT_* variable, which wins over the file that --config names. No other file is read.
     """
     settings = settings_of(given)
-    Config(**{name: setting.value for name, setting in settings.items()})  # is refused as `dadt run` would
+    made = Config(**{name: setting.value for name, setting in settings.items()})  # is refused as `dadt run` would
     rows = [
-        (name.replace("_", "-"), _text(setting.value), setting.source)
+        (name.replace("_", "-"), _text(getattr(made, name)), setting.source)
         for name, setting in settings.items()
         if not (changed and setting.source == "default")
     ]

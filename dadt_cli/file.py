@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -55,11 +56,14 @@ def _value(path: Path, key: str, value: Any, default: object) -> Any:
         return value
     if isinstance(default, int | float):
         number = type(default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != number(value):
+        real = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not real or value != number(value):
             what = "a whole number" if isinstance(default, int) else "a number"
             raise ConfigError(f"--config {path}: {key}: {value!r} is not {what}")
         return number(value)
     if isinstance(value, Mapping) or value is None:
         raise ConfigError(f"--config {path}: {key}: give one value, or a list")
+    if isinstance(value, bool) and isinstance(default, str):
+        value = "on" if value else "off"  # which YAML takes for booleans
     values = value if isinstance(value, list) else [value]
     return tuple(map(str, values)) if isinstance(default, tuple) else ",".join(map(str, values))

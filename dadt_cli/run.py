@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from dadt.config import Config
+from dadt.config import Config, here
 from dadt.errors import ConfigError
 from dadt.launch import environment, launch, plan
 from dadt.launch.job import Outcome
@@ -118,18 +118,26 @@ def _program(command: Sequence[str], module: bool, no_python: bool, config: Conf
 def _find_script(path: str, config: Config) -> None:
     """Here, where it most likely is the same as on the other hosts; with --workdir, they know better."""
     script = Path(config.workdir) / path
-    if script.is_dir() and not (script / "__main__.py").is_file():
-        raise ConfigError(f"{path} is a directory: give the path of a Python script")
-    if not script.exists() and not config.workdir:
-        where = "" if script.is_absolute() else f" in {Path.cwd()}"
+    try:
+        if script.is_dir() and not (script / "__main__.py").is_file():
+            raise ConfigError(f"{path} is a directory: give the path of a Python script")
+        there = script.exists() or bool(config.workdir)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+    if not there:
+        where = "" if script.is_absolute() else f" in {here()}"
         raise ConfigError(f"{path}: there is no such script{where}")
 
 
 def _find_module(name: str, config: Config) -> None:
     """By its topmost package only: to look for the rest would import it."""
     top = name.partition(".")[0]
-    if find_spec(top) is None and not Path(top).exists() and not Path(f"{top}.py").exists() and not config.workdir:
-        raise ConfigError(f"-m {name}: there is no module {top}, neither installed nor in {Path.cwd()}")
+    try:
+        installed = find_spec(top) is not None
+    except ValueError:
+        installed = False  # ours, that runs now (__main__), or a relative name
+    if not (installed or Path(top).exists() or Path(f"{top}.py").exists() or config.workdir):
+        raise ConfigError(f"-m {name}: there is no module {top}, neither installed nor in {here()}")
 
 
 def _warnings(where: Placed) -> list[str]:

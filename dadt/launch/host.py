@@ -10,9 +10,7 @@ from pathlib import Path
 
 from dadt.errors import ConfigError
 
-HOST = re.compile(
-    r"(?:(?P<user>[^@\[\]:,\s]+)@)?(?:\[(?P<six>[0-9A-Fa-f:.%\w]+)\]|(?P<name>[\w.-]+))(?::(?P<slots>\d+))?"
-)
+HOST = re.compile(r"(?:(?P<user>[^@\[\]:,\s]+)@)?(?:\[(?P<six>[\w:.%-]+)\]|(?P<name>[\w.-]+))(?::(?P<slots>\d+))?")
 SLOTS = re.compile(r"slots=(\d+)")
 EXAMPLES = "give hosts as host1:2,user@host2:2,[::1]:2"
 

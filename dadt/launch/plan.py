@@ -8,13 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dadt.config import Config
+from dadt.config import Config, here
 from dadt.errors import ConfigError
 from dadt.launch import environment, host, network
 from dadt.launch.channel import Launcher
 from dadt.launch.host import Host
 
 FIELDS = ("rank", "local_rank", "world_size", "master_addr", "master_port")
+MOST_SLOTS = 1 << 16
+"""Of one host: more are a slip of the finger, and would take long to lay out."""
 BRACES = re.compile(r"\{\{|\}\}|\{(" + "|".join(FIELDS) + r")\}")
 
 
@@ -51,10 +53,10 @@ def make(config: Config, command: Sequence[str], files: Sequence[str] = (), blob
         command=command,
         files=files,
         blob=blob,
-        hosts=hosts_of(config),
+        hosts=_within_reason(hosts_of(config)),
         elsewhere=elsewhere,
         named=named,
-        cwd=str(Path(config.workdir).absolute()) if config.workdir else str(Path.cwd()),
+        cwd=str(Path(here(), config.workdir)),
     )
 
 
@@ -117,6 +119,13 @@ def fill(command: Sequence[str], values: Mapping[str, object]) -> list[str]:
 
 def _has_field(part: str) -> bool:
     return "{{" in part or any(found[1] for found in BRACES.finditer(part))
+
+
+def _within_reason(hosts: list[Host]) -> list[Host]:
+    for each in hosts:
+        if each.slots > MOST_SLOTS:
+            raise ConfigError(f"{each.slots} workers on {each.name or 'this host'}: give {MOST_SLOTS} at most")
+    return hosts
 
 
 def _by_hand(config: Config) -> list[Host]:

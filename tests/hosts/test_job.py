@@ -356,6 +356,20 @@ def test_another_version_on_a_host_is_refused_and_another_torch_is_told(hosts, s
 
 def test_a_long_prologue_is_no_silence(hosts, start):
     network = hosts(1)
-    arguments = ("-np", 1, "-H", "h0", "--orphan-timeout", "1", "--prologue", "sleep 3; export A=b")
+    arguments = ("-np", 1, "-H", "h0", "--orphan-timeout", "2", "--prologue", "sleep 3; export A=b")
     result = start(network, "import os; print(os.environ['A'])", *arguments, "train.py").finish()
     assert result.out == b"[0] b\n", result.err
+
+
+def test_a_host_that_is_lost_while_others_get_ready_ends_the_start(hosts, start, tmp_path):
+    network = hosts(2)
+    prologue = 'if [ "$(hostname)" = h1 ]; then touch slow; sleep 5; fi'
+    run = start(network, "", "-np", 2, "-H", network.list(1), "--prologue", prologue, "train.py")
+    await_that(lambda: (tmp_path / "slow").exists(), "the prologue on h1")
+    events = tmp_path / "dadt-logs" / run.job / "events.jsonl"
+    await_that(lambda: '"agent ready"' in events.read_text(), "h0")
+    agent = next(pid for pid, line in network[0].processes().items() if "dadt.agent" in line)
+    os.kill(agent, signal.SIGKILL)
+    result = run.finish()
+    assert result.code == 3
+    assert re.search(r"^dadt: h0: .*(killed|closed)", result.err, re.MULTILINE), result.err

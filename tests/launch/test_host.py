@@ -10,12 +10,13 @@ from dadt.launch.slot import Room, place, share_out
 
 
 def test_hosts_as_users_write_them():
-    assert parse("host1:2,me@host2, [::1]:2,10.0.0.7,u@[fe80::1%eth0]") == [
+    assert parse("host1:2,me@host2, [::1]:2,10.0.0.7,u@[fe80::1%eth0],[fe80::1%br-lan]") == [
         Host(name="host1", slots=2),
         Host(name="host2", user="me"),
         Host(name="::1", slots=2),
         Host(name="10.0.0.7"),
         Host(name="fe80::1%eth0", user="u"),
+        Host(name="fe80::1%br-lan"),
     ]
 
 

@@ -6,6 +6,9 @@ import os
 
 import pytest
 
+from dadt.config import Config
+from dadt.errors import ConfigError
+
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
@@ -17,6 +20,11 @@ import pytest
         (["-np", "2", "python", "missing.py"], "missing.py: there is no such script in "),
         (["-np", "2", "-m", "missing.train"], "-m missing.train: there is no module missing"),
         (["-np", "2", "--predict", "nan", "train.py"], "--predict nan: give auto or a number from 0"),
+        (["-np", "2", "--start-timeout", "nan", "train.py"], "--start-timeout nan: give a number"),
+        (["-np", "2", "--grace", "inf", "train.py"], "--grace inf: give a number"),
+        (["-np", "2", "--orphan-timeout", "1.5", "train.py"], "--orphan-timeout 1.5: must be 2 s or more"),
+        (["-np", "2", "-m", "__main__"], "-m __main__: there is no module __main__"),
+        (["-np", "2", "x" * 300], "x: "),
         (["-np", "2", "folder"], "folder is a directory"),
         (["-np", "0", "train.py"], "-np 0: the number of workers must be 1 or more"),
         (["-np", "-1", "train.py"], "-np -1: the number of workers must be 1 or more"),
@@ -52,6 +60,12 @@ def test_a_variable_with_a_bad_value_is_named(launch):
     result = launch("", DADT_WARMUP_STEPS="few")
     assert result.code == 2
     assert result.err == "dadt: DADT_WARMUP_STEPS few: give a whole number\n"
+
+
+@pytest.mark.parametrize("value", ["inf", "nan"])
+def test_no_number_of_workers_is_infinite(value):
+    with pytest.raises(ConfigError, match=f"DADT_NP {value}: give a whole number"):
+        Config.from_env({"DADT_NP": value})
 
 
 @pytest.fixture

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import time
 
 import pytest
+from run import await_that, left_of
 
 from dadt.errors import ConfigError
 from dadt.launch.output import LINE_LIMIT, Assembler, ranks_shown
@@ -146,10 +149,46 @@ def test_a_filter_that_names_nobody_is_refused(text):
 
 def test_a_reader_who_pauses_does_not_end_the_job(start):
     script = "for i in range(100_000): print(f'{i:080}')\nopen('printed', 'w').close()"
-    run = start(script, "-np", "1", "--orphan-timeout", "1", "train.py")
+    run = start(script, "-np", "1", "--orphan-timeout", "2", "train.py")
     # Longer than the agent does without a sign of life; more is printed than all the pipes on the way hold.
     time.sleep(3.0)
     assert not (run.folder / "printed").exists()
     result = run.finish()
     assert result.code == 0, result.err
     assert result.out.splitlines() == [f"[0] {i:080}".encode() for i in range(100_000)]
+
+
+NOISY = "import sys\nfor i in range({}): print(f'{{i:099d}}')"
+
+
+def slow_reader(start, lines: int, *arguments: str):
+    """A run whose stdout is ours to read, or not."""
+    return start(NOISY.format(lines), *arguments, "-np", "1", "train.py")
+
+
+def test_a_reader_that_comes_late_gets_everything_of_a_job_that_ended_well(start):
+    run = slow_reader(start, 48000)
+    time.sleep(6.0)  # longer than anybody waits for anything at a job's end: the pause itself is what is tested
+    out, err = run.process.communicate(timeout=60)
+    assert run.process.returncode == 0, err
+    assert out.count(b"\n") == 48000
+
+
+def test_a_reader_that_is_slow_all_the_time_does_not_lose_the_job(start):
+    run = slow_reader(start, 3000, "--orphan-timeout", "2")
+    read = b""
+    while chunk := os.read(run.process.stdout.fileno(), 8192):
+        read += chunk
+        time.sleep(0.1)  # the pause itself is what is tested
+    _, err = run.process.communicate(timeout=60)
+    assert run.process.returncode == 0, err
+    assert read.count(b"\n") == 3000
+
+
+def test_signals_count_while_nobody_reads(start):
+    run = slow_reader(start, 400000)
+    await_that(lambda: run.process.poll() is None and left_of(run.job), "the worker")
+    run.process.send_signal(signal.SIGTERM)
+    await_that(lambda: not left_of(run.job), "the end of the worker", 20.0)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.process.wait(20.0) == 143

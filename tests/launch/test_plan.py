@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from run import DADT
 from dadt.config import Config
 from dadt.errors import ConfigError
 from dadt.launch import environment
-from dadt.launch.plan import fill, hosts_of
+from dadt.launch.plan import fill, hosts_of, make
 
 VALUES = {"rank": 3, "local_rank": 1, "world_size": 4, "master_addr": "10.0.0.1", "master_port": 29401}
 
@@ -132,6 +133,62 @@ def test_plans_that_do_not_fit(settings, said):
     assert said in str(error.value)
 
 
+@pytest.mark.parametrize("settings", [{"np": 10**14}, {"hosts": "a:99999999999999"}, {"accelerators": 10**6}])
+def test_a_slip_of_the_finger_is_not_laid_out(settings):
+    with pytest.raises(ConfigError, match=r"workers on \w+.*: give 65536 at most"):
+        make(Config(**settings), ["true"])
+
+
+def test_paths_are_expanded_wherever_they_come_from(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "dadt.yaml").write_text("log-dir: ~/logs\n")
+    arguments = ("config", "show", "--config", "dadt.yaml", "--changed", "--workdir=~/there", "--python=bin/py")
+    shown = dadt(tmp_path, *arguments, DADT_ENV_FILE="~/env")
+    assert {line.split()[1] for line in shown.stdout.splitlines()} == {
+        f"{tmp_path}/logs",
+        f"{tmp_path}/there",
+        f"{tmp_path}/env",
+        f"{tmp_path}/bin/py",
+    }
+    assert Config(ssh_config="~/ssh").ssh_config == f"{tmp_path}/ssh"
+    with pytest.raises(ConfigError, match="--log-dir ~nobody-of-this-name/x: there is no such home folder"):
+        Config(log_dir="~nobody-of-this-name/x")
+
+
+def test_a_python_is_found_from_the_current_folder(launch, tmp_path):
+    (tmp_path / "py").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (tmp_path / "py").chmod(0o755)
+    assert launch("print('fine')", "-np", "1", "--python", "./py", "train.py").out == b"[0] fine\n"
+    assert Config(python="python3").python == "python3"
+
+
+def test_the_current_folder_keeps_the_name_that_the_user_gave(tmp_path, monkeypatch):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "home").symlink_to("real")
+    monkeypatch.chdir(tmp_path / "home")
+    monkeypatch.setenv("PWD", f"{tmp_path}/home")
+    assert make(Config(np=1), ["true"]).cwd == f"{tmp_path}/home"
+    assert make(Config(np=1, workdir="x"), ["true"]).cwd == f"{tmp_path}/home/x"
+    for stale in ("/", "/nowhere", "home", ""):
+        monkeypatch.setenv("PWD", stale)
+        assert make(Config(np=1), ["true"]).cwd == f"{tmp_path}/real"
+
+
+def test_a_current_folder_that_was_deleted_is_told(tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(ConfigError, match="the current folder is gone"):
+        make(Config(np=1), ["true"])
+
+
+def test_on_and_off_of_yaml_are_words(tmp_path):
+    (tmp_path / "dadt.yaml").write_text("live: off\nssh-host-keys: off\n")
+    shown = dadt(tmp_path, "config", "show", "--config", "dadt.yaml", "--changed").stdout
+    assert [line.split()[:2] for line in shown.splitlines()] == [["ssh-host-keys", "off"], ["live", "off"]]
+
+
 def dadt(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*DADT, *arguments], cwd=folder, env={**os.environ, **env}, capture_output=True, text=True, timeout=60
@@ -165,6 +222,8 @@ def test_a_file_counts_only_when_it_is_named(tmp_path):
         ("a: [", "this is no YAML"),
         ("- a", "give settings a line each"),
         ("warmup-steps: few", "warmup-steps: 'few' is not a whole number"),
+        ("np: .inf", "np: inf is not a whole number"),
+        ("timeout: .nan", "timeout: nan is not a number"),
         ("broadcast: maybe", "broadcast: 'maybe' is not true or false"),
         ("algorithm: pip", "--algorithm pip: unknown; choose one of pipe, sync"),
         ("hosts: {a: 2}", "hosts: give one value, or a list"),
@@ -193,3 +252,9 @@ def test_a_dry_run_starts_nothing(launch, tmp_path):
     assert [line.split()[1] for line in text.splitlines() if line.startswith("  rank ")] == ["0:", "1:", "2:"]
     assert "    A=1" in text and "    RANK=2" in text and "    DADT_ALGORITHM=pipe" in text
     assert not (tmp_path / "started").exists() and not (tmp_path / "dadt-logs").exists()
+
+
+def test_a_prologue_that_leaves_its_shell_starts_nothing(launch):
+    result = launch("", "-np", "1", "--prologue", "exit 0", "train.py")
+    assert result.code == 3
+    assert "left the shell (exit, exec), and its variables with it" in result.err
