@@ -181,7 +181,8 @@ class SocketChannel:
         self._explain = explain
         self._hung_up = False
         self._end: str | None = None
-        self.link = Link(connection.fileno(), connection.fileno(), noisy=True)
+        self._writer = connection.dup()  # a selector takes a descriptor once, to read or to write
+        self.link = Link(connection.fileno(), self._writer.fileno(), noisy=True)
 
     def hang_up(self) -> None:
         self._hung_up = True
@@ -197,6 +198,7 @@ class SocketChannel:
             self.hang_up()
             gone = self._await_end(deadline)
             self._connection.close()
+            self._writer.close()
             self._end = self._explain(max(0.0, deadline - time.monotonic())) if lost or not gone else ""
         return self._end
 

@@ -375,12 +375,13 @@ def main() -> None:
         measure, usual = FIGURES[name]
         rounds = options.rounds or usual
         say(f"{name}: {rounds} rounds")
+        load = os.getloadavg()[0]
         rows = measure(rounds)
-        kept["figures"][name] = {"rounds": rounds, "rows": [asdict(row) for row in rows]}
+        kept["figures"][name] = {"rounds": rounds, "load": load, "rows": [asdict(row) for row in rows]}
         print("\n".join(["", *table(measure, rounds, rows)]), flush=True)
         missed += [row.name for row in rows if not row.is_met]
-    if options.json:
-        options.json.write_text(json.dumps(kept, indent=2) + "\n")
+        if options.json:
+            options.json.write_text(json.dumps(kept, indent=2) + "\n")
     sys.exit(f"missed: {', '.join(missed)}" if missed else 0)
 
 

@@ -69,7 +69,8 @@ class SshChannel:
         self._lost: str | None = None
         """Why the connection ended before the agent did."""
         self._ours, self._theirs = socket.socketpair()
-        self.link = Link(self._ours.fileno(), self._ours.fileno(), noisy=True)
+        self._writer = self._ours.dup()  # a selector takes a descriptor once, to read or to write
+        self.link = Link(self._ours.fileno(), self._writer.fileno(), noisy=True)
         self._errors = threading.Thread(target=self._carry_errors, name="dadt-ssh-err", daemon=True)
         self._out = threading.Thread(target=self._carry_out, name="dadt-ssh-out", daemon=True)
         self._in = threading.Thread(target=self._carry_in, name="dadt-ssh-in", daemon=True)
@@ -91,8 +92,8 @@ class SshChannel:
             for thread in (self._errors, self._out, self._in):
                 thread.join(FORCE_SECONDS)
             self._explanation = self._explain(gave_up)
-            self._ours.close()
-            self._theirs.close()
+            for end in (self._ours, self._writer, self._theirs):
+                end.close()
         return self._explanation
 
     def _explain(self, gave_up: bool) -> str:
