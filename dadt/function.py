@@ -17,6 +17,8 @@ from typing import Any
 from dadt.config import Config, given_by_env
 from dadt.control import Control
 from dadt.errors import ConfigError, DadtError
+from dadt.launch.failure import size
+from dadt.launch.frame import BODY_LIMIT
 from dadt.world import World
 
 FILE = "function"
@@ -48,17 +50,18 @@ def run(
     Raises what the worker raised that failed first, with the worker's traceback as its cause; DadtError where a
     worker ended without an exception or could not be started; KeyboardInterrupt after Ctrl-C.
     """
-    import cloudpickle  # type: ignore[import-untyped]
-
     from dadt.launch import launch, plan
 
     config = _config(np, hosts, settings)
-    blob = cloudpickle.dumps((function, tuple(args), dict(kwargs or {})))
+    blob = _pickled((function, tuple(args), dict(kwargs or {})), "the function and its arguments")
     the_plan = plan.make(config, [config.python or sys.executable, "-m", "dadt.function"], blob=blob)
     placed: list[launch.Placed] = []
     # Only the main thread may take over signals, and it gives them back.
     signals = threading.current_thread() is threading.main_thread()
-    outcome = launch.run(the_plan, _Streams(), lambda where, watch: placed.append(where), signals)
+    try:
+        outcome = launch.run(the_plan, _Streams(), lambda where, watch: placed.append(where), signals)
+    except launch.Ended as error:
+        raise KeyboardInterrupt from error
     if outcome.signal:
         raise KeyboardInterrupt
     if outcome.failure is not None:
@@ -93,19 +96,29 @@ def _config(np: int, hosts: str | Sequence[str], settings: Mapping[str, Any]) ->
 
 
 def _send(world: World, well: bool, value: Any) -> None:
-    import cloudpickle
-
     control = Control.connect(world)
     if control is None:
         raise DadtError("dadt.function runs under dadt.run only")
-    control.result(cloudpickle.dumps((well, value)))
+    control.result(_pickled((well, value), "what the function returned"))
     control.close()
+
+
+def _pickled(value: Any, what: str) -> bytes:
+    """Raises DadtError for more than goes into one message."""
+    import cloudpickle  # type: ignore[import-untyped]
+
+    blob: bytes = cloudpickle.dumps(value)
+    if len(blob) > BODY_LIMIT:
+        raise DadtError(f"{what}: {size(len(blob))} is more than {size(BODY_LIMIT)} -> pass it through a file")
+    return blob
 
 
 def _picklable(error: Exception) -> Exception | None:
     """The exception itself, if it survives the journey."""
+    import cloudpickle
+
     try:
-        copy: Exception = pickle.loads(pickle.dumps(error))
+        copy: Exception = pickle.loads(cloudpickle.dumps(error))
     except Exception:  # noqa: BLE001 (whatever a class of the user's raises: then its text goes alone)
         return None
     return copy

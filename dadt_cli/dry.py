@@ -55,7 +55,13 @@ def describe(the_plan: Plan) -> list[str]:
 
 
 def _report(host: Host) -> Mapping[str, Any]:
-    return {"gpus": machine.gpus() if _is_here(host) else [], "cores": machine.cores(), "port": PORT}
+    here = _is_here(host)
+    return {
+        "machine": machine.identity() if here else "",
+        "gpus": machine.gpus() if here else [],
+        "cores": machine.cores(),
+        "port": PORT,
+    }
 
 
 def _is_here(host: Host) -> bool:

@@ -156,6 +156,7 @@ def room(node: Node, config: Config) -> Room:
         slots=node.host.slots,
         gpus=node.report["gpus"] if config.gpu_visibility == "one" else (),
         cores=node.report["cores"],
+        machine=node.report["machine"],
     )
 
 

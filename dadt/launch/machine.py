@@ -28,13 +28,18 @@ def report(env: Mapping[str, str]) -> dict[str, Any]:
         "executable": sys.executable,
         "torch": _version("torch"),
         "hostname": socket.gethostname(),
-        "machine": f"{_read(Path('/proc/sys/kernel/random/boot_id'))} {Path('/proc/self/ns/net').readlink()}",
+        "machine": identity(),
         "cores": cores(),
         "gpus": gpus(env),
         "addresses": network.addresses(),
         "port": free_port(),
         "pid": os.getpid(),
     }
+
+
+def identity() -> str:
+    """The same whatever name a machine is called by; each network namespace is one of its own."""
+    return f"{_read(Path('/proc/sys/kernel/random/boot_id'))} {Path('/proc/self/ns/net').readlink()}"
 
 
 def free_port() -> int:

@@ -49,6 +49,8 @@ class Room:
     gpus: Sequence[str] = ()
     """One for each worker; empty where workers get none, or see all."""
     cores: int = 1
+    machine: str = ""
+    """Equal where two names stand for one machine; empty: not known."""
 
     @property
     def places(self) -> int:
@@ -78,7 +80,21 @@ def share_out(count: int, rooms: Sequence[Room]) -> list[int]:
                 "visible; start fewer workers, or give --gpu-visibility all to let workers share GPUs"
             )
         shares.append(share)
+    _check_owners(rooms, shares)
     return shares
+
+
+def _check_owners(rooms: Sequence[Room], shares: Sequence[int]) -> None:
+    """Raises ConfigError where a machine has two names, and one of its GPUs would get two workers."""
+    owners: dict[tuple[str, str], Room] = {}
+    for room, share in zip(rooms, shares, strict=True):
+        for gpu in room.gpus[:share] if room.machine else ():
+            owner = owners.setdefault((room.machine, gpu), room)
+            if owner is not room:
+                raise ConfigError(
+                    f"{owner.host} and {room.host} are one machine, and both would use its GPU {gpu}: name it once, "
+                    "with all of its slots, or give --gpu-visibility all"
+                )
 
 
 def place(shares: Sequence[int], rooms: Sequence[Room], addresses: Sequence[str]) -> list[Slot]:

@@ -52,6 +52,16 @@ def test_an_exception_comes_back_with_its_traceback(tmp_path):
     assert ended.returncode == 1
 
 
+def test_an_exception_of_the_callers_own_class_comes_back_as_such(tmp_path):
+    code = (
+        "class Mine(Exception):\n    pass\n"
+        "def work(): raise Mine('own')\n"
+        "try: dadt.run(work, np=1)\n"
+        "except Mine as error: print('caught', error)\n"
+    )
+    assert python(tmp_path, code).stdout == "caught own\n"
+
+
 def test_an_exception_that_cannot_travel_is_told(tmp_path):
     code = (
         "class Odd(Exception):\n    def __init__(self, a, b): super().__init__(a)\n"
@@ -113,6 +123,27 @@ def test_an_interrupt_ends_the_workers_and_not_the_caller(tmp_path):
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGINT)
     assert process.communicate(timeout=30)[0] == "still here\n"
+
+
+def test_an_interrupt_before_the_workers_are_there_is_one_as_well(tmp_path):
+    code = (
+        "try: dadt.run(print, np=1, prologue=f'touch {os.getcwd()}/begun; sleep 2')\n"
+        "except KeyboardInterrupt: print('still here')\n"
+    )
+    (tmp_path / "main.py").write_text(HEAD + code)
+    process = subprocess.Popen([sys.executable, "main.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "begun").exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGINT)
+    assert process.communicate(timeout=30)[0] == "still here\n"
+
+
+def test_what_is_too_large_for_one_message_is_refused(monkeypatch):
+    monkeypatch.setattr(sys.modules[dadt.run.__module__], "BODY_LIMIT", 1 << 10)
+    with pytest.raises(dadt.DadtError, match=r"arguments: 2\.\d KiB is more than 1\.0 KiB -> pass it through a file"):
+        dadt.run(len, (b"x" * 2100,), np=1)
 
 
 def test_bad_settings_are_refused():

@@ -30,7 +30,8 @@ def port() -> int:
 
 def node(start: Start, rank: int, where: object, script: str = SHOW, *more: str, **env: str) -> Run:
     arguments = ["--nnodes", "2", "--node-rank", str(rank), "--rendezvous", str(where), "-np", "4", *more, "train.py"]
-    return start(script, *arguments, **env)
+    # One machine plays two: its GPUs, if it has any, are not for both.
+    return start(script, *arguments, **{"CUDA_VISIBLE_DEVICES": "-1", **env})
 
 
 def both(start: Start, where: object, script: str = SHOW) -> tuple[Result, Result]:

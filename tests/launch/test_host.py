@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dadt.errors import ConfigError
@@ -98,6 +100,15 @@ def test_a_host_without_slots_has_one_for_each_gpu():
     assert share_out(0, [Room(host="a", gpus=["0", "1"]), Room(host="b")]) == [2, 1]
     with pytest.raises(ConfigError, match="3 workers on a: only 2 GPUs are visible"):
         share_out(3, [Room(host="a", slots=3, gpus=["0", "1"])])
+
+
+def test_a_gpu_is_not_given_out_twice_where_its_machine_has_two_names():
+    both = [Room(host=name, slots=2, gpus=["0", "1"], machine="m") for name in ("localhost", "127.0.0.1")]
+    with pytest.raises(ConfigError, match=r"localhost and 127.0.0.1 are one machine, and both would use its GPU 0"):
+        share_out(4, both)
+    assert share_out(2, both) == [2, 0]
+    assert share_out(2, [replace(both[0], gpus=["0"], slots=1), replace(both[1], gpus=["1"], slots=1)]) == [1, 1]
+    assert share_out(4, [both[0], replace(both[1], machine="n")]) == [2, 2]
 
 
 def test_ranks_go_host_by_host():

@@ -90,6 +90,13 @@ def test_more_workers_than_gpus_are_refused(launch, two_gpus):
     assert allowed.out.count(b"None") == 3
 
 
+def test_a_machine_with_two_names_does_not_give_its_gpus_twice(launch, two_gpus):
+    result = launch(SHOW, "-H", "localhost:2,127.0.0.1:2", "train.py", **two_gpus)
+    assert result.code == 2
+    assert "localhost and 127.0.0.1 are one machine" in result.err.splitlines()[-1]
+    assert launch(SHOW, "-H", "localhost:2,127.0.0.1:2", "--dry-run", "train.py", **two_gpus).code == 2
+
+
 @pytest.mark.parametrize(
     ("visible", "seen"),
     [
