@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import sys
 
 import click
@@ -49,9 +50,19 @@ def dadt_command() -> None:
 
 def main() -> None:
     """The only place that exits."""
+    _open_streams()
     code = _run()
     gc.freeze()  # or the interpreter, on its way out, goes through all that was ever imported
     sys.exit(code)
+
+
+def _open_streams() -> None:
+    """Those of ours that were closed lead nowhere now: else the next file we open would get what is printed."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)  # it may be this very number, the lowest that is free
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
 def _run() -> int:

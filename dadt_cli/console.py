@@ -30,6 +30,8 @@ class View(Protocol):
 
 _view: View | None = None
 _meanwhile: Callable[[], None] | None = None
+_grows = False
+"""Whether the last line that we wrote may get further parts."""
 
 
 def meanwhile(act: Callable[[], None]) -> None:
@@ -77,13 +79,11 @@ def say(text: str, level: str = "info") -> None:
 
 def part(text: str, last: bool = False) -> None:
     """The next part of a line that grows; `last` ends it."""
-    beginning = "dadt: " if not _grown else ""
-    _grown[:] = [] if last else [text]
+    global _grows
+    beginning = "" if _grows else "dadt: "
+    _grows = False
     _write(beginning + text, False, "\n" if last else "")
-
-
-_grown: list[str] = []
-"""Whether a line is being grown."""
+    _grows = not last
 
 
 def block(text: Sequence[str]) -> None:
@@ -101,6 +101,9 @@ def text(text: str, stdout: bool = False) -> None:
 
 
 def _write(text: str, loud: bool, end: str = "\n", stream: int = 2) -> None:
+    global _grows
+    if _grows:
+        text, _grows = "\n" + text, False  # something came in between
     to = sys.stdout if stream == 1 else sys.stderr
     if loud and to.isatty():
         text = f"\x1b[1m{text}\x1b[0m"

@@ -92,9 +92,12 @@ def base(env: Mapping[str, str], prologue: str) -> tuple[dict[str, str], list[st
 
 def missing(cwd: str, files: Sequence[str]) -> list[str]:
     """What workers would look for on this host in vain."""
-    if not Path(cwd).is_dir():
-        return [f"there is no folder {cwd} -> make it there, share it, or --workdir DIR"]
-    absent = [file for file in files if not (Path(cwd) / file).exists()]
+    try:
+        if not Path(cwd).is_dir():
+            return [f"there is no folder {cwd} -> make it there, share it, or --workdir DIR"]
+        absent = [file for file in files if not (Path(cwd) / file).exists()]
+    except OSError as error:  # another user's, for one
+        return [f"{error.filename or cwd} cannot be looked at ({error.strerror}) -> allow it, or --workdir DIR"]
     return [f"there is no {file} in {cwd} -> copy it there, or share the folder" for file in absent]
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from run import DADT
+from run import DADT, await_that
 
 from dadt.config import Config
 from dadt.errors import ConfigError
@@ -258,3 +259,29 @@ def test_a_prologue_that_leaves_its_shell_starts_nothing(launch):
     result = launch("", "-np", "1", "--prologue", "exit 0", "train.py")
     assert result.code == 3
     assert "left the shell (exit, exec), and its variables with it" in result.err
+
+
+def test_a_folder_that_cannot_be_looked_at_is_told():
+    (problem,) = environment.missing("/" + "x" * 300, ["train.py"])
+    assert "/xxx" in problem and "--workdir DIR" in problem
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_lead_nowhere(tmp_path, closed):
+    (tmp_path / "train.py").write_text("print('printed')")
+    command = f'exec "$0" run -np 1 train.py {closed}'
+    ended = subprocess.run(["bash", "-c", command, *DADT], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert "Traceback" not in ended.stderr
+    (log,) = tmp_path.glob("dadt-logs/*/rank0.log")
+    assert log.read_text() == "printed\n"
+
+
+def test_a_start_that_is_ended_says_so_on_a_line_of_its_own(start, tmp_path):
+    prologue = f"touch {tmp_path}/begun; sleep 2"
+    run = start("", "-H", "localhost:1,127.0.0.1:1", "--prologue", prologue, "train.py")
+    await_that(lambda: (tmp_path / "begun").exists(), "the prologue")
+    run.process.send_signal(signal.SIGTERM)
+    first, last = run.finish().err.splitlines()
+    assert first.endswith(": starting 2 agents ...")
+    assert last == "dadt: ended by SIGTERM; nothing was started"
