@@ -25,6 +25,7 @@ from dadt.launch.frame import MAGIC, Frame, Link
 from dadt.launch.interrupt import Interrupts
 from dadt.launch.roster import Line, Roster
 from dadt.launch.stop import Stop
+from dadt.launch.sweep import sweep
 from dadt.launch.worker import Worker
 from dadt.pulse import Pulse
 
@@ -35,8 +36,6 @@ PROBE_TICK_SECONDS = 0.01
 HEARTBEAT_SECONDS = 0.5
 UNSENT_LIMIT = 4 << 20
 """Workers are not read while this many bytes wait for the launcher."""
-FAREWELL_SECONDS = 5.0
-"""How long the launcher may take for the last frames."""
 NATURAL_SECONDS = 0.5
 """How long what the workers left running may take to end by itself, after they ended well."""
 
@@ -72,11 +71,12 @@ class Agent:
             return
         self._folder = Folder.join(f"{look['job']}.{look['index']}", guarded=True)
         try:
-            self._patience = float(look["orphan_timeout"])
+            self._patience = look["orphan_timeout"] or float("inf")
             job = self._await_job(look)
             if job is not None:
                 self._serve(job)
         finally:
+            sweep(self._folder.mark)  # a prologue that did not end in time, or that left something running
             self._folder.remove()
 
     def _await_job(self, look: Frame) -> Frame | None:
@@ -84,8 +84,10 @@ class Agent:
         token = os.urandom(network.TOKEN_BYTES)
         listener = network.Listener(token) if look["hosts"] > 1 else None
         try:
-            self._env, problems = environment.base(look["env"], look["prologue"])
-            problems += environment.missing(look["cwd"], look["files"])
+            self._env: dict[str, str] = {}
+            problems = environment.missing(look["cwd"], look["files"])
+            if not problems:
+                self._env, problems = environment.base(look["env"], look["prologue"], self._folder.mark, look["cwd"])
             report = machine.report(self._env) | {"problems": problems}
             if listener is not None:
                 self._watch(listener.fileno(), listener.answer)
@@ -136,6 +138,7 @@ class Agent:
                 self._fail_to_start(str(error))
             while not self._is_over():
                 self._turn()
+            self._forget(server.fileno())
         self._send(Frame("end", {"stuck": self._stop.stuck if self._stop else [], "signal": self._signal}))
         self._take_leave()
 
@@ -228,7 +231,7 @@ class Agent:
         self._adoption.dismiss()
         living = [worker for worker in self._workers.values() if not worker.ended]
         dumps = self._roster.dumps if order.get("stacks") else {}
-        stop = Stop(str(self._folder.socket), living, dumps, order.get("natural", 0.0), order.get("grace", 1.5))
+        stop = Stop(self._folder.mark, living, dumps, order.get("natural", 0.0), order.get("grace", 1.5))
         if self._stop is None or self._stop.natural:
             self._stop = stop
         else:
@@ -369,12 +372,9 @@ class Agent:
             self._flush()
 
     def _take_leave(self) -> None:
-        deadline = time.monotonic() + FAREWELL_SECONDS
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._launcher.writer, selectors.EVENT_WRITE)
-            while self._launcher.unsent and not self._launcher_gone and time.monotonic() < deadline:
-                selector.select(TICK_SECONDS)
-                self._flush()
+        """The last frames, for as long as the launcher gives signs of life: whoever reads its output may be slow."""
+        while self._launcher.unsent and not self._launcher_gone:
+            self._select(HEARTBEAT_SECONDS)
 
     def _watch(self, descriptor: int, read: Callable[[], Any]) -> None:
         self._selector.register(descriptor, selectors.EVENT_READ, read)

@@ -6,6 +6,7 @@ import errno
 import os
 import select
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -32,6 +33,8 @@ _view: View | None = None
 _meanwhile: Callable[[], None] | None = None
 _grows = False
 """Whether the last line that we wrote may get further parts."""
+_attended = 0.0
+_given_up = False
 
 
 def meanwhile(act: Callable[[], None]) -> None:
@@ -56,13 +59,13 @@ def lines(stream: str, data: bytes) -> None:
 
 def write(stream: int, data: bytes) -> None:
     """All of the bytes, past the view: for the view itself."""
-    rest = memoryview(data)
+    rest = memoryview(b"" if _given_up else data)
     try:
         while rest:
+            _attend()
             # Where there is room, so many bytes are taken at once, and nobody has to wait.
             while not select.select([], [stream], [], MEANWHILE_SECONDS)[1]:
-                if _meanwhile is not None:
-                    _meanwhile()
+                _attend()
             rest = rest[os.write(stream, rest[: select.PIPE_BUF]) :]
     except OSError as error:
         if error.errno == errno.EPIPE:
@@ -70,6 +73,20 @@ def write(stream: int, data: bytes) -> None:
         # A terminal that was closed; it has sent SIGHUP, which ends the job unless nohup says otherwise.
         if error.errno != errno.EIO:
             raise
+
+
+def _attend() -> None:
+    """Do what must go on, if it is time to. If that ends the job, nobody waits for the reader any more."""
+    global _attended, _given_up
+    now = time.monotonic()
+    if _meanwhile is None or now - _attended < MEANWHILE_SECONDS:
+        return
+    _attended = now
+    try:
+        _meanwhile()
+    except DadtError:
+        _given_up = True
+        raise
 
 
 def say(text: str, level: str = "info") -> None:

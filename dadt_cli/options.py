@@ -18,7 +18,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def knobs(function: F) -> F:
     """Decorate a command with one flag per knob. A flag that is not given arrives as None."""
-    for field in sorted(reversed(fields(Config)), key=lambda field: field.metadata["launch"]):
+    for field in sorted(fields(Config), key=lambda field: not field.metadata["launch"])[::-1]:
         function = _option(field)(function)
     return click.option("--config", metavar="FILE", help="YAML file of settings; flags and variables win.")(function)
 

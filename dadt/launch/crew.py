@@ -19,7 +19,6 @@ BEATS = 6
 """Signs of life that each side sends within the time after which the other gives it up."""
 EXPLAIN_SECONDS = 2.0
 """How long the end of an agent may take to explain itself."""
-WRITE_SECONDS = 0.05
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +63,7 @@ class Crew:
         self._see = see
         self._events: list[tuple[Node, Frame]] = []
         self._beat = 0.0
+        self._turned = time.monotonic()
         started = launcher.launch(list(hosts))  # before there is anything to close, as it may raise
         self._selector = selectors.DefaultSelector()
         self._waker, self._wake = socket.socketpair()
@@ -83,12 +83,14 @@ class Crew:
     def turn(self, seconds: float) -> Iterator[tuple[Node, Frame]]:
         """Wait for frames, at most so long, and yield them. Two kinds come from no agent: `connected`, and `lost`
         {message}, after which nothing more comes from that node."""
+        self._excuse()
         self.beat()
-        if any(node.channel is not None and node.channel.link.unsent for node in self.nodes):
-            seconds = min(seconds, WRITE_SECONDS)
+        for node in self.nodes:
+            self._watch_writes(node)
         if not self._events:
             for key, _ in self._selector.select(max(0.0, min(seconds, self.orphan_timeout / BEATS))):
                 key.data()
+        self._excuse()
         self._collect()
         for node in self.nodes:
             self._flush(node)
@@ -100,6 +102,25 @@ class Crew:
         for node, frame in events:
             self._see(node.name, frame)
             yield node, frame
+
+    def _excuse(self) -> None:
+        """If this process itself was away for long (suspended, or its reader slow), silence is not the agents'."""
+        now = time.monotonic()
+        if now - self._turned > self.orphan_timeout / 2:
+            for node in self.nodes:
+                node.heard = now
+        self._turned = now
+
+    def _watch_writes(self, node: Node) -> None:
+        """Be woken when what could not be written at once can go on."""
+        if node.channel is None or node.ended:
+            return
+        writer, waiting = node.channel.link.writer, bool(node.channel.link.unsent)
+        if waiting != (writer in self._selector.get_map()):
+            if waiting:
+                self._selector.register(writer, selectors.EVENT_WRITE, lambda: self._flush(node))
+            else:
+                self._selector.unregister(writer)
 
     def beat(self) -> None:
         """Let the agents know that the launcher is alive, if it is time to. While nobody calls `turn`, call this."""
@@ -199,6 +220,8 @@ class Crew:
         assert node.channel is not None
         if not node.ended:
             self._selector.unregister(node.channel.link.reader)
+            if node.channel.link.writer in self._selector.get_map():
+                self._selector.unregister(node.channel.link.writer)
         node.ended = True
 
     def _poke(self) -> None:

@@ -61,8 +61,11 @@ def forwarded(config: Config, env: Mapping[str, str] = os.environ) -> tuple[dict
     return {**defaults, **named}, named
 
 
-def base(env: Mapping[str, str], prologue: str) -> tuple[dict[str, str], list[str]]:
-    """On the agent's host: its own environment with these variables, after the prologue; and what went wrong."""
+def base(env: Mapping[str, str], prologue: str, mark: str, cwd: str) -> tuple[dict[str, str], list[str]]:
+    """On the agent's host: its own environment with these variables, after the prologue; and what went wrong.
+
+    mark: variable and value by which what the prologue starts is known. cwd: folder in which it runs.
+    """
     result = {name: value for name, value in os.environ.items() if not name.startswith("DADT_")} | dict(env)
     if not prologue:
         return result, []
@@ -72,10 +75,11 @@ def base(env: Mapping[str, str], prologue: str) -> tuple[dict[str, str], list[st
         try:
             ended = subprocess.run(
                 ["bash", "-c", script],
-                env=result,
+                env={**result, **dict([mark.split("=", 1)])},
                 pass_fds=[file.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=2,
+                cwd=cwd,
                 timeout=PROLOGUE_SECONDS,
                 check=False,
             )
@@ -86,8 +90,10 @@ def base(env: Mapping[str, str], prologue: str) -> tuple[dict[str, str], list[st
         if ended.returncode:
             return result, [f"--prologue {prologue!r} ended with exit code {ended.returncode}"]
         file.seek(0)
-        entries = os.fsdecode(file.read()).split("\0")
-    return {name: value for name, _, value in (entry.partition("=") for entry in entries) if name}, []
+        entries = [entry.partition("=") for entry in os.fsdecode(file.read()).split("\0") if entry]
+        if not entries:
+            return result, [f"--prologue {prologue!r} left the shell (exit, exec), and its variables with it"]
+    return {name: value for name, _, value in entries if not name.startswith("DADT_")}, []
 
 
 def missing(cwd: str, files: Sequence[str]) -> list[str]:

@@ -51,7 +51,7 @@ class Folder:
         path.mkdir(mode=0o700, exist_ok=True)
         lock = (path / "lock").open("wb")
         fcntl.flock(lock, fcntl.LOCK_SH)
-        return cls(path, lock, Guard(path, f"DADT_AGENT={path / SOCKET}") if guarded else None)
+        return cls(path, lock, Guard(path, _mark(path)) if guarded else None)
 
     @property
     def socket(self) -> Path:
@@ -60,6 +60,11 @@ class Folder:
     @property
     def query(self) -> Path:
         return self.path / "launcher"
+
+    @property
+    def mark(self) -> str:
+        """What the processes that belong to the agent have in their environment."""
+        return _mark(self.path)
 
     @property
     def pulse(self) -> Path:
@@ -85,6 +90,10 @@ class Folder:
         shutil.rmtree(self.path, ignore_errors=True)
         if self._guard is not None:
             self._guard.release()
+
+
+def _mark(path: Path) -> str:
+    return f"DADT_AGENT={path / SOCKET}"
 
 
 def root() -> Path:

@@ -35,7 +35,7 @@ class Voice(Protocol):
         """What to do about every second while whoever reads our output takes nothing (a pager, Ctrl-S)."""
 
 
-def gather(crew: Crew, look: Mapping[str, Any], timeout: float, job: str, voice: Voice) -> None:
+def gather(crew: Crew, look: Callable[[Node], Mapping[str, Any]], timeout: float, job: str, voice: Voice) -> None:
     """Wait for all agents. Those that fail are told one by one; then raises LaunchError, or StartTimeout."""
     named = any(node.name for node in crew.nodes)
     begin = time.monotonic()
@@ -47,10 +47,9 @@ def gather(crew: Crew, look: Mapping[str, Any], timeout: float, job: str, voice:
     while waiting and (now := time.monotonic()) < deadline:
         for node, frame in crew.turn(deadline - now):
             if frame.kind == "connected":
-                order = {**look, "index": node.index, "hosts": len(crew.nodes)}
-                crew.send(node, Frame("look", order | {"env": look["env"](node)}))
-            elif node in waiting and frame.kind in ("ready", "lost"):
-                waiting.remove(node)
+                crew.send(node, Frame("look", {**look(node), "index": node.index, "hosts": len(crew.nodes)}))
+            elif frame.kind == "lost" or (node in waiting and frame.kind == "ready"):
+                waiting.discard(node)
                 problem = frame["message"] if frame.kind == "lost" else _problem(frame)
                 node.report, node.state = frame.header, "is ready"
                 if problem:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dadt.errors import LaunchError
+from dadt.errors import DadtError, LaunchError
 from dadt.launch.crew import Crew, Node
 from dadt.launch.failure import Ending, Failure, Record, find_cause, last_line, signal_name
 from dadt.launch.frame import Frame
@@ -65,6 +65,14 @@ class Outcome:
         return self.failure.exit_code if self.failure else 0
 
 
+class Unread(DadtError):
+    """Ended by the user while nobody read our output."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"ended by {signal_name(number)} while nobody read the output; all workers stopped")
+        self.exit_code = 128 + number
+
+
 class Job:
     """One per `dadt run`. `wait` does all the work, in the thread that calls it."""
 
@@ -90,6 +98,8 @@ class Job:
         self._query: Query | None = None
         self._view: View | None = None
         self._said: set[str] = set()
+        self._unsaid: list[str] = []
+        """What the user is to be told as soon as nothing else is being written."""
         self._endings: dict[int, Ending] = {}
         self._records: dict[int, Record] = {}
         self._outcome = Outcome(seconds=0.0)
@@ -112,6 +122,8 @@ class Job:
         self._begin_time = time.time()
         for node, order in zip(self._crew.nodes, orders, strict=True):
             self._crew.send(node, order)
+            if node.ended:
+                self._lose(node, "was lost before it could start its workers")
 
     def serve(self, path: Path, facts: Mapping[str, Any]) -> None:
         """Answer other commands of this user at the socket. facts: of the job, which do not change."""
@@ -148,8 +160,17 @@ class Job:
         else:
             self._outcome.signal = number
             self.terminate(self._user_grace, who)
-            self._say(f"{who}: stopping the workers (once more: at once)", "info")
+            self._unsaid.append(f"{who}: stopping the workers (once more: at once)")
         return self._grace
+
+    def attend(self, interrupts: Interrupts | None) -> None:
+        """What must go on while whoever reads our output takes nothing. Raises Unread if the user has asked twice."""
+        self._crew.beat()
+        caught = interrupts.take() if interrupts is not None else set()
+        again = self._outcome.signal and caught & set(ENDING_SIGNALS)
+        self._interrupt(caught)
+        if again:
+            raise Unread(self._outcome.signal)
 
     def terminate(self, grace: float, why: str, stacks: bool = False) -> None:
         """SIGTERM to all workers, and SIGKILL after `grace` seconds; the second call can only hasten it."""
@@ -161,6 +182,9 @@ class Job:
 
     def _turn(self) -> None:
         now = time.monotonic()
+        for text in self._unsaid:
+            self._say(text, "info")
+        self._unsaid.clear()
         self._rendezvous.settle()
         if now >= self._fail_at:
             self._fail_at = float("inf")
@@ -283,7 +307,11 @@ class Job:
 
     def _on_stacks(self, node: Node, frame: Frame) -> None:
         path = self._output.folder / f"rank{frame['rank']}.stacks"
-        path.write_bytes(frame.body)
+        try:
+            path.write_bytes(frame.body)
+        except OSError as error:
+            self._say(f"{path} could not be written: {error.strerror}", "warning")
+            return
         if path not in self._stacks:
             self._stacks.append(path)
 
@@ -319,7 +347,7 @@ class Job:
     def _close(self) -> None:
         """Nothing of the job outlives this, even if its agents were killed."""
         self._crew.close(self._hang_up)
-        self._outcome.stuck = sweep(self._job) or self._outcome.stuck
+        self._outcome.stuck = sweep(f"DADT_JOB={self._job}") or self._outcome.stuck
         if self._query is not None:
             self._query.close()
         self._output.close()

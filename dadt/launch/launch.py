@@ -21,6 +21,7 @@ from dadt.launch.frame import Frame
 from dadt.launch.gather import Voice, agree, differences, gather
 from dadt.launch.interrupt import Interrupts
 from dadt.launch.job import ENDING_SIGNALS, HANG_UP_SECONDS, Job, Outcome
+from dadt.launch.launchers.local import LocalChannel
 from dadt.launch.output import Output, ranks_shown
 from dadt.launch.plan import Plan
 from dadt.launch.report import Report
@@ -101,7 +102,7 @@ def _run(
     try:
         if interrupts is not None:
             crew.watch(interrupts, lambda: _end_early(interrupts.take()))
-        gather(crew, _look(the_plan, folder.job), config.start_timeout, folder.job, voice)
+        gather(crew, lambda node: _look(the_plan, folder.job, node), config.start_timeout, folder.job, voice)
         where = settle(the_plan, crew, folder.job, voice)
         if interrupts is not None:
             crew.forget(interrupts)
@@ -113,14 +114,16 @@ def _run(
             lambda text: voice.say(text, "warning"),
         )
         job = Job(folder.job, crew, where.slots, output, report.journal, voice.say, config.grace)
+        voice.meanwhile(lambda: job.attend(interrupts))
         report.placed(where.config, where.nodes, where.slots, job.watch)
         job.serve(folder.query, _facts(where))
         job.show(placed(where, job.watch))
         job.start(orders(where))
         return job.wait(interrupts)
     finally:
+        voice.meanwhile(lambda: None)
         crew.close(HANG_UP_SECONDS)
-        sweep(folder.job)
+        sweep(f"DADT_JOB={folder.job}")
 
 
 def settle(the_plan: Plan, crew: Crew, job: str, voice: Voice) -> Placed:
@@ -217,22 +220,21 @@ def _facts(where: Placed) -> dict[str, Any]:
     return {"job": where.job, "command": list(where.plan.command), "logs": logs, "hosts": len(where.nodes)}
 
 
-def _look(the_plan: Plan, job: str) -> Mapping[str, Any]:
+def _look(the_plan: Plan, job: str, node: Node) -> Mapping[str, Any]:
     """What an agent is told before it tells what its host has."""
     config = the_plan.config
+    # A child has our environment, and the end of its pipe says all that our silence could.
+    is_child = isinstance(node.channel, LocalChannel)
+    # By hand, each host's environment is what the user has made it.
+    has_own = is_child or config.nnodes
     return {
         "job": job,
         "cwd": the_plan.cwd,
         "files": list(the_plan.files),
         "prologue": config.prologue,
-        "orphan_timeout": config.orphan_timeout,
-        "env": lambda node: dict(the_plan.elsewhere if _is_elsewhere(node) else the_plan.named),
+        "orphan_timeout": None if is_child else config.orphan_timeout,
+        "env": dict(the_plan.named if has_own else the_plan.elsewhere),
     }
-
-
-def _is_elsewhere(node: Node) -> bool:
-    """An agent that this process started has its environment already."""
-    return bool(node.name) and not node.host.is_local
 
 
 def _order(where: Placed, cross_rank: int, node: Node) -> Frame:

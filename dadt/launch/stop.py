@@ -20,18 +20,18 @@ class Stop:
 
     def __init__(
         self,
-        agent: str,
+        mark: str,
         workers: Sequence[Worker],
         dumps: Offers,
         natural: float,
         grace: float,
     ) -> None:
-        """agent: its socket, by which its processes are known. workers: those that live. dumps: who writes its
+        """mark: the variable by which the agent's processes are known. workers: those that live. dumps: who writes its
         stacks into which file on which signal.
 
         natural: seconds in which what is left may end by itself. grace: seconds from SIGTERM to SIGKILL.
         """
-        self._mark = f"DADT_AGENT={agent}"
+        self._mark = mark
         self._workers = workers
         self._grace = grace
         self._begin = time.monotonic()

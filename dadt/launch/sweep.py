@@ -24,7 +24,8 @@ def members(mark: str, descendants: bool = False) -> list[int]:
     """
     found = {int(entry.name) for entry in Path("/proc").iterdir() if _is_marked(entry, mark.encode())}
     if descendants:
-        found.update(_descendants(os.getpid()))
+        # Not those of other users (a sudo, a setuid program), whom this one cannot end.
+        found.update(pid for pid in _descendants(os.getpid()) if _is_own(Path(f"/proc/{pid}")))
     found.discard(os.getpid())
     found.difference_update([pid for pid in found if _is_marked(Path(f"/proc/{pid}"), guard.MARK.encode())])
     return sorted(pid for pid in found if is_alive(pid))
@@ -35,8 +36,8 @@ def kill(pids: Iterable[int], number: int) -> None:
     for pid in pids:
         try:
             os.kill(pid, number)
-        except ProcessLookupError:
-            pass  # already gone
+        except (ProcessLookupError, PermissionError):
+            pass  # already gone; or another user's, whom this one cannot end
 
 
 def without_trackers(pids: Iterable[int]) -> list[int]:
@@ -45,14 +46,14 @@ def without_trackers(pids: Iterable[int]) -> list[int]:
     return [pid for pid in pids if TRACKER not in _bytes(Path(f"/proc/{pid}/cmdline"))]
 
 
-def sweep(job: str) -> list[int]:
-    """Kill what is left of the job on this machine, again until nothing is.
+def sweep(mark: str) -> list[int]:
+    """Kill what carries the mark on this machine, again until nothing does.
 
     Returns what does not die (stuck in the kernel).
     """
     begin = time.monotonic()
     pause = 0.001
-    while left := members(f"DADT_JOB={job}"):
+    while left := members(mark):
         now = time.monotonic()
         if now > begin + SWEEP_SECONDS:
             return left
@@ -64,14 +65,14 @@ def sweep(job: str) -> list[int]:
 
 
 def _is_marked(entry: Path, mark: bytes) -> bool:
-    if not entry.name.isdigit():
-        return False
+    return entry.name.isdigit() and _is_own(entry) and mark in _bytes(entry / "environ").split(b"\0")
+
+
+def _is_own(entry: Path) -> bool:
     try:
-        if entry.stat().st_uid != os.getuid():
-            return False
+        return entry.stat().st_uid == os.getuid()
     except FileNotFoundError:
         return False
-    return mark in _bytes(entry / "environ").split(b"\0")
 
 
 def is_alive(pid: int) -> bool:

@@ -68,7 +68,7 @@ class Trace:
         _await_end(agents, self.job, GRACE_SECONDS)
         kill(agents, signal.SIGKILL)
         _await_end(agents, self.job, END_SECONDS if any(map(is_alive, agents)) else 0.0)
-        stuck = sorted({*sweep(self.job), *filter(is_alive, agents)})
+        stuck = sorted({*sweep(f"DADT_JOB={self.job}"), *filter(is_alive, agents)})
         remove_stale()
         return stuck
 

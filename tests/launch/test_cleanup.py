@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -219,3 +220,23 @@ def test_jobs_at_the_same_time_have_different_ids_and_do_not_end_each_other(star
     finally:
         other.kill()
         other.wait()
+
+
+def test_a_suspended_launcher_goes_on_where_it_was(start, tmp_path):
+    script = "import os, time\nopen('ready', 'w').write('1')\nwhile not os.path.exists('go'): time.sleep(0.01)"
+    run = start(script, "-np", "1", "--orphan-timeout", "2", "train.py")
+    run.wait_for("ready")
+    os.kill(run.process.pid, signal.SIGSTOP)
+    time.sleep(4.0)  # the pause itself is what is tested
+    os.kill(run.process.pid, signal.SIGCONT)
+    (tmp_path / "go").touch()
+    result = run.finish()
+    assert result.code == 0, result.err
+
+
+def test_a_prologue_does_not_outlive_the_job(start, tmp_path):
+    run = start("", "-np", "1", "--prologue", "echo $$ > shell; sleep 345.6", "train.py")
+    (shell,) = run.wait_for("shell")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.finish().code == 143
+    await_that(lambda: not is_running(shell), "the end of the prologue", 10.0)

@@ -57,10 +57,11 @@ class LocalChannel:
             cwd="/",  # python -m looks for modules in the current folder first, and there is the user's own
         )
         assert self._process.stdin is not None and self._process.stdout is not None
-        try:
-            fcntl.fcntl(self._process.stdout, F_SETPIPE_SZ, PIPE_BYTES)
-        except OSError:
-            pass  # this user's share of pipe memory is used up: a small pipe does as well
+        for pipe in (self._process.stdin, self._process.stdout):
+            try:
+                fcntl.fcntl(pipe, F_SETPIPE_SZ, PIPE_BYTES)
+            except OSError:
+                pass  # this user's share of pipe memory is used up: a small pipe does as well
         self.link = Link(self._process.stdout.fileno(), self._process.stdin.fileno(), noisy=True)
 
     def hang_up(self) -> None:
