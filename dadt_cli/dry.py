@@ -13,9 +13,12 @@ from dadt.launch.host import Host
 from dadt.launch.launch import Placed
 from dadt.launch.plan import Plan
 from dadt.launch.slot import place, share_out
+from dadt_cli.table import table
 
 JOB = "JOB"
 PORT = 0
+NAMES = {"DADT_THREADS": "OMP_NUM_THREADS"}
+"""Variables that the agent sets under another name, if you have not set that."""
 
 
 def describe(the_plan: Plan) -> list[str]:
@@ -39,10 +42,13 @@ def describe(the_plan: Plan) -> list[str]:
         slots=slots,
         master=(nodes[0].address or "127.0.0.1", PORT),
     )
-    lines = [f"{len(slots)} workers on {len(nodes)} hosts, algorithm {config.algorithm}, logs in {where.logs}"]
+    workers = "1 worker" if len(slots) == 1 else f"{len(slots)} workers"
+    on = nodes[0].name or "this host" if len(nodes) == 1 else f"{len(nodes)} hosts"
+    lines = [f"{workers} on {on}, algorithm {config.algorithm}, logs in {where.logs}"]
     unsure = [node.name for node in nodes if not (node.host.slots or _is_here(node.host))]
     if unsure:
         lines.append(f"slots of {', '.join(unsure)} are not known before their agents tell their GPUs: one is assumed")
+    lines += ["", *placement(where)]
     for node, order in zip(nodes, launch.orders(where), strict=True):
         lines += ["", f"{node.name or 'this host'}: {launcher.command(node.host)}", f"  in {the_plan.cwd}"]
         given = the_plan.named if _is_here(node.host) else the_plan.elsewhere
@@ -52,6 +58,16 @@ def describe(the_plan: Plan) -> list[str]:
             lines += _variables("", worker["env"])
     launcher.close()
     return lines
+
+
+def placement(where: Placed) -> list[str]:
+    """Which rank is where, as a table."""
+    head = ("rank", "host", "local rank", "address", "GPU", "threads")
+    rows = [
+        (slot.rank, slot.host or "this host", slot.local_rank, slot.address or "-", slot.gpu or "-", slot.threads)
+        for slot in where.slots
+    ]
+    return table(head, [tuple(map(str, row)) for row in rows], left=head)
 
 
 def _report(host: Host) -> Mapping[str, Any]:
@@ -69,5 +85,8 @@ def _is_here(host: Host) -> bool:
 
 
 def _variables(head: str, variables: Mapping[str, str]) -> list[str]:
-    shown = [f"    {name}={shlex.quote(value)}" for name, value in sorted(variables.items()) if value]
+    known = {NAMES.get(name, name): value for name, value in variables.items() if value}
+    if known.get("MASTER_PORT") == str(PORT):
+        known["MASTER_PORT"] = "<a free port>"
+    shown = [f"    {name}={shlex.quote(value)}" for name, value in sorted(known.items())]
     return [head, *shown] if head else shown

@@ -20,6 +20,7 @@ from dadt.launch.launch import Placed
 from dadt.launch.output import ranks_shown
 from dadt.launch.watch import Watch
 from dadt_cli import console, live
+from dadt_cli.dry import describe, placement
 from dadt_cli.live import Live
 from dadt_cli.options import config_of, help_all, knobs
 
@@ -68,8 +69,6 @@ def run(
     live.check(config.live)
     the_plan = plan.make(config, *_program(command, module, no_python, config))
     if dry_run:
-        from dadt_cli.dry import describe
-
         console.text("\n".join(describe(the_plan)), stdout=True)
         return 0
     if config.nnodes and config.node_rank > 0:
@@ -82,7 +81,7 @@ def run(
         seen.append(where)
         console.say(_first_line(where))
         if display_map:
-            console.text("\n".join(_map(where)))
+            console.text("\n".join(placement(where)))
         for text in _warnings(where):
             console.say(text, "warning")
         return live.show(watch, _title(where)) if live.wanted(config.live) else None
@@ -172,18 +171,6 @@ def _size(where: Placed) -> str:
     workers = "1 worker" if len(where.slots) == 1 else f"{len(where.slots)} workers"
     names = [node.name for node in where.nodes]
     return f"{workers} on " + (names[0] or "this host" if len(names) == 1 else f"{len(names)} hosts")
-
-
-def _map(where: Placed) -> list[str]:
-    """Which rank is where."""
-    head = ("rank", "host", "local rank", "address", "GPU", "threads")
-    rows = [
-        (slot.rank, slot.host or "this host", slot.local_rank, slot.address or "-", slot.gpu or "-", slot.threads)
-        for slot in where.slots
-    ]
-    table = [tuple(map(str, row)) for row in (head, *rows)]
-    widths = [max(len(row[column]) for row in table) for column in range(len(head))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
 
 
 def _finish(outcome: Outcome, where: Placed) -> int:

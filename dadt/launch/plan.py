@@ -13,6 +13,7 @@ from dadt.errors import ConfigError
 from dadt.launch import environment, host, network
 from dadt.launch.channel import Launcher
 from dadt.launch.host import Host
+from dadt.launch.slot import Room, share_out
 
 FIELDS = ("rank", "local_rank", "world_size", "master_addr", "master_port")
 MOST_SLOTS = 1 << 16
@@ -53,11 +54,18 @@ def make(config: Config, command: Sequence[str], files: Sequence[str] = (), blob
         command=command,
         files=files,
         blob=blob,
-        hosts=_within_reason(hosts_of(config)),
+        hosts=_enough(config.np, _within_reason(hosts_of(config))),
         elsewhere=elsewhere,
         named=named,
         cwd=str(Path(here(), config.workdir)),
     )
+
+
+def _enough(count: int, hosts: list[Host]) -> list[Host]:
+    """Raises ConfigError where it is known before they are asked that they have too few slots."""
+    if all(host.slots for host in hosts):
+        share_out(count, [Room(host=host.name, slots=host.slots) for host in hosts])
+    return hosts
 
 
 def hosts_of(config: Config, env: Mapping[str, str] = os.environ) -> list[Host]:
@@ -66,6 +74,8 @@ def hosts_of(config: Config, env: Mapping[str, str] = os.environ) -> list[Host]:
         return _by_hand(config)
     if config.hosts and config.hostfile:
         raise ConfigError("-H and --hostfile exclude each other: give one")
+    if config.launcher == "slurm" and (config.hosts or config.hostfile):
+        raise ConfigError("--launcher slurm: its hosts are those of the allocation; leave -H and --hostfile out")
     named = host.parse(config.hosts) if config.hosts else []
     if config.hostfile:
         named = host.read(Path(config.hostfile))
