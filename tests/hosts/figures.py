@@ -397,7 +397,7 @@ def table(measure: Callable[[int], list[Row]], rounds: int, rows: Sequence[Row])
 
 
 def commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     return done.stdout.strip()
 
 
