@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Python files take effect at once; these need an install.
 BUILT := pyproject.toml $(wildcard CMakeLists.txt) $(shell find csrc -type f)
 
-.PHONY: demo test test-slow machines lint format docs native clean
+.PHONY: demo test test-slow machines figures lint format docs native clean
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -30,6 +30,10 @@ machines:
 	@.ci/need 'openssh-server openssh-client csh iproute2 munge slurmctld slurmd slurm-client openmpi-bin mpich' \
 	  sh -c 'PATH=$$PATH:/usr/sbin; for each in sshd ssh csh ip munged slurmctld slurmd srun mpirun.openmpi mpirun.mpich; do command -v $$each || exit 1; done' \
 	  || [ "$$CI" != true ]
+
+# The launcher's figures, over simulated machines: a quarter of an hour.
+figures: .venv/testable machines
+	$(BIN)/python tests/hosts/figures.py --json docs/results/launching.json
 
 lint: .venv/testable
 	$(BIN)/ruff check --quiet .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 from collections.abc import Mapping
@@ -79,7 +80,9 @@ class Config:
     lock_downloads: bool = knob(True, "Download into one folder by one rank of a host at a time.", advanced=True)
     bucket_mb: float = knob(25.0, "Gradients are exchanged in buckets of about this many MiB.", advanced=True)
     timeout: float = knob(1800.0, "Seconds that a rank waits for a silent peer before it fails.")
-    start_timeout: float = knob(120.0, "Seconds in which all ranks must have arrived.")
+    start_timeout: float = knob(
+        120.0, "Seconds in which all hosts must be ready, and all ranks once one of them begins to train."
+    )
     inject: str = knob(
         "auto",
         "How DADT gets into the script.",
@@ -122,7 +125,9 @@ class Config:
     forward: tuple[str, ...] = launch_knob(
         (), "Variables for the workers: NAME, NAME=VALUE, or 'WANDB_*'. Repeatable.", flags=("-x",), metavar="NAME"
     )
-    env_file: str = launch_knob("", "Variables for the workers, a line each: NAME=VALUE.", metavar="FILE")
+    env_file: str = launch_knob(
+        "", "Variables for the workers, a line each: NAME=VALUE, taken as it stands.", metavar="FILE"
+    )
     workdir: str = launch_knob("", "Folder in which workers start; else this one.", metavar="DIR")
     python: str = launch_knob("", "Python of the workers and agents; else this one.", metavar="PATH")
     prologue: str = launch_knob("", "Shell commands (bash) before the workers of a host, as 'source env.sh'.")
@@ -186,6 +191,13 @@ class Config:
 def given_by_env(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """The knobs whose variables are set. Raises ConfigError."""
     return {f.name: parse(f.name, env[v]) for f in fields(Config) if (v := variable(f.name)) in env}
+
+
+def misspelt(env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables that are no knob's but look like one's: to the one that was probably meant."""
+    known = {variable(f.name) for f in fields(Config)}
+    near = {name: difflib.get_close_matches(name, known, 1, 0.85) for name in env if name.startswith("DADT_")}
+    return {name: found[0] for name, found in near.items() if found and name not in known}
 
 
 def flag(name: str) -> str:

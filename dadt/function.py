@@ -139,11 +139,16 @@ def _reraise(rank: int, result: bytes | None) -> None:
 class _Streams:
     """Speaks through Python's streams, which notebooks show."""
 
+    def __init__(self) -> None:
+        self._grows = False
+
     def say(self, text: str, level: str = "info") -> None:
         self._err(f"dadt: warning: {text}\n" if level == "warning" else f"dadt: {text}\n")
 
     def part(self, text: str, last: bool = False) -> None:
-        self._err(text + ("\n" if last else ""))
+        beginning = "" if self._grows else "dadt: "
+        self._grows = not last
+        self._err(beginning + text + ("\n" if last else ""))
 
     def lines(self, stream: str, data: bytes) -> None:
         to = sys.stdout if stream == "out" else sys.stderr

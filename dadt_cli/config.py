@@ -41,5 +41,8 @@ def _text(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, tuple):
-        return ",".join(value) or "-"
+        # A value may be a secret.
+        return (
+            ",".join(name + ("=..." if equals else "") for name, equals, _ in (v.partition("=") for v in value)) or "-"
+        )
     return f"{value:g}" if isinstance(value, float) else str(value) or "-"

@@ -39,7 +39,9 @@ def settings_of(given: dict[str, Any]) -> dict[str, Setting]:
     settings.update({name: Setting(value, variable(name)) for name, value in given_by_env().items()})
     for name in settings:
         if given.get(name) not in (None, ()):
-            settings[name] = Setting(given[name], flag(name))
+            # Hosts that are given one by one are one list.
+            several = isinstance(given[name], tuple) and isinstance(settings[name].value, str)
+            settings[name] = Setting(",".join(given[name]) if several else given[name], flag(name))
     return settings
 
 
@@ -59,7 +61,7 @@ def _option(field: Field[Any]) -> Callable[[F], F]:
     shown = _shown(field.default)
     text = field.metadata["help"] + (f"  [default: {shown}]" if shown else "")
     options: dict[str, Any] = {"default": None, "help": text, "hidden": field.metadata["advanced"]}
-    if isinstance(field.default, tuple):
+    if isinstance(field.default, tuple) or field.metadata["metavar"] == "HOSTS":
         return click.option(*names, field.name, multiple=True, metavar=_metavar(field), **options)
     if isinstance(field.default, bool):
         return click.option(f"{name}/--no-{name[2:]}", field.name, **options)

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from dadt.config import Config, here
+from dadt.config import Config, here, misspelt
 from dadt.errors import ConfigError
 from dadt.launch import environment, launch, plan
 from dadt.launch.job import Outcome
@@ -65,6 +65,8 @@ def run(
     if given["np"] is not None and given["np"] < 1:
         raise ConfigError(f"-np {given['np']}: the number of workers must be 1 or more")
     config = config_of(given)
+    for name, meant in misspelt().items():
+        console.say(f"{name} means nothing to dadt; did you mean {meant}?", "warning")
     ranks_shown(config.output, config.np or MOST)
     live.check(config.live)
     the_plan = plan.make(config, *_program(command, module, no_python, config))

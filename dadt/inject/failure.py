@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from dadt.control import Control
-from dadt.errors import CommError, ConfigError, DadtError
+from dadt.errors import Aborted, CommError, CommTimeout, ConfigError, DadtError, PeerLost, StartTimeout
 from dadt.forum import Forum
 
 STACKS_SIGNAL = signal.SIGRTMAX - 3
@@ -50,7 +50,10 @@ def install(control: Control | Forum, step: Callable[[], int]) -> None:
 
     def on_main(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         report(kind, error, trace, "")
-        if not issubclass(kind, ConfigError):  # bad input: the launcher says the sentence, last and once
+        if issubclass(kind, PeerLost | CommTimeout | Aborted):
+            # Another rank's failure caused it, and its own words would hide those of the cause.
+            sys.stderr.write(f"dadt: rank {control.world.rank} ended: {error}\n")
+        elif not issubclass(kind, ConfigError | StartTimeout):  # which the launcher says, last and once
             main_hook(kind, error, trace)
 
     def on_thread(args: threading.ExceptHookArgs) -> None:

@@ -38,6 +38,8 @@ class Node:
     """When its last frame came (time.monotonic)."""
     clock: float = float("-inf")
     """Its clock minus this one's, in seconds: known too low by the fastest frame's way."""
+    done: bool = False
+    """It has said that all of its workers have ended."""
     ended: bool = False
     """Nothing more comes from it."""
 
@@ -186,7 +188,10 @@ class Crew:
         try:
             frames = node.channel.link.receive()
         except EOFError:
-            self._lose(node, "the connection was closed", EXPLAIN_SECONDS)
+            if node.done:
+                self._finish(node, EXPLAIN_SECONDS)
+            else:
+                self._lose(node, "the connection was closed", EXPLAIN_SECONDS)
             return
         except DadtError as error:
             self._lose(node, str(error), 0.0)
@@ -195,6 +200,7 @@ class Crew:
         for frame in frames:
             if "clock" in frame.header:
                 node.clock = max(node.clock, frame["clock"] - time.time())
+            node.done = node.done or frame.kind == "end"
             self._events.append((node, frame))
 
     def _flush(self, node: Node) -> None:

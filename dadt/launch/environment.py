@@ -70,7 +70,7 @@ def base(env: Mapping[str, str], prologue: str, mark: str, cwd: str) -> tuple[di
     if not prologue:
         return result, []
     # What it prints may be anything, so the variables go to a file of their own.
-    with tempfile.TemporaryFile() as file:
+    with tempfile.TemporaryFile() as file, tempfile.TemporaryFile() as printed:
         script = f"{prologue}\nstatus=$?\nenv -0 >&{file.fileno()}\nexit $status"
         try:
             ended = subprocess.run(
@@ -78,7 +78,8 @@ def base(env: Mapping[str, str], prologue: str, mark: str, cwd: str) -> tuple[di
                 env={**result, **dict([mark.split("=", 1)])},
                 pass_fds=[file.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=2,
+                stdout=printed,
+                stderr=printed,
                 cwd=cwd,
                 timeout=PROLOGUE_SECONDS,
                 check=False,
@@ -88,7 +89,10 @@ def base(env: Mapping[str, str], prologue: str, mark: str, cwd: str) -> tuple[di
         except subprocess.TimeoutExpired:
             return result, [f"--prologue {prologue!r} did not end within {PROLOGUE_SECONDS:g} s"]
         if ended.returncode:
-            return result, [f"--prologue {prologue!r} ended with exit code {ended.returncode}"]
+            printed.seek(0)
+            said = printed.read().decode(errors="replace").strip().rpartition("\n")[2]
+            why = f": {said}" if said else ""
+            return result, [f"--prologue {prologue!r} ended with exit code {ended.returncode}{why}"]
         file.seek(0)
         entries = [entry.partition("=") for entry in os.fsdecode(file.read()).split("\0") if entry]
         if not entries:
@@ -166,6 +170,8 @@ def isolating_flags(arguments: Sequence[str]) -> list[str]:
 def _named(text: str, env: Mapping[str, str]) -> dict[str, str]:
     """The variables of one -x."""
     name, equals, value = text.partition("=")
+    if name.startswith("DADT_"):
+        raise ConfigError(f"-x {name}: the settings of dadt are flags; `dadt config show` lists them")
     if equals:
         if not NAME.fullmatch(name):
             raise ConfigError(f"-x {text}: {name!r} is no name of a variable; give NAME, NAME=VALUE or 'NAME_*'")

@@ -113,8 +113,8 @@ class Failure:
         return code if code >= 0 else 128 - code
 
     def lines(self) -> list[str]:
-        if self.record is not None and self.record.type == "ConfigError":
-            return [self.record.message]  # bad input: the sentence says all
+        if self.record is not None and self.record.type in EXIT_CODES:
+            return [self.record.message]  # the sentence says all, and this worker is not to blame
         head = f"worker {self.ending.rank} failed ({self._verdict()}) after {self.seconds:.1f} s"
         step = self._step()
         if step is not None:

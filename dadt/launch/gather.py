@@ -86,6 +86,8 @@ def agree(crew: Crew, wanted: str) -> None:
             node.address = network.SAME_MACHINE
         return
     reports = [{**node.report, "addresses": network.allowed(node.report["addresses"], wanted)} for node in nodes]
+    if absent := [node for node, report in zip(nodes, reports, strict=True) if wanted and not report["addresses"]]:
+        raise LaunchError(f"--network-interface {wanted}: matches nothing on {'; '.join(map(_offer, absent))}")
     for node in nodes:
         targets = [
             _target(other.index, report) for other, report in zip(nodes, reports, strict=True) if other is not node
@@ -121,6 +123,11 @@ def _await_probes(crew: Crew) -> dict[Node, Mapping[str, Mapping[str, float]]]:
             elif frame.kind == "lost":
                 raise LaunchError(f"{node.name}: {frame['message']}")
     return reached
+
+
+def _offer(node: Node) -> str:
+    found = ", ".join(f"{entry['interface']} {entry['address']}" for entry in node.report["addresses"])
+    return f"{node.name}, which has {found or 'no address for other hosts'}"
 
 
 def _target(index: int, report: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ UNCAUGHT = 1
 TURN_SECONDS = 0.5
 PRIMARY_SECONDS = 1.0
 """After a failure that another one caused: how long to wait for that other one to show itself."""
-EXIT_SECONDS = 2.0
+EXIT_SECONDS = 1.0
 """After an uncaught exception was reported: how long the worker may take to exit."""
 FAILURE_GRACE = 1.0
 """From SIGTERM to SIGKILL after a failure. After the user's Ctrl-C it is --grace."""
@@ -211,8 +211,6 @@ class Job:
             self.end(number, signal_name(number))
 
     def _on_lost(self, node: Node, frame: Frame) -> None:
-        if node not in self._working:
-            return  # it said before that all of its workers have ended
         self._lost_time = min(self._lost_time, frame.get("time", float("inf")))
         self._lose(node, f"{frame['message']}; all its workers were stopped")
         for slot in self._slots:
@@ -305,8 +303,11 @@ class Job:
             self._fail_by(PRIMARY_SECONDS if record is not None and record.secondary else 0.0)
         self._rendezvous.settle()
 
+    def _stacks_of(self, rank: int) -> Path:
+        return self._output.folder / f"rank{rank}.stacks"
+
     def _on_stacks(self, node: Node, frame: Frame) -> None:
-        path = self._output.folder / f"rank{frame['rank']}.stacks"
+        path = self._stacks_of(frame["rank"])
         try:
             path.write_bytes(frame.body)
         except OSError as error:
@@ -377,7 +378,7 @@ class Job:
             host=self._slots[ending.rank].host,
             log=self._output.path(ending.rank),
             stopped=sorted(each.rank for each in self._endings.values() if each.code and each is not ending),
-            stacks=self._stacks,
+            stacks=[path for path in self._stacks if path != self._stacks_of(ending.rank)],
             last_words=last_line(self._output.tails[ending.rank].data),
         )
 

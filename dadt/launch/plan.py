@@ -88,7 +88,7 @@ def hosts_of(config: Config, env: Mapping[str, str] = os.environ) -> list[Host]:
             raise ConfigError("--launcher ssh: on which hosts? Give them, as in -H host1:2,host2:2")
         if not (config.np or config.accelerators):
             raise ConfigError("how many workers? Give their number, as in dadt run -np 2 train.py")
-        return [Host(name="", slots=config.np or config.accelerators)]
+        return [Host(name="", slots=config.accelerators or config.np)]
     chosen = host.choose(named, config.include, config.exclude)
     if config.launcher == "local" and (remote := [str(each) for each in chosen if not each.is_local]):
         raise ConfigError(f"--launcher local: {', '.join(remote)} is another host; leave --launcher out, or give ssh")

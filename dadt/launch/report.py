@@ -133,7 +133,7 @@ def _failure(failure: Failure) -> dict[str, Any]:
         "rank": ending.rank,
         "host": failure.host,
         "pid": failure.pid,
-        "exit_code": ending.code,
+        "exit_code": failure.exit_code if ending.stopped else ending.code,
         "seconds": failure.seconds,
         "step": record.step if record is not None and record.step is not None else ending.step,
         "type": record.type if record is not None else None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 import re
@@ -148,7 +147,9 @@ def test_hosts_without_a_way_between_them_are_named(hosts, start, tmp_path):
     assert "h1 (10.7.0.2, fd07::2) is not reached by h0" in result.err.splitlines()[-1]
     assert not (tmp_path / "started").exists()
     other = start(network, "", "-np", 2, "-H", network.list(1), "--network-interface", "nothing0", "train.py").finish()
-    assert "h0 has no address; h1 has no address -> " in other.err
+    assert (
+        "--network-interface nothing0: matches nothing on h0, which has eth0 10.7.0.1, eth0 fd07::1; h1," in other.err
+    )
 
 
 def test_the_first_failure_by_time_over_all_hosts_is_the_cause(hosts, start, tmp_path):
@@ -265,10 +266,8 @@ for i in range(2000): print("line", i)
         data = random.Random(rank).randbytes(10_000_000)
         assert len(log) == 10_000_000 + 3_000_000 + 1 + sum(len(f"line {i}\n") for i in range(2000))
         # Both streams go to one file: without the other's letters, the order is that of the script.
-        assert (
-            hashlib.sha256(log.replace(b"e", b"")[:1_000_000]).digest()
-            == hashlib.sha256(data.replace(b"e", b"")[:1_000_000]).digest()
-        )
+        printed = data.replace(b"e", b"")
+        assert log.replace(b"e", b"")[: len(printed)] == printed
 
 
 def test_a_host_where_something_is_missing_says_so(hosts, start, tmp_path):

@@ -99,7 +99,9 @@ def test_a_prologue_changes_what_workers_find(launch, tmp_path):
 def test_a_prologue_that_fails_starts_nothing(launch, tmp_path):
     result = launch("open('started', 'w')", "-np", "1", "--prologue", "source nowhere.sh", "train.py")
     assert result.code == 3
-    assert result.err.splitlines()[-1] == "dadt: --prologue 'source nowhere.sh' ended with exit code 1"
+    last = result.err.splitlines()[-1]
+    assert last.startswith("dadt: --prologue 'source nowhere.sh' ended with exit code 1: bash: ")
+    assert last.endswith("nowhere.sh: No such file or directory")
     assert not (tmp_path / "started").exists()
 
 
@@ -285,3 +287,19 @@ def test_a_start_that_is_ended_says_so_on_a_line_of_its_own(start, tmp_path):
     first, last = run.finish().err.splitlines()
     assert first.endswith(": starting 2 agents ...")
     assert last == "dadt: ended by SIGTERM; nothing was started"
+
+
+def test_a_variable_that_is_misspelt_is_told(launch):
+    result = launch("", "-np", "1", "train.py", DADT_ALGORITM="sync", DADT_SECRET="x")
+    assert "warning: DADT_ALGORITM means nothing to dadt; did you mean DADT_ALGORITHM?" in result.err
+    assert "DADT_SECRET" not in result.err
+
+
+def test_values_of_variables_are_not_shown(tmp_path):
+    shown = dadt(tmp_path, "config", "show", "--changed", "-x", "TOKEN=hush", "-x", "A")
+    assert shown.stdout.split() == ["forward", "TOKEN=...,A", "--forward"]
+
+
+def test_hosts_may_be_given_one_by_one(tmp_path):
+    shown = dadt(tmp_path, "config", "show", "--changed", "-H", "a:2", "-H", "b")
+    assert shown.stdout.split() == ["hosts", "a:2,b", "--hosts"]
