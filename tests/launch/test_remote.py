@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from dadt.config import Config
@@ -26,7 +28,8 @@ def test_a_python_that_no_quotes_can_hold_is_refused(python: str) -> None:
 def test_what_is_shown_can_be_typed() -> None:
     config = Config(ssh_port=2222, ssh_identity_file="~/.ssh/key", ssh_config="my config")
     shown = remote.shown(config, Host(name="node1", user="me"), remote.command("python3"))
-    expected = "ssh -F 'my config' -p 2222 -i '~/.ssh/key' me@node1 'cd /; exec python3 -u -m dadt.agent'"
+    key = Path("~/.ssh/key").expanduser()
+    expected = f"ssh -F 'my config' -p 2222 -i {key} me@node1 'cd /; exec python3 -u -m dadt.agent'"
     assert shown == expected
 
 

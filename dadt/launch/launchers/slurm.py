@@ -188,6 +188,8 @@ class Step:
             return f"{self._python} cannot be run there ({reason}) -> --python PATH"
         if said and "No module named" in said[-1]:
             return f"dadt is not installed for {self._python} there -> pip install it, or --python PATH"
+        if verdict == "Terminated" and not said:
+            return "srun ended the agent, because another node's had failed, or the job was cancelled"
         if verdict:
             return f"the agent has ended (srun: {verdict})" + (f"; its last words: {said[-1]}" if said else "")
         if complaint or steps:
