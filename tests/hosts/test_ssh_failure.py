@@ -268,8 +268,7 @@ def test_an_agent_that_is_killed(hosts: Hosts, backend: str) -> None:
         assert channel.end(5.0) == "the agent was killed by a signal"
         assert channel.end(5.0) == "the agent was killed by a signal"
     folder = network[0].path("/tmp/dadt-0/test.0")
-    (folder / "lock").unlink()
-    folder.rmdir()
+    await_that(lambda: not folder.exists(), "the guard")
 
 
 def test_a_cut_network(hosts: Hosts, backend: str) -> None:

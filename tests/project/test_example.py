@@ -56,7 +56,9 @@ def test_wrong_folder_gets_one_sentence(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("optimizer", ["adadelta", "sgd"])
 def test_two_workers(tmp_path: Path, optimizer: str) -> None:
-    command = [sys.executable, "-m", "dadt_cli", "run", "-np", "2", str(SCRIPT), "--optimizer", optimizer]
+    # One seed: what is learned in so few steps differs by a point from one to the next.
+    dadt = [sys.executable, "-m", "dadt_cli", "run", "-np", "2", "--seed", "0"]
+    command = [*dadt, str(SCRIPT), "--optimizer", optimizer]
     done = run(command, tmp_path)
     assert done.returncode == 0, done.stdout
     assert "189 steps, 139 of them delayed by one" in done.stdout
