@@ -8,8 +8,9 @@ from contextlib import contextmanager
 
 from dadt.launch.ssh.attempt import left
 
-LOGINS = 8
-"""Fewer than MaxStartups allows by default: somebody else may log in, too."""
+LOGINS = 6
+"""Fewer than MaxStartups allows by default: somebody else may log in, too, and an sshd counts a log-in for a little
+longer than its client does."""
 
 
 class Gates:
