@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Python files take effect at once; these need an install.
 BUILT := pyproject.toml $(wildcard CMakeLists.txt) $(shell find csrc -type f)
 
-.PHONY: demo test test-slow machines figures lint format docs native clean
+.PHONY: demo test test-slow test-gpu machines figures lint format docs native clean
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -24,6 +24,10 @@ test: lint docs native machines
 
 test-slow: .venv/testable
 	$(BIN)/python -m pytest -m slow --timeout 1800
+
+# On a machine with a GPU, with a torch built for it: make test-gpu TORCH=torch. Elsewhere each test is skipped.
+test-gpu: .venv/testable
+	$(BIN)/python -m pytest -m gpu tests/gpu
 
 # What simulated machines, Slurm and MPI need. Their tests are skipped where it cannot be installed, but not in CI.
 machines:
@@ -46,6 +50,7 @@ format: .venv/testable
 	$(BIN)/ruff format --quiet .
 	find csrc tests/csrc -name '*.h' -o -name '*.cc' | xargs $(BIN)/clang-format -i
 	$(BIN)/python docs/configuration.py
+	$(BIN)/python docs/api.py
 
 docs: .venv/testable
 	$(BIN)/mkdocs build --quiet --strict --site-dir build/site

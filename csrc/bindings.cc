@@ -1,20 +1,18 @@
 // The Python face of the core: dadt/_core.pyi. Nothing else here knows Python, and no thread of ours ever
 // does.
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
+#include "bindings.h"
 
 #include "engine.h"
 #include "executors/null.h"
 #include "executors/shm.h"
 #include "kernels/kernels.h"
 
-namespace py = pybind11;
 using namespace dadt;
 
-namespace {
+void bind_mailbox(py::module_& module);
+void bind_timeline(py::module_& module);
 
-using Addresses = std::vector<uintptr_t>;
-using Unlocked = py::call_guard<py::gil_scoped_release>;
+namespace {
 
 template <typename Pointer>
 std::vector<Pointer> pointers(const Addresses& addresses) {
@@ -39,25 +37,6 @@ void translate(std::exception_ptr pending) {
   }
 }
 
-// Looks for Ctrl-C every 0.1 s.
-void wait(Work& work, double timeout) {
-  const auto deadline = deadline_after(timeout);
-  while (true) {
-    bool done = false;
-    {
-      const py::gil_scoped_release unlocked;
-      done = work.wait(std::min(deadline, Clock::now() + std::chrono::milliseconds(100)));
-    }
-    if (done) break;
-    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-    if (Clock::now() >= deadline) {
-      const std::string seconds = py::str(py::float_(timeout));
-      throw Error(Code::kTimeout, work.operation().title() + " was not done within " + seconds + " s");
-    }
-  }
-  if (work.result().error) throw *work.result().error;
-}
-
 // The result of a work that went well; else its error is raised again.
 const Result& good(const Work& work) {
   const Result& result = work.result();
@@ -65,28 +44,26 @@ const Result& good(const Work& work) {
   return result;
 }
 
+py::buffer_info buffer_of(const Received& received) {
+  const Buffer& buffer = received.work->result().received[received.rank];
+  return py::buffer_info(buffer.data.get(), 1, py::format_descriptor<uint8_t>::format(),
+                         static_cast<py::ssize_t>(buffer.bytes));
+}
+
 std::shared_ptr<Work> allreduce(Engine& engine, const Layout& layout, const Addresses& inputs,
-                                const Addresses& outputs, std::string name, double weight, std::string lane) {
-  Operation operation;
-  operation.kind = Kind::kAllreduce;
-  operation.name = std::move(name);
-  operation.layout = layout;
-  operation.inputs = pointers<const void*>(inputs);
-  operation.outputs = pointers<void*>(outputs);
+                                const Addresses& outputs, std::string name, double weight, std::string lane,
+                                Reduction reduction, bool unsure) {
+  Operation operation = allreduce_operation(layout, inputs, outputs, std::move(name), reduction);
   operation.weight = weight;
   operation.lane = std::move(lane);
+  operation.unsure = unsure;
   return engine.submit(std::move(operation));
 }
 
 std::shared_ptr<Work> broadcast(Engine& engine, const Layout& layout, const Addresses& tensors, int root,
-                                std::string name) {
-  Operation operation;
-  operation.kind = Kind::kBroadcast;
-  operation.name = std::move(name);
-  operation.layout = layout;
-  operation.inputs = pointers<const void*>(tensors);
-  operation.outputs = pointers<void*>(tensors);
-  operation.root = root;
+                                std::string name, bool unsure) {
+  Operation operation = broadcast_operation(layout, tensors, root, std::move(name));
+  operation.unsure = unsure;
   return engine.submit(std::move(operation));
 }
 
@@ -96,6 +73,27 @@ std::shared_ptr<Work> allgather(Engine& engine, std::string data, std::string na
   operation.name = std::move(name);
   operation.lane = std::move(data);
   return engine.submit(std::move(operation));
+}
+
+std::shared_ptr<Work> exchange(Engine& engine, const Pieces& sends, const std::optional<Pieces>& receives,
+                               std::string name, bool unsure) {
+  Operation operation = exchange_operation(sends, receives, std::move(name));
+  operation.unsure = unsure;
+  return engine.submit(std::move(operation));
+}
+
+Layout bytes_of(const Pieces& pieces) {
+  std::vector<size_t> counts;
+  for (const auto& [address, bytes] : pieces) counts.push_back(bytes);
+  return Layout(DType::kUInt8, std::move(counts));
+}
+
+template <typename Pointer>
+Addresses addresses(const std::vector<Pointer>& pointers) {
+  Addresses result;
+  result.reserve(pointers.size());
+  for (const void* pointer : pointers) result.push_back(reinterpret_cast<uintptr_t>(pointer));
+  return result;
 }
 
 void finish(Job& job, std::vector<std::string> lanes, double weight_sum, double seconds, double waited) {
@@ -123,7 +121,7 @@ void predict(DType dtype, const std::vector<size_t>& counts, const Addresses& pa
   check_pairs(counts, parameters, displacements);
   const auto loop = kernels().predict[static_cast<int>(dtype)];
   if (loop == nullptr) no_float(dtype);
-  const py::gil_scoped_release unlocked;
+  const Unlock unlocked;
   for (size_t i = 0; i < counts.size(); ++i) {
     loop(reinterpret_cast<void*>(parameters[i]), reinterpret_cast<void*>(displacements[i]), factor,
          counts[i]);
@@ -135,16 +133,34 @@ void displace(DType dtype, const std::vector<size_t>& counts, const Addresses& p
   check_pairs(counts, parameters, before);
   const auto loop = kernels().displace[static_cast<int>(dtype)];
   if (loop == nullptr) no_float(dtype);
-  const py::gil_scoped_release unlocked;
+  const Unlock unlocked;
   for (size_t i = 0; i < counts.size(); ++i) {
     loop(reinterpret_cast<const void*>(parameters[i]), reinterpret_cast<void*>(before[i]), counts[i]);
   }
+}
+
+void reduce_sources(DType dtype, Reduction reduction, uintptr_t destination, const Addresses& sources,
+                    const std::optional<std::vector<double>>& weights, double divisor, size_t count) {
+  if (sources.empty() || (weights && weights->size() != sources.size())) {
+    throw std::invalid_argument(std::to_string(sources.size()) +
+                                " sources need as many weights, and at least one");
+  }
+  if (weights && reduction != Reduction::kMean && reduction != Reduction::kSum) {
+    throw std::invalid_argument(std::string("a ") + reduction_name(reduction) + " has no weights");
+  }
+  const auto from = pointers<const void*>(sources);
+  const Unlock unlocked;
+  reduce(dtype, reduction, reinterpret_cast<void*>(destination), from.data(),
+         weights ? weights->data() : nullptr, static_cast<int>(from.size()), divisor, count, false);
 }
 
 void bind_types(py::module_& module) {
   auto dtype = py::enum_<DType>(module, "DType");
   for (int i = 0; i < kDTypes; ++i) dtype.value(kDTypeNames[i], static_cast<DType>(i));
   dtype.def_property_readonly("itemsize", &item_size);
+
+  auto reduction = py::enum_<Reduction>(module, "Reduction");
+  for (int i = 0; i < kReductions; ++i) reduction.value(kReductionNames[i], static_cast<Reduction>(i));
 
   py::class_<Layout>(module, "Layout")
       .def(py::init<DType, std::vector<size_t>>(), py::arg("dtype"), py::arg("counts"))
@@ -165,11 +181,15 @@ void bind_executors(py::module_& module) {
 }
 
 void bind_work(py::module_& module) {
+  py::class_<Received>(module, "Received", py::buffer_protocol()).def_buffer(&buffer_of);
   py::class_<Work, std::shared_ptr<Work>>(module, "Work")
       .def_property_readonly("name", [](const Work& work) { return work.operation().name; })
       .def_property_readonly("done", &Work::done)
-      .def("wait", &wait, py::arg("timeout"))
+      .def(
+          "wait", [](Work& work, double timeout) { wait_for(work, timeout, work.operation().title()); },
+          py::arg("timeout"))
       .def_property_readonly("lanes", [](const Work& work) { return as_bytes(good(work).lanes); })
+      .def_property_readonly("received", &received)
       .def_property_readonly("weight_sum", [](const Work& work) { return good(work).weight_sum; })
       .def_property_readonly("seconds", [](const Work& work) { return good(work).seconds; })
       .def_property_readonly("waited", [](const Work& work) { return good(work).waited; });
@@ -182,28 +202,48 @@ void bind_work(py::module_& module) {
                                if (job.operation().kind == Kind::kAllgather) return std::nullopt;
                                return job.operation().layout;
                              })
+      .def_property_readonly("receives",
+                             [](const Job& job) -> std::optional<Layout> {
+                               if (job.operation().outputs.empty()) return std::nullopt;
+                               return job.operation().receives;
+                             })
+      .def_property_readonly("inputs", [](const Job& job) { return addresses(job.operation().inputs); })
+      .def_property_readonly("outputs", [](const Job& job) { return addresses(job.operation().outputs); })
+      .def_property_readonly("reduction", [](const Job& job) { return job.operation().reduction; })
       .def_property_readonly("weight", [](const Job& job) { return job.operation().weight; })
+      .def_property_readonly("participants", [](const Job& job) { return job.operation().participants; })
       .def_property_readonly("root", [](const Job& job) { return job.operation().root; })
       .def_property_readonly("lane", [](const Job& job) { return py::bytes(job.operation().lane); })
       .def(
-          "pack", [](const Job& job, uintptr_t to) { job.pack(reinterpret_cast<void*>(to)); },
-          py::arg("destination"), Unlocked())
+          "pack",
+          [](const Job& job, uintptr_t to, std::optional<double> factor) {
+            job.pack(reinterpret_cast<void*>(to), factor);
+          },
+          py::arg("destination"), py::arg("factor").none(true) = py::none(), Unlocked())
       .def(
           "unpack",
           [](const Job& job, uintptr_t from, double scale) {
             job.unpack(reinterpret_cast<void*>(from), scale);
           },
           py::arg("source"), py::arg("scale"), Unlocked())
+      .def(
+          "allocate",
+          [](Job& job, const std::vector<size_t>& bytes) { return addresses(job.allocate(bytes)); },
+          py::arg("bytes"))
       .def("finish", &finish, py::arg("lanes"), py::arg("weight_sum"), py::arg("seconds"), py::arg("waited"))
       .def(
-          "fail", [](Job& job, const std::string& error) { job.fail(Error(Code::kComm, error)); },
-          py::arg("error"), Unlocked());
+          "fail",
+          [](Job& job, const std::string& error, bool mismatch) {
+            job.fail(Error(mismatch ? Code::kMismatch : Code::kComm, error));
+          },
+          py::arg("error"), py::arg("mismatch") = false, Unlocked())
+      .def_property_readonly("unsure", [](const Job& job) { return job.operation().unsure; });
 }
 
 // Python's handle: joins the thread without the GIL.
 struct ReleaseOnDelete {
   void operator()(Engine* engine) const {
-    const py::gil_scoped_release unlocked;
+    const Unlock unlocked;
     delete engine;
   }
 };
@@ -213,8 +253,12 @@ void bind_engine(py::module_& module) {
       .def(py::init<std::shared_ptr<Executor>, int, int, double>(), py::arg("executor").none(true),
            py::arg("rank"), py::arg("world_size"), py::arg("timeout"))
       .def("allreduce", &allreduce, py::arg("layout"), py::arg("inputs"), py::arg("outputs"), py::arg("name"),
-           py::arg("weight") = 1.0, py::arg("lane") = py::bytes())
-      .def("broadcast", &broadcast, py::arg("layout"), py::arg("tensors"), py::arg("root"), py::arg("name"))
+           py::arg("weight") = 1.0, py::arg("lane") = py::bytes(), py::arg("reduction") = Reduction::kMean,
+           py::arg("unsure") = false)
+      .def("exchange", &exchange, py::arg("sends"), py::arg("receives").none(true), py::arg("name"),
+           py::arg("unsure") = false)
+      .def("broadcast", &broadcast, py::arg("layout"), py::arg("tensors"), py::arg("root"), py::arg("name"),
+           py::arg("unsure") = false)
       .def("allgather", &allgather, py::arg("data"), py::arg("name"))
       .def("pull", &Engine::pull, py::arg("timeout"), Unlocked())
       .def(
@@ -222,6 +266,7 @@ void bind_engine(py::module_& module) {
           [](Engine& engine, const std::string& reason) { engine.abort(Error(Code::kAborted, reason)); },
           py::arg("reason"), Unlocked())
       .def("close", &Engine::close, py::arg("timeout"), Unlocked())
+      .def("record", &Engine::record, py::arg("timeline"), py::arg("track"))
       .def_property_readonly("closed", &Engine::closed)
       .def_property_readonly("error", [](const Engine& engine) -> std::optional<std::string> {
         const auto error = engine.error();
@@ -231,6 +276,54 @@ void bind_engine(py::module_& module) {
 
 }  // namespace
 
+namespace dadt {
+
+Operation allreduce_operation(const Layout& layout, const Addresses& inputs, const Addresses& outputs,
+                              std::string name, Reduction reduction) {
+  Operation operation;
+  operation.kind = Kind::kAllreduce;
+  operation.reduction = reduction;
+  operation.name = std::move(name);
+  operation.layout = layout;
+  operation.inputs = pointers<const void*>(inputs);
+  operation.outputs = pointers<void*>(outputs);
+  return operation;
+}
+
+Operation broadcast_operation(const Layout& layout, const Addresses& tensors, int root, std::string name) {
+  Operation operation;
+  operation.kind = Kind::kBroadcast;
+  operation.name = std::move(name);
+  operation.layout = layout;
+  operation.inputs = pointers<const void*>(tensors);
+  operation.outputs = pointers<void*>(tensors);
+  operation.root = root;
+  return operation;
+}
+
+Operation exchange_operation(const Pieces& sends, const std::optional<Pieces>& receives, std::string name) {
+  Operation operation;
+  operation.kind = Kind::kExchange;
+  operation.name = std::move(name);
+  operation.layout = bytes_of(sends);
+  for (const auto& [address, bytes] : sends)
+    operation.inputs.push_back(reinterpret_cast<const void*>(address));
+  if (receives) {
+    operation.receives = bytes_of(*receives);
+    for (const auto& [address, bytes] : *receives)
+      operation.outputs.push_back(reinterpret_cast<void*>(address));
+  }
+  return operation;
+}
+
+std::vector<Received> received(const std::shared_ptr<Work>& work) {
+  std::vector<Received> all;
+  for (size_t rank = 0; rank < good(*work).received.size(); ++rank) all.push_back({work, rank});
+  return all;
+}
+
+}  // namespace dadt
+
 PYBIND11_MODULE(_core, module) {
   module.attr("__version__") = DADT_VERSION;
   module.attr("simd") = kernels().name;
@@ -238,9 +331,14 @@ PYBIND11_MODULE(_core, module) {
   bind_types(module);
   bind_executors(module);
   bind_work(module);
+  bind_mailbox(module);
+  bind_timeline(module);
   bind_engine(module);
+  bind_negotiation(module);
   module.def("predict", &predict, py::arg("dtype"), py::arg("counts"), py::arg("parameters"),
              py::arg("displacements"), py::arg("factor"));
+  module.def("reduce", &reduce_sources, py::arg("dtype"), py::arg("reduction"), py::arg("destination"),
+             py::arg("sources"), py::arg("weights").none(true), py::arg("divisor"), py::arg("count"));
   module.def("displace", &displace, py::arg("dtype"), py::arg("counts"), py::arg("parameters"),
              py::arg("before"));
 }

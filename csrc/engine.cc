@@ -1,8 +1,6 @@
 #include "engine.h"
 
-#include <pthread.h>
 #include <sched.h>
-#include <signal.h>
 #include <unistd.h>
 
 #include <cmath>
@@ -12,6 +10,7 @@
 #include <thread>
 
 #include "kernels/kernels.h"
+#include "thread.h"
 
 namespace dadt {
 
@@ -29,9 +28,12 @@ struct EngineState {
   std::atomic<bool> has_error{false};
   std::atomic<bool> is_stopping{false};
   std::atomic<bool> is_closed{false};
+  std::atomic<Timeline*> timeline{nullptr};
+  int track = 0;  // written before timeline
 
   // Guarded by mutex.
   std::mutex mutex;
+  std::shared_ptr<Timeline> recorded;  // what `timeline` points to
   std::deque<std::shared_ptr<Work>> queue;
   std::shared_ptr<Work> current;
   std::optional<Error> error;
@@ -44,6 +46,7 @@ struct EngineState {
   void settled(const Work& work);
   void fail(const Error& error);
   void run();
+  void run(Work& work);
   void refresh() {
     has_next = !queue.empty();
     is_idle = queue.empty() && current == nullptr;
@@ -88,6 +91,31 @@ void EngineState::fail(const Error& reason) {
   bell.ring();
 }
 
+// One operation, on the executor.
+void EngineState::run(Work& work) {
+  Marks marks{.submitted = work.submitted(), .started = Clock::now()};
+  Result result;
+  try {
+    result = executor->run(work.operation(), timeout);
+  } catch (const Error& reason) {
+    fail(reason);
+    result.error = reason;
+  } catch (const std::exception& reason) {
+    result.error = Error(Code::kInternal, work.operation().title() + ": " + reason.what());
+    fail(*result.error);
+  }
+  if (result.error) {  // the engine's first one counts
+    const std::lock_guard lock(mutex);
+    result.error = error;
+  }
+  if (Timeline* to = timeline) {
+    marks.packed = result.packed;
+    marks.done = Clock::now();
+    to->operation(track, work.operation(), marks, result);
+  }
+  work.finish(std::move(result));
+}
+
 void EngineState::run() {
   while (true) {
     bell.wait([this] { return has_next || is_stopping; }, deadline_after(3600));
@@ -96,28 +124,29 @@ void EngineState::run() {
       if (is_stopping) return;
       continue;
     }
-    try {
-      work->finish(executor->run(work->operation(), timeout));
-    } catch (const Error& reason) {
-      fail(reason);
-    } catch (const std::exception& reason) {
-      fail(Error(Code::kInternal, work->operation().title() + ": " + reason.what()));
-    }
-    if (!work->done()) {
-      std::optional<Error> first;
-      {
-        const std::lock_guard lock(mutex);
-        first = error;
-      }
-      work->fail(*first);
-    }
+    run(*work);
     settled(*work);
   }
 }
 
 namespace {
 
-void check(const Operation& operation, int world_size) {
+template <typename Pointer>
+void check_addresses(const std::string& title, const Layout& layout, const std::vector<Pointer>& addresses,
+                     bool all) {
+  const auto& counts = layout.counts();
+  if (addresses.size() != counts.size()) {
+    throw std::invalid_argument(title + ": the layout has " + std::to_string(counts.size()) +
+                                " tensors, and so many addresses are needed");
+  }
+  for (size_t i = 0; all && i < counts.size(); ++i) {
+    if (counts[i] > 0 && addresses[i] == nullptr) {
+      throw std::invalid_argument(title + ": tensor " + std::to_string(i) + " has no address");
+    }
+  }
+}
+
+void check_operation(const Operation& operation, int world_size) {
   const std::string title = operation.title();
   if (!std::isfinite(operation.weight) || operation.weight < 0) {
     throw std::invalid_argument(title + ": the weight must be a number and not below 0");
@@ -126,16 +155,15 @@ void check(const Operation& operation, int world_size) {
     throw std::invalid_argument(title + ": root " + std::to_string(operation.root) + " is no rank of " +
                                 std::to_string(world_size));
   }
-  const auto& counts = operation.layout.counts();
-  if (operation.inputs.size() != counts.size() || operation.outputs.size() != counts.size()) {
-    throw std::invalid_argument(title + ": the layout has " + std::to_string(counts.size()) +
-                                " tensors, and so many addresses are needed");
-  }
-  if (operation.kind != Kind::kBroadcast) return;
-  for (size_t i = 0; i < counts.size(); ++i) {
-    if (counts[i] > 0 && operation.outputs[i] == nullptr) {
-      throw std::invalid_argument(title + ": tensor " + std::to_string(i) + " has no address");
-    }
+  const bool exchange = operation.kind == Kind::kExchange;
+  check_addresses(title, operation.layout, operation.inputs, exchange);
+  check_addresses(title, exchange ? operation.receives : operation.layout, operation.outputs,
+                  exchange || operation.kind == Kind::kBroadcast);
+  if (!exchange) return;
+  const size_t ranks = static_cast<size_t>(world_size);
+  if (operation.inputs.size() != ranks || (operation.outputs.size() != ranks && !operation.outputs.empty())) {
+    throw std::invalid_argument(title + ": there are " + std::to_string(ranks) +
+                                " ranks, and each is sent to and received from, be it nothing");
   }
 }
 
@@ -157,27 +185,6 @@ void share_cores(int rank, int world_size) {
   sched_setaffinity(0, sizeof share, &share);
 }
 
-// A thread that no signal is delivered to: they are Python's main thread's.
-std::thread start_thread(EngineState* state) {
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  std::thread thread;
-  try {
-    thread = std::thread([state] {
-      share_cores(state->rank, state->world_size);
-      state->run();
-    });
-  } catch (...) {
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    throw;
-  }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  pthread_setname_np(thread.native_handle(), "dadt");
-  return thread;
-}
-
 }  // namespace
 
 Engine::Engine(std::shared_ptr<Executor> executor, int rank, int world_size, double timeout)
@@ -188,7 +195,11 @@ Engine::Engine(std::shared_ptr<Executor> executor, int rank, int world_size, dou
   state_->rank = rank;
   state_->world_size = world_size;
   state_->timeout = timeout;
-  if (state_->executor != nullptr) state_->thread = start_thread(state_.get());
+  if (state_->executor == nullptr) return;
+  state_->thread = start_thread("dadt", [state = state_.get()] {
+    share_cores(state->rank, state->world_size);
+    state->run();
+  });
 }
 
 Engine::~Engine() {
@@ -206,7 +217,7 @@ bool Engine::inert() const { return getpid() != pid_; }
 std::shared_ptr<Work> Engine::submit(Operation operation) {
   if (inert())
     throw std::runtime_error("the engine belongs to the parent process: a forked child cannot use it");
-  check(operation, state_->world_size);
+  check(operation);
   auto work = std::make_shared<Work>(std::move(operation));
   std::optional<Error> error;
   {
@@ -224,6 +235,19 @@ std::shared_ptr<Work> Engine::submit(Operation operation) {
     state_->bell.ring();
   }
   return work;
+}
+
+void Engine::check(const Operation& operation) const {
+  check_operation(operation, state_->world_size);
+  if (state_->executor != nullptr || operation.kind != Kind::kAllreduce) return;
+  const std::string title = operation.title();
+  const bool additive = operation.reduction == Reduction::kMean || operation.reduction == Reduction::kSum;
+  if (operation.lane.empty() && operation.weight != 1 && operation.participants == 0) {
+    throw std::invalid_argument(title + ": weights travel with a lane only");
+  }
+  if (!operation.lane.empty() && !additive) {
+    throw std::invalid_argument(title + ": a lane travels with a mean or a sum only");
+  }
 }
 
 std::shared_ptr<Job> Engine::pull(double timeout) {
@@ -289,8 +313,22 @@ std::optional<Error> Engine::error() const {
   return state_->error;
 }
 
+void Engine::record(std::shared_ptr<Timeline> timeline, int track) {
+  if (inert()) return;
+  const std::lock_guard lock(state_->mutex);
+  if (state_->recorded != nullptr) throw std::runtime_error("the engine is recorded already");
+  state_->recorded = std::move(timeline);
+  state_->track = track;
+  state_->timeline = state_->recorded.get();
+}
+
+Timeline* Engine::timeline() const { return state_->timeline; }
+
 Job::Job(std::shared_ptr<EngineState> state, std::shared_ptr<Work> work)
-    : state_(std::move(state)), work_(std::move(work)), pid_(getpid()) {}
+    : state_(std::move(state)), work_(std::move(work)), pid_(getpid()) {
+  marks_.submitted = work_->submitted();
+  marks_.started = Clock::now();
+}
 
 Job::~Job() {
   if (getpid() == pid_ && !work_->done())
@@ -301,27 +339,30 @@ void Job::check() const {
   if (work_->done()) throw Error(Code::kAborted, operation().title() + " has ended already");
 }
 
-void Job::pack(void* destination) const {
+void Job::pack(void* destination, std::optional<double> given) const {
   check();
   const Operation& op = operation();
+  const double factor = given.value_or(op.weight);
   const auto scale = kernels().scale[static_cast<int>(op.layout.dtype())];
   const size_t item = item_size(op.layout.dtype());
   uint8_t* to = static_cast<uint8_t*>(destination);
   for (size_t i = 0; i < op.inputs.size(); ++i) {
     const size_t count = op.layout.counts()[i];
-    if (op.inputs[i] == nullptr || op.weight == 0) {
+    if (op.inputs[i] == nullptr || factor == 0) {
       std::memset(to, 0, count * item);
-    } else if (op.weight == 1) {
+    } else if (factor == 1) {
       std::memcpy(to, op.inputs[i], count * item);
     } else {
-      scale(to, op.inputs[i], op.weight, count);
+      scale(to, op.inputs[i], factor, count);
     }
     to += count * item;
   }
+  marks_.packed = Clock::now();
 }
 
 void Job::unpack(const void* source, double factor) const {
   check();
+  marks_.exchanged = Clock::now();
   const Operation& op = operation();
   const auto scale = kernels().scale[static_cast<int>(op.layout.dtype())];
   const size_t item = item_size(op.layout.dtype());
@@ -339,12 +380,32 @@ void Job::unpack(const void* source, double factor) const {
   }
 }
 
+std::vector<void*> Job::allocate(const std::vector<size_t>& bytes) {
+  check();
+  received_.clear();
+  std::vector<void*> addresses;
+  for (size_t count : bytes) addresses.push_back(received_.emplace_back(count).data.get());
+  return addresses;
+}
+
+void Job::record(const Result& result) {
+  Timeline* timeline = state_->timeline;
+  if (timeline == nullptr) return;
+  marks_.done = Clock::now();
+  timeline->operation(state_->track, operation(), marks_, result);
+}
+
 void Job::finish(Result result) {
+  result.received = std::move(received_);
+  record(result);
   if (!work_->finish(std::move(result))) check();
   state_->settled(*work_);
 }
 
 void Job::fail(const Error& error) {
+  Result result;
+  result.error = error;
+  record(result);
   state_->fail(error);
   work_->fail(error);
   state_->settled(*work_);

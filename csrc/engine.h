@@ -5,6 +5,7 @@
 #include <string>
 
 #include "executor.h"
+#include "timeline.h"
 #include "work.h"
 
 namespace dadt {
@@ -21,20 +22,30 @@ class Job {
 
   const Operation& operation() const { return work_->operation(); }
 
-  // Write the inputs, times weight, to `destination`, and `source`, times scale, to the outputs. Throw Error
+  // Write the inputs, times factor (none: their weight), to `destination`, and `source`, times scale, to the
+  // outputs. Throw Error
   // if the engine has failed since: the tensors' memory may be gone.
-  void pack(void* destination) const;
+  void pack(void* destination, std::optional<double> factor = {}) const;
   void unpack(const void* source, double scale) const;
+
+  // Memory for what each rank sends, in an exchange that does not say where to; Result::received after
+  // finish.
+  std::vector<void*> allocate(const std::vector<size_t>& bytes);
 
   void finish(Result result);
   void fail(const Error& error);
 
  private:
   void check() const;
+  void record(const Result& result);
 
   const std::shared_ptr<EngineState> state_;
   const std::shared_ptr<Work> work_;
   const pid_t pid_;
+
+  // The thread that pulled it.
+  std::vector<Buffer> received_;
+  mutable Marks marks_;
 };
 
 // One thread, one FIFO, one executor: no statics, and several engines in a process are fine.
@@ -55,6 +66,9 @@ class Engine {
   // Any thread; does not block. Throws std::invalid_argument, and std::runtime_error once closed.
   std::shared_ptr<Work> submit(Operation operation);
 
+  // What submit throws for an operation that makes no sense.
+  void check(const Operation& operation) const;
+
   // The next operation; null after `timeout` seconds, or at close. The previous one must be finished.
   std::shared_ptr<Job> pull(double timeout);
 
@@ -68,6 +82,11 @@ class Engine {
 
   bool closed() const;
   std::optional<Error> error() const;
+
+  // Any thread: from now on, when which operation ran goes to the timeline, on that track. Once.
+  void record(std::shared_ptr<Timeline> timeline, int track);
+  // Null unless recorded.
+  Timeline* timeline() const;
 
  private:
   bool inert() const;

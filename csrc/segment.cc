@@ -20,7 +20,7 @@ struct Endpoint {
   uint64_t nonce;
   uint64_t start;
   uint64_t address;
-  uint64_t slot_bytes;
+  uint64_t body_bytes;
   int32_t pid;
   int32_t fd;
 };
@@ -28,8 +28,9 @@ constexpr char kFormat[8] = {'d', 'a', 'd', 't', 's', 'h', 'm', '1'};
 
 std::string reason(int error) { return std::string(": ") + std::strerror(error); }
 
-void* map(int fd, size_t bytes) {
-  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0);
+void* map(int fd, size_t bytes, bool ready) {
+  const int flags = MAP_SHARED | (ready ? MAP_POPULATE : 0);
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, fd, 0);
   if (memory == MAP_FAILED) {
     throw Error(Code::kComm,
                 "cannot map " + std::to_string(bytes) + " bytes of shared memory" + reason(errno));
@@ -40,8 +41,8 @@ void* map(int fd, size_t bytes) {
 
 }  // namespace
 
-Segment::Segment(size_t slot_bytes)
-    : slot_bytes_(slot_bytes), pid_(getpid()), owner_(pid_), owner_start_(start_time(pid_)) {
+Segment::Segment(size_t body_bytes, bool ready)
+    : body_bytes_(body_bytes), pid_(getpid()), owner_(pid_), owner_start_(start_time(pid_)) {
   fd_ = memfd_create("dadt", MFD_CLOEXEC);
   if (fd_ < 0) throw Error(Code::kComm, "cannot make shared memory" + reason(errno));
   try {
@@ -49,7 +50,7 @@ Segment::Segment(size_t slot_bytes)
       throw Error(Code::kComm,
                   "cannot make " + std::to_string(bytes()) + " bytes of shared memory" + reason(errno));
     }
-    memory_ = map(fd_, bytes());
+    memory_ = map(fd_, bytes(), ready);
   } catch (...) {
     ::close(fd_);
     throw;
@@ -60,14 +61,15 @@ Segment::Segment(size_t slot_bytes)
   head->users.store(1);
 }
 
-Segment::Segment(const std::string& endpoint, size_t slot_bytes) : slot_bytes_(slot_bytes), pid_(getpid()) {
+Segment::Segment(const std::string& endpoint, size_t body_bytes, bool ready)
+    : body_bytes_(body_bytes), pid_(getpid()) {
   Endpoint from;
   if (endpoint.size() != sizeof from || std::memcmp(endpoint.data(), kFormat, sizeof kFormat) != 0) {
     throw Error(Code::kComm,
                 "the endpoint is not of this version's shm executor: run one version of dadt everywhere");
   }
   std::memcpy(&from, endpoint.data(), sizeof from);
-  if (from.slot_bytes != slot_bytes) throw Error(Code::kComm, "ranks were built with different chunk sizes");
+  if (from.body_bytes != body_bytes) throw Error(Code::kComm, "ranks were built with different chunk sizes");
   owner_ = from.pid;
   owner_start_ = from.start;
   const std::string path = "/proc/" + std::to_string(from.pid) + "/fd/" + std::to_string(from.fd);
@@ -95,7 +97,7 @@ Segment::Segment(const std::string& endpoint, size_t slot_bytes) : slot_bytes_(s
     return;
   }
   try {
-    memory_ = map(fd, bytes());
+    memory_ = map(fd, bytes(), ready);
   } catch (...) {
     ::close(fd);
     throw;
@@ -115,7 +117,7 @@ std::string Segment::endpoint() const {
   to.nonce = head().nonce;
   to.start = owner_start_;
   to.address = reinterpret_cast<uint64_t>(memory_);
-  to.slot_bytes = slot_bytes_;
+  to.body_bytes = body_bytes_;
   to.pid = owner_;
   to.fd = fd_;
   return std::string(reinterpret_cast<const char*>(&to), sizeof to);

@@ -12,23 +12,7 @@
 
 namespace dadt {
 
-// What a rank is in, written at the head of the slot that holds the first chunk of an operation.
-struct SlotHead {
-  uint32_t kind;
-  uint32_t dtype;
-  uint64_t total;   // elements
-  uint64_t layout;  // hash of the tensors' sizes
-  uint64_t lane;    // bytes
-  double weight;
-  int32_t root;
-  char name[148];
-};
-static_assert(sizeof(SlotHead) == 192);
-
 enum class State : uint32_t { kOpening = 0, kAttached, kClosed, kAborting, kAborted };
-
-// Where a rank's stream of chunks has got to; a count of chunks since the beginning, modulo 2^32.
-enum Counter { kPacked = 0, kReduced, kCounters };
 
 // The head of a segment. Only its owner writes, but for `bell`.
 struct SegmentHead {
@@ -37,23 +21,18 @@ struct SegmentHead {
   std::atomic<State> state;
   Code code;  // why it was aborted, before state is kAborted
   char reason[1024];
-  struct alignas(64) {
-    std::atomic<uint32_t> value;
-  } counters[kCounters];
   alignas(64) Bell bell;  // of the owner: whoever changes what the owner may be waiting for rings it
 };
 
-// The memory of one rank that the ranks of a host share: a head and a ring of slots. Made by its owner on an
-// anonymous file, so that nothing has a name that could be left behind, and opened by the others through
-// /proc.
+// The memory of one rank that the ranks of a host share: a head and a body, which is zeros at first. Made by
+// its owner on an anonymous file, so that nothing has a name that could be left behind, and opened by the
+// others through /proc.
 class Segment {
  public:
-  static constexpr uint32_t kSlots = 4;
-
-  // Makes one. slot_bytes: a multiple of 64.
-  explicit Segment(size_t slot_bytes);
+  // Makes one. ready: all pages at once; else each at its first use.
+  Segment(size_t body_bytes, bool ready);
   // Opens a peer's. Throws Error(kPeerLost) if the owner is gone, Error(kComm) if it cannot be opened.
-  Segment(const std::string& endpoint, size_t slot_bytes);
+  Segment(const std::string& endpoint, size_t body_bytes, bool ready);
   ~Segment();
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
@@ -64,24 +43,18 @@ class Segment {
   void seal();
 
   SegmentHead& head() const { return *static_cast<SegmentHead*>(memory_); }
-  SlotHead& slot_head(uint32_t chunk) const {
-    return *reinterpret_cast<SlotHead*>(slot(chunk) - sizeof(SlotHead));
-  }
-  uint8_t* slot(uint32_t chunk) const {
-    return static_cast<uint8_t*>(memory_) + kHeadBytes + chunk % kSlots * (slot_bytes_ + kGap) + kGap;
-  }
+  uint8_t* body() const { return static_cast<uint8_t*>(memory_) + kHeadBytes; }
   pid_t owner() const { return owner_; }
   uint64_t owner_start() const { return owner_start_; }
 
  private:
   static constexpr size_t kHeadBytes = 4096;
-  static constexpr size_t kGap = 4096;  // before each slot; the SlotHead is at its end
   static_assert(sizeof(SegmentHead) <= kHeadBytes);
 
-  size_t bytes() const { return kHeadBytes + kSlots * (slot_bytes_ + kGap); }
+  size_t bytes() const { return kHeadBytes + body_bytes_; }
 
   // Constant after construction.
-  const size_t slot_bytes_;
+  const size_t body_bytes_;
   const pid_t pid_;  // the process that mapped it: a forked child leaves it alone
   pid_t owner_;
   uint64_t owner_start_;

@@ -1,17 +1,165 @@
 """Asynchronous data-parallel training for PyTorch scripts that nobody has to change."""
 
 import sys
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from dadt.config import Config
-from dadt.errors import DadtError
+from dadt.errors import (
+    Aborted,
+    CommError,
+    CommTimeout,
+    ConfigError,
+    DadtError,
+    LaunchError,
+    Mismatch,
+    PeerLost,
+    StartTimeout,
+)
 from dadt.world import World
 
 __version__ = "0.1.0"
-__all__ = ["Config", "DadtError", "World", "__version__", "run"]
 
 if TYPE_CHECKING:
+    from dadt.api import (
+        add_process_set,
+        all_gather,
+        all_gather_async,
+        all_reduce,
+        all_reduce_,
+        all_reduce_async,
+        all_reduce_async_,
+        all_to_all,
+        all_to_all_async,
+        barrier,
+        broadcast,
+        broadcast_,
+        broadcast_async,
+        broadcast_async_,
+        cross_rank,
+        cross_size,
+        gather,
+        gather_async,
+        grouped_all_reduce,
+        grouped_all_reduce_,
+        grouped_all_reduce_async,
+        init,
+        initialized,
+        irecv,
+        isend,
+        join,
+        local_barrier,
+        local_rank,
+        local_size,
+        poll,
+        rank,
+        recv,
+        reduce,
+        reduce_async,
+        reduce_scatter,
+        reduce_scatter_async,
+        remove_process_set,
+        scatter,
+        scatter_async,
+        send,
+        shutdown,
+        size,
+        synchronize,
+    )
     from dadt.function import run
+    from dadt.optimizer import DistributedOptimizer
+    from dadt.process_set import Handle, ProcessSet
+    from dadt.replica import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
+    from dadt.sampler import DistributedSampler
+    from dadt.sparse import coo_all_reduce, coo_all_reduce_async
+
+# What only some programs need is imported when they do, and torch with it.
+_HOMES = {
+    "dadt.api": (
+        "init initialized shutdown rank size local_rank local_size cross_rank cross_size add_process_set"
+        " remove_process_set all_reduce all_reduce_async all_reduce_ all_reduce_async_ grouped_all_reduce"
+        " grouped_all_reduce_async grouped_all_reduce_ join broadcast broadcast_async broadcast_ broadcast_async_"
+        " reduce reduce_async gather gather_async scatter scatter_async all_gather all_gather_async all_to_all"
+        " all_to_all_async reduce_scatter reduce_scatter_async barrier local_barrier send isend recv irecv"
+        " synchronize poll"
+    ),
+    "dadt.sparse": "coo_all_reduce coo_all_reduce_async",
+    "dadt.replica": "broadcast_parameters broadcast_optimizer_state broadcast_object allgather_object",
+    "dadt.optimizer": "DistributedOptimizer",
+    "dadt.sampler": "DistributedSampler",
+    "dadt.process_set": "Handle ProcessSet",
+    "dadt.function": "run",
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
+
+__all__ = [
+    "Aborted",
+    "CommError",
+    "CommTimeout",
+    "Config",
+    "ConfigError",
+    "DadtError",
+    "DistributedOptimizer",
+    "DistributedSampler",
+    "Handle",
+    "LaunchError",
+    "Mismatch",
+    "PeerLost",
+    "ProcessSet",
+    "StartTimeout",
+    "World",
+    "__version__",
+    "add_process_set",
+    "all_gather",
+    "all_gather_async",
+    "all_reduce",
+    "all_reduce_",
+    "all_reduce_async",
+    "all_reduce_async_",
+    "all_to_all",
+    "all_to_all_async",
+    "allgather_object",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "coo_all_reduce",
+    "coo_all_reduce_async",
+    "cross_rank",
+    "cross_size",
+    "gather",
+    "gather_async",
+    "grouped_all_reduce",
+    "grouped_all_reduce_",
+    "grouped_all_reduce_async",
+    "init",
+    "initialized",
+    "irecv",
+    "isend",
+    "join",
+    "local_barrier",
+    "local_rank",
+    "local_size",
+    "poll",
+    "rank",
+    "recv",
+    "reduce",
+    "reduce_async",
+    "reduce_scatter",
+    "reduce_scatter_async",
+    "remove_process_set",
+    "run",
+    "scatter",
+    "scatter_async",
+    "send",
+    "shutdown",
+    "size",
+    "synchronize",
+]
 
 _torch = sys.modules.get("torch")
 # At the end of its own import torch imports this package by itself, in every process of this Python.
@@ -26,9 +174,11 @@ del _torch
 
 
 def __getattr__(name: str) -> Any:
-    """What only some programs need is imported when they do."""
-    if name == "run":
-        from dadt.function import run
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOME[name]), name)
+    return value
 
-        return run
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Final
 
+from typing_extensions import Buffer
+
 __version__: Final[str]
 simd: Final[str]
 """Instruction set picked at run time: avx512, avx2, neon or scalar."""
@@ -23,6 +25,17 @@ class DType:
     def name(self) -> str: ...
     @property
     def itemsize(self) -> int: ...
+
+class Reduction:
+    """What an allreduce makes of the ranks' values."""
+
+    mean: Reduction
+    sum: Reduction
+    min: Reduction
+    max: Reduction
+    product: Reduction
+    @property
+    def name(self) -> str: ...
 
 class Layout:
     """Which tensors make up one bucket: element counts in order, one dtype. The same on all ranks."""
@@ -70,6 +83,10 @@ class Work:
     def lanes(self) -> list[bytes]:
         """After wait: every rank's lane (allreduce) or bytes (allgather), by rank."""
     @property
+    def received(self) -> list[Buffer]:
+        """After wait: what each rank has sent (exchange with receives None), by rank; a writable buffer of bytes
+        that may be kept as long as one likes."""
+    @property
     def weight_sum(self) -> float:
         """After wait: sum of all ranks' weights (allreduce)."""
     @property
@@ -84,25 +101,60 @@ class Job:
 
     @property
     def kind(self) -> str:
-        """allreduce | broadcast | allgather"""
+        """allreduce | broadcast | allgather | exchange"""
     @property
     def name(self) -> str: ...
     @property
-    def layout(self) -> Layout | None: ...
+    def layout(self) -> Layout | None:
+        """None in an allgather. In an exchange: bytes that go to each rank."""
+    @property
+    def receives(self) -> Layout | None:
+        """In an exchange: bytes that come from each rank; None: as many as they send, see `allocate`."""
+    @property
+    def inputs(self) -> list[int]: ...
+    @property
+    def outputs(self) -> list[int]: ...
+    @property
+    def reduction(self) -> Reduction: ...
     @property
     def weight(self) -> float: ...
+    @property
+    def participants(self) -> int:
+        """Ranks whose weight is 1 where the others' is 0; 0: not known beforehand."""
     @property
     def root(self) -> int: ...
     @property
     def lane(self) -> bytes: ...
-    def pack(self, destination: int) -> None:
-        """Write the inputs, times weight, one after the other at the address (layout.total elements; zeros
-        where a tensor has no input). Releases the GIL."""
+    def pack(self, destination: int, factor: float | None = None) -> None:
+        """Write the inputs, times factor (None: their weight), one after the other at the address (layout.total
+        elements; zeros where a tensor has no input). Releases the GIL."""
     def unpack(self, source: int, scale: float) -> None:
         """Write source times scale to the outputs. Releases the GIL."""
+    def allocate(self, bytes: Sequence[int]) -> list[int]:
+        """Addresses of memory for what each rank sends, which becomes Work.received at `finish`."""
     def finish(self, lanes: Sequence[bytes], weight_sum: float, seconds: float, waited: float) -> None: ...
-    def fail(self, error: str) -> None:
-        """The engine's sticky error becomes CommError(error)."""
+    @property
+    def unsure(self) -> bool:
+        """The ranks may differ in what they submit, and must then all be told."""
+    def fail(self, error: str, mismatch: bool = False) -> None:
+        """The engine's sticky error becomes CommError(error), or Mismatch(error)."""
+
+class Timeline:
+    """What one rank did when, as events of Chrome's trace format. Any thread adds, one drains; memory is bounded.
+    Times are those of time.perf_counter."""
+
+    def __init__(self, rank: int, origin: float) -> None:
+        """origin: what is time 0 in the events."""
+    def step(self, number: int, begin: float, end: float, waits: Sequence[tuple[str, float, float]]) -> None:
+        """waits: (for what, begin, end), in their order, in which the training thread stood still."""
+    def drain(self, timeout: float) -> bytes:
+        """Events since the last call, each a line that ends with a comma. Waits, without the GIL, until there are
+        many, for `timeout` seconds at most, or until closed."""
+    def close(self) -> None:
+        """No drain waits from now on."""
+    @property
+    def dropped(self) -> int:
+        """Events that were too many to keep until the next drain."""
 
 class Engine:
     """One thread, one FIFO, one executor. The first error sticks: every pending and later Work fails with it.
@@ -121,16 +173,36 @@ class Engine:
         name: str,
         weight: float = 1.0,
         lane: bytes = b"",
+        reduction: Reduction = ...,
+        unsure: bool = False,
     ) -> Work:
         """Weighted mean over ranks: outputs = sum(weight_r * input_r) / sum(weight_r), in rank order, the same bits
-        on every rank. Addresses of contiguous memory, one per tensor of the layout; input 0: this rank has none
-        (zeros); output 0: not delivered. An input may be the same address as its output. The caller keeps the
-        memory alive, and the inputs unchanged, until the work is done. Lanes have equal length on all ranks.
-        Floating dtypes; with integers the weighted sum is divided and truncated. If all weights are 0 they count
-        as equal."""
-    def broadcast(self, layout: Layout, tensors: Sequence[int], root: int, name: str) -> Work: ...
+        on every rank; or another reduction: sum of weight_r * input_r, or min, max or product of the inputs of the
+        ranks whose weight is not 0. Addresses of contiguous memory, one per tensor of the layout; input 0: this
+        rank has none (zeros); output 0: not delivered. An input may be the same address as its output. The caller
+        keeps the memory alive, and the inputs unchanged, until the work is done. Lanes have equal length on all ranks.
+        With integers a mean is truncated. If all weights are 0 they count as equal. Where all but some outputs are
+        0 this is a reduce or a reduce-scatter: what is delivered nowhere on a rank is not computed there.
+
+        Without an executor of the core's, weights other than 1 need a lane, and a lane a mean or a sum.
+
+        unsure: the ranks may differ in what they submit. Shared memory always compares that; other executors
+        spend a round trip on it where they are asked to."""
+    def broadcast(self, layout: Layout, tensors: Sequence[int], root: int, name: str, unsure: bool = False) -> Work: ...
     def allgather(self, data: bytes, name: str) -> Work:
         """Every rank's bytes, which may differ in length, in Work.lanes."""
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, int]],
+        receives: Sequence[tuple[int, int]] | None,
+        name: str,
+        unsure: bool = False,
+    ) -> Work:
+        """Send bytes to each rank and receive some from each: (address, bytes) by rank, this one included.
+
+        Sends may overlap one another. What a rank sends to another and what that one expects must be as long:
+        Mismatch on every rank otherwise. receives None: as long as they are sent; Work.received. With it this is
+        allgather, gather, scatter and alltoall, of equal or unequal lengths."""
     def pull(self, timeout: float) -> Job | None:
         """Next operation, for a Python executor; None after timeout or at close (then `closed` is true). Waits
         without the GIL. RuntimeError while the job before is neither finished nor failed."""
@@ -140,11 +212,188 @@ class Engine:
     def close(self, timeout: float) -> None:
         """Wait for what is pending, then stop the thread. Idempotent. CommTimeout if that took longer than
         `timeout`: the rest was aborted, then, and the engine is closed all the same."""
+    def record(self, timeline: Timeline, track: int) -> None:
+        """From now on, when which operation ran goes to the timeline, on the track (its thread's number). Once."""
     @property
     def closed(self) -> bool: ...
     @property
     def error(self) -> str | None:
         """The sticky error, if any."""
+
+class Ticket:
+    """Handle to one named tensor."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def done(self) -> bool: ...
+    def wait(self, timeout: float) -> None:
+        """As Work.wait. Also raises Mismatch, for this tensor alone, where the ranks have submitted different ones."""
+    @property
+    def operation(self) -> str | None:
+        """The name of the operation that it went with; None before that is decided."""
+    @property
+    def received(self) -> list[Buffer]:
+        """As Work.received."""
+    @property
+    def seconds(self) -> float:
+        """As Work.seconds, of the operation that it went with."""
+    @property
+    def last_joined(self) -> int:
+        """After wait, of a join: the rank that joined last; the same on all ranks."""
+
+class Stall:
+    """A tensor that some ranks have submitted and others have not."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def submitted(self) -> list[int]: ...
+    @property
+    def missing(self) -> list[int]: ...
+    @property
+    def steps(self) -> list[int]:
+        """The last step known of each rank."""
+    @property
+    def group(self) -> str:
+        """Of a tensor that all ranks have submitted: its group, not all of which they have. Else empty."""
+    @property
+    def group_has(self) -> int: ...
+    @property
+    def group_size(self) -> int: ...
+
+class Notice:
+    """On rank 0 a stall; elsewhere an order of rank 0's."""
+
+    @property
+    def stall(self) -> Stall | None: ...
+    @property
+    def order(self) -> str: ...
+
+class Negotiation:
+    """Named tensors in any order, from any thread: brings them into one order on all ranks, fuses allreduces and
+    gives them to an engine that has no other user.
+
+    One thread, without the GIL, which sleeps while there is nothing to do. A mismatch fails that tensor alone; any
+    other error sticks, and reaches all ranks. Inert in a forked child.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        broadcaster: Engine,
+        rank: int,
+        world_size: int,
+        sockets: Sequence[int],
+        cycle: float,
+        buffer_bytes: int,
+        group_buffer_bytes: int,
+        stall_warning: float,
+    ) -> None:
+        """broadcaster: for broadcasts; the same engine, or another. sockets: descriptors of connected streams, taken
+        over: on rank 0 of each rank (its own: -1), elsewhere of rank 0. cycle: seconds that a ready tensor waits for
+        company; buffer_bytes: of a fused operation, 0: none."""
+    def allreduce(
+        self,
+        name: str,
+        signature: str,
+        layout: Layout,
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        reduction: Reduction,
+        group: str = "",
+        group_size: int = 0,
+    ) -> Ticket:
+        """As Engine.allreduce. signature: text that must be equal on all ranks. Does not block. ValueError if the
+        name is pending. group: its group_size members are decided together."""
+    def broadcast(
+        self,
+        name: str,
+        signature: str,
+        layout: Layout,
+        tensors: Sequence[int],
+        root: int,
+        group: str = "",
+        group_size: int = 0,
+    ) -> Ticket: ...
+    def exchange(
+        self,
+        name: str,
+        signature: str,
+        sends: Sequence[tuple[int, int]],
+        receives: Sequence[tuple[int, int]] | None,
+        group: str = "",
+        group_size: int = 0,
+    ) -> Ticket: ...
+    def join(self) -> Ticket:
+        """This rank submits no more: it gives nothing to the others' allreduces, until all have joined."""
+    def set_step(self, step: int) -> None: ...
+    def abort(self, reason: str) -> None:
+        """Fail everything pending and to come with Aborted(reason), on all ranks, and in the engines. Any thread."""
+    def notices(self, timeout: float) -> list[Notice] | None:
+        """Block without the GIL until there are some, or `timeout` seconds; None once closed."""
+    def order(self, text: str) -> None:
+        """On rank 0: a notice for all other ranks."""
+    def close(self, timeout: float) -> None:
+        """Wait until what is pending is decided, then take leave of the peers. Idempotent. CommTimeout if that took
+        longer: the rest was aborted, then. The engine stays as it is."""
+    def forsake(self) -> None:
+        """In a forked child: close the connections."""
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def error(self) -> str | None: ...
+
+class Transit:
+    """A message under way."""
+
+    @property
+    def done(self) -> bool: ...
+    def wait(self, timeout: float) -> None:
+        """Until the memory may be used again, without the GIL. Raises CommTimeout, naming the rank, after `timeout`
+        seconds (the message is still under way, then), PeerLost, Mismatch where the lengths differ, and Aborted. Ctrl-C
+        is seen within 0.1 s."""
+    @property
+    def source(self) -> int:
+        """After wait, of a receive: the rank that has sent it."""
+
+class Mailbox:
+    """Messages between two ranks of a host through shared memory. Any thread; many may be under way.
+
+    One pair and tag keeps its order, tags do not block one another. A thread of its own, started at the first use,
+    moves what cannot go at once; it never takes the GIL. Inert in a forked child: sending raises RuntimeError.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None: ...
+    def endpoint(self) -> bytes:
+        """What the peers need to reach this rank; opaque."""
+    def connect(self, endpoints: Sequence[bytes], timeout: float) -> None:
+        """All ranks' endpoints, by rank. Raises CommTimeout naming the ranks that did not come."""
+    def send(self, address: int, bytes: int, peer: int, tag: int) -> Transit:
+        """The memory must live, unchanged, until the transit is done. A short message (32 KB) is done before it is
+        received. peer may be this rank."""
+    def receive(self, address: int, bytes: int, peer: int, tag: int) -> Transit:
+        """As many bytes as are sent. The memory must live until the transit is done. peer -1: from whoever sends with
+        this tag first."""
+    def abort(self, reason: str) -> None:
+        """Fail everything pending and to come with Aborted(reason), here and on the peers. Any thread."""
+    def close(self) -> None:
+        """Fail what is pending here, and stop the thread. Idempotent."""
+
+def reduce(
+    dtype: DType,
+    reduction: Reduction,
+    destination: int,
+    sources: Sequence[int],
+    weights: Sequence[float] | None,
+    divisor: float,
+    count: int,
+) -> None:
+    """destination = what `reduction` makes of the sources (addresses of `count` elements each), in their order.
+
+    A mean is sum(weights_r * source_r) / divisor, a sum the same with divisor 1; the others take no weights."""
 
 def predict(
     dtype: DType, counts: Sequence[int], parameters: Sequence[int], displacements: Sequence[int], factor: float

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dadt.errors import LaunchError
-from dadt.launch import adoption, environment, machine, network
+from dadt.launch import adoption, environment, library, machine, network
 from dadt.launch.folder import Folder
 from dadt.launch.frame import MAGIC, Frame, Link
 from dadt.launch.interrupt import Interrupts
@@ -88,6 +88,8 @@ class Agent:
             problems = environment.missing(look["cwd"], look["files"])
             if not problems:
                 self._env, problems = environment.base(look["env"], look["prologue"], self._folder.mark, look["cwd"])
+            if look.get("mpi") and not problems:
+                problems = library.missing(self._env, self._folder.path)
             report = machine.report(self._env) | {"problems": problems}
             if listener is not None:
                 self._watch(listener.fileno(), listener.answer)

@@ -93,7 +93,7 @@ class Attachment:
     @property
     def overlaps(self) -> bool:
         """Buckets may be launched from backward: with several optimizers their order could differ between ranks."""
-        return not self.has_closure and self.runtime.optimizers == 1 and not self.consumed
+        return not self.has_closure and len(self.runtime.optimizers) == 1 and not self.consumed
 
     # The parts that are exchanged ------------------------------------------------------------------------------
 
@@ -156,7 +156,9 @@ class Attachment:
         if self._schema is None or token[0] != self._token[0]:
             self.prediction.follow(parameters)
             self._hook(parameters)
-        self._schema = Schema(parameters, self._buffers(), int(self.runtime.config.bucket_mb * 2**20))
+        self._schema = Schema(
+            parameters, self._buffers(), int(self.runtime.config.bucket_mb * 2**20), self.runtime.device
+        )
         self._token = token
 
     def _hook(self, parameters: list[torch.Tensor]) -> None:

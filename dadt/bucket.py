@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -26,6 +28,13 @@ DTYPES = {
 _ALIGNMENT = 16  # elements: every tensor starts on a cache line of fp32
 
 
+class Staged(NamedTuple):
+    """Tensors ready to be exchanged, once `ready` has happened (None: they are)."""
+
+    values: list[torch.Tensor | None]
+    ready: torch.cuda.Event | None
+
+
 class Bucket:
     """Tensors of one dtype and device, exchanged together; the same on all ranks.
 
@@ -33,55 +42,76 @@ class Bucket:
     `.grad` is never overwritten by the exchange in flight.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], direct: bool = False) -> None:
+        """direct: the buffers are on the tensors' device, for an executor that moves its memory."""
         self.tensors = list(tensors)
         first = self.tensors[0]
         self.device = first.device
+        self.direct = direct
         self.dtype = first.dtype
         self.strides = [_dense_strides(t) for t in self.tensors]
         parts = 2 if first.dtype.is_complex else 1
         self.layout = _core.Layout(DTYPES[first.dtype], [t.numel() * parts for t in self.tensors])
-        self._flats: list[torch.Tensor] = []
-        self.views = [self._carve(), self._carve()]
-        self.pointers = [[v.data_ptr() for v in views] for views in self.views]
+        self.flats: list[torch.Tensor] = []
+
+    @cached_property
+    def views(self) -> list[list[torch.Tensor]]:
+        """The tensors' places in each of the buffers, which are made when they are first asked for."""
+        return [self._carve(), self._carve()]
+
+    @cached_property
+    def pointers(self) -> list[list[int]]:
+        """The places' addresses."""
+        return [[v.data_ptr() for v in views] for views in self.views]
 
     def _carve(self) -> list[torch.Tensor]:
         offsets = [0]
         for t in self.tensors:
             offsets.append(offsets[-1] + -(-t.numel() // _ALIGNMENT) * _ALIGNMENT)
-        # Gradients on a GPU are staged through host memory: the core moves bytes of the host.
-        flat = torch.zeros(offsets[-1], dtype=self.dtype, pin_memory=self.device.type == "cuda")
-        self._flats.append(flat)
+        # Gradients on a GPU are else staged through host memory: the core moves bytes of the host.
+        where = self.device if self.direct else torch.device("cpu")
+        pinned = self.device.type == "cuda" and not self.direct
+        flat = torch.zeros(offsets[-1], dtype=self.dtype, device=where, pin_memory=pinned)
+        self.flats.append(flat)
         return [
             flat[o : o + t.numel()].as_strided(t.size(), s)
             for o, t, s in zip(offsets, self.tensors, self.strides, strict=False)
         ]
 
-    def stage(self, index: int, value: torch.Tensor | None, turn: int) -> torch.Tensor | None:
-        """The value as host memory in the order that all ranks use; copied only where it is not."""
-        if value is None:
-            return None
+    def stage(self, values: Sequence[torch.Tensor | None], turn: int) -> Staged:
+        """The values in the order that all ranks use, in the bucket's kind of memory; copied only where they are not.
+
+        Copies from a GPU go on while the caller does something else.
+        """
+        staged = [None if v is None else self._stage(i, v, turn) for i, v in enumerate(values)]
+        if self.device.type != "cuda" or self.direct:
+            return Staged(staged, None)
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ready.record(torch.cuda.current_stream(self.device))
+        return Staged(staged, ready)
+
+    def _stage(self, index: int, value: torch.Tensor, turn: int) -> torch.Tensor:
         if value.layout != torch.strided:
             value = value.to_dense()
-        value = value.detach()
         # A lazily conjugated or negated tensor's memory does not hold its values.
-        value = value.resolve_conj().resolve_neg()
-        if value.device.type == "cpu" and value.dtype == self.dtype and value.stride() == self.strides[index]:
-            return value
+        value = value.detach().resolve_conj().resolve_neg()
         view = self.views[turn][index]
-        view.copy_(value)
+        if value.device == view.device and value.dtype == self.dtype and value.stride() == self.strides[index]:
+            return value
+        view.copy_(value, non_blocking=True)
         return view
 
     def deliver(self, index: int, turn: int) -> torch.Tensor:
         """The averaged tensor on the parameter's device: a view of the flat buffer, or its copy."""
         view = self.views[turn][index]
-        return view if self.device.type == "cpu" else view.to(self.device, non_blocking=True)
+        return view if view.device == self.device else view.to(self.device, non_blocking=True)
 
 
-def split(tensors: Sequence[torch.Tensor], max_bytes: int) -> list[Bucket]:
+def split(tensors: Sequence[torch.Tensor], max_bytes: int, direct: torch.device | None = None) -> list[Bucket]:
     """Buckets of at most about max_bytes, in the given order, one dtype and device each.
 
-    A tensor larger than max_bytes gets a bucket of its own. Depends on the tensors alone: the same on all ranks.
+    direct: the device whose memory the executor moves. A tensor larger than max_bytes gets a bucket of its own.
+    Depends on the tensors alone: the same on all ranks.
     """
     open_parts: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     buckets: list[Bucket] = []
@@ -89,10 +119,10 @@ def split(tensors: Sequence[torch.Tensor], max_bytes: int) -> list[Bucket]:
         key = (t.dtype, t.device)
         part = open_parts.setdefault(key, [])
         if part and (sum(x.numel() for x in part) + t.numel()) * t.element_size() > max_bytes:
-            buckets.append(Bucket(part))
+            buckets.append(Bucket(part, part[0].device == direct))
             part = open_parts[key] = []
         part.append(t)
-    return buckets + [Bucket(part) for part in open_parts.values()]
+    return buckets + [Bucket(part, part[0].device == direct) for part in open_parts.values()]
 
 
 def _dense_strides(t: torch.Tensor) -> tuple[int, ...]:

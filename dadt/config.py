@@ -13,7 +13,10 @@ from typing import Any
 
 from dadt.errors import ConfigError
 
-EXECUTORS = ("auto", "shm", "gloo", "null")
+EXECUTORS = ("auto", "shm", "null", "gloo", "nccl", "mpi", "mpicuda")
+"""Beside them c10d:<name> and hierarchical:<cross>."""
+CROSS = ("gloo", "nccl", "mpi")
+"""What moves bytes between hosts for the hierarchical executor; beside them c10d:<name>."""
 ALGORITHMS = ("pipe", "sync")
 LAUNCHERS = ("auto", "local", "ssh", "slurm", "mpi")
 LEAST_ORPHAN_TIMEOUT = 2.0
@@ -55,7 +58,15 @@ class Config:
     """What one job does, the same on every rank. Frozen: made once by the command line, rebuilt in each worker."""
 
     algorithm: str = knob("pipe", "How gradients are averaged.", choices=ALGORITHMS)
-    executor: str = knob("auto", "What moves the bytes between ranks.", choices=EXECUTORS)
+    executor: str = knob(
+        "auto",
+        "What moves the bytes between ranks: auto, shm, null, gloo, nccl, mpi, mpicuda, c10d:<name>, or "
+        "hierarchical:<gloo, nccl, mpi or c10d:name>.",
+        metavar="NAME",
+    )
+    broadcast_executor: str = knob("", "The same for broadcasts alone; else as --executor.", metavar="NAME")
+    allreduce_executor: str = knob("", "The same for all but broadcasts; else as --executor.", metavar="NAME")
+    verbose: bool = knob(False, "Say why, where dadt has chosen something.", flags=("-v",))
     warmup_steps: int = knob(50, "Synchronous steps before `pipe` begins to delay.")
     predict: str = knob("auto", "Weight prediction of `pipe`: auto, or a factor of the last displacement.")
     batch: str = knob(
@@ -79,6 +90,20 @@ class Config:
     )
     lock_downloads: bool = knob(True, "Download into one folder by one rank of a host at a time.", advanced=True)
     bucket_mb: float = knob(25.0, "Gradients are exchanged in buckets of about this many MiB.", advanced=True)
+    timeline: str = knob("", "Record what each rank does when, for Perfetto and `dadt timeline`.", metavar="FILE")
+    cycle_duration_ms: float = knob(
+        1.0, "Named tensors: milliseconds that one that is ready may wait for others to go with it.", advanced=True
+    )
+    all_reduce_buffer_size: int = knob(
+        64 << 20, "Named tensors: bytes of a buffer in which they are reduced together; 0: one by one.", advanced=True
+    )
+    group_buffer_size: int = knob(64 << 20, "The same within an explicit group of tensors.", advanced=True)
+    stall_warning: float = knob(60.0, "Seconds after which a tensor that some ranks have not submitted is told of.")
+    on_stall: str = knob(
+        "warn",
+        "What happens then: a line, every rank's stacks too, or an end on all ranks.",
+        choices=("warn", "dump", "abort"),
+    )
     timeout: float = knob(1800.0, "Seconds that a rank waits for a silent peer before it fails.")
     start_timeout: float = knob(
         120.0, "Seconds in which all hosts must be ready, and all ranks once one of them begins to train."
@@ -157,6 +182,8 @@ class Config:
                 _number(flag(f.name), value, "a number")
             if choices and value not in choices:
                 raise ConfigError(f"{flag(f.name)} {value}: unknown; choose one of {', '.join(choices)}")
+        if self.timeline:  # as seen from here: workers may be elsewhere
+            object.__setattr__(self, "timeline", str(Path(here(), self.timeline)))
         if self.predict != "auto":
             expected = "auto or a number from 0, as 1.5"
             if _number("--predict", self.predict, expected) < 0:
@@ -165,16 +192,19 @@ class Config:
             raise ConfigError(f"--warmup-steps {self.warmup_steps}: must be 0 or more")
         if self.bucket_mb <= 0:
             raise ConfigError(f"--bucket-mb {self.bucket_mb}: must be above 0")
-        for name in ("timeout", "start_timeout"):
+        for name in ("timeout", "start_timeout", "stall_warning"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)}: must be above 0 seconds")
         if self.orphan_timeout < LEAST_ORPHAN_TIMEOUT:
             raise ConfigError(f"--orphan-timeout {self.orphan_timeout}: must be {LEAST_ORPHAN_TIMEOUT:g} s or more")
-        for name in ("np", "accelerators", "nnodes", "grace"):
+        sizes = ("cycle_duration_ms", "all_reduce_buffer_size", "group_buffer_size")
+        for name in ("np", "accelerators", "nnodes", "grace", *sizes):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)}: must be 0 or more")
         if not 0 <= self.ssh_port < 65536:
             raise ConfigError(f"--ssh-port {self.ssh_port}: give a port from 1 to 65535")
+        for name in ("executor", "broadcast_executor", "allreduce_executor"):
+            _check_executor(flag(name), getattr(self, name), optional=name != "executor")
         loader_numbers("--share", self.share)
         loader_numbers("--no-share", self.no_share)
 
@@ -200,12 +230,35 @@ def misspelt(env: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {name: found[0] for name, found in near.items() if found and name not in known}
 
 
+def executors_of(config: Config) -> tuple[str, str]:
+    """What moves broadcasts, and what moves the rest."""
+    return config.broadcast_executor or config.executor, config.allreduce_executor or config.executor
+
+
+def mpi_executor(config: Config) -> str:
+    """The one of its executors that is, or is over, MPI; empty where none is."""
+    return next((name for name in executors_of(config) if name.rpartition(":")[2] in ("mpi", "mpicuda")), "")
+
+
 def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
 def variable(name: str) -> str:
     return "DADT_" + name.upper()
+
+
+def _check_executor(asked: str, name: str, optional: bool) -> None:
+    family, colon, member = name.partition(":")
+    crosses = member in CROSS or (member.startswith("c10d:") and member != "c10d:")
+    if name in EXECUTORS or (optional and not name) or (family == "c10d" and member):
+        return
+    if family == "hierarchical" and (crosses or not colon):
+        return
+    raise ConfigError(
+        f"{asked} {name}: unknown; choose one of {', '.join(EXECUTORS)}, c10d:<name of a torch.distributed backend>, "
+        f"hierarchical:<{', '.join(CROSS)} or c10d:name>"
+    )
 
 
 def loader_numbers(name: str, text: str) -> set[int] | None:

@@ -132,6 +132,10 @@ class Control:
         ranks: list[dict[str, Any]] = self._ask("peers", 0.0)["peers"]
         return ranks
 
+    def dump(self) -> None:
+        """Have every rank's Python stacks put beside its log."""
+        self._report("dump")
+
     def saved(self, path: str, count: int) -> None:
         """Local rank 0 has written the file for the count-th time."""
         self._report("saved", path=path, count=count)

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from dadt.bucket import Bucket, split
-from dadt.errors import Mismatch
+from dadt.bucket import Bucket, Staged, split
+from dadt.errors import CommError, Mismatch
+from dadt.kept import keep_for_good
 from dadt.lane import LANE_BYTES, Lane, any_flags, pack_flags
 
 if TYPE_CHECKING:
     from dadt._core import Engine, Work
+    from dadt.executors.nccl import Averaging, Device
 
 
 class Schema:
@@ -25,12 +27,16 @@ class Schema:
         parameters: Sequence[torch.Tensor],
         buffers: Sequence[tuple[nn.Module, str, torch.Tensor]],
         max_bytes: int,
+        device: Device | None = None,
     ) -> None:
+        """device: what averages tensors where they are, if anything does."""
         self.parameters = list(parameters)
         places = {id(b): (m, n) for m, n, b in buffers}
-        self.buckets = split(self.parameters[::-1], max_bytes)
+        self.device = device
+        direct = None if device is None else device.device
+        self.buckets = split(self.parameters[::-1], max_bytes, direct)
         # Gradients of the first parameters come last in a backward: their bucket closes the step.
-        self.buffer_buckets = split([b for _, _, b in buffers], max_bytes)
+        self.buffer_buckets = split([b for _, _, b in buffers], max_bytes, direct)
         self.places = [places[id(b)] for bucket in self.buffer_buckets for b in bucket.tensors]
         """Module and name of each buffer, in the order of their buckets."""
         tensors = [*self.parameters, *(b for _, _, b in buffers)]
@@ -51,8 +57,9 @@ class Exchange:
         schema.turn ^= 1
         self._turn = schema.turn
         self._engine = engine
-        self._works: list[Work] = []
-        self._buffer_works: list[Work] = []
+        self._ahead: dict[int, Staged] = {}
+        self._works: list[Work | Averaging] = []
+        self._buffer_works: list[Work | Averaging] = []
         self._alive: list[list[torch.Tensor | None]] = []
         self._launched: list[tuple[torch.Tensor, torch.Tensor | None, int]] = []
 
@@ -67,7 +74,7 @@ class Exchange:
         return any(p.grad is not g or (g is not None and g._version != v) for p, g, v in self._launched)
 
     @property
-    def works(self) -> list[Work]:
+    def works(self) -> list[Work | Averaging]:
         return self._buffer_works + self._works
 
     @property
@@ -79,42 +86,63 @@ class Exchange:
         """Time in which bytes moved, without waiting for the last rank to arrive."""
         return sum(w.seconds for w in self.works)
 
+    def tensors_of(self, work: Work | Averaging) -> list[torch.Tensor]:
+        """The parameters whose gradients it moves; none if it is not one of these works."""
+        index = next((i for i, mine in enumerate(self._works) if mine is work), None)
+        return [] if index is None else list(self.schema.buckets[index].tensors)
+
     def launch(self, lane: bytes = b"") -> None:
         """Submit the next bucket's gradients as they are now. They must not change until the work is done."""
         index = len(self._works)
         bucket = self.schema.buckets[index]
         self._launched += [(p, p.grad, 0 if p.grad is None else p.grad._version) for p in bucket.tensors]
-        self._works.append(self._submit(bucket, [t.grad for t in bucket.tensors], f"bucket {index}", lane))
+        staged = self._ahead.pop(index, None) or bucket.stage([t.grad for t in bucket.tensors], self._turn)
+        self._works.append(self._submit(bucket, staged, f"bucket {index}", lane))
 
     def close(self, lane: Lane) -> None:
         """Submit buffers and all gradients that are left; the last bucket carries the lane."""
         last = len(self.schema.buckets) - 1
+        for index in range(len(self._works), last + 1):
+            # What has to come from a GPU comes while the buckets before are under way.
+            bucket = self.schema.buckets[index]
+            self._ahead[index] = bucket.stage([t.grad for t in bucket.tensors], self._turn)
         while len(self._works) < last:
             self.launch()
         for i, bucket in enumerate(self.schema.buffer_buckets):
             # Forwards go on while this is under way: average a copy, made in the place of delivery.
             for view, tensor in zip(bucket.views[self._turn], bucket.tensors, strict=True):
-                view.copy_(tensor)
-            work = self._submit(bucket, bucket.views[self._turn], f"buffers {i}", b"")
+                view.copy_(tensor, non_blocking=True)  # what is staged from a GPU is waited for below
+            staged = bucket.stage(bucket.views[self._turn], self._turn)
+            work = self._submit(bucket, staged, f"buffers {i}", b"")
             self._buffer_works.append(work)
         self.launch(lane.pack())
 
-    def _submit(self, bucket: Bucket, values: Sequence[torch.Tensor | None], what: str, lane: bytes) -> Work:
-        staged = [bucket.stage(i, v, self._turn) for i, v in enumerate(values)]
-        self._alive.append(staged)
+    def _submit(self, bucket: Bucket, staged: Staged, what: str, lane: bytes) -> Work | Averaging:
+        flags = pack_flags([v is not None for v in staged.values]) + lane
+        name = f"{self.name}, {what}"
+        self._alive.append(staged.values)
+        if self.schema.device is not None and bucket.direct:
+            places, flat = bucket.views[self._turn], bucket.flats[self._turn]
+            return self.schema.device.average(staged.values, places, flat, name=name, weight=self.weight, lane=flags)
+        if staged.ready is not None:
+            staged.ready.synchronize()
         return self._engine.allreduce(
             bucket.layout,
-            [0 if t is None else t.data_ptr() for t in staged],
+            [0 if t is None else t.data_ptr() for t in staged.values],
             bucket.pointers[self._turn],
-            f"{self.name}, {what}",
+            name,
             self.weight,
-            pack_flags([t is not None for t in staged]) + lane,
+            flags,
         )
 
-    def wait(self, wait: Callable[[Work], None]) -> list[Lane]:
+    def wait(self, wait: Callable[[Work | Averaging], None]) -> list[Lane]:
         """Until all is averaged; every rank's lane, by rank."""
-        for work in self.works:
-            wait(work)
+        try:
+            for work in self.works:
+                wait(work)
+        except CommError:
+            keep_for_good(self)  # with the gradients, which a library may still be at
+            raise
         self._alive.clear()
         lanes = [Lane.unpack(data[-LANE_BYTES:]) for data in self._works[-1].lanes]
         for rank, lane in enumerate(lanes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import secrets
@@ -18,6 +19,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from dadt import store as stores
 from dadt import world as environment
+from dadt.choice import Place, choose, shown
 from dadt.config import Config
 from dadt.errors import DadtError, PeerLost, StartTimeout
 from dadt.launch import machine, network
@@ -56,21 +58,24 @@ class Forum:
         store, own, other = stores.connect(world, config.start_timeout)
         forum = cls(world, store)
         mine = {
-            "machine": _machine(),
+            "machine": machine_id(),
             "own": own,
             "store": other,
+            "gpus": len(machine.gpus()),
             "draw": secrets.randbelow(2**31),
             "config": config.to_env(),
         }
         blobs = forum.exchange("start", json.dumps(mine).encode(), config.start_timeout)
         everyone = [json.loads(blob) for blob in blobs]
-        forum.world = _placed(world, everyone)
+        job = f"{everyone[0]['draw']:08x}"
+        forum.world = replace(placed(world, everyone, _address(everyone, world.rank)), job=job)
         if interface := network.interface_of(forum.world.address):
             environment.speak_over(interface)
-        config = _resolved(Config.from_env(everyone[0]["config"]), forum.world, everyone[0]["draw"])
-        forum.say(
-            f"{world.world_size} ranks by {world.launcher}, executor {config.executor}, algorithm {config.algorithm}"
-        )
+        config, why = _resolved(everyone)
+        size = f"{world.world_size} ranks by {world.launcher}"
+        forum.say(f"{size}, executor {shown(config)}, algorithm {config.algorithm}")
+        if config.verbose:
+            forum.say(why)
         return forum, config
 
     def hello(self, torch: str) -> None:
@@ -143,7 +148,8 @@ class Forum:
         if self.world.rank or self._state.startswith("has failed"):
             return
         if not summary["steps"]:
-            _print("warning: training was NOT distributed: no torch.optim optimizer made a step in rank 0")
+            if not summary["explicit"]:
+                _print("warning: training was NOT distributed: no torch.optim optimizer made a step in rank 0")
             return
         _print(
             f"done: {summary['steps']} steps, {summary['delayed'] or 'none'} of them delayed by one, "
@@ -156,6 +162,10 @@ class Forum:
             f"at step {self._step}" if self._step >= 0 and not self._state.startswith("has e") else self._state
         )
         return [self._peer(rank) for rank in range(self.world.world_size)]
+
+    def dump(self) -> None:
+        """This rank's stacks, on stderr: nobody can ask the others for theirs, but those that wait do the same."""
+        faulthandler.dump_traceback(all_threads=True)
 
     def saved(self, path: str, count: int) -> None:
         """Local rank 0 has written the file for the count-th time."""
@@ -218,8 +228,10 @@ class Forum:
         """Nothing to do in the child: every method looks at the pid."""
 
 
-def _placed(world: World, everyone: Sequence[Mapping[str, Any]]) -> World:
-    """Who shares a machine, as the ranks themselves see it; hosts are counted in the order of their first ranks."""
+def placed(world: World, everyone: Sequence[Mapping[str, Any]], address: str) -> World:
+    """Who shares a machine, as the ranks themselves see it; hosts are counted in the order of their first ranks.
+
+    address: at which other hosts reach this rank's."""
     machines = [each["machine"] for each in everyone]
     here = [rank for rank, each in enumerate(machines) if each == machines[world.rank]]
     hosts = list(dict.fromkeys(machines))
@@ -229,8 +241,8 @@ def _placed(world: World, everyone: Sequence[Mapping[str, Any]]) -> World:
         cross_rank=hosts.index(machines[world.rank]),
         world_size=world.world_size,
         local_size=len(here),
-        address="" if len(hosts) == 1 else _address(everyone, world.rank),
-        job=f"{everyone[0]['draw']:08x}",
+        address="" if len(hosts) == 1 else address,
+        job=world.job,
         launcher=world.launcher,
     )
 
@@ -239,22 +251,24 @@ def _address(everyone: Sequence[Mapping[str, Any]], rank: int) -> str:
     """At which other hosts reach this rank's: rank 0's as they found it, others from where they reached it."""
     if everyone[rank]["machine"] != everyone[0]["machine"]:
         return str(everyone[rank]["own"])
-    return str(next(each["store"] for each in everyone if each["machine"] != everyone[0]["machine"]))
+    return str(next((each["store"] for each in everyone if each["machine"] != everyone[0]["machine"]), ""))
 
 
-def _machine() -> str:
+def machine_id() -> str:
     """Equal for processes that can share memory."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
-def _resolved(config: Config, world: World, draw: int) -> Config:
-    """With what all ranks must choose alike, as `dadt run` chooses."""
+def _resolved(everyone: Sequence[Mapping[str, Any]]) -> tuple[Config, str]:
+    """With what all ranks must choose alike, as `dadt run` chooses, and why."""
+    config = Config.from_env(everyone[0]["config"])
     if config.seed < 0:
-        config = replace(config, seed=draw)
-    if config.executor == "auto":
-        config = replace(config, executor="gloo" if world.address or machine.gpus() else "shm")
-    return config
+        config = replace(config, seed=everyone[0]["draw"])
+    gpus: dict[str, list[int]] = {}
+    for each in everyone:
+        gpus.setdefault(each["machine"], []).append(each["gpus"])
+    return choose(config, [Place(f"host {host}", len(each), min(each)) for host, each in enumerate(gpus.values())])
 
 
 def _print(text: str) -> None:

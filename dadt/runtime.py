@@ -19,17 +19,21 @@ from dadt.buffer import Buffers
 from dadt.config import Config
 from dadt.errors import CommTimeout, DadtError, Mismatch
 from dadt.measure import Measure
+from dadt.peers import Alone, Peers, Through
+from dadt.timeline import Timeline
 from dadt.world import World
 
 if TYPE_CHECKING:
     from dadt._core import Engine, Work
     from dadt.control import Control
     from dadt.exchange import Exchange
+    from dadt.executors.base import Connection
+    from dadt.executors.nccl import Averaging, Device
     from dadt.forum import Forum
 
 _save = torch.save  # before it is patched: what is dumped here are no files of the script's
 _PATIENCE = 3.0  # seconds of waiting after which a rank looks where its peers are
-_PATIENCE_TO_TELL = 30.0  # and after which it tells the user
+_MERGE_SECONDS = 300.0  # that making one timeline of all ranks' may take
 
 
 class Runtime:
@@ -50,10 +54,16 @@ class Runtime:
         """Drawn from shared loaders for training."""
         self.began = False
         """A training forward or a gradient's consumption has happened."""
+        self.on_claim: list[Callable[[], None]] = []
+        """Called before optimizers are attached."""
         self.on_begin: list[Callable[[], None]] = []
         """Called at every training forward and consumption."""
         self._claimed = False
+        self._distributed = False
         self._engine: Engine | None = None
+        self._broadcaster: Engine
+        self.device: Device | None = None
+        """What averages tensors of this rank's GPU where they are."""
         self._disconnect: Callable[[], None] = lambda: None
         self._ordinals = itertools.count()
         self._registered: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
@@ -63,18 +73,24 @@ class Runtime:
             weakref.WeakKeyDictionary()
         )
         """The modules that the script calls, whose parameters an optimizer trains."""
+        self.explicit = False
+        """The script has called `dadt.init`: nothing is DADT's business but the optimizers that it wraps."""
         self.left_alone: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        """Optimizers of DDP's or FSDP's parameters."""
+        """Optimizers whose gradients the script averages itself, or not wrapped where it calls `dadt.init`."""
         self._in_flight: list[Exchange] = []
+        self._stalled: Work | Averaging | None = None
+        """The user has been told that this one is not done."""
         self._measures: list[Measure] = []
         """Of all attachments so far; an optimizer may be collected before the end."""
         self._told: set[str] = set()
         self._closed = False
+        self.timeline: Timeline | None = None
 
     def resign(self) -> None:
         """In a forked child: it is no rank, and whatever it does concerns nobody."""
         self.world = World()
         self.control = None
+        self.timeline = None
         self._closed = True
         self._registered.clear()
         self._attachments.clear()
@@ -92,8 +108,10 @@ class Runtime:
         return len(self._registered) > 0
 
     @property
-    def optimizers(self) -> int:
-        return len(self._registered) - len(self.left_alone)
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """All that were built so far and are not left alone, oldest first."""
+        mine = [o for o in self._registered if o not in self.left_alone]
+        return sorted(mine, key=lambda o: self._registered[o])
 
     @property
     def attachments(self) -> list[Attachment]:
@@ -107,8 +125,11 @@ class Runtime:
 
     @property
     def script_is_distributed(self) -> bool:
-        """The script has a process group of its own: what it shares out and saves is its business."""
-        return torch.distributed.is_available() and torch.distributed.is_initialized()
+        """The script has a process group of its own or calls `dadt.init`: what it shares out and saves is its
+        business."""
+        # Also once it has destroyed the group: what it writes then it still writes by rank.
+        self._distributed |= torch.distributed.is_available() and torch.distributed.is_initialized()
+        return self.explicit or self._distributed
 
     def root_modules(self, optimizer: torch.optim.Optimizer) -> list[nn.Module]:
         return [m for ref in self.roots.get(optimizer, ()) if (m := ref()) is not None]
@@ -125,6 +146,30 @@ class Runtime:
         """An optimizer was built (or is first seen). Claims nothing."""
         if optimizer in self._registered:
             return
+        if self.explicit:
+            self._registered[optimizer] = -1
+            self.left_alone.add(optimizer)
+        else:
+            self._enlist(optimizer)
+
+    def leave_to_script(self) -> None:
+        """The script calls `dadt.init`. Raises DadtError where DADT already trains for it."""
+        if self._claimed:
+            raise DadtError("dadt.init() comes too late, training has begun: call it at the top of the script")
+        self.explicit = True
+        self.on_begin.clear()
+        self._ordinals = itertools.count()
+        self.left_alone.update(self._registered)
+
+    def enlist(self, optimizer: torch.optim.Optimizer) -> None:
+        """The script wraps the optimizer: it trains, and those wrapped are attached in the order of these calls."""
+        if optimizer in self.left_alone:
+            self.left_alone.discard(optimizer)
+            self._registered.pop(optimizer)
+        if optimizer not in self._registered:
+            self._enlist(optimizer)
+
+    def _enlist(self, optimizer: torch.optim.Optimizer) -> None:
         scaled = [g for o in self._registered for g in o.param_groups]
         self._registered[optimizer] = next(self._ordinals)
         factor = {"linear": float(self.world.world_size), "sqrt": self.world.world_size**0.5}.get(
@@ -143,16 +188,28 @@ class Runtime:
         Waits for the peers the first time, and whenever there are new optimizers. A second process that claims the
         same rank gets a DadtError.
         """
+        if self.explicit and len(self._registered) == len(self.left_alone):
+            return  # what one rank does with an optimizer of its own concerns nobody
         if not self._claimed:
             self._claimed = True
             if self.control is not None:
                 self.control.claim()
+            timeline = self.timeline
+            if self.config.timeline and timeline is None:  # else `dadt.init` has begun it
+                timeline = Timeline(self.config.timeline, self.world)
+            connection = None
             if not self.alone:
-                self._engine, self._disconnect = executors.connect(self.config, self.world, self._exchange_endpoints)
+                connection = executors.connect(self.config, self.world, self.meet)
+                self._engine, self._disconnect = connection.engine, connection.close
+                self._is_told = connection.told
+                self._broadcaster, self.device = connection.engine_of("broadcast"), connection.device
+            if timeline is not None:
+                self._record(timeline, connection)
         if self.alone:
             return
-        pending = [o for o in self._registered if o not in self._attachments and o not in self.left_alone]
-        for optimizer in sorted(pending, key=lambda o: self._registered[o]):
+        for callback in self.on_claim:
+            callback()
+        for optimizer in [o for o in self.optimizers if o not in self._attachments]:
             self._attach(optimizer)
 
     def begin(self) -> None:
@@ -162,7 +219,10 @@ class Runtime:
         for callback in self.on_begin:
             callback()
 
-    def _exchange_endpoints(self, key: str, blob: bytes) -> list[bytes]:
+    def meet(self, key: str, blob: bytes) -> list[bytes]:
+        """Every rank's bytes for the key, by rank; each key once per job. Raises StartTimeout naming who is missing."""
+        if self.alone:
+            return [blob]
         if self.control is None:
             raise DadtError(f"rank {self.world.rank} has no agent to meet its peers: start it with `dadt run`")
         return self.control.exchange(key, blob, self.config.start_timeout)
@@ -178,6 +238,8 @@ class Runtime:
         """The optimizer's attachment, made now if need be; None where DADT leaves it alone."""
         if optimizer not in self._registered:
             self.register(optimizer)
+        if self.explicit and optimizer in self.left_alone:
+            return None
         self.begin()
         return self._attachments.get(optimizer)
 
@@ -258,7 +320,7 @@ class Runtime:
                 host = [t.to("cpu").contiguous() for t in bucket.tensors]
                 staged += zip(bucket.tensors, host, strict=True)
                 pointers = [t.data_ptr() for t in host]
-                works.append(self.engine.broadcast(bucket.layout, pointers, root, f"{name} {i}"))
+                works.append(self._broadcaster.broadcast(bucket.layout, pointers, root, f"{name} {i}"))
             for work in works:
                 self.wait(work)
             for tensor, host_tensor in staged:
@@ -283,19 +345,22 @@ class Runtime:
     def allgather(self, name: str, data: bytes) -> Work:
         return self.engine.allgather(data, name)
 
-    def wait(self, work: Work) -> None:
+    def wait(self, work: Work | Averaging) -> None:
         """Until the work is done; says for whom it waits, and ends with an error that names them."""
         begun = perf_counter()
+        stood = not work.done
         while True:
             try:
                 work.wait(_PATIENCE)
+                if stood and self.timeline is not None:
+                    self.timeline.waited(work.name, begun)
                 return
             except CommTimeout as timeout:
-                if self.engine.error is not None:
+                if self.engine.error is not None or self._broadcaster.error is not None:
                     raise
                 self._look_for_peers(work, perf_counter() - begun, timeout)
 
-    def _look_for_peers(self, work: Work, waited: float, timeout: CommTimeout) -> None:
+    def _look_for_peers(self, work: Work | Averaging, waited: float, timeout: CommTimeout) -> None:
         """Raises where waiting on is in vain."""
         peers = [p for p in self.control.peers() if p["rank"] != self.world.rank] if self.control else []
         who = ", ".join(f"rank {p['rank']} {p['state']}" for p in peers) or "a peer did not come"
@@ -305,8 +370,28 @@ class Runtime:
         if waited > self.config.timeout:
             self.engine.abort(f"rank {self.world.rank} gave up waiting")
             raise CommTimeout(f"waited {waited:.0f} s in {work.name}: {who}") from timeout
-        if waited > _PATIENCE_TO_TELL:
-            self.say(f"rank {self.world.rank} waits in {work.name}: {who}", level="warning")
+        if waited > self.config.stall_warning and work is not self._stalled:
+            self._stalled = work
+            self._stall(f"rank {self.world.rank} waits in {work.name}{self._parameters_of(work)}: {who}", timeout)
+
+    def _stall(self, text: str, timeout: CommTimeout) -> None:
+        """What the user wants to happen where a peer does not come for long."""
+        if self.config.on_stall == "abort":
+            self.engine.abort(f"rank {self.world.rank} gave up waiting")
+            raise CommTimeout(f"{text}; waited {self.config.stall_warning:g} s (--on-stall abort)") from timeout
+        self.say(text, level="warning")
+        if self.config.on_stall == "dump" and self.control is not None:
+            self.control.dump()
+
+    def _parameters_of(self, work: Work | Averaging) -> str:
+        """The names of what an exchange's work moves, as far as known: " (fc.weight and 3 more)"."""
+        modules = [m for roots in self.roots.values() for ref in roots if (m := ref()) is not None]
+        names = {id(p): name for module in modules for name, p in module.named_parameters()}
+        for exchange in self._in_flight:
+            known = [names[id(t)] for t in exchange.tensors_of(work) if id(t) in names]
+            if known:
+                return f" ({known[0]}" + (f" and {len(known) - 1} more)" if known[1:] else ")")
+        return ""
 
     # The script's view -----------------------------------------------------------------------------------------
 
@@ -332,6 +417,8 @@ class Runtime:
 
     def stepped(self, attachment: Attachment | None) -> None:
         """An optimizer step is complete."""
+        if self.timeline is not None:
+            self.timeline.step(self.step)
         self.step += 1
         if self.control is not None:
             waited = sum(m.waited for m in self._measures)
@@ -354,6 +441,7 @@ class Runtime:
             "samples": self.samples,
             "seconds": max(0.0, last - first),
             "hook_seconds": self.seconds,
+            "explicit": self.explicit,
         }
 
     def close(self, *, failed: bool = False) -> None:
@@ -368,16 +456,45 @@ class Runtime:
                 elif self._engine.error is None:
                     if self.control is not None:
                         self.control.ending(self.step)
-                    self.wait(self._engine.allgather(b"", f"the end, after {self.step} steps"))
+                    self._meet_at_the_end(self._engine)
+                    self._merge_timelines()
             finally:
                 self._stop(self._engine)
+        elif not failed:
+            self._merge_timelines()
+        elif self.timeline is not None:
+            self.timeline.stop()
         if self.control is not None:
             self.control.done(self.summary())
+
+    def _meet_at_the_end(self, engine: Engine) -> None:
+        """Raises where the others are not there yet: those that wait for this rank say so, and fail."""
+        end = f"the end, after {self.step} steps"
+        if self.control is not None and not self._is_told:
+            self.control.exchange("the end", end.encode(), self.config.timeout)
+        else:
+            self.wait(engine.allgather(b"", end))
+
+    def _record(self, timeline: Timeline, connection: Connection | None) -> None:
+        if self.timeline is None:
+            timeline.start(self._peers(self.config.timeout))
+            self.timeline = timeline
+        if connection is not None:
+            timeline.record(connection, "exchange")
+
+    def _merge_timelines(self) -> None:
+        if self.timeline is not None and (text := self.timeline.close(self._peers(_MERGE_SECONDS))):
+            self.say(text)
+
+    def _peers(self, timeout: float) -> Peers:
+        return Alone() if self._engine is None else Through(self._engine, self.world.world_size, timeout)
 
     def _stop(self, engine: Engine) -> None:
         try:
             engine.close(5.0)
         finally:
+            if self.timeline is not None:
+                self.timeline.stop()
             self._disconnect()
             self._in_flight.clear()
 

@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from dadt import world as environment
 from dadt.errors import ConfigError, StartTimeout
-from dadt.launch import network
+from dadt.launch import library, network
 from dadt.world import LAUNCHERS, World
 
 RETRY_SECONDS = 0.02
@@ -38,12 +38,12 @@ def connect(world: World, timeout: float) -> tuple[Store, str, str]:
     if master is not None:
         served, attempt = environment.torchrun_attempt()
         store = _at(*master, world, timeout, serve=world.rank == 0 and not served)
-        return PrefixStore(f"dadt {attempt}", store), *_ends(*master)
+        return PrefixStore(f"dadt {attempt}", store), *ends(*master)
     store, host, port = _by_mpi(world, timeout)
-    return store, *_ends(host, port)
+    return store, *ends(host, port)
 
 
-def _ends(host: str, port: int) -> tuple[str, str]:
+def ends(host: str, port: int) -> tuple[str, str]:
     """Both addresses of a way to there."""
     family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as way:
@@ -164,6 +164,7 @@ def _stat(pid: int) -> list[str]:
 
 def _by_mpi(world: World, timeout: float) -> tuple[Store, str, int]:
     try:
+        library.choose()
         mpi = import_module("mpi4py.MPI")
     except (ImportError, RuntimeError) as error:  # not installed, or its MPI library is not found
         raise ConfigError(

@@ -19,6 +19,7 @@ COMMANDS = {
     "ps": ("dadt_cli.ps", "List your jobs on this machine, or the ranks of one."),
     "logs": ("dadt_cli.logs", "Print what the workers of a job have printed."),
     "stacks": ("dadt_cli.stacks", "Print where every rank of a running job is, in Python."),
+    "timeline": ("dadt_cli.timeline", "Sum up what --timeline has recorded."),
     "kill": ("dadt_cli.kill", "End a job."),
     "bench": ("dadt_cli.bench", "Measure communication and steps on this machine."),
 }

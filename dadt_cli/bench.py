@@ -83,6 +83,24 @@ def step(ranks: int, model: str, batch_size: int, steps: int, rounds: int, file:
 
 @bench.command()
 @np_option
+@click.option("--width", default=2240, show_default=True, help="Of 5 layers, width x width each: 100 MB.")
+@click.option("--batch-size", default=2, show_default=True, help="Samples of each worker's step.")
+@click.option("--rounds", default=20, show_default=True, help="Rounds; contenders take turns.")
+@json_option
+def ddp(ranks: int, width: int, batch_size: int, rounds: int, file: str | None) -> None:
+    """A step of DistributedDataParallel over backend dadt against torch's Gloo."""
+    from dadt.benchmarks.ddp import measure
+
+    row = measure(ranks=ranks, width=width, batch_size=batch_size, rounds=rounds)
+    head = ["parameters", "dadt ms", "gloo ms", "alone ms", "gloo / dadt"]
+    lines = [
+        [f"{row.parameters:,}", *(milliseconds(v) for v in (row.dadt, row.gloo, row.alone)), str(row.gloo_per_dadt)]
+    ]
+    report(f"step of DDP, {ranks} workers, {rounds} rounds", head, lines, [row], file)
+
+
+@bench.command()
+@np_option
 @click.option("--rounds", default=5, show_default=True, help="Starts of each contender.")
 @json_option
 def startup(ranks: int, rounds: int, file: str | None) -> None:

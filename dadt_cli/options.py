@@ -64,7 +64,7 @@ def _option(field: Field[Any]) -> Callable[[F], F]:
     if isinstance(field.default, tuple) or field.metadata["metavar"] == "HOSTS":
         return click.option(*names, field.name, multiple=True, metavar=_metavar(field), **options)
     if isinstance(field.default, bool):
-        return click.option(f"{name}/--no-{name[2:]}", field.name, **options)
+        return click.option(*field.metadata["flags"], f"{name}/--no-{name[2:]}", field.name, **options)
     if field.metadata["choices"]:
         return click.option(*names, field.name, type=click.Choice(field.metadata["choices"]), **options)
     return click.option(*names, field.name, type=type(field.default), metavar=_metavar(field), **options)

@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from dadt.choice import shown
 from dadt.config import Config, here, misspelt
 from dadt.errors import ConfigError
 from dadt.launch import environment, launch, plan
@@ -82,6 +83,8 @@ def run(
     def placed(where: Placed, watch: Watch) -> Live | None:
         seen.append(where)
         console.say(_first_line(where))
+        if config.verbose:
+            console.say(where.why)
         if display_map:
             console.text("\n".join(placement(where)))
         for text in _warnings(where):
@@ -161,12 +164,12 @@ def _warnings(where: Placed) -> list[str]:
 
 def _first_line(where: Placed) -> str:
     config = where.config
-    executor = "" if config.executor == "auto" else f", executor {config.executor}"
+    executor = "" if len(where.slots) == 1 else f", executor {shown(config)}"
     return f"{_size(where)}{executor}, algorithm {config.algorithm} (job {where.job}, logs in {where.logs})"
 
 
 def _title(where: Placed) -> str:
-    return f"job {where.job}: {_size(where)}, algorithm {where.config.algorithm}, executor {where.config.executor}"
+    return f"job {where.job}: {_size(where)}, algorithm {where.config.algorithm}, executor {shown(where.config)}"
 
 
 def _size(where: Placed) -> str:

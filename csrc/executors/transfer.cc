@@ -12,37 +12,52 @@ namespace {
 // peer has packed d, hence delivered d - kAhead: the last chunk that it may pack now, d + kAhead - 1, falls
 // into the slot of one that nobody asks for any more. So no rank ever waits for a free slot.
 constexpr uint32_t kAhead = 2;
-static_assert(Segment::kSlots >= 2 * kAhead);
+static_assert(Ring::kSlots >= 2 * kAhead);
 
 // Up to so many ranks, each reduces all of a chunk for itself: measured, that costs less than meeting twice.
 constexpr int kDirect = 8;
-constexpr size_t kStreamBytes = size_t{16} << 20;  // outputs larger than this would only wash the cache out
 
 size_t padded(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+bool is(const SlotHead& head, Kind kind) { return head.kind == static_cast<uint32_t>(kind); }
+
+// What is moved has the same shape on all ranks.
+bool is_uniform(const SlotHead& head) { return is(head, Kind::kAllreduce) || is(head, Kind::kBroadcast); }
 
 std::string describe(const SlotHead& head) {
   std::ostringstream text;
   text << kind_name(static_cast<Kind>(head.kind)) << " \"" << head.name << "\"";
-  if (static_cast<Kind>(head.kind) != Kind::kAllgather) {
-    text << " of " << head.total << " " << dtype_name(static_cast<DType>(head.dtype));
-  }
-  if (static_cast<Kind>(head.kind) == Kind::kBroadcast) text << " from rank " << head.root;
+  if (is_uniform(head)) text << " of " << head.total << " " << dtype_name(static_cast<DType>(head.dtype));
+  if (is(head, Kind::kBroadcast)) text << " from rank " << head.root;
   return text.str();
+}
+
+bool same(const SlotHead& one, const SlotHead& other) {
+  if (one.kind != other.kind || one.name_hash != other.name_hash) return false;
+  if (!is_uniform(one)) return true;
+  return one.dtype == other.dtype && one.reduction == other.reduction && one.root == other.root &&
+         one.total == other.total && one.layout == other.layout && one.lane == other.lane;
 }
 
 // Empty if the two heads are of one operation.
 std::string difference(int rank, const SlotHead& one, int peer, const SlotHead& other) {
-  const bool same_lane = one.kind == static_cast<uint32_t>(Kind::kAllgather) || one.lane == other.lane;
+  if (same(one, other)) return {};
   std::string a = describe(one);
   std::string b = describe(other);
-  if (a == b && one.layout != other.layout) {
+  if (a != b) {
+    // It says it all.
+  } else if (one.reduction != other.reduction) {
+    a += std::string(" by ") + reduction_name(static_cast<Reduction>(one.reduction));
+    b += std::string(" by ") + reduction_name(static_cast<Reduction>(other.reduction));
+  } else if (one.layout != other.layout) {
     a += " in tensors of one division";
     b += " in tensors of another";
-  } else if (a == b && !same_lane) {
+  } else if (one.lane != other.lane) {
     a += " with a lane of " + std::to_string(one.lane) + " bytes";
     b += " with one of " + std::to_string(other.lane);
+  } else {
+    b += " with another end of its long name";
   }
-  if (a == b) return {};
   return "rank " + std::to_string(rank) + " is in " + a + ", rank " + std::to_string(peer) + " in " + b +
          ": the ranks do not run the same steps";
 }
@@ -59,22 +74,24 @@ Transfer::Transfer(Ring& ring, const Operation& operation, int rank, int world_s
       slot_bytes_(slot_bytes),
       timeout_(timeout),
       item_(item_size(operation.layout.dtype())),
+      exchange_(operation, rank, world_size),
+      lane_(operation.kind == Kind::kExchange ? exchange_.table() : operation.lane),
       two_phase_(operation.kind == Kind::kAllreduce && world_size > kDirect),
       stream_(operation.layout.bytes() >= kStreamBytes) {
-  plan(operation.lane.size());
+  plan(lane_.size(), operation.kind == Kind::kExchange ? exchange_.bytes() : operation.layout.bytes());
 }
 
-void Transfer::plan(size_t lane_bytes) {
+void Transfer::plan(size_t lane_bytes, size_t data_bytes) {
   lane_room_ = padded(lane_bytes);
-  const size_t bytes = lane_room_ + operation_.layout.bytes();
+  data_bytes_ = data_bytes;
+  const size_t bytes = lane_room_ + data_bytes_;
   chunk_bytes_ = slot_bytes_;
   chunks_ = static_cast<uint32_t>(std::max<size_t>(1, (bytes + chunk_bytes_ - 1) / chunk_bytes_));
 }
 
 Transfer::Extent Transfer::extent(uint32_t chunk) const {
-  const size_t data = operation_.layout.bytes();
   const size_t from = chunk * chunk_bytes_;
-  const size_t to = std::min(from + chunk_bytes_, lane_room_ + data);
+  const size_t to = std::min(from + chunk_bytes_, lane_room_ + data_bytes_);
   Extent extent;
   extent.lane_begin = std::min(from, lane_room_);
   extent.lane_end = std::min(to, lane_room_);
@@ -89,6 +106,7 @@ Result Transfer::run() {
   ring_.check_aborted();
   write_head();
   pack();
+  result_.packed = Clock::now();
   wait_for_heads();
   const auto arrived = Clock::now();
   read_heads();
@@ -123,17 +141,20 @@ void Transfer::write_head() {
   head = SlotHead{};
   head.kind = static_cast<uint32_t>(operation_.kind);
   head.dtype = static_cast<uint32_t>(operation_.layout.dtype());
-  head.total = operation_.layout.total();
+  head.reduction = static_cast<uint32_t>(operation_.reduction);
+  head.total = data_bytes_ / item_;
   head.layout = operation_.layout.hash();
-  head.lane = operation_.lane.size();
+  head.lane = lane_.size();
   head.weight = operation_.weight;
   head.root = operation_.root;
+  head.name_hash = std::hash<std::string>()(operation_.name);
   std::strncpy(head.name, operation_.name.c_str(), sizeof head.name - 1);
 }
 
 void Transfer::read_heads() {
   const SlotHead& mine = ring_.slot_head(rank_, first_);
-  size_t longest = 0;
+  size_t longest_lane = 0;
+  size_t most_data = 0;
   double sum = 0;
   bool equal = true;
   for (int rank = 0; rank < world_size_; ++rank) {
@@ -142,19 +163,22 @@ void Transfer::read_heads() {
         rank < rank_ ? difference(rank, head, rank_, mine) : difference(rank_, mine, rank, head);
     if (!text.empty()) throw Error(Code::kMismatch, text);
     if (operation_.kind != Kind::kBroadcast) result_.lanes.emplace_back(head.lane, '\0');
-    longest = std::max<size_t>(longest, head.lane);
+    longest_lane = std::max<size_t>(longest_lane, head.lane);
+    most_data = std::max<size_t>(most_data, head.total * item_);
     weights_.push_back(head.weight);
     sum += head.weight;
     equal = equal && head.weight == weights_[0];
   }
-  plan(longest);
+  plan(longest_lane, most_data);
   result_.weight_sum = operation_.kind == Kind::kAllreduce ? sum : 0;
   for (int rank = 0; rank < world_size_; ++rank) {
     // Weight 0: left out, for what it has may be no number.
     if (equal || weights_[rank] > 0) sources_.push_back(rank);
   }
   divisor_ = equal ? world_size_ : sum;
-  if (equal) {
+  // A sum counts a weight that all have; where it is 0, as where it is 1.
+  const bool plain = operation_.reduction != Reduction::kSum || weights_[0] == 0 || weights_[0] == 1;
+  if (equal && plain) {
     weights_.clear();
   } else {
     std::erase(weights_, 0.0);
@@ -182,11 +206,13 @@ bool Transfer::lags(int rank) const {
 void Transfer::pack() {
   const Extent part = extent(packed_);
   uint8_t* slot = ring_.slot(rank_, first_ + packed_);
-  if (part.lane_begin < operation_.lane.size()) {
-    const size_t bytes = std::min(part.lane_end, operation_.lane.size()) - part.lane_begin;
-    std::memcpy(slot, operation_.lane.data() + part.lane_begin, bytes);
+  if (part.lane_begin < lane_.size()) {
+    const size_t bytes = std::min(part.lane_end, lane_.size()) - part.lane_begin;
+    std::memcpy(slot, lane_.data() + part.lane_begin, bytes);
   }
-  if (part.count() > 0 && (operation_.kind == Kind::kAllreduce || operation_.root == rank_)) {
+  if (operation_.kind == Kind::kExchange) {
+    exchange_.pack(slot + part.slot_offset, part.begin, part.end);
+  } else if (part.count() > 0 && (operation_.kind == Kind::kAllreduce || operation_.root == rank_)) {
     uint8_t* to = slot + part.slot_offset;
     operation_.layout.pieces(part.begin, part.end,
                              [&](size_t tensor, size_t offset, size_t at, size_t count) {
@@ -222,9 +248,9 @@ void Transfer::reduce_to(void* destination, const Extent& part, size_t offset, s
   for (size_t i = 0; i < sources_.size(); ++i) {
     sources[i] = ring_.slot(sources_[i], chunk) + part.slot_offset + offset * item_;
   }
-  kernels().reduce[static_cast<int>(operation_.layout.dtype())](
-      destination, sources, weights_.empty() ? nullptr : weights_.data(), static_cast<int>(sources_.size()),
-      divisor_, count, stream);
+  dadt::reduce(operation_.layout.dtype(), operation_.reduction, destination, sources,
+               weights_.empty() ? nullptr : weights_.data(), static_cast<int>(sources_.size()), divisor_,
+               count, stream);
 }
 
 // Two-phase: reduces this rank's share over its own part of its own slot, which nobody else reads before.
@@ -251,7 +277,9 @@ void Transfer::deliver() {
                                kernels().copy(to + offset * item_, from + at * item_, count * item_, stream_);
                              });
   };
-  if (part.count() == 0) {
+  if (operation_.kind == Kind::kExchange) {
+    deliver_exchange(part);
+  } else if (part.count() == 0) {
     // A chunk of lanes only.
   } else if (operation_.kind == Kind::kBroadcast) {
     if (operation_.root != rank_) copy_from(operation_.root, 0, part.count());
@@ -279,6 +307,18 @@ void Transfer::deliver_lanes(const Extent& part) {
     std::memcpy(lane.data() + part.lane_begin, ring_.slot(static_cast<int>(rank), first_ + delivered_),
                 bytes);
   }
+}
+
+void Transfer::deliver_exchange(const Extent& part) {
+  const uint32_t chunk = first_ + delivered_;
+  if (part.lane_begin < lane_room_ && part.lane_end == lane_room_) {
+    exchange_.route(result_.lanes, result_);
+    result_.lanes.clear();
+  }
+  for (int rank = 0; part.count() > 0 && rank < world_size_; ++rank) {
+    exchange_.deliver(rank, ring_.slot(rank, chunk) + part.slot_offset, part.begin, part.end);
+  }
+  if (delivered_ + 1 == chunks_) exchange_.deliver_own();
 }
 
 }  // namespace dadt

@@ -1,12 +1,16 @@
 #pragma once
 
+#include <string_view>
+
+#include "executors/exchange.h"
 #include "ring.h"
 #include "work.h"
 
 namespace dadt {
 
 // One operation on its way through a Ring. Every rank's stream is its lane, padded, and then its tensors one
-// after the other; it is cut into chunks of equal size. Engine thread only.
+// after the other; it is cut into chunks of equal size. An exchange's lane is its table, so that all know
+// what is where before the first byte of it comes. Engine thread only.
 class Transfer {
  public:
   // first: the first chunk's number. slot_bytes: room for a chunk.
@@ -29,7 +33,7 @@ class Transfer {
   };
 
   Extent extent(uint32_t chunk) const;
-  void plan(size_t lane_bytes);
+  void plan(size_t lane_bytes, size_t data_bytes);
   void write_head();
   void read_heads();
 
@@ -41,6 +45,7 @@ class Transfer {
   void reduce();
   void deliver();
   void deliver_lanes(const Extent& extent);
+  void deliver_exchange(const Extent& extent);
   void reduce_to(void* destination, const Extent& extent, size_t offset, size_t count, bool stream) const;
   std::pair<size_t, size_t> share(const Extent& extent, int rank) const;
 
@@ -53,6 +58,8 @@ class Transfer {
   const size_t slot_bytes_;
   const double timeout_;
   const size_t item_;
+  Exchange exchange_;
+  const std::string_view lane_;
   const bool two_phase_;  // each rank reduces its share of a chunk for all, instead of all of it for itself
   const bool stream_;
 
@@ -61,7 +68,8 @@ class Transfer {
   std::vector<int> sources_;     // ranks that count
   double divisor_ = 1;
 
-  size_t lane_room_ = 0;  // bytes before the tensors in the stream
+  size_t lane_room_ = 0;   // bytes before the tensors in the stream
+  size_t data_bytes_ = 0;  // of the tensors; of an exchange, in the longest stream
   size_t chunk_bytes_ = 0;
   uint32_t chunks_ = 0;
   uint32_t packed_ = 0;

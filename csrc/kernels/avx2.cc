@@ -57,6 +57,20 @@ struct F64 {
   F64 operator*(F64 other) const { return {_mm256_mul_pd(v, other.v)}; }
 };
 
+// min and max return the second of two where one is NaN, or both are zero.
+inline F32 lesser(F32 a, F32 b) {
+  return {_mm256_blendv_ps(_mm256_min_ps(a.v, b.v), a.v, _mm256_cmp_ps(a.v, a.v, _CMP_UNORD_Q))};
+}
+inline F32 greater(F32 a, F32 b) {
+  return {_mm256_blendv_ps(_mm256_max_ps(a.v, b.v), a.v, _mm256_cmp_ps(a.v, a.v, _CMP_UNORD_Q))};
+}
+inline F64 lesser(F64 a, F64 b) {
+  return {_mm256_blendv_pd(_mm256_min_pd(a.v, b.v), a.v, _mm256_cmp_pd(a.v, a.v, _CMP_UNORD_Q))};
+}
+inline F64 greater(F64 a, F64 b) {
+  return {_mm256_blendv_pd(_mm256_max_pd(a.v, b.v), a.v, _mm256_cmp_pd(a.v, a.v, _CMP_UNORD_Q))};
+}
+
 inline void stream_fence() { _mm_sfence(); }
 
 }  // namespace

@@ -55,6 +55,20 @@ struct F64 {
   F64 operator*(F64 other) const { return {_mm512_mul_pd(v, other.v)}; }
 };
 
+// min and max return the second of two where one is NaN, or both are zero.
+inline F32 lesser(F32 a, F32 b) {
+  return {_mm512_mask_mov_ps(_mm512_min_ps(a.v, b.v), _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q), a.v)};
+}
+inline F32 greater(F32 a, F32 b) {
+  return {_mm512_mask_mov_ps(_mm512_max_ps(a.v, b.v), _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q), a.v)};
+}
+inline F64 lesser(F64 a, F64 b) {
+  return {_mm512_mask_mov_pd(_mm512_min_pd(a.v, b.v), _mm512_cmp_pd_mask(a.v, a.v, _CMP_UNORD_Q), a.v)};
+}
+inline F64 greater(F64 a, F64 b) {
+  return {_mm512_mask_mov_pd(_mm512_max_pd(a.v, b.v), _mm512_cmp_pd_mask(a.v, a.v, _CMP_UNORD_Q), a.v)};
+}
+
 inline void stream_fence() { _mm_sfence(); }
 
 }  // namespace

@@ -22,4 +22,22 @@ const Kernels& kernels() {
   return *best;
 }
 
+void reduce(DType dtype, Reduction reduction, void* destination, const void* const* sources,
+            const double* weights, int ranks, double divisor, size_t count, bool stream) {
+  const Kernels& table = kernels();
+  const int d = static_cast<int>(dtype);
+  switch (reduction) {
+    case Reduction::kMean:
+      return table.reduce[d](destination, sources, weights, ranks, divisor, count, stream);
+    case Reduction::kSum:
+      return table.reduce[d](destination, sources, weights, ranks, 1, count, stream);
+    case Reduction::kMin:
+      return table.min[d](destination, sources, ranks, count, stream);
+    case Reduction::kMax:
+      return table.max[d](destination, sources, ranks, count, stream);
+    case Reduction::kProduct:
+      return table.product[d](destination, sources, ranks, count, stream);
+  }
+}
+
 }  // namespace dadt

@@ -3,6 +3,7 @@
 #include <cstddef>
 
 #include "dtype.h"
+#include "reduction.h"
 
 namespace dadt {
 
@@ -14,6 +15,9 @@ struct Kernels {
   // soon, so write it past the cache.
   using Reduce = void (*)(void* destination, const void* const* sources, const double* weights, int ranks,
                           double divisor, size_t count, bool stream);
+  // destination = the least, greatest or product of the sources. A NaN stays one; products as sums above,
+  // and whole numbers wrap.
+  using Fold = void (*)(void* destination, const void* const* sources, int ranks, size_t count, bool stream);
   // destination = factor * source.
   using Scale = void (*)(void* destination, const void* source, double factor, size_t count);
   // parameter, displacement = parameter + factor * displacement, parameter. Floating dtypes, null for the
@@ -26,14 +30,24 @@ struct Kernels {
 
   const char* name;
   Reduce reduce[kDTypes];
+  const Fold* min;  // a row by dtype
+  const Fold* max;
+  const Fold* product;
   Scale scale[kDTypes];
   Predict predict[kDTypes];
   Displace displace[kDTypes];
   Copy copy;
 };
 
+// Outputs of so many bytes and more are streamed: they would only wash the cache out.
+inline constexpr size_t kStreamBytes = size_t{16} << 20;
+
 // The best table for this processor. Constant.
 const Kernels& kernels();
+
+// Any reduction. weights and divisor: of a mean (as Kernels::Reduce) and a sum (divisor 1) only.
+void reduce(DType dtype, Reduction reduction, void* destination, const void* const* sources,
+            const double* weights, int ranks, double divisor, size_t count, bool stream);
 
 // Each table by itself, for tests; null where it was not built or the processor cannot run it.
 const Kernels* scalar_kernels();

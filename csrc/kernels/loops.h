@@ -1,7 +1,8 @@
 #pragma once
 
 // The loops behind the tables, written once over `F32` and `F64`: vectors that the including file defines for
-// its instruction set, with kWidth, load, store, stream, fill, + and *. Unnamed namespace: see number.h.
+// its instruction set, with kWidth, load, store, stream, fill, +, *, lesser and greater. Unnamed namespace:
+// see number.h.
 #include "kernels/kernels.h"
 #include "kernels/number.h"
 
@@ -28,7 +29,37 @@ size_t elements_to_aligned(const T* address, size_t width, size_t count) {
   return missing < count ? missing : count;
 }
 
-template <typename T, bool kWeighted>
+// What joins the value of one more rank to those before, of vectors and scalars alike.
+struct Add {
+  static constexpr bool kScaled = true;
+  template <typename V>
+  static V join(V a, V b) {
+    return a + b;
+  }
+};
+struct Lesser {
+  static constexpr bool kScaled = false;
+  template <typename V>
+  static V join(V a, V b) {
+    return lesser(a, b);
+  }
+};
+struct Greater {
+  static constexpr bool kScaled = false;
+  template <typename V>
+  static V join(V a, V b) {
+    return greater(a, b);
+  }
+};
+struct Times {
+  static constexpr bool kScaled = false;
+  template <typename V>
+  static V join(V a, V b) {
+    return a * b;
+  }
+};
+
+template <typename T, typename Join, bool kWeighted>
 void reduce_one(T* destination, const T* const* sources, const double* weights, int ranks,
                 typename Accumulator<T>::Scalar factor, size_t i) {
   using Scalar = typename Accumulator<T>::Scalar;
@@ -37,12 +68,13 @@ void reduce_one(T* destination, const T* const* sources, const double* weights, 
   for (int r = 1; r < ranks; ++r) {
     Scalar x = widen(sources[r][i]);
     if (kWeighted) x = x * static_cast<Scalar>(weights[r]);
-    sum = sum + x;
+    sum = Join::join(sum, x);
   }
-  narrow(sum * factor, destination + i);
+  if (Join::kScaled) sum = sum * factor;
+  narrow(sum, destination + i);
 }
 
-template <typename T, bool kWeighted, bool kStream>
+template <typename T, typename Join, bool kWeighted, bool kStream>
 void reduce_loop(T* destination, const T* const* sources, const double* weights, int ranks,
                  typename Accumulator<T>::Scalar factor, size_t count) {
   using Scalar = typename Accumulator<T>::Scalar;
@@ -52,7 +84,7 @@ void reduce_loop(T* destination, const T* const* sources, const double* weights,
   size_t i = 0;
   if (kStream) {
     const size_t head = elements_to_aligned(destination, kWidth, count);
-    for (; i < head; ++i) reduce_one<T, kWeighted>(destination, sources, weights, ranks, factor, i);
+    for (; i < head; ++i) reduce_one<T, Join, kWeighted>(destination, sources, weights, ranks, factor, i);
   }
   const Vector scale = Vector::fill(factor);
   for (; i + kUnroll * kWidth <= count; i += kUnroll * kWidth) {
@@ -66,18 +98,19 @@ void reduce_loop(T* destination, const T* const* sources, const double* weights,
       const Vector weight = Vector::fill(kWeighted ? static_cast<Scalar>(weights[r]) : Scalar(1));
       for (size_t k = 0; k < kUnroll; ++k) {
         const Vector x = Vector::load(sources[r] + i + k * kWidth);
-        sum[k] = sum[k] + (kWeighted ? x * weight : x);
+        sum[k] = Join::join(sum[k], kWeighted ? x * weight : x);
       }
     }
     for (size_t k = 0; k < kUnroll; ++k) {
+      if (Join::kScaled) sum[k] = sum[k] * scale;
       if (kStream) {
-        (sum[k] * scale).stream(destination + i + k * kWidth);
+        sum[k].stream(destination + i + k * kWidth);
       } else {
-        (sum[k] * scale).store(destination + i + k * kWidth);
+        sum[k].store(destination + i + k * kWidth);
       }
     }
   }
-  for (; i < count; ++i) reduce_one<T, kWeighted>(destination, sources, weights, ranks, factor, i);
+  for (; i < count; ++i) reduce_one<T, Join, kWeighted>(destination, sources, weights, ranks, factor, i);
   if (kStream) stream_fence();
 }
 
@@ -88,15 +121,61 @@ void reduce_float(void* destination, const void* const* sources, const double* w
   T* to = static_cast<T*>(destination);
   const T* const* from = reinterpret_cast<const T* const*>(sources);
   const Scalar factor = static_cast<Scalar>(1.0 / divisor);
-  if (weights != nullptr) return reduce_loop<T, true, false>(to, from, weights, ranks, factor, count);
-  if (stream) return reduce_loop<T, false, true>(to, from, nullptr, ranks, factor, count);
-  return reduce_loop<T, false, false>(to, from, nullptr, ranks, factor, count);
+  if (weights != nullptr) return reduce_loop<T, Add, true, false>(to, from, weights, ranks, factor, count);
+  if (stream) return reduce_loop<T, Add, false, true>(to, from, nullptr, ranks, factor, count);
+  return reduce_loop<T, Add, false, false>(to, from, nullptr, ranks, factor, count);
+}
+
+template <typename T, typename Join>
+void fold_float(void* destination, const void* const* sources, int ranks, size_t count, bool stream) {
+  T* to = static_cast<T*>(destination);
+  const T* const* from = reinterpret_cast<const T* const*>(sources);
+  if (stream) return reduce_loop<T, Join, false, true>(to, from, nullptr, ranks, 1, count);
+  return reduce_loop<T, Join, false, false>(to, from, nullptr, ranks, 1, count);
+}
+
+// Whole numbers. Sums and products in 64 bits without sign, whose low ones are those of any width: overflow
+// wraps, and is not undefined.
+template <typename T>
+T join_integers(T a, T b, Lesser) {
+  return a < b ? a : b;
+}
+template <typename T>
+T join_integers(T a, T b, Greater) {
+  return a > b ? a : b;
+}
+template <typename T>
+T join_integers(T a, T b, Add) {
+  return static_cast<T>(static_cast<uint64_t>(a) + static_cast<uint64_t>(b));
+}
+template <typename T>
+T join_integers(T a, T b, Times) {
+  return static_cast<T>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b));
+}
+
+// A block at a time, beside the destination: that may be any of the sources.
+template <typename T, typename Join>
+void fold_integer(void* destination, const void* const* sources, int ranks, size_t count, bool) {
+  constexpr size_t kBlock = 4096 / sizeof(T);
+  T block[kBlock];
+  for (size_t begin = 0; begin < count; begin += kBlock) {
+    const size_t size = count - begin < kBlock ? count - begin : kBlock;
+    std::memcpy(block, static_cast<const T*>(sources[0]) + begin, size * sizeof(T));
+    for (int r = 1; r < ranks; ++r) {
+      const T* from = static_cast<const T*>(sources[r]) + begin;
+      for (size_t i = 0; i < size; ++i) block[i] = join_integers(block[i], from[i], Join());
+    }
+    std::memcpy(static_cast<T*>(destination) + begin, block, size * sizeof(T));
+  }
 }
 
 // Equal weights: exact in 64 bits. Others: in long double, as weights need not be whole.
 template <typename T>
 void reduce_integer(void* destination, const void* const* sources, const double* weights, int ranks,
-                    double divisor, size_t count, bool) {
+                    double divisor, size_t count, bool stream) {
+  if (weights == nullptr && divisor == 1) {
+    return fold_integer<T, Add>(destination, sources, ranks, count, stream);
+  }
   T* to = static_cast<T*>(destination);
   const T* const* from = reinterpret_cast<const T* const*>(sources);
   for (size_t i = 0; i < count; ++i) {
@@ -175,12 +254,24 @@ void copy_bytes(void* destination, const void* source, size_t bytes, bool stream
   stream_fence();
 }
 
+// The rows of a table: one per dtype, in their order.
+template <typename Join>
+struct Folds {
+  static constexpr Kernels::Fold kRow[kDTypes] = {
+      fold_float<float, Join>,     fold_float<double, Join>,    fold_float<Half, Join>,
+      fold_float<BFloat, Join>,    fold_integer<int64_t, Join>, fold_integer<int32_t, Join>,
+      fold_integer<int16_t, Join>, fold_integer<int8_t, Join>,  fold_integer<uint8_t, Join>};
+};
+
 constexpr Kernels make_kernels(const char* name) {
   return Kernels{
       name,
       {reduce_float<float>, reduce_float<double>, reduce_float<Half>, reduce_float<BFloat>,
        reduce_integer<int64_t>, reduce_integer<int32_t>, reduce_integer<int16_t>, reduce_integer<int8_t>,
        reduce_integer<uint8_t>},
+      Folds<Lesser>::kRow,
+      Folds<Greater>::kRow,
+      Folds<Times>::kRow,
       {scale_float<float>, scale_float<double>, scale_float<Half>, scale_float<BFloat>,
        scale_integer<int64_t>, scale_integer<int32_t>, scale_integer<int16_t>, scale_integer<int8_t>,
        scale_integer<uint8_t>},

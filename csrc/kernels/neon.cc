@@ -48,6 +48,17 @@ struct F64 {
   F64 operator*(F64 other) const { return {vmulq_f64(v, other.v)}; }
 };
 
+// Not vminq and vmaxq: of two zeros and of two NaNs they choose otherwise than the other tables.
+inline F32 lesser(F32 a, F32 b) {
+  return {vbslq_f32(vorrq_u32(vcltq_f32(a.v, b.v), vmvnq_u32(vceqq_f32(a.v, a.v))), a.v, b.v)};
+}
+inline F32 greater(F32 a, F32 b) {
+  return {vbslq_f32(vorrq_u32(vcgtq_f32(a.v, b.v), vmvnq_u32(vceqq_f32(a.v, a.v))), a.v, b.v)};
+}
+inline uint64x2_t nan(F64 a) { return veorq_u64(vceqq_f64(a.v, a.v), vdupq_n_u64(~uint64_t{0})); }
+inline F64 lesser(F64 a, F64 b) { return {vbslq_f64(vorrq_u64(vcltq_f64(a.v, b.v), nan(a)), a.v, b.v)}; }
+inline F64 greater(F64 a, F64 b) { return {vbslq_f64(vorrq_u64(vcgtq_f64(a.v, b.v), nan(a)), a.v, b.v)}; }
+
 inline void stream_fence() {}
 
 }  // namespace

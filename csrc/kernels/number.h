@@ -71,5 +71,11 @@ inline void narrow(float x, Half* y) {
   y->bits = static_cast<uint16_t>(sign | half);
 }
 
+// The least and the greatest: NaN wins, and of equals (zeros of two signs) the later.
+inline float lesser(float a, float b) { return a < b || a != a ? a : b; }
+inline float greater(float a, float b) { return a > b || a != a ? a : b; }
+inline double lesser(double a, double b) { return a < b || a != a ? a : b; }
+inline double greater(double a, double b) { return a > b || a != a ? a : b; }
+
 }  // namespace
 }  // namespace dadt

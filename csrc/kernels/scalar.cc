@@ -27,6 +27,14 @@ struct One {
   One operator+(One other) const { return {v + other.v}; }
   One operator*(One other) const { return {v * other.v}; }
 };
+template <typename Scalar>
+One<Scalar> lesser(One<Scalar> a, One<Scalar> b) {
+  return {lesser(a.v, b.v)};
+}
+template <typename Scalar>
+One<Scalar> greater(One<Scalar> a, One<Scalar> b) {
+  return {greater(a.v, b.v)};
+}
 using F32 = One<float>;
 using F64 = One<double>;
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import dadt
 
@@ -16,15 +17,32 @@ def hook() -> None:
     from dadt.config import Config
     from dadt.world import World
 
+    world = World.from_env()
+    if not world.job and not dadt.asked_for:
+        _forget()
+        return
+    _offer_backend()
     if _is_multiprocessing_child():
         return
-    world = World.from_env()
     if not world.job:
         _hook_elsewhere()
     elif Config.from_env().inject != "none":
         from dadt.inject import worker
 
         worker.start(world)
+
+
+def _offer_backend() -> None:
+    """init_process_group("dadt") works from here on, also in children."""
+    import torch.distributed as dist
+
+    def create(options: Any, own: Any) -> Any:
+        from dadt import backend
+
+        return backend.create(options, own)
+
+    if dist.is_available():
+        dist.Backend.register_backend("dadt", create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _hook_elsewhere() -> None:
@@ -35,9 +53,6 @@ def _hook_elsewhere() -> None:
 
     world = World.from_launcher()
     if world.world_size == 1 or "dadt_cli" in sys.modules:
-        return
-    if not dadt.asked_for:
-        _forget()
         return
     try:
         if Config.from_env().inject != "none":

@@ -77,6 +77,8 @@ class Loaders:
         return found
 
     def iterate(self, loader: Loader) -> Iterator[Any]:
+        if self.runtime.explicit:
+            return self.original_iter(loader)
         role = self.role(loader)
         kind = self._decide(loader, role)
         if kind == ALONE:

@@ -14,10 +14,12 @@ from torch.optim import swa_utils
 from torch.optim.swa_utils import AveragedModel
 
 from dadt.attachment import Attachment
+from dadt.inject.ddp import Wrappers
 from dadt.runtime import Runtime
 
 _UNSEEN_STEPS = 3
-_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+_PASSING_ON = ("OptimizedModule", "DistributedDataParallel", "DataParallel")
+"""Wrappers that call the module inside: compiled, or a copy of it."""
 
 
 class Entry:
@@ -40,18 +42,23 @@ class Entry:
         module = self._module()
         assert module is not None
         call = self._call or module._call_impl
-        if torch.is_grad_enabled() and (module.training or self._trained_in_eval or not self._modules.runtime.began):
-            self._count(module)
-            self._modules.forward_begins(module)
-            return call(*args, **kwargs)
+        suspended: list[Attachment] = []
         if torch.is_grad_enabled():
             self._count(module)
-        suspended = self._modules.suspend(module)
+        if torch.is_grad_enabled() and (module.training or self._trained_in_eval or not self._modules.runtime.began):
+            self._modules.forward_begins(module)
+        else:
+            suspended = self._modules.suspend(module)
         try:
-            return call(*args, **kwargs)
+            with self._modules.wrappers.quiet():
+                return call(*args, **kwargs)
         finally:
             for attachment in suspended:
                 attachment.prediction.resume()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """None, for modules that pickle and copy all that they hold, as DistributedDataParallel does."""
+        return type(None), ()
 
     def withdraw(self, module: nn.Module) -> None:
         if self._call is None:
@@ -73,6 +80,7 @@ class Modules:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
+        self.wrappers = Wrappers(runtime)
         self._optimizers: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[torch.optim.Optimizer]] = (
             weakref.WeakKeyDictionary()
         )
@@ -99,9 +107,9 @@ class Modules:
             seen |= level
             roots.update((m, None) for m in level if m not in parents)
             level = {p for m in level for p in parents.get(m, ())} - seen
-        if any(type(m).__name__ in _WRAPPERS or _is_sharded(m) for m in seen):
-            self.leave_alone(optimizer)
+        if self.wrappers.leaves_alone(optimizer, seen):
             return
+        self.wrappers.notice(seen)
         ordered = [m for m in modules if m in roots]
         self.runtime.roots[optimizer] = [weakref.ref(m) for m in ordered]
         for m in ordered:
@@ -116,29 +124,21 @@ class Modules:
             module.__dict__["_compiled_call_impl"] = Entry(self, module, module.__dict__.get("_compiled_call_impl"))
 
     def _leave(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Calls of the module come through torch.compile's wrapper, which would trace what runs inside it."""
+        """Calls of the module come through a wrapper that would trace or copy what is in its slot."""
         self._optimizers.setdefault(module, weakref.WeakSet()).add(optimizer)
         entry = module.__dict__.get("_compiled_call_impl")
         if isinstance(entry, Entry):
             entry.withdraw(module)
 
     def wrapped(self, parent: nn.Module, child: nn.Module) -> None:
-        """A module that is entered was put into another one."""
-        if child not in self._optimizers:
-            return
-        for optimizer in list(self._optimizers[child]):
-            if type(parent).__name__ in _WRAPPERS:
-                self.leave_alone(optimizer)
-            elif type(parent).__name__ == "OptimizedModule":
+        """A module was put into another one."""
+        self.wrappers.notice([parent])
+        for optimizer in list(self._optimizers.get(child, ())):
+            if self.wrappers.leaves_alone(optimizer, [parent]):
+                continue
+            if any(base.__name__ in _PASSING_ON for base in type(parent).__mro__):
                 self.enter(parent, optimizer)
                 self._leave(child, optimizer)
-
-    def leave_alone(self, optimizer: torch.optim.Optimizer) -> None:
-        self.runtime.left_alone.add(optimizer)
-        self.runtime.say(
-            f"{type(optimizer).__name__}: its parameters belong to DistributedDataParallel or FSDP,"
-            " which average them already: left alone"
-        )
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Before an optimizer's step: a topmost module that was not called (a container) is entered one level down."""
@@ -205,8 +205,6 @@ class Modules:
 
     def reveal(self, module: nn.Module) -> list[Attachment]:
         """Before state_dict() or load_state_dict(): the weights and buffers below are the true and official ones."""
-        if not self.runtime.attachments:
-            return []
         ids = {id(p) for p in module.parameters()}
         mine = [a for a in self.runtime.attachments if any(id(p) in ids for p in a.prediction.parameters)]
         for attachment in mine:
@@ -226,6 +224,7 @@ class Modules:
 def install(modules: Modules) -> None:
     """Patch nn.Module's own methods and Parameter's copying; all at class level, so nothing is seen in an instance."""
     runtime = modules.runtime
+    runtime.on_claim.append(modules.wrappers.decide)
     train, state_dict, load_state_dict, compile_ = (
         nn.Module.train,
         nn.Module.state_dict,
@@ -236,8 +235,7 @@ def install(modules: Modules) -> None:
     @functools.wraps(train)
     def patched_train(self: nn.Module, mode: bool = True) -> nn.Module:
         result = train(self, mode)
-        if runtime.attachments:
-            modules.mode_changed(self, mode)
+        modules.mode_changed(self, mode)
         return result
 
     @functools.wraps(state_dict)
@@ -337,7 +335,3 @@ def _all_modules() -> list[nn.Module]:
     """Every module there is: built by hand, unpickled or copied."""
     # By type, not isinstance: a proxy's __class__ may run code of the script's.
     return [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
-
-
-def _is_sharded(module: nn.Module) -> bool:
-    return any(type(p).__name__ == "DTensor" for p in module._parameters.values())

@@ -52,7 +52,8 @@ class Steps:
             self._under_way.append((frame, optimizer, None))
             self._runtime.begin()
             return None
-        if optimizer not in self._runtime.roots:
+        left = self._runtime.explicit or optimizer in self._runtime.left_alone
+        if optimizer not in self._runtime.roots and not left:
             self._modules.find(optimizer)
         attachment = self._attachment(optimizer)
         if attachment is not None and not attachment.consumed:
@@ -125,7 +126,7 @@ def install(runtime: Runtime, modules: Modules) -> None:
     def patched_init(self: Optimizer, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         runtime.register(self)
-        if not runtime.alone:
+        if not runtime.alone and not runtime.explicit:
             modules.find(self)
 
     Optimizer.__init__ = patched_init  # type: ignore[method-assign]

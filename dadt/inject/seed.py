@@ -85,6 +85,8 @@ class Streams:
         self._left: State | None = None
         """The rank's own state when it last rejoined the shared stream."""
         self._drawing = False
+        self.seeded = False
+        """The script has called torch.manual_seed."""
         self._remembered: OrderedDict[bytes, torch.Tensor] = OrderedDict()
         self._lock = threading.RLock()
         self._pid = os.getpid()
@@ -148,6 +150,7 @@ class Streams:
         original = self._manual_seed
 
         def manual_seed(seed: int) -> Any:
+            self.seeded = True
             if not self.divided:
                 return original(seed)
             with self._lock:

@@ -20,11 +20,15 @@ from dadt.world import World
 
 runtime: Runtime | None = None
 """This process's, once it is a worker."""
+modules: module.Modules | None = None
 
 
-def start(world: World) -> None:
-    """Install all hooks. Claims nothing: that happens when the script begins to train."""
-    global runtime
+def start(world: World, *, explicit: bool = False) -> None:
+    """Install all hooks. Claims nothing: that happens when the script begins to train.
+
+    explicit: the script calls `dadt.init`, and its data, seeds and files are its own.
+    """
+    global runtime, modules
     if runtime is not None:
         return
     config = Config.from_env()
@@ -37,18 +41,45 @@ def start(world: World) -> None:
     runtime = Runtime(world, config, control)
     if control is not None:
         failure.install(control, lambda: runtime.step)
-    streams = seed.install(runtime)
-    runtime.on_begin.append(streams.split)
     modules = module.Modules(runtime)
-    optimizer.install(runtime, modules)
+    if not (explicit and runtime.alone):
+        optimizer.install(runtime, modules)
     if not runtime.alone:
         module.install(modules)
         gradient.install(runtime, modules)
+    if not explicit:
+        _install_around(runtime)
+    os.register_at_fork(after_in_child=runtime.resign)
+    atexit.register(_end, runtime)
+
+
+def ask() -> Runtime:
+    """For a script that calls `dadt.init`: the runtime, which leaves everything else to it from here on."""
+    if runtime is None:
+        world = World.from_env()
+        start(world if world.job else World.from_launcher(), explicit=True)
+    assert runtime is not None
+    runtime.leave_to_script()
+    return runtime
+
+
+def wrap(chosen: torch.optim.Optimizer) -> None:
+    """Train with this optimizer on all ranks, in a script that calls `dadt.init`."""
+    assert runtime is not None and modules is not None
+    runtime.enlist(chosen)
+    if not runtime.alone:
+        modules.find(chosen)
+
+
+def _install_around(runtime: Runtime) -> None:
+    """What the script does beside training."""
+    streams = seed.install(runtime)
+    # A script that knows its rank, and has seeded, has seeded each rank as it wants it.
+    runtime.on_begin.append(lambda: None if streams.seeded and runtime.script_is_distributed else streams.split())
+    if not runtime.alone:
         loader.install(runtime, streams)
         saving.install(runtime)
         download.install(runtime)
-    os.register_at_fork(after_in_child=runtime.resign)
-    atexit.register(_end, runtime)
 
 
 def _join(world: World, config: Config) -> tuple[Forum, Config]:

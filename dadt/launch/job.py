@@ -16,7 +16,7 @@ from dadt.launch.frame import Frame
 from dadt.launch.interrupt import Interrupts
 from dadt.launch.journal import Journal
 from dadt.launch.output import Output
-from dadt.launch.query import Query
+from dadt.launch.query import OWN_INQUIRY, Query
 from dadt.launch.rendezvous import Rendezvous
 from dadt.launch.slot import Slot
 from dadt.launch.sweep import sweep
@@ -316,8 +316,16 @@ class Job:
         if path not in self._stacks:
             self._stacks.append(path)
 
+    def _on_dump(self, node: Node, frame: Frame) -> None:
+        """A worker that waits in vain wants to know where all are."""
+        living = [slot.rank for slot in self._slots if not self._rendezvous.members[slot.rank].ended]
+        self._crew.send_all(Frame("stacks", {"number": OWN_INQUIRY, "ranks": living}))
+        self._say(f"the stacks of all ranks go to {self._stacks_of(0).with_name('rank*.stacks')}", "warning")
+
     def _on_stack(self, node: Node, frame: Frame) -> None:
-        if self._query is not None:
+        if frame["number"] == OWN_INQUIRY:
+            self._on_stacks(node, Frame("stacks", frame.header, frame.body or frame["problem"].encode()))
+        elif self._query is not None:
             self._query.told(frame)
 
     def _on_end(self, node: Node, frame: Frame) -> None:

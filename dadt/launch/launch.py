@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dadt.config import Config
+from dadt.choice import Place, choose
+from dadt.config import Config, mpi_executor
 from dadt.errors import ConfigError, DadtError
 from dadt.launch import environment, plan
 from dadt.launch.channel import Herald, Launcher
@@ -52,6 +53,8 @@ class Placed:
     nodes: Sequence[Node]
     slots: Sequence[Slot]
     master: tuple[str, int] | None
+    why: str = ""
+    """What was chosen, and the reason."""
 
 
 Told = Callable[[Placed, Watch], View | None]
@@ -141,9 +144,11 @@ def settle(the_plan: Plan, crew: Crew, job: str, voice: Voice) -> Placed:
     rooms = [room for room, share in zip(rooms, shares, strict=True) if share]
     shares = [share for share in shares if share]
     slots = place(shares, rooms, [node.address for node in crew.nodes])
+    config, why = _resolved(config, slots, crew.nodes)
     return Placed(
         plan=the_plan,
-        config=_resolved(config, slots, crew.nodes),
+        config=config,
+        why=why,
         job=job,
         logs=Path(config.log_dir) / job,
         nodes=crew.nodes,
@@ -206,7 +211,8 @@ def not_distributed(outcome: Outcome, where: Placed) -> str | None:
             "no worker imported torch with DADT hooked in (does the script import torch, in a Python in which dadt "
             "is installed? try --inject sitecustomize)"
         )
-    if not any(summary.get("steps", 0) for summary in outcome.summaries.values()):
+    # A script that calls dadt.init does with its ranks what it likes.
+    if not any(summary.get("steps", 0) or summary.get("explicit") for summary in outcome.summaries.values()):
         return (
             "no torch.optim optimizer made a step in any worker, so every worker did the same work for itself "
             "(an optimizer that is not a torch.optim.Optimizer, or training in a child process?)"
@@ -232,6 +238,7 @@ def _look(the_plan: Plan, job: str, node: Node) -> Mapping[str, Any]:
         "cwd": the_plan.cwd,
         "files": list(the_plan.files),
         "prologue": config.prologue,
+        "mpi": mpi_executor(config),
         "orphan_timeout": None if is_child else config.orphan_timeout,
         "env": dict(the_plan.named if has_own else the_plan.elsewhere),
     }
@@ -273,16 +280,17 @@ def _master(config: Config, first: Node) -> tuple[str, int]:
     return first.address or "127.0.0.1", int(first.report["port"])
 
 
-def _resolved(config: Config, slots: Sequence[Slot], nodes: Sequence[Node]) -> Config:
-    """With what all ranks must choose alike: the executor, and the seed where none is given."""
+def _resolved(config: Config, slots: Sequence[Slot], nodes: Sequence[Node]) -> tuple[Config, str]:
+    """With what all ranks must choose alike: the executors, and why, and the seed where none is given."""
     if config.seed < 0:
         config = replace(config, seed=secrets.randbelow(2**31))
-    many = len(nodes) > 1
-    if many and config.executor == "shm":
-        raise ConfigError("--executor shm: works on one host only; leave it out, or give gloo")
-    if config.executor == "auto" and len(slots) > 1:
-        config = replace(config, executor="gloo" if many or nodes[0].report["gpus"] else "shm")
-    return config
+    return choose(config, [_place(slots, index, node) for index, node in enumerate(nodes)])
+
+
+def _place(slots: Sequence[Slot], cross_rank: int, node: Node) -> Place:
+    usable = not str(node.report.get("torch", "")).endswith("+cpu")
+    workers = sum(slot.cross_rank == cross_rank for slot in slots)
+    return Place(node.name, workers, len(node.report["gpus"]) if usable else 0)
 
 
 def _conclude(launcher: Launcher, code: int, lines: Sequence[str]) -> None:

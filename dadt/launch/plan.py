@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from dadt.config import Config, here
+from dadt import timeline
+from dadt.config import Config, here, mpi_executor
 from dadt.errors import ConfigError
 from dadt.launch import environment, host, network
 from dadt.launch.channel import Launcher
@@ -47,18 +49,36 @@ class Plan:
 
 def make(config: Config, command: Sequence[str], files: Sequence[str] = (), blob: bytes = b"") -> Plan:
     """Raises ConfigError."""
+    config = _for_mpi(config)
     network.check(config.network_interface)
     elsewhere, named = environment.forwarded(config)
+    hosts = _enough(config.np, _within_reason(hosts_of(config)))
+    if config.timeline and (not hosts[0].name or hosts[0].is_local):
+        timeline.check(Path(config.timeline))
     return Plan(
         config=config,
         command=command,
         files=files,
         blob=blob,
-        hosts=_enough(config.np, _within_reason(hosts_of(config))),
+        hosts=hosts,
         elsewhere=elsewhere,
         named=named,
         cwd=str(Path(here(), config.workdir)),
     )
+
+
+def _for_mpi(config: Config) -> Config:
+    """With the launcher that the executor needs: ranks of MPI are started by mpirun, or by srun as such."""
+    name = mpi_executor(config)
+    if not name or config.launcher == "mpi":
+        return config
+    if config.nnodes or config.launcher not in ("auto", "slurm"):
+        given = "--nnodes" if config.nnodes else f"--launcher {config.launcher}"
+        raise ConfigError(f"--executor {name}: {given} starts no ranks of MPI; leave it out, or give --launcher mpi")
+    by_slurm = config.launcher == "slurm" or (shutil.which(config.mpirun) is None and shutil.which("srun") is not None)
+    if by_slurm and config.mpirun == "mpirun" and "SLURM_JOB_ID" in os.environ:
+        return replace(config, launcher="mpi", mpirun="srun")
+    return replace(config, launcher="mpi")
 
 
 def _enough(count: int, hosts: list[Host]) -> list[Host]:

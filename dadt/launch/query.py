@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from dadt.launch.watch import Watch
 
 WRITE_SECONDS = 0.05
+OWN_INQUIRY = 0
+"""The number of what the job itself asks; those of callers count from 1."""
 STACKS_SECONDS = 4.0
 """Beyond the time that an agent gives its workers."""
 ANSWER_SECONDS = 3.0

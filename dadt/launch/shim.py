@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dadt.errors import LaunchError
+from dadt.launch import library
 from dadt.launch.folder import root
 from dadt.launch.frame import Frame, Link
 from dadt.launch.interrupt import Interrupts
@@ -44,7 +45,8 @@ class Shim:
         self._deadline = time.monotonic() + note["timeout"]
         self._index, self._local_rank = _place(world, note["shares"])
         self._socket = root() / f"{note['job']}.{self._index}" / "agent"
-        self._own = {name: value for name, value in os.environ.items() if name.startswith(MPI_VARIABLES)}
+        known_by = (*MPI_VARIABLES, "SLURM_") if world.launcher == "srun" else MPI_VARIABLES
+        self._own = {name: value for name, value in os.environ.items() if name.startswith(known_by)}
         self._agent: subprocess.Popen[bytes] | None = None
 
     def run(self) -> None:
@@ -110,6 +112,7 @@ class Shim:
         """With the descriptors that MPI's daemon left open for its rank."""
         with Path(order["out"]).open("wb", buffering=0) as out, Path(order["err"]).open("wb", buffering=0) as err:
             env = {**order["env"], **self._own, **_libraries(order["env"])}
+            env |= library.variables(env, self._socket.parent)
             return spawn(order["command"], env, order["cwd"], out.fileno(), err.fileno(), close_fds=False)
 
     def _watch(self, link: Link, interrupts: Interrupts, worker: subprocess.Popen[bytes]) -> None:

@@ -185,7 +185,7 @@ def test_pull_mode_runs_operations_in_a_python_thread() -> None:
     thread = threading.Thread(target=loop)
     thread.start()
     array, out = np.arange(6, dtype=np.float32), np.zeros(6, np.float32)
-    reduced = engine.allreduce(layout([array]), addresses([array]), addresses([out]), "a", weight=3.0)
+    reduced = engine.allreduce(layout([array]), addresses([array]), addresses([out]), "a", weight=3.0, lane=b"l")
     gathered = engine.allgather(b"mine", "b")
     gathered.wait(TIMEOUT)
     engine.close(TIMEOUT)

@@ -209,6 +209,7 @@ TEST(Pull, APythonExecutorFinishesJobs) {
   std::vector<std::vector<float>> inputs = {{1, 2}, {}, {3}}, outputs = {{0, 0}, {}, {0}};
   Operation operation = allreduce(DType::kFloat32, inputs, outputs);
   operation.weight = 2;
+  operation.lane = "lane";
   operation.inputs[2] = nullptr;
   auto work = engine.submit(operation);
   auto job = engine.pull(30);
@@ -222,9 +223,9 @@ TEST(Pull, APythonExecutorFinishesJobs) {
   EXPECT_EQ(outputs[2], (std::vector<float>{0}));
   Result result;
   result.weight_sum = 4;
-  job->finish(result);
+  job->finish(std::move(result));
   EXPECT_EQ(finished(work).weight_sum, 4);
-  EXPECT_EQ(caught([&] { job->finish(result); }).code(), Code::kAborted);
+  EXPECT_EQ(caught([&] { job->finish(Result{}); }).code(), Code::kAborted);
   engine.close(1);
   EXPECT_EQ(engine.pull(30), nullptr);
 }

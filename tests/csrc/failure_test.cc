@@ -205,6 +205,15 @@ TEST(Failure, RanksInDifferentOperationsAreNamed) {
         return operation;
       },
       "with a lane of 24 bytes, rank 1 in allreduce \"step 3\" of 8 float32 with one of 16");
+  expect_mismatch(
+      [&](int rank) {
+        Operation operation = with_layout(all, DType::kFloat32, {8});
+        operation.reduction = rank == 1 ? Reduction::kMin : Reduction::kSum;
+        return operation;
+      },
+      "of 8 float32 by sum, rank 1 in allreduce \"step 3\" of 8 float32 by min");
+  expect_mismatch([&](int rank) { return allgather("x", std::string(1000, 'n') + (rank == 1 ? "b" : "a")); },
+                  "with another end of its long name");
 }
 
 TEST(Failure, AnOperationAfterManyIsStillChecked) {

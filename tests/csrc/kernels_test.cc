@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -23,6 +24,8 @@ std::vector<const Kernels*> tables() {
 
 const DType kFloats[] = {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16};
 
+const DType kIntegers[] = {DType::kInt64, DType::kInt32, DType::kInt16, DType::kInt8, DType::kUInt8};
+
 // Numbers of a dtype, as bytes, at an address that only suits its elements.
 class Numbers {
  public:
@@ -43,6 +46,10 @@ class Numbers {
         BFloat bfloat;
         narrow(static_cast<float>(x), &bfloat);
         put(i, bfloat);
+      }
+      if (std::find(std::begin(kIntegers), std::end(kIntegers), dtype) != std::end(kIntegers)) {
+        const uint64_t bits = random() * uint64_t{0x9e3779b97f4a7c15};
+        std::memcpy(bytes_.data() + (i + shift) * item_, &bits, item_);
       }
     }
   }
@@ -86,6 +93,94 @@ TEST(Kernels, AllTablesGiveTheSameBits) {
       }
     }
   }
+}
+
+std::vector<std::pair<const char*, const Kernels::Fold*>> folds(const Kernels& table) {
+  return {{"min", table.min}, {"max", table.max}, {"product", table.product}};
+}
+
+TEST(Kernels, AllTablesFoldToTheSameBits) {
+  for (int d = 0; d < kDTypes; ++d) {
+    const DType dtype = static_cast<DType>(d);
+    for (size_t count : {0, 1, 63, 64, 65, 300, 5000}) {
+      for (int ranks : {1, 2, 3, 5}) {
+        std::vector<Numbers> inputs;
+        std::vector<const void*> sources;
+        for (int r = 0; r < ranks; ++r) inputs.emplace_back(dtype, count, r + 10, r % 3);
+        for (auto& input : inputs) sources.push_back(input.data());
+        for (size_t which = 0; which < 3; ++which) {
+          Numbers want(dtype, count, 1);
+          folds(*scalar_kernels())[which].second[d](want.data(), sources.data(), ranks, count, false);
+          for (const Kernels* table : tables()) {
+            for (bool stream : {false, true}) {
+              Numbers got(dtype, count, 1);
+              const auto [name, row] = folds(*table)[which];
+              row[d](got.data(), sources.data(), ranks, count, stream);
+              EXPECT_TRUE(got == want) << table->name << " " << name << " " << dtype_name(dtype) << " count "
+                                       << count << " ranks " << ranks << " stream " << stream;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+template <typename T>
+void expect_folds(DType dtype, std::vector<std::vector<T>> sources, const std::vector<T>& least,
+                  const std::vector<T>& greatest, const std::vector<T>& product) {
+  const int d = static_cast<int>(dtype);
+  for (const Kernels* table : tables()) {
+    // Into memory of its own, and over the last of the sources: long enough for the vector loops.
+    for (bool in_place : {false, true}) {
+      const std::vector<T>* wants[] = {&least, &greatest, &product};
+      for (int which = 0; which < 3; ++which) {
+        std::vector<std::vector<T>> rows(sources.size()), want(1);
+        for (int turn = 0; turn < 100; ++turn) {
+          for (size_t r = 0; r < rows.size(); ++r) {
+            rows[r].insert(rows[r].end(), sources[r].begin(), sources[r].end());
+          }
+          want[0].insert(want[0].end(), wants[which]->begin(), wants[which]->end());
+        }
+        std::vector<const void*> from;
+        for (const auto& row : rows) from.push_back(row.data());
+        std::vector<T> out(want[0].size());
+        std::vector<T>& to = in_place ? rows.back() : out;
+        const auto [name, row] = folds(*table)[which];
+        row[d](to.data(), from.data(), static_cast<int>(from.size()), to.size(), false);
+        EXPECT_EQ(std::memcmp(to.data(), want[0].data(), to.size() * sizeof(T)), 0)
+            << table->name << " " << name << " " << dtype_name(dtype);
+      }
+    }
+  }
+}
+
+TEST(Kernels, FoldsAreTheLeastTheGreatestAndTheProduct) {
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  constexpr float kInf = std::numeric_limits<float>::infinity();
+  expect_folds<float>(DType::kFloat32, {{1, 5, kNan, 2, kInf}, {3, -2, 1, kNan, 1}, {2, 3, 4, 4, -2}},
+                      {1, -2, kNan, kNan, -2}, {3, 5, kNan, kNan, kInf}, {6, -30, kNan, kNan, -kInf});
+  expect_folds<double>(DType::kFloat64, {{1, 5, kNan, 2}, {3, -2, 1, kNan}}, {1, -2, kNan, kNan},
+                       {3, 5, kNan, kNan}, {3, -10, kNan, kNan});
+  // 1, 2, NaN and 1.5, -2, 1
+  expect_folds<uint16_t>(DType::kFloat16, {{0x3c00, 0x4000, 0x7e00}, {0x3e00, 0xc000, 0x3c00}},
+                         {0x3c00, 0xc000, 0x7e00}, {0x3e00, 0x4000, 0x7e00}, {0x3e00, 0xc400, 0x7e00});
+  expect_folds<uint16_t>(DType::kBFloat16, {{0x3f80, 0x4000, 0x7fc0}, {0x3fc0, 0xc000, 0x3f80}},
+                         {0x3f80, 0xc000, 0x7fc0}, {0x3fc0, 0x4000, 0x7fc0}, {0x3fc0, 0xc080, 0x7fc0});
+  expect_folds<int64_t>(DType::kInt64, {{int64_t{1} << 62, -3}, {4, 7}}, {4, -3}, {int64_t{1} << 62, 7},
+                        {0, -21});
+  expect_folds<int32_t>(DType::kInt32, {{1 << 30, -3}, {4, 7}}, {4, -3}, {1 << 30, 7}, {0, -21});
+  expect_folds<int16_t>(DType::kInt16, {{300, -3}, {300, 7}}, {300, -3}, {300, 7}, {24464, -21});
+  expect_folds<int8_t>(DType::kInt8, {{16, -3}, {17, 7}}, {16, -3}, {17, 7}, {16, -21});
+  expect_folds<uint8_t>(DType::kUInt8, {{16, 200}, {17, 7}}, {16, 7}, {17, 200}, {16, 120});
+}
+
+TEST(Kernels, SumsOfIntegersWrap) {
+  const std::vector<int8_t> a(3000, 100), b(3000, 100), c(3000, 3);
+  const void* sources[] = {a.data(), b.data(), c.data()};
+  std::vector<int8_t> out(3000);
+  reduce(DType::kInt8, Reduction::kSum, out.data(), sources, nullptr, 3, 3, out.size(), false);
+  EXPECT_EQ(out, std::vector<int8_t>(3000, -53));
 }
 
 TEST(Kernels, ReducesToTheMean) {

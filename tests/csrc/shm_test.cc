@@ -158,6 +158,74 @@ TEST(Shm, AllWeightsZeroCountAsEqual) {
   });
 }
 
+// Rank r has r + 2 at first and then the same times -1; weights as given.
+void expect_reduction(int world_size, Reduction reduction, const std::function<double(int)>& weight,
+                      float first, float second) {
+  const auto executors = connected(world_size, kSmallSlot);
+  spawn(world_size, [&](int rank) {
+    const float mine = static_cast<float>(rank + 2);
+    Tensors tensors = {std::vector<float>(500, mine), std::vector<float>(77, -mine)};
+    Operation operation = allreduce(DType::kFloat32, tensors, tensors);
+    operation.reduction = reduction;
+    operation.weight = weight(rank);
+    executors[rank]->run(operation, 30);
+    EXPECT_EQ(tensors[0], std::vector<float>(500, first))
+        << reduction_name(reduction) << " of " << world_size;
+    EXPECT_EQ(tensors[1], std::vector<float>(77, second))
+        << reduction_name(reduction) << " of " << world_size;
+  });
+}
+
+TEST(Shm, EveryReduction) {
+  const auto all = [](int) { return 1.0; };
+  for (int world_size : {1, 2, 3, 4, 9}) {
+    float sum = 0, product = 1, sign = 1;
+    for (int rank = 0; rank < world_size; ++rank) {
+      sum += static_cast<float>(rank + 2);
+      product *= static_cast<float>(rank + 2);
+      sign = -sign;
+    }
+    const float most = static_cast<float>(world_size + 1);
+    expect_reduction(world_size, Reduction::kSum, all, sum, -sum);
+    expect_reduction(world_size, Reduction::kMin, all, 2, -most);
+    expect_reduction(world_size, Reduction::kMax, all, most, -2);
+    expect_reduction(world_size, Reduction::kProduct, all, product, sign * product);
+    expect_reduction(world_size, Reduction::kSum, [](int) { return 3.0; }, 3 * sum, -3 * sum);
+  }
+}
+
+TEST(Shm, ReductionsLeaveOutRanksOfWeightZero) {
+  const auto first_out = [](int rank) { return rank == 0 ? 0.0 : 2.0; };
+  const auto none = [](int) { return 0.0; };
+  expect_reduction(3, Reduction::kSum, first_out, 14, -14);
+  expect_reduction(3, Reduction::kMin, first_out, 3, -4);
+  expect_reduction(3, Reduction::kMax, first_out, 4, -3);
+  expect_reduction(9, Reduction::kProduct, [](int rank) { return rank < 2 ? 1.0 : 0.0; }, 6, 6);
+  expect_reduction(2, Reduction::kSum, none, 5, -5);
+  expect_reduction(2, Reduction::kMin, none, 2, -3);
+}
+
+// A reduce-scatter: everybody asks for one tensor of all.
+TEST(Shm, EachRankMayTakeAnotherPart) {
+  for (int world_size : {2, 4, 9}) {
+    const auto executors = connected(world_size, kSmallSlot);
+    spawn(world_size, [&](int rank) {
+      Tensors tensors(world_size, std::vector<float>(333, static_cast<float>(rank)));
+      const Tensors before = tensors;
+      Operation operation = allreduce(DType::kFloat32, tensors, tensors);
+      operation.reduction = Reduction::kMax;
+      for (int other = 0; other < world_size; ++other) {
+        if (other != rank) operation.outputs[other] = nullptr;
+      }
+      executors[rank]->run(operation, 30);
+      for (int other = 0; other < world_size; ++other) {
+        const float want = static_cast<float>(other == rank ? world_size - 1 : rank);
+        EXPECT_EQ(tensors[other], std::vector<float>(333, want));
+      }
+    });
+  }
+}
+
 TEST(Shm, LargeLanesTravelInManyChunks) {
   for (int world_size : {2, 9}) {
     const auto executors = connected(world_size, kSmallSlot);

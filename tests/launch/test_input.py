@@ -32,7 +32,7 @@ from dadt.errors import ConfigError
         (["-np", "2", "python"], "which script?"),
         (["-np", "2", "--no-python", "nothing-like-this"], "nothing-like-this: there is no such executable"),
         (["-np", "2", "-m", "--no-python", "x"], "exclude each other"),
-        (["-np", "2", "--executor", "smh", "train.py"], "'smh' is not one of 'auto', 'shm'"),
+        (["-np", "2", "--executor", "smh", "train.py"], "--executor smh: unknown; choose one of auto, shm"),
         (["-np", "2", "--algoritm", "pipe", "train.py"], "Did you mean"),
         (["-np", "2", "--warmup-steps", "-3", "train.py"], "--warmup-steps -3: must be 0 or more"),
         (["-np", "2", "--warmup-steps", "few", "train.py"], "'few' is not a valid integer"),
@@ -110,7 +110,7 @@ def test_each_worker_sees_one_gpu(launch, two_gpus, visible, seen):
     env = two_gpus if visible is None else {**two_gpus, "CUDA_VISIBLE_DEVICES": visible}
     result = launch(SHOW, **env)
     assert sorted(result.out.splitlines()) == seen
-    assert ", executor gloo," in result.err
+    assert ", executor shm," in result.err
 
 
 def test_hidden_gpus_are_none(launch, two_gpus):

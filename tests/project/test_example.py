@@ -74,3 +74,21 @@ def test_sync_divided_among_two_workers_learns_as_one_process_does(tmp_path: Pat
     assert divided.returncode == alone.returncode == 0, divided.stdout
     assert "125 steps, none delayed" in divided.stdout
     assert accuracies(divided.stdout)[-1] == pytest.approx(accuracies(alone.stdout)[-1], abs=0.03)
+
+
+API_SCRIPT = ROOT / "examples" / "mnist_api.py"
+
+
+def test_the_one_with_the_api_in_plain_python(tmp_path: Path) -> None:
+    done = run([sys.executable, str(API_SCRIPT), "--epochs", "1"], tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert accuracies(done.stdout)[-1] > 0.85
+    assert (tmp_path / "mnist.pt").exists()
+
+
+def test_the_one_with_the_api_by_two_workers(tmp_path: Path) -> None:
+    done = run([sys.executable, "-m", "dadt_cli", "run", "-np", "2", str(API_SCRIPT)], tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert "189 steps, 139 of them delayed by one" in done.stdout
+    assert len(accuracies(done.stdout)) == 3
+    assert accuracies(done.stdout)[-1] >= 0.94

@@ -18,10 +18,12 @@ BLOCK = re.compile(r"<!-- (?P<mark>runnable|file): ?(?P<value>.*?) ?-->\n```\w+\
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 EXAMPLE_FLAGS = {"--epochs"}
 FOREIGN_FLAGS = {
+    "executors.md": {"--mpi"},
+    "injection.md": {"--init", "--world"},
     "mpi.md": {"--nproc-per-node"},
     "slurm.md": {"--array", "--cpus-per-task", "--nodes", "--ntasks", "--ntasks-per-node", "--signal", "--time"},
 }
-"""Of other programs, as torchrun, sbatch or ssh."""
+"""Of other programs, as torchrun, sbatch, ssh or a script of the page."""
 LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)")
 
 
@@ -96,10 +98,11 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not dead
 
 
-def test_configuration_is_fresh() -> None:
-    script = "import sys; sys.path.insert(0, 'docs'); import configuration; sys.stdout.write(configuration.page())"
+@pytest.mark.parametrize("name", ["configuration", "api"])
+def test_generated_pages_are_fresh(name: str) -> None:
+    script = f"import sys; sys.path.insert(0, 'docs'); import {name} as it; sys.stdout.write(it.page())"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-    page = (ROOT / "docs" / "configuration.md").read_text()
+    page = (ROOT / "docs" / f"{name}.md").read_text()
     assert page == done.stdout, "run `make format`"
 
 

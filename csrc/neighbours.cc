@@ -1,4 +1,4 @@
-#include "ring.h"
+#include "neighbours.h"
 
 #include <unistd.h>
 
@@ -25,16 +25,21 @@ bool end(SegmentHead& head, State to) {
 
 }  // namespace
 
-Ring::Ring(int rank, int world_size, size_t slot_bytes)
-    : rank_(rank), world_size_(world_size), slot_bytes_(slot_bytes), pid_(getpid()), segments_(world_size) {
-  segments_[rank] = std::make_unique<Segment>(slot_bytes);
+Neighbours::Neighbours(int rank, int world_size, size_t body_bytes, bool ready)
+    : rank_(rank),
+      world_size_(world_size),
+      body_bytes_(body_bytes),
+      ready_(ready),
+      pid_(getpid()),
+      segments_(world_size) {
+  segments_[rank] = std::make_unique<Segment>(body_bytes, ready);
 }
 
-Ring::~Ring() { close(); }
+Neighbours::~Neighbours() { close(); }
 
-std::string Ring::endpoint() const { return own().endpoint(); }
+std::string Neighbours::endpoint() const { return segments_[rank_]->endpoint(); }
 
-void Ring::connect(const std::vector<std::string>& endpoints, double timeout) {
+void Neighbours::connect(const std::vector<std::string>& endpoints, double timeout) {
   if (static_cast<int>(endpoints.size()) != world_size_) {
     throw std::invalid_argument(std::to_string(endpoints.size()) + " endpoints for " +
                                 std::to_string(world_size_) + " ranks");
@@ -46,7 +51,7 @@ void Ring::connect(const std::vector<std::string>& endpoints, double timeout) {
   for (int rank = 0; rank < world_size_; ++rank) {
     if (rank == rank_) continue;
     try {
-      peers[rank] = std::make_unique<Segment>(endpoints[rank], slot_bytes_);
+      peers[rank] = std::make_unique<Segment>(endpoints[rank], body_bytes_, ready_);
       if (peers[rank]->owner() != pid_) {
         watches[rank] = std::make_unique<Watch>(peers[rank]->owner(), peers[rank]->owner_start());
       }
@@ -59,7 +64,7 @@ void Ring::connect(const std::vector<std::string>& endpoints, double timeout) {
   watches_ = std::move(watches);
   connected_ = true;
   State opening = State::kOpening;
-  own().head().state.compare_exchange_strong(opening, State::kAttached);
+  head(rank_).state.compare_exchange_strong(opening, State::kAttached);
   ring_all();
   const auto absent = [this](int rank) { return state(rank) == State::kOpening; };
   const auto all_here = [&] {
@@ -69,52 +74,45 @@ void Ring::connect(const std::vector<std::string>& endpoints, double timeout) {
     return true;
   };
   wait(all_here, absent, "the start", timeout);
-  own().seal();
+  segments_[rank_]->seal();
 }
 
-void Ring::publish(Counter counter, uint32_t value) {
-  own().head().counters[counter].value.store(value);
-  for (int rank = 0; rank < world_size_; ++rank) {
-    if (rank != rank_) segments_[rank]->head().bell.ring_if_waiting();
-  }
-}
-
-void Ring::ring_all() {
-  if (!connected_) return own().head().bell.ring();
+void Neighbours::ring_all() {
+  if (!connected_) return head(rank_).bell.ring();
   for (const auto& segment : segments_) segment->head().bell.ring();
 }
 
-void Ring::abort(const Error& error) {
+void Neighbours::abort(const Error& error) {
   if (getpid() != pid_) return;
-  SegmentHead& head = own().head();
-  if (!end(head, State::kAborting)) return;
-  head.code = error.code();
-  std::strncpy(head.reason, error.what(), sizeof head.reason - 1);
-  head.state.store(State::kAborted);
+  SegmentHead& own = head(rank_);
+  if (!end(own, State::kAborting)) return;
+  own.code = error.code();
+  std::strncpy(own.reason, error.what(), sizeof own.reason - 1);
+  own.state.store(State::kAborted);
   ring_all();
 }
 
-void Ring::close() {
+void Neighbours::close() {
   if (getpid() != pid_) return;
-  if (end(own().head(), State::kClosed)) ring_all();
+  if (end(head(rank_), State::kClosed)) ring_all();
 }
 
-void Ring::check_aborted() const {
+void Neighbours::check_aborted() const {
   for (int rank = 0; rank < world_size_; ++rank) {
     if (state(rank) != State::kAborted) continue;
-    const SegmentHead& head = segments_[rank]->head();
-    const std::string reason(head.reason, strnlen(head.reason, sizeof head.reason));
-    throw Error(head.code, rank == rank_ ? reason : "rank " + std::to_string(rank) + " gave up: " + reason);
+    const SegmentHead& from = head(rank);
+    const std::string reason(from.reason, strnlen(from.reason, sizeof from.reason));
+    throw Error(from.code, rank == rank_ ? reason : "rank " + std::to_string(rank) + " gave up: " + reason);
   }
 }
 
-Error Ring::lost(int rank, bool alive, const std::string& title) const {
+Error Neighbours::lost(int rank, bool lives, const std::string& title) const {
   const std::string who =
       "rank " + std::to_string(rank) + " (pid " + std::to_string(segments_[rank]->owner()) + ")";
-  return Error(Code::kPeerLost, who + (alive ? " has ended" : " is gone") + "; waited for it in " + title);
+  return Error(Code::kPeerLost, who + (lives ? " has ended" : " is gone") + "; waited for it in " + title);
 }
 
-Error Ring::late_error(const std::vector<int>& ranks, const std::string& title, double timeout) {
+Error Neighbours::late_error(const std::vector<int>& ranks, const std::string& title, double timeout) {
   std::ostringstream text;
   text << ranks_text(ranks) << " did not come to " << title << " within " << timeout << " s";
   return Error(Code::kTimeout, text.str());

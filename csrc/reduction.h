@@ -1,0 +1,16 @@
+#pragma once
+
+#include <cstdint>
+
+namespace dadt {
+
+// What an allreduce makes of the ranks' values. A rank of weight 0 is left out of all of them, unless all
+// are.
+enum class Reduction : uint32_t { kMean = 0, kSum, kMin, kMax, kProduct };
+inline constexpr int kReductions = 5;
+inline constexpr const char* kReductionNames[kReductions] = {"mean", "sum", "min", "max", "product"};
+inline const char* reduction_name(Reduction reduction) {
+  return kReductionNames[static_cast<int>(reduction)];
+}
+
+}  // namespace dadt

@@ -1,0 +1,30 @@
+#pragma once
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <thread>
+#include <utility>
+
+namespace dadt {
+
+// A thread that no signal is delivered to: they are Python's main thread's. name: 15 characters at most.
+template <typename Body>
+std::thread start_thread(const char* name, Body&& body) {
+  sigset_t all;
+  sigset_t before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  std::thread thread;
+  try {
+    thread = std::thread(std::forward<Body>(body));
+  } catch (...) {
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    throw;
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  pthread_setname_np(thread.native_handle(), name);
+  return thread;
+}
+
+}  // namespace dadt

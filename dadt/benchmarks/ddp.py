@@ -1,0 +1,123 @@
+"""A step of DistributedDataParallel over backend `dadt` and over torch's Gloo, in turn in the same processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from dadt.benchmarks.ratio import Interval, interval, ratio
+from dadt.errors import ConfigError, DadtError
+
+CONTENDERS = ("dadt", "gloo")
+LAYERS = 5
+TIMEOUT = 120.0
+"""Seconds that a worker waits for another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Seconds of a step, of the slowest rank."""
+
+    parameters: int
+    batch_size: int
+    dadt: Interval
+    gloo: Interval
+    alone: Interval
+    """The same step without any exchange, on all ranks at once."""
+    gloo_per_dadt: Interval
+
+
+def measure(*, ranks: int, width: int, batch_size: int, rounds: int) -> Row:
+    """Steps of a perceptron of LAYERS layers of width x width float32; processes of one thread each.
+
+    Raises ConfigError for arguments out of range, DadtError where a worker fails.
+    """
+    if ranks < 2:
+        raise ConfigError(f"--np {ranks}: an exchange needs 2 workers or more")
+    if rounds < 6:
+        raise ConfigError(f"--rounds {rounds}: an interval needs 6 rounds or more")
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="dadt-bench-") as folder:
+        pipes = [spawn.Pipe() for _ in range(ranks)]
+        workers = [
+            spawn.Process(
+                target=_worker,
+                args=(rank, ranks, width, batch_size, rounds, theirs, str(Path(folder, "store"))),
+                daemon=True,
+            )
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for worker in workers:
+            worker.start()
+        for _, theirs in pipes:
+            theirs.close()
+        try:
+            seconds = [_read(rank, ours, rounds) for rank, (ours, _) in enumerate(pipes)]
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.join()
+    slowest = {name: [max(turn) for turn in zip(*(s[name] for s in seconds), strict=True)] for name in seconds[0]}
+    return Row(
+        parameters=LAYERS * (width + 1) * width,
+        batch_size=batch_size,
+        **{name: interval(values) for name, values in slowest.items()},
+        gloo_per_dadt=ratio(slowest["gloo"], slowest["dadt"]),
+    )
+
+
+def _read(rank: int, pipe: Connection, rounds: int) -> dict[str, list[float]]:
+    if not pipe.poll(TIMEOUT + 10.0 * rounds):
+        raise DadtError(f"rank {rank} of the measurement is silent")
+    try:
+        seconds: dict[str, list[float]] = pipe.recv()
+    except EOFError:
+        raise DadtError(f"rank {rank} of the measurement has failed; its error stands above") from None
+    return seconds
+
+
+def _worker(rank: int, ranks: int, width: int, batch_size: int, rounds: int, pipe: Connection, store: str) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    import dadt  # noqa: F401 (makes the backend known)
+
+    torch.set_num_threads(1)
+    patience = timedelta(seconds=TIMEOUT)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=patience)
+
+    def steps(contender: str) -> Any:
+        torch.manual_seed(0)
+        layers = (layer for _ in range(LAYERS) for layer in (nn.Linear(width, width), nn.ReLU()))
+        model: nn.Module = nn.Sequential(*layers)
+        if contender != "alone":
+            model = DistributedDataParallel(model, process_group=dist.new_group(backend=contender, timeout=patience))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        batch = torch.randn(batch_size, width)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+
+        return step
+
+    contenders = {name: steps(name) for name in (*CONTENDERS, "alone")}
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(rounds + 2):
+        for name, step in contenders.items():
+            dist.barrier()
+            begun = time.perf_counter()
+            step()
+            if turn >= 2:  # DDP arranges its buckets anew after the first step
+                seconds[name].append(time.perf_counter() - begun)
+    dist.barrier()
+    pipe.send(seconds)

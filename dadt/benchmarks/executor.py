@@ -1,0 +1,253 @@
+"""What an executor's allreduce costs beside the library called directly: one rank of a run, contenders in turn.
+
+Ranks are started by whoever fits: processes on one host or several, or mpirun. They meet in a store of torch's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from dadt import _core, executors, verb
+from dadt.benchmarks.ratio import Interval, interval, ratio
+from dadt.config import Config
+from dadt.executors import c10d
+from dadt.executors.base import Connection, Meet
+from dadt.group import Pending, start
+from dadt.world import World
+
+TIMEOUT = 120.0
+Library = Callable[[torch.Tensor], tuple[Callable[[], bool], Callable[[], object]]]
+"""Starts a sum in place; whether it is done, and waiting for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One size; seconds of the slowest rank."""
+
+    bytes: int
+    library: Interval
+    dadt: Interval
+    ratio: Interval
+    """dadt / library, pair by pair."""
+    over: Interval
+    """dadt - library, in seconds, pair by pair."""
+    loaded_library: Interval
+    loaded_dadt: Interval
+    """The same while the training thread runs Python."""
+
+
+class Contest:
+    """The same flat float32 tensor, summed by dadt and by the library.
+
+    On a GPU dadt does what it does with gradients: averages them where they are if the executor can, else stages them.
+    """
+
+    def __init__(self, connection: Connection, library: Library, count: int, world_size: int, device: str) -> None:
+        self._connection = connection
+        self._library = library
+        self._world_size = world_size
+        self._tensor = torch.zeros(count, device=device)
+        self._layout = _core.Layout(_core.DType.float32, [count])
+        self._wait: Callable[[], object] = lambda: None
+
+    def start_dadt(self) -> Callable[[], bool]:
+        engine, tensor = self._connection.engine, self._tensor
+        if not tensor.is_cuda:
+            address = [tensor.data_ptr()]
+            work = engine.allreduce(self._layout, address, address, "bench", reduction=_core.Reduction.sum)
+            self._wait = lambda: work.wait(TIMEOUT)
+            return lambda: work.done
+        if (device := self._connection.device) is not None:
+            averaging = device.average([tensor], [tensor], tensor, name="bench", weight=1.0, lane=b"")
+            self._wait = lambda: averaging.wait(TIMEOUT)
+            return lambda: averaging.done
+        call = verb.all_reduce(tensor, tensor, "sum", self._world_size)
+        staged = Pending(start(engine, call, "bench"), call)
+        self._wait = lambda: staged.wait(TIMEOUT)
+        return lambda: staged.done
+
+    def start_library(self) -> Callable[[], bool]:
+        done, self._wait = self._library(self._tensor)
+        return done
+
+    def seconds(self, start: Callable[[], Callable[[], bool]], loaded: bool) -> float:
+        begun = time.perf_counter()
+        done = start()
+        if loaded:
+            while not done():
+                sum(range(100))
+        self._wait()
+        if self._tensor.is_cuda:
+            torch.cuda.synchronize(self._tensor.device)
+        return time.perf_counter() - begun
+
+
+def measure(
+    contest_of: Callable[[int], Contest],
+    engine: _core.Engine,
+    meet: Callable[[str, bytes], list[bytes]],
+    sizes: Sequence[int],
+    seconds: float,
+) -> list[Row]:
+    """One row per size in bytes; each takes about `seconds`. Every rank calls it."""
+    rows = []
+    for size in sizes:
+        contest = contest_of(max(1, size // 4))
+        ways = {
+            (who, loaded): (start, loaded)
+            for loaded in (False, True)
+            for who, start in (("library", contest.start_library), ("dadt", contest.start_dadt))
+        }
+        times: dict[tuple[str, bool], list[float]] = {way: [] for way in ways}
+        rounds = 3
+        turn = 0
+        while turn < rounds:
+            for way, (begin, loaded) in ways.items():
+                engine.allgather(b"", "together").wait(TIMEOUT)
+                times[way].append(contest.seconds(begin, loaded))
+            turn += 1
+            if turn == 3:  # the first three are not counted; how long they took says how many more there will be
+                taken = meet(f"{size} taken", pickle.dumps(sum(t[-1] for t in times.values())))
+                rounds = 3 + min(200, max(11, int(seconds / pickle.loads(taken[0]))))
+        every = [pickle.loads(blob) for blob in meet(f"{size} times", pickle.dumps(times))]
+        slowest = {way: [max(at) for at in zip(*(t[way][3:] for t in every), strict=True)] for way in ways}
+        rows.append(_row(size, slowest))
+    return rows
+
+
+def repeat(contest: Contest, who: str, times: int) -> None:
+    """For who counts bytes outside."""
+    for _ in range(times):
+        contest.seconds(contest.start_dadt if who == "dadt" else contest.start_library, loaded=False)
+
+
+def _row(size: int, times: dict[tuple[str, bool], list[float]]) -> Row:
+    library, dadt = times["library", False], times["dadt", False]
+    return Row(
+        bytes=size,
+        library=interval(library),
+        dadt=interval(dadt),
+        ratio=ratio(dadt, library),
+        over=interval([a - b for a, b in zip(dadt, library, strict=True)]),
+        loaded_library=interval(times["library", True]),
+        loaded_dadt=interval(times["dadt", True]),
+    )
+
+
+def by_group(group: Any) -> Library:
+    """A process group of torch's."""
+
+    def start(tensor: torch.Tensor) -> tuple[Callable[[], bool], Callable[[], object]]:
+        work = group.allreduce([tensor])
+        return work.is_completed, work.wait
+
+    return start
+
+
+def by_mpi4py() -> Library:
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD.Dup()
+
+    def start(tensor: torch.Tensor) -> tuple[Callable[[], bool], Callable[[], object]]:
+        array = tensor.numpy()
+        done: list[bool] = []
+
+        def test() -> bool:
+            if not done:
+                world.Allreduce(MPI.IN_PLACE, array)
+                done.append(True)
+            return True
+
+        return test, test
+
+    return start
+
+
+def arguments_of(program: str, description: str | None) -> argparse.ArgumentParser:
+    """Where a rank is, and what it measures."""
+    parser = argparse.ArgumentParser(prog=f"python -m dadt.benchmarks.{program}", description=description)
+    parser.add_argument("executor")
+    parser.add_argument("--rank", type=int, default=-1, help="-1: as the launcher says")
+    parser.add_argument("--np", type=int, default=0)
+    parser.add_argument("--local-size", type=int, default=0)
+    parser.add_argument("--store", default="127.0.0.1:29400", help="host:port of rank 0")
+    parser.add_argument("--address", default="", help="at which others reach this host")
+    return parser
+
+
+def place(options: argparse.Namespace) -> tuple[World, Any, Meet]:
+    """This rank, the store in which it meets the others, and how."""
+    world = World.from_launcher()
+    if options.rank >= 0:
+        local_size = options.local_size or options.np
+        world = World(
+            rank=options.rank,
+            world_size=options.np,
+            local_rank=options.rank % local_size,
+            local_size=local_size,
+            cross_rank=options.rank // local_size,
+            address=options.address,
+        )
+    host, _, port = options.store.rpartition(":")
+    timeout = timedelta(seconds=TIMEOUT)
+    store: Any = TCPStore(host, int(port), world.world_size, world.rank == 0, timeout)
+
+    def meet(key: str, blob: bytes) -> list[bytes]:
+        store.set(f"{key} {world.rank}", blob)
+        return [store.get(f"{key} {rank}") for rank in range(world.world_size)]
+
+    return world, store, meet
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = arguments_of("executor", __doc__)
+    parser.add_argument("--against", choices=("gloo", "nccl", "mpi4py"), default="gloo")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the tensors are")
+    parser.add_argument("--sizes", default="64,4096,65536,1048576,8388608,67108864,268435456")
+    parser.add_argument("--seconds", type=float, default=3.0, help="for each size")
+    parser.add_argument("--only", choices=("dadt", "library"), help="run this one, as often as --repeat says")
+    parser.add_argument("--repeat", type=int, default=10)
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and (not torch.cuda.is_available() or options.against == "mpi4py"):
+        parser.error("--device cuda: needs a CUDA device that torch sees, and --against gloo or nccl")
+    if options.device == "cpu" and options.against == "nccl":
+        parser.error("--against nccl: moves tensors of GPUs only; give --device cuda, too")
+    torch.set_num_threads(1)
+    world, store, meet = place(options)
+    config = Config(executor=options.executor, timeout=TIMEOUT, start_timeout=TIMEOUT)
+    connection = executors.connect(config, world, meet)
+    if options.against == "mpi4py":
+        library = by_mpi4py()
+    else:
+        library = by_group(c10d.group(options.against, store, world, range(world.world_size), TIMEOUT, "library"))
+
+    def contest_of(count: int) -> Contest:
+        return Contest(connection, library, count, world.world_size, options.device)
+
+    sizes = [int(size) for size in options.sizes.split(",")]
+    rows = []
+    if options.only:
+        repeat(contest_of(sizes[0] // 4), options.only, options.repeat)
+    else:
+        rows = measure(contest_of, connection.engine, meet, sizes, options.seconds)
+    connection.engine.close(TIMEOUT)
+    connection.close()
+    if world.rank == 0:
+        sys.stdout.write(json.dumps([asdict(row) for row in rows]) + "\n")
+    meet("end", b"")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

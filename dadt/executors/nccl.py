@@ -1,0 +1,165 @@
+"""NCCL: tensors of GPUs are averaged where they are, by a process group and on a stream of our own.
+
+The host waits for no GPU. What ranks tell each other beside the tensors (lanes, weights) goes through memory of the
+host, over the executor that would move the tensors of a job without GPUs; it says, too, whether all ranks are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from dadt import _core
+from dadt.bucket import DTYPES
+from dadt.executors import c10d
+from dadt.executors.base import Connection, Meet
+
+if TYPE_CHECKING:
+    from dadt.config import Config
+    from dadt.world import World
+
+
+def beside(host: Connection, config: Config, world: World, meet: Meet) -> Connection:
+    """The connection, which also averages tensors of this rank's GPU."""
+    store = c10d.store_at_rank_0(config, world, lambda key, blob: meet(f"nccl {key}", blob))
+    executor = c10d.join("nccl", store, world, range(world.world_size), config.timeout)
+    device = Device(executor, host.engine, torch.device("cuda", torch.cuda.current_device()), world.world_size)
+
+    def close() -> None:
+        try:
+            device.close(failed=host.engine.error is not None)
+        finally:
+            host.close()
+
+    return replace(host, device=device, close=close)
+
+
+class Starter(Protocol):
+    """Executors of a device's tensors."""
+
+    def start(self, flat: torch.Tensor) -> Any:
+        """Begin a sum in place; `wait` of what is returned makes the current stream wait for it."""
+
+    def abort(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Device:
+    """Averages tensors of one device in the order in which they are given, which must be that of all ranks."""
+
+    def __init__(self, executor: Starter, engine: _core.Engine, device: torch.device, world_size: int) -> None:
+        """executor: of the device's tensors. engine: for what goes beside them."""
+        self.device = device
+        self._executor = executor
+        self._engine = engine
+        self._world_size = world_size
+        self._module: Any = torch.get_device_module(device)
+        self._stream = self._module.Stream()
+
+    def average(
+        self, values: Sequence[torch.Tensor | None], places: Sequence[torch.Tensor], flat: torch.Tensor, **beside: Any
+    ) -> Averaging:
+        """Weighted mean over ranks into `flat`, of which `places` are the parts for the values; None: zeros.
+
+        beside: name, weight and lane, as of `Engine.allreduce`. What is on the current stream comes first.
+        """
+        ready, began, ended = self._event(), self._event(timing=True), self._event(timing=True)
+        ready.record(self._module.current_stream())
+        self._sum(values, places, flat, beside["weight"], ready, began, ended)
+        work = self._engine.allreduce(_core.Layout(DTYPES[flat.dtype], [0]), [0], [0], **beside)
+        return self._handle(work, flat, began, ended)
+
+    def _handle(self, work: _core.Work, flat: torch.Tensor, began: Any, ended: Any) -> Averaging:
+        return Averaging(work, flat, began, ended, self._module, self._world_size)
+
+    def _sum(
+        self,
+        values: Sequence[torch.Tensor | None],
+        places: Sequence[torch.Tensor],
+        flat: torch.Tensor,
+        weight: float,
+        ready: Any,
+        began: Any,
+        ended: Any,
+    ) -> None:
+        """On this stream, after `ready`; `began` and `ended` are recorded around what ranks do together."""
+        pairs = zip(places, values, strict=True)
+        moved = [(place, value) for place, value in pairs if value is not None and value is not place]
+        absent = [place for place, value in zip(places, values, strict=True) if value is None]
+        with torch.no_grad(), self._module.stream(self._stream):
+            self._stream.wait_event(ready)
+            if moved:
+                torch._foreach_copy_([place for place, _ in moved], [value for _, value in moved])
+            if absent:
+                torch._foreach_zero_(absent)
+            if weight != 1:
+                flat.mul_(weight)
+            began.record(self._stream)
+            self._executor.start(flat).wait()  # this stream does; the host goes on
+            ended.record(self._stream)
+            for tensor in (flat, *(value for _, value in moved)):
+                if tensor.is_cuda:  # its memory is not given to others before this stream has gone on
+                    tensor.record_stream(self._stream)
+
+    def _event(self, timing: bool = False) -> Any:
+        return self._module.Event(enable_timing=True) if timing and self._module is torch.cuda else self._module.Event()
+
+    def close(self, failed: bool) -> None:
+        """failed: peers may never do their part of what is under way."""
+        if failed:
+            self._executor.abort()
+        self._executor.close()
+
+
+class Averaging:
+    """As the engine's Work. After `wait` the current stream waits for the device, and divides by the weights."""
+
+    def __init__(
+        self, work: _core.Work, flat: torch.Tensor, began: Any, ended: Any, module: Any, world_size: int
+    ) -> None:
+        self._work = work
+        self._flat: torch.Tensor | None = flat
+        self._began, self._ended = began, ended
+        self._module = module
+        self._world_size = world_size
+
+    @property
+    def name(self) -> str:
+        return self._work.name
+
+    @property
+    def done(self) -> bool:
+        return self._work.done and bool(self._ended.query())
+
+    @property
+    def lanes(self) -> list[bytes]:
+        return self._work.lanes
+
+    @property
+    def weight_sum(self) -> float:
+        return self._work.weight_sum
+
+    @property
+    def seconds(self) -> float:
+        """Of the device, where it has got so far; else of what went beside."""
+        if self._module is torch.cuda and self._ended.query():
+            return float(self._began.elapsed_time(self._ended)) / 1e3
+        return self._work.seconds
+
+    @property
+    def waited(self) -> float:
+        return self._work.waited
+
+    def wait(self, timeout: float) -> None:
+        """For the peers, not for the device. Raises as the engine's Work."""
+        self._work.wait(timeout)
+        if self._flat is not None:
+            self._module.current_stream().wait_event(self._ended)
+            with torch.no_grad():
+                whole = not (self._flat.is_floating_point() or self._flat.is_complex())
+                self._flat.div_(self._work.weight_sum or self._world_size, rounding_mode="trunc" if whole else None)
+            self._flat = None

@@ -1,0 +1,132 @@
+"""DistributedDataParallel and its like, which a script has put around the modules that its optimizers train."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from dadt.errors import DadtError
+from dadt.runtime import Runtime
+
+_SHARDING = ("FullyShardedDataParallel", "FSDPModule", "DistributedDataParallel")
+"""By name, and the last one for other libraries' classes of that name."""
+_QUIET = {
+    "require_backward_grad_sync": False,
+    "require_forward_param_sync": False,
+    # Else a static graph averages at the end of its first backward, whatever the line above says.
+    "_static_graph_delay_allreduce_enqueued": True,
+}
+
+
+class Wrappers:
+    """Decides, of everything that averages by itself, whether DADT averages in its place or leaves it alone.
+
+    A DDP in whose place DADT averages runs its forwards as within its own `no_sync()`: backward leaves the rank's own
+    gradients, and what uses them first averages them, as for any other model. (A communication hook would do so at
+    the cost of a copy of all gradients into DDP's buckets and back, with DDP's broadcast of buffers and its agreement
+    on unused parameters, for which ranks wait in each step.) A forward that is not seen is averaged by DDP and once
+    more by DADT, to the same values.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._undecided: weakref.WeakSet[DDP] = weakref.WeakSet()
+        self._quiet: weakref.WeakSet[DDP] = weakref.WeakSet()
+        """In whose place DADT averages."""
+
+    def notice(self, modules: Iterable[nn.Module]) -> None:
+        self._undecided.update(m for m in modules if isinstance(m, DDP) and m not in self._quiet)
+
+    def leaves_alone(self, optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> bool:
+        """Whether the optimizer is left alone for what it is, or for the modules above its parameters."""
+        # Within a ZeroRedundancyOptimizer is one for the rank's share of its parameters.
+        if any(_is_zero(o) and _ids(o) & _ids(optimizer) for o in [optimizer, *self._runtime.left_alone]):
+            self._leave(optimizer, "ZeroRedundancyOptimizer shares out its state among the ranks by itself")
+        elif any(_is_sharding(m) for m in modules):
+            self._leave(optimizer, "its parameters belong to FSDP or the like, which averages them by itself")
+        return optimizer in self._runtime.left_alone
+
+    def decide(self) -> None:
+        """Before optimizers are attached: how each DDP whose parameters they train is averaged."""
+        if self._runtime.explicit:
+            return
+        for ddp in list(self._undecided):
+            ids = {id(p) for p in ddp.parameters()}
+            optimizers = [o for o in [*self._runtime.optimizers, *self._runtime.left_alone] if _ids(o) & ids]
+            if not optimizers:
+                continue
+            self._undecided.discard(ddp)
+            reason = self._reason(ddp, optimizers)
+            for optimizer in optimizers if reason else []:
+                if self._runtime.attached(optimizer) is None:
+                    self._leave(optimizer, f"DistributedDataParallel averages its gradients by itself, {reason}")
+            if not reason:
+                self._quiet.add(ddp)
+                self._runtime.say(
+                    "DistributedDataParallel: its gradients and buffers are averaged by"
+                    f" --algorithm {self._runtime.config.algorithm} in its place"
+                )
+
+    def _reason(self, ddp: DDP, optimizers: list[torch.optim.Optimizer]) -> str:
+        """Why the DDP goes on averaging by itself; empty where it does not."""
+        size, world_size = ddp.process_group.size(), self._runtime.world.world_size
+        if size != world_size:
+            return f"over {size} of {world_size} workers"
+        if any(hasattr(p, "_in_backward_optimizers") for p in ddp.parameters()):
+            return "for optimizers that step within the backward"
+        if ddp._delay_all_reduce_params or "comm_hook" in ddp._get_ddp_logging_data():  # type: ignore[no-untyped-call]
+            return "with a communication hook of the script's"
+        if ddp._join_config.enable:
+            return "with uneven inputs (join)"
+        if any(o in self._runtime.left_alone for o in optimizers):
+            return "for an optimizer that is left alone"
+        return ""
+
+    def _leave(self, optimizer: torch.optim.Optimizer, reason: str) -> None:
+        if optimizer not in self._runtime.left_alone:
+            self._runtime.left_alone.add(optimizer)
+            self._runtime.say(f"{type(optimizer).__name__} is left alone: {reason}")
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Around a forward. The script finds DDP's attributes, and its pickles, as it knows them."""
+        before: list[tuple[DDP, dict[str, Any]]] = []
+        for ddp in self._quiet:
+            self._check(ddp)
+            before.append((ddp, {name: ddp.__dict__[name] for name in _QUIET if name in ddp.__dict__}))
+        for ddp, values in before:
+            ddp.__dict__.update({name: _QUIET[name] for name in values})
+        try:
+            yield
+        finally:
+            for ddp, values in before:
+                ddp.__dict__.update(values)
+
+    def _check(self, ddp: DDP) -> None:
+        """Raises where the script has made a DDP average in a way of its own when DADT already does."""
+        late = "join()" if ddp._join_config.enable else "register_comm_hook()" if ddp._comm_hooks else ""
+        if late:
+            raise DadtError(
+                f"{late} of DistributedDataParallel after its first training forward, since which DADT averages in its"
+                " place: call it before that, and the model is left alone, or run with --inject none"
+            )
+
+
+def _is_sharding(module: nn.Module) -> bool:
+    if any(type(p).__name__ == "DTensor" for p in module._parameters.values()):
+        return True
+    return not isinstance(module, DDP) and any(base.__name__ in _SHARDING for base in type(module).__mro__)
+
+
+def _is_zero(optimizer: torch.optim.Optimizer) -> bool:
+    return any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__)
+
+
+def _ids(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}

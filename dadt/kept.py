@@ -1,0 +1,66 @@
+"""Memory that operations read and write: it must live until they have ended, whatever becomes of their handles."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+_FEW = 64
+"""Up to so many, those that are done behind one that is not wait for it."""
+_forever: list[Any] = []
+
+
+class Ending(Protocol):
+    """An operation, or a handle to one."""
+
+    @property
+    def done(self) -> bool: ...
+
+
+class Kept:
+    """What the operations under way need. Any thread.
+
+    One that fails is done at once, as nobody shall wait for it, but a library may be in it for as long as it likes:
+    from the first error on all is kept for good.
+    """
+
+    def __init__(self, failed: Callable[[], bool]) -> None:
+        """failed: whether there was an error; if so, from a time before any operation is done by it."""
+        self._failed = failed
+        self._lock = threading.Lock()
+        self._held: deque[tuple[Ending, Any]] = deque()
+        self._most = _FEW
+
+    def add(self, ending: Ending, needed: Any) -> None:
+        """Keep what is needed until that is done."""
+        with self._lock:
+            gone = deque[tuple[Ending, Any]]()  # outlives the lock: what is let go may run code of its owner's
+            self._held.append((ending, needed))
+            if len(self._held) > self._most:
+                gone = self._held
+                self._held = deque(each for each in gone if not each[0].done)
+                self._most = max(_FEW, 2 * len(self._held))
+            while self._held and self._held[0][0].done:
+                gone.append(self._held.popleft())
+            self._keep_if_failed(gone)
+        del gone
+
+    def close(self) -> None:
+        """Nothing is under way any more, but for what has failed."""
+        with self._lock:
+            gone, self._held = self._held, deque()
+            self._keep_if_failed(gone)
+        del gone
+
+    def _keep_if_failed(self, gone: deque[tuple[Ending, Any]]) -> None:
+        """Looks for an error last: what was done before there was one has ended."""
+        if self._failed():
+            keep_for_good((gone, self._held))
+            self._held = deque()
+
+
+def keep_for_good(needed: Any) -> None:
+    """Of an operation that has failed, and which a library may still be in."""
+    _forever.append(needed)

@@ -1,0 +1,49 @@
+"""Objects of Python's between ranks, pickled."""
+
+from __future__ import annotations
+
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dadt.verb import Call
+
+if TYPE_CHECKING:
+    from dadt.process_set import ProcessSet
+
+
+def gather_bytes(among: ProcessSet, data: bytes, name: str) -> list[bytes]:
+    """Every rank's bytes, of any lengths, by rank of the set."""
+    mine = _bytes(data)
+    call = Call("all_gather", "all_gather bytes", "exchange", keep=[mine])
+    call.sends = [(mine.data_ptr(), len(data))] * among.size
+    call.finish = lambda work: [bytes(memory) for memory in work.received]
+    received: list[bytes] = among.submit(call, name).wait()
+    return received
+
+
+def broadcast_bytes(among: ProcessSet, data: bytes, root: int, name: str) -> bytes:
+    """The bytes of the root (its number within the set), of any length."""
+    mine = _bytes(data if among.rank == root else b"")
+    call = Call("broadcast", f"broadcast of bytes from rank {root}", "exchange", keep=[mine])
+    call.sends = [(mine.data_ptr(), mine.numel()) if among.rank == root else (0, 0)] * among.size
+    call.finish = lambda work: bytes(work.received[root])
+    received: bytes = among.submit(call, name).wait()
+    return received
+
+
+def broadcast_object(among: ProcessSet, value: Any, root: int, name: str) -> Any:
+    """The root's object on all ranks."""
+    data = pickle.dumps(value) if among.rank == root else b""
+    received = broadcast_bytes(among, data, root, name)
+    return value if among.rank == root else pickle.loads(received)
+
+
+def allgather_object(among: ProcessSet, value: Any, name: str) -> list[Any]:
+    """Every rank's object, by rank of the set."""
+    return [pickle.loads(data) for data in gather_bytes(among, pickle.dumps(value), name)]
+
+
+def _bytes(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,188 @@
+"""The spelling of the first DADT: `import dadt.pytorch as dadt`. New scripts `import dadt`.
+
+Its verbs take the tensor and a name or number for it, in either order, and sum. Its `_async` verbs do not wait: they
+return what the call before with the same name has summed, and zeros the first time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from dadt import api, optimizer, sparse
+from dadt.api import (
+    barrier,
+    cross_rank,
+    cross_size,
+    initialized,
+    local_barrier,
+    local_rank,
+    local_size,
+    rank,
+    size,
+)
+from dadt.errors import ConfigError
+from dadt.replica import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from dadt.process_set import Handle
+
+__all__ = [
+    "Config",
+    "DistributedOptimizer",
+    "all_reduce",
+    "all_reduce_async",
+    "barrier",
+    "broad_cast",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "coo_all_reduce",
+    "coo_all_reduce_async",
+    "cross_rank",
+    "cross_size",
+    "init",
+    "initialize",
+    "initialized",
+    "local_barrier",
+    "local_rank",
+    "local_size",
+    "rank",
+    "shutdown",
+    "size",
+]
+T = TypeVar("T", bound=torch.optim.Optimizer)
+_under_way: dict[str, Handle] = {}
+
+
+class Config:
+    """Settings to be given to `initialize`; what is None is as `dadt.init` has it."""
+
+    cycle_duration_ms: float | None = None
+    executor_type: str | None = None
+    broad_cast_executor: str | None = None
+    all_reduce_executor: str | None = None
+    all_reduce_buffer_size: int | None = None
+    group_buffer_size: int | None = None
+    timeline_path: str | None = None
+    gpu_device_id: int = -1
+
+
+def init(
+    cycle_duration_ms: float | None = None,
+    broad_cast_executor: str | None = None,
+    all_reduce_executor: str | None = None,
+    all_reduce_buffer_size: int | None = None,
+    group_buffer_size: int | None = None,
+    timeline_path: str | None = None,
+    **knobs: Any,
+) -> None:
+    """`dadt.init`."""
+    api.init(
+        cycle_duration_ms=cycle_duration_ms,
+        broadcast_executor=_lower(broad_cast_executor),
+        all_reduce_executor=_lower(all_reduce_executor),
+        all_reduce_buffer_size=all_reduce_buffer_size,
+        group_buffer_size=group_buffer_size,
+        timeline_path=timeline_path,
+        **knobs,
+    )
+
+
+def initialize(
+    cycle_duration_ms: float | Config | None = None,
+    executor_type: str | None = None,
+    all_reduce_buffer_size: int | None = None,
+    gpu_device_id: int = -1,
+    **knobs: Any,
+) -> None:
+    """`dadt.init`, from arguments or a Config. gpu_device_id: the CUDA device to use; -1: leave it."""
+    if isinstance(cycle_duration_ms, Config):
+        given = cycle_duration_ms
+        gpu_device_id, executor_type = given.gpu_device_id, given.executor_type
+        cycle_duration_ms, all_reduce_buffer_size = given.cycle_duration_ms, given.all_reduce_buffer_size
+        names = ("broad_cast_executor", "all_reduce_executor", "group_buffer_size", "timeline_path")
+        knobs = {name: getattr(given, name) for name in names} | knobs
+    if gpu_device_id >= 0:
+        if not torch.cuda.is_available():
+            raise ConfigError(f"gpu_device_id {gpu_device_id}: torch finds no CUDA device; leave it out")
+        torch.cuda.set_device(gpu_device_id)
+    init(cycle_duration_ms, all_reduce_buffer_size=all_reduce_buffer_size, executor=_lower(executor_type), **knobs)
+
+
+def shutdown() -> None:
+    """`dadt.shutdown`."""
+    handles = list(_under_way.values())
+    _under_way.clear()
+    try:
+        for handle in handles:
+            handle.wait()
+    finally:
+        api.shutdown()
+
+
+def broad_cast(x: Any, name: Any) -> Tensor:
+    """Rank 0's tensor, on all ranks."""
+    tensor, name = _ordered(x, name)
+    return api.broadcast(tensor, name=f"broad_cast {name}")
+
+
+def all_reduce(x: Any, name: Any, multiplier: float = 1.0) -> Tensor:
+    """The sum over ranks, times the multiplier."""
+    tensor, name = _ordered(x, name)
+    return _times(api.all_reduce(tensor, "sum", name=f"all_reduce {name}"), multiplier)
+
+
+def all_reduce_async(x: Any, name: Any, multiplier: float = 1.0) -> Tensor:
+    """The sum of the call before, times the multiplier; the sum of this one comes with the next."""
+    tensor, name = _ordered(x, name)
+    copy = tensor.detach().clone()  # the caller goes on to use it
+    before = _previous(f"all_reduce_async {name}", lambda key: api.all_reduce_async(copy, "sum", name=key))
+    return _times(before, multiplier) if before is not None else torch.zeros_like(tensor, requires_grad=False)
+
+
+def coo_all_reduce(x: Any, name: Any) -> Tensor:
+    """The sum over ranks of sparse tensors."""
+    tensor, name = _ordered(x, name)
+    return sparse.coo_all_reduce(tensor, "sum", name=f"coo_all_reduce {name}")
+
+
+def coo_all_reduce_async(x: Any, name: Any) -> Tensor:
+    """The sum of the call before; the sum of this one comes with the next."""
+    tensor, name = _ordered(x, name)
+    copy = tensor.detach().coalesce().clone()
+    key = f"coo_all_reduce_async {name}"
+    before = _previous(key, lambda key: sparse.coo_all_reduce_async(copy, "sum", name=key))
+    return before if before is not None else torch.zeros_like(copy).coalesce()
+
+
+def DistributedOptimizer(optimizer: T, avg: bool = True, is_avg: bool = True) -> T:
+    """`dadt.DistributedOptimizer`. avg, is_avg: of the gradients the mean, else the sum."""
+    return _wrap(optimizer, reduction="mean" if avg and is_avg else "sum")
+
+
+_wrap = optimizer.DistributedOptimizer
+
+
+def _previous(key: str, start: Callable[[str], Handle]) -> Tensor | None:
+    before = _under_way.pop(key, None)
+    result: Tensor | None = before.wait() if before is not None else None
+    _under_way[key] = start(key)
+    return result
+
+
+def _ordered(x: Any, name: Any) -> tuple[Tensor, Any]:
+    return (name, x) if isinstance(name, torch.Tensor) else (x, name)
+
+
+def _times(tensor: Tensor, multiplier: float) -> Tensor:
+    return tensor if multiplier == 1.0 else tensor * multiplier
+
+
+def _lower(name: str | None) -> str | None:
+    return None if name is None else name.lower()

@@ -1,0 +1,34 @@
+"""What follows needs a CUDA device that torch sees; it is skipped, and says so, where there is none."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+TESTS = Path(__file__).parents[1]
+sys.path += [str(TESTS), str(TESTS / "launch")]
+from launch.conftest import launch, start  # noqa: E402, F401 (fixtures)
+
+MISSING = "no CUDA device: torch.cuda.is_available() is false"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent not in item.path.parents or not item.get_closest_marker("gpu"):
+            continue
+        needed = item.get_closest_marker("gpu").kwargs.get("devices", 1)
+        if not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason=MISSING), append=False)
+        elif torch.cuda.device_count() < needed:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA devices: there is 1"), append=False)
+
+
+@pytest.fixture
+def unused_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])

@@ -1,0 +1,42 @@
+"""The figures' program with tensors of a GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+PROGRAM = [sys.executable, "-m", "dadt.benchmarks.executor"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("executor", "against", "ranks"), [("nccl", "nccl", 1), ("shm", "gloo", 2)])
+def test_a_row_for_each_size(executor: str, against: str, ranks: int, unused_port: int) -> None:
+    options = ["--device", "cuda", "--against", against, "--sizes", "4096,1048576", "--seconds", "0.5"]
+    where = ["--np", str(ranks), "--store", f"127.0.0.1:{unused_port}"]
+    running = [
+        subprocess.Popen([*PROGRAM, executor, "--rank", str(rank), *where, *options], stdout=subprocess.PIPE, text=True)
+        for rank in range(ranks)
+    ]
+    try:
+        outputs = [each.communicate(timeout=120)[0] for each in running]
+    finally:
+        for each in running:
+            each.kill()
+            each.wait()
+    rows = json.loads(outputs[0].splitlines()[-1])
+    assert [row["bytes"] for row in rows] == [4096, 1048576]
+    assert all(row["dadt"]["median"] > 0 and row["library"]["median"] > 0 for row in rows)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [(["--device", "cuda"], "needs a CUDA device"), (["--against", "nccl"], "moves tensors of GPUs only")],
+)
+def test_what_cannot_be_measured_is_refused(options: list[str], said: str) -> None:
+    done = subprocess.run([*PROGRAM, "shm", *options], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and said in done.stderr

@@ -1,0 +1,103 @@
+"""Unmodified scripts that train on a GPU, under `dadt run`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+ONE_GPU = ["--gpu-visibility", "all"]
+"""Both workers on the same one."""
+TRAIN = """
+import os, torch
+from torch import nn
+rank = int(os.environ["RANK"])
+torch.manual_seed(rank)
+model = nn.Sequential(nn.Conv2d(2, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4)).cuda()
+model = model.to(memory_format=torch.channels_last)
+target = nn.Linear(2 * 64, 4).cuda()
+with torch.no_grad():
+    torch.manual_seed(7)
+    target.weight.copy_(torch.randn(4, 128) / 11); target.bias.zero_()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+scaler = torch.amp.GradScaler("cuda", enabled={amp}, init_scale=256.0)
+torch.manual_seed(100 + rank)
+losses = []
+for step in range(40):
+    x = torch.randn(64, 2, 8, 8, device="cuda")
+    optimizer.zero_grad()
+    with torch.autocast("cuda", torch.float16, enabled={amp}):
+        loss = (model(x).float() - target(x.flatten(1)).float()).pow(2).mean()
+    if {amp} and step == 10 and rank == 1:
+        loss = loss * float("inf")  # all skip this step
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 5.0)
+    scaler.step(optimizer)
+    scaler.update()
+    losses.append(loss.detach())
+if {amp}:
+    assert scaler.get_scale() == 128, scaler.get_scale()
+model.eval()
+losses = torch.stack(losses).tolist()
+first, last = sum(losses[:5]) / 5, sum(losses[-5:]) / 5
+assert last < 0.7 * first, (first, last)
+own = [t.cpu() for t in model.state_dict().values()]
+torch.save(own, f"rank{{rank}}.pt")
+"""
+
+
+def check_equal(folder, ranks):
+    import torch
+
+    every = [torch.load(folder / f"rank{rank}.pt") for rank in range(ranks)]
+    for mine in every[1:]:
+        for a, b in zip(every[0], mine, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("amp", [False, True], ids=["float32", "GradScaler"])
+@pytest.mark.parametrize("algorithm", ["sync", "pipe"])
+@pytest.mark.parametrize("executor", ["shm", "gloo"])
+def test_two_workers_on_one_gpu(launch, tmp_path, executor, algorithm, amp):
+    result = launch(
+        TRAIN.format(amp=amp), "-np", "2", *ONE_GPU, "--executor", executor, "--algorithm", algorithm,
+        "--warmup-steps", "5", "--bucket-mb", "0.002", "train.py",
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    check_equal(tmp_path, 2)
+
+
+@pytest.mark.parametrize("algorithm", ["sync", "pipe"])
+def test_a_worker_alone(launch, tmp_path, algorithm):
+    result = launch(TRAIN.format(amp=False), "-np", "1", "--executor", "nccl", "--algorithm", algorithm, "train.py")
+    assert result.code == 0, result.err
+    check_equal(tmp_path, 1)
+
+
+@pytest.mark.gpu(devices=2)
+@pytest.mark.parametrize("amp", [False, True], ids=["float32", "GradScaler"])
+@pytest.mark.parametrize("algorithm", ["sync", "pipe"])
+def test_two_workers_over_nccl(launch, tmp_path, algorithm, amp):
+    result = launch(
+        TRAIN.format(amp=amp), "-np", "2", "--executor", "nccl", "--algorithm", algorithm,
+        "--warmup-steps", "5", "--bucket-mb", "0.002", "train.py",
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    assert "destroy_process_group" not in result.err  # NCCL's own warning of what has not been ended
+    check_equal(tmp_path, 2)
+
+
+def test_a_timeline_of_tensors_of_a_gpu(launch, tmp_path):
+    result = launch(
+        TRAIN.format(amp=False), "-np", "2", *ONE_GPU, "--executor", "shm", "--warmup-steps", "4",
+        "--timeline", "t.json", "train.py",
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    for rank in (0, 1):
+        mine = [event for event in events if event["pid"] == rank]
+        assert [event["args"]["step"] for event in mine if event.get("cat") == "step"] == list(range(40))
+        assert any(event["name"] == "step 39, bucket 0" for event in mine if event.get("cat") == "allreduce")

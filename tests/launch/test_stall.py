@@ -1,0 +1,48 @@
+"""What a user is told, and gets, where a rank does not come to an exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from run import Result
+
+SCRIPT = """
+import os, torch
+from pathlib import Path
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def late():
+    logs = Path("dadt-logs")
+    told = {
+        "warn": lambda: any("waits in step" in path.read_text() for path in logs.glob("*/events.jsonl")),
+        "dump": lambda: any("in late" in path.read_text() for path in logs.glob("*/rank1.stacks")),
+        "abort": lambda: False,
+    }
+    while not told[os.environ["DADT_ON_STALL"]](): pass
+for step in range(20):
+    if step == 10 and os.environ["DADT_RANK"] == "1":
+        late()
+    optimizer.zero_grad()
+    model(torch.randn(4, 4)).sum().backward()
+    optimizer.step()
+"""
+ARGUMENTS = ("-np", "2", "--stall-warning", "0.5", "--warmup-steps", "100")
+
+
+@pytest.mark.parametrize("how", ["warn", "dump"])
+def test_a_late_rank_is_told_of_and_waited_for(launch: Callable[..., Result], how: str) -> None:
+    result = launch(SCRIPT, *ARGUMENTS, "--on-stall", how, "train.py")
+    assert result.code == 0, result.err
+    assert "rank 0 waits in step 10, bucket 0 (1.bias and 3 more): rank 1 at step 10" in result.err
+    stacks = sorted(path.name for path in (result.logs / result.job).glob("*.stacks"))
+    assert stacks == (["rank0.stacks", "rank1.stacks"] if how == "dump" else [])
+    if how == "dump":
+        assert "in late" in (result.logs / result.job / "rank1.stacks").read_text()
+
+
+def test_a_late_rank_ends_the_job_where_that_is_wanted(launch: Callable[..., Result]) -> None:
+    result = launch(SCRIPT, *ARGUMENTS, "--on-stall", "abort", "train.py")
+    assert result.code == 1
+    assert "CommTimeout: rank 0 waits in step 10, bucket 0 (1.bias and 3 more)" in result.err
+    assert "in late" in (result.logs / result.job / "rank1.stacks").read_text()
