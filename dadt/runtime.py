@@ -20,6 +20,7 @@ from dadt.config import Config
 from dadt.errors import CommTimeout, DadtError, Mismatch
 from dadt.measure import Measure
 from dadt.peers import Alone, Peers, Through
+from dadt.stall import PATIENCE, Stall
 from dadt.timeline import Timeline
 from dadt.world import World
 
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from dadt.forum import Forum
 
 _save = torch.save  # before it is patched: what is dumped here are no files of the script's
-_PATIENCE = 3.0  # seconds of waiting after which a rank looks where its peers are
 _MERGE_SECONDS = 300.0  # that making one timeline of all ranks' may take
 
 
@@ -77,9 +77,9 @@ class Runtime:
         """The script has called `dadt.init`: nothing is DADT's business but the optimizers that it wraps."""
         self.left_alone: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Optimizers whose gradients the script averages itself, or not wrapped where it calls `dadt.init`."""
-        self._in_flight: list[Exchange] = []
-        self._stalled: Work | Averaging | None = None
-        """The user has been told that this one is not done."""
+        self.in_flight: list[Exchange] = []
+        """Exchanges that may not be done yet."""
+        self._stall = Stall(self)
         self._measures: list[Measure] = []
         """Of all attachments so far; an optimizer may be collected before the end."""
         self._told: set[str] = set()
@@ -340,7 +340,7 @@ class Runtime:
 
     def keep(self, exchange: Exchange) -> None:
         """Hold the exchange's memory until its works are done, whatever becomes of its owner."""
-        self._in_flight = [e for e in self._in_flight if not e.done] + [exchange]
+        self.in_flight = [e for e in self.in_flight if not e.done] + [exchange]
 
     def allgather(self, name: str, data: bytes) -> Work:
         return self.engine.allgather(data, name)
@@ -351,47 +351,14 @@ class Runtime:
         stood = not work.done
         while True:
             try:
-                work.wait(_PATIENCE)
+                work.wait(PATIENCE)
                 if stood and self.timeline is not None:
                     self.timeline.waited(work.name, begun)
                 return
             except CommTimeout as timeout:
                 if self.engine.error is not None or self._broadcaster.error is not None:
                     raise
-                self._look_for_peers(work, perf_counter() - begun, timeout)
-
-    def _look_for_peers(self, work: Work | Averaging, waited: float, timeout: CommTimeout) -> None:
-        """Raises where waiting on is in vain."""
-        peers = [p for p in self.control.peers() if p["rank"] != self.world.rank] if self.control else []
-        who = ", ".join(f"rank {p['rank']} {p['state']}" for p in peers) or "a peer did not come"
-        if not self._closed and any(str(p["state"]).startswith("has ended") for p in peers):
-            self.engine.abort(f"rank {self.world.rank} gave up waiting")
-            raise Mismatch(f"rank {self.world.rank} is in {work.name}, {who}: the ranks do not run the same steps")
-        if waited > self.config.timeout:
-            self.engine.abort(f"rank {self.world.rank} gave up waiting")
-            raise CommTimeout(f"waited {waited:.0f} s in {work.name}: {who}") from timeout
-        if waited > self.config.stall_warning and work is not self._stalled:
-            self._stalled = work
-            self._stall(f"rank {self.world.rank} waits in {work.name}{self._parameters_of(work)}: {who}", timeout)
-
-    def _stall(self, text: str, timeout: CommTimeout) -> None:
-        """What the user wants to happen where a peer does not come for long."""
-        if self.config.on_stall == "abort":
-            self.engine.abort(f"rank {self.world.rank} gave up waiting")
-            raise CommTimeout(f"{text}; waited {self.config.stall_warning:g} s (--on-stall abort)") from timeout
-        self.say(text, level="warning")
-        if self.config.on_stall == "dump" and self.control is not None:
-            self.control.dump()
-
-    def _parameters_of(self, work: Work | Averaging) -> str:
-        """The names of what an exchange's work moves, as far as known: " (fc.weight and 3 more)"."""
-        modules = [m for roots in self.roots.values() for ref in roots if (m := ref()) is not None]
-        names = {id(p): name for module in modules for name, p in module.named_parameters()}
-        for exchange in self._in_flight:
-            known = [names[id(t)] for t in exchange.tensors_of(work) if id(t) in names]
-            if known:
-                return f" ({known[0]}" + (f" and {len(known) - 1} more)" if known[1:] else ")")
-        return ""
+                self._stall.look(work, perf_counter() - begun, timeout, closing=self._closed)
 
     # The script's view -----------------------------------------------------------------------------------------
 
@@ -468,12 +435,14 @@ class Runtime:
             self.control.done(self.summary())
 
     def _meet_at_the_end(self, engine: Engine) -> None:
-        """Raises where the others are not there yet: those that wait for this rank say so, and fail."""
+        """Raises where the others are not there yet: those that wait for this rank say so, and fail.
+
+        Once all are there, what is still in flight ends, too: the engine runs in order.
+        """
         end = f"the end, after {self.step} steps"
         if self.control is not None and not self._is_told:
             self.control.exchange("the end", end.encode(), self.config.timeout)
-        else:
-            self.wait(engine.allgather(b"", end))
+        self.wait(engine.allgather(b"", end))
 
     def _record(self, timeline: Timeline, connection: Connection | None) -> None:
         if self.timeline is None:
@@ -496,7 +465,7 @@ class Runtime:
             if self.timeline is not None:
                 self.timeline.stop()
             self._disconnect()
-            self._in_flight.clear()
+            self.in_flight.clear()
 
 
 def _dump(value: Any) -> bytes:
