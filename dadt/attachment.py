@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dadt.algorithms import ALGORITHMS
+from dadt import algorithms
 from dadt.errors import DadtError, Mismatch
 from dadt.exchange import Exchange, Schema
 from dadt.lane import Lane, any_flags, pack_flags
@@ -63,7 +63,7 @@ class Attachment:
         self.prediction = Prediction(self.parameters, factor)
         # Collected between forward and step, it must not leave its prediction in the weights.
         weakref.finalize(optimizer, self.prediction.undo).atexit = False
-        self.algorithm = ALGORITHMS[runtime.config.algorithm](self)
+        self.algorithm = algorithms.find(runtime.config.algorithm)(self)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

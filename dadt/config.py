@@ -17,7 +17,11 @@ EXECUTORS = ("auto", "shm", "null", "gloo", "nccl", "mpi", "mpicuda")
 """Beside them c10d:<name> and hierarchical:<cross>."""
 CROSS = ("gloo", "nccl", "mpi")
 """What moves bytes between hosts for the hierarchical executor; beside them c10d:<name>."""
-ALGORITHMS = ("pipe", "sync")
+ALGORITHMS = ("pipe", "sync", "local", "gossip", "auto")
+"""Beside them <module>:<Class>."""
+COMPRESSIONS = ("none", "bf16", "fp16", "int8")
+"""Beside them powersgd:<rank>."""
+TOPOLOGIES = ("ring", "exponential", "complete")
 LAUNCHERS = ("auto", "local", "ssh", "slurm", "mpi")
 LEAST_ORPHAN_TIMEOUT = 2.0
 """A few signs of life fit into it."""
@@ -57,7 +61,11 @@ def launch_knob(default: Any, help: str, **options: Any) -> Any:
 class Config:
     """What one job does, the same on every rank. Frozen: made once by the command line, rebuilt in each worker."""
 
-    algorithm: str = knob("pipe", "How gradients are averaged.", choices=ALGORITHMS)
+    algorithm: str = knob(
+        "pipe",
+        "How the ranks learn from each other: pipe, sync, local, gossip, auto, or <module>:<Class> of your own.",
+        metavar="NAME",
+    )
     executor: str = knob(
         "auto",
         "What moves the bytes between ranks: auto, shm, null, gloo, nccl, mpi, mpicuda, c10d:<name>, or "
@@ -69,6 +77,20 @@ class Config:
     verbose: bool = knob(False, "Say why, where dadt has chosen something.", flags=("-v",))
     warmup_steps: int = knob(50, "Synchronous steps before `pipe` begins to delay.")
     predict: str = knob("auto", "Weight prediction of `pipe`: auto, or a factor of the last displacement.")
+    staleness: int = knob(
+        1, "Steps by which `pipe` is late; more than 1 needs a far lower learning rate.", advanced=True
+    )
+    fall_back: bool = knob(
+        True, "Go back to `sync` on all ranks where gradients blow up once `pipe` delays.", advanced=True
+    )
+    compression: str = knob(
+        "none", "What goes over the wire: none, bf16, fp16, int8, or powersgd:<rank>.", metavar="NAME"
+    )
+    sync_every: int = knob(32, "Steps of its own that a rank takes between two averages of `local`.")
+    outer_lr: float = knob(0.7, "`local`: the outer optimizer's learning rate.", advanced=True)
+    outer_momentum: float = knob(0.9, "`local`: the outer optimizer's Nesterov momentum.", advanced=True)
+    fragments: int = knob(1, "`local`: parts of the model that are averaged at different steps.", advanced=True)
+    topology: str = knob("exponential", "`gossip`: who averages with whom.", choices=TOPOLOGIES, advanced=True)
     batch: str = knob(
         "per-rank",
         "The script's batch size is each rank's own, or is divided among ranks.",
@@ -190,6 +212,15 @@ class Config:
                 raise ConfigError(f"--predict {self.predict}: give {expected}")
         if self.warmup_steps < 0:
             raise ConfigError(f"--warmup-steps {self.warmup_steps}: must be 0 or more")
+        _check_algorithm(self.algorithm)
+        _check_compression(self.compression)
+        for name in ("staleness", "sync_every", "fragments"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{flag(name)} {getattr(self, name)}: must be 1 or more")
+        if self.outer_lr <= 0:
+            raise ConfigError(f"--outer-lr {self.outer_lr}: must be above 0")
+        if not 0 <= self.outer_momentum < 1:
+            raise ConfigError(f"--outer-momentum {self.outer_momentum}: must be from 0 to below 1")
         if self.bucket_mb <= 0:
             raise ConfigError(f"--bucket-mb {self.bucket_mb}: must be above 0")
         for name in ("timeout", "start_timeout", "stall_warning"):
@@ -246,6 +277,23 @@ def flag(name: str) -> str:
 
 def variable(name: str) -> str:
     return "DADT_" + name.upper()
+
+
+def _check_algorithm(name: str) -> None:
+    module, colon, cls = name.partition(":")
+    own = colon and cls.isidentifier() and all(part.isidentifier() for part in module.split("."))
+    if name not in ALGORITHMS and not own:
+        raise ConfigError(
+            f"--algorithm {name}: unknown; choose one of {', '.join(ALGORITHMS)}, or <module>:<Class> of your own"
+        )
+
+
+def _check_compression(name: str) -> None:
+    family, _, rank = name.partition(":")
+    if name not in COMPRESSIONS and not (family == "powersgd" and rank.isdigit() and int(rank) > 0):
+        raise ConfigError(
+            f"--compression {name}: unknown; choose one of {', '.join(COMPRESSIONS)}, or powersgd:<rank>, as powersgd:4"
+        )
 
 
 def _check_executor(asked: str, name: str, optional: bool) -> None:

@@ -423,6 +423,8 @@ class Runtime:
                 elif self._engine.error is None:
                     if self.control is not None:
                         self.control.ending(self.step)
+                    for attachment in self.attachments:
+                        attachment.algorithm.finish()
                     self._meet_at_the_end(self._engine)
                     self._merge_timelines()
             finally:
@@ -439,7 +441,9 @@ class Runtime:
 
         Once all are there, what is still in flight ends, too: the engine runs in order.
         """
-        end = f"the end, after {self.step} steps"
+        # Ranks that go each at its own speed may have taken different numbers of steps.
+        together = all(a.algorithm.identical for a in self.attachments)
+        end = f"the end, after {self.step} steps" if together else "the end"
         if self.control is not None and not self._is_told:
             self.control.exchange("the end", end.encode(), self.config.timeout)
         self.wait(engine.allgather(b"", end))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,8 +14,11 @@ if TYPE_CHECKING:
 class Algorithm(abc.ABC):
     """Decides what is exchanged, when, and how it is applied. One instance per optimizer.
 
-    All hooks run on the training thread of one rank; every rank runs the same sequence of them.
+    All hooks run on the training thread of one rank. Where `identical`, every rank runs the same sequence of them.
     """
+
+    identical = True
+    """All ranks take the same steps, and have the same weights after each."""
 
     def __init__(self, attachment: Attachment) -> None:
         self.attachment = attachment
@@ -46,3 +49,14 @@ class Algorithm(abc.ABC):
 
     def after_step(self) -> None:  # noqa: B027 (optional hook)
         """The optimizer has stepped, or the step was skipped by agreement."""
+
+    def finish(self) -> None:  # noqa: B027 (optional hook)
+        """The script has ended, on this rank: bring what is in flight to its end. Peers may still train, unless
+        `identical`. Raises CommError."""
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed training needs beside weights and optimizer state; plain values and CPU tensors."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:  # noqa: B027 (optional hook)
+        """Go on from what `state` gave, on all ranks."""
