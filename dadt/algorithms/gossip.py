@@ -1,0 +1,114 @@
+"""AD-PSGD (arXiv:1710.06952): each rank trains at its own speed, and averages its weights with one other at a time."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import torch
+
+from dadt.algorithms.base import Algorithm
+from dadt.farewell import await_all
+from dadt.pairing import Pairing
+
+if TYPE_CHECKING:
+    from dadt.attachment import Attachment
+    from dadt.runtime import Runtime
+
+_TAG = 100
+"""The first one; each optimizer has two."""
+
+
+class Gossip(Algorithm):
+    """w(i) = optimizer(w(i), g(i)); in the background, w(i) and w(j) each go half the way to the other, for pairs of
+    ranks i, j. What has been averaged meanwhile reaches the live weights at the next step boundary.
+
+    Gradients are the rank's own. Nobody waits for anybody before the end of the process.
+    """
+
+    identical = False
+    together = False
+
+    def __init__(self, attachment: Attachment) -> None:
+        super().__init__(attachment)
+        runtime, tag = attachment.runtime, _TAG + 2 * attachment.index
+        config = runtime.config
+        self._pairing = Pairing(runtime.mail, runtime.world, config.topology, tag, config.timeout)
+        # The optimizer may be collected long before the end, on each rank when it likes.
+        weakref.finalize(attachment.optimizer, self._pairing.forsake).atexit = False
+        end = End(runtime, weakref.ref(attachment), self._pairing, tag + 1)
+        runtime.on_end.append(end)
+
+    def before_step(self) -> None:
+        self._pairing.check()
+
+    def after_step(self) -> None:
+        self._pairing.publish(weights(self.attachment.optimizer), self.attachment.step + 1)
+
+
+class End:
+    """What all ranks do at the end of the process, each when it is there."""
+
+    def __init__(
+        self, runtime: Runtime, attachment: weakref.ref[Attachment], pairing: Pairing, tag: int
+    ) -> None:
+        self._runtime = runtime
+        self._attachment = attachment
+        self._pairing = pairing
+        self._tag = tag
+
+    def __call__(self) -> None:
+        """Go on answering until all are here; then the exact average, where the optimizers still live. CommError."""
+        self._pairing.retire()
+        await_all(self._runtime, self._tag)
+        self._pairing.close()
+        attachment = self._attachment()
+        optimizer = attachment._optimizer() if attachment is not None else None
+        if optimizer is not None:
+            self._pairing.publish(weights(optimizer), self._runtime.step)
+        mine = json.dumps([optimizer is not None, self._pairing.in_vain, list(self._pairing.ages.items())])
+        work = self._runtime.allgather("the end of a gossip", mine.encode())
+        self._runtime.wait(work)
+        told = [json.loads(lane) for lane in work.lanes]
+        if attachment is not None and optimizer is not None and all(lives for lives, *_ in told):
+            self._average(attachment, weights(optimizer))
+        ages = Counter[int]()
+        for *_, each in told:
+            ages.update(dict(each))
+        self._runtime.say(describe(ages, sum(in_vain for _, in_vain, _ in told)))
+
+    def _average(self, attachment: Attachment, tensors: list[torch.Tensor]) -> None:
+        """The weights', and of buffers those that training has changed on any rank."""
+        attachment.settle_buffers()
+        tensors = [*tensors, *(buffer.data for buffer in attachment.buffers())]
+        host = [t.to("cpu").contiguous() for t in tensors]
+        self._runtime.average(host, "the average at the end")
+        for tensor, average in zip(tensors, host, strict=True):
+            if tensor.data_ptr() != average.data_ptr():
+                tensor.copy_(average)
+
+
+def weights(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """What is averaged: also what is frozen now, so that all ranks have the same whenever they freeze it."""
+    return [
+        p.data
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if (p.is_floating_point() or p.is_complex()) and p.layout == torch.strided
+    ]
+
+
+def describe(ages: Counter[int], in_vain: int) -> str:
+    """The exchanges of all ranks, in a line. ages: each exchange is counted by both of its ranks."""
+    if not ages:
+        return "gossip: no exchanges"
+    ordered = sorted(ages.elements())
+    text = f"gossip: {len(ordered) // 2:,} exchanges, {_steps(ordered[len(ordered) // 2])} old at the median"
+    text += f" ({_steps(ordered[-1])} at most)"
+    return text + (f"; {in_vain:,} in vain, as the other rank had no such weights" if in_vain else "")
+
+
+def _steps(count: int) -> str:
+    return f"{count} step" + "s" * (count != 1)

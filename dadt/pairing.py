@@ -1,0 +1,150 @@
+"""One rank's pairwise averages, in the background: with whom, when, and how many."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from collections import Counter, deque
+from collections.abc import Sequence
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dadt.edge import Answering, Asking, Line
+from dadt.errors import CommTimeout
+from dadt.published import Published
+from dadt.topology import asks, neighbours, partner
+
+if TYPE_CHECKING:
+    from dadt.executors.base import Mail
+    from dadt.world import World
+
+_LATE_SECONDS = 1.0
+"""The least that an answer may take before somebody else is asked as well."""
+_LATE_TIMES = 3.0
+"""The same, in terms of what it usually takes."""
+
+
+class Pairing:
+    """Averages with a rank's neighbours, each time with one; with another one meanwhile where an answer is late.
+
+    One thread trains and calls `publish` and `check` between steps; it waits for nobody there.
+    """
+
+    def __init__(self, mail: Mail, world: World, topology: str, tag: int, timeout: float) -> None:
+        self.ages: Counter[int] = Counter()
+        """Exchanges whose difference has reached the live weights, by how many steps these had made meanwhile."""
+        self.in_vain = 0
+        """Exchanges in which the neighbour had no weights of the kind."""
+        self._world = world
+        self._topology = topology
+        self._published: Published | None = None
+        self._token: list[Any] = []
+        self._error: Exception | None = None
+        self._lock = threading.Lock()
+        self._fresh = False
+        self._turn = 0
+        self._seconds: deque[float] = deque(maxlen=50)
+        self._timeout = timeout
+        self._asking: dict[int, Asking] = {}
+        edges: dict[int, Asking | Answering] = {}
+        for peer in neighbours(topology, world.rank, world.world_size):
+            line = Line(mail, world.rank, peer, tag, timeout)
+            if asks(world.rank):
+                edges[peer] = self._asking[peer] = Asking(line, self._weights, self._ended)
+            else:
+                edges[peer] = Answering(line, self._weights)
+        # Daemons: a peer that never answers must not keep the process from ending.
+        self._threads = {
+            peer: threading.Thread(target=self._run, args=(edge,), name=f"dadt-gossip-{peer}", daemon=True)
+            for peer, edge in edges.items()
+        }
+        self._at_work = len(edges)
+        self._forsaken = False
+        for thread in self._threads.values():
+            thread.start()
+
+    def publish(self, tensors: Sequence[torch.Tensor], step: int) -> None:
+        """At a step boundary: take over what has been averaged, and let others average with the weights as they are."""
+        token = [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
+        if self._published is None or token != self._token:
+            # What a peer answers to the old copy is left out: the script has changed what is trained.
+            self._token = token
+            self._published = Published(tensors)
+        self.ages += self._published.publish(tensors, step)
+        with self._lock:
+            self._fresh = True
+        self._ask()
+
+    def check(self) -> None:
+        """Raise what has ended a thread."""
+        if self._error is not None:
+            raise self._error
+
+    def retire(self) -> None:
+        """Ask nobody any more; go on answering. Any thread, at any time: takes no lock."""
+        for edge in self._asking.values():
+            edge.retire()
+
+    def forsake(self) -> None:
+        """The same, where nobody needs the weights any more. Their memory is let go once no neighbour asks."""
+        self._forsaken = True
+        self.retire()
+        self._let_go()
+
+    def close(self) -> None:
+        """Wait until nobody asks or is asked any more. Raises CommTimeout that names who is missing."""
+        deadline = monotonic() + self._timeout
+        for peer, thread in self._threads.items():
+            thread.join(max(0.0, deadline - monotonic()))
+            if thread.is_alive():
+                raise CommTimeout(
+                    f"rank {self._world.rank} waited {self._timeout:g} s for rank {peer} at the end of a gossip"
+                )
+        self.check()
+
+    def _weights(self) -> Published | None:
+        return self._published
+
+    def _ask(self) -> None:
+        """Order the next exchange, where the weights are new since the last one and no other one goes well."""
+        with self._lock:
+            now = monotonic()
+            under_way = [now - edge.asked for edge in self._asking.values() if edge.asked is not None]
+            if not self._fresh or any(seconds < self._late_after() for seconds in under_way):
+                return
+            for _ in self._asking:
+                edge = self._asking[partner(self._topology, self._world.rank, self._world.world_size, self._turn)]
+                self._turn += 1
+                if edge.asked is None:
+                    self._fresh = False
+                    edge.asked = now
+                    edge.order()
+                    return
+
+    def _late_after(self) -> float:
+        usual = statistics.median(self._seconds) if self._seconds else 0.0
+        return max(_LATE_SECONDS, _LATE_TIMES * usual)
+
+    def _ended(self, edge: Asking, averaged: bool) -> None:
+        with self._lock:
+            if averaged and edge.asked is not None:
+                self._seconds.append(monotonic() - edge.asked)
+            self.in_vain += not averaged
+            edge.asked = None
+        if averaged:
+            self._ask()
+
+    def _run(self, edge: Asking | Answering) -> None:
+        try:
+            edge.run()
+        except Exception as error:  # noqa: BLE001 (raised on the training thread)
+            self._error = self._error or error
+        with self._lock:
+            self._at_work -= 1
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._forsaken and not self._at_work:
+            self._published = None

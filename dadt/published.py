@@ -1,0 +1,190 @@
+"""One rank's published weights: what others average with, while the live ones train."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+PART_BYTES = 1 << 20
+"""As long as one side is at a part, the other may have to wait: short. And the arithmetic stays in cache."""
+_ALIGNMENT = 64
+_GRAIN = 1 << 14
+"""Elements up to which torch computes in the calling thread alone: another team of threads would take cores from
+training."""
+
+
+class Piece(NamedTuple):
+    """Elements of one tensor, in its memory's order."""
+
+    tensor: int
+    start: int
+    stop: int
+
+
+class Part:
+    """Some pieces of one dtype and device, side by side in flat memory from byte `start` on."""
+
+    def __init__(self, pieces: Sequence[Piece], dtype: torch.dtype, device: torch.device, start: int) -> None:
+        self.pieces = list(pieces)
+        self.dtype = dtype
+        self.device = device
+        self.sizes = [piece.stop - piece.start for piece in pieces]
+        self.start = start
+        self.stop = start + sum(self.sizes) * dtype.itemsize
+        self.lock = threading.Lock()
+        self.changed = False
+        """Guarded by the lock: there is a difference that has not gone to the live weights."""
+
+    def of(self, memory: torch.Tensor) -> torch.Tensor:
+        """This part of flat memory."""
+        return memory[self.start : self.stop].view(self.dtype)
+
+
+class Published:
+    """A copy of the weights as they were at the last step boundary, and what has been added to it since.
+
+    One thread trains and calls `publish`; any other may average the copy with a peer's meanwhile. What both move by
+    is the same number with opposite signs, so that the sum over ranks stays, however late one of them moves.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.parts = _parts(tensors)
+        self.bytes = self.parts[-1].stop if self.parts else 0
+        shapes = [(tuple(t.shape), t.stride(), str(t.dtype)) for t in tensors]
+        self.crc = zlib.crc32(repr(shapes).encode())
+        """Equal on ranks that publish the same kind of weights."""
+        self._copy = torch.zeros(self.bytes, dtype=torch.uint8)
+        self._added = torch.zeros(self.bytes, dtype=torch.uint8)
+        self._step = 0
+        self._lock = threading.Lock()
+        self._waiting: list[int] = []
+        """Guarded by the lock: steps of the copies of which the difference has not reached the live weights."""
+        self._free: list[torch.Tensor] = []
+        """Guarded by the lock: memory for one message each."""
+
+    # The training thread's -------------------------------------------------------------------------------------
+
+    def publish(self, tensors: Sequence[torch.Tensor], step: int) -> Counter[int]:
+        """At a boundary: add to the live weights what has been added to the copy, and copy them anew.
+
+        Gives how many differences have come, by the steps that the weights have made since they were copied for them.
+        """
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+            self._step = step
+        flats = [_flat(t) for t in tensors]
+        for part in self.parts:
+            live = [flats[piece.tensor][piece.start : piece.stop] for piece in part.pieces]
+            with part.lock:
+                self._publish_part(part, live)
+        for tensor, flat in zip(tensors, flats, strict=True):
+            if tensor.numel() and flat.data_ptr() != tensor.data_ptr():
+                tensor.copy_(flat.view(tensor.shape))  # it has holes
+        return Counter(step - before for before in waiting)
+
+    def _publish_part(self, part: Part, live: list[torch.Tensor]) -> None:
+        copy, added = part.of(self._copy), part.of(self._added)
+        if part.device.type == "cpu":
+            if part.changed:
+                torch._foreach_add_(live, list(added.split(part.sizes)))
+            torch._foreach_copy_(list(copy.split(part.sizes)), live)
+        else:
+            moved = added.to(part.device) if part.changed else torch.empty_like(added, device=part.device)
+            views = list(moved.split(part.sizes))
+            if part.changed:
+                torch._foreach_add_(live, views)
+            torch._foreach_copy_(views, live)
+            copy.copy_(moved)
+        if part.changed:
+            added.zero_()
+            part.changed = False
+
+    # Any thread's ----------------------------------------------------------------------------------------------
+
+    def take(self) -> torch.Tensor:
+        """Memory for a message; give it back."""
+        with self._lock:
+            return self._free.pop() if self._free else torch.empty(self.bytes, dtype=torch.uint8)
+
+    def give_back(self, *messages: torch.Tensor) -> None:
+        with self._lock:
+            self._free += messages
+
+    def read(self, message: torch.Tensor) -> int:
+        """The copy as bytes; the step that it is of."""
+        with self._lock:
+            step = self._step
+        for part in self.parts:
+            with part.lock:
+                part.of(message).copy_(part.of(self._copy))
+        return step
+
+    def approach(self, theirs: torch.Tensor, mine: torch.Tensor, step: int) -> None:
+        """Go half the way from `mine`, read at `step`, to a peer's. Overwrites theirs."""
+        for part in self.parts:
+            self._add(part, _half_way(part, theirs, mine))
+        with self._lock:
+            self._waiting.append(step)
+
+    def meet(self, theirs: torch.Tensor, mine: torch.Tensor) -> None:
+        """Go half the way to a peer's, and read into `mine` where it begins. Overwrites theirs."""
+        with self._lock:
+            step = self._step
+        for part in self.parts:
+            with part.lock:
+                part.of(mine).copy_(part.of(self._copy))
+            self._add(part, _half_way(part, theirs, mine))
+        with self._lock:
+            self._waiting.append(step)
+
+    def _add(self, part: Part, difference: list[torch.Tensor]) -> None:
+        with part.lock:
+            for memory in (self._copy, self._added):
+                torch._foreach_add_(list(part.of(memory).split(_GRAIN)), difference)
+            part.changed = True
+
+
+def _half_way(part: Part, theirs: torch.Tensor, mine: torch.Tensor) -> list[torch.Tensor]:
+    """(theirs - mine) / 2, in the place of theirs: the peer's own has the same bits, but for the sign."""
+    difference = list(part.of(theirs).split(_GRAIN))
+    torch._foreach_sub_(difference, list(part.of(mine).split(_GRAIN)))
+    torch._foreach_mul_(difference, 0.5)
+    return difference
+
+
+def _parts(tensors: Sequence[torch.Tensor]) -> list[Part]:
+    groups: dict[tuple[torch.dtype, torch.device], list[Piece]] = {}
+    for index, tensor in enumerate(tensors):
+        most = max(1, PART_BYTES // tensor.element_size())
+        groups.setdefault((tensor.dtype, tensor.device), []).extend(
+            Piece(index, start, min(start + most, tensor.numel())) for start in range(0, tensor.numel(), most)
+        )
+    parts: list[Part] = []
+    for (dtype, device), pieces in groups.items():
+        while pieces:
+            taken = _up_to(pieces, PART_BYTES // dtype.itemsize)
+            start = -(-parts[-1].stop // _ALIGNMENT) * _ALIGNMENT if parts else 0
+            parts.append(Part(pieces[:taken], dtype, device, start))
+            pieces = pieces[taken:]
+    return parts
+
+
+def _up_to(pieces: Sequence[Piece], most: int) -> int:
+    """How many of the first have at most so many elements together; one at least."""
+    total = 0
+    for count, piece in enumerate(pieces):
+        total += piece.stop - piece.start
+        if total > most:
+            return max(1, count)
+    return len(pieces)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Its elements in the order of its memory; a copy where it has holes."""
+    dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+    return tensor.as_strided((tensor.numel(),), (1,)) if dense else tensor.contiguous().view(-1)

@@ -1,0 +1,63 @@
+"""Who averages with whom in a gossip: pure functions of rank, number of ranks and number of the exchange.
+
+Even ranks ask and odd ranks answer, so every edge joins an even rank and an odd one, and no circle of ranks can wait
+for each other (AD-PSGD, arXiv:1710.06952). An odd number of ranks stands in a row in place of a circle: its ends are
+of one kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+
+def asks(rank: int) -> bool:
+    """Whether the rank asks; the others answer."""
+    return rank % 2 == 0
+
+
+def ring(rank: int, world_size: int) -> list[int]:
+    """The rank before and the rank behind."""
+    return _neighbours(rank, world_size, [1])
+
+
+def exponential(rank: int, world_size: int) -> list[int]:
+    """Those 1, 3, 5, 9, 17, ... ranks away: few for each, and few steps between any two.
+
+    (The bipartite one of Stochastic Gradient Push's code, arXiv:1811.10792.)
+    """
+    distances = [1] + [1 + 2**k for k in range(1, world_size.bit_length())]
+    return _neighbours(rank, world_size, distances)
+
+
+def complete(rank: int, world_size: int) -> list[int]:
+    """All ranks of the other kind."""
+    return _neighbours(rank, world_size, range(1, world_size, 2))
+
+
+TOPOLOGIES: dict[str, Callable[[int, int], list[int]]] = {
+    "ring": ring,
+    "exponential": exponential,
+    "complete": complete,
+}
+
+
+def neighbours(topology: str, rank: int, world_size: int) -> list[int]:
+    """All that the rank averages with, in the order in which one that asks takes them in turn."""
+    return TOPOLOGIES[topology](rank, world_size)
+
+
+def partner(topology: str, rank: int, world_size: int, number: int) -> int:
+    """Whom a rank that asks takes for its exchange of this number, from 0.
+
+    With an even number of ranks, those that ask take different partners at equal numbers.
+    """
+    known = neighbours(topology, rank, world_size)
+    return known[number % len(known)]
+
+
+def _neighbours(rank: int, world_size: int, distances: Iterable[int]) -> list[int]:
+    """Those at these distances, all odd, to both sides; the rank itself never."""
+    both = [rank + sign * distance for distance in distances if distance < world_size for sign in (1, -1)]
+    if world_size % 2 == 0:
+        return list(dict.fromkeys(other % world_size for other in both))
+    return [other for other in both if 0 <= other < world_size]
