@@ -59,7 +59,7 @@ class Attachment:
         self._token: tuple[Any, ...] = ()
         self._hooked = WeakTensorKeyDictionary()
         predict = runtime.config.predict
-        factor = auto_factor(optimizer) if predict == "auto" else float(predict)
+        factor = auto_factor(optimizer, runtime.config.staleness) if predict == "auto" else float(predict)
         self.prediction = Prediction(self.parameters, factor)
         # Collected between forward and step, it must not leave its prediction in the weights.
         weakref.finalize(optimizer, self.prediction.undo).atexit = False
@@ -97,27 +97,45 @@ class Attachment:
 
     # The parts that are exchanged ------------------------------------------------------------------------------
 
+    @property
+    def schema(self) -> Schema:
+        assert self._schema is not None, "used before it was started"
+        return self._schema
+
+    @property
+    def trained(self) -> tuple[Any, ...]:
+        """What the script trains now: another value where it has added, frozen, moved or cast parameters."""
+        token: tuple[Any, ...] = self._token[0]
+        return token
+
+    @property
+    def groups(self) -> int:
+        """crc32 of the optimizer's param_group values."""
+        return zlib.crc32(repr(group_values(self.optimizer)).encode())
+
     def schema_is_current(self) -> bool:
         return self._schema is not None and self._token == self._make_token()
 
     def _make_token(self) -> tuple[Any, ...]:
         return (
             tuple((id(p), p.dtype, p.device) for p in self.parameters),
-            tuple(id(b) for _, _, b in self._buffers()),
+            tuple(id(b) for _, _, b in self.buffers()),
         )
 
-    def _buffers(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
+    def buffers(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
         return self.runtime.buffers.of(self.modules) if self.runtime.config.buffers else []
 
     def start(self) -> None:
         """From rank 0's state, on all ranks: parameters (frozen ones, too), buffers, optimizer state."""
         optimizer = self.optimizer
         self.runtime.adopt(self, weights=self.runtime.config.broadcast)
+        self.runtime.checkpoints.spread(self)
         for p in (p for g in optimizer.param_groups for p in g["params"]):
             self._known[p] = True
         if self.runtime.config.buffers:
             self._candidates = self.runtime.buffers.watch(self.modules)
         self.refresh()
+        self.algorithm.started()
 
     def welcome(self) -> None:
         """Parameters that the script has added start from rank 0's values. Cheap where there are none."""
@@ -133,7 +151,7 @@ class Attachment:
         if self.runtime.config.buffers:
             self._candidates += self.runtime.buffers.watch(m for m in self.modules if m not in self.runtime.buffers)
 
-    def _settle_buffers(self) -> None:
+    def settle_buffers(self) -> None:
         """A training forward has run: buffers that it changed on any rank are averaged from now on."""
         if not self._candidates:
             return
@@ -157,7 +175,11 @@ class Attachment:
             self.prediction.follow(parameters)
             self._hook(parameters)
         self._schema = Schema(
-            parameters, self._buffers(), int(self.runtime.config.bucket_mb * 2**20), self.runtime.device
+            parameters,
+            self.buffers(),
+            int(self.runtime.config.bucket_mb * 2**20),
+            self.runtime.device,
+            self.algorithm.in_flight + 1,
         )
         self._token = token
 
@@ -177,6 +199,10 @@ class Attachment:
                 p.register_post_accumulate_grad_hook(grew)  # type: ignore[no-untyped-call]
                 self._hooked[p] = True
 
+    def watch_gradients(self) -> None:
+        """The algorithm has begun to want them."""
+        self._hook(self.parameters)
+
     # One step --------------------------------------------------------------------------------------------------
 
     def drew(self, samples: int, nominal: int) -> None:
@@ -189,6 +215,8 @@ class Attachment:
 
     def consume(self) -> None:
         """The first place of a step where gradients are used: exchange, and make `.grad` what shall be applied."""
+        if self.consumed and not self.algorithm.averages:
+            return  # gradients are the rank's own: what it does with them concerns nobody
         if self.consumed and self._grew and not any(p.grad is g for p, g in self._delivered if g is not None):
             self.skipped()  # the script let the averages go, and computed anew
         if self.consumed:
@@ -200,8 +228,8 @@ class Attachment:
             return
         self.stepping = False
         self.welcome()
-        if self.step > 0:
-            self._settle_buffers()
+        if self.step > 0 and self.runtime.together:
+            self.settle_buffers()
         self.runtime.take_over(self)
         if len(self.prediction.parameters) != len(parameters := self.parameters):
             self.prediction.follow(parameters)
@@ -250,6 +278,11 @@ class Attachment:
         self._delivered = []
         self.consumed = self.stepping = False
 
+    def loaded(self) -> None:
+        """The script has replaced weights by `load_state_dict`."""
+        self.prediction.forget()
+        self.algorithm.loaded()
+
     def before_closure(self) -> None:
         """The optimizer is about to evaluate: what it uses inside (clipping) is averaged at once."""
         self.has_closure = True
@@ -261,14 +294,17 @@ class Attachment:
         self.consumed = False
         self.welcome()
         self.refresh()
+        if not self.algorithm.averages:
+            self.drawn = 0
+            return loss
         exchange = self.new_exchange()
-        self.close(exchange, loss=loss)
+        self.close(exchange, value=loss)
         lanes = self.wait(exchange)
         self.agree(lanes, exchange)
         self.deliver(exchange)
         self.drawn = 0
         total = sum(lane.weight for lane in lanes)
-        return sum(lane.loss * lane.weight for lane in lanes) / total if total else loss
+        return sum(lane.value * lane.weight for lane in lanes) / total if total else loss
 
     def new_exchange(self, *, again: bool = False) -> Exchange:
         assert self._schema is not None
@@ -279,19 +315,19 @@ class Attachment:
         self.runtime.keep(exchange)
         return exchange
 
-    def close(self, exchange: Exchange, *, growth: int = 0, redo: bool = False, loss: float = 0.0) -> None:
-        """Launch what is left of the exchange, with this rank's lane."""
+    def close(self, exchange: Exchange, *, growth: int = 0, redo: bool = False, value: float = 0.0) -> None:
+        """Launch what is left of the exchange, with this rank's lane; value: what the algorithm tells its peers."""
         exchange.scale = self.scale
         exchange.close(
             Lane(
                 layout=exchange.schema.crc,
                 drawn=self.drawn,
-                groups=zlib.crc32(repr(group_values(self.optimizer)).encode()),
+                groups=self.groups,
                 fingerprint=self._fingerprint() if exchange.number < _FINGERPRINTED_STEPS else 0,
                 growth=growth,
                 redo=redo,
                 weight=exchange.weight,
-                loss=loss,
+                value=value,
             )
         )
 
@@ -319,7 +355,7 @@ class Attachment:
             for p in self._schema.parameters:
                 if id(p) not in averaged:
                     p.grad = None
-        self.runtime.buffers.update(exchange.schema.places, exchange.averaged_buffers())
+        self.runtime.buffers.update(exchange.places, exchange.averaged_buffers())
 
     # Agreement -------------------------------------------------------------------------------------------------
 
@@ -336,12 +372,16 @@ class Attachment:
         self._warn_identical(lanes)
         if len({lane.groups for lane in lanes}) > 1 and exchange.number > self._agreed:
             self._agreed = self._exchanges - 1
-            self.runtime.say(
-                "the ranks' learning rates (or other param_group values) differ, by a rank's own loss perhaps:"
-                " rank 0's are used on all",
-                level="warning",
-            )
-            self.runtime.adopt(self, weights=self.measure.delayed > 0)
+            self.take_groups(weights=self.measure.delayed > 0)
+
+    def take_groups(self, *, weights: bool = False) -> None:
+        """Rank 0's param_group values, on all ranks; its weights and state as well, where wrong ones were used."""
+        self.runtime.say(
+            "the ranks' learning rates (or other param_group values) differ, by a rank's own loss perhaps:"
+            " rank 0's are used on all",
+            level="warning",
+        )
+        self.runtime.adopt(self, weights=weights)
 
     def _warn_identical(self, lanes: list[Lane]) -> None:
         prints = {lane.fingerprint for lane in lanes}

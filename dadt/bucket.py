@@ -38,16 +38,17 @@ class Staged(NamedTuple):
 class Bucket:
     """Tensors of one dtype and device, exchanged together; the same on all ranks.
 
-    Two flat buffers take turns (the exchange of step t fills buffer t % 2), so that what the script holds as
-    `.grad` is never overwritten by the exchange in flight.
+    Flat buffers take turns (the exchange of step t fills buffer t % turns), so that what the script holds as
+    `.grad` is never overwritten by an exchange in flight: one more than there are of those.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], direct: bool = False) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], direct: bool = False, turns: int = 2) -> None:
         """direct: the buffers are on the tensors' device, for an executor that moves its memory."""
         self.tensors = list(tensors)
         first = self.tensors[0]
         self.device = first.device
         self.direct = direct
+        self.turns = turns
         self.dtype = first.dtype
         self.strides = [_dense_strides(t) for t in self.tensors]
         parts = 2 if first.dtype.is_complex else 1
@@ -57,7 +58,7 @@ class Bucket:
     @cached_property
     def views(self) -> list[list[torch.Tensor]]:
         """The tensors' places in each of the buffers, which are made when they are first asked for."""
-        return [self._carve(), self._carve()]
+        return [self._carve() for _ in range(self.turns)]
 
     @cached_property
     def pointers(self) -> list[list[int]]:
@@ -107,7 +108,9 @@ class Bucket:
         return view if view.device == self.device else view.to(self.device, non_blocking=True)
 
 
-def split(tensors: Sequence[torch.Tensor], max_bytes: int, direct: torch.device | None = None) -> list[Bucket]:
+def split(
+    tensors: Sequence[torch.Tensor], max_bytes: int, direct: torch.device | None = None, turns: int = 2
+) -> list[Bucket]:
     """Buckets of at most about max_bytes, in the given order, one dtype and device each.
 
     direct: the device whose memory the executor moves. A tensor larger than max_bytes gets a bucket of its own.
@@ -119,10 +122,10 @@ def split(tensors: Sequence[torch.Tensor], max_bytes: int, direct: torch.device 
         key = (t.dtype, t.device)
         part = open_parts.setdefault(key, [])
         if part and (sum(x.numel() for x in part) + t.numel()) * t.element_size() > max_bytes:
-            buckets.append(Bucket(part, part[0].device == direct))
+            buckets.append(Bucket(part, part[0].device == direct, turns))
             part = open_parts[key] = []
         part.append(t)
-    return buckets + [Bucket(part, part[0].device == direct) for part in open_parts.values()]
+    return buckets + [Bucket(part, part[0].device == direct, turns) for part in open_parts.values()]
 
 
 def _dense_strides(t: torch.Tensor) -> tuple[int, ...]:

@@ -28,19 +28,21 @@ class Schema:
         buffers: Sequence[tuple[nn.Module, str, torch.Tensor]],
         max_bytes: int,
         device: Device | None = None,
+        turns: int = 2,
     ) -> None:
-        """device: what averages tensors where they are, if anything does."""
+        """device: what averages tensors where they are, if anything does. turns: flat buffers of each bucket."""
         self.parameters = list(parameters)
         places = {id(b): (m, n) for m, n, b in buffers}
         self.device = device
         direct = None if device is None else device.device
-        self.buckets = split(self.parameters[::-1], max_bytes, direct)
+        self.buckets = split(self.parameters[::-1], max_bytes, direct, turns)
         # Gradients of the first parameters come last in a backward: their bucket closes the step.
-        self.buffer_buckets = split([b for _, _, b in buffers], max_bytes, direct)
+        self.buffer_buckets = split([b for _, _, b in buffers], max_bytes, direct, turns)
         self.places = [places[id(b)] for bucket in self.buffer_buckets for b in bucket.tensors]
         """Module and name of each buffer, in the order of their buckets."""
         tensors = [*self.parameters, *(b for _, _, b in buffers)]
         self.crc = zlib.crc32(repr([(tuple(t.shape), str(t.dtype), t.device.type) for t in tensors]).encode())
+        self.turns = turns
         self.turn = 0
 
 
@@ -54,7 +56,7 @@ class Exchange:
         self.weight = weight
         self.scale: torch.Tensor | None = None
         """The loss scale that the gradients carry."""
-        schema.turn ^= 1
+        schema.turn = (schema.turn + 1) % schema.turns
         self._turn = schema.turn
         self._engine = engine
         self._ahead: dict[int, Staged] = {}
@@ -153,31 +155,55 @@ class Exchange:
                 )
         return lanes
 
+    def norm(self) -> torch.Tensor:
+        """Of all averages together, without their loss scale; equal on all ranks but for rounding. One element."""
+        flats = [bucket.flats[self._turn] for bucket in self.schema.buckets]
+        flats = [torch.view_as_real(f) if f.is_complex() else f for f in flats]
+        parts = [torch.linalg.vector_norm(f, dtype=torch.promote_types(f.dtype, torch.float32)) for f in flats]
+        norm = torch.linalg.vector_norm(torch.stack([part.to(parts[0].device, torch.float64) for part in parts]))
+        return norm if self.scale is None else norm.to(self.scale.device) / self.scale
+
     def deliver(self, ratio: torch.Tensor | float | None = None) -> None:
         """Hand the averages to the script as `.grad`; None where no rank had a gradient.
 
         ratio: what the averages are multiplied with, where the loss scale has changed since.
         """
+        hand_out(self.schema.parameters, self.averaged_gradients(), ratio)
+
+    def averaged_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Parameters and their averages, of those for which any rank had a gradient."""
+        averages = []
         for bucket, work in zip(self.schema.buckets, self._works, strict=True):
             present = any_flags(work.lanes, len(bucket.tensors))
-            given: list[torch.Tensor] = []
-            averages: list[tuple[torch.Tensor, torch.Tensor]] = []
-            for i, p in enumerate(bucket.tensors):
-                # Frozen since: the script expects it to stay where it is.
-                if not present[i] or not p.requires_grad:
-                    p.grad = None
-                    continue
-                gradient = bucket.deliver(i, self._turn)
-                given.append(gradient)
-                averages.append((p, gradient))
-            if ratio is not None and given:
-                torch._foreach_mul_(given, ratio)
-            for p, gradient in averages:
-                sparse = p.grad is not None and p.grad.layout == torch.sparse_coo
-                p.grad = gradient.to_sparse(1) if sparse else gradient
+            averages += [(p, bucket.deliver(i, self._turn)) for i, p in enumerate(bucket.tensors) if present[i]]
+        return averages
+
+    @property
+    def places(self) -> list[tuple[nn.Module, str]]:
+        """Module and name of each averaged buffer."""
+        return self.schema.places
 
     def averaged_buffers(self) -> list[torch.Tensor]:
         """The buffers' averages, in the order of the schema's buckets."""
         return [
             bucket.deliver(i, self._turn) for bucket in self.schema.buffer_buckets for i in range(len(bucket.tensors))
         ]
+
+
+def hand_out(
+    parameters: Sequence[torch.Tensor],
+    averages: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    ratio: torch.Tensor | float | None,
+) -> None:
+    """Make each average its parameter's `.grad`, multiplied with `ratio`; None for those of `parameters` without."""
+    # Frozen since: the script expects it to stay where it is.
+    given = [(p, gradient) for p, gradient in averages if p.requires_grad]
+    if ratio is not None and given:
+        torch._foreach_mul_([gradient for _, gradient in given], ratio)
+    ids = {id(p) for p, _ in given}
+    for p in parameters:
+        if id(p) not in ids:
+            p.grad = None
+    for p, gradient in given:
+        sparse = p.grad is not None and p.grad.layout == torch.sparse_coo
+        p.grad = gradient.to_sparse(1) if sparse else gradient

@@ -27,8 +27,8 @@ class Lane:
     """Gradients grew after their exchange was launched: all ranks exchange once more."""
     weight: float
     """What this rank's gradient counts in the mean."""
-    loss: float
-    """The closure's loss, for optimizers with a closure."""
+    value: float
+    """The loss of an optimizer's closure; else a number that the algorithm tells, 0 unless it has one to tell."""
 
     def pack(self) -> bytes:
         return _FORMAT.pack(
@@ -39,13 +39,13 @@ class Lane:
             self.growth,
             self.redo,
             self.weight,
-            self.loss,
+            self.value,
         )
 
     @classmethod
     def unpack(cls, data: bytes) -> Lane:
-        layout, drawn, groups, fingerprint, growth, redo, weight, loss = _FORMAT.unpack_from(data)
-        return cls(layout, drawn, groups, fingerprint, growth, bool(redo), weight, loss)
+        layout, drawn, groups, fingerprint, growth, redo, weight, value = _FORMAT.unpack_from(data)
+        return cls(layout, drawn, groups, fingerprint, growth, bool(redo), weight, value)
 
 
 LANE_BYTES = _FORMAT.size

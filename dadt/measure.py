@@ -51,18 +51,34 @@ class Measure:
         return statistics.median(self._exchange) if self._exchange else 0.0
 
     def verdict(self, steps: int) -> str:
-        """What was measured in the synchronous steps, and what it means."""
-        r = self.exchange / self.compute if self.compute else 0.0
-        if r < 0.67:
+        """What was measured in the synchronous steps, and what it means for `pipe`."""
+        r = ratio(self.compute, self.exchange)
+        if r < SMALL:
             meaning = "communication is hidden; sync would be as fast here"
-        elif r <= 2:
+        elif r <= LARGE:
             meaning = "communication is hidden behind compute; sync would be slower"
         else:
-            meaning = "the network bounds the speed: send fewer bytes, or use larger batches"
-        return (
-            f"warm-up done after {steps} steps: compute {_milliseconds(self.compute)},"
-            f" exchange {_milliseconds(self.exchange)} (r = {r:.2f}): {meaning}"
-        )
+            meaning = f"the network bounds the speed: {LIGHTER}"
+        return f"{found(steps, self.compute, self.exchange)}: {meaning}"
+
+
+SMALL = 0.67
+"""Below this ratio of exchange to compute, sync hides most of the exchange in its backward."""
+LARGE = 2.0
+"""Above it, an exchange that one step hides bounds the speed all the same."""
+LIGHTER = "send fewer bytes (--compression int8), exchange less often (--algorithm local), or use larger batches"
+
+
+def ratio(compute: float, exchange: float) -> float:
+    return exchange / compute if compute else 0.0
+
+
+def found(steps: int, compute: float, exchange: float) -> str:
+    """What so many synchronous steps have shown, in seconds."""
+    return (
+        f"warm-up done after {steps} steps: compute {_milliseconds(compute)}, exchange {_milliseconds(exchange)}"
+        f" (r = {ratio(compute, exchange):.2f})"
+    )
 
 
 def _milliseconds(seconds: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -111,6 +111,21 @@ class Prediction:
             self._buffers = [b if (b := known.get(id(p))) is not None else fresh(p.data) for p in parameters]
         self.parameters = list(parameters)
 
+    def displacement(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Parameters and how far their last step moved them; none where that is not known (any more)."""
+        known = self._holds is _Holds.DISPLACEMENT
+        return list(zip(self.parameters, self._buffers, strict=True)) if known else []
+
+    def restore(self, displacement: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Go on from what `displacement` gave."""
+        self.forget()
+        if displacement and self.factor:
+            self._buffers = [torch.zeros_like(p.data) for p in self.parameters]
+            for p, buffer in zip(self.parameters, self._buffers, strict=True):
+                if p in displacement:
+                    buffer.copy_(displacement[p])
+            self._holds = _Holds.DISPLACEMENT
+
     def forget(self) -> None:
         """The step was skipped, or the script replaced the weights: the last displacement predicts nothing."""
         self.undo()
@@ -118,19 +133,24 @@ class Prediction:
         self._holds = _Holds.NOTHING
 
 
-def auto_factor(optimizer: torch.optim.Optimizer) -> float:
-    """How many displacements ahead to predict: 2 with momentum or Adam, 1 with Nesterov's, 0 without memory.
-
-    The delay narrows the stable learning rate of momentum m from 2(1+m) to 1-m; predicting widens it about
-    threefold at m = 0.9. Nesterov's step looks one ahead by itself. Without momentum it would only do harm.
-    """
-    factor = 0.0
+def momentum_of(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
+    """The largest momentum or first beta of its groups, and whether it is Nesterov's."""
+    found = (0.0, False)
     for group in optimizer.param_groups:
-        if group.get("nesterov") or "momentum_decay" in group:
-            factor = max(factor, 1.0)
-        elif group.get("momentum") or _first_beta(group):
-            factor = max(factor, 2.0)
-    return factor
+        momentum = float(group.get("momentum") or _first_beta(group))
+        found = max(found, (momentum, bool(group.get("nesterov") or "momentum_decay" in group)))
+    return found
+
+
+def auto_factor(optimizer: torch.optim.Optimizer, delay: int = 1) -> float:
+    """How many displacements ahead to predict: delay + 1 with momentum or Adam, one less with Nesterov's, which looks
+    ahead by itself; 0 without memory of direction.
+
+    Momentum m narrows the stable learning rate from 2(1+m) to 1-m at delay 1; so predicted, it is about threefold
+    that at m = 0.9, and twofold at longer delays (dadt/stability.py). Without momentum prediction only does harm.
+    """
+    momentum, nesterov = momentum_of(optimizer)
+    return 0.0 if not momentum else float(delay if nesterov else delay + 1)
 
 
 def _first_beta(group: dict[str, Any]) -> float:

@@ -6,18 +6,21 @@ import io
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from dadt import executors
+from dadt import algorithms, executors
 from dadt.attachment import Attachment, group_values
 from dadt.bucket import DTYPES, split
 from dadt.buffer import Buffers
+from dadt.checkpoint import Checkpoints
 from dadt.config import Config
 from dadt.errors import CommTimeout, DadtError, Mismatch
+from dadt.executors.mail import NoMail
 from dadt.measure import Measure
 from dadt.peers import Alone, Peers, Through
 from dadt.stall import PATIENCE, Stall
@@ -28,9 +31,10 @@ if TYPE_CHECKING:
     from dadt._core import Engine, Work
     from dadt.control import Control
     from dadt.exchange import Exchange
-    from dadt.executors.base import Connection
+    from dadt.executors.base import Connection, Mail
     from dadt.executors.nccl import Averaging, Device
     from dadt.forum import Forum
+    from dadt.outer import Fragment
 
 _save = torch.save  # before it is patched: what is dumped here are no files of the script's
 _MERGE_SECONDS = 300.0  # that making one timeline of all ranks' may take
@@ -62,8 +66,12 @@ class Runtime:
         self._distributed = False
         self._engine: Engine | None = None
         self._broadcaster: Engine
+        self.mail: Mail = NoMail()
+        """Messages between two ranks."""
         self.device: Device | None = None
         """What averages tensors of this rank's GPU where they are."""
+        self.on_end: list[Callable[[], None]] = []
+        """Called when the script has ended, whatever has become of its optimizers: as added, the same on all ranks."""
         self._disconnect: Callable[[], None] = lambda: None
         self._ordinals = itertools.count()
         self._registered: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
@@ -77,9 +85,10 @@ class Runtime:
         """The script has called `dadt.init`: nothing is DADT's business but the optimizers that it wraps."""
         self.left_alone: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Optimizers whose gradients the script averages itself, or not wrapped where it calls `dadt.init`."""
-        self.in_flight: list[Exchange] = []
+        self.in_flight: list[Exchange | Fragment] = []
         """Exchanges that may not be done yet."""
         self._stall = Stall(self)
+        self.checkpoints = Checkpoints(self)
         self._measures: list[Measure] = []
         """Of all attachments so far; an optimizer may be collected before the end."""
         self._told: set[str] = set()
@@ -102,6 +111,11 @@ class Runtime:
     def alone(self) -> bool:
         """A world of one: nothing is exchanged and nothing changes."""
         return self.world.world_size == 1
+
+    @cached_property
+    def together(self) -> bool:
+        """All ranks take the same steps; else each goes at its own speed, and waits for nobody between them."""
+        return self.alone or algorithms.find(self.config.algorithm).together
 
     @property
     def registered(self) -> bool:
@@ -201,7 +215,7 @@ class Runtime:
             if not self.alone:
                 connection = executors.connect(self.config, self.world, self.meet)
                 self._engine, self._disconnect = connection.engine, connection.close
-                self._is_told = connection.told
+                self._is_told, self.mail = connection.told, connection.mail
                 self._broadcaster, self.device = connection.engine_of("broadcast"), connection.device
             if timeline is not None:
                 self._record(timeline, connection)
@@ -218,6 +232,7 @@ class Runtime:
         self.began = True
         for callback in self.on_begin:
             callback()
+        self.checkpoints.resume()
 
     def meet(self, key: str, blob: bytes) -> list[bytes]:
         """Every rank's bytes for the key, by rank; each key once per job. Raises StartTimeout naming who is missing."""
@@ -276,14 +291,22 @@ class Runtime:
 
     def adopt(self, attachment: Attachment, *, weights: bool) -> None:
         """Take rank 0's param_group values; with `weights` its weights, buffers and optimizer state as well."""
+        with self.checkpoints.aside():
+            self._adopt(attachment, weights)
+
+    def collect(self, name: str, value: Any) -> list[Any]:
+        """Every rank's value, by rank."""
+        work = self.engine.allgather(_dump(value), name)
+        self.wait(work)
+        return [_load(lane) for lane in work.lanes]
+
+    def _adopt(self, attachment: Attachment, weights: bool) -> None:
         optimizer = attachment.optimizer
         parameters = [p for g in optimizer.param_groups for p in g["params"]]
         shapes = [tuple(p.shape) for p in parameters]
         state = _dump(optimizer.state_dict()["state"]) if weights and optimizer.state else b""
-        mine = _dump((shapes, group_values(optimizer), state if self.world.rank == 0 else b""))
-        work = self.engine.allgather(mine, f"start{attachment.name}")
-        self.wait(work)
-        theirs = [_load(lane) for lane in work.lanes]
+        mine = (shapes, group_values(optimizer), state if self.world.rank == 0 else b"")
+        theirs = self.collect(f"start{attachment.name}", mine)
         for rank, (other, _, _) in enumerate(theirs):
             if other != theirs[0][0]:
                 raise Mismatch(
@@ -338,7 +361,7 @@ class Runtime:
 
     # Waiting ---------------------------------------------------------------------------------------------------
 
-    def keep(self, exchange: Exchange) -> None:
+    def keep(self, exchange: Exchange | Fragment) -> None:
         """Hold the exchange's memory until its works are done, whatever becomes of its owner."""
         self.in_flight = [e for e in self.in_flight if not e.done] + [exchange]
 
@@ -382,7 +405,7 @@ class Runtime:
         if self.control is not None:
             self.control.say(text, level=level)
 
-    def stepped(self, attachment: Attachment | None) -> None:
+    def stepped(self) -> None:
         """An optimizer step is complete."""
         if self.timeline is not None:
             self.timeline.step(self.step)
@@ -390,10 +413,6 @@ class Runtime:
         if self.control is not None:
             waited = sum(m.waited for m in self._measures)
             self.control.progress(self.step, samples=self.samples, waited=waited, clock=perf_counter())
-        if attachment is None or self.config.algorithm != "pipe" or attachment.index:
-            return
-        if attachment.step == self.config.warmup_steps and attachment.step > 1 and not attachment.has_closure:
-            self.say(attachment.measure.verdict(attachment.step))
 
     # The end ---------------------------------------------------------------------------------------------------
 
@@ -423,9 +442,15 @@ class Runtime:
                 elif self._engine.error is None:
                     if self.control is not None:
                         self.control.ending(self.step)
+                    if self.together:
+                        self._arrive()
                     for attachment in self.attachments:
                         attachment.algorithm.finish()
-                    self._meet_at_the_end(self._engine)
+                    for callback in self.on_end:
+                        callback()
+                    if not self.together:
+                        self._arrive()
+                    self.wait(self._engine.allgather(b"", self._end))
                     self._merge_timelines()
             finally:
                 self._stop(self._engine)
@@ -436,17 +461,18 @@ class Runtime:
         if self.control is not None:
             self.control.done(self.summary())
 
-    def _meet_at_the_end(self, engine: Engine) -> None:
+    @property
+    def _end(self) -> str:
+        # Ranks that go each at its own speed may have taken different numbers of steps.
+        return f"the end, after {self.step} steps" if self.together else "the end"
+
+    def _arrive(self) -> None:
         """Raises where the others are not there yet: those that wait for this rank say so, and fail.
 
         Once all are there, what is still in flight ends, too: the engine runs in order.
         """
-        # Ranks that go each at its own speed may have taken different numbers of steps.
-        together = all(a.algorithm.identical for a in self.attachments)
-        end = f"the end, after {self.step} steps" if together else "the end"
         if self.control is not None and not self._is_told:
-            self.control.exchange("the end", end.encode(), self.config.timeout)
-        self.wait(engine.allgather(b"", end))
+            self.control.exchange("the end", self._end.encode(), self.config.timeout)
 
     def _record(self, timeline: Timeline, connection: Connection | None) -> None:
         if self.timeline is None:

@@ -20,6 +20,16 @@ class Algorithm(abc.ABC):
     identical = True
     """All ranks take the same steps, and have the same weights after each."""
 
+    together = True
+    """All ranks take the same steps. Where not, each goes at its own speed, and nothing waits for a peer between the
+    first step and the end."""
+
+    in_flight = 1
+    """Exchanges that are under way at once, at most, while the script works."""
+
+    wants_gradients = False
+    """Whether `gradient_ready` is to be called."""
+
     def __init__(self, attachment: Attachment) -> None:
         self.attachment = attachment
 
@@ -38,10 +48,16 @@ class Algorithm(abc.ABC):
         """Whether this step applies nothing, because no gradient has arrived yet."""
         return False
 
+    @property
+    def averages(self) -> bool:
+        """Whether the coming step uses averaged gradients, those of a closure, too; else they are the rank's own."""
+        return self.together
+
+    def started(self) -> None:  # noqa: B027 (optional hook)
+        """The optimizer is attached: all ranks have rank 0's weights and state."""
+
     def gradient_ready(self, parameter: torch.Tensor) -> None:  # noqa: B027 (optional hook)
         """A backward has added to this parameter's gradient. Called only where `wants_gradients`."""
-
-    wants_gradients = False
 
     @abc.abstractmethod
     def before_step(self) -> None:
@@ -49,6 +65,9 @@ class Algorithm(abc.ABC):
 
     def after_step(self) -> None:  # noqa: B027 (optional hook)
         """The optimizer has stepped, or the step was skipped by agreement."""
+
+    def loaded(self) -> None:  # noqa: B027 (optional hook)
+        """The script has replaced weights by `load_state_dict`."""
 
     def finish(self) -> None:  # noqa: B027 (optional hook)
         """The script has ended, on this rank: bring what is in flight to its end. Peers may still train, unless

@@ -1,10 +1,18 @@
-"""Pipe-SGD of width 2 (arXiv:1811.03619): gradients are averaged one step late, behind the next step's compute."""
+"""Pipe-SGD (arXiv:1811.03619): gradients are averaged `staleness` steps late, behind the next steps' compute."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import deque
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from dadt import stability
 from dadt.algorithms.base import Algorithm
+from dadt.algorithms.sync import Sync
+from dadt.checkpoint import Arrived, flights
+from dadt.divergence import FACTOR, Divergence
+from dadt.prediction import auto_factor, momentum_of
 
 if TYPE_CHECKING:
     from dadt.attachment import Attachment
@@ -12,56 +20,179 @@ if TYPE_CHECKING:
 
 
 class Pipe(Algorithm):
-    """w(t+1) = optimizer(w(t), mean of g(t-1)), where g(t-1) was computed at predicted weights.
+    """w(t+1) = optimizer(w(t), mean of g(t-K)), where g(t) was computed at predicted weights; K is the staleness.
 
-    The first `warmup_steps` steps are synchronous. The step after them launches its exchange and applies nothing (not
-    zeros: momentum, decay and counters stand still); from then on each step applies what the step before launched.
-    The last gradient of the training is averaged and dropped, on all ranks.
+    The first `warmup_steps` steps are synchronous. The K steps after them launch their exchanges and apply nothing
+    (not zeros: momentum, decay and counters stand still); from then on each step applies what the one K steps before
+    launched. The last K gradients of the training are averaged and dropped, on all ranks.
+
+    Once it is late, each rank watches the averages' norm. One that sees it blow up says so in the lane of its next
+    exchange; when that exchange is applied, all ranks go back to synchronous steps, for good.
     """
 
     def __init__(self, attachment: Attachment) -> None:
         super().__init__(attachment)
-        self._pending: Exchange | None = None
+        config = attachment.runtime.config
+        self.in_flight = config.staleness
+        self._pending: deque[Exchange | Arrived] = deque()
+        """Under way, oldest first."""
         self._holds = False
+        self._sync: Sync | None = None
+        """What takes the steps where they are synchronous for good."""
+        self._divergence = Divergence() if config.fall_back else None
+        self._norm: torch.Tensor | None = None
+        """Of the last step's averages: read one step later, when a GPU has long computed it."""
+        self._late = False
+        """That norm is of averages that came late."""
+        if self.in_flight > 1:
+            attachment.runtime.say(_bears(attachment.optimizer, config.predict, self.in_flight), level="warning")
 
     @property
     def _warming_up(self) -> bool:
         return self.attachment.step < self.attachment.warmup_steps or self.attachment.has_closure
 
     @property
+    def _full(self) -> bool:
+        """The next step applies what is under way longest."""
+        return len(self._pending) == self.in_flight
+
+    @property
     def predicts(self) -> bool:
-        return self._pending is not None and not self.attachment.has_closure
+        return self._full and not self.attachment.has_closure
 
     @property
     def tracks(self) -> bool:
-        # From the last synchronous step on; the step that applies nothing must not erase what is known.
+        # From the last synchronous step on; the steps that apply nothing must not erase what is known.
         a = self.attachment
-        return not a.has_closure and (self._pending is not None or a.step == a.warmup_steps - 1)
+        return not a.has_closure and self._sync is None and (self._full or a.step == a.warmup_steps - 1)
 
     @property
     def holds(self) -> bool:
         return self._holds
 
+    def gradient_ready(self, parameter: torch.Tensor) -> None:
+        if self._sync is not None:
+            self._sync.gradient_ready(parameter)
+
     def before_step(self) -> None:
         a = self.attachment
+        if self._sync is None and a.step == a.warmup_steps and not a.has_closure:
+            self.warmed_up()
+        if self._sync is not None:
+            self._sync.before_step()
+            return
         exchange = a.new_exchange()
-        a.close(exchange)
+        a.close(exchange, value=self._blows_up())
         if self._warming_up:
-            # Where a closure comes late, what is in flight is older than what it has computed.
-            self._pending = None
-            a.agree(a.wait(exchange), exchange)
-            a.deliver(exchange)
-            return
-        # Launch before waiting: the wire stays busy where communication is slower than compute.
-        previous, self._pending = self._pending, exchange
-        a.measure.delayed += 1
-        if previous is None:
-            self._holds = True
-            a.zero_gradients()
-            return
-        lanes = a.wait(previous)
-        a.deliver(previous)
-        a.agree(lanes, previous)
+            self._step_synchronously(exchange)
+        else:
+            self._step_late(exchange)
 
     def after_step(self) -> None:
         self._holds = False
+
+    def warmed_up(self) -> None:
+        """The synchronous steps are over, on all ranks at the same step."""
+        a = self.attachment
+        if a.index == 0 and a.step > 1:
+            a.runtime.say(a.measure.verdict(a.step))
+
+    def step_synchronously(self) -> None:
+        """From now on, for good: what `sync` does."""
+        self._pending.clear()
+        self._sync = Sync(self.attachment)
+        self._divergence = None
+        self.wants_gradients = True
+        self.attachment.watch_gradients()
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "synchronous": self._sync is not None,
+            "in_flight": flights(self.attachment, self._pending),
+            "norm": None if self._norm is None else float(self._norm),
+            "late": self._late,
+            "divergence": {} if self._divergence is None else self._divergence.state(),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        if state["synchronous"]:
+            if self._sync is None:
+                self.step_synchronously()
+            return
+        self._pending = deque(Arrived(self.attachment, each) for each in state["in_flight"][-self.in_flight :])
+        self._norm = None if state["norm"] is None else torch.tensor(state["norm"], dtype=torch.float64)
+        self._late = state["late"]
+        if self._divergence is not None and state["divergence"]:
+            self._divergence.load_state(state["divergence"])
+
+    def _step_synchronously(self, exchange: Exchange) -> None:
+        a = self.attachment
+        # Where a closure comes late, what is in flight is older than what it has computed.
+        self._pending.clear()
+        a.agree(a.wait(exchange), exchange)
+        self._deliver(exchange, late=False)
+
+    def _step_late(self, exchange: Exchange) -> None:
+        # Launched before waiting: the wire stays busy where communication is slower than compute.
+        a = self.attachment
+        a.measure.delayed += 1
+        self._pending.append(exchange)
+        if len(self._pending) <= self.in_flight:
+            self._holds = True
+            a.zero_gradients()
+            return
+        oldest = self._pending.popleft()
+        lanes = a.wait(oldest)
+        if any(lane.value for lane in lanes):
+            a.agree(lanes, oldest)
+            self._fall_back(exchange)
+            return
+        self._deliver(oldest, late=True)
+        a.agree(lanes, oldest)
+
+    def _fall_back(self, exchange: Exchange) -> None:
+        """Synchronous from this very step on: with its own gradients, which are the last under way."""
+        a = self.attachment
+        a.measure.delayed -= 1
+        a.runtime.say(
+            f"step {a.step}: the gradients{a.name} have grown beyond {FACTOR:g} times what they were since they come"
+            " late: back to synchronous steps on all ranks. Lower the learning rate or raise --warmup-steps; --algorithm"
+            " sync is as this from the start, and --no-fall-back goes on regardless",
+            level="warning",
+        )
+        self.step_synchronously()
+        a.agree(a.wait(exchange), exchange)
+        a.deliver(exchange)
+
+    def _deliver(self, exchange: Exchange, late: bool) -> None:
+        if self._divergence is not None:
+            self._norm, self._late = exchange.norm(), late
+        self.attachment.deliver(exchange)
+
+    def _blows_up(self) -> bool:
+        """By the norm of the last step's averages. Ranks may see it at different steps: a norm's last bits differ
+        between processors."""
+        if self._divergence is None or self._norm is None:
+            return False
+        norm, self._norm = float(self._norm), None
+        if not self._late:
+            self._divergence.learn(norm)
+            return False
+        if norm - norm != 0 and self.attachment.scale is not None:
+            return False  # the gradient scaler has left that step out
+        return self._divergence.see(norm)
+
+
+def _bears(optimizer: torch.optim.Optimizer, predict: str, delay: int) -> str:
+    """What learning rate a long delay leaves."""
+    momentum, nesterov = momentum_of(optimizer)
+
+    def limit(late: int) -> float:
+        factor = auto_factor(optimizer, late) if predict == "auto" else float(predict)
+        return stability.limit(momentum, late, factor if late else 0.0, nesterov=nesterov)
+
+    return (
+        f"--staleness {delay}: with momentum {momentum:g} learning rates are stable up to {limit(delay):.2g}/curvature,"
+        f" against {limit(1):.2g} at staleness 1 and {limit(0):.2g} with sync: lower the learning rate accordingly, or"
+        " leave --staleness at 1"
+    )

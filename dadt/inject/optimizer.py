@@ -17,6 +17,7 @@ from torch.optim.optimizer import (
 )
 
 from dadt.attachment import Attachment
+from dadt.checkpoint import KEY, Checkpoints
 from dadt.inject.module import Modules
 from dadt.runtime import Runtime
 
@@ -62,7 +63,7 @@ class Steps:
         if attachment is None:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if callable(closure):
+        if callable(closure) and self._runtime.together:
             averaged = self._average(attachment, closure)
             if len(args) > 1:
                 return (args[0], averaged, *args[2:]), kwargs
@@ -79,7 +80,7 @@ class Steps:
         attachment = ended[0][2]
         if attachment is not None:
             attachment.stepped()
-        self._runtime.stepped(attachment)
+        self._runtime.stepped()
 
     def _attachment(self, optimizer: Optimizer) -> Attachment | None:
         """The optimizer's, or that of another one of the same parameters for which clipping has averaged already."""
@@ -131,6 +132,7 @@ def install(runtime: Runtime, modules: Modules) -> None:
 
     Optimizer.__init__ = patched_init  # type: ignore[method-assign]
     _patch_groups_and_zeroing(runtime, modules)
+    _patch_states(runtime.checkpoints)
     steps = Steps(runtime, modules)
     register_optimizer_step_pre_hook(steps.before)
     register_optimizer_step_post_hook(steps.after)
@@ -154,3 +156,22 @@ def _patch_groups_and_zeroing(runtime: Runtime, modules: Modules) -> None:
 
     Optimizer.add_param_group = patched_add  # type: ignore[method-assign]
     Optimizer.zero_grad = patched_zero  # type: ignore[method-assign]
+
+
+def _patch_states(checkpoints: Checkpoints) -> None:
+    """What a resumed training needs beside the optimizer's state goes with it."""
+    save, load = Optimizer.state_dict, Optimizer.load_state_dict
+
+    @functools.wraps(save)
+    def patched_save(self: Optimizer) -> dict[str, Any]:
+        more = checkpoints.save(self)
+        state_dict = save(self)
+        return state_dict if more is None else {**state_dict, KEY: more}
+
+    @functools.wraps(load)
+    def patched_load(self: Optimizer, state_dict: dict[str, Any]) -> None:
+        load(self, state_dict)
+        checkpoints.load(self, state_dict)
+
+    Optimizer.state_dict = patched_save  # type: ignore[method-assign]
+    Optimizer.load_state_dict = patched_load  # type: ignore[method-assign]
