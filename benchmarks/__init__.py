@@ -1,0 +1,1 @@
+"""Measurements that take hours: run from the root of the repository, `python -m benchmarks.<name>`."""

@@ -1,0 +1,1 @@
+"""Whether training under DADT ends where training without it does: `python -m benchmarks.convergence --help`."""

@@ -1,0 +1,99 @@
+"""What is trained and how: model, data, optimizer, batch and number of steps, the same for every algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from benchmarks.convergence.data import digits, shakespeare
+from benchmarks.convergence.model import GPT, cnn, perceptron
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One kind of training. `batch` is the joint batch of all ranks."""
+
+    name: str
+    model: Callable[[], nn.Module]
+    optimizer: Callable[[Any, float], torch.optim.Optimizer]
+    data: Callable[[], tuple[Dataset[Any], Dataset[Any]]]
+    """For training, and for the verdict."""
+    batch: int
+    steps: int
+    rates: tuple[float, ...]
+    """Learning rates of the sweep."""
+    counts: bool
+    """The verdict is accuracy; else loss."""
+
+    def loader(self, seed: int) -> DataLoader[Any]:
+        """Batches in an order that the seed fixes alone."""
+        order = torch.Generator().manual_seed(seed)
+        return DataLoader(self.data()[0], batch_size=self.batch, shuffle=True, drop_last=True, generator=order)
+
+    def batches(self, seed: int) -> Iterator[Batch]:
+        """One for each step."""
+        return islice(endless(self.loader(seed)), self.steps)
+
+    def begin(self, seed: int, rate: float) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        """Model, optimizer and schedule: the learning rate falls to 0 along a cosine."""
+        torch.manual_seed(seed)
+        model = self.model()
+        optimizer = self.optimizer(model.parameters(), rate)
+        return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.steps)
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(model(x).flatten(0, -2), y.flatten())
+
+    def verdict(self, model: nn.Module, most: int = 0) -> dict[str, float]:
+        """Loss and accuracy on data that no training sees; of the first `most` samples, if that is not 0."""
+        model.eval()
+        loss, right, total = 0.0, 0, 0
+        loader = DataLoader(self.data()[1], batch_size=250)
+        with torch.no_grad():
+            for x, y in islice(loader, -(-most // 250) or None):
+                logits = model(x).flatten(0, -2)
+                loss += float(nn.functional.cross_entropy(logits, y.flatten(), reduction="sum"))
+                right += int((logits.argmax(-1) == y.flatten()).sum())
+                total += y.numel()
+        model.train()
+        return {"loss": loss / total, "accuracy": right / total}
+
+
+def endless(loader: DataLoader[Any]) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def momentum(parameters: Any, rate: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=rate, momentum=0.9)
+
+
+def adam(parameters: Any, rate: float) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=rate)
+
+
+def adamw(parameters: Any, rate: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+def both_digits() -> tuple[Dataset[Any], Dataset[Any]]:
+    return digits("train"), digits("t10k")
+
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        Family("cnn", cnn, momentum, both_digits, 128, 300, (0.025, 0.05, 0.1, 0.2, 0.4, 0.8), True),
+        Family("mlp", perceptron, adam, both_digits, 128, 300, (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2), True),
+        Family("gpt", GPT, adamw, shakespeare, 16, 600, (2.5e-3, 5e-3, 1e-2, 2e-2), False),
+    )
+}

@@ -1,0 +1,67 @@
+"""What has no simulator: gossip, local and each compression, by `dadt run` with four workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.convergence.study import Run, simulated
+
+ROOT = Path(__file__).parents[2]
+RANKS = 4
+SECONDS = 3600.0
+FLAGS = {
+    "gossip": ["--algorithm", "gossip"],
+    "local": ["--algorithm", "local", "--sync-every", "8"],
+    "diloco": ["--algorithm", "local", "--sync-every", "32"],
+    "bf16": ["--compression", "bf16"],
+    "fp16": ["--compression", "fp16"],
+    "int8": ["--compression", "int8"],
+    "powersgd": ["--compression", "powersgd:4"],
+    "sync-int8": ["--algorithm", "sync", "--compression", "int8"],
+    "real-pipe": [],
+}
+"""Of `dadt run`, by the name of the method."""
+
+
+def checked(name: str) -> str:
+    """Raises ValueError where there is no such method."""
+    if name not in FLAGS:
+        raise ValueError(f"--others {name}: unknown; choose of {', '.join(FLAGS)}")
+    return name
+
+
+def train(run: Run) -> dict[str, Any]:
+    """By real workers. `sync` in the simulator: it has the same bits."""
+    if run.method not in FLAGS:
+        return simulated(run)
+    with tempfile.TemporaryDirectory(prefix="dadt-convergence-") as folder:
+        ranks = workers(run, FLAGS[run.method], Path(folder))
+    mean = {key: sum(rank[key] for rank in ranks) / len(ranks) for key in ("loss", "accuracy", "seconds")}
+    losses = [sum(step) / len(step) for step in zip(*(rank["losses"] for rank in ranks), strict=False)]
+    curve = [round(sum(part) / len(part), 5) for part in (losses[i : i + 25] for i in range(0, len(losses), 25))]
+    return {**mean, "curve": curve}
+
+
+def workers(run: Run, flags: list[str], folder: Path, *script: object) -> list[dict[str, Any]]:
+    """What each rank of `dadt run` has found; `script`: further arguments of the training."""
+    dadt = [sys.executable, "-m", "dadt_cli", "run", "-np", run.ranks, "--batch", "global", "--log-dir", folder]
+    what = ["--family", run.family, "--rate", run.rate, "--seed", run.seed, "--out", folder, "--rank", "{rank}"]
+    command = [*dadt, *flags, "-m", "benchmarks.convergence.train", *what, *script]
+    done = subprocess.run(
+        list(map(str, command)),
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=SECONDS,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(map(str, command))} ended with {done.returncode}:\n{done.stdout}")
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(run.ranks)]

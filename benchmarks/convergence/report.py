@@ -1,0 +1,146 @@
+"""Tables of paired differences with intervals, and pictures of loss against steps, from the file of results."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.convergence.family import FAMILIES
+from benchmarks.convergence.interval import Interval, interval
+from benchmarks.convergence.simulator import EVERY
+from benchmarks.convergence.study import SWEEP_SEEDS, Results, load, score
+
+BEGIN, END = "<!-- tables: made by python -m benchmarks.convergence --report -->", "<!-- end of tables -->"
+COLORS = {"sync": "#1f3b57", "plain": "#c8553d", "pipe": "#2a9d8f"}
+TARGETS = {"cnn": 0.003, "mlp": 0.003, "gpt": 0.01}
+"""Accuracy that may be lost, and loss that may be added, at the bad end of the interval."""
+
+
+class Row(NamedTuple):
+    family: str
+    rate: float
+    ranks: int
+    method: str
+    mean: float
+    lost: Interval | None
+    """Accuracy lost, or loss added, against sync with the same seeds; None for sync itself."""
+    diverged: int
+    """Trainings that ended no better than chance."""
+
+    @property
+    def met(self) -> str:
+        if self.lost is None or self.lost.count < 2:
+            return ""
+        return "yes" if self.lost.high <= TARGETS[self.family] else "no"
+
+
+def groups(results: Results) -> dict[tuple[str, float, int, str], dict[int, float]]:
+    """Scores by seed, of all trainings but the sweep's."""
+    found: dict[tuple[str, float, int, str], dict[int, float]] = {}
+    for run, outcome in sorted(results.items()):
+        if run.seed not in SWEEP_SEEDS:
+            found.setdefault((run.family, run.rate, run.ranks, run.method), {})[run.seed] = score(run.family, outcome)
+    return found
+
+
+def rows(results: Results) -> Iterator[Row]:
+    scores = groups(results)
+    for (family, rate, ranks, method), by_seed in scores.items():
+        chance = 0.2 if FAMILIES[family].counts else math.log(65)
+        sign = 1 if FAMILIES[family].counts else -1
+        bad = sum(sign * value <= sign * chance for value in by_seed.values())
+        sync = scores.get((family, rate, ranks, "sync"), {})
+        lost = [sign * (sync[seed] - value) for seed, value in by_seed.items() if seed in sync]
+        finite = all(map(math.isfinite, lost))
+        difference = interval(lost) if lost and finite and method != "sync" else None
+        mean = statistics.fmean(by_seed.values())
+        yield Row(family, rate, ranks, method, mean, difference, bad)
+
+
+def table(results: Results) -> str:
+    lines = [
+        "| family | rate | workers | method | mean | seeds | lost against sync (95 %) | target | met | diverged |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    counts = {key: len(by_seed) for key, by_seed in groups(results).items()}
+    for row in rows(results):
+        lost = "" if row.lost is None else f"{row.lost.mean:.4f} ({row.lost.low:.4f} to {row.lost.high:.4f})"
+        target = "" if row.lost is None else f"{TARGETS[row.family]:g}"
+        seeds = counts[row.family, row.rate, row.ranks, row.method]
+        cells = [row.family, f"{row.rate:g}", row.ranks, row.method, f"{row.mean:.4f}", seeds, lost, target, row.met]
+        lines.append("| " + " | ".join(map(str, [*cells, row.diverged])) + " |")
+    return "\n".join(lines)
+
+
+def sweeps(results: Results) -> str:
+    """What `sync` reaches at each learning rate."""
+    lines = ["| family | rate | sync |", "|---|---|---|"]
+    for family in FAMILIES.values():
+        for rate in family.rates:
+            found = [
+                score(family.name, outcome)
+                for run, outcome in results.items()
+                if run.seed in SWEEP_SEEDS and (run.family, run.rate, run.method) == (family.name, rate, "sync")
+            ]
+            if found:
+                lines.append(f"| {family.name} | {rate:g} | {statistics.fmean(found):.4f} |")
+    return "\n".join(lines)
+
+
+def picture(family: str, results: Results, path: Path) -> bool:
+    """Training loss against steps, a panel for each learning rate; mean over seeds, the band from least to most.
+
+    False where there is nothing to show.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    shown = [run for run in results if run.family == family and run.method in COLORS and run.seed not in SWEEP_SEEDS]
+    if not shown:
+        return False
+    ranks = min(run.ranks for run in shown)
+    rates = sorted({run.rate for run in shown if run.ranks == ranks})
+    figure, panels = plt.subplots(1, len(rates), figsize=(4.6 * len(rates), 3.4), sharey=True, squeeze=False)
+    for panel, rate in zip(panels[0], rates, strict=True):
+        for method, color in COLORS.items():
+            draw(panel, [results[r] for r in shown if (r.method, r.rate, r.ranks) == (method, rate, ranks)], method, color)
+        panel.set(title=f"{family}, {ranks} workers, rate {rate:g}", xlabel="step")
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(axis="y", alpha=0.3)
+        panel.set_yscale("log" if FAMILIES[family].counts else "linear")
+    panels[0][0].set_ylabel("training loss")
+    panels[0][0].legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return True
+
+
+def draw(panel: object, outcomes: list[dict[str, list[float]]], method: str, color: str) -> None:
+    curves = [outcome["curve"] for outcome in outcomes]
+    if not curves:
+        return
+    points = list(zip(*curves, strict=True))
+    steps = [EVERY * (i + 0.5) for i in range(len(points))]
+    panel.fill_between(steps, list(map(min, points)), list(map(max, points)), color=color, alpha=0.15, linewidth=0)  # type: ignore[attr-defined]
+    panel.plot(steps, list(map(statistics.fmean, points)), color=color, label=f"{method} ({len(curves)} seeds)")  # type: ignore[attr-defined]
+
+
+def write(path: Path) -> None:
+    """Print the tables, put them into the page beside the results, and draw the pictures."""
+    results = load(path)
+    tables = f"{sweeps(results)}\n\n{table(results)}"
+    print(tables)
+    page = path.with_suffix(".md")
+    if page.exists():
+        before, _, rest = page.read_text().partition(BEGIN)
+        _, _, after = rest.partition(END)
+        page.write_text(f"{before}{BEGIN}\n{tables}\n{END}{after}")
+    for family in FAMILIES:
+        picture(family, results, path.with_name(f"{path.stem}-{family}.png"))
+
