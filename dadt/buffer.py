@@ -85,6 +85,22 @@ class Buffers:
             if module.training:
                 self._own.pop(module, None)
 
+    def join(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
+        """The rank's own becomes what all ranks have in common; what the script reads stays as it is."""
+        self.add(module, name)
+        shown, buffer = self._own.get(module, {}), module._buffers.get(name)
+        if name in shown:
+            shown[name] = value.to(shown[name].device, copy=True)
+        elif buffer is not None:
+            self._official.setdefault(module, {}).setdefault(name, buffer.detach().clone())
+            buffer.data.copy_(value)
+
+    def join_official(self, modules: Iterable[nn.Module]) -> None:
+        """The same with the official copy."""
+        for module in modules:
+            for name, average in self._official.get(module, {}).items():
+                self.join(module, name, average)
+
     def forget(self, module: nn.Module) -> None:
         """The script has set the values: they are official and the rank's own."""
         self._own.pop(module, None)

@@ -53,6 +53,23 @@ class State(NamedTuple):
         np.random.set_state(self.numpy)
         random.setstate(self.random)
 
+    def plain(self) -> dict[str, Any]:
+        """As plain values and tensors, for a checkpoint."""
+        kind, keys, *rest = self.numpy
+        version, words, gauss = self.random
+        return {
+            "torch": self.torch.clone(),
+            "numpy": [kind, torch.from_numpy(keys.view(np.uint8).copy()), *rest],
+            "random": [version, torch.from_numpy(np.array(words, np.uint32).view(np.uint8)), gauss],
+        }
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> State:
+        kind, keys, *rest = plain["numpy"]
+        version, words, gauss = plain["random"]
+        words, keys = (each.cpu().numpy().view(np.uint32) for each in (words, keys))
+        return cls(plain["torch"].cpu(), (kind, keys, *rest), (version, tuple(words.tolist()), gauss))
+
     def seed(self) -> int:
         """A seed that depends on all of the state."""
         text = self.torch.numpy().tobytes() + repr(self.random).encode()
@@ -72,6 +89,14 @@ def seed_all(seed: int, manual_seed: Callable[[int], Any] = torch.manual_seed) -
     manual_seed(seed)
 
 
+class Resumed(NamedTuple):
+    """The streams of a checkpoint, until they part again."""
+
+    shared: State
+    own: State | None
+    """This rank's, where the checkpoint is its own."""
+
+
 class Streams:
     """The shared stream and the rank's. Before `split` the global generators are both.
 
@@ -87,6 +112,9 @@ class Streams:
         self._drawing = False
         self.seeded = False
         """The script has called torch.manual_seed."""
+        self._resumed: Resumed | None = None
+        self.seeded_anew = False
+        """The same, after a checkpoint was loaded."""
         self._remembered: OrderedDict[bytes, torch.Tensor] = OrderedDict()
         self._lock = threading.RLock()
         self._pid = os.getpid()
@@ -103,7 +131,28 @@ class Streams:
             return
         with self._lock:
             self._shared = State.capture()
+            resumed, self._resumed = self._resumed, None
+            if resumed is not None:
+                # What the script has seeded since, it has seeded for the shared stream.
+                anew = self._shared.torch if self.seeded_anew else resumed.shared.torch
+                self._shared = resumed.shared._replace(torch=anew)
             seed_all(mix(self._shared.seed(), self.rank), self._manual_seed)
+            if resumed is not None and resumed.own is not None and not self.seeded_anew:
+                resumed.own.restore()
+
+    def state(self) -> dict[str, Any]:
+        """Of both streams, for a checkpoint; nothing before they have parted."""
+        if not self.divided:
+            return {}
+        assert self._shared is not None
+        return {"shared": self._shared.plain(), "own": State.capture().plain()}
+
+    def load_state(self, shared: dict[str, Any], own: dict[str, Any] | None, *, seeded_anew: bool) -> None:
+        """Part from here: at the next `split`, or not at all where the streams have parted already (a script that
+        goes back to its best weights goes on with its data). own: this rank's stream; else a new one."""
+        if self.enabled and not self.divided:
+            self._resumed = Resumed(State.from_plain(shared), None if own is None else State.from_plain(own))
+            self.seeded_anew = seeded_anew
 
     def _rejoin(self) -> None:
         """The script starts anew from a seed: data, splits and weights that it now draws must agree on all ranks.
@@ -152,6 +201,7 @@ class Streams:
         def manual_seed(seed: int) -> Any:
             self.seeded = True
             if not self.divided:
+                self.seeded_anew = True
                 return original(seed)
             with self._lock:
                 if self._drawing:  # by a sampler: it means the shared stream, which is in place now

@@ -74,6 +74,8 @@ def wrap(chosen: torch.optim.Optimizer) -> None:
 def _install_around(runtime: Runtime) -> None:
     """What the script does beside training."""
     streams = seed.install(runtime)
+    if streams.enabled:
+        runtime.checkpoints.streams = streams
     # A script that knows its rank, and has seeded, has seeded each rank as it wants it.
     runtime.on_begin.append(lambda: None if streams.seeded and runtime.script_is_distributed else streams.split())
     if not runtime.alone:

@@ -1,0 +1,235 @@
+"""What a checkpoint holds beside the script's own, so that a resumed training goes on bit for bit.
+
+It goes with the optimizer's state, under a key that torch's load_state_dict ignores: plain numbers and tensors.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+
+from dadt.exchange import hand_out
+from dadt.lane import Lane
+
+if TYPE_CHECKING:
+    from dadt._core import Work
+    from dadt.attachment import Attachment
+    from dadt.exchange import Exchange
+    from dadt.executors.nccl import Averaging
+    from dadt.runtime import Runtime
+
+KEY = "dadt"
+"""In the dict that optimizer.state_dict() gives."""
+VERSION = 1
+
+
+class Randomness(Protocol):
+    """What a checkpoint asks of the random streams."""
+
+    seeded_anew: bool
+
+    def state(self) -> dict[str, Any]: ...
+    def load_state(self, shared: dict[str, Any], own: dict[str, Any] | None, *, seeded_anew: bool) -> None: ...
+
+
+class Checkpoints:
+    """Saves and loads for all optimizers of one runtime.
+
+    Exact as long as every rank asks for the optimizer's state after the same step, as a script does that knows of no
+    ranks: what is one rank's alone (its own BatchNorm statistics) then gives way to what all have in common. Nothing
+    is asked of the peers: an exchange in flight is one that all ranks have launched, or will without this one.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self.streams: Randomness | None = None
+        self._loaded: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[str, Any]] = weakref.WeakKeyDictionary()
+        """What the script has loaded, until training goes on from it."""
+        self._aside = False
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, optimizer states are read and set for DADT's own ends."""
+        before, self._aside = self._aside, True
+        try:
+            yield
+        finally:
+            self._aside = before
+
+    def save(self, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+        """What goes with the optimizer's state. Waits for the exchange in flight; raises CommError."""
+        if self._aside or self._runtime.alone:
+            return None
+        if optimizer in self._loaded:
+            return self._loaded[optimizer]
+        a = self._runtime.attached(optimizer)
+        if a is None:
+            return None
+        a.prediction.undo()
+        state: dict[str, Any] = {}
+        if self._runtime.engine.error is None:
+            state = a.algorithm.state()
+            self._join(a, state)
+        else:  # a last checkpoint, after a failure that every exchange ends with
+            self._runtime.say("saved after a failure: without the gradients in flight", level="warning")
+        indices = _indices(a.optimizer)
+        return {
+            "version": VERSION,
+            "algorithm": self._runtime.config.algorithm,
+            "world_size": self._runtime.world.world_size,
+            "rank": self._runtime.world.rank,
+            "step": a.step,
+            "state": state,
+            "displacement": {indices[p]: d.clone() for p, d in a.prediction.displacement()},
+            "random": self.streams.state() if self.streams is not None else {},
+        }
+
+    def load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        """The script has loaded this state. It counts from the next training forward or use of gradients on."""
+        if self._aside or self._runtime.alone:
+            return
+        part = state_dict.get(KEY)
+        self._loaded.pop(optimizer, None)
+        if part is None:
+            return
+        if not isinstance(part, dict) or part.get("version") != VERSION:
+            self._runtime.say("the checkpoint was written by another version of DADT: training begins with a warm-up")
+            return
+        self._loaded[optimizer] = part
+        self._load_streams(part, part)
+
+    def spread(self, a: Attachment) -> None:
+        """All ranks go on from what rank 0 has loaded; called by all, when the optimizer is attached."""
+        mine = self._loaded.pop(a.optimizer, None)
+        seeded_anew = self.streams is not None and self.streams.seeded_anew
+        told = (mine, seeded_anew) if self._runtime.world.rank == 0 else None
+        part, seeded_anew = self._runtime.collect(f"checkpoint{a.name}", told)[0]
+        if part is not None:
+            self._loaded[a.optimizer] = part
+            self._load_streams(part, mine or part, seeded_anew=seeded_anew)
+
+    def resume(self) -> None:
+        """Training goes on: from what was loaded, if anything was."""
+        for a in self._runtime.attachments if self._loaded else ():
+            if a.alive and (part := self._loaded.pop(a.optimizer, None)) is not None:
+                self._resume(a, part)
+
+    def _resume(self, a: Attachment, part: dict[str, Any]) -> None:
+        config, size = self._runtime.config, self._runtime.world.world_size
+        if part["algorithm"] != config.algorithm:
+            self._runtime.say(
+                f"the checkpoint is one of --algorithm {part['algorithm']}: --algorithm {config.algorithm} goes on from"
+                " its weights and optimizer state, with a warm-up of its own"
+            )
+            return
+        if part["world_size"] != size:
+            self._runtime.say(
+                f"the checkpoint is one of {part['world_size']} ranks: {size} go on from it at step {part['step']}"
+            )
+        parameters = list(_indices(a.optimizer))
+        known = {parameters[i]: d for i, d in part["displacement"].items() if i < len(parameters)}
+        if any(d.shape != p.shape for p, d in known.items()):
+            self._runtime.say("the checkpoint is one of another model: training begins with a warm-up")
+            return
+        a.step = part["step"]
+        a.prediction.restore(known)
+        a.algorithm.load_state(part["state"])
+        self._join(a, part["state"])
+
+    def _load_streams(self, part: dict[str, Any], mine: dict[str, Any], *, seeded_anew: bool = False) -> None:
+        """part: whose shared stream it is; mine: what this rank has loaded, perhaps from a file of its own."""
+        if self.streams is not None and part["random"]:
+            own = mine["random"]["own"] if mine["random"] and mine["rank"] == self._runtime.world.rank else None
+            self.streams.load_state(part["random"]["shared"], own, seeded_anew=seeded_anew)
+
+    def _join(self, a: Attachment, state: dict[str, Any]) -> None:
+        """The rank's own buffers become what all ranks have in common: the newest average of them."""
+        if not a.algorithm.identical:
+            return
+        buffers = self._runtime.buffers
+        flights = state.get("in_flight", ())
+        if flights:
+            places = _places(a)
+            for i, value in flights[-1]["buffers"].items():
+                if i < len(places):
+                    buffers.join(*places[i], value)
+        else:
+            buffers.join_official(a.modules)
+
+
+class Arrived:
+    """An averaging that was over when the checkpoint was taken; stands for its Exchange."""
+
+    def __init__(self, attachment: Attachment, state: dict[str, Any]) -> None:
+        """state: what `flight` gave."""
+        parameters = list(_indices(attachment.optimizer))
+        self._parameters = attachment.parameters
+        self._gradients = [
+            (p, g.to(p.device, copy=True)) for i, g in state["gradients"].items() if (p := parameters[i]).requires_grad
+        ]
+        places = _places(attachment)
+        self._buffers = {places[i]: b.clone() for i, b in state["buffers"].items() if i < len(places)}
+        self._norm = state["norm"]
+        self.value = state["value"]
+        self.scale = state["scale"]
+        self.schema = attachment.schema
+        self.name = f"the checkpoint's gradient{attachment.name}"
+        self.number = -1
+        self.seconds = 0.0
+
+    def wait(self, wait: Callable[[Work | Averaging], None]) -> list[Lane]:
+        return [Lane(self.schema.crc, 0, 0, 0, 0, False, 1.0, self.value)]
+
+    def norm(self) -> torch.Tensor:
+        return torch.tensor(self._norm, dtype=torch.float64)
+
+    def deliver(self, ratio: torch.Tensor | float | None = None) -> None:
+        hand_out(self._parameters, self._gradients, ratio)
+
+    def averaged_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return self._gradients
+
+    @property
+    def places(self) -> list[tuple[nn.Module, str]]:
+        return list(self._buffers)
+
+    def averaged_buffers(self) -> list[torch.Tensor]:
+        return list(self._buffers.values())
+
+
+def flight(attachment: Attachment, exchange: Exchange | Arrived) -> dict[str, Any]:
+    """What an exchange in flight brings, once it is there: all ranks have launched it. Raises CommError."""
+    lanes = exchange.wait(attachment.runtime.wait)
+    indices = _indices(attachment.optimizer)
+    places = {place: i for i, place in enumerate(_places(attachment))}
+    buffers = zip(exchange.places, exchange.averaged_buffers(), strict=True)
+    return {
+        "gradients": {indices[p]: g.clone() for p, g in exchange.averaged_gradients() if p in indices},
+        "buffers": {places[place]: b.clone() for place, b in buffers if place in places},
+        "norm": float(exchange.norm()),
+        "value": max((lane.value for lane in lanes), default=0.0),
+        "scale": exchange.scale,
+    }
+
+
+def flights(attachment: Attachment, exchanges: Sequence[Exchange | Arrived]) -> list[dict[str, Any]]:
+    """The same of several, oldest first."""
+    return [flight(attachment, exchange) for exchange in exchanges]
+
+
+def _indices(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, int]:
+    """Each parameter's number, which stands for it in the optimizer's state, too."""
+    every = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
+    return {p: i for i, p in enumerate(every)}
+
+
+def _places(attachment: Attachment) -> list[tuple[nn.Module, str]]:
+    """Module and name of each buffer that may be averaged, in the order of modules."""
+    return [
+        (m, n) for m in attachment.modules for n, b in m._buffers.items() if b is not None and b.is_floating_point()
+    ]
