@@ -22,11 +22,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", default="2,4,8,16", help="numbers of workers")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--methods", default="sync,plain,pipe", help="separated by ; where one has commas")
-    parser.add_argument("--others", default="", help=f"real workers, in place of the simulator: {', '.join(others.FLAGS)}")
+    parser.add_argument(
+        "--others", default="", help=f"real workers, in place of the simulator: {', '.join(others.FLAGS)}"
+    )
     parser.add_argument("--rate", type=float, default=0.0, help="0: the one that a sweep finds best for sync")
     parser.add_argument("--budget-minutes", type=float, default=math.inf, help="begin nothing after so long")
     parser.add_argument("--jobs", type=int, default=1, help="trainings at once, each with one thread")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="file of JSON lines; what it holds is not repeated")
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="file of JSON lines; what it holds is not repeated"
+    )
     parser.add_argument("--report", action="store_true", help="train nothing")
     options = parser.parse_args()
     options.methods = options.methods.split(";" if ";" in options.methods else ",")
@@ -62,7 +66,9 @@ def train(options: argparse.Namespace, deadline: float) -> bool:
 def main() -> None:
     options = arguments()
     if not options.report:
-        append(options.results, {"conditions": conditions(" ".join(["python -m benchmarks.convergence", *sys.argv[1:]]))})
+        append(
+            options.results, {"conditions": conditions(" ".join(["python -m benchmarks.convergence", *sys.argv[1:]]))}
+        )
         if not train(options, time.monotonic() + 60 * options.budget_minutes):
             print("time is up: the same command goes on from here")
     report.write(options.results)

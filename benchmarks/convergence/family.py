@@ -57,9 +57,9 @@ class Family:
         """Loss and accuracy on data that no training sees; of the first `most` samples, if that is not 0."""
         model.eval()
         loss, right, total = 0.0, 0, 0
-        loader = DataLoader(self.data()[1], batch_size=250)
+        loader = DataLoader(self.data()[1], batch_size=50)
         with torch.no_grad():
-            for x, y in islice(loader, -(-most // 250) or None):
+            for x, y in islice(loader, -(-most // 50) or None):
                 logits = model(x).flatten(0, -2)
                 loss += float(nn.functional.cross_entropy(logits, y.flatten(), reduction="sum"))
                 right += int((logits.argmax(-1) == y.flatten()).sum())

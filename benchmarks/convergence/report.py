@@ -108,7 +108,12 @@ def picture(family: str, results: Results, path: Path) -> bool:
     figure, panels = plt.subplots(1, len(rates), figsize=(4.6 * len(rates), 3.4), sharey=True, squeeze=False)
     for panel, rate in zip(panels[0], rates, strict=True):
         for method, color in COLORS.items():
-            draw(panel, [results[r] for r in shown if (r.method, r.rate, r.ranks) == (method, rate, ranks)], method, color)
+            draw(
+                panel,
+                [results[r] for r in shown if (r.method, r.rate, r.ranks) == (method, rate, ranks)],
+                method,
+                color,
+            )
         panel.set(title=f"{family}, {ranks} workers, rate {rate:g}", xlabel="step")
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(axis="y", alpha=0.3)
@@ -143,4 +148,3 @@ def write(path: Path) -> None:
         page.write_text(f"{before}{BEGIN}\n{tables}\n{END}{after}")
     for family in FAMILIES:
         picture(family, results, path.with_name(f"{path.stem}-{family}.png"))
-

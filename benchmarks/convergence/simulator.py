@@ -179,4 +179,3 @@ def copies(tensors: Tensors) -> Tensors:
 def put(tensors: Tensors, values: Tensors) -> None:
     for tensor, value in zip(tensors, values, strict=True):
         tensor.data.copy_(value)
-

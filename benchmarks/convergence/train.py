@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from benchmarks.convergence.family import FAMILIES
+from benchmarks.convergence.family import FAMILIES, Batch
 
 
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
@@ -29,38 +29,63 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return found.hexdigest()
 
 
-def main() -> None:
+def mine(batch: Batch) -> Batch:
+    """This rank's part, where the script itself shares out the data."""
+    size = len(batch[0]) // torch.distributed.get_world_size()
+    own = slice(torch.distributed.get_rank() * size, (torch.distributed.get_rank() + 1) * size)
+    return batch[0][own], batch[1][own]
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--family", choices=list(FAMILIES), default="cnn")
     parser.add_argument("--rate", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=0, help="0: as many as the family takes")
     parser.add_argument("--every", type=int, default=0, help="steps between two looks at the data of the verdict")
+    parser.add_argument("--batch", type=int, default=0, help="joint batch; 0: the family's")
+    parser.add_argument(
+        "--wait", type=float, default=0.0, help="seconds that each step waits, as if it computed longer"
+    )
+    parser.add_argument("--straggler-wait", type=float, default=-1.0, help="the same on rank 0, where it differs")
+    parser.add_argument("--ddp", action="store_true", help="DistributedDataParallel over Gloo, ranks as torchrun tells")
     parser.add_argument("--out", type=Path, help="folder for the outcome, a file rank<RANK>.json of each process")
     parser.add_argument("--rank", default="0", help="in the name of that file; under dadt run: {rank}")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
     torch.set_num_threads(1)
     family = FAMILIES[options.family]
-    family = dataclasses.replace(family, steps=options.steps or family.steps)
+    family = dataclasses.replace(family, steps=options.steps or family.steps, batch=options.batch or family.batch)
     model, optimizer, schedule = family.begin(options.seed, options.rate)
+    trained = model
+    if options.ddp:
+        torch.distributed.init_process_group("gloo")
+        trained = nn.parallel.DistributedDataParallel(model)
+    wait = options.straggler_wait if options.rank == "0" and options.straggler_wait >= 0 else options.wait
     losses: list[float] = []
+    times: list[float] = []
     looks: list[tuple[int, float, float]] = []
     begun = time.monotonic()
     for step, batch in enumerate(family.batches(options.seed), 1):
         optimizer.zero_grad()
-        loss = family.loss(model, batch)
+        loss = family.loss(trained, mine(batch) if options.ddp else batch)
         loss.backward()
+        time.sleep(wait)
         optimizer.step()
         schedule.step()
         losses.append(float(loss.detach()))
+        times.append(round(time.monotonic() - begun, 4))
         if options.every and step % options.every == 0:
-            seconds = time.monotonic() - begun
-            looks.append((step, seconds, family.verdict(model, 250)["loss"]))
-    seconds = time.monotonic() - begun
+            looks.append((step, time.monotonic() - begun, family.verdict(model, 100)["loss"]))
+    seconds = times[-1]
     verdict = family.verdict(model)
     print(f"{options.family}: loss {verdict['loss']:.4f}  accuracy {verdict['accuracy']:.4f}  {seconds:.1f} s")
     if options.out:
-        outcome = {**verdict, "digest": digest(model, optimizer), "seconds": seconds, "losses": losses, "looks": looks}
+        outcome = {**verdict, "digest": digest(model, optimizer), "seconds": seconds, "losses": losses}
+        outcome |= {"times": times, "looks": looks}
         (options.out / f"rank{options.rank}.json").write_text(json.dumps(outcome))
 
 

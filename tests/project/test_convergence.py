@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -14,9 +15,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))
+from benchmarks.convergence import report  # noqa: E402
 from benchmarks.convergence.family import FAMILIES  # noqa: E402
+from benchmarks.convergence.interval import interval  # noqa: E402
 from benchmarks.convergence.method import Method  # noqa: E402
 from benchmarks.convergence.simulator import Simulation  # noqa: E402
+from benchmarks.convergence.study import Run, append, best_rate, load, pairs, perform, sweep  # noqa: E402
 from benchmarks.convergence.train import digest  # noqa: E402
 
 WARMUP = 4
@@ -57,9 +61,7 @@ def compare(folder: Path, family: str, method: str, flags: list[str], ranks: int
         ("gpt", f"pipe:warmup={WARMUP}", []),
     ],
 )
-def test_two_workers_have_the_bits_of_the_simulator(
-    tmp_path: Path, family: str, method: str, flags: list[str]
-) -> None:
+def test_two_workers_have_the_bits_of_the_simulator(tmp_path: Path, family: str, method: str, flags: list[str]) -> None:
     compare(tmp_path, family, method, flags, 2, 0.01, 12)
 
 
@@ -72,3 +74,71 @@ def test_whole_trainings_have_the_bits_of_the_simulator(tmp_path: Path, family: 
     steps = 40 if family == "gpt" else FAMILIES[family].steps
     timed = method if method == "sync" else f"{method}:warmup={WARMUP}"
     compare(tmp_path, family, timed, flags, ranks, FAMILIES[family].rates[1], steps)
+
+
+def test_intervals_are_students() -> None:
+    found = interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert found.mean == 3.0
+    assert found.high - found.mean == pytest.approx(2.776 * math.sqrt(2.5 / 5))
+    assert found.mean - found.low == pytest.approx(found.high - found.mean)
+    assert interval([1.0]).high == math.inf
+
+
+def outcome(value: float) -> dict[str, Any]:
+    return {"loss": 1 - value, "accuracy": value, "curve": [2.0, 1.0, 1 - value]}
+
+
+def test_a_study_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    runs = pairs("cnn", 0.1, ["sync", "pipe"], [2], 2)
+    assert len(runs) == 8
+    asked: list[Run] = []
+
+    def train(run: Run) -> dict[str, Any]:
+        asked.append(run)
+        return outcome(0.9)
+
+    assert not perform(runs, path, 1, -math.inf, train)
+    assert perform(runs[:3], path, 1, math.inf, train)
+    append(path, {"conditions": {"torch": "2"}})
+    assert perform(runs, path, 1, math.inf, train)
+    assert asked == runs
+    assert set(load(path)) == set(runs)
+
+
+def test_the_best_rate_is_the_sweeps(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    runs = sweep("mlp")
+    perform(runs[:-1], path, 1, math.inf, lambda run: outcome(0.9 if run.rate == 4e-3 else 0.8))
+    assert best_rate("mlp", load(path)) is None
+    perform(runs, path, 1, math.inf, lambda run: outcome(0.7))
+    assert best_rate("mlp", load(path)) == 4e-3
+
+
+def test_a_report_pairs_by_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "results.jsonl"
+    values = {"sync": [0.97, 0.96, 0.98], "pipe": [0.969, 0.96, 0.979], "plain": [0.9, 0.1, 0.9]}
+    for method, found in values.items():
+        for seed, value in enumerate(found):
+            append(path, {**Run("cnn", method, 2, 0.1, seed)._asdict(), **outcome(value)})
+    append(path, {**Run("cnn", "sync", 2, 0.1, 1000)._asdict(), **outcome(0.5)})  # of the sweep: no pair
+    page = path.with_suffix(".md")
+    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    report.write(path)
+    lines = page.read_text().splitlines()
+    assert lines[0] == "before" and lines[-1] == "after" and "old" not in lines
+    half = 4.303 * math.sqrt(1e-6 / 3) / math.sqrt(3)
+    low, high = f"{0.002 / 3 - half:.4f}", f"{0.002 / 3 + half:.4f}"
+    assert f"| cnn | 0.1 | 2 | pipe | 0.9693 | 3 | 0.0007 ({low} to {high}) | 0.003 | yes | 0 |" in lines
+    (plain,) = [line for line in lines if "| plain |" in line]
+    assert plain.endswith("| no | 1 |")
+    assert path.with_name("results-cnn.png").read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out.strip() in page.read_text()
+
+
+def test_bad_input_is_one_sentence() -> None:
+    command = [sys.executable, "-m", "benchmarks.convergence", "--methods", "pipe:x=1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "pipe:x=1: x is unknown" in done.stderr.splitlines()[-1]

@@ -1,0 +1,89 @@
+"""Four workers, one of them three times as slow: python -m benchmarks.convergence.straggler
+
+Throughput of the other three, against the same training without a straggler; loss against time. A step mostly waits,
+rather than computes, because four workers share the cores that there are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.convergence.others import RANKS, workers
+from benchmarks.convergence.study import Run, conditions
+
+SLOWER = 3
+METHODS = {"sync": ["--algorithm", "sync"], "gossip": ["--algorithm", "gossip"]}
+Ranks = list[dict[str, Any]]
+
+
+def train(flags: list[str], family: str, rate: float, steps: int, wait: float, straggles: bool) -> Ranks:
+    """Rank 0 straggles, if any does. A batch of each rank's own: what one is late with, no other is to do."""
+    run = Run(family, "", RANKS, rate, 0)
+    waits = f"{SLOWER * wait}" if straggles else f"{wait}"
+    with tempfile.TemporaryDirectory(prefix="dadt-straggler-") as folder:
+        script = ["--steps", steps, "--wait", wait, "--straggler-wait", waits]
+        return workers(run, flags, Path(folder), *script)
+
+
+def throughput(ranks: Ranks) -> float:
+    """Steps per second of all but rank 0, once all are under way."""
+    return sum((len(rank["times"]) - 1) / (rank["times"][-1] - rank["times"][0]) for rank in ranks[1:])
+
+
+def picture(found: dict[str, Ranks], path: Path) -> None:
+    """Mean loss of the three fast ranks against seconds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, panel = plt.subplots(figsize=(5.6, 3.4))
+    for color, (name, ranks) in zip(("#1f3b57", "#c8553d", "#8fa3b5", "#2a9d8f"), found.items(), strict=False):
+        smooth = 10
+        losses = [statistics.fmean(step) for step in zip(*(rank["losses"] for rank in ranks[1:]), strict=True)]
+        points = [statistics.fmean(losses[i : i + smooth]) for i in range(0, len(losses), smooth)]
+        panel.plot(ranks[1]["times"][smooth - 1 :: smooth], points[: len(losses) // smooth], color=color, label=name)
+    panel.set(xlabel="seconds", ylabel="training loss", yscale="log")
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.grid(axis="y", alpha=0.3)
+    panel.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--family", default="mlp")
+    parser.add_argument("--rate", type=float, default=2e-3)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--wait", type=float, default=0.1, help="seconds that each step waits")
+    parser.add_argument("--json", type=Path, help="file for the figures; the picture goes beside it")
+    options = parser.parse_args()
+    found: dict[str, Ranks] = {}
+    kept: dict[str, float] = {}
+    for method, flags in METHODS.items():
+        for straggles in (False, True):
+            name = f"{method}, one slow" if straggles else method
+            found[name] = train(flags, options.family, options.rate, options.steps, options.wait, straggles)
+            print(f"{name}: {throughput(found[name]):.1f} steps/s of three workers", flush=True)
+        kept[method] = throughput(found[f"{method}, one slow"]) / throughput(found[method])
+        print(f"{method} keeps {100 * kept[method]:.0f} % beside a worker that is {SLOWER} times as slow")
+    if options.json:
+        losses = {name: [rank["loss"] for rank in ranks] for name, ranks in found.items()}
+        figures = {
+            "kept": kept,
+            "steps per second": {n: throughput(r) for n, r in found.items()},
+            "loss by rank": losses,
+        }
+        command = f"python -m benchmarks.convergence.straggler --family {options.family} --steps {options.steps}"
+        options.json.write_text(json.dumps({"conditions": conditions(command), **figures}, indent=1) + "\n")
+        picture(found, options.json.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
