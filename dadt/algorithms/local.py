@@ -1,0 +1,219 @@
+"""Local SGD, post-local SGD and DiLoCo: each rank takes steps of its own; now and then the ranks average."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, cast
+
+from dadt.algorithms.base import Algorithm
+from dadt.outer import Fragment, Outer, parts
+
+if TYPE_CHECKING:
+    import torch
+
+    from dadt.attachment import Attachment
+
+
+class Local(Algorithm):
+    """Synchronous for `warmup_steps` steps (post-local SGD, arXiv:1808.07217), then in rounds of `sync_every` steps.
+
+    In round n rank i takes its steps from s_i(n) and makes the progress p_i(n). Its mean over ranks P(n) comes while
+    round n+1 computes, and moves the anchor a, which is the same on all ranks, by the outer optimizer (DiLoCo,
+    arXiv:2311.08105); v is its momentum buffer, 0 at first:
+
+        v(n) = m v(n-1) + P(n),    a(n) = a(n-1) + lr (P(n) + m v(n))
+
+    P(n) is not there when round n+1 begins. So a rank begins it where the anchor would be if all ranks had made its
+    own progress:
+
+        s_i(n+1) = a(n-1) + lr (p_i(n) + m (m v(n-1) + p_i(n)))
+
+    Its mean over ranks is a(n): the ranks' mean follows DiLoCo without delay. With lr = 1, m = 0 it is Local SGD whose
+    average is merged as w += average - copy. With `fragments` F, part f of the parameters has its boundaries
+    f sync_every / F steps later (Streaming DiLoCo, arXiv:2501.18512).
+    """
+
+    identical = False
+
+    def __init__(self, attachment: Attachment) -> None:
+        super().__init__(attachment)
+        config = attachment.runtime.config
+        self._every = config.sync_every
+        self._outer = Outer(config.outer_lr, config.outer_momentum)
+        self._fragments: dict[int, Fragment] = {}
+        """By number; there are none before the first round."""
+        self._steps = 0
+        """That this rank has taken alone."""
+        self._trained: tuple[Any, ...] = ()
+        attachment.runtime.on_end.append(End(attachment))
+
+    @property
+    def averages(self) -> bool:
+        return not self._fragments
+
+    def started(self) -> None:
+        if self.attachment.step >= self.attachment.warmup_steps and not self._fragments:
+            self._begin()
+
+    def before_step(self) -> None:
+        if self.averages:
+            a = self.attachment
+            exchange = a.new_exchange()
+            a.close(exchange)
+            a.agree(a.wait(exchange), exchange)
+            a.deliver(exchange)
+
+    def after_step(self) -> None:
+        a = self.attachment
+        if self.averages:
+            if a.step + 1 >= a.warmup_steps:
+                self._begin()
+            return
+        self._steps += 1
+        if a.trained != self._trained:
+            self._follow()
+        for number, fragment in self._fragments.items():
+            if (self._steps - number * self._every // a.runtime.config.fragments) % self._every == 0:
+                self._meet(fragment)
+
+    def loaded(self) -> None:
+        for fragment in self._fragments.values():
+            fragment.replaced = True
+
+    def settle(self) -> None:
+        """Now, on all ranks: the mean of their weights and buffers."""
+        a = self.attachment
+        self._settle(self._fragments.values())
+        if a.runtime.config.buffers:
+            buffers = [b for _, _, b in a.runtime.buffers.of(a.modules)]
+            self._settle([self._fragment("buffers", buffers, Outer(1.0, 0.0))])
+
+    # Rounds ----------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """The weights are the same on all ranks."""
+        a = self.attachment
+        self._divide()
+        for module in a.modules:
+            # From here on a rank's statistics belong to its own weights; those of the last step would grow old.
+            a.runtime.buffers.forget(module)
+        if not a.runtime.config.broadcast:
+            self._settle(self._fragments.values())
+        a.runtime.say(self._sentence())
+
+    def _divide(self) -> None:
+        a = self.attachment
+        self._trained = a.trained
+        divided = parts(a.parameters, a.runtime.config.fragments)
+        self._fragments = {
+            number: self._fragment(f"fragment {number + 1}" if len(divided) > 1 else "progress", part, self._outer)
+            for number, part in enumerate(divided)
+            if part
+        }
+
+    def _fragment(self, what: str, tensors: list[torch.Tensor], outer: Outer) -> Fragment:
+        runtime = self.attachment.runtime
+        name = f"local, {what}{self.attachment.name}"
+        return Fragment(name, tensors, outer, runtime.engine, runtime.device, int(runtime.config.bucket_mb * 2**20))
+
+    def _follow(self) -> None:
+        """The script has added, frozen or moved parameters, in this step on all ranks: they begin a round together."""
+        velocities = {key: row.velocity for f in self._fragments.values() for key, row in f.rows.items()}
+        self._settle(self._fragments.values())
+        new = [p for p in self.attachment.parameters if id(p) not in velocities]
+        self._settle([self._fragment("new parameters", new, Outer(1.0, 0.0))])
+        self._divide()
+        for fragment in self._fragments.values():
+            for key, row in fragment.rows.items():
+                before = velocities.get(key)
+                if row.velocity is not None and before is not None:
+                    row.velocity.copy_(before)
+
+    def _meet(self, fragment: Fragment) -> None:
+        a = self.attachment
+        if fragment.replaced:
+            self._settle([fragment])
+            return
+        begun = perf_counter()
+        told = fragment.receive(a.runtime.wait)
+        a.measure.exchanged(fragment.seconds, perf_counter() - begun)
+        if len({each.groups for each in told}) > 1:
+            a.take_groups()
+        fragment.meet(a.groups)
+        a.runtime.keep(fragment)
+
+    def _settle(self, fragments: Iterable[Fragment]) -> None:
+        a = self.attachment
+        begun = perf_counter()
+        for fragment in fragments:
+            a.runtime.keep(fragment)
+            fragment.settle(a.runtime.wait, a.groups)
+        a.measure.exchanged(0.0, perf_counter() - begun)
+
+    def _sentence(self) -> str:
+        runtime, measure = self.attachment.runtime, self.attachment.measure
+        size = sum(fragment.bytes for fragment in self._fragments.values())
+        parts = f" in {len(self._fragments)} fragments" if len(self._fragments) > 1 else ""
+        text = (
+            f"local{self.attachment.name}: from here on each rank takes steps of its own; every {self._every} steps"
+            f" {_megabytes(size)} are averaged{parts}, {_megabytes(size / self._every)} per step"
+        )
+        if runtime.config.compression != "none":
+            text += " before compression"
+        if measure.exchange and measure.compute:
+            share = measure.exchange / (measure.compute * self._every)
+            text += f"; an exchange takes {share:.2g} of the time of those steps"
+            if share > 1:
+                text += f": the network bounds the speed, --sync-every {math.ceil(self._every * share)} hides it"
+        return text
+
+    # Checkpoints -----------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What is in flight is left out: its mean is not known here. This rank's progress stands for it."""
+        if not self._fragments:
+            return {}
+        resumed = {id(row.parameter): (a, v) for f in self._fragments.values() for row, a, v in f.resumed()}
+        ordered = [resumed[id(p)] for p in self.attachment.parameters]
+        return {
+            "steps": self._steps,
+            "anchors": [a.to("cpu", copy=True) for a, _ in ordered],
+            "velocities": [v.to("cpu", copy=True) for _, v in ordered if v is not None],
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        if not state:
+            return
+        self._divide()
+        self._steps = state["steps"]
+        rows = {key: row for f in self._fragments.values() for key, row in f.rows.items()}
+        for i, p in enumerate(self.attachment.parameters):
+            row = rows[id(p)]
+            row.anchor.copy_(state["anchors"][i])
+            if row.velocity is not None and state["velocities"]:
+                row.velocity.copy_(state["velocities"][i])
+
+
+class End:
+    """What all ranks do at the end of the process: the exact average, of what all ranks still have."""
+
+    def __init__(self, attachment: Attachment) -> None:
+        # The optimizer may be collected long before, on each rank when it likes.
+        self._attachment = weakref.ref(attachment)
+        self._name = f"local, the end{attachment.name}"
+        self._runtime = attachment.runtime
+
+    def __call__(self) -> None:
+        a = self._attachment()
+        mine = a is not None and a.alive and not a.algorithm.averages
+        work = self._runtime.allgather(self._name, bytes([mine]))
+        self._runtime.wait(work)
+        if a is not None and all(lane == b"\x01" for lane in work.lanes):
+            cast("Local", a.algorithm).settle()
+
+
+def _megabytes(size: float) -> str:
+    return f"{size / 1e6:.3g} MB" if size >= 1e3 else f"{size:.0f} bytes"

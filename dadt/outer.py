@@ -1,0 +1,239 @@
+"""What ranks that train apart have in common: anchors, the outer optimizer that moves them, parts of a model."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from dadt.bucket import Bucket, split
+from dadt.errors import CommError, Mismatch
+from dadt.kept import keep_for_good
+
+if TYPE_CHECKING:
+    from dadt._core import Engine, Work
+    from dadt.executors.nccl import Averaging, Device
+
+Wait = Callable[["Work | Averaging"], None]
+
+_OWN, _MEAN = 0, 1
+"""The bucket's flat buffers: what this rank sends, and what comes."""
+_LANE = struct.Struct("<IIII")
+
+
+class Round(NamedTuple):
+    """What each rank tells the others in the same exchange."""
+
+    layout: int
+    """crc32 of shapes and dtypes."""
+    number: int
+    """Exchanges of this fragment so far, modulo 2**32."""
+    settles: int
+    """Weights are averaged, not progress."""
+    groups: int
+    """crc32 of the optimizer's param_group values."""
+
+
+class Outer:
+    """SGD with Nesterov momentum on what a round has changed, as torch.optim.SGD computes it (arXiv:2311.08105)."""
+
+    def __init__(self, lr: float, momentum: float) -> None:
+        self.lr = lr
+        self.momentum = momentum
+
+    def velocity(self, before: torch.Tensor | None, progress: torch.Tensor) -> torch.Tensor | None:
+        return None if before is None else before.mul(self.momentum).add_(progress)
+
+    def moved(
+        self, anchor: torch.Tensor, velocity: torch.Tensor | None, progress: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Anchor and velocity after one step. velocity: None where there is no momentum."""
+        after = self.velocity(velocity, progress)
+        step = progress if after is None else progress.add(after, alpha=self.momentum)
+        return anchor.add(step, alpha=self.lr), after
+
+
+class Row(NamedTuple):
+    """One parameter. Of 16 bits, its anchor and what is sent have 32: a round's progress would drown in rounding."""
+
+    parameter: torch.Tensor
+    anchor: torch.Tensor
+    velocity: torch.Tensor | None
+
+
+class Fragment:
+    """Parameters that are exchanged together, one exchange in flight at most.
+
+    At each meeting a rank sends its progress p since the last one, applies to the anchor what the last one has brought
+    (the mean of progress then), and goes on from where its own progress alone would lead the anchor next.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameters: Sequence[torch.Tensor],
+        outer: Outer,
+        engine: Engine,
+        device: Device | None,
+        bucket_bytes: int,
+    ) -> None:
+        """Begins a round at the parameters' values, which are the same on all ranks."""
+        self.name = name
+        self.outer = outer
+        self._engine = engine
+        self._device = device
+        self._number = 0
+        self._works: list[Work | Averaging] = []
+        self.replaced = False
+        """The script has set the weights since the last meeting: the next one settles them."""
+        with torch.no_grad():
+            rows = [Row(p, a := _wide(p), torch.zeros_like(a) if outer.momentum else None) for p in parameters]
+        self._buckets = split([r.anchor for r in rows], bucket_bytes, None if device is None else device.device)
+        by_anchor = {id(r.anchor): r for r in rows}
+        self._rows = [[by_anchor[id(a)] for a in bucket.tensors] for bucket in self._buckets]
+        self.rows = {id(r.parameter): r for r in rows}
+        self._layout = zlib.crc32(repr([(tuple(r.anchor.shape), str(r.anchor.dtype)) for r in rows]).encode())
+
+    @property
+    def bytes(self) -> int:
+        return sum(a.numel() * a.element_size() for bucket in self._buckets for a in bucket.tensors)
+
+    @property
+    def done(self) -> bool:
+        return all(w.done for w in self._works)
+
+    @property
+    def seconds(self) -> float:
+        """Of the exchange that has come."""
+        return sum(w.seconds for w in self._works)
+
+    def tensors_of(self, work: Work | Averaging) -> list[torch.Tensor]:
+        """The parameters that it moves; none if it is not one of these works."""
+        index = next((i for i, mine in enumerate(self._works) if mine is work), None)
+        return [] if index is None else [r.parameter for r in self._rows[index]]
+
+    # Meetings --------------------------------------------------------------------------------------------------
+
+    def receive(self, wait: Wait) -> list[Round]:
+        """Until what is in flight has come; what every rank told with it. None is in flight: nothing."""
+        try:
+            for work in self._works:
+                wait(work)
+        except CommError:
+            keep_for_good(self)  # a library may still be at its memory
+            raise
+        if not self._works:
+            return []
+        told = [Round(*_LANE.unpack(lane[-_LANE.size :])) for lane in self._works[-1].lanes]
+        for rank, theirs in enumerate(told):
+            if theirs[:3] != told[0][:3]:
+                raise Mismatch(
+                    f"{self._works[-1].name}: rank 0 {_told(told[0])}, rank {rank} {_told(theirs)}: the ranks do not"
+                    " run the same steps"
+                )
+        return told
+
+    def meet(self, groups: int) -> None:
+        """After `receive`: apply what came, send this rank's progress, and go on without waiting for the others'."""
+        with torch.no_grad():
+            for bucket, rows in zip(self._buckets, self._rows, strict=True):
+                for i, row in enumerate(rows):
+                    progress = row.parameter.data.to(row.anchor) - self._start(bucket, i, row)
+                    if self._works:
+                        self._apply(row, bucket.deliver(i, _MEAN))
+                    bucket.views[_OWN][i].copy_(progress, non_blocking=True)
+                    ahead, _ = self.outer.moved(row.anchor, row.velocity, progress)
+                    row.parameter.data.copy_(ahead)
+        self._send(groups, settles=False)
+
+    def settle(self, wait: Wait, groups: int) -> None:
+        """Now, on all ranks: the mean of their weights, from which a round begins."""
+        self.receive(wait)
+        with torch.no_grad():
+            for bucket, rows in zip(self._buckets, self._rows, strict=True):
+                for i, row in enumerate(rows):
+                    if row.velocity is not None and self.replaced:
+                        row.velocity.zero_()
+                    elif row.velocity is not None and self._works:
+                        row.velocity.mul_(self.outer.momentum).add_(bucket.deliver(i, _MEAN))
+                    bucket.views[_OWN][i].copy_(row.parameter.data, non_blocking=True)
+        self._send(groups, settles=True)
+        self.receive(wait)
+        with torch.no_grad():
+            for bucket, rows in zip(self._buckets, self._rows, strict=True):
+                for i, row in enumerate(rows):
+                    row.anchor.copy_(bucket.deliver(i, _MEAN))
+                    row.parameter.data.copy_(row.anchor)
+        self._works = []
+        self.replaced = False
+
+    def resumed(self) -> Iterator[tuple[Row, torch.Tensor, torch.Tensor | None]]:
+        """For each parameter, anchor and velocity as if all ranks had made this one's progress in what is in flight."""
+        for bucket, rows in zip(self._buckets, self._rows, strict=True):
+            for i, row in enumerate(rows):
+                anchor, velocity = self._start(bucket, i, row), row.velocity
+                if self.replaced:
+                    anchor, velocity = _wide(row.parameter), None if velocity is None else torch.zeros_like(velocity)
+                elif self._works:
+                    velocity = self.outer.velocity(velocity, bucket.deliver(i, _OWN))
+                yield row, anchor, velocity
+
+    def _start(self, bucket: Bucket, index: int, row: Row) -> torch.Tensor:
+        """Where this rank's round began: computed again, the same bits, rather than kept."""
+        if not self._works:
+            return row.anchor
+        start, _ = self.outer.moved(row.anchor, row.velocity, bucket.deliver(index, _OWN))
+        return start.to(row.parameter.dtype).to(start.dtype)
+
+    def _apply(self, row: Row, mean: torch.Tensor) -> None:
+        anchor, velocity = self.outer.moved(row.anchor, row.velocity, mean)
+        row.anchor.copy_(anchor)
+        if row.velocity is not None and velocity is not None:
+            row.velocity.copy_(velocity)
+
+    def _send(self, groups: int, *, settles: bool) -> None:
+        self._number += 1
+        told = _LANE.pack(*Round(self._layout, self._number % 2**32, settles, groups))
+        last = len(self._buckets) - 1
+        self._works = [
+            self._submit(bucket, f"{self.name}, bucket {i}", told if i == last else b"")
+            for i, bucket in enumerate(self._buckets)
+        ]
+
+    def _submit(self, bucket: Bucket, name: str, lane: bytes) -> Work | Averaging:
+        staged = bucket.stage(bucket.views[_OWN], _OWN)
+        if self._device is not None and bucket.direct:
+            places, flat = bucket.views[_MEAN], bucket.flats[_MEAN]
+            return self._device.average(staged.values, places, flat, name=name, weight=1.0, lane=lane)
+        if staged.ready is not None:
+            staged.ready.synchronize()
+        return self._engine.allreduce(
+            bucket.layout, bucket.pointers[_OWN], bucket.pointers[_MEAN], name, 1.0, lane
+        )
+
+
+def parts(parameters: Sequence[torch.Tensor], count: int) -> list[list[torch.Tensor]]:
+    """In their order, in `count` parts of about equal bytes, some of which may be empty."""
+    sizes = [p.numel() * p.element_size() for p in parameters]
+    total = sum(sizes) or 1
+    found: list[list[torch.Tensor]] = [[] for _ in range(count)]
+    before = 0
+    for p, size in zip(parameters, sizes, strict=True):
+        found[min(count - 1, (2 * before + size) * count // (2 * total))].append(p)
+        before += size
+    return found
+
+
+def _wide(parameter: torch.Tensor) -> torch.Tensor:
+    """A copy, of 32 bits at least, with the parameter's order in memory."""
+    narrow = parameter.dtype in (torch.float16, torch.bfloat16)
+    wide = torch.empty_like(parameter.data, dtype=torch.float32 if narrow else parameter.dtype)
+    return wide.copy_(parameter.data)
+
+
+def _told(told: Round) -> str:
+    what = "averages weights" if told.settles else "sends a round's progress"
+    return f"{what}, exchange {told.number} of parameters {told.layout:08x}"
