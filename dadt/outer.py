@@ -65,10 +65,10 @@ class Row(NamedTuple):
 
 
 class Fragment:
-    """Parameters that are exchanged together, one exchange in flight at most.
+    """Parameters that are exchanged together: `send` begins an exchange, `receive` and `merge` end it, later.
 
-    At each meeting a rank sends its progress p since the last one, applies to the anchor what the last one has brought
-    (the mean of progress then), and goes on from where its own progress alone would lead the anchor next.
+    While one is in flight, a rank goes on from where its own progress alone would lead the anchor; what it has added to
+    that by then stays its own, on top of the anchor that all have moved together.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Fragment:
         self._number = 0
         self._works: list[Work | Averaging] = []
         self.replaced = False
-        """The script has set the weights since the last meeting: the next one settles them."""
+        """The script has set the weights since the last exchange: the next one settles them."""
         with torch.no_grad():
             rows = [Row(p, a := _wide(p), torch.zeros_like(a) if outer.momentum else None) for p in parameters]
         self._buckets = split([r.anchor for r in rows], bucket_bytes, None if device is None else device.device)
@@ -100,6 +100,11 @@ class Fragment:
     @property
     def bytes(self) -> int:
         return sum(a.numel() * a.element_size() for bucket in self._buckets for a in bucket.tensors)
+
+    @property
+    def under_way(self) -> bool:
+        """An exchange is not merged yet."""
+        return bool(self._works)
 
     @property
     def done(self) -> bool:
@@ -115,7 +120,7 @@ class Fragment:
         index = next((i for i, mine in enumerate(self._works) if mine is work), None)
         return [] if index is None else [r.parameter for r in self._rows[index]]
 
-    # Meetings --------------------------------------------------------------------------------------------------
+    # One exchange ----------------------------------------------------------------------------------------------
 
     def receive(self, wait: Wait) -> list[Round]:
         """Until what is in flight has come; what every rank told with it. None is in flight: nothing."""
@@ -136,14 +141,25 @@ class Fragment:
                 )
         return told
 
-    def meet(self, groups: int) -> None:
-        """After `receive`: apply what came, send this rank's progress, and go on without waiting for the others'."""
+    def merge(self) -> None:
+        """After `receive`: move the anchor by the mean of what the ranks sent."""
         with torch.no_grad():
             for bucket, rows in zip(self._buckets, self._rows, strict=True):
                 for i, row in enumerate(rows):
-                    progress = row.parameter.data.to(row.anchor) - self._start(bucket, i, row)
-                    if self._works:
-                        self._apply(row, bucket.deliver(i, _MEAN))
+                    unsent = row.parameter.data.to(row.anchor) - self._start(bucket, i, row)
+                    anchor, velocity = self.outer.moved(row.anchor, row.velocity, bucket.deliver(i, _MEAN))
+                    row.anchor.copy_(anchor)
+                    if row.velocity is not None and velocity is not None:
+                        row.velocity.copy_(velocity)
+                    row.parameter.data.copy_(unsent.add_(row.anchor))
+        self._works = []
+
+    def send(self, groups: int) -> None:
+        """After `merge`: this rank's progress from the anchor. Does not wait for the others'."""
+        with torch.no_grad():
+            for bucket, rows in zip(self._buckets, self._rows, strict=True):
+                for i, row in enumerate(rows):
+                    progress = row.parameter.data.to(row.anchor) - row.anchor
                     bucket.views[_OWN][i].copy_(progress, non_blocking=True)
                     ahead, _ = self.outer.moved(row.anchor, row.velocity, progress)
                     row.parameter.data.copy_(ahead)
@@ -187,12 +203,6 @@ class Fragment:
             return row.anchor
         start, _ = self.outer.moved(row.anchor, row.velocity, bucket.deliver(index, _OWN))
         return start.to(row.parameter.dtype).to(start.dtype)
-
-    def _apply(self, row: Row, mean: torch.Tensor) -> None:
-        anchor, velocity = self.outer.moved(row.anchor, row.velocity, mean)
-        row.anchor.copy_(anchor)
-        if row.velocity is not None and velocity is not None:
-            row.velocity.copy_(velocity)
 
     def _send(self, groups: int, *, settles: bool) -> None:
         self._number += 1

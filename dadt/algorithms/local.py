@@ -18,22 +18,19 @@ if TYPE_CHECKING:
 
 
 class Local(Algorithm):
-    """Synchronous for `warmup_steps` steps (post-local SGD, arXiv:1808.07217), then in rounds of `sync_every` steps.
+    """Synchronous for `warmup_steps` steps (post-local SGD, arXiv:1808.07217), then in rounds of H = `sync_every` steps.
 
-    In round n rank i takes its steps from s_i(n) and makes the progress p_i(n). Its mean over ranks P(n) comes while
-    round n+1 computes, and moves the anchor a, which is the same on all ranks, by the outer optimizer (DiLoCo,
-    arXiv:2311.08105); v is its momentum buffer, 0 at first:
+    The anchor a and the outer momentum v are the same on all ranks. At the end of round n rank i, at weights w_i, sends
+    its progress p_i and goes on from u_i, where the anchor would be if all ranks had made this progress. H/2 steps
+    later the mean P of all p_i is there (it is waited for if need be), and moves the anchor by the outer optimizer
+    (DiLoCo, arXiv:2311.08105); what the rank has added since stays on top:
 
-        v(n) = m v(n-1) + P(n),    a(n) = a(n-1) + lr (P(n) + m v(n))
+        p_i = w_i - a,     u_i = a + lr (p_i + m (m v + p_i)),     w_i <- u_i
+        v <- m v + P,      a <- a + lr (P + m v),                  w_i <- a + (w_i - u_i)
 
-    P(n) is not there when round n+1 begins. So a rank begins it where the anchor would be if all ranks had made its
-    own progress:
-
-        s_i(n+1) = a(n-1) + lr (p_i(n) + m (m v(n-1) + p_i(n)))
-
-    Its mean over ranks is a(n): the ranks' mean follows DiLoCo without delay. With lr = 1, m = 0 it is Local SGD whose
-    average is merged as w += average - copy. With `fragments` F, part f of the parameters has its boundaries
-    f sync_every / F steps later (Streaming DiLoCo, arXiv:2501.18512).
+    The mean of all u_i is the new anchor: the ranks' mean follows DiLoCo without delay. With lr = 1, m = 0 it is Local
+    SGD, merged as w += average - copy. With `fragments` F, part f of the parameters ends its rounds f H / F steps
+    later (Streaming DiLoCo, arXiv:2501.18512).
     """
 
     identical = False
@@ -42,6 +39,8 @@ class Local(Algorithm):
         super().__init__(attachment)
         config = attachment.runtime.config
         self._every = config.sync_every
+        self._delay = (self._every + 1) // 2
+        """Steps that an exchange may take. At a whole round ranks would be apart for two."""
         self._outer = Outer(config.outer_lr, config.outer_momentum)
         self._fragments: dict[int, Fragment] = {}
         """By number; there are none before the first round."""
@@ -76,8 +75,11 @@ class Local(Algorithm):
         if a.trained != self._trained:
             self._follow()
         for number, fragment in self._fragments.items():
-            if (self._steps - number * self._every // a.runtime.config.fragments) % self._every == 0:
-                self._meet(fragment)
+            into = (self._steps - number * self._every // a.runtime.config.fragments) % self._every
+            if fragment.under_way and into == self._delay % self._every:
+                self._merge(fragment)
+            if into == 0:
+                self._send(fragment)
 
     def loaded(self) -> None:
         for fragment in self._fragments.values():
@@ -132,18 +134,24 @@ class Local(Algorithm):
                 if row.velocity is not None and before is not None:
                     row.velocity.copy_(before)
 
-    def _meet(self, fragment: Fragment) -> None:
+    def _send(self, fragment: Fragment) -> None:
         a = self.attachment
         if fragment.replaced:
             self._settle([fragment])
             return
+        fragment.send(a.groups)
+        a.runtime.keep(fragment)
+
+    def _merge(self, fragment: Fragment) -> None:
+        a = self.attachment
         begun = perf_counter()
         told = fragment.receive(a.runtime.wait)
         a.measure.exchanged(fragment.seconds, perf_counter() - begun)
+        if fragment.replaced:
+            return  # the weights that this belongs to are gone
+        fragment.merge()
         if len({each.groups for each in told}) > 1:
             a.take_groups()
-        fragment.meet(a.groups)
-        a.runtime.keep(fragment)
 
     def _settle(self, fragments: Iterable[Fragment]) -> None:
         a = self.attachment
@@ -164,10 +172,12 @@ class Local(Algorithm):
         if runtime.config.compression != "none":
             text += " before compression"
         if measure.exchange and measure.compute:
-            share = measure.exchange / (measure.compute * self._every)
-            text += f"; an exchange takes {share:.2g} of the time of those steps"
-            if share > 1:
-                text += f": the network bounds the speed, --sync-every {math.ceil(self._every * share)} hides it"
+            steps = measure.exchange / measure.compute
+            text += f"; an average takes as long as {steps:.2g} steps"
+            # Several fragments fill what one leaves idle of a round.
+            hidden = self._every if len(self._fragments) > 1 else self._delay
+            if steps > hidden:
+                text += f", of which {hidden} are hidden: --sync-every {math.ceil(self._every * steps / hidden)} hides all"
         return text
 
     # Checkpoints -----------------------------------------------------------------------------------------------
