@@ -34,6 +34,7 @@ class Attachment:
         self.step = 0
         self.has_closure = False
         self.warmup_steps = runtime.config.warmup_steps
+        self.compression = runtime.config.compression
         self.measure = Measure()
         self._modules = _below(runtime.root_modules(optimizer))
         self._candidates: list[tuple[nn.Module, str, torch.Tensor]] = []
@@ -180,6 +181,7 @@ class Attachment:
             int(self.runtime.config.bucket_mb * 2**20),
             self.runtime.device,
             self.algorithm.in_flight + 1,
+            self.compression,
         )
         self._token = token
 
@@ -198,6 +200,12 @@ class Attachment:
             if p not in self._hooked and p.is_leaf:
                 p.register_post_accumulate_grad_hook(grew)  # type: ignore[no-untyped-call]
                 self._hooked[p] = True
+
+    def compress(self, name: str) -> None:
+        """From the next exchange on, on all ranks, as --compression does. None may be under way."""
+        self.compression = name
+        self._token = (self._token[0], None)
+        self.refresh()
 
     def watch_gradients(self) -> None:
         """The algorithm has begun to want them."""
@@ -306,12 +314,25 @@ class Attachment:
         total = sum(lane.weight for lane in lanes)
         return sum(lane.value * lane.weight for lane in lanes) / total if total else loss
 
+    @property
+    def _compresses(self) -> bool:
+        """Line searches compare what closures give; and power iteration starts better from gradients that have
+        settled."""
+        settles = self.compression.startswith("powersgd") and self.step < self.warmup_steps
+        return not self.has_closure and not settles
+
     def new_exchange(self, *, again: bool = False) -> Exchange:
         assert self._schema is not None
         self._exchanges += not again
         number = self._exchanges - 1
         name = f"step {number}{self.name}{', again' if again else ''}"
-        exchange = Exchange(self.runtime.engine, self._schema, number, name, self._fill)
+        if again:
+            # What it was to make up for went with the one before, which nobody uses.
+            self._schema.forget_residuals()
+        exchange = Exchange(
+            self.runtime.engine, self._schema, number, name, self._fill, compressed=self._compresses
+        )
+        exchange.scale = self.scale
         self.runtime.keep(exchange)
         return exchange
 

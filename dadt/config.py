@@ -19,6 +19,8 @@ CROSS = ("gloo", "nccl", "mpi")
 """What moves bytes between hosts for the hierarchical executor; beside them c10d:<name>."""
 ALGORITHMS = ("pipe", "sync", "local", "gossip", "auto")
 """Beside them <module>:<Class>."""
+LEAST_MEASURED = 10
+"""Steps that --algorithm auto must have seen to decide."""
 COMPRESSIONS = ("none", "bf16", "fp16", "int8")
 """Beside them powersgd:<rank>."""
 TOPOLOGIES = ("ring", "exponential", "complete")
@@ -87,8 +89,10 @@ class Config:
         "none", "What goes over the wire: none, bf16, fp16, int8, or powersgd:<rank>.", metavar="NAME"
     )
     sync_every: int = knob(32, "Steps of its own that a rank takes between two averages of `local`.")
-    outer_lr: float = knob(0.7, "`local`: the outer optimizer's learning rate.", advanced=True)
-    outer_momentum: float = knob(0.9, "`local`: the outer optimizer's Nesterov momentum.", advanced=True)
+    outer_lr: float = knob(1.0, "`local`: the outer optimizer's learning rate; DiLoCo's is 0.7.", advanced=True)
+    outer_momentum: float = knob(
+        0.0, "`local`: the outer optimizer's Nesterov momentum; DiLoCo's is 0.9.", advanced=True
+    )
     fragments: int = knob(1, "`local`: parts of the model that are averaged at different steps.", advanced=True)
     topology: str = knob("exponential", "`gossip`: who averages with whom.", choices=TOPOLOGIES, advanced=True)
     batch: str = knob(
@@ -213,6 +217,10 @@ class Config:
         if self.warmup_steps < 0:
             raise ConfigError(f"--warmup-steps {self.warmup_steps}: must be 0 or more")
         _check_algorithm(self.algorithm)
+        if self.algorithm == "auto" and self.warmup_steps < LEAST_MEASURED:
+            raise ConfigError(
+                f"--algorithm auto measures in the synchronous steps: give --warmup-steps {LEAST_MEASURED} or more"
+            )
         _check_compression(self.compression)
         for name in ("staleness", "sync_every", "fragments"):
             if getattr(self, name) < 1:

@@ -15,7 +15,7 @@ import click
 from dadt.choice import shown
 from dadt.config import Config, here, misspelt
 from dadt.errors import ConfigError
-from dadt.launch import environment, launch, plan
+from dadt.launch import environment, launch, own, plan
 from dadt.launch.job import Outcome
 from dadt.launch.launch import Placed
 from dadt.launch.output import ranks_shown
@@ -70,6 +70,8 @@ def run(
         console.say(f"{name} means nothing to dadt; did you mean {meant}?", "warning")
     ranks_shown(config.output, config.np or MOST)
     live.check(config.live)
+    if ":" in config.algorithm and not no_python:
+        own.check("--algorithm", config.algorithm, Path(config.workdir) if module else _folder(command, config))
     the_plan = plan.make(config, *_program(command, module, no_python, config))
     if dry_run:
         console.text("\n".join(describe(the_plan)), stdout=True)
@@ -117,6 +119,12 @@ def _program(command: Sequence[str], module: bool, no_python: bool, config: Conf
         return list(command), []
     _find_script(first, config)
     return [python, *command], [first]
+
+
+def _folder(command: Sequence[str], config: Config) -> Path:
+    """Of the script: where Python looks for modules first."""
+    words = [word for word in command if not word.startswith("-") and not PYTHON.fullmatch(Path(word).name)]
+    return (Path(config.workdir) / words[0]).parent if words else Path(config.workdir)
 
 
 def _find_script(path: str, config: Config) -> None:
@@ -199,7 +207,11 @@ def _last_line(outcome: Outcome) -> str:
     summary: Mapping[str, float] = outcome.summaries.get(0, {})
     if steps := int(summary.get("steps", 0)):
         delayed = int(summary.get("delayed", 0))
+        late = {1: "one"}.get(staleness := int(summary.get("staleness", 1)), str(staleness))
         waiting = 100 * summary.get("wait_fraction", 0.0)
-        line += f": {steps} steps, " + (f"{delayed} of them delayed by one, " if delayed else "none delayed, ")
+        line += f": {steps} steps, " + (f"{delayed} of them delayed by {late}, " if delayed else "none delayed, ")
         line += f"{waiting:.1f} % of the time spent waiting for communication"
+        if sent := summary.get("sent", 0):
+            less = summary.get("plain", 0) / sent
+            line += f"; sent {sent / steps / 1e6:.3g} MB per step, {less:.1f}x less than uncompressed"
     return line

@@ -155,9 +155,9 @@ class Pipe(Algorithm):
         a = self.attachment
         a.measure.delayed -= 1
         a.runtime.say(
-            f"step {a.step}: the gradients{a.name} have grown beyond {FACTOR:g} times what they were since they come"
-            " late: back to synchronous steps on all ranks. Lower the learning rate or raise --warmup-steps; --algorithm"
-            " sync is as this from the start, and --no-fall-back goes on regardless",
+            f"step {a.step}: the gradients{a.name} have grown beyond {FACTOR:g} times what they were, since they come"
+            " late: back to synchronous steps on all ranks. Lower the learning rate or raise --warmup-steps"
+            " (--no-fall-back goes on regardless)",
             level="warning",
         )
         self.step_synchronously()

@@ -120,7 +120,7 @@ def snapshot(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, 
 
 
 def simulate(
-    name: str, world: int, algorithm: str, warmup: int = WARMUP, steps: int = STEPS
+    name: str, world: int, algorithm: str, warmup: int = WARMUP, steps: int = STEPS, staleness: int = 1
 ) -> dict[str, torch.Tensor]:
     """All ranks in one process, from the algorithm's definition: nothing of dadt is used."""
     scenario = SCENARIOS[name]
@@ -130,16 +130,17 @@ def simulate(
     optimizer = scenario.optimizer(parameters)
     scheduler = scenario.scheduler(optimizer) if scenario.scheduler else None
     displacement: list[torch.Tensor] | None = None
-    pending: list[torch.Tensor | None] | None = None
+    pending: list[list[torch.Tensor | None]] = []
+    ahead = scenario.factor + (staleness - 1 if scenario.factor else 0)
     tracked = [False] * len(parameters)
     for step in range(steps):
         scenario.before(model, 0, step)
         true = [p.detach().clone() for p in parameters]
-        if algorithm == "pipe" and step > warmup and displacement is not None:
+        if len(pending) == staleness and displacement is not None:
             with torch.no_grad():
                 for p, d, was_trained in zip(parameters, displacement, tracked):
                     if was_trained:
-                        p.add_(scenario.factor * d)
+                        p.add_(ahead * d)
         sums: list[torch.Tensor | None] = [None] * len(parameters)
         for rank in range(world):
             scenario.before(model, rank, step)
@@ -157,7 +158,8 @@ def simulate(
         if algorithm == "sync" or step < warmup:
             apply: list[torch.Tensor | None] | None = mean
         else:
-            apply, pending = pending, mean
+            pending.append(mean)
+            apply = pending.pop(0) if len(pending) > staleness else None
         for p, g in zip(parameters, apply or [None] * len(parameters)):
             p.grad = g if p.requires_grad else None
         if scenario.clip and apply:

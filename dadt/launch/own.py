@@ -1,0 +1,41 @@
+"""A class of the user's own that a flag names: looked for in its source, before workers are started."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from dadt.errors import ConfigError
+
+
+def check(asked: str, name: str, folder: Path) -> None:
+    """name: "package.module:Class"; folder: where workers look first. Raises ConfigError.
+
+    To import it here would import torch, and where its source is not in the folder, the workers know better.
+    """
+    path, _, cls = name.partition(":")
+    base = folder.joinpath(*path.split("."))
+    source = next((f for f in (base.with_suffix(".py"), base / "__init__.py") if f.is_file()), None)
+    if source is None:
+        return
+    try:
+        tree = ast.parse(source.read_bytes())
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ConfigError(f"{asked} {name}: {source} cannot be read: {error}") from error
+    if cls not in (names := _names(tree)) and "*" not in names:
+        raise ConfigError(f"{asked} {name}: {source} has no {cls}")
+
+
+def _names(tree: ast.Module) -> set[str]:
+    """All that it may define, "*" among them where it takes all of another module."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.FunctionDef) and node.name == "__getattr__":
+            names.add("*")
+    return names

@@ -1,0 +1,79 @@
+"""`--algorithm auto` measures, and all ranks take the same."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from checks import assert_equal
+from scenarios import STEPS, simulate
+
+WARMUP = 10
+
+REAL = """
+    import scenarios, time
+    backward = scenarios.backward
+    def computing(*args):
+        time.sleep(0.01)  # long beside an exchange of some hundred bytes
+        backward(*args)
+    scenarios.backward = computing
+    report(scenarios.train("momentum", rank))
+"""
+
+
+def test_sync_where_the_exchange_is_short(dadt_run) -> None:
+    torch.set_num_threads(1)
+    run = dadt_run(REAL, "--algorithm", "auto", "--warmup-steps", str(WARMUP))
+    line = next(line for line in run.lines() if "--algorithm auto" in line)
+    assert re.search(r"warm-up done after 10 steps: compute \d.* ms, exchange .* \(r = 0\.\d\d\)", line), line
+    assert "takes sync, which is as fast here" in line
+    assert "24 steps, none delayed" in run.lines()[-1]
+    for rank in run.ranks:
+        assert_equal(rank, simulate("momentum", 2, "sync"), "sync")
+
+
+TIMES = """
+    import dadt.measure, gc, scenarios
+    made = []
+    first = dadt.measure.Measure.__init__
+    def noted(self):
+        first(self)
+        made.append(self)
+    dadt.measure.Measure.__init__ = noted
+    # Rank 1 computes faster: by its own clock alone it would decide otherwise.
+    dadt.measure.Measure.compute = property(lambda self: 0.010 if rank == 0 else 0.002)
+    dadt.measure.Measure.exchange = property(lambda self: [0.003, 0.018, 0.025][made.index(self)])
+    found = []
+    for _ in range(3):
+        found.append(scenarios.train("momentum", rank))
+        gc.collect()
+    report(found)
+"""
+
+
+def test_ranks_agree_by_the_slowest(dadt_run) -> None:
+    """Only the clocks are not real."""
+    torch.set_num_threads(1)
+    run = dadt_run(TIMES, "--algorithm", "auto", "--warmup-steps", str(WARMUP))
+    lines = [line for line in run.lines() if "--algorithm auto" in line]
+    assert len(lines) == 3
+    assert "(r = 0.30): --algorithm auto takes sync, which" in lines[0]
+    assert "(r = 1.80): --algorithm auto of optimizer #2 takes pipe, which hides" in lines[1]
+    assert "(r = 2.50): --algorithm auto of optimizer #3 takes pipe with int8 compression" in lines[2]
+    for rank in run.ranks:
+        assert_equal(rank[0], simulate("momentum", 2, "sync", warmup=WARMUP), "sync")
+        assert_equal(rank[1], simulate("momentum", 2, "pipe", warmup=WARMUP), "pipe")
+    assert_equal(run.ranks[0][2], run.ranks[1][2], "replicas")
+    exact = simulate("momentum", 2, "pipe", warmup=WARMUP)
+    assert not all(torch.equal(run.ranks[0][2][name], exact[name]) for name in exact), "int8 rounds"
+    assert all(torch.allclose(run.ranks[0][2][name], exact[name], atol=0.05) for name in exact)
+    delayed = 2 * (STEPS - WARMUP)
+    assert f"{3 * STEPS} steps, {delayed} of them delayed by one" in run.lines()[-1]
+
+
+def test_too_short_a_warm_up_to_measure(dadt_run) -> None:
+    run = dadt_run("", "--algorithm", "auto", "--warmup-steps", "3", check=False)
+    assert run.code == 2
+    assert run.lines()[-1].endswith(
+        "--algorithm auto measures in the synchronous steps: give --warmup-steps 10 or more"
+    )

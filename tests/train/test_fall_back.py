@@ -1,0 +1,163 @@
+"""Late gradients that blow up send all ranks back to synchronous steps; those of a healthy training never do."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_script_view import assert_replicas_equal
+
+from dadt.divergence import PATIENCE, Divergence
+
+BACK = "back to synchronous steps on all ranks"
+
+VALLEY = """
+    class Valley(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(20) + rank)
+        def forward(self, target):
+            return 0.5 * ((self.w - target) ** 2 * torch.linspace(0.5, 1.0, 20)).sum()
+    model = Valley()
+    # Stable below 0.28 when late by one and predicted, below 3.8 when synchronous.
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    largest, steps = 0.0, 500
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(float(rank)).backward()
+        optimizer.step()
+        largest = max(largest, model.state_dict()["w"].abs().max().item())
+        if not largest < 1e30:
+            break
+    report({"state": {"w": model.state_dict()["w"].clone()}, "largest": largest, "step": step})
+"""
+
+
+@pytest.mark.parametrize("staleness", ["1", "2"])
+def test_a_rate_that_only_sync_bears(dadt_run, staleness) -> None:
+    run = dadt_run(VALLEY, "--warmup-steps", "25", "--staleness", staleness)
+    assert run.output.count(BACK) == 1
+    assert "warning: step " in run.output and "Lower the learning rate or raise --warmup-steps" in run.output
+    assert_replicas_equal(run)
+    for rank in run.ranks:
+        assert rank["largest"] > 100  # it was on its way out
+        assert (rank["state"]["w"] - 0.5).abs().max() < 1e-3  # the mean of both ranks' targets
+    assert "none delayed" not in run.output
+
+
+def test_no_fall_back(dadt_run) -> None:
+    run = dadt_run(VALLEY, "--warmup-steps", "25", "--no-fall-back")
+    assert BACK not in run.output
+    assert all(rank["largest"] > 1e30 for rank in run.ranks)
+
+
+LANGUAGE = """
+    import gzip, pathlib
+    text = torch.tensor(list(gzip.decompress(pathlib.Path({data!r}).read_bytes())[:100_000]))
+    class Small(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.place = nn.Embedding(128, 32), nn.Embedding(32, 32)
+            layer = lambda: nn.TransformerEncoderLayer(32, 2, 64, 0.0, batch_first=True, norm_first=True)
+            self.layers, self.head = nn.ModuleList([layer(), layer()]), nn.Linear(32, 128)
+            self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(32))
+        def forward(self, x):
+            h = self.embed(x) + self.place(torch.arange(32))
+            for layer in self.layers:
+                h = layer(h, src_mask=self.mask, is_causal=True)
+            return self.head(h)
+    torch.manual_seed(0)
+    model = Small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
+    # From nothing up, and suddenly sixfold in the middle, and back.
+    rate = lambda step: min(1.0, (step + 1) / 60) * (6.0 if 160 <= step < 200 else 1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    draw = torch.Generator().manual_seed(rank)
+    for step in range(240):
+        at = torch.randint(0, len(text) - 33, (8,), generator=draw)
+        x, y = (torch.stack([text[i + o : i + o + 32] for i in at.tolist()]) for o in (0, 1))
+        loss = nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    report(loss.item())
+"""
+
+
+def test_a_language_model_stays_late(dadt_run) -> None:
+    data = Path(__file__).parents[2] / "examples" / "data" / "tinyshakespeare" / "input.txt.gz"
+    run = dadt_run(LANGUAGE.format(data=str(data)), "--warmup-steps", "30")
+    assert BACK not in run.output
+    assert "240 steps, 210 of them delayed by one" in run.lines()[-1]
+    assert all(loss < 3.3 for loss in run.ranks)  # 4.85 at first
+
+
+def test_digits_stay_late_at_a_large_rate(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "dadt_cli", "run", "-np", "2", "--batch", "global", "--warmup-steps", "40"]
+    script = str(Path(__file__).with_name("digits.py"))
+    done = subprocess.run(
+        [*command, "--log-dir", str(tmp_path), script, "--lr", "0.2", "--seeds", "1", "--steps", "150"],
+        capture_output=True,
+        timeout=150,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    output = (done.stdout + done.stderr).decode()
+    assert done.returncode == 0, output
+    assert BACK not in output
+    assert "150 steps, 110 of them delayed by one" in output
+
+
+SCALED = """
+    from scenarios import batch, mlp, snapshot
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=10)
+    for step in range(60):
+        x, y = batch(rank, step, 0)
+        loss = nn.functional.cross_entropy(model(x), y) * (float("inf") if rank == 1 and 40 <= step < 50 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    report({"state": snapshot(model, optimizer)})
+"""
+
+
+def test_what_the_gradient_scaler_leaves_out_is_no_divergence(dadt_run) -> None:
+    run = dadt_run(SCALED, "--warmup-steps", "25")
+    assert BACK not in run.output
+    assert_replicas_equal(run)
+    assert "60 steps, 35 of them delayed by one" in run.lines()[-1]
+
+
+def seen(*norms: float) -> list[bool]:
+    """After thirty steps with norms around 1."""
+    divergence = Divergence()
+    for i in range(30):
+        divergence.learn(1.0 + 0.3 * math.sin(i))
+    return [divergence.see(norm) for norm in norms]
+
+
+def test_some_large_steps_in_a_row_are_a_divergence() -> None:
+    assert not any(seen(*[100.0] * (PATIENCE - 1), 1.0, *[100.0] * (PATIENCE - 1)))
+    assert seen(*[100.0] * PATIENCE)[-1]
+    assert seen(*[math.nan] * PATIENCE)[-1]
+    assert seen(*[math.inf] * PATIENCE)[-1]
+
+
+def test_growth_of_two_percent_a_step_is_a_divergence_and_half_a_percent_is_training() -> None:
+    assert any(seen(*[1.02**step for step in range(600)]))
+    assert not any(seen(*[1.005**step for step in range(2000)]))
+
+
+def test_the_usual_norm_is_learned_late_where_there_is_no_warm_up() -> None:
+    divergence = Divergence()
+    assert not any(divergence.see(norm) for norm in [0.0, 50.0, *[1.0] * 40])
+    assert divergence.usual == pytest.approx(1.0, rel=0.3)
+    assert any(divergence.see(30.0) for _ in range(PATIENCE))

@@ -1,0 +1,70 @@
+"""Gradients that are several steps late: trajectories equal their definition, and a warning tells what is lost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from checks import assert_equal
+from scenarios import STEPS, WARMUP, simulate
+
+from dadt import stability
+
+NAMES = ("sgd", "momentum", "nesterov", "zero", "adam", "accumulate", "clip", "unused", "frozen")
+
+SOME = f"""
+    import gc, scenarios
+    found = {{}}
+    for name in {NAMES!r}:
+        found[name] = scenarios.train(name, rank)
+        gc.collect()
+    report(found)
+"""
+
+
+@pytest.mark.parametrize("staleness", [2, 3])
+def test_trajectories_equal_the_definition(dadt_run, staleness) -> None:
+    """Staleness 1 is tested with all scenarios, in test_exactness.py."""
+    torch.set_num_threads(1)
+    run = dadt_run(SOME, "--staleness", str(staleness), "--warmup-steps", str(WARMUP))
+    for name in NAMES:
+        assert_equal(run.ranks[0][name], run.ranks[1][name], f"{name}: replicas")
+        expected = simulate(name, 2, "pipe", staleness=staleness)
+        assert_equal(run.ranks[0][name], expected, f"{name}: definition")
+    delayed = (STEPS - WARMUP) * len(NAMES)
+    assert f"{STEPS * len(NAMES)} steps, {delayed} of them delayed by {staleness}" in run.lines()[-1]
+    assert f"warning: --staleness {staleness}: with momentum 0.9 learning rates are stable up to" in run.output
+    assert "at staleness 1 and 3.8 with sync" in run.output
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+def test_limits_are_the_closed_forms(momentum) -> None:
+    assert stability.limit(momentum, 0, 0.0) == pytest.approx(2 * (1 + momentum), rel=1e-3)
+    assert stability.limit(momentum, 1, 0.0) == pytest.approx(1 - momentum, rel=1e-3)
+
+
+@pytest.mark.parametrize("delay", [1, 2, 3])
+def test_limits_without_momentum(delay) -> None:
+    expected = 2 * torch.sin(torch.tensor(torch.pi / (2 * (2 * delay + 1)))).item()
+    assert stability.limit(0.0, delay, 0.0) == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("delay", [1, 2, 3])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_a_parabola_is_left_at_the_limit(delay, nesterov) -> None:
+    """The optimizer of torch on curvature 1, late and ahead as `pipe` is."""
+    factor = delay if nesterov else delay + 1
+
+    def distance(rate: float) -> float:
+        w = torch.ones(1, dtype=torch.float64)
+        optimizer = torch.optim.SGD([w], lr=rate, momentum=0.9, nesterov=nesterov)
+        before, waiting = w.clone(), []
+        for _ in range(4000):
+            waiting.append(w + factor * (w - before))
+            before = w.clone()
+            w.grad = waiting.pop(0) if len(waiting) > delay else None
+            optimizer.step()
+        return abs(w.item())
+
+    limit = stability.limit(0.9, delay, factor, nesterov=nesterov)
+    assert distance(0.97 * limit) < 1e-3
+    assert distance(1.03 * limit) > 1e3
