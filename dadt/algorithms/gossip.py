@@ -41,6 +41,11 @@ class Gossip(Algorithm):
         end = End(runtime, weakref.ref(attachment), self._pairing, tag + 1)
         runtime.on_end.append(end)
 
+    @property
+    def exchanges(self) -> int:
+        """So many have reached this rank's weights."""
+        return sum(self._pairing.ages.values())
+
     def before_step(self) -> None:
         self._pairing.check()
 
@@ -82,7 +87,7 @@ class End:
     def _average(self, attachment: Attachment, tensors: list[torch.Tensor]) -> None:
         """The weights', and of buffers those that training has changed on any rank."""
         attachment.settle_buffers()
-        tensors = [*tensors, *(buffer.data for buffer in attachment.buffers())]
+        tensors = [*tensors, *(buffer.data for _, _, buffer in attachment.buffers())]
         host = [t.to("cpu").contiguous() for t in tensors]
         self._runtime.average(host, "the average at the end")
         for tensor, average in zip(tensors, host, strict=True):

@@ -234,7 +234,8 @@ class Loaders:
         steps = self._stream_steps(loader) if hasattr(dataset, "__len__") else None
         nominal = nominal_batch(batch_size, world.world_size, divided) if loader._auto_collation else 1
         in_process = loader.num_workers == 0
-        return StreamFeed(batches, self.runtime, self.streams, role.name, nominal, steps, in_process)
+        together = self.runtime.together
+        return StreamFeed(batches, self.runtime, self.streams, role.name, nominal, steps, in_process, together)
 
     def _stream_steps(self, loader: Loader) -> int:
         size = 1 if self.runtime.config.batch == "global" else self.runtime.world.world_size

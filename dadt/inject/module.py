@@ -216,7 +216,7 @@ class Modules:
     def loaded(self, module: nn.Module, mine: Iterable[Attachment]) -> None:
         """After load_state_dict()."""
         for attachment in mine:
-            attachment.prediction.forget()
+            attachment.loaded()
         for m in module.modules():
             self.runtime.buffers.forget(m)
 
@@ -325,7 +325,7 @@ def _show_copies(runtime: Runtime) -> None:
         update_bn(loader, model, *args, **kwargs)
         for m in model.modules():
             runtime.buffers.forget(m)
-        if runtime.attachments:  # each rank has seen its share of a training loader
+        if runtime.attachments and runtime.together:  # each rank has seen its share of a training loader
             runtime.average([b for b in model.buffers() if b.is_floating_point()], "update_bn")
 
     swa_utils.update_bn = patched_update_bn

@@ -46,6 +46,8 @@ class Runtime(Protocol):
     def step(self) -> int: ...
     @property
     def script_is_distributed(self) -> bool: ...
+    @property
+    def together(self) -> bool: ...
     def show_true_weights(self) -> None: ...
 
 
@@ -90,6 +92,8 @@ class Saver:
         The first local rank may never save here, and may wait for this rank in an exchange meanwhile: unless it
         is writing by now, it is not waited for long. Should it only be late, the file is written twice.
         """
+        if not self.runtime.together:
+            return control.await_save(str(target), count, self.runtime.step, timeout=0.0) == "there"
         end = time.monotonic() + self.runtime.config.timeout
         while True:
             patience = min(PATIENCE_SECONDS, max(end - time.monotonic(), 0.0))

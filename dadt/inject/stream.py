@@ -122,9 +122,11 @@ class StreamFeed:
         nominal: int,
         steps: int | None,
         in_process: bool,
+        together: bool = True,
     ) -> None:
         """nominal: samples in an ordinary batch, the same on all ranks; steps: for len(); in_process: the data
-        set's code runs here, not in the loader's workers."""
+        set's code runs here, not in the loader's workers; together: all ranks take the same number of batches, else
+        each its own."""
         self.batches = batches
         self.runtime = runtime
         self.streams = streams
@@ -132,6 +134,7 @@ class StreamFeed:
         self.nominal = nominal
         self.steps = steps
         self.in_process = in_process
+        self.together = together
         self._training = runtime.trains()
         self._ahead: Batch | None = None
         self._last: Batch | None = None
@@ -150,6 +153,8 @@ class StreamFeed:
     def __next__(self) -> Any:
         if self._ended:
             raise StopIteration
+        if not self.together:
+            return self._next_own()
         if self._asked is None:
             self._look_ahead()
         assert self._asked is not None
@@ -164,6 +169,15 @@ class StreamFeed:
         batch = self._ahead or self._repeat(having)
         self._last = batch._replace(samples=0)
         self._look_ahead()
+        if self._training or self.runtime.trains():
+            self.runtime.drew(batch.samples, self.nominal)
+        return batch.data
+
+    def _next_own(self) -> Any:
+        batch = self._fetch()
+        if batch is None:
+            self._ended = True
+            raise StopIteration
         if self._training or self.runtime.trains():
             self.runtime.drew(batch.samples, self.nominal)
         return batch.data

@@ -48,6 +48,7 @@ class Runtime:
         self.registered = True
         self.began = False
         self.script_is_distributed = False
+        self.together = True
         self.explicit = False
         self.claimed = False
         self.said: list[str] = []

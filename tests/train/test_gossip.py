@@ -1,0 +1,247 @@
+"""Gossip: each rank trains at its own speed, and averages with one other at a time."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+PRELUDE = """
+    import os, signal, time
+    from pathlib import Path
+    from dadt.inject import worker
+
+    def gossip():
+        return worker.runtime.attachment(optimizer).algorithm
+
+    def all_told(what):
+        # Each rank has made the file of this name.
+        return all(Path(f"{what}{r}").exists() for r in range(world))
+
+    def step(seconds=0.002):
+        optimizer.zero_grad()
+        model(torch.randn(2, 7)).sum().backward()
+        time.sleep(seconds)  # what a step takes, without a core for each rank
+        optimizer.step()
+
+    def scatter():
+        # From here on the ranks have different weights, which only averaging changes.
+        model(torch.randn(2, 7))
+        generator = torch.Generator().manual_seed(rank)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(torch.randn(p.shape, generator=generator))
+        return [p.detach().clone() for p in model.parameters()]
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 30), nn.Linear(30, 9000), nn.Linear(9000, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+"""
+AVERAGE = """
+    starts = scatter()
+    steps = 0
+    while not all_told("enough"):
+        step()
+        steps += 1
+        if gossip().exchanges >= 25:
+            Path(f"enough{rank}").touch()
+    near = [p.detach().clone() for p in model.parameters()]
+    worker.runtime.close()
+    report({"starts": starts, "near": near, "end": [p.detach() for p in model.parameters()], "steps": steps})
+"""
+
+
+def assert_averaged(ranks: list[dict]) -> None:
+    """The exact average of what the ranks began with, on all of them."""
+    for i, _ in enumerate(ranks[0]["starts"]):
+        mean = torch.stack([r["starts"][i].double() for r in ranks]).mean(0)
+        for r in ranks:
+            torch.testing.assert_close(r["end"][i].double(), mean, atol=1e-4, rtol=0)
+            assert torch.equal(r["end"][i], ranks[0]["end"][i])
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (4, ["--executor", "shm"]),
+        (3, ["--executor", "gloo", "--topology", "ring"]),
+        pytest.param(2, ["--executor", "gloo"], marks=pytest.mark.slow),
+        pytest.param(5, ["--executor", "shm", "--topology", "complete"], marks=pytest.mark.slow),
+        pytest.param(4, ["--executor", "hierarchical"], marks=pytest.mark.slow),
+    ],
+)
+def test_the_mean_stays_and_the_ranks_come_together(dadt_run, size, options) -> None:
+    run = dadt_run(PRELUDE + AVERAGE, "--algorithm", "gossip", *options, np=size)
+    assert_averaged(run.ranks)
+    for r in run.ranks:
+        for near, start, mean in zip(r["near"], r["starts"], r["end"], strict=True):
+            assert float((near - mean).abs().max()) < 0.01 * float((start - mean).abs().max())
+    (line,) = [line for line in run.lines() if "gossip: " in line]
+    told = re.search(r"gossip: ([\d,]+) exchanges, (\d+) steps? old at the median \((\d+) steps? at most\)", line)
+    assert told, line
+    assert int(told[1].replace(",", "")) >= 12 * size
+    assert 1 <= int(told[2]) <= int(told[3])
+
+
+STOPPED = """
+    starts = scatter()
+    Path(f"pid{rank}").write_text(str(os.getpid()))
+    others = [r for r in range(world) if r not in (rank, STOPPED)]
+
+    def taken(r):
+        path = Path(f"step{r}")
+        return path.stat().st_size if path.exists() else 0
+
+    def note():
+        # Its size is the number of steps.
+        with open(f"step{rank}", "a") as f:
+            f.write(".")
+
+    def stop():
+        pid = int(Path("pidSTOPPED").read_text())
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            before, exchanges = {r: taken(r) for r in others}, gossip().exchanges
+            deadline = time.monotonic() + 60
+            steps = 0
+            while any(taken(r) < before[r] + 20 for r in others) or gossip().exchanges < exchanges + 10 or steps < 20:
+                assert time.monotonic() < deadline, (before, {r: taken(r) for r in others}, gossip().exchanges)
+                step()
+                steps += 1
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        return taken(STOPPED)
+
+    held = None
+    while not all_told("enough"):
+        step()
+        note()
+        if rank == STOPPER and held is None and gossip().exchanges >= 5 and Path("pidSTOPPED").exists():
+            held = stop()
+        if gossip().exchanges >= 5 and (rank != STOPPER or held is not None):
+            Path(f"enough{rank}").touch()
+    worker.runtime.close()
+    report({"starts": starts, "end": [p.detach() for p in model.parameters()]})
+"""
+
+
+@pytest.mark.parametrize(
+    ("stopped", "stopper", "executor"),
+    [(1, 2, "shm"), pytest.param(0, 2, "gloo", marks=pytest.mark.slow)],
+    ids=["one that answers", "one that asks"],
+)
+def test_a_stopped_rank_delays_nobody_and_its_late_answer_counts(dadt_run, stopped, stopper, executor) -> None:
+    script = (PRELUDE + STOPPED).replace("STOPPED", str(stopped)).replace("STOPPER", str(stopper))
+    run = dadt_run(script, "--algorithm", "gossip", "--executor", executor, np=4)
+    assert_averaged(run.ranks)
+
+
+STRAGGLER = """
+    slow = rank == 3
+    seconds = []
+    for _ in range(30 if slow else 90):
+        begun = time.perf_counter()
+        step(0.06 if slow else 0.02)
+        seconds.append(time.perf_counter() - begun)
+    report(sorted(seconds)[len(seconds) // 2])
+"""
+
+
+def test_the_others_keep_their_pace_beside_a_slow_rank(dadt_run) -> None:
+    fast = dadt_run(PRELUDE + STRAGGLER, "--algorithm", "gossip", np=4).ranks
+    assert max(fast[:3]) < 0.7 * fast[3], fast
+
+
+EARLY = """
+    from torch.utils.data import DataLoader, IterableDataset
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(torch.arange(21.0).view(21, 1))
+
+    class Norm(nn.Module):
+        # Has a statistic of its own, which training changes.
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+            self.register_buffer("mean", torch.zeros(1))
+        def forward(self, x):
+            if self.training:
+                self.mean += x.mean() + 1
+            return self.inner(x)
+
+    def train():
+        model = Norm()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        loader = DataLoader(Stream(), batch_size=2)
+        seen = []
+        for epoch in range(1 if rank else 3):  # rank 1 is done long before
+            for x in loader:
+                seen.append(x.view(-1).tolist())
+                optimizer.zero_grad()
+                loss = model(x).sum()
+                if rank == 0 and len(seen) == 3:
+                    loss = loss * float("inf")
+                scaler.scale(loss).backward()
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+        model.eval()
+        begun = time.monotonic()
+        for i in range(6 * rank):  # rank 0 never saves
+            torch.save(model.state_dict(), "model.pt")
+        own = {k: v.clone() for k, v in torch.load("model.pt").items()} if rank else None
+        return model, {"seen": seen, "scale": scaler.get_scale(), "saving": time.monotonic() - begun, "own": own}
+
+    kept, found = train()  # the optimizer is gone
+    model = nn.Linear(3, 1)
+    closes = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    for _ in range(2 + rank):
+        def closure():
+            closes.zero_grad()
+            loss = (model(torch.eye(3)) - rank).pow(2).sum()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+            return loss
+        closes.step(closure)
+    worker.runtime.close()
+    report({**found, "kept": kept.state_dict(), "end": model.state_dict()})
+"""
+
+
+def test_what_a_rank_does_concerns_no_other(dadt_run) -> None:
+    """Streams of different lengths, an infinity, saving, a statistic, an optimizer that is collected, a closure."""
+    one, other = dadt_run(PRELUDE + EARLY, "--algorithm", "gossip", "--batch", "per-rank").ranks
+    assert len(one["seen"]) == 3 * len(other["seen"]) or len(one["seen"]) > len(other["seen"])
+    first = one["seen"][: len(one["seen"]) // 3]
+    assert sorted(sum(first + other["seen"], [])) == list(range(21))  # each sample once, by one of them
+    assert (one["scale"], other["scale"]) == (512.0, 1024.0)
+    assert other["saving"] < 6.0  # it would be 2 s for each if rank 0 were waited for
+    assert other["own"].keys() == other["kept"].keys()
+    for name, value in one["end"].items():
+        assert torch.equal(value, other["end"][name])
+
+
+def test_a_failure_ends_all_ranks(dadt_run) -> None:
+    script = """
+    while True:
+        step()
+        if rank == 1 and gossip().exchanges >= 3:
+            raise OSError("the disk of rank 1 is full")
+    """
+    run = dadt_run(PRELUDE + script, "--algorithm", "gossip", np=3, check=False)
+    assert run.code != 0
+    assert "the disk of rank 1 is full" in run.output
+
+
+@pytest.mark.slow
+def test_the_digits_are_learned(dadt_run) -> None:
+    script = """
+    import digits
+    report(digits.train(0, 0.1, 200))
+    """
+    accuracies = dadt_run(script, "--algorithm", "gossip", np=4).ranks
+    assert min(accuracies) > 0.95, accuracies
