@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Python files take effect at once; these need an install.
 BUILT := pyproject.toml $(wildcard CMakeLists.txt) $(shell find csrc -type f)
 
-.PHONY: demo test test-slow test-gpu machines figures lint format docs native clean
+.PHONY: demo test test-slow test-gpu machines figures convergence lint format docs native clean
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -38,6 +38,14 @@ machines:
 # The launcher's figures, over simulated machines: a quarter of an hour.
 figures: .venv/testable machines
 	$(BIN)/python tests/hosts/figures.py --json docs/results/launching.json
+
+# Whether training under DADT ends where training without it does: hours. What docs/results holds is not repeated.
+convergence: .venv/testable
+	$(PIP) 'matplotlib>=3.7'
+	$(BIN)/python -m benchmarks.convergence --jobs 2
+	$(BIN)/python -m benchmarks.convergence --others gossip,local,diloco,bf16,int8,powersgd --seeds 3
+	$(BIN)/python -m benchmarks.convergence.straggler --json docs/results/straggler.json
+	$(BIN)/python -m benchmarks.convergence.slow_link --json docs/results/slow-link.json
 
 lint: .venv/testable
 	$(BIN)/ruff check --quiet .

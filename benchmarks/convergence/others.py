@@ -18,7 +18,7 @@ SECONDS = 3600.0
 FLAGS = {
     "gossip": ["--algorithm", "gossip"],
     "local": ["--algorithm", "local", "--sync-every", "8"],
-    "diloco": ["--algorithm", "local", "--sync-every", "32"],
+    "diloco": ["--algorithm", "local", "--sync-every", "32", "--outer-lr", "0.7", "--outer-momentum", "0.9"],
     "bf16": ["--compression", "bf16"],
     "fp16": ["--compression", "fp16"],
     "int8": ["--compression", "int8"],

@@ -25,11 +25,13 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "tests" / "hosts"))
 from machine import Network  # noqa: E402
 
+DILOCO = ["--algorithm", "local", "--sync-every", "32", "--outer-lr", "0.7", "--outer-momentum", "0.9"]
 METHODS = {
     "pipe": [],
     "pipe + int8": ["--compression", "int8"],
-    "DiLoCo": ["--algorithm", "local", "--sync-every", "32"],
-    "DiLoCo + int8": ["--algorithm", "local", "--sync-every", "32", "--compression", "int8"],
+    "local": ["--algorithm", "local", "--sync-every", "32"],
+    "DiLoCo": DILOCO,
+    "DiLoCo + int8": [*DILOCO, "--compression", "int8"],
 }
 TRAIN = ["-m", "benchmarks.convergence.train"]
 PORT = 29481
@@ -140,7 +142,7 @@ def picture(figures: dict[str, Any], path: Path) -> None:
 
     figure, panel = plt.subplots(figsize=(5.6, 3.4))
     for color, (name, looks) in zip(
-        ("#1f3b57", "#8fa3b5", "#2a9d8f", "#e9b44c", "#c8553d"), figures["looks"].items(), strict=False
+        ("#1f3b57", "#8fa3b5", "#2a9d8f", "#e9b44c", "#c8553d", "#7b4b94"), figures["looks"].items(), strict=False
     ):
         panel.plot([seconds for _, seconds, _ in looks], [loss for *_, loss in looks], color=color, label=name)
     panel.axhline(figures["target"], color="#999999", linewidth=0.8)
