@@ -52,7 +52,7 @@ class Line:
 
     def send(self, kind: Kind, crc: int = 0, weights: torch.Tensor | None = None) -> list[Transit]:
         """Does not wait. The weights must not change until all is done."""
-        slices = [] if weights is None else list(weights.split(_SLICE))
+        slices = [] if weights is None else list(torch.split(weights, _SLICE))
         head = torch.tensor([kind, crc, 0 if weights is None else len(weights)], dtype=torch.int64)
         return [self._mail.send(each, self.peer, self._tag) for each in (head, *slices)]
 
@@ -69,7 +69,7 @@ class Line:
         return Head(Kind(kind), crc, size)
 
     def receive(self, weights: torch.Tensor) -> None:
-        self.wait([self._mail.receive(each, self.peer, self._tag) for each in weights.split(_SLICE)])
+        self.wait([self._mail.receive(each, self.peer, self._tag) for each in torch.split(weights, _SLICE)])
 
     def wait(self, transits: list[Transit]) -> None:
         """Until all are done. Raises CommTimeout that names the neighbour, and PeerLost."""

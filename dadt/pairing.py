@@ -35,6 +35,8 @@ class Pairing:
     def __init__(self, mail: Mail, world: World, topology: str, tag: int, timeout: float) -> None:
         self.ages: Counter[int] = Counter()
         """Exchanges whose difference has reached the live weights, by how many steps these had made meanwhile."""
+        self.asked = 0
+        """Exchanges that this rank has asked for and got."""
         self.in_vain = 0
         """Exchanges in which the neighbour had no weights of the kind."""
         self._world = world
@@ -131,6 +133,7 @@ class Pairing:
         with self._lock:
             if averaged and edge.asked is not None:
                 self._seconds.append(monotonic() - edge.asked)
+            self.asked += averaged
             self.in_vain += not averaged
             edge.asked = None
         if averaged:

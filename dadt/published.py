@@ -91,11 +91,11 @@ class Published:
         copy, added = part.of(self._copy), part.of(self._added)
         if part.device.type == "cpu":
             if part.changed:
-                torch._foreach_add_(live, list(added.split(part.sizes)))
-            torch._foreach_copy_(list(copy.split(part.sizes)), live)
+                torch._foreach_add_(live, torch.split(added, part.sizes))
+            torch._foreach_copy_(torch.split(copy, part.sizes), live)
         else:
             moved = added.to(part.device) if part.changed else torch.empty_like(added, device=part.device)
-            views = list(moved.split(part.sizes))
+            views = list(torch.split(moved, part.sizes))
             if part.changed:
                 torch._foreach_add_(live, views)
             torch._foreach_copy_(views, live)
@@ -145,14 +145,14 @@ class Published:
     def _add(self, part: Part, difference: list[torch.Tensor]) -> None:
         with part.lock:
             for memory in (self._copy, self._added):
-                torch._foreach_add_(list(part.of(memory).split(_GRAIN)), difference)
+                torch._foreach_add_(torch.split(part.of(memory), _GRAIN), difference)
             part.changed = True
 
 
 def _half_way(part: Part, theirs: torch.Tensor, mine: torch.Tensor) -> list[torch.Tensor]:
     """(theirs - mine) / 2, in the place of theirs: the peer's own has the same bits, but for the sign."""
-    difference = list(part.of(theirs).split(_GRAIN))
-    torch._foreach_sub_(difference, list(part.of(mine).split(_GRAIN)))
+    difference = list(torch.split(part.of(theirs), _GRAIN))
+    torch._foreach_sub_(difference, torch.split(part.of(mine), _GRAIN))
     torch._foreach_mul_(difference, 0.5)
     return difference
 

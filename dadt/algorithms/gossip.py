@@ -56,9 +56,7 @@ class Gossip(Algorithm):
 class End:
     """What all ranks do at the end of the process, each when it is there."""
 
-    def __init__(
-        self, runtime: Runtime, attachment: weakref.ref[Attachment], pairing: Pairing, tag: int
-    ) -> None:
+    def __init__(self, runtime: Runtime, attachment: weakref.ref[Attachment], pairing: Pairing, tag: int) -> None:
         self._runtime = runtime
         self._attachment = attachment
         self._pairing = pairing
@@ -71,10 +69,11 @@ class End:
         self._pairing.close()
         attachment = self._attachment()
         optimizer = attachment._optimizer() if attachment is not None else None
-        if optimizer is not None:
-            self._pairing.publish(weights(optimizer), self._runtime.step)
-        mine = json.dumps([optimizer is not None, self._pairing.in_vain, list(self._pairing.ages.items())])
-        work = self._runtime.allgather("the end of a gossip", mine.encode())
+        if attachment is not None and optimizer is not None:
+            self._pairing.publish(weights(optimizer), attachment.step)
+        pairing = self._pairing
+        mine = [optimizer is not None, pairing.asked, pairing.in_vain, list(pairing.ages.items())]
+        work = self._runtime.allgather("the end of a gossip", json.dumps(mine).encode())
         self._runtime.wait(work)
         told = [json.loads(lane) for lane in work.lanes]
         if attachment is not None and optimizer is not None and all(lives for lives, *_ in told):
@@ -82,7 +81,7 @@ class End:
         ages = Counter[int]()
         for *_, each in told:
             ages.update(dict(each))
-        self._runtime.say(describe(ages, sum(in_vain for _, in_vain, _ in told)))
+        self._runtime.say(describe(sum(each[1] for each in told), sum(each[2] for each in told), ages))
 
     def _average(self, attachment: Attachment, tensors: list[torch.Tensor]) -> None:
         """The weights', and of buffers those that training has changed on any rank."""
@@ -105,13 +104,12 @@ def weights(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     ]
 
 
-def describe(ages: Counter[int], in_vain: int) -> str:
-    """The exchanges of all ranks, in a line. ages: each exchange is counted by both of its ranks."""
-    if not ages:
-        return "gossip: no exchanges"
-    ordered = sorted(ages.elements())
-    text = f"gossip: {len(ordered) // 2:,} exchanges, {_steps(ordered[len(ordered) // 2])} old at the median"
-    text += f" ({_steps(ordered[-1])} at most)"
+def describe(exchanges: int, in_vain: int, ages: Counter[int]) -> str:
+    """The exchanges of all ranks, in a line. ages: differences that reached live weights, by steps since the copy."""
+    text = f"gossip: {exchanges:,} exchanges"
+    if ages:
+        ordered = sorted(ages.elements())
+        text += f", {_steps(ordered[len(ordered) // 2])} old at the median ({_steps(ordered[-1])} at most)"
     return text + (f"; {in_vain:,} in vain, as the other rank had no such weights" if in_vain else "")
 
 

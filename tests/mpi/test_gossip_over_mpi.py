@@ -1,0 +1,38 @@
+"""Gossip over MPI."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from gossip_script import AVERAGE, PRELUDE, assert_averaged
+from run import Run
+
+pytest.importorskip("mpi4py")
+
+REPORT = """\
+import os
+import torch
+from torch import nn
+torch.set_num_threads(1)
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+def report(value):
+    with open(f"rank{rank}.pt", "wb") as f:
+        torch.save(value, f)
+"""
+
+
+@pytest.mark.parametrize(
+    ("mpirun", "size"),
+    [("mpirun.openmpi", 3), pytest.param("mpirun.mpich", 4, marks=pytest.mark.slow)],
+    indirect=["mpirun"],
+)
+def test_the_mean_stays_over_mpi(mpirun: str, size: int, tmp_path: Path) -> None:
+    script = REPORT + textwrap.dedent(PRELUDE + AVERAGE)
+    given = ["--algorithm", "gossip", "--executor", "mpi", "--mpirun", mpirun, "-np", str(size), "train.py"]
+    result = Run(tmp_path, script, given, {"OMP_NUM_THREADS": "1"}).finish()
+    assert result.code == 0, result.err
+    assert "dadt: gossip: " in result.err
+    assert_averaged([torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(size)])
