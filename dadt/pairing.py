@@ -70,11 +70,12 @@ class Pairing:
     def publish(self, tensors: Sequence[torch.Tensor], step: int) -> None:
         """At a step boundary: take over what has been averaged, and let others average with the weights as they are."""
         token = [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
-        if self._published is None or token != self._token:
+        published = self._published
+        if published is None or token != self._token:
             # What a peer answers to the old copy is left out: the script has changed what is trained.
-            self._token = token
-            self._published = Published(tensors)
-        self.ages += self._published.publish(tensors, step)
+            published = Published(tensors)
+        self.ages += published.publish(tensors, step)
+        self._published, self._token = published, token
         with self._lock:
             self._fresh = True
         self._ask()
