@@ -16,6 +16,45 @@ def network(dropout: float) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(dropout), nn.Tanh(), nn.Linear(8, 3))
 
 
+class Training:
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.folder = arguments.folder
+        self.rank = int(os.environ.get("RANK", "0"))
+        torch.manual_seed(0)
+        data = TensorDataset(torch.randn(SAMPLES, 6), torch.randint(0, 3, (SAMPLES,)))
+        self.models = [network(arguments.dropout), network(arguments.dropout)]
+        self.optimizers = [
+            torch.optim.SGD(self.models[0].parameters(), lr=0.05, momentum=0.9),
+            torch.optim.AdamW(self.models[1].parameters(), lr=0.01),
+        ]
+        self.loader = DataLoader(data, batch_size=BATCH, shuffle=True)
+        self.losses: list[torch.Tensor] = []
+
+    def one_pass(self) -> None:
+        for x, y in self.loader:
+            for model, optimizer in zip(self.models, self.optimizers):
+                loss = nn.functional.cross_entropy(model(x), y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                self.losses.append(loss.detach())
+
+    def path(self, number: int) -> str:
+        return os.path.join(self.folder, f"pass{number}.pt")
+
+    def save(self, number: int) -> None:
+        models = [m.state_dict() for m in self.models]
+        optimizers = [o.state_dict() for o in self.optimizers]
+        torch.save({"passes": number, "models": models, "optimizers": optimizers}, self.path(number))
+
+    def load(self, path: str) -> int:
+        saved = torch.load(path, weights_only=True)
+        for model, optimizer, m, o in zip(self.models, self.optimizers, saved["models"], saved["optimizers"]):
+            optimizer.load_state_dict(o)
+            model.load_state_dict(m)
+        return saved["passes"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--passes", type=int, default=4)
@@ -23,42 +62,27 @@ def main() -> None:
     parser.add_argument("--folder", default=".")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--seed-passes", action="store_true")
+    parser.add_argument("--alone", action="store_true", help="only rank 0 loads and saves")
+    parser.add_argument("--back", type=int, default=0, help="go back to the state after this pass, once, from the next")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    data = TensorDataset(torch.randn(SAMPLES, 6), torch.randint(0, 3, (SAMPLES,)))
-    models = [network(arguments.dropout), network(arguments.dropout)]
-    optimizers = [
-        torch.optim.SGD(models[0].parameters(), lr=0.05, momentum=0.9),
-        torch.optim.AdamW(models[1].parameters(), lr=0.01),
-    ]
-    first, losses = 0, []
+    training = Training(arguments)
+    acts = training.rank == 0 or not arguments.alone
+    number = 0
     if arguments.resume:
-        saved = torch.load(arguments.resume, weights_only=True)
-        first = saved["passes"]
-        for model, optimizer, m, o in zip(models, optimizers, saved["models"], saved["optimizers"]):
-            model.load_state_dict(m)
-            optimizer.load_state_dict(o)
-    loader = DataLoader(data, batch_size=BATCH, shuffle=True)
-    for number in range(first, arguments.passes):
+        number = training.load(arguments.resume) if acts else torch.load(arguments.resume)["passes"]
+    while number < arguments.passes:
         if arguments.seed_passes:
             torch.manual_seed(100 + number)
-        for x, y in loader:
-            for model, optimizer in zip(models, optimizers):
-                loss = nn.functional.cross_entropy(model(x), y)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.detach())
-        state = {
-            "passes": number + 1,
-            "models": [m.state_dict() for m in models],
-            "optimizers": [o.state_dict() for o in optimizers],
-        }
-        torch.save(state, os.path.join(arguments.folder, f"pass{number + 1}.pt"))
-    rank = os.environ.get("RANK", "0")
-    with open(os.path.join(arguments.folder, f"losses{rank}.pt"), "wb") as f:
-        torch.save(torch.stack(losses), f)
+        training.one_pass()
+        number += 1
+        if acts:
+            training.save(number)
+        if arguments.back and number == arguments.back + 1:
+            number = training.load(training.path(arguments.back))
+            arguments.back = 0
+    with open(os.path.join(arguments.folder, f"losses{training.rank}.pt"), "wb") as f:
+        torch.save(torch.stack(training.losses), f)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,179 @@
+"""A training that goes on from a checkpoint is the training that was not interrupted, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dadt.inject import seed
+
+SCRIPT = Path(__file__).parent / "resume_script.py"
+STEPS = 6
+"""Of one pass, on two ranks."""
+WARMUP = ("--warmup-steps", str(2 * STEPS - 1))
+"""So pass 1 ends within the warm-up, pass 2 with the step that applies nothing, and pass 3 long after."""
+
+Train = Callable[..., tuple[Path, str]]
+
+
+def trainer(base: Path) -> Train:
+    """train(name, *arguments, options=) runs the script into a folder of this name: under `dadt run` with these
+    options, or, for None, without DADT."""
+
+    def train(name: str, *arguments: str, options: tuple[str, ...] | None = WARMUP, np: int = 2) -> tuple[Path, str]:
+        folder = base / name
+        folder.mkdir()
+        launch = [] if options is None else ["-m", "dadt_cli", "run", "-np", str(np), *options]
+        command = [sys.executable, *launch, str(SCRIPT), "--folder", str(folder), *arguments]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=base, capture_output=True, timeout=150, env=env)
+        output = (done.stdout + done.stderr).decode(errors="replace")
+        assert done.returncode == 0, output
+        return folder, output
+
+    return train
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Train:
+    return trainer(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four passes of `pipe` that nothing interrupts."""
+    return trainer(tmp_path_factory.mktemp("whole"))("whole")[0]
+
+
+def load(folder: Path, number: int) -> dict[str, Any]:
+    return torch.load(folder / f"pass{number}.pt", weights_only=True)
+
+
+def resume(folder: Path, number: int) -> tuple[str, str]:
+    return "--resume", str(folder / f"pass{number}.pt")
+
+
+def differences(a: Any, b: Any, where: str = "") -> list[str]:
+    """Where two checkpoints are not the same, bit for bit."""
+    if isinstance(a, torch.Tensor):
+        return [] if torch.equal(a, b) else [where]
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        return [d for key in a for d in differences(a[key], b[key], f"{where}/{key}")]
+    if isinstance(a, (list, tuple)):
+        assert len(a) == len(b), where
+        return [d for i, (x, y) in enumerate(zip(a, b)) for d in differences(x, y, f"{where}/{i}")]
+    return [] if a == b else [where]
+
+
+def assert_goes_on(whole: Path, resumed: Path, last: int = 4) -> None:
+    """Weights, buffers, optimizer states, what DADT keeps beside them, and all losses of both ranks."""
+    assert differences(load(whole, last), load(resumed, last)) == []
+    assert_same_losses(whole, resumed)
+
+
+def assert_same_losses(whole: Path, resumed: Path) -> None:
+    for rank in range(2):
+        expected, found = (torch.load(f / f"losses{rank}.pt", weights_only=True) for f in (whole, resumed))
+        assert 0 < len(found) < len(expected)
+        assert torch.equal(expected[-len(found) :], found), f"losses of rank {rank}"
+
+
+@pytest.mark.parametrize("passes", [1, 2, 3])
+def test_pipe_goes_on_bit_for_bit(train: Train, whole: Path, passes: int) -> None:
+    """From within the warm-up, from the step that applies nothing, and from long after."""
+    in_flight = [len(o["dadt"]["state"]["in_flight"]) for o in load(whole, passes)["optimizers"]]
+    assert in_flight == [int(passes > 1)] * 2
+    resumed, _ = train("resumed", *resume(whole, passes))
+    assert_goes_on(whole, resumed)
+
+
+def test_sync_goes_on_bit_for_bit_and_keeps_nothing_of_the_models_size(train: Train) -> None:
+    options = ("--algorithm", "sync")
+    whole, _ = train("whole", "--passes", "2", options=options)
+    resumed, _ = train("resumed", "--passes", "2", *resume(whole, 1), options=options)
+    assert_goes_on(whole, resumed, 2)
+    for state in load(whole, 1)["optimizers"]:
+        assert state["dadt"]["state"] == state["dadt"]["displacement"] == {}
+
+
+def test_rank_0_may_save_and_load_alone(train: Train, whole: Path) -> None:
+    """Weights, optimizer states and losses are those of the whole; BatchNorm's statistics but for rounding."""
+    saved, _ = train("saved", "--alone", "--passes", "3")
+    resumed, _ = train("resumed", "--alone", *resume(saved, 3))
+    expected, found = load(whole, 4), load(resumed, 4)
+    named = zip(expected["models"], found["models"])
+    assert [d for a, b in named for d in differences(a, b) if "running" not in d] == []
+    assert differences([o["state"] for o in expected["optimizers"]], [o["state"] for o in found["optimizers"]]) == []
+    assert_same_losses(whole, resumed)
+
+
+def test_without_what_is_kept_beside_training_begins_anew(train: Train, whole: Path, tmp_path: Path) -> None:
+    state = load(whole, 3)
+    for optimizer in state["optimizers"]:
+        del optimizer["dadt"]
+    torch.save(state, tmp_path / "pass3.pt")
+    resumed, output = train("bare", *resume(tmp_path, 3), options=("--warmup-steps", "3"))
+    assert "warm-up done after 3 steps" in output
+    assert differences(load(whole, 4)["models"], load(resumed, 4)["models"])
+
+
+def test_loads_without_dadt(train: Train, whole: Path) -> None:
+    resumed, _ = train("plain", *resume(whole, 3), options=None)
+    assert [set(o) for o in load(resumed, 4)["optimizers"]] == [{"state", "param_groups"}] * 2
+
+
+def test_other_ranks_and_other_algorithms_take_what_fits(train: Train, whole: Path) -> None:
+    """The averages in flight are means, however many ranks made them; another algorithm has no use for them."""
+    more, output = train("more", *resume(whole, 3), np=3)
+    assert "the checkpoint is one of 2 ranks: 3 go on from it at step 18" in output
+    assert "warm-up done" not in output
+    assert load(more, 4)["optimizers"][0]["dadt"]["step"] == 18 + 4
+    other, output = train("other", *resume(whole, 3), options=("--algorithm", "sync"))
+    assert "the checkpoint is one of --algorithm pipe: --algorithm sync goes on" in output
+    assert load(other, 4)["optimizers"][0]["dadt"]["step"] == STEPS
+
+
+def test_random_states_survive_a_file(tmp_path: Path) -> None:
+    def draw() -> list[float]:
+        return [float(torch.rand(())), np.random.standard_normal(), random.gauss(0, 1), random.random()]
+
+    draw()  # numpy and random have the second number of a pair in store
+    state = seed.State.capture()
+    expected = draw()
+    torch.save(state.plain(), tmp_path / "state.pt")
+    seed.State.from_plain(torch.load(tmp_path / "state.pt", weights_only=True)).restore()
+    assert draw() == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [("--staleness", "2"), ("--executor", "gloo"), ("--compression", "int8"), ("--algorithm", "sync", "--no-buffers")],
+)
+def test_every_kind_of_exchange_goes_on(train: Train, options: tuple[str, ...]) -> None:
+    options = (*options, "--warmup-steps", "3")
+    whole, _ = train("whole", "--passes", "3", options=options)
+    resumed, _ = train("resumed", "--passes", "3", *resume(whole, 2), options=options)
+    assert_same_losses(whole, resumed)
+    assert [d for d in differences(load(whole, 3), load(resumed, 3)) if "running" not in d] == []
+
+
+@pytest.mark.slow
+def test_a_script_that_seeds_each_pass_goes_on_with_its_dropout_too(train: Train) -> None:
+    """And may go back in the middle: to the gradient in flight, displacement and buffers of then."""
+    script = ("--seed-passes", "--dropout", "0.2")
+    whole, _ = train("whole", *script)
+    resumed, _ = train("resumed", *script, *resume(whole, 2))
+    assert_goes_on(whole, resumed)
+    back, _ = train("back", *script, "--back", "2")
+    assert differences(load(whole, 4), load(back, 4)) == []
