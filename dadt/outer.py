@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from dadt.bucket import Bucket, split
+from dadt.compression import Feedback, forms
 from dadt.errors import CommError, Mismatch
 from dadt.kept import keep_for_good
 
@@ -24,7 +25,7 @@ _OWN, _MEAN = 0, 1
 _LANE = struct.Struct("<IIII")
 
 
-class Round(NamedTuple):
+class Told(NamedTuple):
     """What each rank tells the others in the same exchange."""
 
     layout: int
@@ -79,8 +80,12 @@ class Fragment:
         engine: Engine,
         device: Device | None,
         bucket_bytes: int,
+        compression: str = "none",
     ) -> None:
-        """Begins a round at the parameters' values, which are the same on all ranks."""
+        """Begins a round at the parameters' values, which are the same on all ranks.
+
+        compression: how progress travels, of those of --compression that take one allreduce.
+        """
         self.name = name
         self.outer = outer
         self._engine = engine
@@ -92,6 +97,7 @@ class Fragment:
         with torch.no_grad():
             rows = [Row(p, a := _wide(p), torch.zeros_like(a) if outer.momentum else None) for p in parameters]
         self._buckets = split([r.anchor for r in rows], bucket_bytes, None if device is None else device.device)
+        self._forms = [form if isinstance(form, Feedback) else None for form in forms(compression, self._buckets)]
         by_anchor = {id(r.anchor): r for r in rows}
         self._rows = [[by_anchor[id(a)] for a in bucket.tensors] for bucket in self._buckets]
         self.rows = {id(r.parameter): r for r in rows}
@@ -122,7 +128,7 @@ class Fragment:
 
     # One exchange ----------------------------------------------------------------------------------------------
 
-    def receive(self, wait: Wait) -> list[Round]:
+    def receive(self, wait: Wait) -> list[Told]:
         """Until what is in flight has come; what every rank told with it. None is in flight: nothing."""
         try:
             for work in self._works:
@@ -132,7 +138,7 @@ class Fragment:
             raise
         if not self._works:
             return []
-        told = [Round(*_LANE.unpack(lane[-_LANE.size :])) for lane in self._works[-1].lanes]
+        told = [Told(*_LANE.unpack(lane[-_LANE.size :])) for lane in self._works[-1].lanes]
         for rank, theirs in enumerate(told):
             if theirs[:3] != told[0][:3]:
                 raise Mismatch(
@@ -185,6 +191,9 @@ class Fragment:
                     row.parameter.data.copy_(row.anchor)
         self._works = []
         self.replaced = False
+        for form in self._forms:
+            if form is not None:
+                form.forget()
 
     def resumed(self) -> Iterator[tuple[Row, torch.Tensor, torch.Tensor | None]]:
         """For each parameter, anchor and velocity as if all ranks had made this one's progress in what is in flight."""
@@ -206,23 +215,24 @@ class Fragment:
 
     def _send(self, groups: int, *, settles: bool) -> None:
         self._number += 1
-        told = _LANE.pack(*Round(self._layout, self._number % 2**32, settles, groups))
+        told = _LANE.pack(*Told(self._layout, self._number % 2**32, settles, groups))
         last = len(self._buckets) - 1
         self._works = [
-            self._submit(bucket, f"{self.name}, bucket {i}", told if i == last else b"")
-            for i, bucket in enumerate(self._buckets)
+            self._submit(bucket, None if settles else form, f"{self.name}, bucket {i}", told if i == last else b"")
+            for i, (bucket, form) in enumerate(zip(self._buckets, self._forms, strict=True))
         ]
 
-    def _submit(self, bucket: Bucket, name: str, lane: bytes) -> Work | Averaging:
+    def _submit(self, bucket: Bucket, form: Feedback | None, name: str, lane: bytes) -> Work | Averaging:
         staged = bucket.stage(bucket.views[_OWN], _OWN)
         if self._device is not None and bucket.direct:
             places, flat = bucket.views[_MEAN], bucket.flats[_MEAN]
-            return self._device.average(staged.values, places, flat, name=name, weight=1.0, lane=lane)
+            coding = None if form is None else (form, form.keep(None))
+            return self._device.average(staged.values, places, flat, coding, name=name, weight=1.0, lane=lane)
         if staged.ready is not None:
             staged.ready.synchronize()
-        return self._engine.allreduce(
-            bucket.layout, bucket.pointers[_OWN], bucket.pointers[_MEAN], name, 1.0, lane
-        )
+        compressed = {} if form is None else form.arguments(bucket.layout.total)
+        own, mean = bucket.pointers[_OWN], bucket.pointers[_MEAN]
+        return self._engine.allreduce(bucket.layout, own, mean, name, 1.0, lane, **compressed)
 
 
 def parts(parameters: Sequence[torch.Tensor], count: int) -> list[list[torch.Tensor]]:
@@ -244,6 +254,6 @@ def _wide(parameter: torch.Tensor) -> torch.Tensor:
     return wide.copy_(parameter.data)
 
 
-def _told(told: Round) -> str:
+def _told(told: Told) -> str:
     what = "averages weights" if told.settles else "sends a round's progress"
     return f"{what}, exchange {told.number} of parameters {told.layout:08x}"

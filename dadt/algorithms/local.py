@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Local(Algorithm):
-    """Synchronous for `warmup_steps` steps (post-local SGD, arXiv:1808.07217), then in rounds of H = `sync_every` steps.
+    """Synchronous for `warmup_steps` (post-local SGD, arXiv:1808.07217), then in rounds of H = `sync_every` steps.
 
     The anchor a and the outer momentum v are the same on all ranks. At the end of round n rank i, at weights w_i, sends
     its progress p_i and goes on from u_i, where the anchor would be if all ranks had made this progress. H/2 steps
@@ -119,7 +119,8 @@ class Local(Algorithm):
     def _fragment(self, what: str, tensors: list[torch.Tensor], outer: Outer) -> Fragment:
         runtime = self.attachment.runtime
         name = f"local, {what}{self.attachment.name}"
-        return Fragment(name, tensors, outer, runtime.engine, runtime.device, int(runtime.config.bucket_mb * 2**20))
+        size, compression = int(runtime.config.bucket_mb * 2**20), runtime.config.compression
+        return Fragment(name, tensors, outer, runtime.engine, runtime.device, size, compression)
 
     def _follow(self) -> None:
         """The script has added, frozen or moved parameters, in this step on all ranks: they begin a round together."""
@@ -177,7 +178,9 @@ class Local(Algorithm):
             # Several fragments fill what one leaves idle of a round.
             hidden = self._every if len(self._fragments) > 1 else self._delay
             if steps > hidden:
-                text += f", of which {hidden} are hidden: --sync-every {math.ceil(self._every * steps / hidden)} hides all"
+                text += (
+                    f", of which {hidden} are hidden: --sync-every {math.ceil(self._every * steps / hidden)} hides all"
+                )
         return text
 
     # Checkpoints -----------------------------------------------------------------------------------------------

@@ -1,0 +1,97 @@
+"""Parts of a model between two averages: over an executor that gives a rank its own values as the mean."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dadt import _core
+from dadt.outer import Fragment, Outer, parts
+
+
+@pytest.fixture
+def engine():
+    engine = _core.Engine(_core.NullExecutor(0, 2), 0, 2, 10.0)
+    yield engine
+    engine.close(5.0)
+
+
+def fragment(engine, parameters, outer: Outer) -> Fragment:
+    return Fragment("a test", parameters, outer, engine, None, 64)
+
+
+def wait(work) -> None:
+    work.wait(10.0)
+
+
+def step(parameters) -> None:
+    for i, p in enumerate(parameters):
+        p.data.add_(0.25 * (i + 1))
+
+
+def test_parts_are_of_about_equal_bytes_and_in_order() -> None:
+    parameters = [torch.zeros(n) for n in (10, 10, 1, 19, 40)]
+    found = parts(parameters, 2)
+    assert [[len(p) for p in part] for part in found] == [[10, 10, 1, 19], [40]]
+    assert [[len(p) for p in part] for part in parts(parameters, 4)] == [[10, 10], [1, 19], [], [40]]
+    assert [id(p) for part in parts(parameters, 7) for p in part] == [id(p) for p in parameters]
+    assert parts([], 2) == [[], []]
+
+
+def test_with_its_own_values_as_the_mean_a_rank_is_not_moved_by_a_merge(engine) -> None:
+    parameters = [torch.rand(5, 3), torch.rand(40)]
+    one = fragment(engine, parameters, Outer(0.7, 0.9))
+    for _ in range(3):
+        step(parameters)
+        one.send(0)
+        step(parameters)
+        before = [p.clone() for p in parameters]
+        one.receive(wait)
+        one.merge()
+        for p, b in zip(parameters, before):
+            assert torch.allclose(p, b, rtol=0, atol=1e-6)
+
+
+def test_what_is_resumed_is_what_a_merge_would_have_made(engine) -> None:
+    parameters = [torch.rand(5, 3), torch.rand(40)]
+    one = fragment(engine, parameters, Outer(0.7, 0.9))
+    step(parameters)
+    one.send(0)
+    resumed = {id(row.parameter): (a.clone(), v.clone()) for row, a, v in one.resumed()}
+    one.receive(wait)
+    one.merge()
+    assert len(resumed) == 2
+    for key, row in one.rows.items():
+        assert torch.equal(row.anchor, resumed[key][0])
+        assert torch.equal(row.velocity, resumed[key][1])
+    for row, anchor, velocity in one.resumed():
+        assert torch.equal(row.anchor, anchor) and torch.equal(row.velocity, velocity)
+
+
+def test_anchors_of_16_bit_weights_have_32(engine) -> None:
+    weight = torch.ones(4, dtype=torch.bfloat16)
+    one = fragment(engine, [weight], Outer(0.5, 0.0))
+    weight.copy_(torch.full((4,), 1 + 2**-7))
+    one.send(0)
+    one.receive(wait)
+    one.merge()
+    assert torch.equal(one.rows[id(weight)].anchor, torch.full((4,), 1 + 2**-8))
+
+
+def test_settling_begins_anew(engine) -> None:
+    weight = torch.zeros(4)
+    one = fragment(engine, [weight], Outer(1.0, 0.9))
+    weight.add_(1)
+    one.send(0)
+    one.settle(wait, 0)
+    assert torch.equal(one.rows[id(weight)].velocity, torch.ones(4))  # what was in flight counts
+    assert not one.under_way
+    weight.add_(1)
+    one.send(0)
+    weight.fill_(5)
+    one.replaced = True
+    one.settle(wait, 0)
+    assert torch.equal(weight, torch.full((4,), 5.0))
+    assert torch.equal(one.rows[id(weight)].anchor, weight)
+    assert torch.equal(one.rows[id(weight)].velocity, torch.zeros(4))
+    assert not one.replaced
