@@ -12,11 +12,12 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dadt import algorithms
+from dadt.config import predict_factors
 from dadt.errors import DadtError, Mismatch
 from dadt.exchange import Exchange, Schema
 from dadt.lane import Lane, any_flags, pack_flags
 from dadt.measure import Measure
-from dadt.prediction import Prediction, auto_factor
+from dadt.prediction import Prediction, auto_factors
 
 if TYPE_CHECKING:
     from dadt.runtime import Runtime
@@ -59,9 +60,8 @@ class Attachment:
         self._schema: Schema | None = None
         self._token: tuple[Any, ...] = ()
         self._hooked = WeakTensorKeyDictionary()
-        predict = runtime.config.predict
-        factor = auto_factor(optimizer, runtime.config.staleness) if predict == "auto" else float(predict)
-        self.prediction = Prediction(self.parameters, factor)
+        factors = predict_factors(runtime.config.predict) or auto_factors(optimizer, runtime.config.staleness)
+        self.prediction = Prediction(self.parameters, *factors)
         # Collected between forward and step, it must not leave its prediction in the weights.
         weakref.finalize(optimizer, self.prediction.undo).atexit = False
         self.algorithm = algorithms.find(runtime.config.algorithm)(self)
@@ -329,9 +329,7 @@ class Attachment:
         if again:
             # What it was to make up for went with the one before, which nobody uses.
             self._schema.forget_residuals()
-        exchange = Exchange(
-            self.runtime.engine, self._schema, number, name, self._fill, compressed=self._compresses
-        )
+        exchange = Exchange(self.runtime.engine, self._schema, number, name, self._fill, compressed=self._compresses)
         exchange.scale = self.scale
         self.runtime.keep(exchange)
         return exchange

@@ -40,9 +40,11 @@ class Randomness(Protocol):
 class Checkpoints:
     """Saves and loads for all optimizers of one runtime.
 
-    Exact as long as every rank asks for the optimizer's state after the same step, as a script does that knows of no
-    ranks: what is one rank's alone (its own BatchNorm statistics) then gives way to what all have in common. Nothing
-    is asked of the peers: an exchange in flight is one that all ranks have launched, or will without this one.
+    Nothing is asked of the peers: an exchange in flight is one that all ranks have launched, or will without this one.
+    What is one rank's alone (BatchNorm statistics, what compression owes) is in no checkpoint: with the saving it
+    gives way to what all ranks have in common, so that training goes on from just what was saved. This is exact where
+    all ranks ask for the optimizer's state after the same step, as a script does that knows of no ranks. A script
+    that does may ask on rank 0 alone: there nothing gives way, and the same is equal but for rounding.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -74,7 +76,9 @@ class Checkpoints:
         state: dict[str, Any] = {}
         if self._runtime.engine.error is None:
             state = a.algorithm.state()
-            self._join(a, state)
+            if a.algorithm.identical and not self._runtime.script_is_distributed:
+                self._join(a, state)
+                a.schema.forget_residuals()
         else:  # a last checkpoint, after a failure that every exchange ends with
             self._runtime.say("saved after a failure: without the gradients in flight", level="warning")
         indices = _indices(a.optimizer)
@@ -84,8 +88,10 @@ class Checkpoints:
             "world_size": self._runtime.world.world_size,
             "rank": self._runtime.world.rank,
             "step": a.step,
+            "measured": a.measure.state() if a.step <= a.warmup_steps else {},
             "state": state,
             "displacement": {indices[p]: d.clone() for p, d in a.prediction.displacement()},
+            "older": {indices[p]: d.clone() for p, d in a.prediction.older_displacement()},
             "random": self.streams.state() if self.streams is not None else {},
         }
 
@@ -101,7 +107,8 @@ class Checkpoints:
             self._runtime.say("the checkpoint was written by another version of DADT: training begins with a warm-up")
             return
         self._loaded[optimizer] = part
-        self._load_streams(part, part)
+        if self.streams is not None:
+            self.streams.seeded_anew = False
 
     def spread(self, a: Attachment) -> None:
         """All ranks go on from what rank 0 has loaded; called by all, when the optimizer is attached."""
@@ -111,7 +118,7 @@ class Checkpoints:
         part, seeded_anew = self._runtime.collect(f"checkpoint{a.name}", told)[0]
         if part is not None:
             self._loaded[a.optimizer] = part
-            self._load_streams(part, mine or part, seeded_anew=seeded_anew)
+            self._load_streams(part, mine or part, seeded_anew)
 
     def resume(self) -> None:
         """Training goes on: from what was loaded, if anything was."""
@@ -132,16 +139,22 @@ class Checkpoints:
                 f"the checkpoint is one of {part['world_size']} ranks: {size} go on from it at step {part['step']}"
             )
         parameters = list(_indices(a.optimizer))
-        known = {parameters[i]: d for i, d in part["displacement"].items() if i < len(parameters)}
+        known, older = (
+            {parameters[i]: d for i, d in part[key].items() if i < len(parameters)} for key in ("displacement", "older")
+        )
         if any(d.shape != p.shape for p, d in known.items()):
             self._runtime.say("the checkpoint is one of another model: training begins with a warm-up")
             return
         a.step = part["step"]
-        a.prediction.restore(known)
-        a.algorithm.load_state(part["state"])
-        self._join(a, part["state"])
+        if part["measured"]:
+            a.measure.load_state(part["measured"])
+        a.prediction.restore(known, older)
+        if part["state"]:
+            a.algorithm.load_state(part["state"])
+        if a.algorithm.identical:
+            self._join(a, part["state"])
 
-    def _load_streams(self, part: dict[str, Any], mine: dict[str, Any], *, seeded_anew: bool = False) -> None:
+    def _load_streams(self, part: dict[str, Any], mine: dict[str, Any], seeded_anew: bool) -> None:
         """part: whose shared stream it is; mine: what this rank has loaded, perhaps from a file of its own."""
         if self.streams is not None and part["random"]:
             own = mine["random"]["own"] if mine["random"] and mine["rank"] == self._runtime.world.rank else None
@@ -149,8 +162,6 @@ class Checkpoints:
 
     def _join(self, a: Attachment, state: dict[str, Any]) -> None:
         """The rank's own buffers become what all ranks have in common: the newest average of them."""
-        if not a.algorithm.identical:
-            return
         buffers = self._runtime.buffers
         flights = state.get("in_flight", ())
         if flights:
@@ -181,6 +192,7 @@ class Arrived:
         self.name = f"the checkpoint's gradient{attachment.name}"
         self.number = -1
         self.seconds = 0.0
+        self.halfway = False
 
     def wait(self, wait: Callable[[Work | Averaging], None]) -> list[Lane]:
         return [Lane(self.schema.crc, 0, 0, 0, 0, False, 1.0, self.value)]
@@ -218,7 +230,12 @@ def flight(attachment: Attachment, exchange: Exchange | Arrived) -> dict[str, An
 
 
 def flights(attachment: Attachment, exchanges: Sequence[Exchange | Arrived]) -> list[dict[str, Any]]:
-    """The same of several, oldest first."""
+    """The same of several, oldest first; none where an end has to be begun by all ranks together."""
+    if any(exchange.halfway for exchange in exchanges):
+        attachment.runtime.say(
+            "a checkpoint leaves out the gradient in flight: --compression powersgd ends it in a step"
+        )
+        return []
     return [flight(attachment, exchange) for exchange in exchanges]
 
 

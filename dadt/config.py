@@ -78,7 +78,10 @@ class Config:
     allreduce_executor: str = knob("", "The same for all but broadcasts; else as --executor.", metavar="NAME")
     verbose: bool = knob(False, "Say why, where dadt has chosen something.", flags=("-v",))
     warmup_steps: int = knob(50, "Synchronous steps before `pipe` begins to delay.")
-    predict: str = knob("auto", "Weight prediction of `pipe`: auto, or a factor of the last displacement.")
+    predict: str = knob(
+        "auto",
+        "Weight prediction of `pipe`: auto, or factors of the last displacement, and of the one before: C or C,D.",
+    )
     staleness: int = knob(
         1, "Steps by which `pipe` is late; more than 1 needs a far lower learning rate.", advanced=True
     )
@@ -210,10 +213,7 @@ class Config:
                 raise ConfigError(f"{flag(f.name)} {value}: unknown; choose one of {', '.join(choices)}")
         if self.timeline:  # as seen from here: workers may be elsewhere
             object.__setattr__(self, "timeline", str(Path(here(), self.timeline)))
-        if self.predict != "auto":
-            expected = "auto or a number from 0, as 1.5"
-            if _number("--predict", self.predict, expected) < 0:
-                raise ConfigError(f"--predict {self.predict}: give {expected}")
+        predict_factors(self.predict)
         if self.warmup_steps < 0:
             raise ConfigError(f"--warmup-steps {self.warmup_steps}: must be 0 or more")
         _check_algorithm(self.algorithm)
@@ -222,6 +222,8 @@ class Config:
                 f"--algorithm auto measures in the synchronous steps: give --warmup-steps {LEAST_MEASURED} or more"
             )
         _check_compression(self.compression)
+        if self.algorithm == "local" and self.compression.startswith("powersgd"):
+            raise ConfigError(f"--compression {self.compression}: works on gradients; give bf16, fp16 or int8 to local")
         if self.algorithm == "gossip" and self.compression != "none":
             raise ConfigError(f"--compression {self.compression}: gossip sends weights as they are; leave it out")
         for name in ("staleness", "sync_every", "fragments"):
@@ -304,6 +306,18 @@ def _check_compression(name: str) -> None:
         raise ConfigError(
             f"--compression {name}: unknown; choose one of {', '.join(COMPRESSIONS)}, or powersgd:<rank>, as powersgd:4"
         )
+
+
+def predict_factors(text: str) -> tuple[float, float] | None:
+    """Of the last displacement, which is 0 or more, and of the one before; None for auto. Raises ConfigError."""
+    if text == "auto":
+        return None
+    expected = "auto, a number from 0, as 1.5, or two, as 1.8,-0.9"
+    first, comma, second = text.partition(",")
+    factor = _number("--predict", first, expected)
+    if factor < 0:
+        raise ConfigError(f"--predict {text}: give {expected}")
+    return factor, _number("--predict", second, expected) if comma else 0.0
 
 
 def _check_executor(asked: str, name: str, optional: bool) -> None:

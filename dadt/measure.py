@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from time import perf_counter
+from typing import Any
 
 _WINDOW = 200  # steps that medians are taken over
 
@@ -28,6 +29,14 @@ class Measure:
         """One exchange took `moving` to move its bytes; the training thread stood still for `waited`."""
         self._exchange.append(moving)
         self._waited_in_step += waited
+
+    def state(self) -> dict[str, Any]:
+        """What a verdict is made of, for a checkpoint within the warm-up."""
+        return {"compute": list(self._compute), "exchange": list(self._exchange)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._compute.extend(state["compute"])
+        self._exchange.extend(state["exchange"])
 
     def stepped(self) -> None:
         """A step is complete."""

@@ -13,7 +13,7 @@ from dadt.bucket import DTYPES
 
 
 class _Holds(enum.Enum):
-    """What the one extra buffer per parameter holds."""
+    """What the extra buffer of each parameter holds."""
 
     NOTHING = 0
     TRUE_WEIGHTS = 1
@@ -24,19 +24,29 @@ class _Holds(enum.Enum):
 
 
 class Prediction:
-    """Runs forward and backward at w + factor * (last displacement), and gives the script true weights else.
+    """Runs forward and backward at w + factor * (last displacement) + older * (the one before), and gives the script
+    true weights else.
 
-    One buffer per parameter serves in turn as true weights, weights before the step, and displacement. Writes
-    go past autograd's version counter: the bits the backward needs are the ones it saw.
-    (SpecTrain, arXiv:1809.02839, uses the momentum; the displacement needs no knowledge of the optimizer.)
+    One buffer per parameter serves in turn as true weights, weights before the step, and displacement; where `older`
+    is not 0, another one holds the displacement before. Writes go past autograd's version counter: the bits the
+    backward needs are the ones it saw.
+    (SpecTrain, arXiv:1809.02839, uses the momentum; displacements need no knowledge of the optimizer.)
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], factor: float) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], factor: float, older: float = 0.0) -> None:
         self.parameters = list(parameters)
         self.factor = factor
+        self.older = older
         self._holds = _Holds.NOTHING
         self._buffers: list[torch.Tensor] = []
+        self._older: list[torch.Tensor] = []
+        """The displacement before the last one; zeros where it is not known."""
         self._predicted: list[torch.Tensor] = []
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is anything to predict with."""
+        return bool(self.factor or self.older)
 
     @property
     def applied(self) -> bool:
@@ -46,11 +56,17 @@ class Prediction:
         """From true to predicted weights, at the first forward with gradients after a step."""
         if self._holds is not _Holds.DISPLACEMENT:
             return
+        factor = self.factor
+        if self.older:
+            # The sum takes the place of the older one, whose part the last one has from the next step on.
+            torch._foreach_mul_(self._older, self.older)
+            torch._foreach_add_(self._older, self._buffers, alpha=self.factor)
+            self._buffers, self._older, factor = self._older, self._buffers, 1.0
         for dtype, counts, parameters, buffers in _grouped(self.parameters, self._buffers):
-            _core.predict(dtype, counts, parameters, buffers, self.factor)
+            _core.predict(dtype, counts, parameters, buffers, factor)
         for p, b in _others(self.parameters, self._buffers):
             true = p.clone()
-            p.add_(b, alpha=self.factor)
+            p.add_(b, alpha=factor)
             b.copy_(true)
         self._holds = _Holds.TRUE_WEIGHTS
 
@@ -79,16 +95,19 @@ class Prediction:
         just_undone = self.applied
         self.undo()
         self._predicted = []
-        if just_undone or not self.factor:
+        if just_undone or not self.wanted:
             return
         if not self._buffers:
             self._buffers = [torch.empty_like(p.data) for p in self.parameters]
+            self._older = [torch.zeros_like(p.data) for p in self.parameters] if self.older else []
+        elif self.older and self._holds is _Holds.DISPLACEMENT:
+            self._buffers, self._older = self._older, self._buffers
         torch._foreach_copy_(self._buffers, [p.data for p in self.parameters])
         self._holds = _Holds.BEFORE
 
     def after_step(self) -> None:
         """The optimizer has stepped: the buffer becomes how far the weights moved."""
-        if not self.factor or self._holds is not _Holds.BEFORE:
+        if not self.wanted or self._holds is not _Holds.BEFORE:
             return
         for dtype, counts, parameters, buffers in _grouped(self.parameters, self._buffers):
             _core.displace(dtype, counts, parameters, buffers)
@@ -109,6 +128,9 @@ class Prediction:
             known = {id(p): b for p, b in zip(self.parameters, self._buffers, strict=True)}
             fresh = torch.clone if self._holds is _Holds.BEFORE else torch.zeros_like
             self._buffers = [b if (b := known.get(id(p))) is not None else fresh(p.data) for p in parameters]
+        if self._older:
+            known = {id(p): b for p, b in zip(self.parameters, self._older, strict=True)}
+            self._older = [b if (b := known.get(id(p))) is not None else torch.zeros_like(p.data) for p in parameters]
         self.parameters = list(parameters)
 
     def displacement(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -116,21 +138,33 @@ class Prediction:
         known = self._holds is _Holds.DISPLACEMENT
         return list(zip(self.parameters, self._buffers, strict=True)) if known else []
 
-    def restore(self, displacement: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Go on from what `displacement` gave."""
+    def older_displacement(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The same of the step before."""
+        known = self._holds is _Holds.DISPLACEMENT and self.older
+        return list(zip(self.parameters, self._older, strict=True)) if known else []
+
+    def restore(
+        self, displacement: Mapping[torch.Tensor, torch.Tensor], older: Mapping[torch.Tensor, torch.Tensor]
+    ) -> None:
+        """Go on from what `displacement` and `older_displacement` gave."""
         self.forget()
-        if displacement and self.factor:
-            self._buffers = [torch.zeros_like(p.data) for p in self.parameters]
-            for p, buffer in zip(self.parameters, self._buffers, strict=True):
-                if p in displacement:
-                    buffer.copy_(displacement[p])
+        if displacement and self.wanted:
+            self._buffers = [_known(p, displacement) for p in self.parameters]
+            self._older = [_known(p, older) for p in self.parameters] if self.older else []
             self._holds = _Holds.DISPLACEMENT
 
     def forget(self) -> None:
-        """The step was skipped, or the script replaced the weights: the last displacement predicts nothing."""
+        """The step was skipped, or the script replaced the weights: the last displacements predict nothing."""
         self.undo()
         self._predicted = []
+        if self._older:
+            torch._foreach_zero_(self._older)
         self._holds = _Holds.NOTHING
+
+
+def _known(p: torch.Tensor, values: Mapping[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    fresh = torch.zeros_like(p.data)
+    return fresh.copy_(values[p]) if p in values else fresh
 
 
 def momentum_of(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
@@ -142,15 +176,20 @@ def momentum_of(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
     return found
 
 
-def auto_factor(optimizer: torch.optim.Optimizer, delay: int = 1) -> float:
-    """How many displacements ahead to predict: delay + 1 with momentum or Adam, one less with Nesterov's, which looks
-    ahead by itself; 0 without memory of direction.
+def auto_factors(optimizer: torch.optim.Optimizer, delay: int = 1) -> tuple[float, float]:
+    """How far ahead to predict: factors of the last displacement d(t) and of the one before.
 
-    Momentum m narrows the stable learning rate from 2(1+m) to 1-m at delay 1; so predicted, it is about threefold
-    that at m = 0.9, and twofold at longer delays (dadt/stability.py). Without momentum prediction only does harm.
+    With momentum or first beta m: 2m and -m, that is m times the displacement that the last two lead to,
+    2 d(t) - d(t-1). Momentum narrows the stable learning rate from 2(1+m) to 1-m at delay 1; so predicted it is at
+    least 0.5 for every m (dadt/stability.py). Nesterov's step looks ahead by itself: 1. At longer delays one
+    displacement serves better: delay + 1, or delay with Nesterov. Without memory of direction prediction does harm: 0.
     """
     momentum, nesterov = momentum_of(optimizer)
-    return 0.0 if not momentum else float(delay if nesterov else delay + 1)
+    if not momentum:
+        return 0.0, 0.0
+    if delay > 1 or nesterov:
+        return float(delay if nesterov else delay + 1), 0.0
+    return 2 * momentum, -momentum
 
 
 def _first_beta(group: dict[str, Any]) -> float:

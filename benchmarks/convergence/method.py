@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from dadt.prediction import auto_factor
+from dadt.prediction import auto_factors
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Method:
             given[key] = float(value) if key in ("c", "c2", "mix") else int(value)
         return cls(text, delayed=base != "sync", **given)  # type: ignore[arg-type]
 
-    def factor(self, optimizer: torch.optim.Optimizer) -> float:
-        return auto_factor(optimizer, self.staleness) if self.c is None else self.c
+    def factors(self, optimizer: torch.optim.Optimizer) -> tuple[float, float]:
+        return auto_factors(optimizer, self.staleness) if self.c is None else (self.c, self.c2)
 
 
 def own_step(optimizer: torch.optim.Optimizer, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -31,7 +31,7 @@ class Simulation:
         self.seed = seed
         self.model, self.optimizer, self.schedule = family.begin(seed, rate)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.factor = method.factor(self.optimizer)
+        self.factor, self.older = method.factors(self.optimizer)
         self.buffers = [b for b in self.model.buffers() if b.is_floating_point()]
         """BatchNorm's statistics: each rank has its own, and reads their mean."""
         self.counts = [b for b in self.model.buffers() if not b.is_floating_point()]
@@ -84,9 +84,12 @@ class Simulation:
             moves = own_step(self.optimizer, self.applied)
             torch._foreach_add_([p.data for p in self.parameters], moves, alpha=self.factor * share)
             return
-        for factor, moves in zip((self.factor, self.method.c2), self.displacements, strict=False):
-            if factor:
-                torch._foreach_add_([p.data for p in self.parameters], moves, alpha=factor * share)
+        ahead = [torch.zeros_like(d) for d in self.displacements[0]]
+        if self.older and len(self.displacements) > 1:
+            torch._foreach_add_(ahead, self.displacements[1], alpha=self.older * share)
+        if self.factor:
+            torch._foreach_add_(ahead, self.displacements[0], alpha=self.factor * share)
+        torch._foreach_add_([p.data for p in self.parameters], ahead)
 
     def average(self, batch: Batch) -> tuple[float, Tensors, Tensors]:
         """Mean loss, gradients and buffers of all ranks, each on its part of the batch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 from dadt.algorithms.pipe import Pipe
 from dadt.measure import LARGE, SMALL, found, ratio
@@ -22,17 +23,27 @@ class Auto(Pipe):
         a.runtime.wait(work)
         # In a synchronous step all wait for the rank that computes longest.
         compute, exchange = (max(times) for times in zip(*map(_TIMES.unpack, work.lanes), strict=True))
-        r = ratio(compute, exchange)
+        choice = self._choose(ratio(compute, exchange))
+        a.runtime.say(f"{found(a.step, compute, exchange)}: --algorithm auto{a.name} takes {choice}")
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "compression": self.attachment.compression}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        if state["compression"] != self.attachment.compression:
+            self.attachment.compress(state["compression"])
+        super().load_state(state)
+
+    def _choose(self, r: float) -> str:
+        """What it is, and why."""
+        a = self.attachment
         if r < SMALL:
             self.step_synchronously()
-            chosen = "sync, which is as fast here and loses nothing"
-        elif r <= LARGE:
-            chosen = "pipe, which hides the exchange behind the next step"
-        elif a.compression == "none":
-            a.compress("int8")
-            chosen = (
-                "pipe with int8 compression, as the network bounds the speed; --algorithm local needs it less still"
-            )
-        else:
-            chosen = "pipe, as the network bounds the speed; --algorithm local needs it less still"
-        a.runtime.say(f"{found(a.step, compute, exchange)}: --algorithm auto{a.name} takes {chosen}")
+            return "sync, which is as fast here and loses nothing"
+        if r <= LARGE:
+            return "pipe, which hides the exchange behind the next step"
+        less = "as the network bounds the speed; --algorithm local needs it less still"
+        if a.compression != "none":
+            return f"pipe, {less}"
+        a.compress("int8")
+        return f"pipe with int8 compression, {less}"

@@ -11,8 +11,9 @@ from dadt import stability
 from dadt.algorithms.base import Algorithm
 from dadt.algorithms.sync import Sync
 from dadt.checkpoint import Arrived, flights
+from dadt.config import predict_factors
 from dadt.divergence import FACTOR, Divergence
-from dadt.prediction import auto_factor, momentum_of
+from dadt.prediction import auto_factors, momentum_of
 
 if TYPE_CHECKING:
     from dadt.attachment import Attachment
@@ -62,9 +63,11 @@ class Pipe(Algorithm):
 
     @property
     def tracks(self) -> bool:
-        # From the last synchronous step on; the steps that apply nothing must not erase what is known.
+        # From the last synchronous steps on; the steps that apply nothing must not erase what is known.
         a = self.attachment
-        return not a.has_closure and self._sync is None and (self._full or a.step == a.warmup_steps - 1)
+        known = 2 if a.prediction.older else 1
+        last = a.warmup_steps - known <= a.step < a.warmup_steps
+        return not a.has_closure and self._sync is None and (self._full or last)
 
     @property
     def holds(self) -> bool:
@@ -188,8 +191,8 @@ def _bears(optimizer: torch.optim.Optimizer, predict: str, delay: int) -> str:
     momentum, nesterov = momentum_of(optimizer)
 
     def limit(late: int) -> float:
-        factor = auto_factor(optimizer, late) if predict == "auto" else float(predict)
-        return stability.limit(momentum, late, factor if late else 0.0, nesterov=nesterov)
+        factors = predict_factors(predict) or auto_factors(optimizer, late)
+        return stability.limit(momentum, late, *(factors if late else (0.0, 0.0)), nesterov=nesterov)
 
     return (
         f"--staleness {delay}: with momentum {momentum:g} learning rates are stable up to {limit(delay):.2g}/curvature,"

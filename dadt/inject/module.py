@@ -159,7 +159,7 @@ class Modules:
         if self._unseen[optimizer] >= _UNSEEN_STEPS and attachment is not None:
             # Called from inside a compiled function, where nothing of ours runs: its forwards saw what was shown.
             self.runtime.buffers.keep_shown(attachment.modules)
-            if attachment.algorithm.predicts and attachment.prediction.factor:
+            if attachment.algorithm.predicts and attachment.prediction.wanted:
                 self.runtime.say(
                     f"{type(optimizer).__name__}: its model's calls are not seen (inside a compiled function, or it is"
                     " no module): its gradients are delayed without prediction. Compile the model instead"

@@ -32,7 +32,7 @@ class Branches(nn.Module):
 @dataclasses.dataclass
 class Scenario:
     optimizer: Callable[[Any], torch.optim.Optimizer]
-    factor: float = 2.0  # the prediction that auto picks
+    factors: tuple[float, float] = (1.8, -0.9)  # the prediction that auto picks at delay 1
     model: Callable[[], nn.Module] = mlp
     accumulate: int = 1
     clip: float = 0.0
@@ -52,18 +52,18 @@ def freeze(model: nn.Module, rank: int, step: int) -> None:
 
 
 SCENARIOS = {
-    "sgd": Scenario(lambda p: torch.optim.SGD(p, lr=0.1), factor=0.0),
+    "sgd": Scenario(lambda p: torch.optim.SGD(p, lr=0.1), factors=(0.0, 0.0)),
     "momentum": Scenario(lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)),
     "nesterov": Scenario(
-        lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-2), factor=1.0
+        lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-2), factors=(1.0, 0.0)
     ),
     "zero": Scenario(lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), set_to_none=False),
     "adam": Scenario(lambda p: torch.optim.Adam(p, lr=0.01)),
     "adamw_foreach": Scenario(lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True)),
     "adamw_fused": Scenario(lambda p: torch.optim.AdamW(p, lr=0.01, fused=True)),
-    "rmsprop": Scenario(lambda p: torch.optim.RMSprop(p, lr=0.01), factor=0.0),
-    "adagrad": Scenario(lambda p: torch.optim.Adagrad(p, lr=0.05), factor=0.0),
-    "adadelta": Scenario(lambda p: torch.optim.Adadelta(p, lr=1.0), factor=0.0),
+    "rmsprop": Scenario(lambda p: torch.optim.RMSprop(p, lr=0.01), factors=(0.0, 0.0)),
+    "adagrad": Scenario(lambda p: torch.optim.Adagrad(p, lr=0.05), factors=(0.0, 0.0)),
+    "adadelta": Scenario(lambda p: torch.optim.Adadelta(p, lr=1.0), factors=(0.0, 0.0)),
     "accumulate": Scenario(lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), accumulate=3),
     "accumulate_zero": Scenario(lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), accumulate=2, set_to_none=False),
     "clip": Scenario(lambda p: torch.optim.AdamW(p, lr=0.01), clip=0.05),
@@ -119,6 +119,13 @@ def snapshot(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, 
     return state
 
 
+def factors(scenario: Scenario, staleness: int) -> tuple[float, float]:
+    """Of the last displacement and of the one before."""
+    if staleness == 1 or not scenario.factors[0]:
+        return scenario.factors
+    return (staleness + (scenario.factors[0] != 1.0), 0.0)
+
+
 def simulate(
     name: str, world: int, algorithm: str, warmup: int = WARMUP, steps: int = STEPS, staleness: int = 1
 ) -> dict[str, torch.Tensor]:
@@ -130,17 +137,18 @@ def simulate(
     optimizer = scenario.optimizer(parameters)
     scheduler = scenario.scheduler(optimizer) if scenario.scheduler else None
     displacement: list[torch.Tensor] | None = None
+    older = [torch.zeros_like(p) for p in parameters]
     pending: list[list[torch.Tensor | None]] = []
-    ahead = scenario.factor + (staleness - 1 if scenario.factor else 0)
+    factor, before = factors(scenario, staleness)
     tracked = [False] * len(parameters)
     for step in range(steps):
         scenario.before(model, 0, step)
         true = [p.detach().clone() for p in parameters]
         if len(pending) == staleness and displacement is not None:
             with torch.no_grad():
-                for p, d, was_trained in zip(parameters, displacement, tracked):
+                for p, d, o, was_trained in zip(parameters, displacement, older, tracked):
                     if was_trained:
-                        p.add_(ahead * d)
+                        p.add_((o * before).add_(d, alpha=factor))
         sums: list[torch.Tensor | None] = [None] * len(parameters)
         for rank in range(world):
             scenario.before(model, rank, step)
@@ -166,6 +174,7 @@ def simulate(
             nn.utils.clip_grad_norm_(parameters, scenario.clip)
         optimizer.step()
         if apply is not None:
+            older = displacement or older
             displacement = [p.detach() - t for p, t in zip(parameters, true)]
         if scheduler:
             scheduler.step()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 
+import pytest
 import torch
 from checks import assert_equal
 from scenarios import STEPS, simulate
+
+from dadt.measure import Measure
 
 WARMUP = 10
 
@@ -69,6 +72,20 @@ def test_ranks_agree_by_the_slowest(dadt_run) -> None:
     assert all(torch.allclose(run.ranks[0][2][name], exact[name], atol=0.05) for name in exact)
     delayed = 2 * (STEPS - WARMUP)
     assert f"{3 * STEPS} steps, {delayed} of them delayed by one" in run.lines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("exchange", "meaning"),
+    [
+        (0.0066, "(r = 0.66): communication is hidden; sync would be as fast here"),
+        (0.0068, "(r = 0.68): communication is hidden behind compute; sync would be slower"),
+        (0.0201, "(r = 2.01): the network bounds the speed: send fewer bytes (--compression int8)"),
+    ],
+)
+def test_what_the_ratio_means(exchange, meaning) -> None:
+    measure = Measure()
+    measure.load_state({"compute": [0.5, 0.01, 0.01], "exchange": [exchange, exchange, 0.9]})
+    assert meaning in measure.verdict(50)
 
 
 def test_too_short_a_warm_up_to_measure(dadt_run) -> None:

@@ -23,7 +23,7 @@ VALLEY = """
         def forward(self, target):
             return 0.5 * ((self.w - target) ** 2 * torch.linspace(0.5, 1.0, 20)).sum()
     model = Valley()
-    # Stable below 0.28 when late by one and predicted, below 3.8 when synchronous.
+    # Stable below 0.5 when late by one and predicted, below 3.8 when synchronous.
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     largest, steps = 0.0, 500
     for step in range(steps):

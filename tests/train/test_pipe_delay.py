@@ -8,6 +8,7 @@ from checks import assert_equal
 from scenarios import STEPS, WARMUP, simulate
 
 from dadt import stability
+from dadt.prediction import auto_factors
 
 NAMES = ("sgd", "momentum", "nesterov", "zero", "adam", "accumulate", "clip", "unused", "frozen")
 
@@ -48,23 +49,33 @@ def test_limits_without_momentum(delay) -> None:
     assert stability.limit(0.0, delay, 0.0) == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.parametrize("momentum", [0.5, 0.9, 0.95, 0.99])
+def test_prediction_leaves_half_of_the_curvature(momentum) -> None:
+    assert stability.limit(momentum, 1, 2 * momentum, -momentum) > 0.49
+    assert stability.limit(momentum, 1, 2 * momentum, -momentum) > 1.3 * stability.limit(momentum, 1, 2.0)
+
+
 @pytest.mark.parametrize("delay", [1, 2, 3])
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_a_parabola_is_left_at_the_limit(delay, nesterov) -> None:
     """The optimizer of torch on curvature 1, late and ahead as `pipe` is."""
-    factor = delay if nesterov else delay + 1
+
+    def of(rate: float) -> tuple[torch.Tensor, torch.optim.Optimizer]:
+        w = torch.ones(1, dtype=torch.float64)
+        return w, torch.optim.SGD([w], lr=rate, momentum=0.9, nesterov=nesterov)
+
+    factor, older = auto_factors(of(1.0)[1], delay)
 
     def distance(rate: float) -> float:
-        w = torch.ones(1, dtype=torch.float64)
-        optimizer = torch.optim.SGD([w], lr=rate, momentum=0.9, nesterov=nesterov)
-        before, waiting = w.clone(), []
+        w, optimizer = of(rate)
+        before, before_that, waiting = w.clone(), w.clone(), []
         for _ in range(4000):
-            waiting.append(w + factor * (w - before))
-            before = w.clone()
+            waiting.append(w + factor * (w - before) + older * (before - before_that))
+            before, before_that = w.clone(), before
             w.grad = waiting.pop(0) if len(waiting) > delay else None
             optimizer.step()
         return abs(w.item())
 
-    limit = stability.limit(0.9, delay, factor, nesterov=nesterov)
+    limit = stability.limit(0.9, delay, factor, older, nesterov=nesterov)
     assert distance(0.97 * limit) < 1e-3
     assert distance(1.03 * limit) > 1e3

@@ -53,6 +53,9 @@ class Delayed:
         self.optimizer = optimizer
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.displacement: list[torch.Tensor] | None = None
+        self.older = [torch.zeros_like(p) for p in self.parameters]
+        group = optimizer.param_groups[0]
+        self.momentum = group["betas"][0] if "betas" in group else group["momentum"]
         self.pending: list[torch.Tensor] | None = None
         self.true = self.copy()
         self.step = 0
@@ -66,7 +69,8 @@ class Delayed:
 
     def predict(self) -> None:
         if self.step > WARMUP and self.displacement is not None:
-            self.set([t + 2.0 * d for t, d in zip(self.true, self.displacement)])
+            known = zip(self.true, self.displacement, self.older)
+            self.set([t + (-self.momentum * o).add_(d, alpha=2 * self.momentum) for t, d, o in known])
 
     def apply(self, gradients: list[list[torch.Tensor]]) -> None:
         """gradients: by rank."""
@@ -79,6 +83,7 @@ class Delayed:
             for p, m in zip(self.parameters, arrived):
                 p.grad = m
             self.optimizer.step()
+            self.older = self.displacement or self.older
             self.displacement = [p.detach() - t for p, t in zip(self.parameters, self.true)]
             self.true = self.copy()
         self.step += 1
@@ -156,6 +161,7 @@ def test_a_scaler_equals_its_definition(dadt_run) -> None:
             one.set(one.true)
             one.pending = [sum(p[1:], p[0]) / 2 for p in zip(*parts)]
             one.displacement = None
+            one.older = [torch.zeros_like(p) for p in one.parameters]
             one.step += 1
         else:
             one.apply(parts)
