@@ -50,13 +50,27 @@ py::buffer_info buffer_of(const Received& received) {
                          static_cast<py::ssize_t>(buffer.bytes));
 }
 
+float* floats(uintptr_t address) { return reinterpret_cast<float*>(address); }
+
+Wires wires_of(const Addresses& addresses, const std::optional<std::vector<double>>& weights,
+               double divisor) {
+  if (addresses.empty() || (weights && weights->size() != addresses.size())) {
+    throw std::invalid_argument(std::to_string(addresses.size()) +
+                                " wires need as many weights, and at least one");
+  }
+  return {pointers<const uint8_t*>(addresses), weights.value_or(std::vector<double>()), divisor};
+}
+
 std::shared_ptr<Work> allreduce(Engine& engine, const Layout& layout, const Addresses& inputs,
                                 const Addresses& outputs, std::string name, double weight, std::string lane,
-                                Reduction reduction, bool unsure) {
+                                Reduction reduction, bool unsure, Codec codec, uintptr_t owed, double keep,
+                                int64_t plain) {
   Operation operation = allreduce_operation(layout, inputs, outputs, std::move(name), reduction);
   operation.weight = weight;
   operation.lane = std::move(lane);
   operation.unsure = unsure;
+  operation.compression = {codec, floats(owed), keep};
+  operation.plain = plain;
   return engine.submit(std::move(operation));
 }
 
@@ -96,12 +110,15 @@ Addresses addresses(const std::vector<Pointer>& pointers) {
   return result;
 }
 
-void finish(Job& job, std::vector<std::string> lanes, double weight_sum, double seconds, double waited) {
+void finish(Job& job, std::vector<std::string> lanes, double weight_sum, double seconds, double waited,
+            size_t sent, size_t plain) {
   Result result;
   result.lanes = std::move(lanes);
   result.weight_sum = weight_sum;
   result.seconds = seconds;
   result.waited = waited;
+  result.sent = sent;
+  result.plain = plain;
   job.finish(std::move(result));
 }
 
@@ -154,6 +171,49 @@ void reduce_sources(DType dtype, Reduction reduction, uintptr_t destination, con
          weights ? weights->data() : nullptr, static_cast<int>(from.size()), divisor, count, false);
 }
 
+// One tensor of float32, there and back.
+Operation flat(Codec codec, const void* input, void* output, size_t count) {
+  Operation operation;
+  operation.layout = Layout(DType::kFloat32, {count});
+  operation.inputs = {input};
+  operation.outputs = {output};
+  operation.compression.codec = codec;
+  return operation;
+}
+
+void compress_flat(Codec codec, uintptr_t source, size_t count, uintptr_t wire, uintptr_t owed, double keep) {
+  Operation operation = flat(codec, floats(source), nullptr, count);
+  operation.compression.owed = floats(owed);
+  operation.compression.keep = keep;
+  const Unlock unlocked;
+  compress(operation, 0, block_count(count), reinterpret_cast<void*>(wire));
+}
+
+void decompress_flat(Codec codec, uintptr_t wire, uintptr_t destination, size_t count) {
+  const Wires wires = wires_of({wire}, std::nullopt, 1);
+  const Unlock unlocked;
+  decompress(flat(codec, nullptr, floats(destination), count), 0, block_count(count), wires);
+}
+
+void combine_wires(Codec codec, const Addresses& wires, const std::optional<std::vector<double>>& weights,
+                   double divisor, size_t first, size_t total, size_t blocks, uintptr_t wire, uintptr_t owed,
+                   double share) {
+  const Wires from = wires_of(wires, weights, divisor);
+  const Unlock unlocked;
+  combine(codec, from, first, total, blocks, reinterpret_cast<void*>(wire), floats(owed), share);
+}
+
+void bind_compression(py::module_& module) {
+  module.attr("BLOCK") = kBlock;
+  module.def("compress", &compress_flat, py::arg("codec"), py::arg("source"), py::arg("count"),
+             py::arg("wire"), py::arg("owed") = 0, py::arg("keep") = 1.0);
+  module.def("decompress", &decompress_flat, py::arg("codec"), py::arg("wire"), py::arg("destination"),
+             py::arg("count"));
+  module.def("combine", &combine_wires, py::arg("codec"), py::arg("wires"), py::arg("weights").none(true),
+             py::arg("divisor"), py::arg("first"), py::arg("total"), py::arg("blocks"), py::arg("wire"),
+             py::arg("owed"), py::arg("share"));
+}
+
 void bind_types(py::module_& module) {
   auto dtype = py::enum_<DType>(module, "DType");
   for (int i = 0; i < kDTypes; ++i) dtype.value(kDTypeNames[i], static_cast<DType>(i));
@@ -161,6 +221,11 @@ void bind_types(py::module_& module) {
 
   auto reduction = py::enum_<Reduction>(module, "Reduction");
   for (int i = 0; i < kReductions; ++i) reduction.value(kReductionNames[i], static_cast<Reduction>(i));
+
+  auto codec = py::enum_<Codec>(module, "Codec");
+  for (int i = 0; i < kCodecs; ++i) codec.value(kCodecNames[i], static_cast<Codec>(i));
+  codec.def_property_readonly("block_bytes", &block_bytes);
+  codec.def("wire_bytes", &wire_bytes, py::arg("values"));
 
   py::class_<Layout>(module, "Layout")
       .def(py::init<DType, std::vector<size_t>>(), py::arg("dtype"), py::arg("counts"))
@@ -214,6 +279,23 @@ void bind_work(py::module_& module) {
       .def_property_readonly("participants", [](const Job& job) { return job.operation().participants; })
       .def_property_readonly("root", [](const Job& job) { return job.operation().root; })
       .def_property_readonly("lane", [](const Job& job) { return py::bytes(job.operation().lane); })
+      .def_property_readonly("codec", [](const Job& job) { return job.operation().compression.codec; })
+      .def_property_readonly(
+          "owed",
+          [](const Job& job) { return reinterpret_cast<uintptr_t>(job.operation().compression.owed); })
+      .def_property_readonly("plain", [](const Job& job) { return job.operation().plain_bytes(); })
+      .def_property_readonly("keep", [](const Job& job) { return job.operation().compression.keep; })
+      .def(
+          "compress",
+          [](const Job& job, size_t begin, size_t end, uintptr_t to) {
+            job.compress(begin, end, reinterpret_cast<void*>(to));
+          },
+          py::arg("begin"), py::arg("end"), py::arg("wire"), Unlocked())
+      .def(
+          "decompress",
+          [](const Job& job, const Addresses& addresses, const std::optional<std::vector<double>>& weights,
+             double divisor) { job.decompress(wires_of(addresses, weights, divisor)); },
+          py::arg("wires"), py::arg("weights").none(true), py::arg("divisor"), Unlocked())
       .def(
           "pack",
           [](const Job& job, uintptr_t to, std::optional<double> factor) {
@@ -230,7 +312,8 @@ void bind_work(py::module_& module) {
           "allocate",
           [](Job& job, const std::vector<size_t>& bytes) { return addresses(job.allocate(bytes)); },
           py::arg("bytes"))
-      .def("finish", &finish, py::arg("lanes"), py::arg("weight_sum"), py::arg("seconds"), py::arg("waited"))
+      .def("finish", &finish, py::arg("lanes"), py::arg("weight_sum"), py::arg("seconds"), py::arg("waited"),
+           py::arg("sent") = 0, py::arg("plain") = 0)
       .def(
           "fail",
           [](Job& job, const std::string& error, bool mismatch) {
@@ -254,7 +337,8 @@ void bind_engine(py::module_& module) {
            py::arg("rank"), py::arg("world_size"), py::arg("timeout"))
       .def("allreduce", &allreduce, py::arg("layout"), py::arg("inputs"), py::arg("outputs"), py::arg("name"),
            py::arg("weight") = 1.0, py::arg("lane") = py::bytes(), py::arg("reduction") = Reduction::kMean,
-           py::arg("unsure") = false)
+           py::arg("unsure") = false, py::arg("codec") = Codec::kNone, py::arg("owed") = 0,
+           py::arg("keep") = 1.0, py::arg("plain") = -1)
       .def("exchange", &exchange, py::arg("sends"), py::arg("receives").none(true), py::arg("name"),
            py::arg("unsure") = false)
       .def("broadcast", &broadcast, py::arg("layout"), py::arg("tensors"), py::arg("root"), py::arg("name"),
@@ -267,6 +351,7 @@ void bind_engine(py::module_& module) {
           py::arg("reason"), Unlocked())
       .def("close", &Engine::close, py::arg("timeout"), Unlocked())
       .def("record", &Engine::record, py::arg("timeline"), py::arg("track"))
+      .def_property_readonly("sent", &Engine::sent)
       .def_property_readonly("closed", &Engine::closed)
       .def_property_readonly("error", [](const Engine& engine) -> std::optional<std::string> {
         const auto error = engine.error();
@@ -329,6 +414,7 @@ PYBIND11_MODULE(_core, module) {
   module.attr("simd") = kernels().name;
   py::register_local_exception_translator(&translate);
   bind_types(module);
+  bind_compression(module);
   bind_executors(module);
   bind_work(module);
   bind_mailbox(module);

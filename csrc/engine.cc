@@ -29,6 +29,8 @@ struct EngineState {
   std::atomic<bool> is_stopping{false};
   std::atomic<bool> is_closed{false};
   std::atomic<Timeline*> timeline{nullptr};
+  std::atomic<uint64_t> sent{0};
+  std::atomic<uint64_t> plain{0};
   int track = 0;  // written before timeline
 
   // Guarded by mutex.
@@ -45,6 +47,10 @@ struct EngineState {
   std::shared_ptr<Work> take();
   void settled(const Work& work);
   void fail(const Error& error);
+  void count(const Result& result) {
+    sent += result.sent;
+    plain += result.plain;
+  }
   void run();
   void run(Work& work);
   void refresh() {
@@ -113,6 +119,7 @@ void EngineState::run(Work& work) {
     marks.done = Clock::now();
     to->operation(track, work.operation(), marks, result);
   }
+  count(result);
   work.finish(std::move(result));
 }
 
@@ -154,6 +161,13 @@ void check_operation(const Operation& operation, int world_size) {
   if (operation.root < 0 || operation.root >= world_size) {
     throw std::invalid_argument(title + ": root " + std::to_string(operation.root) + " is no rank of " +
                                 std::to_string(world_size));
+  }
+  if (operation.compression.codec != Codec::kNone) {
+    const DType dtype = operation.layout.dtype();
+    const bool additive = operation.reduction == Reduction::kMean || operation.reduction == Reduction::kSum;
+    if (!additive || (dtype != DType::kFloat32 && dtype != DType::kFloat64)) {
+      throw std::invalid_argument(title + ": only a mean or a sum of float32 or float64 is compressed");
+    }
   }
   const bool exchange = operation.kind == Kind::kExchange;
   check_addresses(title, operation.layout, operation.inputs, exchange);
@@ -313,6 +327,8 @@ std::optional<Error> Engine::error() const {
   return state_->error;
 }
 
+std::pair<uint64_t, uint64_t> Engine::sent() const { return {state_->sent, state_->plain}; }
+
 void Engine::record(std::shared_ptr<Timeline> timeline, int track) {
   if (inert()) return;
   const std::lock_guard lock(state_->mutex);
@@ -380,6 +396,18 @@ void Job::unpack(const void* source, double factor) const {
   }
 }
 
+void Job::compress(size_t begin, size_t end, void* wire) const {
+  check();
+  dadt::compress(operation(), begin, std::min(end, block_count(operation().layout.total())), wire);
+  marks_.packed = Clock::now();
+}
+
+void Job::decompress(const Wires& wires) const {
+  check();
+  marks_.exchanged = Clock::now();
+  dadt::decompress(operation(), 0, block_count(operation().layout.total()), wires);
+}
+
 std::vector<void*> Job::allocate(const std::vector<size_t>& bytes) {
   check();
   received_.clear();
@@ -398,6 +426,7 @@ void Job::record(const Result& result) {
 void Job::finish(Result result) {
   result.received = std::move(received_);
   record(result);
+  state_->count(result);
   if (!work_->finish(std::move(result))) check();
   state_->settled(*work_);
 }

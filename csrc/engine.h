@@ -4,6 +4,7 @@
 #include <optional>
 #include <string>
 
+#include "compress.h"
 #include "executor.h"
 #include "timeline.h"
 #include "work.h"
@@ -27,6 +28,11 @@ class Job {
   // if the engine has failed since: the tensors' memory may be gone.
   void pack(void* destination, std::optional<double> factor = {}) const;
   void unpack(const void* source, double scale) const;
+
+  // Blocks [begin, end) of the inputs as their compression says, and all of them back to the outputs. Throw
+  // Error as above.
+  void compress(size_t begin, size_t end, void* wire) const;
+  void decompress(const Wires& wires) const;
 
   // Memory for what each rank sends, in an exchange that does not say where to; Result::received after
   // finish.
@@ -82,6 +88,9 @@ class Engine {
 
   bool closed() const;
   std::optional<Error> error() const;
+
+  // Bytes that this rank has sent in allreduces so far, and would have sent uncompressed.
+  std::pair<uint64_t, uint64_t> sent() const;
 
   // Any thread: from now on, when which operation ran goes to the timeline, on that track. Once.
   void record(std::shared_ptr<Timeline> timeline, int track);

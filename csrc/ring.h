@@ -10,12 +10,13 @@ struct SlotHead {
   uint32_t dtype;
   uint32_t reduction;
   int32_t root;
+  uint32_t codec;
   uint64_t total;   // elements
   uint64_t layout;  // hash of the tensors' sizes
   uint64_t lane;    // bytes
   double weight;
   uint64_t name_hash;  // of all of the name
-  char name[456];      // its beginning
+  char name[448];      // its beginning
 };
 static_assert(sizeof(SlotHead) == 512);
 

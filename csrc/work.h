@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bell.h"
+#include "codec.h"
 #include "error.h"
 #include "layout.h"
 #include "reduction.h"
@@ -21,6 +22,13 @@ inline const char* kind_name(Kind kind) {
   return kNames[static_cast<int>(kind)];
 }
 
+// How an allreduce of float32 or float64 travels.
+struct Compression {
+  Codec codec = Codec::kNone;
+  float* owed = nullptr;  // one per value of the layout: what was lost so far; null: forget it
+  double keep = 1;        // what is owed from before counts so much
+};
+
 // One operation as a rank submits it. The memory behind the pointers is the caller's.
 struct Operation {
   Kind kind = Kind::kAllreduce;
@@ -31,11 +39,15 @@ struct Operation {
   std::vector<void*> outputs;       // one per tensor; null: not delivered. A broadcast's tensors are in both
   Layout receives;  // an exchange's outputs: the bytes that come from each rank. Both empty: as many as
                     // are sent, in Result::received
+  Compression compression;  // of a mean or a sum
+  int64_t plain = -1;       // bytes of what this stands for; below 0: of its layout
   double weight = 1.0;
   int participants = 0;  // ranks whose weight is 1 where the others' is 0; 0: not known before
   int root = 0;
   std::string lane;     // travels with an allreduce; an allgather's bytes
   bool unsure = false;  // the ranks may differ in what they submit, and must then all be told
+
+  size_t plain_bytes() const { return plain < 0 ? layout.bytes() : static_cast<size_t>(plain); }
 
   // As in `allreduce "step 12 bucket 0"`.
   std::string title() const { return std::string(kind_name(kind)) + " \"" + name + "\""; }
@@ -55,6 +67,8 @@ struct Result {
   std::vector<std::string> lanes;  // by rank
   std::vector<Buffer> received;    // by rank; of an exchange that did not say where to
   double weight_sum = 0;
+  size_t sent = 0;   // bytes that this rank has sent, of an allreduce
+  size_t plain = 0;  // that it would have sent uncompressed
   double seconds = 0;          // from the arrival of the last rank until done
   double waited = 0;           // for the last rank to arrive
   Clock::time_point packed{};  // the first part of what this rank sends; zero: not known

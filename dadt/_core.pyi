@@ -37,6 +37,23 @@ class Reduction:
     @property
     def name(self) -> str: ...
 
+BLOCK: Final[int]
+"""Values that are compressed together."""
+
+class Codec:
+    """How a block of BLOCK values of float32 or float64 travels. int8: with one float32 scale, its first four bytes."""
+
+    none: Codec
+    bf16: Codec
+    fp16: Codec
+    int8: Codec
+    @property
+    def name(self) -> str: ...
+    @property
+    def block_bytes(self) -> int: ...
+    def wire_bytes(self, values: int) -> int:
+        """Of so many values, the filling of the last block left out."""
+
 class Layout:
     """Which tensors make up one bucket: element counts in order, one dtype. The same on all ranks."""
 
@@ -132,7 +149,30 @@ class Job:
         """Write source times scale to the outputs. Releases the GIL."""
     def allocate(self, bytes: Sequence[int]) -> list[int]:
         """Addresses of memory for what each rank sends, which becomes Work.received at `finish`."""
-    def finish(self, lanes: Sequence[bytes], weight_sum: float, seconds: float, waited: float) -> None: ...
+    @property
+    def codec(self) -> Codec: ...
+    @property
+    def owed(self) -> int:
+        """As given to `allreduce`."""
+    @property
+    def keep(self) -> float: ...
+    @property
+    def plain(self) -> int:
+        """Bytes of what it stands for."""
+    def compress(self, begin: int, end: int, wire: int) -> None:
+        """Write blocks [begin, end) of the inputs and what is owed; fewer where there are fewer. Releases the GIL."""
+    def decompress(self, wires: Sequence[int], weights: Sequence[float] | None, divisor: float) -> None:
+        """outputs = sum(weight * wire) / divisor, in float32. Releases the GIL."""
+    def finish(
+        self,
+        lanes: Sequence[bytes],
+        weight_sum: float,
+        seconds: float,
+        waited: float,
+        sent: int = 0,
+        plain: int = 0,
+    ) -> None:
+        """sent: bytes that went to peers, of an allreduce; plain: that would have, uncompressed."""
     @property
     def unsure(self) -> bool:
         """The ranks may differ in what they submit, and must then all be told."""
@@ -175,6 +215,10 @@ class Engine:
         lane: bytes = b"",
         reduction: Reduction = ...,
         unsure: bool = False,
+        codec: Codec = ...,
+        owed: int = 0,
+        keep: float = 1.0,
+        plain: int = -1,
     ) -> Work:
         """Weighted mean over ranks: outputs = sum(weight_r * input_r) / sum(weight_r), in rank order, the same bits
         on every rank; or another reduction: sum of weight_r * input_r, or min, max or product of the inputs of the
@@ -183,6 +227,11 @@ class Engine:
         keeps the memory alive, and the inputs unchanged, until the work is done. Lanes have equal length on all ranks.
         With integers a mean is truncated. If all weights are 0 they count as equal. Where all but some outputs are
         0 this is a reduce or a reduce-scatter: what is delivered nowhere on a rank is not computed there.
+
+        codec: a mean or sum of float32 or float64 travels so, and is summed in float32. owed: address of
+        layout.total values of float32, zeros at first, kept alive as the inputs: what was lost so far, which is
+        added, times `keep`, to what is sent, and becomes what is lost now.
+        plain: bytes of what this stands for, where that is more; only counted.
 
         Without an executor of the core's, weights other than 1 need a lane, and a lane a mean or a sum.
 
@@ -214,6 +263,9 @@ class Engine:
         `timeout`: the rest was aborted, then, and the engine is closed all the same."""
     def record(self, timeline: Timeline, track: int) -> None:
         """From now on, when which operation ran goes to the timeline, on the track (its thread's number). Once."""
+    @property
+    def sent(self) -> tuple[int, int]:
+        """Bytes that this rank has sent in allreduces so far, and would have sent uncompressed."""
     @property
     def closed(self) -> bool: ...
     @property
@@ -402,3 +454,24 @@ def predict(
 
 def displace(dtype: DType, counts: Sequence[int], parameters: Sequence[int], before: Sequence[int]) -> None:
     """Pairwise, in one pass: before = parameter - before."""
+
+def compress(codec: Codec, source: int, count: int, wire: int, owed: int = 0, keep: float = 1.0) -> None:
+    """`count` values of float32 to the wire, in whole blocks; owed as of Engine.allreduce. Releases the GIL."""
+
+def decompress(codec: Codec, wire: int, destination: int, count: int) -> None:
+    """And back. Releases the GIL."""
+
+def combine(
+    codec: Codec,
+    wires: Sequence[int],
+    weights: Sequence[float] | None,
+    divisor: float,
+    first: int,
+    total: int,
+    blocks: int,
+    wire: int,
+    owed: int,
+    share: float,
+) -> None:
+    """wire = sum(weight * wires) / divisor, compressed again, of blocks that begin at value `first` of `total`. What
+    that loses, times `share`, is added to what is owed (address of `total` values; 0: nowhere). Releases the GIL."""

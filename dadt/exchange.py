@@ -10,12 +10,14 @@ import torch
 from torch import nn
 
 from dadt.bucket import Bucket, Staged, split
+from dadt.compression import Feedback, LowRank, forms
 from dadt.errors import CommError, Mismatch
 from dadt.kept import keep_for_good
 from dadt.lane import LANE_BYTES, Lane, any_flags, pack_flags
 
 if TYPE_CHECKING:
     from dadt._core import Engine, Work
+    from dadt.compression.powersgd import Round
     from dadt.executors.nccl import Averaging, Device
 
 
@@ -29,8 +31,10 @@ class Schema:
         max_bytes: int,
         device: Device | None = None,
         turns: int = 2,
+        compression: str = "none",
     ) -> None:
-        """device: what averages tensors where they are, if anything does. turns: flat buffers of each bucket."""
+        """device: what averages tensors where they are, if anything does. turns: flat buffers of each bucket.
+        compression: how gradients travel."""
         self.parameters = list(parameters)
         places = {id(b): (m, n) for m, n, b in buffers}
         self.device = device
@@ -44,13 +48,26 @@ class Schema:
         self.crc = zlib.crc32(repr([(tuple(t.shape), str(t.dtype), t.device.type) for t in tensors]).encode())
         self.turns = turns
         self.turn = 0
+        self.forms = forms(compression, self.buckets)
+        """Of each bucket of gradients: how it is compressed."""
+
+    def forget_residuals(self) -> None:
+        """The next exchange starts as the first one did: what compression has lost so far is dropped. On all ranks."""
+        for form in self.forms:
+            if form is not None:
+                form.forget()
 
 
 class Exchange:
     """The works of one averaging. `launch` buckets in order, `close` with the lane, `wait`, `deliver`."""
 
-    def __init__(self, engine: Engine, schema: Schema, number: int, name: str, weight: float) -> None:
+    def __init__(
+        self, engine: Engine, schema: Schema, number: int, name: str, weight: float, *, compressed: bool = True
+    ) -> None:
+        """compressed: as the schema says; otherwise gradients travel as they are."""
         self.schema = schema
+        self._forms = schema.forms if compressed else [None] * len(schema.buckets)
+        self._rounds: list[tuple[int, Round]] = []
         self.number = number
         self.name = name
         self.weight = weight
@@ -62,6 +79,7 @@ class Exchange:
         self._ahead: dict[int, Staged] = {}
         self._works: list[Work | Averaging] = []
         self._buffer_works: list[Work | Averaging] = []
+        self._more_works: list[Work | Averaging] = []
         self._alive: list[list[torch.Tensor | None]] = []
         self._launched: list[tuple[torch.Tensor, torch.Tensor | None, int]] = []
 
@@ -77,11 +95,16 @@ class Exchange:
 
     @property
     def works(self) -> list[Work | Averaging]:
-        return self._buffer_works + self._works
+        return self._buffer_works + self._works + self._more_works
 
     @property
     def done(self) -> bool:
         return all(w.done for w in self.works)
+
+    @property
+    def halfway(self) -> bool:
+        """Its second half is to begin where `wait` is called, at the same place on all ranks."""
+        return bool(self._rounds)
 
     @property
     def seconds(self) -> float:
@@ -98,16 +121,29 @@ class Exchange:
         index = len(self._works)
         bucket = self.schema.buckets[index]
         self._launched += [(p, p.grad, 0 if p.grad is None else p.grad._version) for p in bucket.tensors]
-        staged = self._ahead.pop(index, None) or bucket.stage([t.grad for t in bucket.tensors], self._turn)
-        self._works.append(self._submit(bucket, staged, f"bucket {index}", lane))
+        staged = self._ahead.pop(index, None) or self._stage(index)
+        form = self._forms[index]
+        if isinstance(form, LowRank):
+            plain = bucket.layout.total * bucket.layout.dtype.itemsize
+            self._works.append(self._submit(form.first, staged, f"bucket {index}", lane, plain=plain))
+        else:
+            self._works.append(self._submit(bucket, staged, f"bucket {index}", lane, form))
+
+    def _stage(self, index: int) -> Staged:
+        bucket, form = self.schema.buckets[index], self._forms[index]
+        gradients = [t.grad for t in bucket.tensors]
+        if not isinstance(form, LowRank):
+            return bucket.stage(gradients, self._turn)
+        round_ = form.begin(gradients, self.scale, self._turn)
+        self._rounds.append((index, round_))
+        return round_.staged
 
     def close(self, lane: Lane) -> None:
         """Submit buffers and all gradients that are left; the last bucket carries the lane."""
         last = len(self.schema.buckets) - 1
         for index in range(len(self._works), last + 1):
             # What has to come from a GPU comes while the buckets before are under way.
-            bucket = self.schema.buckets[index]
-            self._ahead[index] = bucket.stage([t.grad for t in bucket.tensors], self._turn)
+            self._ahead[index] = self._stage(index)
         while len(self._works) < last:
             self.launch()
         for i, bucket in enumerate(self.schema.buffer_buckets):
@@ -119,13 +155,24 @@ class Exchange:
             self._buffer_works.append(work)
         self.launch(lane.pack())
 
-    def _submit(self, bucket: Bucket, staged: Staged, what: str, lane: bytes) -> Work | Averaging:
+    def _submit(
+        self,
+        bucket: Bucket,
+        staged: Staged,
+        what: str,
+        lane: bytes,
+        feedback: Feedback | None = None,
+        plain: int = -1,
+    ) -> Work | Averaging:
+        """plain: bytes of what it stands for, where it is something else."""
         flags = pack_flags([v is not None for v in staged.values]) + lane
         name = f"{self.name}, {what}"
         self._alive.append(staged.values)
         if self.schema.device is not None and bucket.direct:
             places, flat = bucket.views[self._turn], bucket.flats[self._turn]
-            return self.schema.device.average(staged.values, places, flat, name=name, weight=self.weight, lane=flags)
+            beside = {"name": name, "weight": self.weight, "lane": flags, "plain": plain}
+            coding = None if feedback is None else (feedback, feedback.keep(self.scale))
+            return self.schema.device.average(staged.values, places, flat, coding, **beside)
         if staged.ready is not None:
             staged.ready.synchronize()
         return self._engine.allreduce(
@@ -135,6 +182,8 @@ class Exchange:
             name,
             self.weight,
             flags,
+            plain=plain,
+            **({} if feedback is None else feedback.arguments(bucket.layout.total, self.scale)),
         )
 
     def wait(self, wait: Callable[[Work | Averaging], None]) -> list[Lane]:
@@ -142,6 +191,7 @@ class Exchange:
         try:
             for work in self.works:
                 wait(work)
+            self._go_on(wait)
         except CommError:
             keep_for_good(self)  # with the gradients, which a library may still be at
             raise
@@ -154,6 +204,18 @@ class Exchange:
                     f" rank 0's: every rank must build the same model"
                 )
         return lanes
+
+    def _go_on(self, wait: Callable[[Work | Averaging], None]) -> None:
+        """The second half of what takes two allreduces. Every rank comes here between the same two exchanges."""
+        rounds, self._rounds = self._rounds, []
+        works = [
+            self._submit(round_.form.second, round_.halfway(), f"bucket {index}, second half", b"", plain=0)
+            for index, round_ in rounds
+        ]
+        self._more_works += works
+        for (_, round_), work in zip(rounds, works, strict=True):
+            wait(work)
+            round_.finish()
 
     def norm(self) -> torch.Tensor:
         """Of all averages together, without their loss scale; equal on all ranks but for rounding. One element."""

@@ -423,12 +423,22 @@ class Runtime:
         return {
             "steps": self.step,
             "delayed": sum(m.delayed for m in self._measures),
+            "staleness": self.config.staleness,
             "wait_fraction": waited / (last - first) if last > first else 0.0,
             "samples": self.samples,
             "seconds": max(0.0, last - first),
             "hook_seconds": self.seconds,
+            **self._sent(),
             "explicit": self.explicit,
         }
+
+    def _sent(self) -> dict[str, int]:
+        """Bytes that went to the peers, and would have without compression; nothing where that is the same."""
+        counted = [] if self._engine is None else [self._engine.sent]
+        if self.device is not None:
+            counted.append(self.device.sent)
+        sent, plain = (sum(column) for column in zip(*counted, strict=True)) if counted else (0, 0)
+        return {"sent": sent, "plain": plain} if sent != plain else {}
 
     def close(self, *, failed: bool = False) -> None:
         """Meet the peers a last time, so that a rank that ends early is noticed; then stop the engine. Idempotent."""

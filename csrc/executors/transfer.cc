@@ -3,6 +3,7 @@
 #include <cstring>
 #include <sstream>
 
+#include "compress.h"
 #include "kernels/kernels.h"
 
 namespace dadt {
@@ -17,7 +18,7 @@ static_assert(Ring::kSlots >= 2 * kAhead);
 // Up to so many ranks, each reduces all of a chunk for itself: measured, that costs less than meeting twice.
 constexpr int kDirect = 8;
 
-size_t padded(size_t bytes) { return (bytes + 63) / 64 * 64; }
+size_t padded(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
 bool is(const SlotHead& head, Kind kind) { return head.kind == static_cast<uint32_t>(kind); }
 
@@ -35,7 +36,7 @@ std::string describe(const SlotHead& head) {
 bool same(const SlotHead& one, const SlotHead& other) {
   if (one.kind != other.kind || one.name_hash != other.name_hash) return false;
   if (!is_uniform(one)) return true;
-  return one.dtype == other.dtype && one.reduction == other.reduction && one.root == other.root &&
+  return one.dtype == other.dtype && one.codec == other.codec && one.reduction == other.reduction && one.root == other.root &&
          one.total == other.total && one.layout == other.layout && one.lane == other.lane;
 }
 
@@ -49,6 +50,9 @@ std::string difference(int rank, const SlotHead& one, int peer, const SlotHead& 
   } else if (one.reduction != other.reduction) {
     a += std::string(" by ") + reduction_name(static_cast<Reduction>(one.reduction));
     b += std::string(" by ") + reduction_name(static_cast<Reduction>(other.reduction));
+  } else if (one.codec != other.codec) {
+    a += std::string(" as ") + codec_name(static_cast<Codec>(one.codec));
+    b += std::string(" as ") + codec_name(static_cast<Codec>(other.codec));
   } else if (one.layout != other.layout) {
     a += " in tensors of one division";
     b += " in tensors of another";
@@ -73,19 +77,24 @@ Transfer::Transfer(Ring& ring, const Operation& operation, int rank, int world_s
       first_(first),
       slot_bytes_(slot_bytes),
       timeout_(timeout),
-      item_(item_size(operation.layout.dtype())),
+      codec_(operation.compression.codec),
+      item_(codec_ == Codec::kNone ? item_size(operation.layout.dtype()) : block_bytes(codec_)),
       exchange_(operation, rank, world_size),
       lane_(operation.kind == Kind::kExchange ? exchange_.table() : operation.lane),
-      two_phase_(operation.kind == Kind::kAllreduce && world_size > kDirect),
+      two_phase_(operation.kind == Kind::kAllreduce && codec_ == Codec::kNone && world_size > kDirect),
       stream_(operation.layout.bytes() >= kStreamBytes) {
-  plan(lane_.size(), operation.kind == Kind::kExchange ? exchange_.bytes() : operation.layout.bytes());
+  size_t bytes = operation.layout.bytes();
+  if (operation.kind == Kind::kExchange) bytes = exchange_.bytes();
+  if (codec_ != Codec::kNone) bytes = block_count(operation.layout.total()) * item_;
+  plan(lane_.size(), bytes);
 }
 
 void Transfer::plan(size_t lane_bytes, size_t data_bytes) {
-  lane_room_ = padded(lane_bytes);
+  const bool blocks = codec_ != Codec::kNone;  // no chunk ends inside of one
+  lane_room_ = padded(lane_bytes, blocks ? item_ : 64);
   data_bytes_ = data_bytes;
   const size_t bytes = lane_room_ + data_bytes_;
-  chunk_bytes_ = slot_bytes_;
+  chunk_bytes_ = blocks ? slot_bytes_ / item_ * item_ : slot_bytes_;
   chunks_ = static_cast<uint32_t>(std::max<size_t>(1, (bytes + chunk_bytes_ - 1) / chunk_bytes_));
 }
 
@@ -128,6 +137,10 @@ Result Transfer::run() {
   }
   result_.waited = seconds_between(start, arrived);
   result_.seconds = seconds_between(arrived, Clock::now());
+  if (operation_.kind == Kind::kAllreduce) {
+    result_.sent = codec_ == Codec::kNone ? data_bytes_ : wire_bytes(codec_, operation_.layout.total());
+    result_.plain = operation_.plain_bytes();
+  }
   return std::move(result_);
 }
 
@@ -142,7 +155,8 @@ void Transfer::write_head() {
   head.kind = static_cast<uint32_t>(operation_.kind);
   head.dtype = static_cast<uint32_t>(operation_.layout.dtype());
   head.reduction = static_cast<uint32_t>(operation_.reduction);
-  head.total = data_bytes_ / item_;
+  head.codec = static_cast<uint32_t>(codec_);
+  head.total = codec_ == Codec::kNone ? data_bytes_ / item_ : operation_.layout.total();
   head.layout = operation_.layout.hash();
   head.lane = lane_.size();
   head.weight = operation_.weight;
@@ -164,7 +178,7 @@ void Transfer::read_heads() {
     if (!text.empty()) throw Error(Code::kMismatch, text);
     if (operation_.kind != Kind::kBroadcast) result_.lanes.emplace_back(head.lane, '\0');
     longest_lane = std::max<size_t>(longest_lane, head.lane);
-    most_data = std::max<size_t>(most_data, head.total * item_);
+    most_data = std::max<size_t>(most_data, codec_ == Codec::kNone ? head.total * item_ : data_bytes_);
     weights_.push_back(head.weight);
     sum += head.weight;
     equal = equal && head.weight == weights_[0];
@@ -212,6 +226,8 @@ void Transfer::pack() {
   }
   if (operation_.kind == Kind::kExchange) {
     exchange_.pack(slot + part.slot_offset, part.begin, part.end);
+  } else if (codec_ != Codec::kNone) {
+    compress(operation_, part.begin, part.end, slot + part.slot_offset);
   } else if (part.count() > 0 && (operation_.kind == Kind::kAllreduce || operation_.root == rank_)) {
     uint8_t* to = slot + part.slot_offset;
     operation_.layout.pieces(part.begin, part.end,
@@ -281,6 +297,8 @@ void Transfer::deliver() {
     deliver_exchange(part);
   } else if (part.count() == 0) {
     // A chunk of lanes only.
+  } else if (codec_ != Codec::kNone) {
+    decompress_all(part);
   } else if (operation_.kind == Kind::kBroadcast) {
     if (operation_.root != rank_) copy_from(operation_.root, 0, part.count());
   } else if (two_phase_) {
@@ -296,6 +314,16 @@ void Transfer::deliver() {
                              });
   }
   ++delivered_;
+}
+
+void Transfer::decompress_all(const Extent& part) {
+  Wires wires;
+  for (int rank : sources_) {
+    wires.addresses.push_back(ring_.slot(rank, first_ + delivered_) + part.slot_offset);
+  }
+  wires.weights = weights_;
+  wires.divisor = operation_.reduction == Reduction::kMean ? divisor_ : 1;
+  decompress(operation_, part.begin, part.end, wires);
 }
 
 void Transfer::deliver_lanes(const Extent& part) {

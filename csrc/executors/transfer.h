@@ -26,7 +26,7 @@ class Transfer {
  private:
   enum class Move { kPack, kReduce, kDeliver, kNone };
 
-  // A chunk's part of the lane in bytes and of the tensors in elements, and where the latter lie in the slot.
+  // A chunk's part of the lane in bytes and of the tensors in items, and where the latter lie in the slot.
   struct Extent {
     size_t lane_begin, lane_end, begin, end, slot_offset;
     size_t count() const { return end - begin; }
@@ -46,6 +46,7 @@ class Transfer {
   void deliver();
   void deliver_lanes(const Extent& extent);
   void deliver_exchange(const Extent& extent);
+  void decompress_all(const Extent& extent);
   void reduce_to(void* destination, const Extent& extent, size_t offset, size_t count, bool stream) const;
   std::pair<size_t, size_t> share(const Extent& extent, int rank) const;
 
@@ -57,7 +58,8 @@ class Transfer {
   const uint32_t first_;
   const size_t slot_bytes_;
   const double timeout_;
-  const size_t item_;
+  const Codec codec_;
+  const size_t item_;  // bytes of what is never divided: an element, or a block of compressed ones
   Exchange exchange_;
   const std::string_view lane_;
   const bool two_phase_;  // each rank reduces its share of a chunk for all, instead of all of it for itself

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 
+#include "codec.h"
 #include "dtype.h"
 #include "reduction.h"
 
@@ -28,6 +29,17 @@ struct Kernels {
   // destination = source, past the cache where stream.
   using Copy = void (*)(void* destination, const void* source, size_t bytes, bool stream);
 
+  // A block of values to the wire; lost = values - what the wire says, no number where they are none.
+  using Encode = void (*)(void* wire, const float* values, float* lost);
+  // values = (first: nothing, else values) + weight * what the wire says.
+  using Decode = void (*)(float* values, const void* wire, float weight, bool first);
+  // values = source + keep * owed; null: zeros.
+  using Gather = void (*)(float* values, const void* source, const float* owed, float keep, size_t count);
+  // owed = lost; keep * owed where that is no number.
+  using Settle = void (*)(float* owed, const float* lost, float keep, size_t count);
+  // destination = factor * values.
+  using Scatter = void (*)(void* destination, const float* values, float factor, size_t count);
+
   const char* name;
   Reduce reduce[kDTypes];
   const Fold* min;  // a row by dtype
@@ -37,6 +49,11 @@ struct Kernels {
   Predict predict[kDTypes];
   Displace displace[kDTypes];
   Copy copy;
+  Encode encode[kCodecs];  // null for none
+  Decode decode[kCodecs];
+  Gather gather[2];  // float32 and float64
+  Settle settle;
+  Scatter scatter[2];
 };
 
 // Outputs of so many bytes and more are streamed: they would only wash the cache out.

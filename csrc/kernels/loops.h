@@ -3,6 +3,7 @@
 // The loops behind the tables, written once over `F32` and `F64`: vectors that the including file defines for
 // its instruction set, with kWidth, load, store, stream, fill, +, *, lesser and greater. Unnamed namespace:
 // see number.h.
+#include "kernels/coding.h"
 #include "kernels/kernels.h"
 #include "kernels/number.h"
 
@@ -277,7 +278,12 @@ constexpr Kernels make_kernels(const char* name) {
        scale_integer<uint8_t>},
       {predict_float<float>, predict_float<double>, predict_float<Half>, predict_float<BFloat>},
       {displace_float<float>, displace_float<double>, displace_float<Half>, displace_float<BFloat>},
-      copy_bytes};
+      copy_bytes,
+      {nullptr, encode_short<BFloat>, encode_short<Half>, encode_int8},
+      {nullptr, decode_short<BFloat>, decode_short<Half>, decode_int8},
+      {gather_values<float>, gather_values<double>},
+      settle,
+      {scatter_values<float>, scatter_values<double>}};
 }
 
 }  // namespace

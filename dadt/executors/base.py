@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
 if TYPE_CHECKING:
-    from dadt._core import Engine
+    from dadt._core import Codec, Engine
     from dadt.executors.nccl import Device
 
 Meet = Callable[[str, bytes], list[bytes]]
@@ -60,6 +60,15 @@ class Executor(Mail, Protocol):
         """Any thread: make what runs raise, where the library can."""
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Compressing(Protocol):
+    """An executor that knows itself what of an allreduce is worth compressing."""
+
+    def allreduce_compressed(self, flat: torch.Tensor, codec: Codec, owed: int, keep: float) -> tuple[int, int]:
+        """Sum in place, of float32 or float64; owed, keep: as of Engine.allreduce. Gives the bytes that this rank has
+        sent, and would have sent uncompressed, where bytes count."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,6 +154,14 @@ class C10d:
         """A sum in place of a tensor in the group's own kind of memory, as torch.distributed's Work."""
         return self._group.allreduce([torch.view_as_real(flat) if flat.is_complex() else flat], AllreduceOptions())
 
+    def alltoall(self, sent: torch.Tensor, received: torch.Tensor) -> Any:
+        """Equal parts to and from each rank, of tensors in the group's own kind of memory; as `start`."""
+        return self._group.alltoall_base(received.view(-1), sent.view(-1), [], [], AllToAllOptions())
+
+    def gather(self, mine: torch.Tensor, all: torch.Tensor) -> Any:
+        """Equal parts from each rank; as `start`."""
+        return self._group._allgather_base(all.view(-1), mine.view(-1))
+
     def allreduce(self, flat: torch.Tensor, reduction: str) -> None:
         options = AllreduceOptions()
         options.reduceOp = _REDUCE[reduction]  # type: ignore[assignment]

@@ -196,6 +196,10 @@ class Mpi:
         self._mine, self._least = (memoryview(bytearray(16)).cast("q") for _ in range(2))
         self._wires = [[each, 2, mpi.INT64_T] for each in (self._mine, self._least)]
 
+    @property
+    def world_size(self) -> int:
+        return int(self._comm.size)
+
     def allreduce(self, flat: torch.Tensor, reduction: str) -> None:
         self._await_all("an allreduce", _size(flat))
         if flat.dtype in _TYPES:

@@ -47,7 +47,7 @@ def connect(config: Config, world: World, meet: Meet) -> Connection:
         )
     host = pull.connect(join(everyone), world.rank, world.world_size, config.timeout)
     gpu = torch.device("cuda", torch.cuda.current_device())
-    device = Device(join(everyone), host.engine, gpu, world.world_size)
+    device = Device(join(everyone), host.engine, gpu, world.rank, world.world_size)
 
     def close() -> None:
         try:
@@ -72,9 +72,11 @@ class Device(nccl.Device):
     """As NCCL's. MPI knows no streams, so a thread of its own waits for the device, calls MPI and goes on; the training
     thread waits for neither."""
 
-    def __init__(self, executor: mpi.Mpi, engine: _core.Engine, device: torch.device, world_size: int) -> None:
+    def __init__(
+        self, executor: mpi.Mpi, engine: _core.Engine, device: torch.device, rank: int, world_size: int
+    ) -> None:
         """executor: used by nobody else. engine: for what goes beside the tensors."""
-        super().__init__(Blocking(executor), engine, device, world_size)
+        super().__init__(Blocking(executor), engine, device, rank, world_size)
         self._orders: queue.SimpleQueue[tuple[Future[None], tuple[Any, ...]] | None] = queue.SimpleQueue()
         self._summed: Future[None] = Future()
         # A daemon: a peer that never comes must not keep the process from ending.
@@ -133,13 +135,22 @@ class Averaging(nccl.Averaging):
 
 
 class Blocking:
-    """MPI's allreduce, which is done when it returns, in place of one that is only started."""
+    """MPI's verbs, which are done when they return, in place of those that are only started."""
 
     def __init__(self, executor: mpi.Mpi) -> None:
         self._executor = executor
 
     def start(self, flat: torch.Tensor) -> Blocking:
         self._executor.allreduce(torch.view_as_real(flat).flatten() if flat.is_complex() else flat, "sum")
+        return self
+
+    def alltoall(self, sent: torch.Tensor, received: torch.Tensor) -> Blocking:
+        ranks = self._executor.world_size
+        self._executor.exchange(sent.view(-1).chunk(ranks), received.view(-1).chunk(ranks))
+        return self
+
+    def gather(self, mine: torch.Tensor, all: torch.Tensor) -> Blocking:
+        self._executor.allgather(mine.view(-1), all.view(-1))
         return self
 
     def wait(self) -> None: ...

@@ -14,6 +14,8 @@ import torch
 
 from dadt import _core
 from dadt.bucket import DTYPES
+from dadt.compression.base import BLOCK
+from dadt.compression.feedback import Feedback
 from dadt.executors import c10d
 from dadt.executors.base import Connection, Meet
 
@@ -26,7 +28,9 @@ def beside(host: Connection, config: Config, world: World, meet: Meet) -> Connec
     """The connection, which also averages tensors of this rank's GPU."""
     store = c10d.store_at_rank_0(config, world, lambda key, blob: meet(f"nccl {key}", blob))
     executor = c10d.join("nccl", store, world, range(world.world_size), config.timeout)
-    device = Device(executor, host.engine, torch.device("cuda", torch.cuda.current_device()), world.world_size)
+    device = Device(
+        executor, host.engine, torch.device("cuda", torch.cuda.current_device()), world.rank, world.world_size
+    )
 
     def close() -> None:
         try:
@@ -37,11 +41,21 @@ def beside(host: Connection, config: Config, world: World, meet: Meet) -> Connec
     return replace(host, device=device, close=close)
 
 
+Coding = tuple[Feedback, "torch.Tensor | float"]
+"""How a bucket is compressed, and the factor of what is owed from before."""
+
+
 class Starter(Protocol):
     """Executors of a device's tensors."""
 
     def start(self, flat: torch.Tensor) -> Any:
         """Begin a sum in place; `wait` of what is returned makes the current stream wait for it."""
+
+    def alltoall(self, sent: torch.Tensor, received: torch.Tensor) -> Any:
+        """Begin to exchange equal parts with each rank: of bytes, in the order of ranks; as `start`."""
+
+    def gather(self, mine: torch.Tensor, all: torch.Tensor) -> Any:
+        """Begin to bring together equal parts from each rank, in their order; as `start`."""
 
     def abort(self) -> None: ...
 
@@ -51,8 +65,13 @@ class Starter(Protocol):
 class Device:
     """Averages tensors of one device in the order in which they are given, which must be that of all ranks."""
 
-    def __init__(self, executor: Starter, engine: _core.Engine, device: torch.device, world_size: int) -> None:
+    def __init__(
+        self, executor: Starter, engine: _core.Engine, device: torch.device, rank: int, world_size: int
+    ) -> None:
         """executor: of the device's tensors. engine: for what goes beside them."""
+        self._rank = rank
+        self.sent = (0, 0)
+        """Bytes that this rank has sent so far, and would have sent uncompressed."""
         self.device = device
         self._executor = executor
         self._engine = engine
@@ -61,15 +80,23 @@ class Device:
         self._stream = self._module.Stream()
 
     def average(
-        self, values: Sequence[torch.Tensor | None], places: Sequence[torch.Tensor], flat: torch.Tensor, **beside: Any
+        self,
+        values: Sequence[torch.Tensor | None],
+        places: Sequence[torch.Tensor],
+        flat: torch.Tensor,
+        coding: Coding | None = None,
+        **beside: Any,
     ) -> Averaging:
         """Weighted mean over ranks into `flat`, of which `places` are the parts for the values; None: zeros.
 
-        beside: name, weight and lane, as of `Engine.allreduce`. What is on the current stream comes first.
+        coding: how it travels, and how much of what is owed counts. beside: name, weight, lane and plain, as of
+        `Engine.allreduce`. What is on the current stream comes first.
         """
         ready, began, ended = self._event(), self._event(timing=True), self._event(timing=True)
         ready.record(self._module.current_stream())
-        self._sum(values, places, flat, beside["weight"], ready, began, ended)
+        plain = int(beside.pop("plain", -1))
+        self._sum(values, places, flat, coding, beside["weight"], ready, began, ended)
+        self._count(flat, coding, plain)
         work = self._engine.allreduce(_core.Layout(DTYPES[flat.dtype], [0]), [0], [0], **beside)
         return self._handle(work, flat, began, ended)
 
@@ -81,6 +108,7 @@ class Device:
         values: Sequence[torch.Tensor | None],
         places: Sequence[torch.Tensor],
         flat: torch.Tensor,
+        coding: Coding | None,
         weight: float,
         ready: Any,
         began: Any,
@@ -99,11 +127,51 @@ class Device:
             if weight != 1:
                 flat.mul_(weight)
             began.record(self._stream)
-            self._executor.start(flat).wait()  # this stream does; the host goes on
+            if coding is None:
+                self._executor.start(flat).wait()  # this stream does; the host goes on
+            else:
+                self._sum_compressed(flat, *coding)
             ended.record(self._stream)
-            for tensor in (flat, *(value for _, value in moved)):
+            keep = coding[1] if coding is not None and isinstance(coding[1], torch.Tensor) else flat
+            for tensor in (flat, keep, *(value for _, value in moved)):
                 if tensor.is_cuda:  # its memory is not given to others before this stream has gone on
                     tensor.record_stream(self._stream)
+
+    def _sum_compressed(self, flat: torch.Tensor, feedback: Feedback, keep: torch.Tensor | float) -> None:
+        """Each rank sums a part of all, in float32 and in the order of ranks, and sends it to all: the bytes of a ring,
+        and no rounding at each hop."""
+        codec, size, total = feedback.codec, self._world_size, flat.numel()
+        blocks = -(-total // (BLOCK * size)) * size
+        owed = feedback.owed(total, flat.device)
+        owed.mul_(keep)
+        # Divided before, as a sum may be too large for 16 bits where the mean is not.
+        values = torch.zeros(blocks, BLOCK, device=flat.device)
+        values.view(-1)[:total] = flat.to(torch.float32) / size + owed
+        wire = codec.encode(values)
+        lost = (values - codec.decode(wire)).view(-1)[:total]
+        owed.copy_(torch.where(lost.isfinite(), lost, owed))
+        received = torch.empty_like(wire)
+        self._executor.alltoall(wire, received).wait()
+        parts = received.view(size, blocks // size, -1)
+        sums = codec.decode(parts[0])
+        for part in parts[1:]:
+            sums += codec.decode(part)
+        mine = codec.encode(sums)
+        begin = self._rank * sums.numel()
+        mean_lost = (sums - codec.decode(mine)).view(-1)[: max(0, total - begin)]
+        owed[begin : begin + sums.numel()] += torch.where(mean_lost.isfinite(), mean_lost, 0.0)
+        self._executor.gather(mine, wire).wait()
+        flat.copy_(codec.decode(wire).view(-1)[:total] * size)
+
+    def _count(self, flat: torch.Tensor, coding: Coding | None, plain: int) -> None:
+        """What goes round a ring, or is summed in parts, which is as much."""
+        size, ranks = flat.numel() * flat.element_size(), self._world_size
+        moved = size
+        if coding is not None:
+            moved = -(-flat.numel() // (BLOCK * ranks)) * ranks * coding[0].codec.core.block_bytes
+        sent, before = self.sent
+        each = 2 * (ranks - 1) / ranks
+        self.sent = (sent + int(moved * each), before + int((size if plain < 0 else plain) * each))
 
     def _event(self, timing: bool = False) -> Any:
         return self._module.Event(enable_timing=True) if timing and self._module is torch.cuda else self._module.Event()

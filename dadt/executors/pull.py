@@ -15,7 +15,8 @@ import torch
 from dadt import _core
 from dadt.bucket import DTYPES
 from dadt.errors import Mismatch
-from dadt.executors.base import Connection
+from dadt.executors.base import Compressing, Connection
+from dadt.executors.compressed import Parts, Sum, spread
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,6 +72,8 @@ class Puller:
         self._world_size = world_size
         self._flats: dict[torch.dtype, torch.Tensor] = {}
         self._wires: dict[str, tuple[torch.Tensor, memoryview, int]] = {}
+        self._sent = (0, 0)
+        """In this operation: bytes to peers, and what they would be uncompressed."""
 
     def run(self) -> None:
         while not self._engine.closed:
@@ -78,11 +81,12 @@ class Puller:
             if job is None:
                 continue
             begun = perf_counter()
+            self._sent = (0, 0)
             try:
                 if job.unsure:
                     self._agree(job)
                 lanes, weight_sum = getattr(self, job.kind)(job)
-                job.finish(lanes, weight_sum, perf_counter() - begun, 0.0)
+                job.finish(lanes, weight_sum, perf_counter() - begun, 0.0, *self._sent)
             except Mismatch as error:
                 job.fail(str(error), mismatch=True)
                 return
@@ -94,8 +98,13 @@ class Puller:
         """What the ranks do must depend on nothing but what they have in common: layout, reduction, length of lanes."""
         layout = job.layout
         assert layout is not None
-        if layout.total * layout.dtype.itemsize <= _SMALL:
+        size = layout.total * layout.dtype.itemsize
+        if job.codec != _core.Codec.none:
+            return self._allreduce_compressed(job, layout)
+        if size <= _SMALL:
+            self._sent = (size * (self._world_size - 1), job.plain * (self._world_size - 1))
             return self._allreduce_small(job, layout)
+        self._sent = (_ring(size, self._world_size), _ring(job.plain, self._world_size))
         if job.lane:
             return self._allreduce_with_lanes(job, layout)
         participants = job.participants or self._world_size
@@ -134,9 +143,7 @@ class Puller:
 
     def _allreduce_small(self, job: _core.Job, layout: _core.Layout) -> Lanes:
         """Everybody gets everything and reduces it in rank order."""
-        head = (
-            _HEADER.pack(zlib.crc32(f"{_describe(job)} {layout.counts}".encode()), len(job.lane), job.weight) + job.lane
-        )
+        head = self._head(job, f"{layout.counts}")
         data = -(-len(head) // 8) * 8  # aligned
         size = data + layout.total * layout.dtype.itemsize
         mine, my_bytes, my_address = self._wire(size, "mine")
@@ -147,11 +154,7 @@ class Puller:
         heads = [bytes(all_bytes[start : start + len(head)]) for start in range(0, len(all_bytes), size)]
         weights = self._weights(job, heads)
         additive = job.reduction.name in ("mean", "sum")
-        equal = all(weight == weights[0] for weight in weights)
-        # Weight 0: left out, for what it has may be no number.
-        counted = [r for r, weight in enumerate(weights) if equal or weight > 0]
-        total = sum(weights)
-        divisor = float(self._world_size) if equal else total
+        counted, equal, divisor = _counted(weights)
         _core.reduce(
             layout.dtype,
             job.reduction,
@@ -162,7 +165,63 @@ class Puller:
             layout.total,
         )
         job.unpack(address + data, 1.0)
+        return [h[_HEADER.size :] for h in heads], sum(weights)
+
+    def _allreduce_compressed(self, job: _core.Job, layout: _core.Layout) -> Lanes:
+        """A small one as above; of others, each rank sums its part for all. The lanes go with the first parts."""
+        size = layout.total * layout.dtype.itemsize
+        small = size <= _SMALL
+        if not small and isinstance(self._executor, Compressing):
+            return self._allreduce_by_executor(job, layout, self._executor)
+        ranks = self._world_size
+        parts = Parts(job.codec, layout.total, 1 if small else ranks)
+        head = self._head(job, f"{layout.counts} as {job.codec.name}")
+        data = -(-len(head) // 8) * 8
+        one = data + parts.bytes
+        room = job.codec.block_bytes  # whole blocks are written and read, though the last one's filling is not sent
+        received, all_bytes, address = self._wire(one * ranks, "every", room)
+        mine, my_bytes, my_address = self._wire(one * parts.ranks, "mine", room)
+        for part in range(parts.ranks):
+            my_bytes[part * one : part * one + len(head)] = head
+            job.compress(*parts.of(part), my_address + part * one + data)
+        if small:
+            self._executor.allgather(mine, received)
+        else:
+            self._executor.exchange(torch.split(mine, one), torch.split(received, one))
+        heads = [bytes(all_bytes[start : start + len(head)]) for start in range(0, len(all_bytes), one)]
+        weights = self._weights(job, heads)
+        counted, equal, divisor = _counted(weights)
+        if job.reduction.name == "sum":
+            equal, divisor = equal and weights[0] in (0, 1), 1.0
+        addresses = [address + r * one + data for r in counted]
+        factors = None if equal else [weights[r] for r in counted]
+        if small:
+            job.decompress(addresses, factors, divisor)
+        else:
+            share = divisor / ((0 if equal else job.weight) or 1.0)
+            every, _, start = self._wire(parts.bytes * ranks, "mine")
+            spread(self._executor, parts, self._rank, Sum(addresses, factors, divisor, job.owed, share), every)
+            job.decompress([start], None, 1.0)
+        plain = (ranks - 1) * job.plain if small else _ring(job.plain, ranks)
+        self._sent = ((ranks - 1) * parts.bytes * (1 if small else 2), plain)
+        return [h[_HEADER.size :] for h in heads], sum(weights)
+
+    def _allreduce_by_executor(self, job: _core.Job, layout: _core.Layout, executor: Compressing) -> Lanes:
+        """It compresses what goes far. The lanes go before."""
+        heads = self._gather(self._head(job, f"{layout.counts} as {job.codec.name}"))
+        weights = self._weights(job, heads)
+        total = sum(weights)
+        mean = job.reduction.name == "mean"
+        flat = self._flat(_TORCH[layout.dtype.name], layout.total)
+        # Divided before, as a sum may be too large for 16 bits where the mean is not.
+        job.pack(flat.data_ptr(), (job.weight if total else 1.0) / ((total or self._world_size) if mean else 1.0))
+        self._sent = executor.allreduce_compressed(flat, job.codec, job.owed, job.keep)
+        job.unpack(flat.data_ptr(), 1.0)
         return [h[_HEADER.size :] for h in heads], total
+
+    def _head(self, job: _core.Job, also: str) -> bytes:
+        """Beside what goes in an allreduce; what must be equal on all ranks is there as a number."""
+        return _HEADER.pack(zlib.crc32(f"{_describe(job)} {also}".encode()), len(job.lane), job.weight) + job.lane
 
     def _allreduce_with_lanes(self, job: _core.Job, layout: _core.Layout) -> Lanes:
         """Sum of the weighted tensors; behind them every rank's lane in a place of its own, zeros from the others."""
@@ -269,15 +328,28 @@ class Puller:
             flat = self._flats[dtype] = torch.empty(count, dtype=dtype)
         return flat[:count]
 
-    def _wire(self, size: int, which: str) -> tuple[torch.Tensor, memoryview, int]:
-        """The same for bytes, with what reads and writes them quickest, and the address."""
+    def _wire(self, size: int, which: str, room: int = 0) -> tuple[torch.Tensor, memoryview, int]:
+        """The same for bytes, with what reads and writes them quickest, and the address; room: of no use, behind."""
         wire = self._wires.get(which)
-        if wire is None or len(wire[0]) < size:
-            tensor = torch.empty(max(size, 2 * _SMALL), dtype=torch.uint8)
+        if wire is None or len(wire[0]) < size + room:
+            tensor = torch.empty(max(size + room, 2 * _SMALL), dtype=torch.uint8)
             view: Any = tensor.numpy()
             wire = self._wires[which] = (tensor, memoryview(view), tensor.data_ptr())
         tensor, contents, address = wire
         return tensor[:size], contents[:size], address
+
+
+def _counted(weights: Sequence[float]) -> tuple[list[int], bool, float]:
+    """The ranks that count, whether all do alike, and what the sum is divided by for the mean."""
+    equal = all(weight == weights[0] for weight in weights)
+    # Weight 0: left out, for what it has may be no number.
+    counted = [rank for rank, weight in enumerate(weights) if equal or weight > 0]
+    return counted, equal, float(len(weights)) if equal else sum(weights)
+
+
+def _ring(size: int, ranks: int) -> int:
+    """Bytes that each rank sends in an allreduce of so many."""
+    return 2 * (ranks - 1) * size // ranks
 
 
 def _describe(job: _core.Job) -> str:

@@ -66,7 +66,7 @@ def averages(connection: Connection, world: World, folder: str) -> None:
     """NCCL's way, with Gloo's group in place of NCCL's and the CPU in that of a GPU."""
     store = FileStore(str(Path(folder) / "group"), world.world_size)
     group = c10d.join("gloo", store, world, range(world.world_size), DEADLINE)
-    device = nccl.Device(group, connection.engine, torch.device("cpu"), world.world_size)
+    device = nccl.Device(group, connection.engine, torch.device("cpu"), world.rank, world.world_size)
     rank, size = world.rank, world.world_size
     digest = hashlib.sha256()
     for step in range(3):

@@ -292,6 +292,40 @@ TEST(Kernels, DisplaceIsTheDifference) {
   }
 }
 
+// Also of values that are no numbers, too large for 16 bits, or too small for a scale.
+TEST(Kernels, AllTablesCodeToTheSameBits) {
+  std::mt19937 random(7);
+  std::normal_distribution<float> normal;
+  for (int codec = 1; codec < kCodecs; ++codec) {
+    const size_t bytes = kBlockBytes[codec];
+    for (float scale : {1.f, 1e-38f, 1e5f, 1e38f}) {
+      for (float special : {0.f, std::numeric_limits<float>::infinity(), std::nanf("")}) {
+        std::vector<float> values(kBlock), want(kBlock), sums(kBlock, 1.f);
+        for (float& x : values) x = normal(random) * scale;
+        values[0] = special;
+        std::vector<uint8_t> wire(bytes);
+        scalar_kernels()->encode[codec](wire.data(), values.data(), want.data());
+        scalar_kernels()->decode[codec](sums.data(), wire.data(), 0.3f, false);
+        for (const Kernels* table : tables()) {
+          std::vector<float> lost(kBlock), added(kBlock, 1.f);
+          std::vector<uint8_t> got(bytes);
+          table->encode[codec](got.data(), values.data(), lost.data());
+          table->decode[codec](added.data(), got.data(), 0.3f, false);
+          EXPECT_EQ(std::memcmp(got.data(), wire.data(), bytes), 0) << table->name << " codec " << codec;
+          for (size_t i = 0; i < kBlock; ++i) {  // a NaN is no other NaN
+            ASSERT_TRUE(lost[i] == want[i] || (lost[i] != lost[i] && want[i] != want[i])) << table->name;
+            ASSERT_TRUE(added[i] == sums[i] || (added[i] != added[i] && sums[i] != sums[i])) << table->name;
+          }
+          std::vector<float> owed(kBlock, 2.f);
+          table->settle(owed.data(), lost.data(), 0.5f, kBlock);
+          EXPECT_TRUE(std::all_of(owed.begin(), owed.end(), [](float x) { return std::isfinite(x); }));
+          EXPECT_EQ(std::isfinite(added[0]), std::isfinite(special)) << table->name << " codec " << codec;
+        }
+      }
+    }
+  }
+}
+
 TEST(Kernels, CopiesEveryByte) {
   std::vector<uint8_t> from(3000), to(3000), want(3000);
   for (size_t i = 0; i < from.size(); ++i) from[i] = static_cast<uint8_t>(i * 7);

@@ -306,5 +306,50 @@ TEST(Null, GivesEveryRankItsOwn) {
   EXPECT_EQ(result.lanes, std::vector<std::string>(3, "mine"));
 }
 
+// In many chunks and in one, with lanes that fill some; what is lost is owed, and the same bits come to all.
+TEST(ShmCompressed, IsNearTheMeanAndTheSameOnAllRanks) {
+  const std::vector<size_t> counts = {300, 0, 1, 2000};
+  for (const size_t slot_bytes : {size_t{576}, size_t{4096}, ShmExecutor::kSlotBytes}) {
+    for (const Codec codec : {Codec::kBFloat16, Codec::kFloat16, Codec::kInt8}) {
+      const int world_size = 3;
+      const auto executors = connected(world_size, slot_bytes);
+      const Tensors want = mean(counts, {1, 2, 3});
+      std::vector<Tensors> got(world_size);
+      spawn(world_size, [&](int rank) {
+        Tensors inputs = random_tensors(counts, rank);
+        std::vector<float> owed(2301);
+        got[rank] = inputs;
+        Operation operation = allreduce(DType::kFloat32, inputs, got[rank]);
+        operation.weight = rank + 1;
+        operation.lane = std::string(700, static_cast<char>('a' + rank));
+        operation.compression = {codec, owed.data(), 1};
+        const Result result = executors[rank]->run(operation, 30);
+        EXPECT_EQ(result.lanes[2], std::string(700, 'c'));
+        EXPECT_EQ(result.sent, wire_bytes(codec, 2301));
+        EXPECT_EQ(result.plain, 2301 * sizeof(float));
+        EXPECT_TRUE(std::any_of(owed.begin(), owed.end(), [](float x) { return x != 0; }));
+      });
+      for (int rank = 0; rank < world_size; ++rank) {
+        EXPECT_EQ(got[rank], got[0]);
+        for (size_t i = 0; i < counts.size(); ++i) {
+          for (size_t k = 0; k < counts[i]; ++k) EXPECT_NEAR(got[rank][i][k], want[i][k], 0.02);
+        }
+      }
+    }
+  }
+}
+
+TEST(ShmCompressed, TellsThatRanksCompressDifferently) {
+  const auto executors = connected(2, kSmallSlot * 4);
+  spawn(2, [&](int rank) {
+    Tensors tensors = random_tensors({10}, rank);
+    Operation operation = allreduce(DType::kFloat32, tensors, tensors);
+    operation.compression.codec = rank == 0 ? Codec::kInt8 : Codec::kFloat16;
+    const Error error = caught([&] { executors[rank]->run(operation, 30); });
+    EXPECT_EQ(error.code(), Code::kMismatch);
+    EXPECT_NE(std::string(error.what()).find("as int8, rank 1 in"), std::string::npos) << error.what();
+  });
+}
+
 }  // namespace
 }  // namespace dadt

@@ -242,7 +242,7 @@ def meet(key, blob):
 world = World(rank=rank, world_size=size)
 connection = connect()
 own = mpi.joiner(Config(timeout=60.0), world, meet)(range(size))
-device = mpicuda.Device(own, connection.engine, torch.device("cpu"), size)
+device = mpicuda.Device(own, connection.engine, torch.device("cpu"), rank, size)
 flats = [torch.full((50_000,), torch.nan) for _ in range(3)]
 works = []
 for step, flat in enumerate(flats):

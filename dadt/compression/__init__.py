@@ -1,0 +1,30 @@
+"""How gradients travel. Each way is one file and one line here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dadt.bucket import Bucket
+from dadt.compression.base import Codec
+from dadt.compression.feedback import Feedback
+from dadt.compression.int8 import Int8
+from dadt.compression.powersgd import LowRank
+from dadt.compression.short import BFLOAT16, FLOAT16
+
+CODECS: dict[str, Codec] = {"bf16": BFLOAT16, "fp16": FLOAT16, "int8": Int8()}
+
+Form = Feedback | LowRank
+"""What an exchange knows of one bucket from the exchanges before."""
+
+
+def forms(name: str, buckets: Sequence[Bucket]) -> list[Form | None]:
+    """For each bucket; None: it travels as it is. name: as given to --compression."""
+    family, _, rank = name.partition(":")
+    if family == "powersgd":
+        made = [LowRank(b, int(rank)) if b.dtype in Feedback.DTYPES else None for b in buckets]
+        return [form if form is not None and form.matrices else None for form in made]
+    codec = CODECS.get(name)
+    return [Feedback(codec) if codec and b.dtype in Feedback.DTYPES else None for b in buckets]
+
+
+__all__ = ["CODECS", "Codec", "Feedback", "Form", "LowRank", "forms"]

@@ -1,0 +1,23 @@
+"""What a codec is: for tensors of the host the core's own, and the same in torch operations for those of a GPU."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from dadt import _core
+
+BLOCK = _core.BLOCK
+
+
+class Codec(Protocol):
+    """A finite number stays one, and what is none stays none. Both sides give the same bits."""
+
+    core: _core.Codec
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """(blocks, BLOCK) of float32 to (blocks, block_bytes) of uint8, on their device."""
+
+    def decode(self, wire: torch.Tensor) -> torch.Tensor:
+        """And back."""

@@ -1,0 +1,159 @@
+"""PowerSGD (arXiv:1905.13727): a matrix travels as two thin ones, by one step of power iteration.
+
+M (n x m) is approximated by P Q', with P = the orthonormalised mean of M Q over ranks, and then Q = the mean of M' P:
+two allreduces, of which the second needs the first. Q of one step is where the next one begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dadt.bucket import Bucket, Staged
+from dadt.compression.feedback import Owing
+
+_DEPENDENT = 1e-4
+"""A column of which no more is left, once those before are taken out, is nothing but their rounding."""
+_SEED = 1905_13727
+
+
+class LowRank(Owing):
+    """One bucket's matrices: where they are, where the next iteration begins, and what this rank owes of them.
+
+    A tensor counts as a matrix of its first dimension by all others. Where two thin ones are not smaller, and for
+    vectors, it travels as it is. Ranks must have processors of one kind: the product is computed on each.
+    """
+
+    def __init__(self, bucket: Bucket, rank: int) -> None:
+        super().__init__()
+        self.bucket = bucket
+        shapes = [_as_matrix(t) for t in bucket.tensors]
+        ranks = [min(rank, n, m) for n, m in shapes]
+        self.matrices = [i for i, (n, m) in enumerate(shapes) if ranks[i] * (n + m) < n * m]
+        """Of the bucket's tensors, those that are approximated."""
+        self._shapes = [shapes[i] for i in self.matrices]
+        self._ranks = [ranks[i] for i in self.matrices]
+        if not self.matrices:
+            return
+        first = [torch.empty_like(t) for t in bucket.tensors]
+        for i, (n, _), r in zip(self.matrices, self._shapes, self._ranks, strict=True):
+            first[i] = torch.empty(n, r, dtype=bucket.dtype, device=bucket.device)
+        second = [torch.empty(m, r, dtype=bucket.dtype, device=bucket.device) for (_, m), r in zip(self._shapes, self._ranks, strict=True)]
+        self.first = Bucket(first, bucket.direct, bucket.turns)
+        """P of each matrix, and what travels as it is."""
+        self.second = Bucket(second, bucket.direct, bucket.turns)
+        """Q of each matrix."""
+        self.owed: list[torch.Tensor | None] = [None] * len(self.matrices)
+        self.bases = self._begin()
+        self.epoch = 0
+
+    def _begin(self) -> list[torch.Tensor]:
+        """Random, and equal on all ranks."""
+        generator = torch.Generator().manual_seed(_SEED)
+        sizes = [(m, r) for (_, m), r in zip(self._shapes, self._ranks, strict=True)]
+        return [torch.randn(s, generator=generator).to(self.bucket.device, self.bucket.dtype) for s in sizes]
+
+    def forget(self) -> None:
+        super().forget()
+        self.epoch += 1
+        self.bases = self._begin()
+
+    def begin(self, gradients: Sequence[torch.Tensor | None], scale: torch.Tensor | None, turn: int) -> Round:
+        """One exchange. scale: the loss scale that the gradients carry."""
+        keep = self.keep(scale)
+        taken: list[torch.Tensor | None] = []
+        with torch.no_grad():
+            for k, (i, shape) in enumerate(zip(self.matrices, self._shapes, strict=True)):
+                gradient, owed = gradients[i], self.owed[k]
+                if gradient is None:
+                    taken.append(None)
+                    continue
+                dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
+                # In memory of its own: the script may change its gradients before the second half.
+                matrix = dense.detach().reshape(shape).clone()
+                if owed is not None:
+                    matrix += owed * keep
+                self.owed[k] = None
+                taken.append(matrix)
+        return Round(self, list(gradients), taken, turn)
+
+
+class Round:
+    """One averaging of one bucket: `staged` goes with the first allreduce, what `halfway` gives with the second."""
+
+    def __init__(
+        self,
+        form: LowRank,
+        gradients: list[torch.Tensor | None],
+        taken: list[torch.Tensor | None],
+        turn: int,
+    ) -> None:
+        self.form = form
+        self._taken = taken
+        self._turn = turn
+        self._epoch = form.epoch
+        self._bases: list[torch.Tensor] = []
+        self._own: list[torch.Tensor | None] = []
+        with torch.no_grad():
+            for i, matrix, base in zip(form.matrices, taken, form.bases, strict=True):
+                gradients[i] = None if matrix is None else matrix @ base
+        self.staged: Staged = form.first.stage(gradients, turn)
+
+    def halfway(self) -> Staged:
+        """The first allreduce is done."""
+        form = self.form
+        with torch.no_grad():
+            self._bases = [orthonormal(form.first.deliver(i, self._turn)) for i in form.matrices]
+            pairs = zip(self._taken, self._bases, strict=True)
+            self._own = [None if matrix is None else matrix.T @ basis for matrix, basis in pairs]
+        return form.second.stage(list(self._own), self._turn)
+
+    def finish(self) -> None:
+        """The second one is done: put the averages in their places, and keep what was lost."""
+        form, turn = self.form, self._turn
+        places = form.bucket.views[turn]
+        with torch.no_grad():
+            for i, place in enumerate(places):
+                if i not in form.matrices:
+                    place.copy_(form.first.deliver(i, turn))
+            for k, i in enumerate(form.matrices):
+                mean = form.second.deliver(k, turn)
+                places[i].copy_((self._bases[k] @ mean.T).view(form.bucket.tensors[i].shape))
+                if self._epoch == form.epoch:
+                    self._learn(k, mean)
+        self._taken, self._own = [], []
+
+    def _learn(self, k: int, mean: torch.Tensor) -> None:
+        """Infinity in a gradient reaches all ranks, and neither what is owed nor the next beginning."""
+        form, matrix, own = self.form, self._taken[k], self._own[k]
+        finite = mean.isfinite().all()
+        # A column of zeros would stay one for ever.
+        useful = finite & mean.ne(0).any(0, keepdim=True)
+        form.bases[k] = torch.where(useful, mean, form.bases[k])
+        if matrix is None or own is None:
+            return
+        lost = torch.where(finite, matrix - self._bases[k] @ own.T, 0.0)
+        owed = form.owed[k]
+        # With `pipe` the exchange after this one has begun: what is lost here goes with the next but one.
+        form.owed[k] = lost if owed is None else owed + lost
+
+
+def _as_matrix(tensor: torch.Tensor) -> tuple[int, int]:
+    """Rows and columns; none of what is none."""
+    if tensor.dim() < 2 or not tensor.numel():
+        return 0, 0
+    return tensor.shape[0], tensor.numel() // tensor.shape[0]
+
+
+def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
+    """Columns made orthonormal by modified Gram-Schmidt; zeros where they depend on those before."""
+    columns = list(matrix.unbind(1))
+    least = matrix.norm(dim=0) * _DEPENDENT
+    for i, column in enumerate(columns):
+        norm = column.norm()
+        column = torch.where(norm <= least[i], 0.0, column / norm)
+        columns[i] = column
+        for j in range(i + 1, len(columns)):
+            columns[j] = columns[j] - (columns[j] @ column) * column
+    return torch.stack(columns, 1)

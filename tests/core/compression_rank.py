@@ -1,0 +1,147 @@
+"""One rank of test_compression.py: compression_rank.py EXECUTOR HOSTS RANK FOLDER."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+
+import torch
+from executor_rank import DEADLINE, connect
+from torch.distributed import FileStore
+
+from dadt import _core
+from dadt.bucket import DTYPES
+from dadt.compression import CODECS, Codec, Feedback
+from dadt.executors import c10d, nccl
+from dadt.executors.base import Connection
+from dadt.world import World
+
+COUNTS = ([1], [0], [255], [257], [1000, 0, 33], [40_000, 3])
+"""The last one is no small one: it goes in parts. On three ranks and more, some have none of 257."""
+STEPS = 6
+PRECISION = {"bf16": 2**-8, "fp16": 2**-10, "int8": 1 / 127}
+"""What two roundings to nearest may change, relative to the greatest value of a block."""
+
+
+class Averages:
+    """Allreduces of one rank, and what they should have given."""
+
+    def __init__(self, connection: Connection, rank: int, size: int, device: nccl.Device | None) -> None:
+        self.connection, self.rank, self.size, self.device = connection, rank, size, device
+        self.digest = hashlib.sha256()
+
+    def values(self, step: int, counts: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
+        """Of every rank."""
+        return [
+            torch.randn(sum(counts), dtype=dtype, generator=torch.Generator().manual_seed(100 * step + rank))
+            for rank in range(self.size)
+        ]
+
+    def mean(self, values: torch.Tensor, counts: list[int], feedback: Feedback, weight: float = 1.0) -> torch.Tensor:
+        """Over ranks, as delivered; this rank's are `values`."""
+        lane = b"of %d" % self.rank
+        flat = torch.full_like(values, torch.nan)
+        if self.device is not None:
+            coding = (feedback, feedback.keep(None))
+            work = self.device.average([values], [flat], flat, coding, name="mean", weight=weight, lane=lane)
+        else:
+            layout = _core.Layout(DTYPES[values.dtype], counts)
+            ends = torch.tensor([0, *counts]).cumsum(0)[:-1].tolist()
+            inputs, outputs = ([t.data_ptr() + end * t.element_size() for end in ends] for t in (values, flat))
+            arguments = feedback.arguments(layout.total)
+            work = self.connection.engine.allreduce(layout, inputs, outputs, "mean", weight, lane, **arguments)
+        work.wait(DEADLINE)
+        assert work.lanes == [b"of %d" % each for each in range(self.size)]
+        self.digest.update(flat.numpy().tobytes())
+        return flat
+
+    def stay_near(self, codec: Codec, counts: list[int], dtype: torch.dtype, weights: list[float]) -> None:
+        """The error of one step, and that of all: what is lost comes with the next."""
+        feedback = Feedback(codec)
+        true, delivered = torch.zeros(sum(counts), dtype=dtype), torch.zeros(sum(counts), dtype=dtype)
+        most = 0.0
+        for step in range(STEPS):
+            every = self.values(step, counts, dtype)
+            most = max([most, *(float(v.abs().max()) for v in every if len(v))])
+            mean = sum(v * w for v, w in zip(every, weights, strict=True)) / sum(weights)
+            got = self.mean(every[self.rank], counts, feedback, weights[self.rank])
+            true, delivered = true + mean, delivered + got
+            worst = float((delivered - true).abs().max()) if sum(counts) else 0.0
+            assert worst <= 1.3 * most * PRECISION[codec.core.name], (codec.core.name, counts, dtype, step, worst)
+        differs = sum(counts) < 2 or not torch.equal(true, delivered)
+        assert differs, "nothing was compressed"
+
+    def tell_infinity(self, codec: Codec, counts: list[int]) -> None:
+        """One rank has a value that is no number: all see it, and in the next step nobody does."""
+        feedback = Feedback(codec)
+        for step, bad in enumerate((torch.inf, 0.0, torch.nan, 0.0)):
+            every = self.values(step, counts, torch.float32)
+            if bad != 0.0:
+                every[0][5] = bad
+            got = self.mean(every[self.rank], counts, feedback)
+            assert bool(got[5].isfinite()) == (bad == 0.0)
+            if bad == 0.0:
+                assert (got - sum(every) / self.size).abs().max() < 0.2, "what is owed is poisoned"
+
+    def leave_out(self, codec: Codec, counts: list[int]) -> None:
+        """A rank of weight 0 has no numbers."""
+        every = self.values(0, counts, torch.float32)
+        mine = torch.full_like(every[0], torch.nan) if self.rank == 1 else every[self.rank]
+        got = self.mean(mine, counts, Feedback(codec), float(self.rank != 1))
+        mean = (sum(every) - every[1]) / (self.size - 1)
+        assert (got - mean).abs().max() < 0.2
+
+    def forget(self, codec: Codec, counts: list[int]) -> None:
+        """The same as from the beginning."""
+        every = self.values(0, counts, torch.float32)
+        feedback = Feedback(codec)
+        first = self.mean(every[self.rank], counts, feedback)
+        second = self.mean(every[self.rank], counts, feedback)
+        feedback.forget()
+        assert not torch.equal(first, second)
+        assert torch.equal(first, self.mean(every[self.rank], counts, feedback))
+
+    def run(self) -> None:
+        weights = [1.0 + rank for rank in range(self.size)]
+        for codec in CODECS.values():
+            for counts in COUNTS:
+                if self.device is not None and not sum(counts):
+                    continue
+                self.stay_near(codec, counts, torch.float32, [1.0] * self.size)
+            for counts in COUNTS[4:]:
+                self.stay_near(codec, counts, torch.float64, weights)
+                self.tell_infinity(codec, counts)
+                self.forget(codec, counts)
+                if self.device is None:
+                    self.leave_out(codec, counts)
+
+
+def main(executor: str, hosts: str, rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    here = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    world = World(
+        rank=rank,
+        world_size=len(hosts),
+        local_rank=here.index(rank),
+        local_size=len(here),
+        cross_rank=int(hosts[rank]),
+    )
+    connection = connect("shm" if executor == "nccl's way" else executor, world, folder)
+    device = None
+    if executor == "nccl's way":  # with Gloo in place of NCCL and the CPU in that of a GPU
+        store = FileStore(str(Path(folder) / "group"), world.world_size)
+        group = c10d.join("gloo", store, world, range(world.world_size), DEADLINE)
+        device = nccl.Device(group, connection.engine, torch.device("cpu"), rank, world.world_size)
+    averages = Averages(connection, rank, world.world_size, device)
+    averages.run()
+    sent, plain = connection.engine.sent if device is None else device.sent
+    if device is not None:
+        device.close(failed=False)
+    connection.engine.close(DEADLINE)
+    connection.close()
+    print(f"right {averages.digest.hexdigest()} {plain / max(sent, 1):.2f}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4])

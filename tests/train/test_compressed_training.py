@@ -1,0 +1,120 @@
+"""Trainings whose gradients are compressed: near to those without, and the same on all ranks."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from checks import assert_equal
+from scenarios import WARMUP, simulate
+
+DIGITS = Path(__file__).with_name("digits.py")
+COMPRESSIONS = ("bf16", "fp16", "int8", "powersgd:1")
+NAMES = ("momentum", "accumulate", "unused", "clip", "frozen")
+TRAIN = f"""
+    import scenarios
+    report({{name: scenarios.train(name, rank) for name in {NAMES!r}}})
+"""
+
+
+def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """Of all weights together, relative to them."""
+    weights = [name for name in a if not name.startswith("optimizer")]
+    difference = torch.cat([(a[n] - b[n]).flatten() for n in weights]).norm()
+    return float(difference / torch.cat([b[n].flatten() for n in weights]).norm())
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("algorithm", ["sync", "pipe"])
+def test_trainings_stay_near_and_replicas_identical(algorithm, compression, dadt_run):
+    executor = "gloo" if algorithm == "sync" else "shm"
+    options = ["--algorithm", algorithm, "--executor", executor, "--warmup-steps", str(WARMUP)]
+    run = dadt_run(TRAIN, *options, "--compression", compression)
+    least = 2.5 if compression == "int8" else 1.9 if compression.endswith("16") else 1.05
+    less = float(re.search(r"sent .* MB per step, (\d+\.\d)x less than uncompressed", run.output)[1])
+    assert less >= (least if algorithm == "sync" else 1.0), run.output
+    for name in NAMES:
+        mine = [ranks[name] for ranks in run.ranks]
+        assert_equal(*mine, name)
+        want = simulate(name, 2, algorithm)
+        assert mine[0].keys() == want.keys()
+        far = distance(mine[0], want)
+        assert 0 < far < (0.1 if compression.startswith("powersgd") else 0.01), (name, far)
+
+
+@pytest.mark.parametrize("compression", ["int8", "fp16", "powersgd:1"])
+def test_infinity_on_one_rank_makes_all_skip_and_no_more(compression, dadt_run):
+    run = dadt_run(
+        """
+        from scenarios import batch, mlp, snapshot
+        torch.manual_seed(0)
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=7)
+        scales, weights = [], []
+        for step in range(24):
+            x, y = batch(rank, step, 0)
+            loss = nn.functional.cross_entropy(model(x), y)
+            if rank == 1 and step in (9, 15):
+                loss = loss * float("inf")
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+            weights.append(model[0].weight.detach().clone())
+        report({"state": snapshot(model, optimizer), "scales": scales, "weights": weights})
+        """,
+        *("--algorithm", "sync", "--warmup-steps", "4", "--compression", compression, "--executor", "gloo"),
+    )
+    first, second = run.ranks
+    assert_equal(first["state"], second["state"])
+    assert first["scales"] == second["scales"]
+    assert first["scales"][9] == first["scales"][8] / 2
+    for skipped in (9, 15):
+        assert torch.equal(first["weights"][skipped], first["weights"][skipped - 1])
+        assert not torch.equal(first["weights"][skipped + 1], first["weights"][skipped])
+    assert all(value.isfinite().all() for value in first["state"].values())
+
+
+def test_what_a_closure_gives_is_not_compressed(dadt_run):
+    script = """
+        from scenarios import batch, mlp, snapshot
+        torch.manual_seed(0)
+        model = mlp()
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, line_search_fn="strong_wolfe")
+        for step in range(4):
+            x, y = batch(rank, step, 0)
+            def closure():
+                optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(model(x), y)
+                loss.backward()
+                return loss
+            optimizer.step(closure)
+        report(snapshot(model))
+    """
+    plain, compressed = (dadt_run(script, *options).ranks for options in ((), ("--compression", "int8")))
+    assert_equal(plain[0], compressed[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compression", COMPRESSIONS[:3] + ("powersgd:4",))
+def test_the_digits(compression, tmp_path):
+    def accuracy(name: str) -> float:
+        options = ["--batch", "global", "--algorithm", "sync", "--warmup-steps", "40", "--compression", name]
+        done = subprocess.run(
+            [sys.executable, "-m", "dadt_cli", "run", "-np", "2", "--log-dir", str(tmp_path), *options, str(DIGITS)],
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        found = re.findall(r"accuracy (0\.\d+)", done.stdout + done.stderr)
+        assert len(found) == 2 and len(set(found)) == 1, done.stdout + done.stderr
+        return float(found[0])
+
+    assert accuracy(compression) > accuracy("none") - 0.005
