@@ -88,7 +88,6 @@ class Checkpoints:
             "world_size": self._runtime.world.world_size,
             "rank": self._runtime.world.rank,
             "step": a.step,
-            "measured": a.measure.state() if a.step <= a.warmup_steps else {},
             "state": state,
             "displacement": {indices[p]: d.clone() for p, d in a.prediction.displacement()},
             "older": {indices[p]: d.clone() for p, d in a.prediction.older_displacement()},
@@ -146,8 +145,6 @@ class Checkpoints:
             self._runtime.say("the checkpoint is one of another model: training begins with a warm-up")
             return
         a.step = part["step"]
-        if part["measured"]:
-            a.measure.load_state(part["measured"])
         a.prediction.restore(known, older)
         if part["state"]:
             a.algorithm.load_state(part["state"])

@@ -140,7 +140,8 @@ class Prediction:
 
     def older_displacement(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The same of the step before."""
-        known = self._holds is _Holds.DISPLACEMENT and self.older
+        # Also where a forward between step and checkpoint has used the last one up: it is the one before by then.
+        known = self._holds in (_Holds.DISPLACEMENT, _Holds.BEFORE) and self.older
         return list(zip(self.parameters, self._older, strict=True)) if known else []
 
     def restore(
@@ -148,10 +149,10 @@ class Prediction:
     ) -> None:
         """Go on from what `displacement` and `older_displacement` gave."""
         self.forget()
-        if displacement and self.wanted:
+        if (displacement or older) and self.wanted:
             self._buffers = [_known(p, displacement) for p in self.parameters]
             self._older = [_known(p, older) for p in self.parameters] if self.older else []
-            self._holds = _Holds.DISPLACEMENT
+            self._holds = _Holds.DISPLACEMENT if displacement else _Holds.NOTHING
 
     def forget(self) -> None:
         """The step was skipped, or the script replaced the weights: the last displacements predict nothing."""
@@ -160,6 +161,11 @@ class Prediction:
         if self._older:
             torch._foreach_zero_(self._older)
         self._holds = _Holds.NOTHING
+
+    def end(self) -> None:
+        """Nothing is predicted any more: the memory is given back."""
+        self.forget()
+        self._buffers, self._older = [], []
 
 
 def _known(p: torch.Tensor, values: Mapping[torch.Tensor, torch.Tensor]) -> torch.Tensor:

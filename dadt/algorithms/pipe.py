@@ -103,21 +103,26 @@ class Pipe(Algorithm):
     def step_synchronously(self) -> None:
         """From now on, for good: what `sync` does."""
         self._pending.clear()
+        self.attachment.prediction.end()
         self._sync = Sync(self.attachment)
         self._divergence = None
         self.wants_gradients = True
         self.attachment.watch_gradients()
 
     def state(self) -> dict[str, Any]:
+        a = self.attachment
         return {
             "synchronous": self._sync is not None,
-            "in_flight": flights(self.attachment, self._pending),
+            "in_flight": flights(a, self._pending),
+            "measured": a.measure.state() if a.step <= a.warmup_steps else {},
             "norm": None if self._norm is None else float(self._norm),
             "late": self._late,
             "divergence": {} if self._divergence is None else self._divergence.state(),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
+        if state["measured"]:
+            self.attachment.measure.load_state(state["measured"])
         if state["synchronous"]:
             if self._sync is None:
                 self.step_synchronously()
