@@ -86,6 +86,9 @@ class Rounds:
         self.loaded |= event == "loaded"
         if event == "changed":
             self.settle()
+            for p, v in zip(self.weights[0], self.velocities):
+                if not p.requires_grad:
+                    v.zero_()
         for number, fragment in enumerate(outer.fragments):
             since = self.alone - number * outer.every // len(outer.fragments)
             if (since - -(-outer.every // 2)) % outer.every == 0 and not self.loaded:
