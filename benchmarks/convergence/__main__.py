@@ -48,17 +48,19 @@ def arguments() -> argparse.Namespace:
 def train(options: argparse.Namespace, deadline: float) -> bool:
     """False where time ran out."""
     for family in (family.name for family in options.families):
-        rate = options.rate
-        if not rate and not perform(sweep(family), options.results, options.jobs, deadline):
+        rate: float | None = options.rate
+        if not rate:
+            perform(sweep(family), options.results, options.jobs, deadline)
+            rate = best_rate(family, load(options.results))
+        if rate is None:
             return False
-        rate = rate or best_rate(family, load(options.results))
         if options.others:
             runs = pairs(family, rate, ["sync", *options.others], [others.RANKS], options.seeds, twice=False)
-            if not perform(runs, options.results, 1, deadline, others.train):
-                return False
-        elif not perform(
-            pairs(family, rate, options.methods, options.ranks, options.seeds), options.results, options.jobs, deadline
-        ):
+            done = perform(runs, options.results, 1, deadline, others.train)
+        else:
+            runs = pairs(family, rate, options.methods, options.ranks, options.seeds)
+            done = perform(runs, options.results, options.jobs, deadline)
+        if not done:
             return False
     return True
 

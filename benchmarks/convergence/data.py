@@ -13,7 +13,7 @@ FOLDER = Path(__file__).parents[2] / "examples" / "data"
 CONTEXT = 64
 """Letters that the language models see."""
 
-Pairs = Dataset[tuple[torch.Tensor, torch.Tensor]]
+Pairs = Dataset[tuple[torch.Tensor, ...]]
 
 
 @cache
@@ -36,7 +36,7 @@ class Letters(Pairs):
     def __len__(self) -> int:
         return (len(self.text) - 1 - CONTEXT) // self.stride + 1
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
         window = self.text[index * self.stride : index * self.stride + CONTEXT + 1]
         return window[:-1], window[1:]
 

@@ -18,7 +18,7 @@ class Interval(NamedTuple):
     mean: float
     low: float
     high: float
-    count: int
+    pairs: int
 
 
 def interval(values: Sequence[float]) -> Interval:

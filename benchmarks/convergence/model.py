@@ -49,7 +49,8 @@ class Block(nn.Module):
         q, k, v = parts.permute(2, 0, 3, 1, 4)
         seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.projection(seen.transpose(1, 2).reshape(batch, letters, width))
-        return x + self.perceptron(self.norms[1](x))
+        out: torch.Tensor = x + self.perceptron(self.norms[1](x))
+        return out
 
 
 class GPT(nn.Module):

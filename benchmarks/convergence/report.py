@@ -33,7 +33,7 @@ class Row(NamedTuple):
 
     @property
     def met(self) -> str:
-        if self.lost is None or self.lost.count < 2:
+        if self.lost is None or self.lost.pairs < 2:
             return ""
         end = self.lost.low if self.method in EXACT else self.lost.high
         return "yes" if end <= allowed(self.family, self.method) else "no"
@@ -59,7 +59,9 @@ def groups(results: Results) -> dict[tuple[str, float, int, str], dict[int, floa
 
 def rows(results: Results) -> Iterator[Row]:
     scores = groups(results)
-    for (family, rate, ranks, method), by_seed in scores.items():
+    for key in sorted(scores, key=lambda key: (key[0], key[2], key[1], key[3])):
+        family, rate, ranks, method = key
+        by_seed = scores[key]
         chance = 0.2 if FAMILIES[family].counts else math.log(65)
         sign = 1 if FAMILIES[family].counts else -1
         bad = sum(sign * value <= sign * chance for value in by_seed.values())
@@ -78,7 +80,9 @@ def table(results: Results) -> str:
     ]
     counts = {key: len(by_seed) for key, by_seed in groups(results).items()}
     for row in rows(results):
-        lost = "" if row.lost is None else f"{row.lost.mean:.4f} ({row.lost.low:.4f} to {row.lost.high:.4f})"
+        lost = "" if row.lost is None else f"{row.lost.mean:.4f}"
+        if row.lost is not None and row.lost.pairs > 1:
+            lost += f" ({row.lost.low:.4f} to {row.lost.high:.4f})"
         target = "" if row.lost is None else f"{allowed(row.family, row.method):g}"
         seeds = counts[row.family, row.rate, row.ranks, row.method]
         cells = [row.family, f"{row.rate:g}", row.ranks, row.method, f"{row.mean:.4f}", seeds, lost, target, row.met]

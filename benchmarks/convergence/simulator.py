@@ -30,7 +30,7 @@ class Simulation:
         self.ranks = ranks
         self.seed = seed
         self.model, self.optimizer, self.schedule = family.begin(seed, rate)
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.parameters: Tensors = [p for p in self.model.parameters() if p.requires_grad]
         self.factor, self.older = method.factors(self.optimizer)
         self.buffers = [b for b in self.model.buffers() if b.is_floating_point()]
         """BatchNorm's statistics: each rank has its own, and reads their mean."""
@@ -102,10 +102,10 @@ class Simulation:
             put(self.buffers, self.own[rank])
             self.optimizer.zero_grad()
             loss = self.family.loss(self.model, (part(batch[0], rank, size), part(batch[1], rank, size)))
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             losses += float(loss.detach())
             self.own[rank] = copies(self.buffers)
-            gradients.append([p.grad for p in self.parameters])
+            gradients.append([p.grad for p in self.parameters if p.grad is not None])
             statistics.append(self.own[rank])
         return losses / self.ranks, mean(gradients), mean(statistics)
 

@@ -23,7 +23,7 @@ from benchmarks.convergence.study import conditions
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "tests" / "hosts"))
-from machine import Network  # noqa: E402
+from machine import Network  # type: ignore[import-not-found] # noqa: E402
 
 DILOCO = ["--algorithm", "local", "--sync-every", "32", "--outer-lr", "0.7", "--outer-momentum", "0.9"]
 METHODS = {
@@ -97,13 +97,13 @@ def started(command: Sequence[object], env: dict[str, str]) -> subprocess.Popen[
 
 def step_seconds(outcome: Outcome) -> float:
     """Median, so without the steps at which the script looks at its loss."""
-    times = outcome["times"]
+    times: list[float] = outcome["times"]
     return statistics.median(b - a for a, b in pairwise(times))
 
 
 def reached(outcome: Outcome, loss: float) -> float | None:
     """Seconds until a look found this loss or less."""
-    return next((seconds for _, seconds, seen in outcome["looks"] if seen <= loss), None)
+    return next((float(seconds) for _, seconds, seen in outcome["looks"] if seen <= loss), None)
 
 
 def measure(network: Network, options: argparse.Namespace, folder: Path) -> dict[str, Any]:

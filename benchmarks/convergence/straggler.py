@@ -32,7 +32,8 @@ def train(flags: list[str], family: str, rate: float, steps: int, wait: float, s
 
 def throughput(ranks: Ranks) -> float:
     """Steps per second of all but rank 0, once all are under way."""
-    return sum((len(rank["times"]) - 1) / (rank["times"][-1] - rank["times"][0]) for rank in ranks[1:])
+    times: list[list[float]] = [rank["times"] for rank in ranks[1:]]
+    return sum((len(each) - 1) / (each[-1] - each[0]) for each in times)
 
 
 def picture(found: dict[str, Ranks], path: Path) -> None:

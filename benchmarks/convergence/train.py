@@ -19,14 +19,15 @@ from torch import nn
 from benchmarks.convergence.family import FAMILIES, Batch
 
 
-def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Of all bits of weights, buffers and optimizer state."""
-    found = hashlib.blake2b(digest_size=16)
-    for values in (model.state_dict(), *optimizer.state_dict()["state"].values()):
-        for key, value in values.items():
-            if isinstance(value, torch.Tensor):
-                found.update(str(key).encode() + value.contiguous().numpy().tobytes())
-    return found.hexdigest()
+def digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Of all bits of weights, buffers and optimizer state, by name."""
+    states = {"model": model.state_dict(), **optimizer.state_dict()["state"]}
+    return {
+        f"{of} {name}": hashlib.blake2b(value.contiguous().numpy().tobytes(), digest_size=8).hexdigest()
+        for of, values in states.items()
+        for name, value in values.items()
+        if isinstance(value, torch.Tensor)
+    }
 
 
 def mine(batch: Batch) -> Batch:
@@ -43,6 +44,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=0, help="0: as many as the family takes")
     parser.add_argument("--every", type=int, default=0, help="steps between two looks at the data of the verdict")
+    parser.add_argument("--judge", type=int, default=0, help="samples of the verdict; 0: all")
     parser.add_argument("--batch", type=int, default=0, help="joint batch; 0: the family's")
     parser.add_argument(
         "--wait", type=float, default=0.0, help="seconds that each step waits, as if it computed longer"
@@ -72,7 +74,7 @@ def main() -> None:
     for step, batch in enumerate(family.batches(options.seed), 1):
         optimizer.zero_grad()
         loss = family.loss(trained, mine(batch) if options.ddp else batch)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         time.sleep(wait)
         optimizer.step()
         schedule.step()
@@ -81,10 +83,10 @@ def main() -> None:
         if options.every and step % options.every == 0:
             looks.append((step, time.monotonic() - begun, family.verdict(model, 100)["loss"]))
     seconds = times[-1]
-    verdict = family.verdict(model)
+    verdict = family.verdict(model, options.judge)
     print(f"{options.family}: loss {verdict['loss']:.4f}  accuracy {verdict['accuracy']:.4f}  {seconds:.1f} s")
     if options.out:
-        outcome = {**verdict, "digest": digest(model, optimizer), "seconds": seconds, "losses": losses}
+        outcome = {**verdict, "digests": digests(model, optimizer), "seconds": seconds, "losses": losses}
         outcome |= {"times": times, "looks": looks}
         (options.out / f"rank{options.rank}.json").write_text(json.dumps(outcome))
 
