@@ -156,11 +156,11 @@ def picture(figures: dict[str, Any], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--family", choices=list(FAMILIES), default="gpt")
-    parser.add_argument("--rate", type=float, default=5e-3)
+    parser.add_argument("--rate", type=float, default=2.5e-3)
     parser.add_argument("--batch", type=int, default=8, help="of both hosts together; 0: the family's")
     parser.add_argument("--steps", type=int, default=400, help="of DDP")
     parser.add_argument("--every", type=int, default=20, help="steps between two looks at the loss")
-    parser.add_argument("--mbit", type=int, default=50, help="speed of the link, each way")
+    parser.add_argument("--mbit", type=int, default=25, help="speed of the link, each way")
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--json", type=Path, help="file for the figures; the picture goes beside it")
     options = parser.parse_args()
