@@ -39,7 +39,10 @@ class LowRank(Owing):
         first = [torch.empty_like(t) for t in bucket.tensors]
         for i, (n, _), r in zip(self.matrices, self._shapes, self._ranks, strict=True):
             first[i] = torch.empty(n, r, dtype=bucket.dtype, device=bucket.device)
-        second = [torch.empty(m, r, dtype=bucket.dtype, device=bucket.device) for (_, m), r in zip(self._shapes, self._ranks, strict=True)]
+        second = [
+            torch.empty(m, r, dtype=bucket.dtype, device=bucket.device)
+            for (_, m), r in zip(self._shapes, self._ranks, strict=True)
+        ]
         self.first = Bucket(first, bucket.direct, bucket.turns)
         """P of each matrix, and what travels as it is."""
         self.second = Bucket(second, bucket.direct, bucket.turns)

@@ -20,7 +20,7 @@ from dadt.world import World
 COUNTS = ([1], [0], [255], [257], [1000, 0, 33], [40_000, 3])
 """The last one is no small one: it goes in parts. On three ranks and more, some have none of 257."""
 STEPS = 6
-PRECISION = {"bf16": 2**-8, "fp16": 2**-10, "int8": 1 / 127}
+PRECISION = {"bf16": 2**-7, "fp16": 2**-10, "int8": 1 / 127}
 """What two roundings to nearest may change, relative to the greatest value of a block."""
 
 

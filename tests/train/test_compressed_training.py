@@ -13,8 +13,11 @@ from checks import assert_equal
 from scenarios import WARMUP, simulate
 
 DIGITS = Path(__file__).with_name("digits.py")
-COMPRESSIONS = ("bf16", "fp16", "int8", "powersgd:1")
-NAMES = ("momentum", "accumulate", "unused", "clip", "frozen")
+NEAR = {"bf16": 0.01, "fp16": 0.01, "int8": 0.05, "powersgd:2": 0.15}
+"""Weights after 24 steps; of the last, after steps with matrices of 3 and 6 columns."""
+LEAST = {"bf16": 1.9, "fp16": 1.9, "int8": 2.5, "powersgd:2": 1.1}
+"""Times fewer bytes."""
+NAMES = ("accumulate", "unused", "clip", "frozen")
 TRAIN = f"""
     import scenarios
     report({{name: scenarios.train(name, rank) for name in {NAMES!r}}})
@@ -28,25 +31,27 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return float(difference / torch.cat([b[n].flatten() for n in weights]).norm())
 
 
-@pytest.mark.parametrize("compression", COMPRESSIONS)
-@pytest.mark.parametrize("algorithm", ["sync", "pipe"])
+@pytest.mark.parametrize(
+    ("algorithm", "compression"), [*(("sync", name) for name in NEAR), ("pipe", "int8"), ("pipe", "powersgd:2")]
+)
 def test_trainings_stay_near_and_replicas_identical(algorithm, compression, dadt_run):
     executor = "gloo" if algorithm == "sync" else "shm"
     options = ["--algorithm", algorithm, "--executor", executor, "--warmup-steps", str(WARMUP)]
     run = dadt_run(TRAIN, *options, "--compression", compression)
-    least = 2.5 if compression == "int8" else 1.9 if compression.endswith("16") else 1.05
     less = float(re.search(r"sent .* MB per step, (\d+\.\d)x less than uncompressed", run.output)[1])
-    assert less >= (least if algorithm == "sync" else 1.0), run.output
+    assert less >= LEAST[compression], run.output
     for name in NAMES:
         mine = [ranks[name] for ranks in run.ranks]
         assert_equal(*mine, name)
         want = simulate(name, 2, algorithm)
         assert mine[0].keys() == want.keys()
         far = distance(mine[0], want)
-        assert 0 < far < (0.1 if compression.startswith("powersgd") else 0.01), (name, far)
+        assert far < NEAR[compression], (name, far)
+        # Branches' matrices of 3 x 6 are no larger than two of rank 2.
+        assert far > 0 or (name, compression) == ("unused", "powersgd:2"), "nothing was compressed"
 
 
-@pytest.mark.parametrize("compression", ["int8", "fp16", "powersgd:1"])
+@pytest.mark.parametrize("compression", ["int8", "powersgd:2"])
 def test_infinity_on_one_rank_makes_all_skip_and_no_more(compression, dadt_run):
     run = dadt_run(
         """
@@ -98,12 +103,13 @@ def test_what_a_closure_gives_is_not_compressed(dadt_run):
             optimizer.step(closure)
         report(snapshot(model))
     """
-    plain, compressed = (dadt_run(script, *options).ranks for options in ((), ("--compression", "int8")))
-    assert_equal(plain[0], compressed[1])
+    run = dadt_run(script, "--compression", "int8")
+    assert_equal(*run.ranks)
+    assert "4 steps, none delayed" in run.output and "less than uncompressed" not in run.output
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compression", COMPRESSIONS[:3] + ("powersgd:4",))
+@pytest.mark.parametrize("compression", ["bf16", "fp16", "int8", "powersgd:4"])
 def test_the_digits(compression, tmp_path):
     def accuracy(name: str) -> float:
         options = ["--batch", "global", "--algorithm", "sync", "--warmup-steps", "40", "--compression", name]
