@@ -176,7 +176,7 @@ def test_what_a_rank_does_concerns_no_other(dadt_run) -> None:
         assert torch.equal(value, other["end"][name])
 
 
-@pytest.mark.parametrize("executor", ["shm", "gloo"])
+@pytest.mark.parametrize("executor", [pytest.param("shm", marks=pytest.mark.slow), "gloo"])
 def test_a_failure_ends_all_ranks(dadt_run, executor) -> None:
     script = """
     while True:
