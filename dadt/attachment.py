@@ -20,6 +20,7 @@ from dadt.measure import Measure
 from dadt.prediction import Prediction, auto_factors
 
 if TYPE_CHECKING:
+    from dadt.checkpoint import Arrived
     from dadt.runtime import Runtime
 
 _FINGERPRINTED_STEPS = 20
@@ -357,13 +358,13 @@ class Attachment:
                 return zlib.crc32(part.numpy().tobytes()) if bool(part.any()) else 0
         return 0
 
-    def wait(self, exchange: Exchange) -> list[Lane]:
+    def wait(self, exchange: Exchange | Arrived) -> list[Lane]:
         begun = perf_counter()
         lanes = exchange.wait(self.runtime.wait)
         self.measure.exchanged(exchange.seconds, perf_counter() - begun)
         return lanes
 
-    def deliver(self, exchange: Exchange) -> None:
+    def deliver(self, exchange: Exchange | Arrived) -> None:
         ratio = None
         if self.scale is not None and exchange.scale is not None and self.scale is not exchange.scale:
             ratio = self.scale / exchange.scale
@@ -378,7 +379,7 @@ class Attachment:
 
     # Agreement -------------------------------------------------------------------------------------------------
 
-    def agree(self, lanes: list[Lane], exchange: Exchange) -> None:
+    def agree(self, lanes: list[Lane], exchange: Exchange | Arrived) -> None:
         """Act on what the lanes say: all ranks see the same ones, so all do the same."""
         drawn = [lane.drawn for lane in lanes]
         if len(set(drawn)) > 1:

@@ -172,7 +172,7 @@ class Pipe(Algorithm):
         a.agree(a.wait(exchange), exchange)
         a.deliver(exchange)
 
-    def _deliver(self, exchange: Exchange, late: bool) -> None:
+    def _deliver(self, exchange: Exchange | Arrived, late: bool) -> None:
         if self._divergence is not None:
             self._norm, self._late = exchange.norm(), late
         self.attachment.deliver(exchange)
