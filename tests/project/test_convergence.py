@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))
@@ -53,6 +54,7 @@ def real(folder: Path, family: str, algorithm: list[str], ranks: int, rate: floa
 
 
 def simulated(family: str, method: str, ranks: int, rate: float, steps: int) -> tuple[dict[str, float], dict[str, str]]:
+    torch.set_num_threads(1)  # sums are split among threads
     shortened = dataclasses.replace(FAMILIES[family], steps=steps)
     simulation = Simulation(shortened, Method.parse(method), ranks, rate, 3)
     for batch in shortened.batches(3):
