@@ -20,7 +20,7 @@ demo: .venv/installed
 	$(BIN)/dadt run -np $(WORKERS) examples/mnist.py --epochs 3
 
 test: lint docs native machines
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 -m "not slow"
 
 test-slow: .venv/testable
 	$(BIN)/python -m pytest -m slow --timeout 1800
@@ -35,9 +35,10 @@ machines:
 	  sh -c 'PATH=$$PATH:/usr/sbin; for each in sshd ssh csh ip munged slurmctld slurmd srun mpirun.openmpi mpirun.mpich; do command -v $$each || exit 1; done' \
 	  || [ "$$CI" != true ]
 
-# The launcher's figures, over simulated machines: a quarter of an hour.
+# The launcher's and the executors' figures, over simulated machines: half an hour.
 figures: .venv/testable machines
 	$(BIN)/python tests/hosts/figures.py --json docs/results/launching.json
+	$(BIN)/python tests/hosts/executor_figures.py --json docs/results/executors.json
 
 # Whether training under DADT ends where training without it does: hours. What docs/results holds is not repeated.
 convergence: .venv/testable

@@ -9,9 +9,6 @@
 
 using namespace dadt;
 
-void bind_mailbox(py::module_& module);
-void bind_timeline(py::module_& module);
-
 namespace {
 
 template <typename Pointer>
@@ -323,16 +320,8 @@ void bind_work(py::module_& module) {
       .def_property_readonly("unsure", [](const Job& job) { return job.operation().unsure; });
 }
 
-// Python's handle: joins the thread without the GIL.
-struct ReleaseOnDelete {
-  void operator()(Engine* engine) const {
-    const Unlock unlocked;
-    delete engine;
-  }
-};
-
 void bind_engine(py::module_& module) {
-  py::class_<Engine, std::unique_ptr<Engine, ReleaseOnDelete>>(module, "Engine")
+  py::class_<Engine, std::unique_ptr<Engine, DeleteUnlocked>>(module, "Engine")
       .def(py::init<std::shared_ptr<Executor>, int, int, double>(), py::arg("executor").none(true),
            py::arg("rank"), py::arg("world_size"), py::arg("timeout"))
       .def("allreduce", &allreduce, py::arg("layout"), py::arg("inputs"), py::arg("outputs"), py::arg("name"),

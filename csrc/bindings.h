@@ -52,10 +52,18 @@ struct Received {
 };
 std::vector<Received> received(const std::shared_ptr<Work>& work);
 
-// Waits for a Work or Ticket without the GIL and looks for Ctrl-C every 0.1 s. Throws its error, or one that
-// says that `title` was not done in time.
+// Deletes what joins a thread: without the GIL.
+struct DeleteUnlocked {
+  template <typename Owner>
+  void operator()(Owner* owner) const {
+    const Unlock unlocked;
+    delete owner;
+  }
+};
+
+// Waits without the GIL and looks for Ctrl-C every 0.1 s. False if that took longer than `timeout` seconds.
 template <typename Handle>
-void wait_for(Handle& handle, double timeout, const std::string& title) {
+bool wait_unlocked(Handle& handle, double timeout) {
   const auto deadline = deadline_after(timeout);
   while (true) {
     bool done = false;
@@ -63,16 +71,24 @@ void wait_for(Handle& handle, double timeout, const std::string& title) {
       const Unlock unlocked;
       done = handle.wait(std::min(deadline, Clock::now() + std::chrono::milliseconds(100)));
     }
-    if (done) break;
+    if (done) return true;
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-    if (Clock::now() >= deadline) {
-      const std::string seconds = py::str(py::float_(timeout));
-      throw Error(Code::kTimeout, title + " was not done within " + seconds + " s");
-    }
+    if (Clock::now() >= deadline) return false;
+  }
+}
+
+// Waits for a Work or Ticket. Throws its error, or one that says that `title` was not done in time.
+template <typename Handle>
+void wait_for(Handle& handle, double timeout, const std::string& title) {
+  if (!wait_unlocked(handle, timeout)) {
+    const std::string seconds = py::str(py::float_(timeout));
+    throw Error(Code::kTimeout, title + " was not done within " + seconds + " s");
   }
   if (handle.result().error) throw *handle.result().error;
 }
 
+void bind_mailbox(py::module_& module);
 void bind_negotiation(py::module_& module);
+void bind_timeline(py::module_& module);
 
 }  // namespace dadt

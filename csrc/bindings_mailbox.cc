@@ -2,24 +2,11 @@
 #include "bindings.h"
 #include "mailbox.h"
 
-namespace py = pybind11;
-using namespace dadt;
-
+namespace dadt {
 namespace {
 
-// Looks for Ctrl-C every 0.1 s.
 void wait(Transit& transit, double timeout) {
-  const auto deadline = deadline_after(timeout);
-  while (true) {
-    bool done = false;
-    {
-      const Unlock unlocked;
-      done = transit.wait(std::min(deadline, Clock::now() + std::chrono::milliseconds(100)));
-    }
-    if (done) break;
-    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-    if (Clock::now() >= deadline) throw Error(Code::kTimeout, transit.late(timeout));
-  }
+  if (!wait_unlocked(transit, timeout)) throw Error(Code::kTimeout, transit.late(timeout));
   if (transit.error()) throw *transit.error();
 }
 
@@ -28,23 +15,14 @@ int source(const Transit& transit) {
   return transit.source();
 }
 
-// Python's handle: joins the thread without the GIL.
-struct ReleaseOnDelete {
-  void operator()(Mailbox* mailbox) const {
-    const Unlock unlocked;
-    delete mailbox;
-  }
-};
-
 }  // namespace
 
-void bind_mailbox(py::module_& module);
 void bind_mailbox(py::module_& module) {
   py::class_<Transit, std::shared_ptr<Transit>>(module, "Transit")
       .def_property_readonly("done", &Transit::done)
       .def("wait", &wait, py::arg("timeout"))
       .def_property_readonly("source", &source);
-  py::class_<Mailbox, std::unique_ptr<Mailbox, ReleaseOnDelete>>(module, "Mailbox")
+  py::class_<Mailbox, std::unique_ptr<Mailbox, DeleteUnlocked>>(module, "Mailbox")
       .def(py::init<int, int>(), py::arg("rank"), py::arg("world_size"))
       .def("endpoint", [](const Mailbox& mailbox) { return py::bytes(mailbox.endpoint()); })
       .def("connect", &Mailbox::connect, py::arg("endpoints"), py::arg("timeout"), Unlocked())
@@ -66,3 +44,5 @@ void bind_mailbox(py::module_& module) {
           py::arg("reason"), Unlocked())
       .def("close", &Mailbox::close, Unlocked());
 }
+
+}  // namespace dadt

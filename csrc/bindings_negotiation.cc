@@ -44,14 +44,6 @@ std::shared_ptr<Ticket> exchange(Negotiation& negotiation, std::string name, std
                             std::move(group), group_size);
 }
 
-// Python's handle: joins the thread without the GIL.
-struct ReleaseOnDelete {
-  void operator()(Negotiation* negotiation) const {
-    const Unlock unlocked;
-    delete negotiation;
-  }
-};
-
 void bind_ticket(py::module_& module) {
   py::class_<Ticket, std::shared_ptr<Ticket>>(module, "Ticket")
       .def_property_readonly("name", &Ticket::name)
@@ -91,7 +83,7 @@ void bind_ticket(py::module_& module) {
 
 void bind_negotiation(py::module_& module) {
   bind_ticket(module);
-  py::class_<Negotiation, std::unique_ptr<Negotiation, ReleaseOnDelete>>(module, "Negotiation")
+  py::class_<Negotiation, std::unique_ptr<Negotiation, DeleteUnlocked>>(module, "Negotiation")
       .def(py::init([](Engine& engine, Engine& broadcaster, int rank, int world_size,
                        const std::vector<int>& sockets, double cycle, size_t buffer_bytes,
                        size_t group_buffer_bytes, double stall_warning) {
@@ -99,7 +91,7 @@ void bind_negotiation(py::module_& module) {
                                               .buffer_bytes = buffer_bytes,
                                               .group_buffer_bytes = group_buffer_bytes,
                                               .stall_warning = stall_warning};
-             return std::unique_ptr<Negotiation, ReleaseOnDelete>(
+             return std::unique_ptr<Negotiation, DeleteUnlocked>(
                  new Negotiation(engine, broadcaster, rank, world_size, sockets, options));
            }),
            py::arg("engine"), py::arg("broadcaster"), py::arg("rank"), py::arg("world_size"),

@@ -4,9 +4,7 @@
 #include "bindings.h"
 #include "timeline.h"
 
-namespace py = pybind11;
-using namespace dadt;
-
+namespace dadt {
 namespace {
 
 Clock::time_point at(double seconds) {
@@ -33,7 +31,6 @@ py::bytes drain(Timeline& timeline, double timeout) {
 
 }  // namespace
 
-void bind_timeline(py::module_& module);
 void bind_timeline(py::module_& module) {
   py::class_<Timeline, std::shared_ptr<Timeline>>(module, "Timeline")
       .def(py::init([](int rank, double origin) { return std::make_shared<Timeline>(rank, at(origin)); }),
@@ -43,3 +40,5 @@ void bind_timeline(py::module_& module) {
       .def("close", &Timeline::close)
       .def_property_readonly("dropped", &Timeline::dropped);
 }
+
+}  // namespace dadt

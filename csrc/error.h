@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <stdexcept>
 #include <string>
 
@@ -8,6 +9,7 @@ namespace dadt {
 // Why an operation failed; one to one with the classes of dadt/errors.py (kInternal: our bug, a
 // RuntimeError).
 enum class Code : int { kInternal = 0, kComm, kPeerLost, kTimeout, kMismatch, kAborted };
+constexpr uint64_t kCodes = 6;
 
 // A failure of the world, not of the program. The message is a sentence that a user can act on.
 class Error : public std::runtime_error {

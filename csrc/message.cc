@@ -119,9 +119,6 @@ class Reader {
   size_t at_ = 0;
 };
 
-constexpr uint64_t kKinds = 4;
-constexpr uint64_t kCodes = 6;
-
 void write(Writer& to, const Request& request) {
   to.text(request.name);
   to.text(request.signature);

@@ -17,6 +17,7 @@
 namespace dadt {
 
 enum class Kind : uint32_t { kAllreduce = 0, kBroadcast, kAllgather, kExchange };
+constexpr uint64_t kKinds = 4;
 inline const char* kind_name(Kind kind) {
   constexpr const char* kNames[] = {"allreduce", "broadcast", "allgather", "exchange"};
   return kNames[static_cast<int>(kind)];

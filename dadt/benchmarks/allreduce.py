@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
+from dadt.benchmarks.ranks import TIMEOUT, Ranks
 from dadt.benchmarks.ratio import Interval, interval, ratio
-from dadt.errors import ConfigError, DadtError
+from dadt.errors import ConfigError
 
 TENSORS = 60
 """A bucket is made of so many tensors, of unequal sizes."""
 CONTENDERS = ("dadt", "gloo", "memcpy")
-TIMEOUT = 60.0
-"""Seconds that a worker waits for another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,35 +46,9 @@ def measure(*, ranks: int, sizes: Sequence[int], rounds: int) -> list[Row]:
     for size in sizes:
         if size < 4 * TENSORS:
             raise ConfigError(f"--sizes {size}: give {4 * TENSORS} bytes or more, for {TENSORS} tensors")
-    spawn = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="dadt-bench-") as folder:
-        pipes = [spawn.Pipe() for _ in range(ranks)]
-        workers = [
-            spawn.Process(
-                target=_worker,
-                args=(rank, ranks, list(sizes), rounds, pipes[rank][1], str(Path(folder, "store"))),
-                daemon=True,
-            )
-            for rank in range(ranks)
-        ]
-        for worker in workers:
-            worker.start()
-        for _, theirs in pipes:
-            theirs.close()
-        try:
-            endpoints = [_receive(ours, rank) for rank, (ours, _) in enumerate(pipes)]
-            for ours, _ in pipes:
-                ours.send(endpoints)
-            rows = []
-            for size in sizes:
-                results = [_receive(ours, rank, seconds=600.0) for rank, (ours, _) in enumerate(pipes)]
-                rows.append(_row(size, results))
-            for worker in workers:
-                worker.join(TIMEOUT)
-        finally:
-            for worker in workers:
-                worker.kill()
-    return rows
+    with Ranks(ranks, _worker, list(sizes), rounds) as workers:
+        workers.send(workers.receive())  # each one's endpoint, to all
+        return [_row(size, workers.receive(600.0)) for size in sizes]
 
 
 def _row(size: int, results: Sequence[tuple[dict[str, list[float]], int]]) -> Row:
@@ -94,15 +64,6 @@ def _row(size: int, results: Sequence[tuple[dict[str, list[float]], int]]) -> Ro
     )
 
 
-def _receive(pipe: Connection, rank: int, seconds: float = TIMEOUT) -> Any:
-    if not pipe.poll(seconds):
-        raise DadtError(f"worker {rank} of the benchmark was silent for {seconds:g} s")
-    try:
-        return pipe.recv()
-    except EOFError:
-        raise DadtError(f"worker {rank} of the benchmark failed; its error is above") from None
-
-
 def _counts(size: int) -> list[int]:
     """Elements of each tensor: many small, some large, as in a network; none a round number."""
     total = size // 4
@@ -112,7 +73,7 @@ def _counts(size: int) -> list[int]:
     return counts
 
 
-def _worker(rank: int, world_size: int, sizes: list[int], rounds: int, pipe: Connection, store: str) -> None:
+def _worker(rank: int, world_size: int, pipe: Connection, store: str, sizes: list[int], rounds: int) -> None:
     import torch
     import torch.distributed as dist
 

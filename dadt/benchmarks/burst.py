@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dadt import executors, verb
-from dadt.benchmarks.executor import TIMEOUT, arguments_of, place
+from dadt.benchmarks.executor import TIMEOUT, arguments_of, leave, place
 from dadt.benchmarks.ratio import interval, ratio
 from dadt.config import Config
 from dadt.executors import c10d
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str]) -> None:
         figures["gloo_per_dadt"] = asdict(ratio(slowest["gloo"], slowest["dadt"]))
         sys.stdout.write(json.dumps(figures) + "\n")
     named.close(TIMEOUT)
-    meet("end", b"")
+    leave(store, world)
 
 
 if __name__ == "__main__":

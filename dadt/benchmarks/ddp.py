@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import tempfile
 import time
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
+from dadt.benchmarks.ranks import TIMEOUT, Ranks
 from dadt.benchmarks.ratio import Interval, interval, ratio
-from dadt.errors import ConfigError, DadtError
+from dadt.errors import ConfigError
 
 CONTENDERS = ("dadt", "gloo")
 LAYERS = 5
-TIMEOUT = 120.0
-"""Seconds that a worker waits for another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,27 +38,8 @@ def measure(*, ranks: int, width: int, batch_size: int, rounds: int) -> Row:
         raise ConfigError(f"--np {ranks}: an exchange needs 2 workers or more")
     if rounds < 6:
         raise ConfigError(f"--rounds {rounds}: an interval needs 6 rounds or more")
-    spawn = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="dadt-bench-") as folder:
-        pipes = [spawn.Pipe() for _ in range(ranks)]
-        workers = [
-            spawn.Process(
-                target=_worker,
-                args=(rank, ranks, width, batch_size, rounds, theirs, str(Path(folder, "store"))),
-                daemon=True,
-            )
-            for rank, (_, theirs) in enumerate(pipes)
-        ]
-        for worker in workers:
-            worker.start()
-        for _, theirs in pipes:
-            theirs.close()
-        try:
-            seconds = [_read(rank, ours, rounds) for rank, (ours, _) in enumerate(pipes)]
-        finally:
-            for worker in workers:
-                worker.kill()
-                worker.join()
+    with Ranks(ranks, _worker, width, batch_size, rounds) as workers:
+        seconds = workers.receive(TIMEOUT + 10.0 * rounds)
     slowest = {name: [max(turn) for turn in zip(*(s[name] for s in seconds), strict=True)] for name in seconds[0]}
     return Row(
         parameters=LAYERS * (width + 1) * width,
@@ -72,17 +49,7 @@ def measure(*, ranks: int, width: int, batch_size: int, rounds: int) -> Row:
     )
 
 
-def _read(rank: int, pipe: Connection, rounds: int) -> dict[str, list[float]]:
-    if not pipe.poll(TIMEOUT + 10.0 * rounds):
-        raise DadtError(f"rank {rank} of the measurement is silent")
-    try:
-        seconds: dict[str, list[float]] = pipe.recv()
-    except EOFError:
-        raise DadtError(f"rank {rank} of the measurement has failed; its error stands above") from None
-    return seconds
-
-
-def _worker(rank: int, ranks: int, width: int, batch_size: int, rounds: int, pipe: Connection, store: str) -> None:
+def _worker(rank: int, ranks: int, pipe: Connection, store: str, width: int, batch_size: int, rounds: int) -> None:
     import torch
     import torch.distributed as dist
     from torch import nn

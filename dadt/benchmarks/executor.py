@@ -211,6 +211,13 @@ def place(options: argparse.Namespace) -> tuple[World, Any, Meet]:
     return world, store, meet
 
 
+def leave(store: Any, world: World) -> None:
+    """Rank 0, in which the store is, goes last."""
+    store.set(f"rank {world.rank} leaves", b"")
+    for rank in range(world.world_size) if world.rank == 0 else ():
+        store.get(f"rank {rank} leaves")
+
+
 def main(arguments: Sequence[str]) -> None:
     parser = arguments_of("executor", __doc__)
     parser.add_argument("--against", choices=("gloo", "nccl", "mpi4py"), default="gloo")
@@ -246,7 +253,7 @@ def main(arguments: Sequence[str]) -> None:
     connection.close()
     if world.rank == 0:
         sys.stdout.write(json.dumps([asdict(row) for row in rows]) + "\n")
-    meet("end", b"")
+    leave(store, world)
 
 
 if __name__ == "__main__":

@@ -117,6 +117,14 @@ def show(title: str, rows: Rows) -> None:
         print(" ".join(f"{value:>{width}}" for value, width in zip(values, widths, strict=True)), flush=True)
 
 
+def keep(path: Path, figures: dict[str, Any]) -> None:
+    """Beside those that the file has, each with the conditions of its run."""
+    known = json.loads(path.read_text()) if path.exists() else {}
+    now = conditions()
+    known |= {title: {"conditions": now, "figures": found} for title, found in figures.items()}
+    path.write_text(json.dumps(known, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
@@ -124,8 +132,17 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0, help="for each size")
     parser.add_argument("--only", default="shm,gloo,burst,ddp,mpi,hierarchical,wire", help="of these figures, some")
     options = parser.parse_args()
-    chosen = options.only.split(",")
     figures: dict[str, Any] = {}
+    try:
+        take(options, figures)
+    finally:
+        if options.json:
+            keep(options.json, figures)
+
+
+def take(options: argparse.Namespace, figures: dict[str, Any]) -> None:
+    """Adds each as soon as it is there."""
+    chosen = options.only.split(",")
 
     def add(title: str, rows: Rows) -> None:
         figures[title] = rows
@@ -164,8 +181,6 @@ def main() -> None:
                     print(f"{executor}: a host sends {share:.2f} bytes for each byte reduced")
         finally:
             network.close()
-    if options.json:
-        options.json.write_text(json.dumps({"conditions": conditions(), "figures": figures}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from dialogue import BACKENDS
 from hostrun import HostRun
@@ -122,9 +123,13 @@ def test_a_launcher_that_is_killed_leaves_nothing(
     run.wait_for("ready0", "ready1")
     run.process.kill()
     await_that(lambda: not network.leftovers(), f"the end of {network.leftovers()}", 10.0)
-    mark = str(network.config).encode()
-    clients = [path for path in Path("/proc").glob("[0-9]*/cmdline") if mark in path.read_bytes()]
-    assert clients == []
+    await_that(lambda: not clients_of(network), f"the end of the SSH clients {clients_of(network)}", 10.0)
+
+
+def clients_of(network: Network) -> list[int]:
+    """Processes of this machine that were started with the network's SSH configuration, by number."""
+    config = str(network.config)
+    return [p.pid for p in psutil.process_iter(["cmdline"]) if any(config in word for word in p.info["cmdline"] or ())]
 
 
 def test_a_dry_run_shows_the_command_and_connects_to_nobody(hosts: Callable[[int], Network], launch: Launch) -> None:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).with_name("digits.py")
 
 
@@ -27,6 +29,7 @@ def accuracy(folder: Path, *options: str) -> tuple[float, str]:
     return float(found[0]), output
 
 
+@pytest.mark.slow
 def test_pipe_loses_little_and_prediction_recovers_most(tmp_path: Path) -> None:
     sync, _ = accuracy(tmp_path, "--algorithm", "sync")
     plain, _ = accuracy(tmp_path, "--predict", "0")

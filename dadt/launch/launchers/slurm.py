@@ -215,7 +215,9 @@ class Step:
             return f"{self._python} cannot be run there ({reason}) -> --python PATH"
         if said and "No module named" in said[-1]:
             return f"dadt is not installed for {self._python} there -> pip install it, or --python PATH"
-        if verdict == "Terminated" and not said:
+        # What the agents say is lost where srun ends the step in that moment.
+        lost = verdict.startswith("Exited") and any(words for other, words in self._said.items() if other != task)
+        if not said and (verdict == "Terminated" or lost):
             return "srun ended the agent, because another node's had failed, or the job was cancelled"
         if verdict:
             return f"the agent has ended (srun: {verdict})" + (f"; its last words: {said[-1]}" if said else "")

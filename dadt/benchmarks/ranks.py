@@ -1,0 +1,63 @@
+"""The processes of a measurement on this host, each a rank with a pipe to whoever measures."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from dadt.errors import DadtError
+
+TIMEOUT = 120.0
+"""Seconds that a rank waits for another."""
+Target = Callable[..., None]
+"""What a rank runs: called with its rank, how many there are, its pipe, a file for torch's store, and what else it
+was given."""
+
+
+class Ranks:
+    """Run until the block is left, then they are killed: `with Ranks(2, target, ...) as ranks`."""
+
+    def __init__(self, count: int, target: Target, *arguments: Any) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory(prefix="dadt-bench-")
+        pipes = [spawn.Pipe() for _ in range(count)]
+        self._pipes: list[Connection] = [ours for ours, _ in pipes]
+        store = str(Path(self._folder.name, "store"))
+        self._processes = [
+            spawn.Process(target=target, args=(rank, count, theirs, store, *arguments), daemon=True)
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for process in self._processes:
+            process.start()
+        for _, theirs in pipes:
+            theirs.close()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+    def send(self, what: Any) -> None:
+        """The same to each of them."""
+        for pipe in self._pipes:
+            pipe.send(what)
+
+    def receive(self, seconds: float = TIMEOUT) -> list[Any]:
+        """What each says next, by rank. Raises DadtError where one has failed or is silent for so long."""
+        return [self._receive(rank, pipe, seconds) for rank, pipe in enumerate(self._pipes)]
+
+    def _receive(self, rank: int, pipe: Connection, seconds: float) -> Any:
+        if not pipe.poll(seconds):
+            raise DadtError(f"rank {rank} of the measurement was silent for {seconds:g} s")
+        try:
+            return pipe.recv()
+        except EOFError:
+            raise DadtError(f"rank {rank} of the measurement has failed; its error stands above") from None
