@@ -13,8 +13,7 @@ inline constexpr const char* kCodecNames[kCodecs] = {"none", "bf16", "fp16", "in
 inline const char* codec_name(Codec codec) { return kCodecNames[static_cast<int>(codec)]; }
 
 inline constexpr size_t kBlock = 256;
-inline constexpr size_t kBlockBytes[kCodecs] = {4 * kBlock, 2 * kBlock, 2 * kBlock,
-                                                sizeof(float) + kBlock};
+inline constexpr size_t kBlockBytes[kCodecs] = {4 * kBlock, 2 * kBlock, 2 * kBlock, sizeof(float) + kBlock};
 
 inline size_t block_bytes(Codec codec) { return kBlockBytes[static_cast<int>(codec)]; }
 inline size_t block_count(size_t values) { return (values + kBlock - 1) / kBlock; }

@@ -68,8 +68,8 @@ struct Result {
   std::vector<std::string> lanes;  // by rank
   std::vector<Buffer> received;    // by rank; of an exchange that did not say where to
   double weight_sum = 0;
-  size_t sent = 0;   // bytes that this rank has sent, of an allreduce
-  size_t plain = 0;  // that it would have sent uncompressed
+  size_t sent = 0;             // bytes that this rank has sent, of an allreduce
+  size_t plain = 0;            // that it would have sent uncompressed
   double seconds = 0;          // from the arrival of the last rank until done
   double waited = 0;           // for the last rank to arrive
   Clock::time_point packed{};  // the first part of what this rank sends; zero: not known

@@ -36,8 +36,9 @@ std::string describe(const SlotHead& head) {
 bool same(const SlotHead& one, const SlotHead& other) {
   if (one.kind != other.kind || one.name_hash != other.name_hash) return false;
   if (!is_uniform(one)) return true;
-  return one.dtype == other.dtype && one.codec == other.codec && one.reduction == other.reduction && one.root == other.root &&
-         one.total == other.total && one.layout == other.layout && one.lane == other.lane;
+  return one.dtype == other.dtype && one.codec == other.codec && one.reduction == other.reduction &&
+         one.root == other.root && one.total == other.total && one.layout == other.layout &&
+         one.lane == other.lane;
 }
 
 // Empty if the two heads are of one operation.
