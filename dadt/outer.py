@@ -104,7 +104,8 @@ class Fragment:
         self._layout = zlib.crc32(repr([(tuple(r.anchor.shape), str(r.anchor.dtype)) for r in rows]).encode())
 
     @property
-    def bytes(self) -> int:
+    def size(self) -> int:
+        """Bytes of one exchange, uncompressed."""
         return sum(a.numel() * a.element_size() for bucket in self._buckets for a in bucket.tensors)
 
     @property

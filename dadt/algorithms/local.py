@@ -164,7 +164,7 @@ class Local(Algorithm):
 
     def _sentence(self) -> str:
         runtime, measure = self.attachment.runtime, self.attachment.measure
-        size = sum(fragment.bytes for fragment in self._fragments.values())
+        size = sum(fragment.size for fragment in self._fragments.values())
         parts = f" in {len(self._fragments)} fragments" if len(self._fragments) > 1 else ""
         text = (
             f"local{self.attachment.name}: from here on each rank takes steps of its own; every {self._every} steps"

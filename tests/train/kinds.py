@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from rounds import STEPS, Outer, Rounds, backward, optimizer, values
@@ -149,11 +150,10 @@ def simulate_kind(name: str, world: int, outer: Outer) -> list[dict[str, torch.T
     for rank in range(world):
         torch.manual_seed(0)
         ranks.append(KINDS[name](rank))
-    optimizers = range(len(ranks[0][1]))
-    rounds = [
-        Rounds(outer, [[p for g in each[k].param_groups for p in g["params"]] for _, each, _ in ranks])
-        for k in optimizers
-    ]
+    rounds = []
+    for k in range(len(ranks[0][1])):
+        weights = [[p for group in each[k].param_groups for p in group["params"]] for _, each, _ in ranks]
+        rounds.append(Rounds(replace(outer, fragments=[range(len(weights[0]))]), weights))
     for steps in zip(*[train for _, _, train in ranks]):
         number, event = steps[0]
         rounds[number].stepped(event)

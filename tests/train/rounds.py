@@ -168,7 +168,7 @@ class Ranks:
         models = [copy.deepcopy(self.models[0]) for _ in self.models]
         optimizers = [optimizer(m) for m in models]
         for each in optimizers:
-            each.load_state_dict(self.optimizers[0].state_dict())
+            each.load_state_dict(copy.deepcopy(self.optimizers[0].state_dict()))
         after = Ranks(models, optimizers)
         after.rounds = Rounds(outer, after.weights)
         after.rounds.alone = self.rounds.alone
