@@ -165,7 +165,8 @@ class Checkpoints:
             places = _places(a)
             for i, value in flights[-1]["buffers"].items():
                 if i < len(places):
-                    buffers.join(*places[i], value)
+                    module, name = places[i]
+                    buffers.join(module, name, value)
         else:
             buffers.join_official(a.modules)
 
