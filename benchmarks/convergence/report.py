@@ -14,7 +14,7 @@ from benchmarks.convergence.simulator import EVERY
 from benchmarks.convergence.study import SWEEP_SEEDS, Results, load, score
 
 BEGIN, END = "<!-- tables: made by python -m benchmarks.convergence --report -->", "<!-- end of tables -->"
-COLORS = {"sync": "#1f3b57", "plain": "#c8553d", "pipe": "#2a9d8f", "pipe:c=1.5,c2=-1": "#e9a23b"}
+COLORS = {"sync": "#1f3b57", "plain": "#c8553d", "pipe:c=2": "#e9a23b", "pipe": "#2a9d8f"}
 LOOSE = ("gossip", "local", "diloco")
 EXACT = ("bf16", "fp16", "int8")
 """Nothing may be lost beyond noise: the good end of the interval is 0 or better."""
@@ -120,7 +120,9 @@ def picture(family: str, results: Results, path: Path) -> bool:
         return False
     ranks = min(run.ranks for run in shown)
     rates = sorted({run.rate for run in shown if run.ranks == ranks})
-    figure, panels = plt.subplots(1, len(rates), figsize=(4.6 * len(rates), 3.4), sharey=True, squeeze=False)
+    figure, panels = plt.subplots(
+        1, len(rates), figsize=(4.6 * len(rates), 3.4), sharey=True, squeeze=False, layout="constrained"
+    )
     for panel, rate in zip(panels[0], rates, strict=True):
         for method, color in COLORS.items():
             draw(
@@ -134,8 +136,8 @@ def picture(family: str, results: Results, path: Path) -> bool:
         panel.grid(axis="y", alpha=0.3)
         panel.set_yscale("log" if FAMILIES[family].counts else "linear")
     panels[0][0].set_ylabel("training loss")
-    panels[0][0].legend(frameon=False)
-    figure.tight_layout()
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(COLORS), frameon=False)
     figure.savefig(path, dpi=110)
     plt.close(figure)
     return True
