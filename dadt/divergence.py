@@ -36,7 +36,7 @@ class Divergence:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from what `state` gave."""
-        self._norms.extend(state["norms"])
+        self._norms = deque(state["norms"], _MOST)
         self.usual, self._above = state["usual"], state["above"]
 
     def see(self, norm: float) -> bool:

@@ -35,8 +35,8 @@ class Measure:
         return {"compute": list(self._compute), "exchange": list(self._exchange)}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self._compute.extend(state["compute"])
-        self._exchange.extend(state["exchange"])
+        self._compute = deque(state["compute"], _WINDOW)
+        self._exchange = deque(state["exchange"], _WINDOW)
 
     def stepped(self) -> None:
         """A step is complete."""
