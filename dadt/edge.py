@@ -83,9 +83,9 @@ def _done_within(transit: Transit, seconds: float) -> bool:
     try:
         transit.wait(seconds)
     except CommTimeout:
-        if transit.done:
-            raise
-        return False
+        if not transit.done:
+            return False
+        transit.wait(0.0)  # its own error, or it has come just now
     return True
 
 

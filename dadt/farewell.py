@@ -58,7 +58,9 @@ def _done(runtime: Runtime, transit: Transit) -> bool:
     except CommTimeout:
         if (error := runtime.engine.error) is not None:
             raise CommError(error) from None
-        return transit.done
+        if not transit.done:
+            return False
+        transit.wait(0.0)  # its own error, or it has come just now
     return True
 
 
