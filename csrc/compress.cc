@@ -1,6 +1,7 @@
 #include "compress.h"
 
 #include <cstring>
+#include <limits>
 
 #include "kernels/kernels.h"
 
@@ -25,7 +26,8 @@ void compress(const Operation& operation, size_t begin, size_t end, void* wire) 
   const Kernels& table = kernels();
   const Layout& layout = operation.layout;
   const Compression& how = operation.compression;
-  float* const owed = operation.weight > 0 ? how.owed : nullptr;
+  float* const owed = how.owed;
+  const bool counts = operation.weight > 0;
   const float keep = static_cast<float>(how.keep);
   const auto gather = table.gather[wide(layout)];
   const auto encode = table.encode[static_cast<int>(how.codec)];
@@ -39,9 +41,11 @@ void compress(const Operation& operation, size_t begin, size_t end, void* wire) 
     layout.pieces(first, first + count, [&](size_t tensor, size_t offset, size_t at, size_t some) {
       const uint8_t* from = static_cast<const uint8_t*>(operation.inputs[tensor]);
       gather(values + at, from == nullptr ? nullptr : from + offset * item,
-             owed == nullptr ? nullptr : owed + first + at, keep, some);
+             counts && owed != nullptr ? owed + first + at : nullptr, keep, some);
     });
     encode(to, values, lost);
+    // Where nobody listens, what was owed before still is.
+    if (!counts) std::fill_n(lost, kBlock, std::numeric_limits<float>::quiet_NaN());
     if (owed != nullptr) table.settle(owed + first, lost, keep, count);
   }
 }

@@ -134,7 +134,7 @@ class Exchange:
         gradients = [t.grad for t in bucket.tensors]
         if not isinstance(form, LowRank):
             return bucket.stage(gradients, self._turn)
-        round_ = form.begin(gradients, self.scale, self._turn)
+        round_ = form.begin(gradients, self.scale, self._turn, self.weight > 0)
         self._rounds.append((index, round_))
         return round_.staged
 

@@ -62,24 +62,29 @@ class LowRank(Owing):
         self.epoch += 1
         self.bases = self._begin()
 
-    def begin(self, gradients: Sequence[torch.Tensor | None], scale: torch.Tensor | None, turn: int) -> Round:
-        """One exchange. scale: the loss scale that the gradients carry."""
+    def begin(
+        self, gradients: Sequence[torch.Tensor | None], scale: torch.Tensor | None, turn: int, counts: bool = True
+    ) -> Round:
+        """One exchange. scale: the loss scale that the gradients carry. counts: their weight is not 0; where it is,
+        they may be no numbers, and what this rank owes stays as it is."""
         keep = self.keep(scale)
         taken: list[torch.Tensor | None] = []
         with torch.no_grad():
             for k, (i, shape) in enumerate(zip(self.matrices, self._shapes, strict=True)):
                 gradient, owed = gradients[i], self.owed[k]
+                self.owed[k] = owed = None if owed is None else owed * keep
                 if gradient is None:
                     taken.append(None)
                     continue
                 dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
                 # In memory of its own: the script may change its gradients before the second half.
                 matrix = dense.detach().reshape(shape).clone()
-                if owed is not None:
-                    matrix += owed * keep
-                self.owed[k] = None
+                if counts:
+                    if owed is not None:
+                        matrix += owed
+                    self.owed[k] = None
                 taken.append(matrix)
-        return Round(self, list(gradients), taken, turn)
+        return Round(self, list(gradients), taken, turn, counts)
 
 
 class Round:
@@ -91,8 +96,10 @@ class Round:
         gradients: list[torch.Tensor | None],
         taken: list[torch.Tensor | None],
         turn: int,
+        counts: bool,
     ) -> None:
         self.form = form
+        self._counts = counts
         self._taken = taken
         self._turn = turn
         self._epoch = form.epoch
@@ -134,7 +141,7 @@ class Round:
         # A column of zeros would stay one for ever.
         useful = finite & mean.ne(0).any(0, keepdim=True)
         form.bases[k] = torch.where(useful, mean, form.bases[k])
-        if matrix is None or own is None:
+        if matrix is None or own is None or not self._counts:
             return
         lost = torch.where(finite, matrix - self._bases[k] @ own.T, 0.0)
         owed = form.owed[k]

@@ -124,7 +124,9 @@ class Device:
                 torch._foreach_copy_([place for place, _ in moved], [value for _, value in moved])
             if absent:
                 torch._foreach_zero_(absent)
-            if weight != 1:
+            if weight == 0:
+                flat.zero_()  # what it has may be no number
+            elif weight != 1:
                 flat.mul_(weight)
             began.record(self._stream)
             if coding is None:

@@ -170,7 +170,7 @@ class Puller:
     def _allreduce_compressed(self, job: _core.Job, layout: _core.Layout) -> Lanes:
         """A small one as above; of others, each rank sums its part for all. The lanes go with the first parts."""
         size = layout.total * layout.dtype.itemsize
-        small = size <= _SMALL
+        small = size <= _SMALL or self._world_size == 1
         if not small and isinstance(self._executor, Compressing):
             return self._allreduce_by_executor(job, layout, self._executor)
         ranks = self._world_size

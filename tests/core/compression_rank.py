@@ -85,12 +85,20 @@ class Averages:
                 assert (got - sum(every) / self.size).abs().max() < 0.2, "what is owed is poisoned"
 
     def leave_out(self, codec: Codec, counts: list[int]) -> None:
-        """A rank of weight 0 has no numbers."""
+        """A rank of weight 0 has no numbers. What was forgotten before that is not owed after."""
         every = self.values(0, counts, torch.float32)
         mine = torch.full_like(every[0], torch.nan) if self.rank == 1 else every[self.rank]
         got = self.mean(mine, counts, Feedback(codec), float(self.rank != 1))
         mean = (sum(every) - every[1]) / (self.size - 1)
         assert (got - mean).abs().max() < 0.2
+        used, fresh = Feedback(codec), Feedback(codec)
+        self.mean(every[self.rank], counts, used)
+        used.forget()
+        after = []
+        for feedback in (used, fresh):
+            self.mean(mine, counts, feedback, float(self.rank != 1))
+            after.append(self.mean(every[self.rank], counts, feedback))
+        assert torch.equal(*after)
 
     def forget(self, codec: Codec, counts: list[int]) -> None:
         """The same as from the beginning."""
@@ -113,8 +121,7 @@ class Averages:
                 self.stay_near(codec, counts, torch.float64, weights)
                 self.tell_infinity(codec, counts)
                 self.forget(codec, counts)
-                if self.device is None:
-                    self.leave_out(codec, counts)
+                self.leave_out(codec, counts)
 
 
 def main(executor: str, hosts: str, rank: int, folder: str) -> None:

@@ -162,15 +162,15 @@ def test_names():
 # PowerSGD ---------------------------------------------------------------------------------------------------------
 
 
-def averaged(form, rank_gradients, turn=0):
+def averaged(form, rank_gradients, turn=0, counts=(True, True)):
     """One exchange of ranks whose forms are given, by hand: the averages that each of them delivers."""
-    rounds = [f.begin(g, None, turn) for f, g in zip(form, rank_gradients, strict=True)]
+    rounds = [f.begin(g, None, turn, c) for f, g, c in zip(form, rank_gradients, counts, strict=True)]
     for which in ("first", "second"):
         staged = [r.staged if which == "first" else r.halfway() for r in rounds]
         buckets = [getattr(f, which) for f in form]
         for i in range(len(staged[0].values)):
-            present = [s.values[i] for s in staged if s.values[i] is not None]
-            mean = sum(present) / len(form) if present else torch.zeros_like(buckets[0].views[turn][i])
+            present = [s.values[i] for s, c in zip(staged, counts, strict=True) if c and s.values[i] is not None]
+            mean = sum(present) / sum(counts) if present else torch.zeros_like(buckets[0].views[turn][i])
             mean = mean.clone()
             for bucket in buckets:
                 bucket.views[turn][i].copy_(mean)
@@ -235,6 +235,19 @@ def test_powersgd_outlives_what_is_no_number_and_zeros():
         f.forget()
     fresh = [LowRank(Bucket([torch.zeros(16, 24)]), 2) for _ in range(2)]
     assert torch.equal(averaged(form, good)[0][0], averaged(fresh, good)[1][0])
+
+
+def test_powersgd_owes_the_same_after_a_step_that_does_not_count_or_has_no_gradient():
+    form = [LowRank(Bucket([torch.zeros(16, 24)]), 2) for _ in range(2)]
+    good = [[normal(16 * 24, k).view(16, 24)] for k in range(2)]
+    averaged(form, good)
+    owed = form[1].owed[0].clone()
+    averaged(form, [good[0], [torch.full((16, 24), torch.nan)]], counts=(True, False))
+    averaged(form, [good[0], [None]])
+    assert torch.equal(form[1].owed[0], owed)
+    form[1].forget()
+    averaged(form, [good[0], [None]])
+    assert not form[1].owed[0].any(), "it comes back"
 
 
 def test_the_loss_scale_scales_what_is_owed():
