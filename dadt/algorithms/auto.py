@@ -9,6 +9,7 @@ from dadt.algorithms.pipe import Pipe
 from dadt.measure import LARGE, SMALL, found, ratio
 
 _TIMES = struct.Struct("<dd")
+_LIGHTER = "int8"
 
 
 class Auto(Pipe):
@@ -27,11 +28,15 @@ class Auto(Pipe):
         a.runtime.say(f"{found(a.step, compute, exchange)}: --algorithm auto{a.name} takes {choice}")
 
     def state(self) -> dict[str, Any]:
-        return {**super().state(), "compression": self.attachment.compression}
+        a = self.attachment
+        return {**super().state(), "lighter": a.compression != a.runtime.config.compression}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        if state["compression"] != self.attachment.compression:
-            self.attachment.compress(state["compression"])
+        a = self.attachment
+        given = a.runtime.config.compression
+        name = _LIGHTER if state["lighter"] and given == "none" else given
+        if name != a.compression:
+            a.compress(name)
         super().load_state(state)
 
     def _choose(self, r: float) -> str:
@@ -45,5 +50,5 @@ class Auto(Pipe):
         less = "as the network bounds the speed; --algorithm local needs it less still"
         if a.compression != "none":
             return f"pipe, {less}"
-        a.compress("int8")
-        return f"pipe with int8 compression, {less}"
+        a.compress(_LIGHTER)
+        return f"pipe with {_LIGHTER} compression, {less}"

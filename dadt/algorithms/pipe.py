@@ -45,6 +45,8 @@ class Pipe(Algorithm):
         """Of the last step's averages: read one step later, when a GPU has long computed it."""
         self._late = False
         """That norm is of averages that came late."""
+        self._warmed_up = False
+        """What was measured in the synchronous steps has been told, and acted on."""
         if self.in_flight > 1:
             attachment.runtime.say(_bears(attachment.optimizer, config.predict, self.in_flight), level="warning")
 
@@ -59,7 +61,7 @@ class Pipe(Algorithm):
 
     @property
     def predicts(self) -> bool:
-        return self._full and not self.attachment.has_closure
+        return self._full and not self._warming_up
 
     @property
     def tracks(self) -> bool:
@@ -79,7 +81,8 @@ class Pipe(Algorithm):
 
     def before_step(self) -> None:
         a = self.attachment
-        if self._sync is None and a.step == a.warmup_steps and not a.has_closure:
+        if not self._warmed_up and a.step >= a.warmup_steps and not a.has_closure:
+            self._warmed_up = True
             self.warmed_up()
         if self._sync is not None:
             self._sync.before_step()
@@ -106,6 +109,7 @@ class Pipe(Algorithm):
         self.attachment.prediction.end()
         self._sync = Sync(self.attachment)
         self._divergence = None
+        self._warmed_up = True
         self.wants_gradients = True
         self.attachment.watch_gradients()
 
@@ -114,19 +118,22 @@ class Pipe(Algorithm):
         return {
             "synchronous": self._sync is not None,
             "in_flight": flights(a, self._pending),
-            "measured": a.measure.state() if a.step <= a.warmup_steps else {},
+            "measured": {} if self._warmed_up else a.measure.state(),
             "norm": None if self._norm is None else float(self._norm),
             "late": self._late,
             "divergence": {} if self._divergence is None else self._divergence.state(),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
+        if state["synchronous"] and self._sync is None:
+            self.step_synchronously()
+        if self._sync is not None:
+            # For good: also where the state is of before. What was in flight then is of no use, nor where it led.
+            self.attachment.prediction.end()
+            return
+        self._warmed_up = not state["measured"]
         if state["measured"]:
             self.attachment.measure.load_state(state["measured"])
-        if state["synchronous"]:
-            if self._sync is None:
-                self.step_synchronously()
-            return
         self._pending = deque(Arrived(self.attachment, each) for each in state["in_flight"][-self.in_flight :])
         self._norm = None if state["norm"] is None else torch.tensor(state["norm"], dtype=torch.float64)
         self._late = state["late"]

@@ -74,6 +74,42 @@ def test_ranks_agree_by_the_slowest(dadt_run) -> None:
     assert f"{3 * STEPS} steps, {delayed} of them delayed by one" in run.lines()[-1]
 
 
+CHOSEN = """
+    import dadt.measure, pathlib
+    dadt.measure.Measure.compute = property(lambda self: 0.010)
+    dadt.measure.Measure.exchange = property(lambda self: 0.025)
+    torch.manual_seed(rank)
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    resumed = {resumed!r}
+    if resumed:
+        optimizer.load_state_dict(torch.load(f"after{{resumed}}.pt", weights_only=True))
+    for step in range(resumed, 22):
+        optimizer.zero_grad()
+        model(torch.randn(4, 64)).square().mean().backward()
+        optimizer.step()
+        if not resumed and step + 1 in (11, 15):
+            torch.save(optimizer.state_dict(), f"after{{step + 1}}.pt")
+"""
+
+
+def test_what_a_checkpoint_says_of_the_choice(dadt_run) -> None:
+    """It counts, unless the user has given another compression since; and a choice that was not made yet is made."""
+
+    def run(resumed: int, *options: str) -> tuple[int, str]:
+        done = dadt_run(CHOSEN.format(resumed=resumed), "--algorithm", "auto", *options)
+        return done.output.count("--algorithm auto takes pipe with int8"), done.lines()[-1]
+
+    said, _ = run(0, "--warmup-steps", "12")
+    assert said == 1
+    said, last = run(15, "--warmup-steps", "12")
+    assert said == 0 and "3.9x less" in last
+    said, last = run(15, "--warmup-steps", "12", "--compression", "bf16")
+    assert said == 0 and "2.0x less" in last
+    said, last = run(11, "--warmup-steps", "10")
+    assert said == 1 and "3.9x less" in last
+
+
 @pytest.mark.parametrize(
     ("exchange", "meaning"),
     [

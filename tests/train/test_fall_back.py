@@ -55,6 +55,42 @@ def test_no_fall_back(dadt_run) -> None:
     assert all(rank["largest"] > 1e30 for rank in run.ranks)
 
 
+RESTORED = """
+    import copy
+    class Valley(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(20))
+        def forward(self, target):
+            seen.append(self.w.detach().clone())
+            return 0.5 * ((self.w - target) ** 2).sum()
+    model, seen, off = Valley(), [], []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    for step in range(300):
+        if step == 30:
+            kept = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+        if step == 250:
+            model.load_state_dict(kept[0])
+            optimizer.load_state_dict(kept[1])
+        true = model.state_dict()["w"].clone()
+        optimizer.zero_grad()
+        model(float(rank)).backward()
+        optimizer.step()
+        if step >= 250:
+            off.append((seen[-1] - true).abs().max().item())
+    report({"state": {"w": model.state_dict()["w"].clone()}, "off": off})
+"""
+
+
+def test_weights_of_before_the_fall_back_go_on_synchronously(dadt_run) -> None:
+    """A script that goes back to its last good state does not take the gradient in flight and the prediction of then."""
+    run = dadt_run(RESTORED, "--warmup-steps", "25")
+    assert run.output.count(BACK) == 1
+    assert_replicas_equal(run)
+    for rank in run.ranks:
+        assert len(rank["off"]) == 50 and max(rank["off"]) == 0
+
+
 LANGUAGE = """
     import gzip, pathlib
     text = torch.tensor(list(gzip.decompress(pathlib.Path({data!r}).read_bytes())[:100_000]))
