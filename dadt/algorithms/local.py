@@ -89,6 +89,7 @@ class Local(Algorithm):
         """Now, on all ranks: the mean of their weights and buffers."""
         a = self.attachment
         self._settle(self._fragments.values())
+        a.settle_buffers()
         if a.runtime.config.buffers:
             buffers = [b for _, _, b in a.runtime.buffers.of(a.modules)]
             self._settle([self._fragment("buffers", buffers, Outer(1.0, 0.0))])
@@ -189,12 +190,18 @@ class Local(Algorithm):
         """What is in flight is left out: its mean is not known here. This rank's progress stands for it."""
         if not self._fragments:
             return {}
-        resumed = {id(row.parameter): (a, v) for f in self._fragments.values() for row, a, v in f.resumed()}
-        ordered = [resumed[id(p)] for p in self.attachment.parameters]
+        numbers = _numbers(self.attachment.optimizer)
+        resumed = [
+            (number, a, v)
+            for f in self._fragments.values()
+            for row, a, v in f.resumed()
+            # The script may have taken it out since the last step.
+            if (number := numbers.get(id(row.parameter))) is not None
+        ]
         return {
             "steps": self._steps,
-            "anchors": [a.to("cpu", copy=True) for a, _ in ordered],
-            "velocities": [v.to("cpu", copy=True) for _, v in ordered if v is not None],
+            "anchors": {number: a.to("cpu", copy=True) for number, a, _ in resumed},
+            "velocities": {number: v.to("cpu", copy=True) for number, _, v in resumed if v is not None},
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -202,12 +209,14 @@ class Local(Algorithm):
             return
         self._divide()
         self._steps = state["steps"]
-        rows = {key: row for f in self._fragments.values() for key, row in f.rows.items()}
-        for i, p in enumerate(self.attachment.parameters):
-            row = rows[id(p)]
-            row.anchor.copy_(state["anchors"][i])
-            if row.velocity is not None and state["velocities"]:
-                row.velocity.copy_(state["velocities"][i])
+        numbers = _numbers(self.attachment.optimizer)
+        for row in (row for fragment in self._fragments.values() for row in fragment.rows.values()):
+            # What was frozen when the checkpoint was saved begins a round at its weights.
+            number = numbers[id(row.parameter)]
+            if (anchor := state["anchors"].get(number)) is not None:
+                row.anchor.copy_(anchor)
+            if row.velocity is not None and (velocity := state["velocities"].get(number)) is not None:
+                row.velocity.copy_(velocity)
 
 
 class End:
@@ -221,11 +230,18 @@ class End:
 
     def __call__(self) -> None:
         a = self._attachment()
-        mine = a is not None and a.alive and not a.algorithm.averages
+        optimizer = a._optimizer() if a is not None else None  # held: garbage may be collected while this waits
+        mine = a is not None and optimizer is not None and not a.algorithm.averages
         work = self._runtime.allgather(self._name, bytes([mine]))
         self._runtime.wait(work)
         if a is not None and all(lane == b"\x01" for lane in work.lanes):
             cast("Local", a.algorithm).settle()
+
+
+def _numbers(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    """Each parameter's number by its id: frozen ones count, too, so that it is the same whatever is trained."""
+    every = dict.fromkeys(id(p) for group in optimizer.param_groups for p in group["params"])
+    return {key: number for number, key in enumerate(every)}
 
 
 def _megabytes(size: float) -> str:

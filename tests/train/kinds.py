@@ -74,6 +74,39 @@ def evaluating(rank: int) -> Kind:
     return model, [own], train()
 
 
+class Statistic(nn.Module):
+    """Has a statistic of its own, which training changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.lerp_(x.mean(0), 0.1)
+        return x
+
+
+def observing(rank: int) -> Kind:
+    """Nothing uses gradients but a closure's optimizer."""
+    model = nn.Sequential(Statistic(), *mlp())
+    own = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+
+    def train() -> Iterator[tuple[int, str]]:
+        for step in range(STEPS):
+
+            def closure() -> torch.Tensor:
+                own.zero_grad()
+                x, y = batch(rank, step, 0)
+                loss = nn.functional.cross_entropy(model(x), y)
+                loss.backward()
+                return loss
+
+            own.step(closure)
+            yield 0, ""
+
+    return model, [own], train()
+
+
 def loading(rank: int) -> Kind:
     """Weights from a file, in the middle of a round."""
     model = mlp()
@@ -142,7 +175,10 @@ def judging(rank: int) -> Kind:
     return model, both, train()
 
 
-KINDS = {kind.__name__: kind for kind in (accumulating, scaling, evaluating, loading, freezing, normalizing, judging)}
+KINDS = {
+    kind.__name__: kind
+    for kind in (accumulating, scaling, evaluating, observing, loading, freezing, normalizing, judging)
+}
 
 
 def simulate_kind(name: str, world: int, outer: Outer) -> list[dict[str, torch.Tensor]]:

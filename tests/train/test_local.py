@@ -120,6 +120,49 @@ def test_a_resumed_training_goes_on_from_one_ranks_view(dadt_run, tmp_path) -> N
             assert_equal(run.ranks[rank], values(expected.models[rank]), f"rank {rank}")
 
 
+THAWED = """
+    import gc, rounds as t
+    gc.disable()
+
+    def train():
+        torch.manual_seed(0)
+        model = t.mlp()
+        optimizer = t.optimizer(model)
+        model[0].requires_grad_(False)
+        for step in range(7):
+            t.backward(model, rank, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        model[0].requires_grad_(True)
+        saved = optimizer.state_dict()["dadt"]["state"]
+        optimizer.load_state_dict(optimizer.state_dict())
+        for step in range(7, 9):
+            t.backward(model, rank, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.itself = optimizer                    # garbage that only the collector finds
+        return model, saved
+
+    model, saved = train()
+    (runtime,) = [o for o in gc.get_objects() if type(o).__name__ == "Runtime"]
+    wait = runtime.wait
+
+    def collect_and_wait(work):
+        gc.collect()
+        wait(work)
+
+    runtime.wait = collect_and_wait
+    t.at_the_end(lambda: report([sorted(saved["anchors"]), t.values(model)]))
+"""
+
+
+def test_what_is_thawed_just_now_is_saved_and_garbage_at_the_end_harms_nobody(dadt_run) -> None:
+    options = ["--algorithm", "local", "--warmup-steps", "0", "--sync-every", "4", "--outer-momentum", "0.9"]
+    (anchors, one), (_, other) = dadt_run(THAWED, *options).ranks
+    assert anchors == [2, 3]
+    assert_equal(one, other, "the last average")
+
+
 BEHIND = """
     import pathlib, time, rounds as t
     model = t.mlp()
