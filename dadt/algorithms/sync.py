@@ -19,7 +19,7 @@ class Sync(Algorithm):
 
     How often a backward adds to each gradient is learned from the last two steps. Where they and all ranks agree, a
     bucket is launched from the backward that completes it. If a gradient changes after that (by one more backward, or
-    by the script's own hand), a flag in the lane makes all ranks exchange again.
+    by the script's own hand), a flag in the lane makes all ranks exchange again, and then launch none for some steps.
     """
 
     wants_gradients = True
@@ -55,13 +55,14 @@ class Sync(Algorithm):
         a.close(exchange, growth=growth, redo=exchange.touched)
         lanes = a.wait(exchange)
         agreed = len({lane.growth for lane in lanes}) == 1
-        if any(lane.redo for lane in lanes):
+        in_vain = any(lane.redo for lane in lanes)
+        if in_vain:
             exchange = a.new_exchange(again=True)
             a.close(exchange)
             lanes = a.wait(exchange)
         a.agree(lanes, exchange)
         a.deliver(exchange)
-        self._overlap.step(agreed)
+        self._overlap.step(agreed, in_vain)
 
 
 class Overlap:
@@ -71,6 +72,8 @@ class Overlap:
         self._counts: dict[torch.Tensor, int] = {}
         self._before: dict[torch.Tensor, int] = {}
         self.expected: dict[torch.Tensor, int] = {}
+        self._pause = 1
+        self._left = 0
 
     def count(self, parameter: torch.Tensor) -> None:
         self._counts[parameter] = self._counts.get(parameter, 0) + 1
@@ -81,7 +84,15 @@ class Overlap:
     def growth(self, parameters: list[torch.Tensor]) -> int:
         return zlib.crc32(bytes(min(self._counts.get(p, 0), 255) for p in parameters))
 
-    def step(self, agreed: bool) -> None:
-        """agreed: the gradients of all ranks grew alike, so all will launch alike."""
-        self.expected = self._counts if agreed and self._counts == self._before else {}
+    def step(self, agreed: bool, in_vain: bool) -> None:
+        """agreed: the gradients of all ranks grew alike, so all will launch alike. in_vain: what was launched changed
+        after that, on some rank: a script that does so in every step would exchange all of it twice, and lose what
+        compression owes. So there is a pause, twice as long each time."""
+        if in_vain:
+            self._pause *= 2
+            self._left = self._pause
+        elif self._left:
+            self._left -= 1
+        learned = agreed and not self._left and self._counts == self._before
+        self.expected = self._counts if learned else {}
         self._before, self._counts = self._counts, {}
