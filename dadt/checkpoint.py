@@ -65,7 +65,7 @@ class Checkpoints:
 
     def save(self, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         """What goes with the optimizer's state. Waits for the exchange in flight; raises CommError."""
-        if self._aside or self._runtime.alone:
+        if self._aside or self._runtime.alone or optimizer in self._runtime.left_alone:
             return None
         if optimizer in self._loaded:
             return self._loaded[optimizer]
@@ -89,8 +89,8 @@ class Checkpoints:
             "rank": self._runtime.world.rank,
             "step": a.step,
             "state": state,
-            "displacement": {indices[p]: d.clone() for p, d in a.prediction.displacement()},
-            "older": {indices[p]: d.clone() for p, d in a.prediction.older_displacement()},
+            "displacement": {indices[p]: d.clone() for p, d in a.prediction.displacement() if p in indices},
+            "older": {indices[p]: d.clone() for p, d in a.prediction.older_displacement() if p in indices},
             "random": self.streams.state() if self.streams is not None else {},
         }
 

@@ -110,7 +110,7 @@ class Modules:
         if self.wrappers.leaves_alone(optimizer, seen):
             return
         self.wrappers.notice(seen)
-        ordered = [m for m in modules if m in roots]
+        ordered = _by_parameters(roots, optimizer)
         self.runtime.roots[optimizer] = [weakref.ref(m) for m in ordered]
         for m in ordered:
             self.enter(m, optimizer)
@@ -331,7 +331,15 @@ def _show_copies(runtime: Runtime) -> None:
     swa_utils.update_bn = patched_update_bn
 
 
+def _by_parameters(roots: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> list[nn.Module]:
+    """In the order of the optimizer's parameters below them: the same on all ranks, and whenever the script runs."""
+    every = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
+    numbers = {id(p): i for i, p in enumerate(every)}
+    below = {m: [numbers[id(p)] for p in m.parameters() if id(p) in numbers] for m in roots}
+    return sorted(below, key=lambda m: (below[m], type(m).__qualname__))
+
+
 def _all_modules() -> list[nn.Module]:
-    """Every module there is: built by hand, unpickled or copied."""
+    """Every module there is: built by hand, unpickled or copied. Garbage collections change their order."""
     # By type, not isinstance: a proxy's __class__ may run code of the script's.
     return [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]

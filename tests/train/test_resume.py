@@ -144,6 +144,37 @@ def test_other_ranks_and_other_algorithms_take_what_fits(train: Train, whole: Pa
     assert load(other, 4)["optimizers"][0]["dadt"]["step"] == STEPS
 
 
+STALLED = """
+    import time, dadt
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    end = time.monotonic() + 60
+    for step in range(10):
+        while rank == 1 and step == 8 and not os.path.exists({there!r}) and time.monotonic() < end:
+            time.sleep(0.05)
+        optimizer.zero_grad()
+        model(torch.randn(2, 4)).square().mean().backward()
+        optimizer.step()
+        if step == 8:
+            try:
+                said = optimizer.state_dict()
+            except dadt.CommError as error:
+                said = str(error)
+            report([said, optimizer.state_dict()["dadt"]["state"]])
+            break
+"""
+
+
+def test_a_checkpoint_does_not_wait_for_ever_for_what_is_in_flight(dadt_run, tmp_path: Path) -> None:
+    """Rank 1 does not come to the step whose gradient is under way on rank 0."""
+    script = STALLED.format(there=str(tmp_path / "rank0.pt"))
+    run = dadt_run(script, "--warmup-steps", "4", "--timeout", "4", check=False)
+    said, after = run.ranks[0]
+    assert "rank 1" in said
+    assert after == {}, "what comes after the failure is a checkpoint without the gradient"
+    assert "saved after a failure: without the gradients in flight" in run.output
+
+
 def test_random_states_survive_a_file(tmp_path: Path) -> None:
     def draw() -> list[float]:
         return [float(torch.rand(())), np.random.standard_normal(), random.gauss(0, 1), random.random()]

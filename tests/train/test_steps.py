@@ -243,3 +243,28 @@ def test_optimizers_and_models_that_come_late(dadt_run) -> None:
     run = dadt_run(LATE, "--warmup-steps", "5")
     assert_replicas_equal(run)
     assert "50 steps, 40 of them delayed by one" in run.output
+
+
+PARTS = """
+    import gc
+    torch.manual_seed(rank)
+    def part():
+        made = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+        made[0].requires_grad_(False)
+        return made
+    parts = [part()]
+    if rank == 1:
+        gc.collect()  # the order in which Python knows its objects is another one now
+    parts.append(part())
+    optimizer = torch.optim.SGD([p for each in parts for p in each.parameters()], lr=0.1)
+    for step in range(8):
+        x = torch.randn(5, 6)
+        optimizer.zero_grad()
+        sum(each(x).tanh().mean() for each in parts).backward()
+        optimizer.step()
+    report({"state": {f"{i}.{k}": v.clone() for i, each in enumerate(parts) for k, v in each.state_dict().items()}})
+"""
+
+
+def test_modules_beside_each_other_are_in_one_order_on_all_ranks(dadt_run) -> None:
+    assert_replicas_equal(dadt_run(PARTS, "--warmup-steps", "4"))
