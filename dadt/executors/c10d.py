@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import datetime
 import threading
+import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from dadt.world import World
 
 _REDUCE = {"sum": ReduceOp.SUM, "min": ReduceOp.MIN, "max": ReduceOp.MAX, "product": ReduceOp.PRODUCT}
+_GIVE_UP_SECONDS = 1.0
 _LONG = datetime.timedelta(days=30)
 _TAG = 1 << 30
 """Tags of the executor's own messages; the caller's are below."""
@@ -148,6 +151,7 @@ class C10d:
         self._device = device
         self._aborted = False
         self._kept = Kept(lambda: False)  # each ends by itself, be it by an error
+        self._messages: weakref.WeakSet[Message] = weakref.WeakSet()
         self._letters = Letters(group, rank)
 
     def start(self, flat: torch.Tensor) -> Any:
@@ -227,6 +231,7 @@ class C10d:
     def _keep(self, message: Message) -> Message:
         """One that nobody keeps would not be delivered."""
         self._kept.add(message, message)
+        self._messages.add(message)
         return message
 
     def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
@@ -247,6 +252,9 @@ class C10d:
         """The group's threads end here, and not in whatever order the interpreter ends in."""
         if self.name == "nccl" and not self._aborted:
             self._group.shutdown()  # else it warns that nobody has ended it
+        if self._aborted:
+            for message in list(self._messages):
+                message.give_up()
         self._letters.close()
         self._group = None
 
@@ -274,6 +282,15 @@ class Message:
     def begin(self) -> None:
         """Go on with it though nobody waits: what follows the length is asked for when that has come."""
         self._awaited()
+
+    def give_up(self) -> None:
+        """After a failure, before the interpreter ends: a thread that comes out of the library later would abort the
+        process. A wait that times out closes Gloo's connections, and so ends all others."""
+        if self._ended is None or self._ended.is_set():
+            return
+        with suppress(Exception):  # whatever it ends with, it was given up
+            self._work.wait(datetime.timedelta(milliseconds=1))
+        self._ended.wait(_GIVE_UP_SECONDS)
 
     def finish(self) -> None:
         """Wait as long as the group does."""
