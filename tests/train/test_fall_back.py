@@ -83,7 +83,7 @@ RESTORED = """
 
 
 def test_weights_of_before_the_fall_back_go_on_synchronously(dadt_run) -> None:
-    """A script that goes back to its last good state takes neither the gradient in flight nor the prediction of then."""
+    """Going back to the last good state takes neither the gradient in flight nor the prediction of then."""
     run = dadt_run(RESTORED, "--warmup-steps", "25")
     assert run.output.count(BACK) == 1
     assert_replicas_equal(run)
