@@ -59,6 +59,8 @@ class Attachment:
         self._agreed = -1
         self._identical = 0
         self._schema: Schema | None = None
+        self._tables: list[torch.Tensor] = []
+        """Parameters whose gradients are sparse."""
         self._token: tuple[Any, ...] = ()
         self._hooked = WeakTensorKeyDictionary()
         factors = predict_factors(runtime.config.predict) or auto_factors(optimizer, runtime.config.staleness)
@@ -176,6 +178,7 @@ class Attachment:
         if self._schema is None or token[0] != self._token[0]:
             self.prediction.follow(parameters)
             self._hook(parameters)
+            self._tables = _sparse_tables(self.modules, parameters)
         self._schema = Schema(
             parameters,
             self.buffers(),
@@ -368,7 +371,12 @@ class Attachment:
         ratio = None
         if self.scale is not None and exchange.scale is not None and self.scale is not exchange.scale:
             ratio = self.scale / exchange.scale
+        absent = [p for p in self._tables if p.grad is None]
         exchange.deliver(ratio)
+        for p in absent:
+            # As on the ranks that had one: some optimizers take no dense gradient, or none after a sparse one.
+            if p.grad is not None and p.grad.layout == torch.strided:
+                p.grad = p.grad.to_sparse(1)
         if exchange.schema is not self._schema and self._schema is not None:
             # Added or unfrozen since: their first average has not come yet.
             averaged = {id(p) for p in exchange.schema.parameters}
@@ -416,6 +424,12 @@ class Attachment:
 
 def _below(roots: list[nn.Module]) -> list[weakref.ref[nn.Module]]:
     return [weakref.ref(m) for m in dict.fromkeys(m for root in roots for m in root.modules())]
+
+
+def _sparse_tables(modules: list[nn.Module], parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    ids = {id(p) for p in parameters}
+    tables = [m.weight for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
+    return [table for table in tables if id(table) in ids]
 
 
 def group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -8,8 +8,10 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from dadt.algorithms.base import Algorithm
+from dadt.errors import ConfigError
 from dadt.farewell import await_all
 from dadt.pairing import Pairing
 
@@ -34,6 +36,11 @@ class Gossip(Algorithm):
     def __init__(self, attachment: Attachment) -> None:
         super().__init__(attachment)
         runtime, tag = attachment.runtime, _TAG + 2 * attachment.index
+        if runtime.script_is_distributed and any(isinstance(m, nn.SyncBatchNorm) for m in attachment.modules):
+            raise ConfigError(
+                "--algorithm gossip: SyncBatchNorm waits for all ranks in every forward, and with gossip no rank waits"
+                " for another: use BatchNorm, or another algorithm"
+            )
         config = runtime.config
         self._pairing = Pairing(runtime.mail, runtime.world, config.topology, tag, config.timeout)
         # The optimizer may be collected long before the end, on each rank when it likes.

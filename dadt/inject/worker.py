@@ -13,7 +13,7 @@ from dadt.config import Config
 from dadt.control import Control
 from dadt.errors import CommError
 from dadt.forum import Forum
-from dadt.inject import download, failure, gradient, loader, module, optimizer, saving, seed
+from dadt.inject import compiler, download, failure, gradient, loader, module, optimizer, saving, seed
 from dadt.launch import machine
 from dadt.runtime import Runtime
 from dadt.world import World
@@ -44,6 +44,7 @@ def start(world: World, *, explicit: bool = False) -> None:
     modules = module.Modules(runtime)
     if not (explicit and runtime.alone):
         optimizer.install(runtime, modules)
+        runtime.on_begin.append(compiler.look_past())
     if not runtime.alone:
         module.install(modules)
         gradient.install(runtime, modules)

@@ -101,3 +101,29 @@ def test_a_timeline_of_tensors_of_a_gpu(launch, tmp_path):
         mine = [event for event in events if event["pid"] == rank]
         assert [event["args"]["step"] for event in mine if event.get("cat") == "step"] == list(range(40))
         assert any(event["name"] == "step 39, bucket 0" for event in mine if event.get("cat") == "allreduce")
+
+
+SYNCHRONIZED = TRAIN.replace("nn.BatchNorm2d(8)", "nn.SyncBatchNorm(8)").replace(
+    "losses = []",
+    """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+model(torch.randn(64, 2, 8, 8, device="cuda"))
+both = [torch.zeros(8), torch.zeros(8)]
+dist.all_gather(both, model[1].running_mean.cpu())
+assert torch.allclose(*both) and both[0].any(), both
+losses = []
+""",
+)
+
+
+@pytest.mark.parametrize("algorithm", ["sync", "pipe", "local"])
+def test_synchronized_norm_over_the_scripts_group(launch, tmp_path, algorithm):
+    """Ranks with data of their own have the same statistics after one forward."""
+    result = launch(
+        SYNCHRONIZED.format(amp=False), "-np", "2", *ONE_GPU, "--executor", "gloo", "--algorithm", algorithm,
+        "--warmup-steps", "5", "train.py",
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    if algorithm != "local":
+        check_equal(tmp_path, 2)

@@ -1,0 +1,80 @@
+"""The table of features in docs/algorithms.md: what scripts do around a step, under each algorithm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from features import FEATURES
+
+DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"
+SCRIPT = """
+    import features
+    from dadt.inject import worker
+    found = features.train_all(rank)
+    own = {name: {"weights": features.weights(t.model), **t.seen} for name, t in found.items()}
+    worker.runtime.close()                       # as at the end of the process
+    report({"own": own, "end": {name: t.model.state_dict() for name, t in found.items()}})
+"""
+OPTIONS = {
+    "sync": ["--bucket-mb", "0.0002"],
+    "pipe": ["--warmup-steps", "4"],
+    "local": ["--warmup-steps", "4", "--sync-every", "4"],
+    "gossip": [],
+}
+IDENTICAL = {"sync", "pipe"}
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b))
+    return bool(a == b)
+
+
+@pytest.mark.parametrize("algorithm", OPTIONS)
+def test_every_feature_works(dadt_run, algorithm) -> None:
+    run = dadt_run(SCRIPT, "--algorithm", algorithm, *OPTIONS[algorithm])
+    assert "Dynamo" not in run.output and "recompile_limit" not in run.output
+    one, other = run.ranks
+    assert len(one["own"]) == sum(map(len, FEATURES.values()))
+    for name, seen in one["own"].items():
+        for what, value in seen.items():
+            # Learning rates that differ become rank 0's, wherever ranks go in step.
+            same = algorithm in IDENTICAL or (algorithm == "local" and "rate" in what)
+            assert equal(value, other["own"][name][what]) == same, f"{name}: {what}"
+        assert equal(one["end"][name], other["end"][name]), f"{name}, at the end"
+        assert all(value.isfinite().all() for value in one["end"][name].values()), name
+    scales = [rank["own"]["half_with_scaler"]["loss scale"] for rank in run.ranks]
+    assert scales == ([512.0, 512.0] if algorithm in IDENTICAL else [1024.0, 512.0])
+    rates = [rank["own"]["plateau"]["rate of the plateau"] for rank in run.ranks]
+    assert rates == ([0.05, 0.025] if algorithm == "gossip" else [0.05, 0.05])
+
+
+def test_the_table_has_a_row_for_each_feature() -> None:
+    table = DOCS.read_text().split("\n## What scripts do", 1)[1].split("\n## ", 1)[0]
+    rows = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("|")]
+    assert set(FEATURES) < set(rows), set(FEATURES) - set(rows)
+
+
+SYNCHRONIZED = """
+    import torch.distributed as dist
+    from features import normed, plain, points, sgd
+    dist.init_process_group("gloo")
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(normed())
+    plain(model, sgd(model))(0, *points(rank, 0))
+"""
+
+
+def test_synchronized_norm_over_a_process_group(dadt_run) -> None:
+    """It waits for all ranks in every forward. (Torch itself has it for GPUs only: tests/gpu.)"""
+    refused = dadt_run(SYNCHRONIZED, "--algorithm", "gossip", check=False)
+    assert refused.code == 2, refused.output
+    assert "--algorithm gossip: SyncBatchNorm waits for all ranks in every forward" in refused.output
+    torchs = dadt_run(SYNCHRONIZED, check=False)
+    assert torchs.code == 1 and "ValueError: SyncBatchNorm expected input tensor to be on GPU" in torchs.output
