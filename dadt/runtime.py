@@ -473,8 +473,9 @@ class Runtime:
 
     @property
     def _end(self) -> str:
-        # Ranks that go each at its own speed may have taken different numbers of steps.
-        return f"the end, after {self.step} steps" if self.together else "the end"
+        # With gradients of its own a rank's scaler may have left out steps that others took.
+        same = self.alone or algorithms.find(self.config.algorithm).identical
+        return f"the end, after {self.step} steps" if same else "the end"
 
     def _arrive(self) -> None:
         """Raises where the others are not there yet: those that wait for this rank say so, and fail.
