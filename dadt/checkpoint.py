@@ -89,8 +89,8 @@ class Checkpoints:
             "rank": self._runtime.world.rank,
             "step": a.step,
             "state": state,
-            "displacement": {indices[p]: d.clone() for p, d in a.prediction.displacement() if p in indices},
-            "older": {indices[p]: d.clone() for p, d in a.prediction.older_displacement() if p in indices},
+            "displacement": {indices[p]: _kept(d) for p, d in a.prediction.displacement() if p in indices},
+            "older": {indices[p]: _kept(d) for p, d in a.prediction.older_displacement() if p in indices},
             "random": self.streams.state() if self.streams is not None else {},
         }
 
@@ -219,8 +219,8 @@ def flight(attachment: Attachment, exchange: Exchange | Arrived) -> dict[str, An
     places = {place: i for i, place in enumerate(_places(attachment))}
     buffers = zip(exchange.places, exchange.averaged_buffers(), strict=True)
     return {
-        "gradients": {indices[p]: g.clone() for p, g in exchange.averaged_gradients() if p in indices},
-        "buffers": {places[place]: b.clone() for place, b in buffers if place in places},
+        "gradients": {indices[p]: _kept(g) for p, g in exchange.averaged_gradients() if p in indices},
+        "buffers": {places[place]: _kept(b) for place, b in buffers if place in places},
         "norm": float(exchange.norm()),
         "value": max((lane.value for lane in lanes), default=0.0),
         "scale": exchange.scale,
@@ -235,6 +235,11 @@ def flights(attachment: Attachment, exchanges: Sequence[Exchange | Arrived]) -> 
         )
         return []
     return [flight(attachment, exchange) for exchange in exchanges]
+
+
+def _kept(tensor: torch.Tensor) -> torch.Tensor:
+    """On the host: a GPU that is nearly full must have no need of more for a checkpoint."""
+    return tensor.to("cpu", copy=True)
 
 
 def _indices(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, int]:
