@@ -36,7 +36,7 @@ class Gossip(Algorithm):
     def __init__(self, attachment: Attachment) -> None:
         super().__init__(attachment)
         runtime, tag = attachment.runtime, _TAG + 2 * attachment.index
-        if runtime.script_is_distributed and any(isinstance(m, nn.SyncBatchNorm) for m in attachment.modules):
+        if _has_group() and any(isinstance(m, nn.SyncBatchNorm) for m in attachment.modules):
             raise ConfigError(
                 "--algorithm gossip: SyncBatchNorm waits for all ranks in every forward, and with gossip no rank waits"
                 " for another: use BatchNorm, or another algorithm"
@@ -99,6 +99,11 @@ class End:
         for tensor, average in zip(tensors, host, strict=True):
             if tensor.data_ptr() != average.data_ptr():
                 tensor.copy_(average)
+
+
+def _has_group() -> bool:
+    """Whether the script has a process group; without one SyncBatchNorm is BatchNorm."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def weights(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -267,8 +267,12 @@ def averaged_weights(rank: int) -> Trained:
     swa_utils.update_bn([points(rank, step)[0] for step in range(STEPS)], average)
     assert loss_of(average, points) < 1.0
     assert abs(optimizer.param_groups[0]["lr"] - 0.02) < 1e-6
-    averages = {"moving": moving.state_dict(), "average": dict(average.named_parameters())}
-    return Trained(model, [optimizer], {k: [v.detach().clone() for v in m.values()] for k, m in averages.items()})
+    seen = {
+        "moving": moving.state_dict(),
+        "average": weights(average),
+        "update_bn": average.module[1].running_mean.clone(),
+    }
+    return Trained(model, [optimizer], seen)
 
 
 def schedules(rank: int) -> Trained:
@@ -312,16 +316,19 @@ def plateau(rank: int) -> Trained:
 
 
 def loading(rank: int) -> Trained:
-    """Model and optimizer go back in the middle, by all ranks, to what each has saved."""
+    """Model and optimizer go back in the middle, by all ranks, and take the same ten steps again."""
     model = normed()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     step_of = plain(model, optimizer)
     stream = io.BytesIO()
+    reached = []
 
     def one(step: int, x: torch.Tensor, y: torch.Tensor) -> None:
-        step_of(step, x, y)
+        step_of(step, *(points(rank, step - 10) if step > 20 else (x, y)))
         if step == 10:
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, stream)
+        if step in (20, 30):
+            reached.append(weights(model))
         if step == 20:
             stream.seek(0)
             saved = torch.load(stream, weights_only=True)
@@ -332,7 +339,7 @@ def loading(rank: int) -> Trained:
             assert int(optimizer.state[model[0].weight]["step"]) == int(saved["optimizer"]["state"][0]["step"])
 
     train(rank, model, one)
-    return Trained(model, [optimizer], {})
+    return Trained(model, [optimizer], {"reached twice": reached})
 
 
 FEATURES: dict[str, list[Callable[[int], Trained]]] = {
