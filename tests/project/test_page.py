@@ -18,12 +18,13 @@ BLOCK = re.compile(r"<!-- (?P<mark>runnable|file): ?(?P<value>.*?) ?-->\n```\w+\
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 EXAMPLE_FLAGS = {"--epochs"}
 FOREIGN_FLAGS = {
+    "benchmarks.md": {"--budget-minutes", "--families", "--jobs", "--others", "--ranks", "--seeds"},
     "executors.md": {"--mpi"},
     "injection.md": {"--init", "--world"},
     "mpi.md": {"--nproc-per-node"},
     "slurm.md": {"--array", "--cpus-per-task", "--nodes", "--ntasks", "--ntasks-per-node", "--signal", "--time"},
 }
-"""Of other programs, as torchrun, sbatch, ssh or a script of the page."""
+"""Of other programs, as torchrun, sbatch, ssh, a script of the page or a module that is run."""
 LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)")
 
 

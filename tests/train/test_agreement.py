@@ -110,9 +110,9 @@ BUFFERS = """
         own.append(norm.running_mean.clone())
     model.eval()
     official = norm.running_mean.clone()
-    state = snapshot(model, optimizer)
     model.train()
     back = norm.running_mean.clone()
+    state = snapshot(model, optimizer)  # a checkpoint: from here on the official ones are the rank's own
     with open(f"saved{rank}.pt", "wb") as f:
         torch.save(model.state_dict(), f)
     report({"state": state, "own": own, "official": official, "back": back})

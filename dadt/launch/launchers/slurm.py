@@ -210,8 +210,8 @@ class Step:
             steps = [line for line in self._said.get(task, ()) if line.startswith("slurmstepd")]
             verdict = self._verdicts.get(task, "")
             complaint = self._complaints[-1] if self._complaints else ""
-        if any("execve()" in line for line in steps):
-            reason = steps[-1].rpartition(": ")[2]
+        if failed := [line for line in steps if "execve()" in line]:  # others follow: that the step was cancelled
+            reason = failed[-1].rpartition(": ")[2]
             return f"{self._python} cannot be run there ({reason}) -> --python PATH"
         if said and "No module named" in said[-1]:
             return f"dadt is not installed for {self._python} there -> pip install it, or --python PATH"
