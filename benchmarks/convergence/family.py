@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.convergence.data import digits, shakespeare
@@ -32,6 +34,8 @@ class Family:
     """Learning rates of the sweep."""
     counts: bool
     """The verdict is accuracy; else loss."""
+    rises: float = 0.0
+    """Share of the steps in which the learning rate rises from 0."""
 
     def loader(self, seed: int) -> DataLoader[Any]:
         """Batches in an order that the seed fixes alone."""
@@ -43,11 +47,21 @@ class Family:
         return islice(endless(self.loader(seed)), self.steps)
 
     def begin(self, seed: int, rate: float) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-        """Model, optimizer and schedule: the learning rate falls to 0 along a cosine."""
+        """Model, optimizer and schedule: the learning rate falls to 0 along a cosine, where it has risen."""
         torch.manual_seed(seed)
         model = self.model()
         optimizer = self.optimizer(model.parameters(), rate)
-        return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.steps)
+        if not self.rises:
+            return model, optimizer, CosineAnnealingLR(optimizer, self.steps)
+        rising = int(self.steps * self.rises)
+        falling = self.steps - rising
+
+        def share(step: int) -> float:
+            if step < rising:
+                return (step + 1) / rising
+            return (1 + math.cos(math.pi * (step - rising) / falling)) / 2
+
+        return model, optimizer, LambdaLR(optimizer, share)
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         x, y = batch
@@ -94,6 +108,6 @@ FAMILIES = {
     for family in (
         Family("cnn", cnn, momentum, both_digits, 128, 300, (0.025, 0.05, 0.1, 0.2, 0.4, 0.8), True),
         Family("mlp", perceptron, adam, both_digits, 128, 300, (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2), True),
-        Family("gpt", GPT, adamw, shakespeare, 16, 600, (6.25e-4, 1.25e-3, 2.5e-3, 5e-3, 1e-2), False),
+        Family("gpt", GPT, adamw, shakespeare, 16, 600, (1.25e-3, 2.5e-3, 5e-3, 1e-2, 2e-2), False, 0.1),
     )
 }

@@ -26,8 +26,11 @@ class Method:
     """The factor of the displacement before the last one."""
     ramp: int = 0
     """Delayed steps over which the factors grow from 0."""
-    own: int = 0
-    """1: predict by the optimizer's own step with the last average that has arrived."""
+    rise: int = 0
+    """Delayed steps over which the size of the steps rises from 0 again."""
+    own: float | None = None
+    """Predict by the optimizer's own step, as if this share of the rank's own gradient in flight, and else the last
+    average that has arrived, were what it will be given."""
     mix: float = 0.0
     """Apply (1 + mix) updates less mix times the update before: error feedback for delayed updates."""
 
@@ -43,7 +46,7 @@ class Method:
             key, _, value = part.partition("=")
             if key not in known:
                 raise ValueError(f"{text}: {key} is unknown; there are {', '.join(sorted(known))}")
-            given[key] = float(value) if key in ("c", "c2", "mix") else int(value)
+            given[key] = float(value) if key in ("c", "c2", "mix", "own") else int(value)
         return cls(text, delayed=base != "sync", **given)  # type: ignore[arg-type]
 
     def factors(self, optimizer: torch.optim.Optimizer) -> tuple[float, float]:

@@ -54,7 +54,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Letters to logits of the letters that follow; the embedding is the last layer's weight, too."""
+    """Letters to logits of the letters that follow."""
 
     def __init__(self, width: int = 128, heads: int = 4, depth: int = 4) -> None:
         super().__init__()
@@ -62,12 +62,9 @@ class GPT(nn.Module):
         self.places = nn.Embedding(CONTEXT, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
-            if isinstance(module, nn.Linear):
-                nn.init.zeros_(module.bias)
+        self.head = nn.Linear(width, LETTERS, bias=False)
 
     def forward(self, letters: torch.Tensor) -> torch.Tensor:
         x = self.letters(letters) + self.places(torch.arange(letters.shape[1], device=letters.device))
-        return nn.functional.linear(self.norm(self.blocks(x)), self.letters.weight)
+        out: torch.Tensor = self.head(self.norm(self.blocks(x)))
+        return out

@@ -47,6 +47,8 @@ class Simulation:
         self.displacements: deque[Tensors] = deque(maxlen=2)
         """By which the last updates moved the weights, the last one first."""
         self.applied: Tensors | None = None
+        self.fresh: list[Tensors] = []
+        """Each rank's own gradients of the last step."""
         self.step = 0
 
     def run(self) -> dict[str, Any]:
@@ -68,6 +70,7 @@ class Simulation:
             for p, g in zip(self.parameters, arrived, strict=True):
                 p.grad = g
             self.optimizer.step()
+            self.shorten(true)
             self.displace(true)
             self.applied = arrived
         self.schedule.step()
@@ -76,14 +79,10 @@ class Simulation:
 
     def predict(self) -> None:
         """Put the weights where the gradient that is computed now will be applied."""
-        if len(self.pending) < self.method.staleness or not self.displacements:
+        if not self.predicts or not self.displacements or self.method.own is not None:
             return
         late = self.step - self.method.warmup - self.method.staleness + 1
         share = min(1.0, late / self.method.ramp) if self.method.ramp else 1.0
-        if self.method.own and self.applied is not None:
-            moves = own_step(self.optimizer, self.applied)
-            torch._foreach_add_([p.data for p in self.parameters], moves, alpha=self.factor * share)
-            return
         ahead = [torch.zeros_like(d) for d in self.displacements[0]]
         if self.older and len(self.displacements) > 1:
             torch._foreach_add_(ahead, self.displacements[1], alpha=self.older * share)
@@ -91,15 +90,28 @@ class Simulation:
             torch._foreach_add_(ahead, self.displacements[0], alpha=self.factor * share)
         torch._foreach_add_([p.data for p in self.parameters], ahead)
 
+    @property
+    def predicts(self) -> bool:
+        return len(self.pending) == self.method.staleness
+
+    def predict_for(self, rank: int, true: Tensors) -> None:
+        """The same by what this rank alone knows of the gradients in flight."""
+        if not self.predicts or self.method.own is None or self.applied is None:
+            return
+        put(self.parameters, true)
+        moves = own_step(self.optimizer, lerp(self.applied, self.fresh[rank], self.method.own))
+        torch._foreach_add_([p.data for p in self.parameters], moves)
+
     def average(self, batch: Batch) -> tuple[float, Tensors, Tensors]:
         """Mean loss, gradients and buffers of all ranks, each on its part of the batch."""
         size = len(batch[0]) // self.ranks
         assert size * self.ranks == len(batch[0]), "the batch must be divisible among the ranks"
         losses, gradients, statistics = 0.0, [], []
-        counts = copies(self.counts)
+        counts, start = copies(self.counts), copies(self.parameters)
         for rank in range(self.ranks):
             put(self.counts, counts)
             put(self.buffers, self.own[rank])
+            self.predict_for(rank, start)
             self.optimizer.zero_grad()
             loss = self.family.loss(self.model, (part(batch[0], rank, size), part(batch[1], rank, size)))
             loss.backward()  # type: ignore[no-untyped-call]
@@ -107,6 +119,7 @@ class Simulation:
             self.own[rank] = copies(self.buffers)
             gradients.append([p.grad for p in self.parameters if p.grad is not None])
             statistics.append(self.own[rank])
+        self.fresh = [copies(each) for each in gradients]
         return losses / self.ranks, mean(gradients), mean(statistics)
 
     def exchange(self, gradients: Tensors, statistics: Tensors) -> Tensors | None:
@@ -137,6 +150,14 @@ class Simulation:
             self.divergence.learn(last)
             return False
         return self.divergence.see(last)
+
+    def shorten(self, true: Tensors) -> None:
+        """Go only a part of the way, in the first delayed steps."""
+        late = self.step - self.method.warmup - self.method.staleness + 1
+        if not self.late or not 0 < late < self.method.rise:
+            return
+        for p, t in zip(self.parameters, true, strict=True):
+            p.data.copy_(t + late / self.method.rise * (p.detach() - t))
 
     def displace(self, true: Tensors) -> None:
         moved = [p.detach() - t for p, t in zip(self.parameters, true, strict=True)]
@@ -169,6 +190,10 @@ def mean(ranks: list[Tensors]) -> Tensors:
             total += value
         means.append(total / len(values))
     return means
+
+
+def lerp(of: Tensors, to: Tensors, share: float) -> Tensors:
+    return [a + share * (b - a) for a, b in zip(of, to, strict=True)]
 
 
 def norm(tensors: Tensors) -> float:
