@@ -115,6 +115,7 @@ def test_flags_exist() -> None:
         ["bench", "step", "--help"],
         ["logs", "--help"],
         ["config", "show", "--help"],
+        ["check-env", "--help-all"],
     ]
     known = set(EXAMPLE_FLAGS)
     for arguments in helps:
