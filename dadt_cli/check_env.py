@@ -14,7 +14,7 @@ import click
 import dadt
 from dadt.checks import SUBJECTS, probe
 from dadt.checks.check import FAIL, PASS, VERDICTS, WARN, Asked, Check, worst
-from dadt.checks.hosts import Found, look
+from dadt.checks.hosts import Found, is_checked, look
 from dadt.config import here
 from dadt.launch import plan
 from dadt_cli import console
@@ -128,11 +128,15 @@ def _of_name(found: Found, subject: str, name: str) -> Iterator[Row]:
         for check in checks:
             if (check.subject, check.name) == (subject, name):
                 owners.setdefault(check, []).append(host)
-    several = len(found.hosts) > 1
-    for place, (check, hosts) in enumerate(owners.items()):
-        if place >= SHOWN_VALUES and check.verdict == PASS:
-            continue
-        yield Row(check, ", ".join(hosts) if several and len(hosts) < len(found.hosts) else "")
+    # A host that could not be checked is told of once, and missed nowhere else.
+    asked = {host for host, checks in found.hosts.items() if subject not in SUBJECTS or is_checked(checks)}
+    passed = [check for check in owners if check.verdict == PASS]
+    left_out = passed[SHOWN_VALUES:]
+    for check, hosts in owners.items():
+        if check not in left_out:
+            yield Row(check, ", ".join(hosts) if set(hosts) < asked else "")
+    if left_out:
+        yield Row(replace(passed[0], value=f"{len(left_out)} other values, which --json shows"))
 
 
 def _lines(found: Found) -> list[str]:
@@ -155,7 +159,7 @@ def _table(shown: Sequence[Row]) -> Table:
 
     grid = Table.grid(padding=(0, 2))
     for options in ({"no_wrap": True}, {"no_wrap": True}, {"overflow": "fold"}):
-        grid.add_column(**options)  # type: ignore[arg-type]
+        grid.add_column(**options)
     subject = ""
     for row in shown:
         if row.check.subject != subject:

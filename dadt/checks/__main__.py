@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
+import signal
 import sys
 
 from dadt.checks import SUBJECTS
 from dadt.checks.check import Asked
 from dadt.checks.probe import of_host
+
+PR_SET_PDEATHSIG = 1
+"""What asked for a subject may be killed: then nobody reads its answer."""
 
 
 def main() -> None:
@@ -26,6 +31,7 @@ def main() -> None:
                 env.pop("OMP_NUM_THREADS", None)
             json.dump([check.to_dict() for check in of_host(asked, env=env)], out)
             return
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if subject != "variables":
             # Neither a worker that asks, nor its settings, get into what is tried.
             for name in [name for name in os.environ if name.startswith("DADT_")]:

@@ -175,7 +175,7 @@ def _why(warning: str) -> str:
 
     if not warning:
         try:
-            torch.cuda.init()
+            torch.cuda.init()  # type: ignore[no-untyped-call]
         except Exception as error:  # noqa: BLE001 (of whatever type: it is shown)
             warning = str(error)
     return f" ({warning.strip().splitlines()[0][:200]})" if warning.strip() else ""

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -63,7 +63,7 @@ def _implementation(path: Path, is_chosen: bool) -> Check:
     return good(name, value + (", taken by dadt run" if is_chosen else ""), alike="warn" if is_chosen else "")
 
 
-def _chosen(name: str, chosen: str | None, others: bool) -> Iterator[Check]:
+def _chosen(name: str, chosen: str | None, others: bool) -> Generator[Check, None, bool]:
     """Yields what is wrong with the one that `dadt run` takes; returns whether there is one."""
     if chosen is not None:
         return True

@@ -58,7 +58,7 @@ def _build() -> str:
     if torch.version.cuda:
         platform = f"CUDA {torch.version.cuda}"
     elif getattr(torch.version, "hip", None):
-        platform = f"ROCm {torch.version.hip}"  # type: ignore[attr-defined]
+        platform = f"ROCm {torch.version.hip}"
     return f"{platform}, C++11 ABI {'on' if torch._C._GLIBCXX_USE_CXX11_ABI else 'off'}"
 
 

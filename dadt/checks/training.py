@@ -17,7 +17,14 @@ STEPS = 3
 MIB = 1 << 20
 EXCHANGED_MIB = 64
 ROUNDS = 7
-START_SECONDS = 40.0
+START_SECONDS = 90.0
+SETTINGS = {
+    "algorithm": "sync",
+    "inject": "auto",
+    "output": "errors",
+    "start_timeout": START_SECONDS,
+    "timeout": START_SECONDS,
+}
 HINT = "dadt run -np 2 with a script of yours says more; its logs, too"
 
 
@@ -28,7 +35,7 @@ def checks(asked: Asked) -> Iterator[Check]:
     by = "PYTHONPATH" if environment.needs_sitecustomize("auto", os.environ) else "torch's entry point"
     yield good("injection", f"by {by}")
     # One GPU, or none, is enough for two workers whose tensors are the host's.
-    settings = {"executor": "shm", "launcher": "local", "gpu_visibility": "all"}
+    settings: dict[str, Any] = {"executor": "shm", "launcher": "local", "gpu_visibility": "all"}
     yield train("two workers", asked, **settings)
     if asked.full:
         yield exchange("shared memory", 2, "", **settings)
@@ -68,13 +75,8 @@ def _job(name: str, function: Any, np: int, hosts: str, settings: dict[str, Any]
                 function,
                 np=np,
                 hosts=hosts,
-                algorithm="sync",
-                inject="auto",
                 log_dir=logs,
-                output="errors",
-                start_timeout=START_SECONDS,
-                timeout=START_SECONDS,
-                **settings,
+                **{**SETTINGS, **settings},
             )
         except DadtError as error:
             return refused(name, str(error).strip().splitlines()[0], HINT)
@@ -86,7 +88,7 @@ def _steps() -> list[float]:
     """In a worker: a script as people write it."""
     import torch
 
-    torch.manual_seed(os.getpid())
+    torch.manual_seed(int(os.environ["DADT_RANK"]))
     model = torch.nn.Linear(16, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(STEPS):

@@ -9,14 +9,17 @@ import signal
 import subprocess
 import sys
 import textwrap
+import uuid
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
 import pytest
-from run import DADT, SECONDS
+from run import DADT, SECONDS, await_that
 
 from dadt import checks
+from dadt.checks import training
 from dadt.checks.check import Asked, Check, good, worst
 from dadt.checks.hosts import differences
 from dadt.checks.probe import of_subject
@@ -118,22 +121,18 @@ def test_little_shared_memory(size: str, verdict: str) -> None:
     assert "--shm-size" in check["hint"]
 
 
+@pytest.mark.skipif(not version("torch").endswith("+cpu"), reason="this torch is built with CUDA")
 def test_a_gpu_and_a_torch_without_cuda(tmp_path: Path) -> None:
-    import torch
-
-    if torch.version.cuda:
-        pytest.skip("this torch is built with CUDA")
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho '0, NVIDIA H100 80GB HBM3, 550.54.15, 81559, 70000, Default'\n")
     tool.chmod(0o755)
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    assert found("cuda", "driver", PATH=path).value == "550.54.15"
-    assert found("cuda", "memory of GPU 0", PATH=path).verdict == "warn"
-    check = found("cuda", "torch", PATH=path)
-    assert check.verdict == "fail" and "without CUDA" in check.value
-    assert found("cuda", "visible", PATH=path, CUDA_VISIBLE_DEVICES="").verdict == "warn"
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
+    told = {check.name: check for check in of_subject("cuda", Asked(), env)}
+    assert (told["driver"].value, told["GPUs"].value) == ("550.54.15", "NVIDIA H100 80GB HBM3")
+    assert (told["memory of GPU 0"].verdict, told["visible"].verdict) == ("warn", "warn")
+    assert told["torch"].verdict == "fail" and "without CUDA" in told["torch"].value
     tool.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed because it could not talk to the driver.'\nexit 9\n")
-    assert "could not talk to the driver" in found("cuda", "GPUs", PATH=path).value
+    assert "could not talk to the driver" in found("cuda", "GPUs", PATH=env["PATH"]).value
 
 
 def test_variables_that_another_launcher_has_left() -> None:
@@ -184,6 +183,32 @@ def test_a_machine_that_is_well() -> None:
     trained = next(check for check in all if check["name"] == "two workers")
     assert trained["verdict"] == "pass" and trained["value"].startswith("2 workers trained to the same weights")
     assert check_env("--json", "--strict", RANK="0").returncode == 1
+
+
+@pytest.mark.slow
+def test_workers_that_train_each_for_itself_are_found_out() -> None:
+    check = training.train("two workers", Asked(), executor="shm", launcher="local", inject="none")
+    assert check.verdict == "fail" and check.value.startswith("trained each for itself")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_nothing_goes_on_after_its_end(number: int, code: int) -> None:
+    mark = uuid.uuid4().hex
+    run = subprocess.Popen([*DADT, "check-env"], env={**os.environ, "MARK": mark}, stdout=-1, stderr=-1)
+
+    def running() -> list[str]:
+        return [
+            " ".join(p.info["cmdline"])
+            for p in psutil.process_iter(["cmdline", "environ"])
+            if (p.info["environ"] or {}).get("MARK") == mark and p.status() != psutil.STATUS_ZOMBIE
+        ]
+
+    await_that(lambda: any("checks training" in command for command in running()), "its subjects")
+    run.send_signal(number)
+    run.communicate(timeout=SECONDS)
+    assert run.returncode == code
+    await_that(lambda: not running(), f"the end of {running()}")
 
 
 @pytest.mark.slow
