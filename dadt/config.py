@@ -237,10 +237,6 @@ class Config:
                 f"--algorithm auto measures in the synchronous steps: give --warmup-steps {LEAST_MEASURED} or more"
             )
         _check_compression(self.compression)
-        if self.algorithm == "local" and self.compression.startswith("powersgd"):
-            raise ConfigError(f"--compression {self.compression}: works on gradients; give bf16, fp16 or int8 to local")
-        if self.algorithm == "gossip" and self.compression != "none":
-            raise ConfigError(f"--compression {self.compression}: gossip sends weights as they are; leave it out")
         for name in ("staleness", "sync_every", "fragments"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)}: must be 1 or more")
