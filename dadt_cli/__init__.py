@@ -22,6 +22,7 @@ COMMANDS = {
     "logs": ("dadt_cli.logs", "Print what the workers of a job have printed."),
     "stacks": ("dadt_cli.stacks", "Print where every rank of a running job is, in Python."),
     "timeline": ("dadt_cli.timeline", "Sum up what --timeline has recorded."),
+    "compare": ("dadt_cli.compare", "Compare the weights in two files."),
     "kill": ("dadt_cli.kill", "End a job."),
     "bench": ("dadt_cli.bench", "Measure communication and steps on this machine."),
 }
