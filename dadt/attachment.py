@@ -36,7 +36,8 @@ class Attachment:
         self.step = 0
         self.has_closure = False
         self.warmup_steps = runtime.config.warmup_steps
-        self.compression = runtime.config.compression
+        self.compression = runtime.config.compression if runtime.together else "none"
+        """Of gradients."""
         self.measure = Measure()
         self._modules = _below(runtime.root_modules(optimizer))
         self._candidates: list[tuple[nn.Module, str, torch.Tensor]] = []

@@ -41,7 +41,7 @@ def knob(
 ) -> Any:
     """A field of Config with the text its flag shows.
 
-    advanced: listed by --help-all only. launch: concerns the launcher, and is not passed on to workers.
+    advanced: not common, so listed by --help-all only. launch: concerns the launcher, and is not passed on to workers.
     flags: other names of the flag.
     """
     metadata = {
@@ -65,22 +65,26 @@ class Config:
 
     algorithm: str = knob(
         "pipe",
-        "How the ranks learn from each other: pipe, sync, local, gossip, auto, or <module>:<Class> of your own.",
+        "How ranks learn from each other: pipe, sync, local, gossip, auto, or <module>:<Class>.",
         metavar="NAME",
     )
     executor: str = knob(
         "auto",
-        "What moves the bytes between ranks: auto, shm, null, gloo, nccl, mpi, mpicuda, c10d:<name>, or "
-        "hierarchical:<gloo, nccl, mpi or c10d:name>.",
+        "What moves the bytes: auto, shm, gloo, nccl, mpi, mpicuda, null, c10d:<name>, hierarchical:<name>.",
         metavar="NAME",
     )
-    broadcast_executor: str = knob("", "The same for broadcasts alone; else as --executor.", metavar="NAME")
-    allreduce_executor: str = knob("", "The same for all but broadcasts; else as --executor.", metavar="NAME")
-    verbose: bool = knob(False, "Say why, where dadt has chosen something.", flags=("-v",))
-    warmup_steps: int = knob(50, "Synchronous steps before `pipe` begins to delay.")
+    broadcast_executor: str = knob(
+        "", "The same for broadcasts alone; else as --executor.", metavar="NAME", advanced=True
+    )
+    allreduce_executor: str = knob(
+        "", "The same for all but broadcasts; else as --executor.", metavar="NAME", advanced=True
+    )
+    verbose: bool = knob(False, "Say why, where dadt chooses.", flags=("-v",))
+    warmup_steps: int = knob(50, "Synchronous steps before `pipe` begins to delay.", advanced=True)
     predict: str = knob(
         "auto",
         "Weight prediction of `pipe`: auto, or factors of the last displacement, and of the one before: C or C,D.",
+        advanced=True,
     )
     staleness: int = knob(
         1, "Steps by which `pipe` is late; more than 1 needs a far lower learning rate.", advanced=True
@@ -91,7 +95,7 @@ class Config:
     compression: str = knob(
         "none", "What goes over the wire: none, bf16, fp16, int8, or powersgd:<rank>.", metavar="NAME"
     )
-    sync_every: int = knob(32, "Steps of its own that a rank takes between two averages of `local`.")
+    sync_every: int = knob(32, "Steps of its own that a rank takes between two averages of `local`.", advanced=True)
     outer_lr: float = knob(1.0, "`local`: the outer optimizer's learning rate; DiLoCo's is 0.7.", advanced=True)
     outer_momentum: float = knob(
         0.0, "`local`: the outer optimizer's Nesterov momentum; DiLoCo's is 0.9.", advanced=True
@@ -100,15 +104,17 @@ class Config:
     topology: str = knob("exponential", "`gossip`: who averages with whom.", choices=TOPOLOGIES, advanced=True)
     batch: str = knob(
         "per-rank",
-        "The script's batch size is each rank's own, or is divided among ranks.",
+        "The script's batch size is each rank's, or is divided among ranks.",
         choices=("per-rank", "global"),
     )
     scale_lr: str = knob(
         "none", "Multiply learning rates by the number of workers.", choices=("none", "linear", "sqrt")
     )
-    share: str = knob("", "DataLoaders (numbers by order of creation, as 1,3) that train, whatever they look like.")
-    no_share: str = knob("", "DataLoaders (as 2, or all) that give every rank all of their data.")
-    seed: int = knob(-1, "Seed of torch, numpy and random on every rank before the script's own; -1 draws one.")
+    share: str = knob("", "DataLoaders that train, by number, as 1,3.")
+    no_share: str = knob("", "DataLoaders not to be shared out: 2, or all.")
+    seed: int = knob(
+        -1, "Seed of torch, numpy and random on every rank before the script's own; -1 draws one.", advanced=True
+    )
     seeding: bool = knob(True, "Seed all ranks alike, then give each its own random stream.", advanced=True)
     broadcast: bool = knob(True, "Start all ranks from rank 0's weights, buffers and optimizer state.", advanced=True)
     buffers: bool = knob(True, "Average buffers (BatchNorm statistics) over ranks.", advanced=True)
@@ -127,15 +133,20 @@ class Config:
         64 << 20, "Named tensors: bytes of a buffer in which they are reduced together; 0: one by one.", advanced=True
     )
     group_buffer_size: int = knob(64 << 20, "The same within an explicit group of tensors.", advanced=True)
-    stall_warning: float = knob(60.0, "Seconds after which a tensor that some ranks have not submitted is told of.")
+    stall_warning: float = knob(
+        60.0, "Seconds after which a tensor that some ranks have not submitted is told of.", advanced=True
+    )
     on_stall: str = knob(
         "warn",
         "What happens then: a line, every rank's stacks too, or an end on all ranks.",
         choices=("warn", "dump", "abort"),
+        advanced=True,
     )
-    timeout: float = knob(1800.0, "Seconds that a rank waits for a silent peer before it fails.")
+    timeout: float = knob(1800.0, "Seconds that a rank waits for a silent peer before it fails.", advanced=True)
     start_timeout: float = knob(
-        120.0, "Seconds in which all hosts must be ready, and all ranks once one of them begins to train."
+        120.0,
+        "Seconds in which all hosts must be ready, and all ranks once one of them begins to train.",
+        advanced=True,
     )
     inject: str = knob(
         "auto",
@@ -144,19 +155,19 @@ class Config:
         advanced=True,
     )
 
-    np: int = launch_knob(
-        0, "Number of workers, exactly; 0: as many as the hosts have slots.", flags=("-np", "-n", "--num-proc")
-    )
-    hosts: str = launch_knob("", "Hosts and their slots: host1:2,user@host2:2,[::1].", flags=("-H",), metavar="HOSTS")
-    hostfile: str = launch_knob("", "File of hosts, a line each: `host slots=N`; # begins a comment.", metavar="FILE")
+    np: int = launch_knob(0, "Workers, exactly; 0: one for each slot.", flags=("-np", "-n", "--num-proc"))
+    hosts: str = launch_knob("", "Hosts and slots: host1:2,user@host2:2,[::1].", flags=("-H",), metavar="HOSTS")
+    hostfile: str = launch_knob("", "File of hosts, a line each: `host slots=N`.", metavar="FILE")
     include: str = launch_knob("", "Of the hosts, these only.", advanced=True, metavar="HOSTS")
     exclude: str = launch_knob("", "Of the hosts, all but these.", advanced=True, metavar="HOSTS")
     accelerators: int = launch_knob(0, "Workers on each host that has no slots given.", advanced=True)
     gpu_visibility: str = launch_knob("one", "GPUs that each worker sees.", choices=("one", "all"), advanced=True)
-    launcher: str = launch_knob("auto", "How the agent of each host is started.", choices=LAUNCHERS)
+    launcher: str = launch_knob("auto", "How the agent of each host is started.", choices=LAUNCHERS, advanced=True)
     ssh_backend: str = launch_knob("paramiko", "What speaks SSH.", choices=("paramiko", "openssh"), advanced=True)
     ssh_port: int = launch_knob(0, "Port of sshd; 0: as the SSH configuration says.", flags=("-p",), advanced=True)
-    ssh_identity_file: str = launch_knob("", "Private key for SSH, and no other.", flags=("-i",), metavar="FILE")
+    ssh_identity_file: str = launch_knob(
+        "", "Private key for SSH, and no other.", flags=("-i",), metavar="FILE", advanced=True
+    )
     ssh_config: str = launch_knob("", "SSH configuration in place of ~/.ssh/config.", advanced=True, metavar="FILE")
     ssh_host_keys: str = launch_knob(
         "accept-new",
@@ -177,22 +188,26 @@ class Config:
         "", "Interfaces (eth0) or networks (10.0.0.0/8) between hosts, by comma.", advanced=True, metavar="IF|CIDR"
     )
     forward: tuple[str, ...] = launch_knob(
-        (), "Variables for the workers: NAME, NAME=VALUE, or 'WANDB_*'. Repeatable.", flags=("-x",), metavar="NAME"
+        (), "Variables for workers: NAME[=VALUE], 'ABC_*'.", flags=("-x",), metavar="NAME"
     )
     env_file: str = launch_knob(
-        "", "Variables for the workers, a line each: NAME=VALUE, taken as it stands.", metavar="FILE"
+        "", "Variables for the workers, a line each: NAME=VALUE, taken as it stands.", metavar="FILE", advanced=True
     )
-    workdir: str = launch_knob("", "Folder in which workers start; else this one.", metavar="DIR")
-    python: str = launch_knob("", "Python of the workers and agents; else this one.", metavar="PATH")
-    prologue: str = launch_knob("", "Shell commands (bash) before the workers of a host, as 'source env.sh'.")
+    workdir: str = launch_knob("", "Folder in which workers start; else this one.", metavar="DIR", advanced=True)
+    python: str = launch_knob("", "Python of the workers and agents; else this one.", metavar="PATH", advanced=True)
+    prologue: str = launch_knob(
+        "", "Shell commands (bash) before the workers of a host, as 'source env.sh'.", advanced=True
+    )
     pass_local_rank: bool = launch_knob(False, "Add --local_rank N to the script's arguments.", advanced=True)
     torch_env: bool = launch_knob(True, "Set RANK, WORLD_SIZE, MASTER_ADDR and their like.", advanced=True)
     output: str = launch_knob("all", "Shown here: all, rank0, errors, or ranks as 0,3-5.", metavar="WHAT")
-    log_dir: str = launch_knob("dadt-logs", "Everything that workers print goes to files here.", metavar="DIR")
+    log_dir: str = launch_knob(
+        "dadt-logs", "Everything that workers print goes to files here.", metavar="DIR", advanced=True
+    )
     live: str = launch_knob(
         "auto", "Live view of all ranks; auto: on a terminal.", choices=("auto", "on", "off"), advanced=True
     )
-    grace: float = launch_knob(5.0, "Seconds from SIGTERM to SIGKILL when you end a job.")
+    grace: float = launch_knob(5.0, "Seconds from SIGTERM to SIGKILL when you end a job.", advanced=True)
     forward_signals: str = launch_knob(
         "USR1,USR2", "Signals that dadt passes on to all workers, by comma.", advanced=True, metavar="NAMES"
     )
@@ -222,10 +237,6 @@ class Config:
                 f"--algorithm auto measures in the synchronous steps: give --warmup-steps {LEAST_MEASURED} or more"
             )
         _check_compression(self.compression)
-        if self.algorithm == "local" and self.compression.startswith("powersgd"):
-            raise ConfigError(f"--compression {self.compression}: works on gradients; give bf16, fp16 or int8 to local")
-        if self.algorithm == "gossip" and self.compression != "none":
-            raise ConfigError(f"--compression {self.compression}: gossip sends weights as they are; leave it out")
         for name in ("staleness", "sync_every", "fragments"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)}: must be 1 or more")

@@ -15,6 +15,7 @@ from dadt.errors import CommTimeout
 if TYPE_CHECKING:
     from dadt.executors.base import Mail, Transit
     from dadt.published import Published
+    from dadt.tie import Tie
 
 _SLICE = 1 << 28
 """Bytes of one message: some libraries count in 32 bits."""
@@ -29,7 +30,8 @@ class Kind(enum.IntEnum):
     """Nothing will be asked any more. Also what a receive leaves that receives nothing (the null executor's)."""
     WEIGHTS = 1
     NOTHING = 2
-    """There are no weights yet, or they are of another kind than those of the question."""
+    """There are no weights yet, or they are of another kind than those of the question, or this end has not had the
+    exchanges before. The end that asks begins anew."""
 
 
 class Head(NamedTuple):
@@ -37,6 +39,8 @@ class Head(NamedTuple):
 
     kind: Kind
     crc: int
+    number: int
+    """Of the exchange, since the two ends have begun; 0: they begin."""
     bytes: int
 
 
@@ -49,24 +53,32 @@ class Line:
         self._rank = rank
         self._tag = tag
         self._timeout = timeout
+        self.sent = 0
+        """Bytes of weights."""
 
-    def send(self, kind: Kind, crc: int = 0, weights: torch.Tensor | None = None) -> list[Transit]:
+    def say(self, kind: Kind) -> list[Transit]:
+        """A message of a head alone."""
+        return self._send(Head(kind, 0, 0, 0))
+
+    def send(self, tie: Tie, weights: torch.Tensor) -> list[Transit]:
         """Does not wait. The weights must not change until all is done."""
-        slices = [] if weights is None else list(torch.split(weights, _SLICE))
-        head = torch.tensor([kind, crc, 0 if weights is None else len(weights)], dtype=torch.int64)
-        return [self._mail.send(each, self.peer, self._tag) for each in (head, *slices)]
+        self.sent += len(weights)
+        return self._send(Head(Kind.WEIGHTS, tie.crc, tie.number, len(weights)), *torch.split(weights, _SLICE))
+
+    def _send(self, head: Head, *slices: torch.Tensor) -> list[Transit]:
+        return [self._mail.send(each, self.peer, self._tag) for each in (torch.tensor(head), *slices)]
 
     def receive_head(self, *, patient: bool = False) -> Head:
         """patient: the neighbour may say nothing for as long as it likes."""
-        head = torch.zeros(3, dtype=torch.int64)
+        head = torch.zeros(len(Head._fields), dtype=torch.int64)
         transit = self._mail.receive(head, self.peer, self._tag)
         if patient:
             while not _done_within(transit, _SEVERAL):
                 pass
         else:
             self.wait([transit])
-        kind, crc, size = head.tolist()
-        return Head(Kind(kind), crc, size)
+        kind, *rest = head.tolist()
+        return Head(Kind(kind), *rest)
 
     def receive(self, weights: torch.Tensor) -> None:
         self.wait([self._mail.receive(each, self.peer, self._tag) for each in torch.split(weights, _SLICE)])
@@ -89,16 +101,38 @@ def _done_within(transit: Transit, seconds: float) -> bool:
     return True
 
 
-class Asking:
+class End:
+    """What both sides have."""
+
+    def __init__(self, line: Line, weights: Callable[[], Published | None], tie: Callable[[Published], Tie]) -> None:
+        """weights: those of now. tie: begins one with them."""
+        self.line = line
+        self.plain = 0
+        """Bytes that `line` would have sent without compression."""
+        self._weights = weights
+        self._begin = tie
+        self._tie: Tie | None = None
+
+    def _send(self, published: Published, tie: Tie, mine: torch.Tensor) -> list[Transit]:
+        self.plain += published.bytes
+        return self.line.send(tie, mine)
+
+
+class Asking(End):
     """The side that asks, once for each order."""
 
-    def __init__(self, line: Line, weights: Callable[[], Published | None], ended: Callable[[Asking, bool], None]):
+    def __init__(
+        self,
+        line: Line,
+        weights: Callable[[], Published | None],
+        tie: Callable[[Published], Tie],
+        ended: Callable[[Asking, bool], None],
+    ) -> None:
         """ended: called after each exchange, with whether there was an average."""
-        self.line = line
+        super().__init__(line, weights, tie)
         self.asked: float | None = None
         """Since when it is under way; for whoever gives the orders."""
         self._orders: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._weights = weights
         self._ended = ended
 
     def order(self) -> None:
@@ -112,45 +146,60 @@ class Asking:
     def run(self) -> None:
         while self._orders.get():
             self._ended(self, self._ask())
-        self.line.wait(self.line.send(Kind.FAREWELL))
+        self._tie = None
+        self.line.wait(self.line.say(Kind.FAREWELL))
 
     def _ask(self) -> bool:
         published = self._weights()
         if published is None:
             return False
-        mine, theirs = published.take(), published.take()
-        step = published.read(mine)
-        transits = self.line.send(Kind.WEIGHTS, published.crc, mine)
-        answer = self.line.receive_head()
-        if answer.kind is Kind.WEIGHTS:
+        if self._tie is None or not self._tie.fits(published):
+            self._tie = self._begin(published)
+        tie = self._tie
+        mine, theirs = published.take(tie.size), published.take(tie.size)
+        step = tie.say(published, mine)
+        transits = self._send(published, tie, mine)
+        averaged = self.line.receive_head().kind is Kind.WEIGHTS
+        if averaged:
             self.line.receive(theirs)
         self.line.wait(transits)
-        if answer.kind is Kind.WEIGHTS:
-            published.approach(theirs, mine, step)
+        if averaged:
+            tie.settle(published, mine, theirs, step)
+        else:
+            self._tie = None
         published.give_back(mine, theirs)
-        return answer.kind is Kind.WEIGHTS
+        return averaged
 
 
-class Answering:
+class Answering(End):
     """The side that answers, and never asks."""
-
-    def __init__(self, line: Line, weights: Callable[[], Published | None]) -> None:
-        self.line = line
-        self._weights = weights
 
     def run(self) -> None:
         """Until the neighbour says farewell."""
         while (question := self.line.receive_head(patient=True)).kind is not Kind.FAREWELL:
             self._answer(question)
+        self._tie = None
 
     def _answer(self, question: Head) -> None:
         published = self._weights()
-        if published is None or published.crc != question.crc:
+        tie = None if published is None else self._tie_for(question, published)
+        if published is None or tie is None:
             self.line.receive(torch.empty(question.bytes, dtype=torch.uint8))
-            self.line.wait(self.line.send(Kind.NOTHING))
+            self.line.wait(self.line.say(Kind.NOTHING))
             return
-        mine, theirs = published.take(), published.take()
+        mine, theirs = published.take(tie.size), published.take(tie.size)
         self.line.receive(theirs)
-        published.meet(theirs, mine)
-        self.line.wait(self.line.send(Kind.WEIGHTS, published.crc, mine))
+        step = tie.say(published, mine)
+        transits = self._send(published, tie, mine)
+        tie.settle(published, mine, theirs, step)
+        self.line.wait(transits)
         published.give_back(mine, theirs)
+
+    def _tie_for(self, question: Head, published: Published) -> Tie | None:
+        """What both ends know; None where this one does not know what the other one does."""
+        if question.number == 0:
+            self._tie = self._begin(published)
+        tie = self._tie
+        if tie is None or not tie.fits(published):
+            return None
+        return tie if (tie.crc, tie.number) == (question.crc, question.number) else None

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from dadt.bucket import Bucket, split
-from dadt.compression import Feedback, forms
+from dadt.bucket import Bucket, Staged, split
+from dadt.compression import Feedback, LowRank, forms
 from dadt.errors import CommError, Mismatch
 from dadt.kept import keep_for_good
 
 if TYPE_CHECKING:
     from dadt._core import Engine, Work
+    from dadt.compression.powersgd import Round
     from dadt.executors.nccl import Averaging, Device
 
 Wait = Callable[["Work | Averaging"], None]
@@ -84,7 +85,7 @@ class Fragment:
     ) -> None:
         """Begins a round at the parameters' values, which are the same on all ranks.
 
-        compression: how progress travels, of those of --compression that take one allreduce.
+        compression: how progress travels.
         """
         self.name = name
         self.outer = outer
@@ -92,12 +93,18 @@ class Fragment:
         self._device = device
         self._number = 0
         self._works: list[Work | Averaging] = []
+        self._second: list[Work | Averaging] = []
+        """Of those that take two allreduces."""
+        self._rounds: list[tuple[int, Round]] = []
+        """Buckets of which the second one is not submitted yet."""
+        self._alive: list[list[torch.Tensor | None]] = []
+        """What is under way."""
         self.replaced = False
         """The script has set the weights since the last exchange: the next one settles them."""
         with torch.no_grad():
             rows = [Row(p, a := _wide(p), torch.zeros_like(a) if outer.momentum else None) for p in parameters]
         self._buckets = split([r.anchor for r in rows], bucket_bytes, None if device is None else device.device)
-        self._forms = [form if isinstance(form, Feedback) else None for form in forms(compression, self._buckets)]
+        self._forms = forms(compression, self._buckets)
         by_anchor = {id(r.anchor): r for r in rows}
         self._rows = [[by_anchor[id(a)] for a in bucket.tensors] for bucket in self._buckets]
         self.rows = {id(r.parameter): r for r in rows}
@@ -115,12 +122,12 @@ class Fragment:
 
     @property
     def done(self) -> bool:
-        return all(w.done for w in self._works)
+        return all(w.done for w in self._works + self._second)
 
     @property
     def seconds(self) -> float:
         """Of the exchange that has come."""
-        return sum(w.seconds for w in self._works)
+        return sum(w.seconds for w in self._works + self._second)
 
     def tensors_of(self, work: Work | Averaging) -> list[torch.Tensor]:
         """The parameters that it moves; none if it is not one of these works."""
@@ -134,9 +141,11 @@ class Fragment:
         try:
             for work in self._works:
                 wait(work)
+            self._go_on(wait)
         except CommError:
             keep_for_good(self)  # a library may still be at its memory
             raise
+        self._alive.clear()
         if not self._works:
             return []
         told = [Told(*_LANE.unpack(lane[-_LANE.size :])) for lane in self._works[-1].lanes]
@@ -219,21 +228,48 @@ class Fragment:
         told = _LANE.pack(*Told(self._layout, self._number % 2**32, settles, groups))
         last = len(self._buckets) - 1
         self._works = [
-            self._submit(bucket, None if settles else form, f"{self.name}, bucket {i}", told if i == last else b"")
-            for i, (bucket, form) in enumerate(zip(self._buckets, self._forms, strict=True))
+            self._launch(index, told if index == last else b"", settles=settles) for index in range(last + 1)
         ]
 
-    def _submit(self, bucket: Bucket, form: Feedback | None, name: str, lane: bytes) -> Work | Averaging:
-        staged = bucket.stage(bucket.views[_OWN], _OWN)
+    def _launch(self, index: int, lane: bytes, *, settles: bool) -> Work | Averaging:
+        bucket, form = self._buckets[index], None if settles else self._forms[index]
+        name = f"{self.name}, bucket {index}"
+        if not isinstance(form, LowRank):
+            return self._submit(bucket, bucket.stage(bucket.views[_OWN], _OWN), name, lane, form)
+        round_ = form.begin([bucket.deliver(i, _OWN) for i in range(len(bucket.tensors))], None, _MEAN)
+        self._rounds.append((index, round_))
+        plain = bucket.layout.total * bucket.layout.dtype.itemsize
+        return self._submit(form.first, round_.staged, name, lane, plain=plain)
+
+    def _go_on(self, wait: Wait) -> None:
+        """The second half of what takes two allreduces. Every rank comes here at the same step."""
+        rounds, self._rounds = self._rounds, []
+        self._second = [
+            self._submit(
+                round_.form.second, round_.halfway(), f"{self.name}, bucket {index}, second half", b"", plain=0
+            )
+            for index, round_ in rounds
+        ]
+        for (_, round_), work in zip(rounds, self._second, strict=True):
+            wait(work)
+            round_.finish()
+
+    def _submit(
+        self, bucket: Bucket, staged: Staged, name: str, lane: bytes, form: Feedback | None = None, plain: int = -1
+    ) -> Work | Averaging:
+        """plain: bytes of what it stands for, where it is something else."""
+        self._alive.append(staged.values)
         if self._device is not None and bucket.direct:
             places, flat = bucket.views[_MEAN], bucket.flats[_MEAN]
             coding = None if form is None else (form, form.keep(None))
-            return self._device.average(staged.values, places, flat, coding, name=name, weight=1.0, lane=lane)
+            beside = {"name": name, "weight": 1.0, "lane": lane, "plain": plain}
+            return self._device.average(staged.values, places, flat, coding, **beside)
         if staged.ready is not None:
             staged.ready.synchronize()
         compressed = {} if form is None else form.arguments(bucket.layout.total)
-        own, mean = bucket.pointers[_OWN], bucket.pointers[_MEAN]
-        return self._engine.allreduce(bucket.layout, own, mean, name, 1.0, lane, **compressed)
+        own = [0 if t is None else t.data_ptr() for t in staged.values]
+        mean = bucket.pointers[_MEAN]
+        return self._engine.allreduce(bucket.layout, own, mean, name, 1.0, lane, plain=plain, **compressed)
 
 
 def parts(parameters: Sequence[torch.Tensor], count: int) -> list[list[torch.Tensor]]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dadt.compression import tie
 from dadt.edge import Answering, Asking, Line
 from dadt.errors import CommTimeout
 from dadt.published import Published
@@ -18,6 +19,7 @@ from dadt.topology import asks, neighbours, partner
 
 if TYPE_CHECKING:
     from dadt.executors.base import Mail
+    from dadt.tie import Tie
     from dadt.world import World
 
 _LATE_SECONDS = 1.0
@@ -32,7 +34,9 @@ class Pairing:
     One thread trains and calls `publish` and `check` between steps; it waits for nobody there.
     """
 
-    def __init__(self, mail: Mail, world: World, topology: str, tag: int, timeout: float) -> None:
+    def __init__(
+        self, mail: Mail, world: World, topology: str, tag: int, timeout: float, compression: str = "none"
+    ) -> None:
         self.ages: Counter[int] = Counter()
         """Exchanges whose difference has reached the live weights, by how many steps these had made meanwhile."""
         self.asked = 0
@@ -41,6 +45,7 @@ class Pairing:
         """Exchanges in which the neighbour had no weights of the kind."""
         self._world = world
         self._topology = topology
+        self._compression = compression
         self._published: Published | None = None
         self._token: list[Any] = []
         self._error: Exception | None = None
@@ -50,22 +55,26 @@ class Pairing:
         self._seconds: deque[float] = deque(maxlen=50)
         self._timeout = timeout
         self._asking: dict[int, Asking] = {}
-        edges: dict[int, Asking | Answering] = {}
+        self._edges: dict[int, Asking | Answering] = {}
         for peer in neighbours(topology, world.rank, world.world_size):
             line = Line(mail, world.rank, peer, tag, timeout)
             if asks(world.rank):
-                edges[peer] = self._asking[peer] = Asking(line, self._weights, self._ended)
+                self._edges[peer] = self._asking[peer] = Asking(line, self._weights, self._tie, self._ended)
             else:
-                edges[peer] = Answering(line, self._weights)
+                self._edges[peer] = Answering(line, self._weights, self._tie)
         # Daemons: a peer that never answers must not keep the process from ending.
         self._threads = {
             peer: threading.Thread(target=self._run, args=(edge,), name=f"dadt-gossip-{peer}", daemon=True)
-            for peer, edge in edges.items()
+            for peer, edge in self._edges.items()
         }
-        self._at_work = len(edges)
+        self._at_work = len(self._edges)
         self._forsaken = False
         for thread in self._threads.values():
             thread.start()
+
+    def sent(self) -> tuple[int, int]:
+        """Bytes to neighbours, and what they would be without compression."""
+        return sum(edge.line.sent for edge in self._edges.values()), sum(edge.plain for edge in self._edges.values())
 
     def publish(self, tensors: Sequence[torch.Tensor], step: int) -> None:
         """At a step boundary: take over what has been averaged, and let others average with the weights as they are."""
@@ -106,6 +115,9 @@ class Pairing:
                     f"rank {self._world.rank} waited {self._timeout:g} s for rank {peer} at the end of a gossip"
                 )
         self.check()
+
+    def _tie(self, published: Published) -> Tie:
+        return tie(self._compression, published, asks(self._world.rank))
 
     def _weights(self) -> Published | None:
         return self._published

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import zlib
 from collections import Counter
@@ -24,6 +25,14 @@ class Piece(NamedTuple):
     tensor: int
     start: int
     stop: int
+
+
+class Kind(NamedTuple):
+    """Of one tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class Part:
@@ -55,9 +64,17 @@ class Published:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.parts = _parts(tensors)
         self.bytes = self.parts[-1].stop if self.parts else 0
-        shapes = [(tuple(t.shape), t.stride(), str(t.dtype)) for t in tensors]
-        self.crc = zlib.crc32(repr(shapes).encode())
+        self.kinds = [Kind(tuple(t.shape), t.stride(), t.dtype) for t in tensors]
+        layout = [(part.pieces, part.start) for part in self.parts]
+        self.crc = zlib.crc32(repr((self.kinds, layout)).encode())
         """Equal on ranks that publish the same kind of weights."""
+        self._pieces: list[list[tuple[Part, slice, slice]]] = [[] for _ in tensors]
+        """Of each tensor: where its pieces are, in a part and in the tensor; in order."""
+        for part in self.parts:
+            start = 0
+            for tensor, first, end in part.pieces:
+                self._pieces[tensor].append((part, slice(start, start + end - first), slice(first, end)))
+                start += end - first
         self._copy = torch.zeros(self.bytes, dtype=torch.uint8)
         self._added = torch.zeros(self.bytes, dtype=torch.uint8)
         self._step = 0
@@ -65,7 +82,7 @@ class Published:
         self._waiting: list[int] = []
         """Guarded by the lock: steps of the copies of which the difference has not reached the live weights."""
         self._free: list[torch.Tensor] = []
-        """Guarded by the lock: memory for one message each."""
+        """Guarded by the lock: memory for one message each, all of one size."""
 
     # The training thread's -------------------------------------------------------------------------------------
 
@@ -106,55 +123,59 @@ class Published:
 
     # Any thread's ----------------------------------------------------------------------------------------------
 
-    def take(self) -> torch.Tensor:
-        """Memory for a message; give it back."""
+    def take(self, size: int) -> torch.Tensor:
+        """Memory for a message of so many bytes; give it back. What is free of another size is let go."""
         with self._lock:
-            return self._free.pop() if self._free else torch.empty(self.bytes, dtype=torch.uint8)
+            self._free = [message for message in self._free if len(message) == size]
+            return self._free.pop() if self._free else torch.empty(size, dtype=torch.uint8)
 
     def give_back(self, *messages: torch.Tensor) -> None:
         with self._lock:
             self._free += messages
 
-    def read(self, message: torch.Tensor) -> int:
-        """The copy as bytes; the step that it is of."""
+    @property
+    def step(self) -> int:
+        """That the copy is of."""
         with self._lock:
-            step = self._step
-        for part in self.parts:
-            with part.lock:
-                part.of(message).copy_(part.of(self._copy))
-        return step
+            return self._step
 
-    def approach(self, theirs: torch.Tensor, mine: torch.Tensor, step: int) -> None:
-        """Go half the way from `mine`, read at `step`, to a peer's. Overwrites theirs."""
-        for part in self.parts:
-            self._add(part, _half_way(part, theirs, mine))
-        with self._lock:
-            self._waiting.append(step)
+    def read(self, part: Part, into: torch.Tensor) -> None:
+        """The copy's elements of this part."""
+        with part.lock:
+            into.copy_(part.of(self._copy))
 
-    def meet(self, theirs: torch.Tensor, mine: torch.Tensor) -> None:
-        """Go half the way to a peer's, and read into `mine` where it begins. Overwrites theirs."""
-        with self._lock:
-            step = self._step
-        for part in self.parts:
-            with part.lock:
-                part.of(mine).copy_(part.of(self._copy))
-            self._add(part, _half_way(part, theirs, mine))
-        with self._lock:
-            self._waiting.append(step)
-
-    def _add(self, part: Part, difference: list[torch.Tensor]) -> None:
+    def add(self, part: Part, difference: torch.Tensor) -> None:
+        """To the copy's elements of this part, and at the next boundary to the live ones."""
         with part.lock:
             for memory in (self._copy, self._added):
-                torch._foreach_add_(torch.split(part.of(memory), _GRAIN), difference)
+                torch._foreach_add_(grains(part.of(memory)), grains(difference))
             part.changed = True
 
+    def read_tensor(self, index: int) -> torch.Tensor:
+        """The copy's elements of this tensor."""
+        flat = torch.empty(math.prod(self.kinds[index].shape), dtype=self.kinds[index].dtype)
+        for part, inside, piece in self._pieces[index]:
+            with part.lock:
+                flat[piece].copy_(part.of(self._copy)[inside])
+        return flat
 
-def _half_way(part: Part, theirs: torch.Tensor, mine: torch.Tensor) -> list[torch.Tensor]:
-    """(theirs - mine) / 2, in the place of theirs: the peer's own has the same bits, but for the sign."""
-    difference = list(torch.split(part.of(theirs), _GRAIN))
-    torch._foreach_sub_(difference, torch.split(part.of(mine), _GRAIN))
-    torch._foreach_mul_(difference, 0.5)
-    return difference
+    def add_to_tensor(self, index: int, difference: torch.Tensor) -> None:
+        """As `add`, for the elements of this tensor."""
+        for part, inside, piece in self._pieces[index]:
+            with part.lock:
+                for memory in (self._copy, self._added):
+                    torch._foreach_add_(grains(part.of(memory)[inside]), grains(difference[piece]))
+                part.changed = True
+
+    def moved(self, step: int) -> None:
+        """One exchange, of a copy read at this step, has been added."""
+        with self._lock:
+            self._waiting.append(step)
+
+
+def grains(flat: torch.Tensor) -> list[torch.Tensor]:
+    """So short that torch computes with them in the calling thread."""
+    return list(torch.split(flat, _GRAIN))
 
 
 def _parts(tensors: Sequence[torch.Tensor]) -> list[Part]:

@@ -72,6 +72,8 @@ class Runtime:
         """What averages tensors of this rank's GPU where they are."""
         self.on_end: list[Callable[[], None]] = []
         """Called when the script has ended, whatever has become of its optimizers: as added, the same on all ranks."""
+        self.counts: list[Callable[[], tuple[int, int]]] = []
+        """Of what sends bytes beside the engine: to the peers so far, and what they would be without compression."""
         self._disconnect: Callable[[], None] = lambda: None
         self._ordinals = itertools.count()
         self._registered: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
@@ -437,6 +439,7 @@ class Runtime:
         counted = [] if self._engine is None else [self._engine.sent]
         if self.device is not None:
             counted.append(self.device.sent)
+        counted += [count() for count in self.counts]
         sent, plain = (sum(column) for column in zip(*counted, strict=True)) if counted else (0, 0)
         return {"sent": sent, "plain": plain} if sent != plain else {}
 

@@ -8,6 +8,7 @@ import os
 import sys
 
 import click
+from click.shell_completion import CompletionItem
 
 import dadt
 from dadt.errors import DadtError
@@ -15,11 +16,13 @@ from dadt_cli import console
 
 COMMANDS = {
     "run": ("dadt_cli.run", "Train a script on several workers."),
+    "check-env": ("dadt_cli.check_env", "Check whether training can work here, and on other hosts."),
     "config": ("dadt_cli.config", "Show the settings and where they come from."),
     "ps": ("dadt_cli.ps", "List your jobs on this machine, or the ranks of one."),
     "logs": ("dadt_cli.logs", "Print what the workers of a job have printed."),
     "stacks": ("dadt_cli.stacks", "Print where every rank of a running job is, in Python."),
     "timeline": ("dadt_cli.timeline", "Sum up what --timeline has recorded."),
+    "compare": ("dadt_cli.compare", "Compare the weights in two files."),
     "kill": ("dadt_cli.kill", "End a job."),
     "bench": ("dadt_cli.bench", "Measure communication and steps on this machine."),
 }
@@ -34,9 +37,16 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        command = getattr(importlib.import_module(COMMANDS[name][0]), name)
+        command = getattr(importlib.import_module(COMMANDS[name][0]), name.replace("-", "_"))
         assert isinstance(command, click.Command)
         return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Imports no command."""
+        found = [(name, sentence) for name, (_, sentence) in COMMANDS.items() if name.startswith(incomplete)]
+        return [CompletionItem(name, help=sentence) for name, sentence in found] + click.Command.shell_complete(
+            self, ctx, incomplete
+        )
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

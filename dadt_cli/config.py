@@ -8,7 +8,7 @@ import click
 
 from dadt.config import Config
 from dadt_cli import console
-from dadt_cli.options import knobs, settings_of
+from dadt_cli.options import Brief, knobs, settings_of
 
 
 @click.group()
@@ -16,7 +16,7 @@ def config() -> None:
     """Settings, and where they come from."""
 
 
-@config.command(context_settings={"max_content_width": 110})
+@config.command(cls=Brief, context_settings={"max_content_width": 110})
 @knobs
 @click.option("--changed", is_flag=True, help="Only those that are not at their defaults.")
 def show(changed: bool, **given: Any) -> int:

@@ -28,6 +28,11 @@ def _ranks(ctx: click.Context, parameter: click.Parameter, text: str | None) -> 
 rank_option = click.option("--rank", "ranks", callback=_ranks, metavar="RANKS", help="Of these ranks only, as 0,3-5.")
 
 
+def jobs(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """For shells to complete."""
+    return [trace.job for trace in traces() if trace.job.startswith(incomplete)]
+
+
 def find(job: str) -> Trace:
     """Raises ConfigError if no such job runs or has left something running here."""
     running = traces()

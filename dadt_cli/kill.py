@@ -12,14 +12,14 @@ from dadt.errors import DadtError
 from dadt.launch.frame import Frame
 from dadt.launch.query import Line
 from dadt.launch.trace import Trace
-from dadt_cli.find import find
+from dadt_cli.find import find, jobs
 
 HARD_SECONDS = 10.0
 """Beyond the job's own grace: after that its launcher is killed, and with it all else."""
 
 
 @click.command()
-@click.argument("job")
+@click.argument("job", shell_complete=jobs)
 def kill(job: str) -> int:
     """End JOB: gently, as Ctrl-C does, and by force what has not ended after its grace."""
     trace = find(job)

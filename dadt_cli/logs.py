@@ -15,14 +15,14 @@ from dadt.launch.output import Assembler
 from dadt.launch.query import Line
 from dadt.launch.trace import Trace, traces
 from dadt_cli import console
-from dadt_cli.find import describe, rank_option
+from dadt_cli.find import describe, jobs, rank_option
 
 LOOK_SECONDS = 0.2
 """How often files are looked at that may have grown."""
 
 
 @click.command()
-@click.argument("job")
+@click.argument("job", shell_complete=jobs)
 @rank_option
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job ends.")
 @click.option("--log-dir", default="dadt-logs", show_default=True, metavar="DIR", help="Where the logs of jobs are.")

@@ -13,7 +13,7 @@ import click
 from dadt.errors import DadtError
 from dadt.launch.failure import size
 from dadt.launch.trace import Trace, traces
-from dadt_cli.find import describe, find
+from dadt_cli.find import describe, find, jobs
 from dadt_cli.table import figure, moment, table
 
 HEAD = ["JOB", "SINCE", "WORKERS", "STEP", "STATE", "SCRIPT", "LOGS"]
@@ -23,7 +23,7 @@ LEFT = ("JOB", "SINCE", "WORKERS", "HOST", "STATE", "SCRIPT", "LOGS")
 
 
 @click.command()
-@click.argument("job", required=False)
+@click.argument("job", required=False, shell_complete=jobs)
 def ps(job: str | None) -> None:
     """List your jobs on this machine, or the ranks of JOB."""
     if job is None:

@@ -23,7 +23,7 @@ from dadt.launch.watch import Watch
 from dadt_cli import console, live
 from dadt_cli.dry import describe, placement
 from dadt_cli.live import Live
-from dadt_cli.options import config_of, help_all, knobs
+from dadt_cli.options import Brief, config_of, knobs, paths
 
 PYTHON = re.compile(r"python[\d.]*(t|d)?")
 MOST = 1 << 20
@@ -31,6 +31,7 @@ MOST = 1 << 20
 
 
 @click.command(
+    cls=Brief,
     context_settings={
         "allow_interspersed_args": False,
         "help_option_names": ["-h", "--help"],
@@ -41,13 +42,12 @@ MOST = 1 << 20
     "input, 3 if workers could not be started or their agent was lost, 124 if some did not arrive in time, 130 after "
     "Ctrl-C.",
 )
-@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...", shell_complete=paths("file"))
 @click.option("-m", "module", is_flag=True, help="SCRIPT is a module, as with python -m.")
-@click.option("--no-python", is_flag=True, help="SCRIPT is any executable.")
-@click.option("--dry-run", is_flag=True, help="Print what would be started, and start nothing.")
-@click.option("--display-map", is_flag=True, help="Print which rank is placed where.")
+@click.option("--no-python", is_flag=True, hidden=True, help="SCRIPT is any executable.")
+@click.option("--dry-run", is_flag=True, help="Print what would be started; start nothing.")
+@click.option("--display-map", is_flag=True, hidden=True, help="Print which rank is placed where.")
 @knobs
-@click.option("--help-all", is_flag=True, is_eager=True, expose_value=False, callback=help_all, help="All flags.")
 def run(
     command: tuple[str, ...],
     module: bool,

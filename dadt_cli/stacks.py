@@ -6,13 +6,13 @@ import click
 
 from dadt.errors import DadtError
 from dadt.launch.frame import Frame
-from dadt_cli.find import find, rank_option
+from dadt_cli.find import find, jobs, rank_option
 
 SECONDS = 10.0
 
 
 @click.command()
-@click.argument("job")
+@click.argument("job", shell_complete=jobs)
 @rank_option
 def stacks(job: str, ranks: set[int] | None) -> None:
     """Print the Python stacks of every rank of JOB, which goes on running."""

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from dadt.algorithms.base import Algorithm
+from dadt.compression import CODECS
 from dadt.errors import ConfigError
 from dadt.farewell import await_all
 from dadt.pairing import Pairing
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 _TAG = 100
 """The first one; each optimizer has two."""
+_MOST_COPIES = 24
+"""Of the weights, for compression; `exponential` has as many neighbours with 4,096 ranks."""
 
 
 class Gossip(Algorithm):
@@ -42,7 +45,9 @@ class Gossip(Algorithm):
                 " for another: use BatchNorm, or another algorithm"
             )
         config = runtime.config
-        self._pairing = Pairing(runtime.mail, runtime.world, config.topology, tag, config.timeout)
+        check_copies(config.compression, config.topology, runtime.world.world_size)
+        self._pairing = Pairing(runtime.mail, runtime.world, config.topology, tag, config.timeout, config.compression)
+        runtime.counts.append(self._pairing.sent)
         # The optimizer may be collected long before the end, on each rank when it likes.
         weakref.finalize(attachment.optimizer, self._pairing.forsake).atexit = False
         end = End(runtime, weakref.ref(attachment), self._pairing, tag + 1)
@@ -99,6 +104,16 @@ class End:
         for tensor, average in zip(tensors, host, strict=True):
             if tensor.data_ptr() != average.data_ptr():
                 tensor.copy_(average)
+
+
+def check_copies(compression: str, topology: str, world_size: int) -> None:
+    """Compression by differences takes memory for each neighbour. Raises ConfigError, on all ranks alike."""
+    copies = (world_size + 1) // 2
+    if compression in CODECS and topology == "complete" and copies > _MOST_COPIES:
+        raise ConfigError(
+            f"--compression {compression} with --topology complete keeps a copy of the weights for each of {copies}"
+            f" neighbours, and {_MOST_COPIES} is the most: use --topology exponential, or --compression powersgd:4"
+        )
 
 
 def _has_group() -> bool:

@@ -1,4 +1,4 @@
-"""How gradients travel. Each way is one file and one line here."""
+"""How gradients travel, and weights in a gossip. Each way is one file and one line here."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from collections.abc import Sequence
 
 from dadt.bucket import Bucket
 from dadt.compression.base import Codec
+from dadt.compression.choco import Choco
 from dadt.compression.feedback import Feedback
 from dadt.compression.int8 import Int8
+from dadt.compression.powergossip import PowerGossip
 from dadt.compression.powersgd import LowRank
 from dadt.compression.short import BFLOAT16, FLOAT16
+from dadt.published import Published
+from dadt.tie import Tie, Whole
 
 CODECS: dict[str, Codec] = {"bf16": BFLOAT16, "fp16": FLOAT16, "int8": Int8()}
 
@@ -27,4 +31,12 @@ def forms(name: str, buckets: Sequence[Bucket]) -> list[Form | None]:
     return [Feedback(codec) if codec and b.dtype in Feedback.DTYPES else None for b in buckets]
 
 
-__all__ = ["CODECS", "Codec", "Feedback", "Form", "LowRank", "forms"]
+def tie(name: str, published: Published, asks: bool) -> Tie:
+    """For one end of an edge. name: as given to --compression; asks: this end asks, the other one answers."""
+    family, _, rank = name.partition(":")
+    if family == "powersgd":
+        return PowerGossip(name, published, int(rank), asks)
+    return Choco(name, published, CODECS[name]) if name in CODECS else Whole(name, published)
+
+
+__all__ = ["CODECS", "Codec", "Feedback", "Form", "LowRank", "forms", "tie"]

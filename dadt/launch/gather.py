@@ -37,6 +37,16 @@ class Voice(Protocol):
 
 def gather(crew: Crew, look: Callable[[Node], Mapping[str, Any]], timeout: float, job: str, voice: Voice) -> None:
     """Wait for all agents. Those that fail are told one by one; then raises LaunchError, or StartTimeout."""
+    failures, late = await_agents(crew, look, timeout, job, voice)
+    if failures:
+        _refuse(failures, late, timeout, voice)
+
+
+def await_agents(
+    crew: Crew, look: Callable[[Node], Mapping[str, Any]], timeout: float, job: str, voice: Voice
+) -> tuple[dict[Node, str], bool]:
+    """Until each agent has told what its host has, or has failed. Returns why some cannot take part, and whether time
+    is up."""
     named = any(node.name for node in crew.nodes)
     begin = time.monotonic()
     deadline = begin + timeout
@@ -72,8 +82,7 @@ def gather(crew: Crew, look: Callable[[Node], Mapping[str, Any]], timeout: float
             failures[node] = (
                 f"{node.state} after {time.monotonic() - begin:.0f} s" if late else f"{node.state}, given up"
             )
-    if failures:
-        _refuse(failures, late and bool(waiting), timeout, voice)
+    return failures, late and bool(waiting)
 
 
 def agree(crew: Crew, wanted: str) -> None:

@@ -29,7 +29,7 @@ CHECK_SECONDS = 30.0
 
 def of_mpirun() -> Path | None:
     """The library of the mpirun that started this process; None where that is not known."""
-    return next((found for program in _ancestors() for found in _beside(program)), None)
+    return next((found for program in _ancestors() for found in beside(program)), None)
 
 
 def choose() -> None:
@@ -114,7 +114,7 @@ def unusable(error: str) -> str:
     return f"executor mpi: mpi4py finds no MPI library ({reason}; looked in {places}) -> {remedy}"
 
 
-def _beside(program: Path) -> Iterator[Path]:
+def beside(program: Path) -> Iterator[Path]:
     """The libraries for the ranks of a program that starts ranks."""
     for name, programs in LIBRARIES.items():
         if program.name in programs:

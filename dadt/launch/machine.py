@@ -100,6 +100,12 @@ def memory_kills() -> int:
     return kills
 
 
+def process_limit() -> int:
+    """Processes and threads that this cgroup may have at once; 0: no limit."""
+    texts = (_read(folder / "pids.max") for folder in _cgroup_folders())
+    return min((int(text) for text in texts if text.isdigit()), default=0)
+
+
 def _installed_gpus() -> int:
     if shutil.which("nvidia-smi"):
         try:

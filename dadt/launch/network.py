@@ -61,6 +61,11 @@ def allowed(entries: Sequence[Mapping[str, Any]], wanted: str) -> list[Mapping[s
     return [entry for entry in entries if any(_matches(entry, part) for part in parts)]
 
 
+def fastest(entries: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Which address is taken, if all others reach each."""
+    return min(entries, key=lambda entry: _cost(entry, []))
+
+
 def check(wanted: str) -> None:
     """Raises ConfigError where --network-interface holds a network that is none."""
     for part in filter(None, wanted.split(",")):
@@ -206,7 +211,7 @@ def agree(
 
 
 def _cost(entry: Mapping[str, Any], ways: Sequence[Mapping[str, float]]) -> tuple[float, float]:
-    return -entry["speed"], round(max(way[entry["address"]] for way in ways), 3)
+    return -entry["speed"], round(max((way[entry["address"]] for way in ways), default=0.0), 3)
 
 
 def _cut(

@@ -52,6 +52,12 @@ class Trace:
         return steps
 
     @property
+    def is_abandoned(self) -> bool:
+        """Whether processes of it run, and neither its launcher nor an agent that would end them."""
+        sockets = [*self.agents, *filter(None, [self.launcher])]
+        return bool(self.pids) and not any(_listener(path) for path in sockets)
+
+    @property
     def since(self) -> float:
         """When the first of its folders was made, or process started."""
         folders = [path.parent for path in [self.launcher, *self.agents] if path is not None]

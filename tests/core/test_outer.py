@@ -16,8 +16,8 @@ def engine():
     engine.close(5.0)
 
 
-def fragment(engine, parameters, outer: Outer) -> Fragment:
-    return Fragment("a test", parameters, outer, engine, None, 64)
+def fragment(engine, parameters, outer: Outer, compression: str = "none") -> Fragment:
+    return Fragment("a test", parameters, outer, engine, None, 64, compression)
 
 
 def wait(work) -> None:
@@ -66,6 +66,23 @@ def test_what_is_resumed_is_what_a_merge_would_have_made(engine) -> None:
         assert torch.equal(row.velocity, resumed[key][1])
     for row, anchor, velocity in one.resumed():
         assert torch.equal(row.anchor, anchor) and torch.equal(row.velocity, velocity)
+
+
+def test_what_low_rank_loses_of_a_rounds_progress_comes_later(engine) -> None:
+    torch.manual_seed(0)
+    weight, bias = torch.zeros(12, 30), torch.zeros(12)
+    one = fragment(engine, [weight, bias], Outer(1.0, 0.0), "powersgd:2")
+    progress, rounds = torch.randn(12, 30), 40
+    for _ in range(rounds):
+        weight += progress
+        bias += 1.0
+        one.send(0)
+        assert not one.receive(wait)[0].settles
+        one.merge()
+    anchor = one.rows[id(weight)].anchor
+    assert torch.equal(weight, anchor) and torch.equal(bias, torch.full((12,), float(rounds)))
+    lost = (anchor / rounds - progress).norm() / progress.norm()
+    assert 0 < lost < 0.3, "of one round alone it loses more than half"
 
 
 def test_anchors_of_16_bit_weights_have_32(engine) -> None:

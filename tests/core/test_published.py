@@ -10,6 +10,7 @@ import torch
 
 from dadt import published
 from dadt.published import Published
+from dadt.tie import Tie, Whole
 
 
 def weights(seed: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -40,16 +41,20 @@ def test_parts_are_small_and_hold_every_element_once() -> None:
     assert all(bool((count == 1).all()) for count in seen)
 
 
+def begin(one: Published) -> tuple[Tie, torch.Tensor, int]:
+    """What one end says."""
+    tie = Whole("none", one)
+    message = one.take(tie.size)
+    return tie, message, tie.say(one, message)
+
+
 def exchange(one: Published, other: Published) -> int:
     """What two edges do; gives the step of the copy that was sent."""
-    sent, question = one.take(), other.take()
-    step = one.read(sent)
-    question.copy_(sent)
-    answer = other.take()
-    other.meet(question, answer)
-    one.approach(answer.clone(), sent, step)
-    one.give_back(sent)
-    other.give_back(question, answer)
+    (asking, question, step), (answering, answer, other_step) = begin(one), begin(other)
+    answering.settle(other, answer, question.clone(), other_step)
+    asking.settle(one, question, answer, step)
+    one.give_back(question)
+    other.give_back(answer)
     return step
 
 
@@ -90,17 +95,15 @@ def test_a_late_answer_keeps_the_sum() -> None:
     one, other = Published(mine), Published(theirs)
     one.publish(mine, 0)
     other.publish(theirs, 0)
-    sent, question, answer = one.take(), other.take(), other.take()
-    step = one.read(sent)
-    question.copy_(sent)
-    other.meet(question, answer)
+    (asking, question, step), (answering, answer, other_step) = begin(one), begin(other)
+    answering.settle(other, answer, question.clone(), other_step)
     for later in (1, 2, 3):  # both train on, and average meanwhile
         train(mine, 0.5)
         train(theirs, -0.25)
         one.publish(mine, later)
         other.publish(theirs, later)
         exchange(one, other)
-    one.approach(answer, sent, step)
+    asking.settle(one, question, answer, step)
     one.publish(mine, 4)
     other.publish(theirs, 4)
     assert_sums(mine, theirs, totals)

@@ -36,6 +36,26 @@ def test_the_mean_stays_and_the_ranks_come_together(dadt_run, size, options) -> 
     assert 1 <= int(told[2]) <= int(told[3])
 
 
+@pytest.mark.parametrize(
+    ("compression", "size", "executor", "least"),
+    [
+        ("int8", 4, "shm", 2.5),
+        pytest.param("bf16", 3, "gloo", 1.7, marks=pytest.mark.slow),
+        pytest.param("powersgd:8", 2, "gloo", 3.0, marks=pytest.mark.slow),
+    ],
+)
+def test_compressed_ranks_come_together_as_well(dadt_run, compression, size, executor, least) -> None:
+    options = ["--algorithm", "gossip", "--executor", executor, "--compression", compression]
+    run = dadt_run(PRELUDE + AVERAGE, *options, np=size)
+    assert_averaged(run.ranks)
+    for r in run.ranks:
+        for near, start, mean in zip(r["near"], r["starts"], r["end"], strict=True):
+            assert float((near - mean).abs().max()) < 0.01 * float((start - mean).abs().max())
+    # The first exchange of two ranks is of the weights as they are.
+    less = float(re.search(r"sent .* MB per step, (\d+\.\d)x less than uncompressed", run.output)[1])
+    assert less >= least, run.output
+
+
 STOPPED = """
     starts = scatter()
     Path(f"pid{rank}").write_text(str(os.getpid()))
@@ -211,4 +231,15 @@ def test_the_digits_are_learned(dadt_run) -> None:
     report(digits.train(0, 0.1, 200))
     """
     accuracies = dadt_run(script, "--algorithm", "gossip", np=4).ranks
+    assert min(accuracies) > 0.95, accuracies
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compression", ["int8", "powersgd:4"])
+def test_the_digits_are_learned_with_compression(dadt_run, compression) -> None:
+    script = """
+    import digits
+    report(digits.train(0, 0.1, 200))
+    """
+    accuracies = dadt_run(script, "--algorithm", "gossip", "--compression", compression, np=4).ranks
     assert min(accuracies) > 0.95, accuracies

@@ -47,6 +47,20 @@ def test_each_rank_equals_the_definition(dadt_run, outer, world, options) -> Non
     assert any(f"every {outer.every} steps" in line for line in run.lines())
 
 
+def test_progress_of_low_rank(dadt_run) -> None:
+    outer = Outer(every=3)
+    run = dadt_run(SCRIPT, *outer.options(), "--executor", "gloo", "--compression", "powersgd:1")
+    assert_equal(run.ranks[0]["end"], run.ranks[1]["end"])
+    assert not torch.equal(run.ranks[0]["own"]["0.weight"], run.ranks[1]["own"]["0.weight"])
+    assert "less than uncompressed" in run.output
+    expected = averages(simulate(2, outer))[0]
+    far, size = (
+        torch.cat([each.flatten() for each in values]).norm()
+        for values in ([run.ranks[0]["end"][name] - value for name, value in expected.items()], expected.values())
+    )
+    assert 0 < far / size < 0.35  # after 6 rounds, with matrices of rank 1
+
+
 ALL_KINDS = """
     import kinds, rounds as t
     made, own = {}, {}
@@ -212,7 +226,7 @@ DIGITS = """
 """
 
 
-@pytest.mark.parametrize("compression", ["none", "int8"])
+@pytest.mark.parametrize("compression", ["none", "int8", pytest.param("powersgd:4", marks=pytest.mark.slow)])
 def test_the_digits_are_learned(dadt_run, compression) -> None:
     """With the defaults. `sync` comes to 0.97 here."""
     run = dadt_run(DIGITS, "--algorithm", "local", "--batch", "global", "--compression", compression)

