@@ -145,7 +145,9 @@ def picture(figures: dict[str, Any], path: Path) -> None:
 
     figure, panel = plt.subplots(figsize=(5.6, 3.4))
     for color, (name, looks) in zip(
-        ("#1f3b57", "#8fa3b5", "#2a9d8f", "#e9b44c", "#c8553d", "#7b4b94", "#5a5a5a"), figures["looks"].items(), strict=False
+        ("#1f3b57", "#8fa3b5", "#2a9d8f", "#e9b44c", "#c8553d", "#7b4b94", "#5a5a5a"),
+        figures["looks"].items(),
+        strict=False,
     ):
         panel.plot([seconds for _, seconds, _ in looks], [loss for *_, loss in looks], color=color, label=name)
     panel.axhline(figures["target"], color="#999999", linewidth=0.8)
