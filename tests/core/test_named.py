@@ -201,6 +201,10 @@ def stall(named: Named, record: str) -> str:
         pending = named.submit(verb.all_reduce(tensor, tensor, "mean", named.size), f"only {named.rank}")
         with pytest.raises(Aborted) as caught:
             pending.wait(TIMEOUT)
+        deadline = time.monotonic() + TIMEOUT
+        while named.rank == 0 and not Path(log.name).read_text():  # another thread writes it, after the abort
+            assert time.monotonic() < deadline
+            log.flush()
         return str(caught.value)
 
 

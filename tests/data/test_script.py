@@ -183,7 +183,7 @@ def test_cycle_and_next_of_iter(tmp_path):
         assert not set(mine) & set(theirs)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_three_passes_with_worker_processes(workers, tmp_path):
     """Worker processes are forked in every pass while the engine runs; garbage is collected in them."""
     results, _ = run(
@@ -209,7 +209,7 @@ def test_three_passes_with_worker_processes(workers, tmp_path):
         assert joined(results, 4 * epoch, 4 * epoch + 4) == list(range(50))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_stream_of_uneven_length(workers, tmp_path):
     results, output = run(
         tmp_path,

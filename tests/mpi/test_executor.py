@@ -364,4 +364,4 @@ def test_gpus_are_needed_for_mpicuda(tmp_path):
 def test_a_library_is_found_beside_its_mpirun(program, there, expected, tmp_path):
     (tmp_path / there).parent.mkdir(parents=True)
     (tmp_path / there).touch()
-    assert list(library._beside(tmp_path / program)) == [tmp_path / there] * expected
+    assert list(library.beside(tmp_path / program)) == [tmp_path / there] * expected

@@ -13,7 +13,9 @@ TESTS = Path(__file__).parents[1]
 LEAVES_A_PROCESS = """
 import subprocess, sys
 def test_leaves_a_process():
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    program = "import time; print(flush=True); time.sleep(60)"
+    child = subprocess.Popen([sys.executable, "-c", program], start_new_session=True, stdout=subprocess.PIPE)
+    child.stdout.readline()  # before it runs, its environment does not show
     open("pid", "w").write(str(child.pid))
 """
 LEAVES_A_SEGMENT = """

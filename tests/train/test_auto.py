@@ -93,6 +93,7 @@ CHOSEN = """
 """
 
 
+@pytest.mark.slow
 def test_what_a_checkpoint_says_of_the_choice(dadt_run) -> None:
     """It counts, unless the user has given another compression since; and a choice that was not made yet is made."""
 

@@ -192,6 +192,7 @@ def test_sync_gives_the_weights_that_ddp_gives(dadt_run, tmp_path) -> None:
         assert (value - ours.ranks[0][name]).abs().max() < close, name
 
 
+@pytest.mark.slow
 def test_pipe_gives_the_weights_of_the_script_without_ddp(dadt_run, tmp_path) -> None:
     ours = parts(dadt_run, tmp_path, "--warmup-steps", "3", compile=True)
     other = parts(dadt_run, tmp_path, "--warmup-steps", "3", wrapped=False, compile=True)

@@ -37,7 +37,7 @@ VALLEY = """
 """
 
 
-@pytest.mark.parametrize("staleness", ["1", "2"])
+@pytest.mark.parametrize("staleness", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_a_rate_that_only_sync_bears(dadt_run, staleness) -> None:
     run = dadt_run(VALLEY, "--warmup-steps", "25", "--staleness", staleness)
     assert run.output.count(BACK) == 1
@@ -133,6 +133,7 @@ def test_a_language_model_stays_late(dadt_run) -> None:
     assert all(loss < 3.3 for loss in run.ranks)  # 4.85 at first
 
 
+@pytest.mark.slow
 def test_digits_stay_late_at_a_large_rate(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "dadt_cli", "run", "-np", "2", "--batch", "global", "--warmup-steps", "40"]
     script = str(Path(__file__).with_name("digits.py"))
