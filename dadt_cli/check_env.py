@@ -14,7 +14,7 @@ import click
 import dadt
 from dadt.checks import SUBJECTS, probe
 from dadt.checks.check import FAIL, PASS, VERDICTS, WARN, Asked, Check, worst
-from dadt.checks.hosts import Found, is_checked, look
+from dadt.checks.hosts import REACHED_BY, Found, is_checked, look
 from dadt.config import here
 from dadt.launch import plan
 from dadt_cli import console
@@ -27,22 +27,7 @@ FORMAT = 1
 """Of the JSON: raised when a name changes its meaning or goes."""
 TITLES = ("hosts", "ssh", *SUBJECTS)
 COLOURS = {PASS: "green", WARN: "yellow", FAIL: "bold red"}
-KNOBS = (
-    "hosts",
-    "hostfile",
-    "include",
-    "exclude",
-    "ssh_backend",
-    "ssh_port",
-    "ssh_identity_file",
-    "ssh_config",
-    "ssh_host_keys",
-    "network_interface",
-    "mpirun",
-    "python",
-    "prologue",
-    "start_timeout",
-)
+KNOBS = ("hosts", "hostfile", "include", "exclude", *REACHED_BY, "mpirun", "start_timeout")
 SHOWN_VALUES = 4
 """Of hosts that are well, and differ where they may."""
 

@@ -47,6 +47,8 @@ class Method:
             if key not in known:
                 raise ValueError(f"{text}: {key} is unknown; there are {', '.join(sorted(known))}")
             given[key] = float(value) if key in ("c", "c2", "mix", "own") else int(value)
+        if "own" in given and given.get("staleness", 1) != 1:
+            raise ValueError(f"{text}: own predicts one step ahead; leave staleness out")
         return cls(text, delayed=base != "sync", **given)  # type: ignore[arg-type]
 
     def factors(self, optimizer: torch.optim.Optimizer) -> tuple[float, float]:

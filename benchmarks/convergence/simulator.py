@@ -63,7 +63,7 @@ class Simulation:
         """One step; the ranks' mean loss."""
         true = copies(self.parameters)
         self.predict()
-        loss, gradients, statistics = self.average(batch)
+        loss, gradients, statistics = self.average(batch, true)
         put(self.parameters, true)
         arrived = self.exchange(gradients, statistics)
         if arrived is not None:
@@ -102,16 +102,16 @@ class Simulation:
         moves = own_step(self.optimizer, lerp(self.applied, self.fresh[rank], self.method.own))
         torch._foreach_add_([p.data for p in self.parameters], moves)
 
-    def average(self, batch: Batch) -> tuple[float, Tensors, Tensors]:
+    def average(self, batch: Batch, true: Tensors) -> tuple[float, Tensors, Tensors]:
         """Mean loss, gradients and buffers of all ranks, each on its part of the batch."""
         size = len(batch[0]) // self.ranks
         assert size * self.ranks == len(batch[0]), "the batch must be divisible among the ranks"
         losses, gradients, statistics = 0.0, [], []
-        counts, start = copies(self.counts), copies(self.parameters)
+        counts = copies(self.counts)
         for rank in range(self.ranks):
             put(self.counts, counts)
             put(self.buffers, self.own[rank])
-            self.predict_for(rank, start)
+            self.predict_for(rank, true)
             self.optimizer.zero_grad()
             loss = self.family.loss(self.model, (part(batch[0], rank, size), part(batch[1], rank, size)))
             loss.backward()  # type: ignore[no-untyped-call]
@@ -119,7 +119,7 @@ class Simulation:
             self.own[rank] = copies(self.buffers)
             gradients.append([p.grad for p in self.parameters if p.grad is not None])
             statistics.append(self.own[rank])
-        self.fresh = [copies(each) for each in gradients]
+        self.fresh = gradients
         return losses / self.ranks, mean(gradients), mean(statistics)
 
     def exchange(self, gradients: Tensors, statistics: Tensors) -> Tensors | None:

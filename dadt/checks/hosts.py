@@ -31,6 +31,17 @@ from dadt.launch.launchers.local import LocalChannel
 from dadt.launch.plan import Plan
 from dadt.launch.sweep import sweep
 
+REACHED_BY = (
+    "ssh_backend",
+    "ssh_port",
+    "ssh_identity_file",
+    "ssh_config",
+    "ssh_host_keys",
+    "network_interface",
+    "python",
+    "prologue",
+)
+"""Knobs that say how hosts are reached, and with what Python."""
 SPARE_SECONDS = 15.0
 SKEW_SECONDS = 1.0
 """Of clocks: from then on, times in logs mislead."""
@@ -215,17 +226,7 @@ def _between(config: Config, hosts: Sequence[Host]) -> list[Check]:
     if len(hosts) < 2:
         return []
     names = ",".join(_typed(host) for host in hosts)
-    kept = (
-        "ssh_backend",
-        "ssh_port",
-        "ssh_identity_file",
-        "ssh_config",
-        "ssh_host_keys",
-        "network_interface",
-        "python",
-    )
-    settings: dict[str, Any] = {name: getattr(config, name) for name in kept}
-    settings["prologue"] = config.prologue
+    settings: dict[str, Any] = {name: getattr(config, name) for name in REACHED_BY}
     settings |= {"executor": "gloo", "workdir": "/"}
     asked = Asked(full=True, hosts=len(hosts))
     return [

@@ -204,6 +204,7 @@ def stall(named: Named, record: str) -> str:
         deadline = time.monotonic() + TIMEOUT
         while named.rank == 0 and not Path(log.name).read_text():  # another thread writes it, after the abort
             assert time.monotonic() < deadline
+            threading.Event().wait(0.01)
             log.flush()
         return str(caught.value)
 

@@ -96,6 +96,30 @@ def test_whole_trainings_have_the_bits_of_the_simulator(tmp_path: Path, family: 
     compare(tmp_path, family, timed, flags, ranks, FAMILIES[family].rates[1], steps)
 
 
+def test_one_rank_that_predicts_by_its_own_gradient_knows_where_it_will_be() -> None:
+    """The gradient in flight is its own, so the forward sees the weights to which that gradient will be applied."""
+    torch.set_num_threads(1)
+    family = dataclasses.replace(FAMILIES["mlp"], steps=12)
+    seen: list[list[torch.Tensor]] = []
+
+    class Seeing(Simulation):
+        def predict_for(self, rank: int, true: list[torch.Tensor]) -> None:
+            super().predict_for(rank, true)
+            seen.append([p.detach().clone() for p in self.parameters])
+
+    simulation = Seeing(family, Method.parse(f"pipe:warmup={WARMUP},own=1"), 1, 0.004, 3)
+    applied = []
+    for batch in family.batches(3):
+        applied.append([p.detach().clone() for p in simulation.parameters])
+        simulation.take(batch)
+    for step in range(WARMUP + 1, family.steps - 1):
+        gap, moved = (
+            max(float((a - b).abs().max()) for a, b in zip(seen[step], at, strict=True))
+            for at in (applied[step + 1], applied[step])
+        )
+        assert gap < 1e-6 < 1e-4 < moved
+
+
 def test_intervals_are_students() -> None:
     found = interval([1.0, 2.0, 3.0, 4.0, 5.0])
     assert found.mean == 3.0
@@ -136,7 +160,6 @@ def test_the_best_rate_is_the_sweeps(tmp_path: Path) -> None:
 
 
 def test_a_report_pairs_by_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
     path = tmp_path / "results.jsonl"
     values = {"sync": [0.97, 0.96, 0.98], "pipe": [0.969, 0.96, 0.979], "plain": [0.9, 0.1, 0.9]}
     for method, found in values.items():
