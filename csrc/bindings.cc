@@ -153,6 +153,21 @@ void displace(DType dtype, const std::vector<size_t>& counts, const Addresses& p
   }
 }
 
+void foresee(DType dtype, const std::vector<size_t>& counts, const Addresses& parameters,
+             const Addresses& expected, const Addresses& momenta, const Addresses& squares,
+             const NextStep& step) {
+  check_pairs(counts, parameters, expected);
+  check_pairs(counts, momenta, squares);
+  const auto loop = kernels().foresee[static_cast<int>(dtype)];
+  if (loop == nullptr) no_float(dtype);
+  const Unlock unlocked;
+  for (size_t i = 0; i < counts.size(); ++i) {
+    loop(reinterpret_cast<void*>(parameters[i]), reinterpret_cast<void*>(expected[i]),
+         reinterpret_cast<const void*>(momenta[i]), reinterpret_cast<const void*>(squares[i]), step,
+         counts[i]);
+  }
+}
+
 void reduce_sources(DType dtype, Reduction reduction, uintptr_t destination, const Addresses& sources,
                     const std::optional<std::vector<double>>& weights, double divisor, size_t count) {
   if (sources.empty() || (weights && weights->size() != sources.size())) {
@@ -416,4 +431,13 @@ PYBIND11_MODULE(_core, module) {
              py::arg("sources"), py::arg("weights").none(true), py::arg("divisor"), py::arg("count"));
   module.def("displace", &displace, py::arg("dtype"), py::arg("counts"), py::arg("parameters"),
              py::arg("before"));
+  py::class_<NextStep>(module, "NextStep")
+      .def(py::init([](double momentum, double gradient, double decay, double keep, double square,
+                       double squared, double root, double epsilon) {
+             return NextStep{momentum, gradient, decay, keep, square, squared, root, epsilon};
+           }),
+           py::kw_only(), py::arg("momentum"), py::arg("gradient"), py::arg("decay"), py::arg("keep"),
+           py::arg("square"), py::arg("squared"), py::arg("root"), py::arg("epsilon"));
+  module.def("foresee", &foresee, py::arg("dtype"), py::arg("counts"), py::arg("parameters"),
+             py::arg("expected"), py::arg("momenta"), py::arg("squares"), py::arg("step"));
 }

@@ -455,6 +455,36 @@ def predict(
 def displace(dtype: DType, counts: Sequence[int], parameters: Sequence[int], before: Sequence[int]) -> None:
     """Pairwise, in one pass: before = parameter - before."""
 
+class NextStep:
+    """The next step of SGD or Adam, as factors. With g = expected + w * decay it leads the weights w to
+    w * keep + (m * momentum + g * gradient) / (sqrt(v * square + g * g * squared) * root + epsilon)."""
+
+    def __init__(
+        self,
+        *,
+        momentum: float,
+        gradient: float,
+        decay: float,
+        keep: float,
+        square: float,
+        squared: float,
+        root: float,
+        epsilon: float,
+    ) -> None: ...
+
+def foresee(
+    dtype: DType,
+    counts: Sequence[int],
+    parameters: Sequence[int],
+    expected: Sequence[int],
+    momenta: Sequence[int],
+    squares: Sequence[int],
+    step: NextStep,
+) -> None:
+    """Pairwise, in one pass: parameter, expected = parameter after a step with the expected gradient, parameter.
+
+    momenta, squares: 0 where there is none; without a square nothing is divided."""
+
 def compress(codec: Codec, source: int, count: int, wire: int, owed: int = 0, keep: float = 1.0) -> None:
     """`count` values of float32 to the wire, in whole blocks; owed as of Engine.allreduce. Releases the GIL."""
 

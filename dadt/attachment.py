@@ -11,13 +11,11 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dadt import algorithms
-from dadt.config import predict_factors
+from dadt import algorithms, predictions
 from dadt.errors import DadtError, Mismatch
 from dadt.exchange import Exchange, Schema
 from dadt.lane import Lane, any_flags, pack_flags
 from dadt.measure import Measure
-from dadt.prediction import Prediction, auto_factors
 
 if TYPE_CHECKING:
     from dadt.checkpoint import Arrived
@@ -64,8 +62,7 @@ class Attachment:
         """Parameters whose gradients are sparse."""
         self._token: tuple[Any, ...] = ()
         self._hooked = WeakTensorKeyDictionary()
-        factors = predict_factors(runtime.config.predict) or auto_factors(optimizer, runtime.config.staleness)
-        self.prediction = Prediction(self.parameters, *factors)
+        self.prediction = predictions.choose(runtime.config, optimizer, self.parameters)
         # Collected between forward and step, it must not leave its prediction in the weights.
         weakref.finalize(optimizer, self.prediction.undo).atexit = False
         self.algorithm = algorithms.find(runtime.config.algorithm)(self)
@@ -247,7 +244,7 @@ class Attachment:
         if len(self.prediction.parameters) != len(parameters := self.parameters):
             self.prediction.follow(parameters)
         if self.algorithm.tracks:
-            self.prediction.before_step()
+            self.prediction.before_step(late=self.algorithm.predicts, scale=self.scale)
         else:
             self.prediction.undo()
         self.refresh()
@@ -273,10 +270,10 @@ class Attachment:
 
     def stepped(self) -> None:
         """The optimizer has stepped."""
+        self.prediction.after_step(held=bool(self._held), scale=self.scale)
         for p, gradient in self._held:
             p.grad = gradient
         self._held = []
-        self.prediction.after_step()
         self._end_step()
 
     def skipped(self) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 KEY = "dadt"
 """In the dict that optimizer.state_dict() gives."""
-VERSION = 1
+VERSION = 2
 
 
 class Randomness(Protocol):
@@ -89,8 +89,7 @@ class Checkpoints:
             "rank": self._runtime.world.rank,
             "step": a.step,
             "state": state,
-            "displacement": {indices[p]: _kept(d) for p, d in a.prediction.displacement() if p in indices},
-            "older": {indices[p]: _kept(d) for p, d in a.prediction.older_displacement() if p in indices},
+            "prediction": {key: _by_index(value, indices) for key, value in a.prediction.state().items()},
             "random": self.streams.state() if self.streams is not None else {},
         }
 
@@ -138,14 +137,13 @@ class Checkpoints:
                 f"the checkpoint is one of {part['world_size']} ranks: {size} go on from it at step {part['step']}"
             )
         parameters = list(_indices(a.optimizer))
-        known, older = (
-            {parameters[i]: d for i, d in part[key].items() if i < len(parameters)} for key in ("displacement", "older")
-        )
-        if any(d.shape != p.shape for p, d in known.items()):
+        prediction = {key: _by_parameter(value, parameters) for key, value in part["prediction"].items()}
+        of_tensors = [value for value in prediction.values() if isinstance(value, dict)]
+        if any(t.shape != p.shape for value in of_tensors for p, t in value.items()):
             self._runtime.say("the checkpoint is one of another model: training begins with a warm-up")
             return
         a.step = part["step"]
-        a.prediction.restore(known, older)
+        a.prediction.load_state(prediction)
         if part["state"]:
             a.algorithm.load_state(part["state"])
         if a.algorithm.identical:
@@ -158,7 +156,8 @@ class Checkpoints:
             self.streams.load_state(part["random"]["shared"], own, seeded_anew=seeded_anew)
 
     def _join(self, a: Attachment, state: dict[str, Any]) -> None:
-        """The rank's own buffers become what all ranks have in common: the newest average of them."""
+        """What is the rank's own becomes what all ranks have in common: buffers their newest average, and what is
+        expected of the gradients in flight these themselves."""
         buffers = self._runtime.buffers
         flights = state.get("in_flight", ())
         if flights:
@@ -169,6 +168,9 @@ class Checkpoints:
                     buffers.join(module, name, value)
         else:
             buffers.join_official(a.modules)
+        if flights:
+            averages = _by_parameter(flights[-1]["gradients"], list(_indices(a.optimizer)))
+            a.prediction.join(averages, flights[-1]["scale"])
 
 
 class Arrived:
@@ -235,6 +237,18 @@ def flights(attachment: Attachment, exchanges: Sequence[Exchange | Arrived]) -> 
         )
         return []
     return [flight(attachment, exchange) for exchange in exchanges]
+
+
+def _by_index(value: Any, indices: dict[torch.Tensor, int]) -> Any:
+    """Tensors by their parameters' numbers, on the host; what is no such mapping as it is."""
+    return {indices[p]: _kept(t) for p, t in value.items() if p in indices} if isinstance(value, dict) else value
+
+
+def _by_parameter(value: Any, parameters: Sequence[torch.Tensor]) -> Any:
+    """The other way round."""
+    if not isinstance(value, dict):
+        return value
+    return {parameters[i]: t for i, t in value.items() if i < len(parameters)}
 
 
 def _kept(tensor: torch.Tensor) -> torch.Tensor:

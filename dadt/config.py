@@ -83,7 +83,8 @@ class Config:
     warmup_steps: int = knob(50, "Synchronous steps before `pipe` begins to delay.", advanced=True)
     predict: str = knob(
         "auto",
-        "Weight prediction of `pipe`: auto, or factors of the last displacement, and of the one before: C or C,D.",
+        "Weight prediction of `pipe`: auto; own:S by the optimizer's step, with a share S of the rank's own gradient;"
+        " or factors of the last displacement, and of the one before: C or C,D.",
         advanced=True,
     )
     staleness: int = knob(
@@ -229,6 +230,8 @@ class Config:
         if self.timeline:  # as seen from here: workers may be elsewhere
             object.__setattr__(self, "timeline", str(Path(here(), self.timeline)))
         predict_factors(self.predict)
+        if predict_share(self.predict) is not None and self.staleness != 1:
+            raise ConfigError(f"--predict {self.predict} looks one step ahead: leave --staleness at 1")
         if self.warmup_steps < 0:
             raise ConfigError(f"--warmup-steps {self.warmup_steps}: must be 0 or more")
         _check_algorithm(self.algorithm)
@@ -320,15 +323,27 @@ def _check_compression(name: str) -> None:
 
 
 def predict_factors(text: str) -> tuple[float, float] | None:
-    """Of the last displacement, which is 0 or more, and of the one before; None for auto. Raises ConfigError."""
-    if text == "auto":
+    """Of the last displacement, which is 0 or more, and of the one before; None for others. Raises ConfigError."""
+    if text == "auto" or predict_share(text) is not None:
         return None
-    expected = "auto, a number from 0, as 1.5, or two, as 1.8,-0.9"
+    expected = "auto, own:0.5, a number from 0, as 1.5, or two, as 1.8,-0.9"
     first, comma, second = text.partition(",")
     factor = _number("--predict", first, expected)
     if factor < 0:
         raise ConfigError(f"--predict {text}: give {expected}")
     return factor, _number("--predict", second, expected) if comma else 0.0
+
+
+def predict_share(text: str) -> float | None:
+    """From 0 to 1, of the rank's own gradient; None where it is not to be used. Raises ConfigError."""
+    name, _, share = text.partition(":")
+    if name != "own":
+        return None
+    expected = "own:S with S from 0 to 1, as own:0.5"
+    value = _number("--predict", share, expected)
+    if not 0 <= value <= 1:
+        raise ConfigError(f"--predict {text}: give {expected}")
+    return value
 
 
 def _check_executor(asked: str, name: str, optional: bool) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 _LARGEST = 8.0
@@ -9,7 +11,7 @@ _STEPS = 400
 
 
 def limit(momentum: float, delay: int, factor: float, older: float = 0.0, *, nesterov: bool = False) -> float:
-    """The largest stable learning rate, in units of 1/curvature.
+    """The largest stable learning rate, in units of 1/curvature, where displacements predict.
 
     momentum: the optimizer's, or its first beta. delay: steps by which gradients are late; they are computed `factor`
     last displacements and `older` ones before ahead. Without either: 2(1+m); without prediction: 1-m at delay 1.
@@ -17,24 +19,48 @@ def limit(momentum: float, delay: int, factor: float, older: float = 0.0, *, nes
     ahead = np.array([1 + factor, older - factor, -older])
     if nesterov:  # its step goes by (1+m) y(t-delay) - m y(t-delay-1)
         ahead = np.polymul(np.array([1 + momentum, -momentum]), ahead)
+    moving = np.zeros(delay + len(ahead) + 1)
+    moving[:3] = (1, -(1 + momentum), momentum)
+
+    def radius(rate: float) -> float:
+        """Of the recursion x(t+1) - x(t) = m (x(t) - x(t-1)) - rate y(t-delay), with y of x(t), x(t-1), ..."""
+        polynomial = moving.copy()
+        polynomial[-len(ahead) :] += rate * ahead
+        return float(np.abs(np.roots(polynomial)).max())
+
+    return _first_unstable(radius)
+
+
+def limit_by_own(momentum: float, share: float, *, nesterov: bool = False) -> float:
+    """The same at delay 1 where the optimizer's own step predicts, with this share of the gradient in flight."""
+
+    def step(rate: float, buffer: np.ndarray, gradient: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The momentum's buffer and the move of the weights."""
+        buffer = momentum * buffer + gradient
+        return buffer, -rate * (gradient + momentum * buffer if nesterov else buffer)
+
+    def radius(rate: float) -> float:
+        """Of the map of weight, buffer and the last two gradients; a parabola's gradient is where it is taken."""
+        weight, buffer, last, older = np.eye(4)
+        gradient = weight + step(rate, buffer, share * last + (1 - share) * older)[1]
+        moved, move = step(rate, buffer, last)
+        return float(np.abs(np.linalg.eigvals(np.stack([weight + move, moved, gradient, last]))).max())
+
+    return _first_unstable(radius)
+
+
+def _first_unstable(radius: Callable[[float], float]) -> float:
+    """The rate at which the spectral radius first grows beyond 1."""
+
+    def stable(rate: float) -> bool:
+        return radius(rate) <= 1 + 1e-9
+
     rates = np.geomspace(1e-6, _LARGEST, _STEPS)
-    unstable = (i for i, rate in enumerate(rates) if not _stable(rate, momentum, delay, ahead))
-    first = next(unstable, _STEPS)
+    first = next((i for i, rate in enumerate(rates) if not stable(rate)), _STEPS)
     if first in (0, _STEPS):
         return float(rates[min(first, _STEPS - 1)])
     low, high = float(rates[first - 1]), float(rates[first])
     while high - low > 1e-4 * high:
         middle = (low + high) / 2
-        low, high = (middle, high) if _stable(middle, momentum, delay, ahead) else (low, middle)
+        low, high = (middle, high) if stable(middle) else (low, middle)
     return low
-
-
-def _stable(rate: float, momentum: float, delay: int, ahead: np.ndarray) -> bool:
-    """All roots of the recursion x(t+1) - x(t) = m (x(t) - x(t-1)) - rate y(t-delay) are inside the unit circle.
-
-    ahead: y as a combination of x(t), x(t-1), ...
-    """
-    moving = np.zeros(delay + len(ahead) + 1)
-    moving[:3] = (1, -(1 + momentum), momentum)
-    moving[-len(ahead) :] += rate * ahead
-    return bool(np.abs(np.roots(moving)).max() <= 1 + 1e-9)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
+import numpy as np
 import torch
 
-from dadt.prediction import auto_factors
+from dadt.predictions.displacement import auto_factors
+from dadt.predictions.expectation import SHARE
 
 
 @dataclass(frozen=True)
 class Method:
-    """`sync`; `plain`, the delay alone; `pipe` as DADT does it; and changes of `pipe` by key=value."""
+    """`sync`; `plain`, the delay alone; `pipe` as DADT does it for SGD and Adam; and changes of `pipe` by key=value."""
 
     name: str
     delayed: bool = True
@@ -21,7 +25,7 @@ class Method:
     fall_back: int = 1
     """1: back to synchronous steps where gradients blow up."""
     c: float | None = None
-    """Prediction's factor of the last displacement; None: what DADT takes for the optimizer."""
+    """Predict by the last displacements in place of the optimizer's own step: the factor of the last one."""
     c2: float = 0.0
     """The factor of the displacement before the last one."""
     ramp: int = 0
@@ -30,7 +34,7 @@ class Method:
     """Delayed steps over which the size of the steps rises from 0 again."""
     own: float | None = None
     """Predict by the optimizer's own step, as if this share of the rank's own gradient in flight, and else the last
-    average that has arrived, were what it will be given."""
+    average that has arrived, were what it will be given. None: DADT's share."""
     mix: float = 0.0
     """Apply (1 + mix) updates less mix times the update before: error feedback for delayed updates."""
 
@@ -51,24 +55,43 @@ class Method:
             raise ValueError(f"{text}: own predicts one step ahead; leave staleness out")
         return cls(text, delayed=base != "sync", **given)  # type: ignore[arg-type]
 
+    @property
+    def share(self) -> float | None:
+        """Of the own gradient; None where displacements predict."""
+        if self.c is not None or self.staleness > 1:
+            return None
+        return SHARE if self.own is None else self.own
+
     def factors(self, optimizer: torch.optim.Optimizer) -> tuple[float, float]:
         return auto_factors(optimizer, self.staleness) if self.c is None else (self.c, self.c2)
 
 
 def own_step(optimizer: torch.optim.Optimizer, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The displacements that the optimizer would make with these gradients; it and the weights stay as they are."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    before = [p.detach().clone() for p in parameters]
-    state = {
-        p: {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in known.items()}
-        for p, known in optimizer.state.items()
-    }
-    for p, gradient in zip(parameters, gradients, strict=True):
-        p.grad = gradient.clone()
-    optimizer.step()
-    moved = [p.detach() - b for p, b in zip(parameters, before, strict=True)]
-    with torch.no_grad():
-        for p, b in zip(parameters, before, strict=True):
-            p.copy_(b)
-    optimizer.state.update(state)
-    return moved
+    """Where SGD or Adam would put the weights with these gradients; it and the weights stay as they are."""
+    parameters = [(p, group) for group in optimizer.param_groups for p in group["params"]]
+    ahead = []
+    for (p, group), gradient in zip(parameters, gradients, strict=True):
+        step = adam_step if "betas" in group else sgd_step
+        ahead.append(step(p.detach(), gradient, group, optimizer.state[p]))
+    return ahead
+
+
+def sgd_step(w: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any], state: dict[str, Any]) -> torch.Tensor:
+    rate, momentum = group["lr"], group["momentum"]
+    assert not (group["nesterov"] or group["dampening"] or group["weight_decay"] or group["maximize"])
+    return state["momentum_buffer"] * (-rate * momentum) + gradient * -rate + w
+
+
+def adam_step(w: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any], state: dict[str, Any]) -> torch.Tensor:
+    rate, (beta1, beta2), taken = group["lr"], group["betas"], float(state["step"])
+    assert not (group["amsgrad"] or group["maximize"])
+    size = rate / (1 - beta1 ** (taken + 1))
+    decay = group["weight_decay"]
+    if group["decoupled_weight_decay"]:
+        w = w * (1 - rate * decay)
+    elif decay:
+        gradient = gradient + w * decay
+    square = state["exp_avg_sq"] * beta2 + gradient * gradient * (1 - beta2)
+    # By numpy: torch's own root may be off by a bit.
+    root = torch.from_numpy(np.sqrt(square.numpy())) * (1 / math.sqrt(1 - beta2 ** (taken + 1))) + group["eps"]
+    return (state["exp_avg"] * (-size * beta1) + gradient * (-size * (1 - beta1))) / root + w

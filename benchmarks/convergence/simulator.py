@@ -79,7 +79,7 @@ class Simulation:
 
     def predict(self) -> None:
         """Put the weights where the gradient that is computed now will be applied."""
-        if not self.predicts or not self.displacements or self.method.own is not None:
+        if not self.predicts or not self.displacements or self.method.share is not None:
             return
         late = self.step - self.method.warmup - self.method.staleness + 1
         share = min(1.0, late / self.method.ramp) if self.method.ramp else 1.0
@@ -96,11 +96,11 @@ class Simulation:
 
     def predict_for(self, rank: int, true: Tensors) -> None:
         """The same by what this rank alone knows of the gradients in flight."""
-        if not self.predicts or self.method.own is None or self.applied is None:
+        if not self.predicts or self.method.share is None or self.applied is None:
             return
         put(self.parameters, true)
-        moves = own_step(self.optimizer, lerp(self.applied, self.fresh[rank], self.method.own))
-        torch._foreach_add_([p.data for p in self.parameters], moves)
+        expected = mix(self.applied, self.fresh[rank], self.method.share)
+        put(self.parameters, own_step(self.optimizer, expected))
 
     def average(self, batch: Batch, true: Tensors) -> tuple[float, Tensors, Tensors]:
         """Mean loss, gradients and buffers of all ranks, each on its part of the batch."""
@@ -192,8 +192,8 @@ def mean(ranks: list[Tensors]) -> Tensors:
     return means
 
 
-def lerp(of: Tensors, to: Tensors, share: float) -> Tensors:
-    return [a + share * (b - a) for a, b in zip(of, to, strict=True)]
+def mix(others: Tensors, own: Tensors, share: float) -> Tensors:
+    return [a * (1 - share) + b * share for a, b in zip(others, own, strict=True)]
 
 
 def norm(tensors: Tensors) -> float:

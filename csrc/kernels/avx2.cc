@@ -27,6 +27,8 @@ struct F32 {
   void stream(BFloat* p) const { _mm_stream_si128(reinterpret_cast<__m128i*>(p), to_bfloat()); }
   F32 operator+(F32 other) const { return {_mm256_add_ps(v, other.v)}; }
   F32 operator*(F32 other) const { return {_mm256_mul_ps(v, other.v)}; }
+  F32 operator/(F32 other) const { return {_mm256_div_ps(v, other.v)}; }
+  F32 root() const { return {_mm256_sqrt_ps(v)}; }
 
  private:
   static __m128i halves(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
@@ -55,6 +57,8 @@ struct F64 {
   void stream(double* p) const { _mm256_stream_pd(p, v); }
   F64 operator+(F64 other) const { return {_mm256_add_pd(v, other.v)}; }
   F64 operator*(F64 other) const { return {_mm256_mul_pd(v, other.v)}; }
+  F64 operator/(F64 other) const { return {_mm256_div_pd(v, other.v)}; }
+  F64 root() const { return {_mm256_sqrt_pd(v)}; }
 };
 
 // min and max return the second of two where one is NaN, or both are zero.

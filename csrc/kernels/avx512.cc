@@ -27,6 +27,8 @@ struct F32 {
   void stream(BFloat* p) const { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), to_bfloat()); }
   F32 operator+(F32 other) const { return {_mm512_add_ps(v, other.v)}; }
   F32 operator*(F32 other) const { return {_mm512_mul_ps(v, other.v)}; }
+  F32 operator/(F32 other) const { return {_mm512_div_ps(v, other.v)}; }
+  F32 root() const { return {_mm512_sqrt_ps(v)}; }
 
  private:
   static __m256i halves(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
@@ -53,6 +55,8 @@ struct F64 {
   void stream(double* p) const { _mm512_stream_pd(p, v); }
   F64 operator+(F64 other) const { return {_mm512_add_pd(v, other.v)}; }
   F64 operator*(F64 other) const { return {_mm512_mul_pd(v, other.v)}; }
+  F64 operator/(F64 other) const { return {_mm512_div_pd(v, other.v)}; }
+  F64 root() const { return {_mm512_sqrt_pd(v)}; }
 };
 
 // min and max return the second of two where one is NaN, or both are zero.

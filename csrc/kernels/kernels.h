@@ -8,6 +8,20 @@
 
 namespace dadt {
 
+// The next step of SGD or Adam, as factors. With g = expected + parameter * decay it leads to parameter *
+// keep + (momentum * `momentum` + g * `gradient`) / (sqrt(square * `square` + g * g * squared) * root +
+// epsilon).
+struct NextStep {
+  double momentum;
+  double gradient;
+  double decay;
+  double keep;
+  double square;
+  double squared;
+  double root;
+  double epsilon;
+};
+
 // Loops over memory, one table per instruction set. All tables give the same bits.
 // Counts are in elements; addresses need the alignment of their elements only.
 struct Kernels {
@@ -26,6 +40,10 @@ struct Kernels {
   using Predict = void (*)(void* parameter, void* displacement, double factor, size_t count);
   // before = parameter - before. Floating dtypes, null for the others.
   using Displace = void (*)(const void* parameter, void* before, size_t count);
+  // parameter, expected = parameter after a step with the expected gradient, parameter. momentum: null where
+  // there is none; square: null where the step is not divided. Floating dtypes, null for the others.
+  using Foresee = void (*)(void* parameter, void* expected, const void* momentum, const void* square,
+                           const NextStep& step, size_t count);
   // destination = source, past the cache where stream.
   using Copy = void (*)(void* destination, const void* source, size_t bytes, bool stream);
 
@@ -48,6 +66,7 @@ struct Kernels {
   Scale scale[kDTypes];
   Predict predict[kDTypes];
   Displace displace[kDTypes];
+  Foresee foresee[kDTypes];
   Copy copy;
   Encode encode[kCodecs];  // null for none
   Decode decode[kCodecs];

@@ -1,8 +1,8 @@
 #pragma once
 
 // The loops behind the tables, written once over `F32` and `F64`: vectors that the including file defines for
-// its instruction set, with kWidth, load, store, stream, fill, +, *, lesser and greater. Unnamed namespace:
-// see number.h.
+// its instruction set, with kWidth, load, store, stream, fill, +, *, /, root, lesser and greater. Unnamed
+// namespace: see number.h.
 #include "kernels/coding.h"
 #include "kernels/kernels.h"
 #include "kernels/number.h"
@@ -239,6 +239,52 @@ void displace_float(const void* parameter, void* before, size_t count) {
   for (; i < count; ++i) narrow(widen(p[i]) - widen(b[i]), b + i);
 }
 
+template <typename T>
+void foresee_float(void* parameter, void* expected, const void* momentum, const void* square,
+                   const NextStep& step, size_t count) {
+  using Scalar = typename Accumulator<T>::Scalar;
+  using Vector = typename Accumulator<T>::Vector;
+  T* p = static_cast<T*>(parameter);
+  T* e = static_cast<T*>(expected);
+  const T* m = static_cast<const T*>(momentum);
+  const T* v = static_cast<const T*>(square);
+  const Vector keep = Vector::fill(static_cast<Scalar>(step.keep));
+  const Vector decay = Vector::fill(static_cast<Scalar>(step.decay));
+  const Vector by_momentum = Vector::fill(static_cast<Scalar>(step.momentum));
+  const Vector by_gradient = Vector::fill(static_cast<Scalar>(step.gradient));
+  const Vector by_square = Vector::fill(static_cast<Scalar>(step.square));
+  const Vector by_squared = Vector::fill(static_cast<Scalar>(step.squared));
+  const Vector root = Vector::fill(static_cast<Scalar>(step.root));
+  const Vector epsilon = Vector::fill(static_cast<Scalar>(step.epsilon));
+  size_t i = 0;
+  for (; i + Vector::kWidth <= count; i += Vector::kWidth) {
+    const Vector old = Vector::load(p + i);
+    const Vector g = Vector::load(e + i) + old * decay;
+    Vector move = g * by_gradient;
+    if (m != nullptr) move = Vector::load(m + i) * by_momentum + move;
+    if (v != nullptr) {
+      const Vector square = Vector::load(v + i) * by_square + g * g * by_squared;
+      move = move / (square.root() * root + epsilon);
+    }
+    (move + old * keep).store(p + i);
+    old.store(e + i);
+  }
+  for (; i < count; ++i) {
+    const T old = p[i];
+    const Scalar w = widen(old);
+    const Scalar g = widen(e[i]) + w * static_cast<Scalar>(step.decay);
+    Scalar move = g * static_cast<Scalar>(step.gradient);
+    if (m != nullptr) move = widen(m[i]) * static_cast<Scalar>(step.momentum) + move;
+    if (v != nullptr) {
+      const Scalar square =
+          widen(v[i]) * static_cast<Scalar>(step.square) + g * g * static_cast<Scalar>(step.squared);
+      move = move / (root_of(square) * static_cast<Scalar>(step.root) + static_cast<Scalar>(step.epsilon));
+    }
+    narrow(move + w * static_cast<Scalar>(step.keep), p + i);
+    e[i] = old;
+  }
+}
+
 void copy_bytes(void* destination, const void* source, size_t bytes, bool stream) {
   if (!stream || reinterpret_cast<uintptr_t>(destination) % sizeof(float) != 0) {
     std::memcpy(destination, source, bytes);
@@ -278,6 +324,7 @@ constexpr Kernels make_kernels(const char* name) {
        scale_integer<uint8_t>},
       {predict_float<float>, predict_float<double>, predict_float<Half>, predict_float<BFloat>},
       {displace_float<float>, displace_float<double>, displace_float<Half>, displace_float<BFloat>},
+      {foresee_float<float>, foresee_float<double>, foresee_float<Half>, foresee_float<BFloat>},
       copy_bytes,
       {nullptr, encode_short<BFloat>, encode_short<Half>, encode_int8},
       {nullptr, decode_short<BFloat>, decode_short<Half>, decode_int8},

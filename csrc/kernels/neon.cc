@@ -34,6 +34,8 @@ struct F32 {
   }
   F32 operator+(F32 other) const { return {vaddq_f32(v, other.v)}; }
   F32 operator*(F32 other) const { return {vmulq_f32(v, other.v)}; }
+  F32 operator/(F32 other) const { return {vdivq_f32(v, other.v)}; }
+  F32 root() const { return {vsqrtq_f32(v)}; }
 };
 
 struct F64 {
@@ -46,6 +48,8 @@ struct F64 {
   void stream(double* p) const { store(p); }
   F64 operator+(F64 other) const { return {vaddq_f64(v, other.v)}; }
   F64 operator*(F64 other) const { return {vmulq_f64(v, other.v)}; }
+  F64 operator/(F64 other) const { return {vdivq_f64(v, other.v)}; }
+  F64 root() const { return {vsqrtq_f64(v)}; }
 };
 
 // Not vminq and vmaxq: of two zeros and of two NaNs they choose otherwise than the other tables.

@@ -71,6 +71,9 @@ inline void narrow(float x, Half* y) {
   y->bits = static_cast<uint16_t>(sign | half);
 }
 
+inline float root_of(float x) { return __builtin_sqrtf(x); }
+inline double root_of(double x) { return __builtin_sqrt(x); }
+
 // The least and the greatest: NaN wins, and of equals (zeros of two signs) the later.
 inline float lesser(float a, float b) { return a < b || a != a ? a : b; }
 inline float greater(float a, float b) { return a > b || a != a ? a : b; }

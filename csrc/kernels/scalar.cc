@@ -26,6 +26,8 @@ struct One {
   }
   One operator+(One other) const { return {v + other.v}; }
   One operator*(One other) const { return {v * other.v}; }
+  One operator/(One other) const { return {v / other.v}; }
+  One root() const { return {root_of(v)}; }
 };
 template <typename Scalar>
 One<Scalar> lesser(One<Scalar> a, One<Scalar> b) {

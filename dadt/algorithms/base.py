@@ -40,7 +40,7 @@ class Algorithm(abc.ABC):
 
     @property
     def tracks(self) -> bool:
-        """Whether the coming step's displacement will be wanted for prediction."""
+        """Whether what the coming step does will be wanted for prediction."""
         return False
 
     @property

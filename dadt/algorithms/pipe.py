@@ -13,7 +13,9 @@ from dadt.algorithms.sync import Sync
 from dadt.checkpoint import Arrived, flights
 from dadt.config import predict_factors
 from dadt.divergence import FACTOR, Divergence
-from dadt.prediction import auto_factors, momentum_of
+from dadt.predictions.displacement import auto_factors, momentum_of
+from dadt.predictions.expectation import SHARE
+from dadt.predictions.next_step import known
 
 if TYPE_CHECKING:
     from dadt.attachment import Attachment
@@ -67,9 +69,9 @@ class Pipe(Algorithm):
     def tracks(self) -> bool:
         # From the last synchronous steps on; the steps that apply nothing must not erase what is known.
         a = self.attachment
-        known = 2 if a.prediction.older else 1
-        last = a.warmup_steps - known <= a.step < a.warmup_steps
-        return not a.has_closure and self._sync is None and (self._full or last)
+        last = a.warmup_steps - a.prediction.needs <= a.step < a.warmup_steps
+        first = a.step >= a.warmup_steps and a.prediction.sees_gradients
+        return not a.has_closure and self._sync is None and (self._full or last or first)
 
     @property
     def holds(self) -> bool:
@@ -180,9 +182,11 @@ class Pipe(Algorithm):
         a.deliver(exchange)
 
     def _deliver(self, exchange: Exchange | Arrived, late: bool) -> None:
-        if self._divergence is not None:
-            self._norm, self._late = exchange.norm(), late
+        prediction = self.attachment.prediction
+        norm = exchange.norm() if self._divergence is not None or prediction.sees_gradients else None
+        self._norm, self._late = norm, late
         self.attachment.deliver(exchange)
+        prediction.arrived(norm)
 
     def _blows_up(self) -> bool:
         """By the norm of the last step's averages. Ranks may see it at different steps: a norm's last bits differ
@@ -203,7 +207,10 @@ def _bears(optimizer: torch.optim.Optimizer, predict: str, delay: int) -> str:
     momentum, nesterov = momentum_of(optimizer)
 
     def limit(late: int) -> float:
-        factors = predict_factors(predict) or auto_factors(optimizer, late)
+        factors = predict_factors(predict)
+        if late == 1 and factors is None and known(optimizer):
+            return stability.limit_by_own(momentum, SHARE, nesterov=nesterov)
+        factors = factors or auto_factors(optimizer, late)
         return stability.limit(momentum, late, *(factors if late else (0.0, 0.0)), nesterov=nesterov)
 
     return (

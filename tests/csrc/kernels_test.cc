@@ -292,6 +292,35 @@ TEST(Kernels, DisplaceIsTheDifference) {
   }
 }
 
+TEST(Kernels, ForeseeIsTheNextStep) {
+  const NextStep step{-0.09, -0.1, 0, 0.999, 0.9, 0.5, 0.5, 1e-3};
+  const NextStep decayed{-0.09, -0.1, 0.01, 0.999, 0.9, 0.1, 0.5, 1e-3};
+  for (const Kernels* table : tables()) {
+    std::vector<float> parameter = {2, 2, 2}, expected = {1, 0, -1};
+    const std::vector<float> momentum = {3, 0, 1}, square = {4, 16, 1};
+    table->foresee[0](parameter.data(), expected.data(), momentum.data(), square.data(), step, 3);
+    EXPECT_EQ(expected, (std::vector<float>{2, 2, 2})) << table->name;
+    const double moves[] = {-0.37 / (std::sqrt(4.1) / 2 + 1e-3), 0, 0.01 / (std::sqrt(1.4) / 2 + 1e-3)};
+    for (size_t i = 0; i < 3; ++i) EXPECT_NEAR(parameter[i], 2 * 0.999 + moves[i], 1e-6) << table->name;
+    for (DType dtype : kFloats) {
+      const int d = static_cast<int>(dtype);
+      for (const bool divided : {false, true}) {
+        Numbers p(dtype, 101, 1), e(dtype, 101, 2), want(dtype, 101, 1), kept(dtype, 101, 2);
+        Numbers m(dtype, 101, 3), v(dtype, 101, 4);
+        const void* twice[] = {v.data(), v.data()};
+        scalar_kernels()->product[d](v.data(), twice, 2, 101, false);
+        const Numbers before(dtype, 101, 1);
+        const void* by = divided ? v.data() : nullptr;
+        const void* moving = divided ? m.data() : nullptr;
+        scalar_kernels()->foresee[d](want.data(), kept.data(), moving, by, decayed, 101);
+        table->foresee[d](p.data(), e.data(), moving, by, decayed, 101);
+        EXPECT_TRUE(p == want && e == kept) << table->name << " " << dtype_name(dtype);
+        EXPECT_TRUE(e == before) << table->name << " " << dtype_name(dtype);
+      }
+    }
+  }
+}
+
 // Also of values that are no numbers, too large for 16 bits, or too small for a scale.
 TEST(Kernels, AllTablesCodeToTheSameBits) {
   std::mt19937 random(7);

@@ -10,3 +10,11 @@ def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], what: s
     assert a.keys() == b.keys(), what
     for name in a:
         assert torch.equal(a[name], b[name]), f"{what}: {name} differs by {(a[name] - b[name]).abs().max():g}"
+
+
+def assert_near(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], what: str = "") -> None:
+    """But for rounding."""
+    assert a.keys() == b.keys(), what
+    for name in a:
+        far = (a[name] - b[name]).abs().max()
+        assert torch.allclose(a[name], b[name], rtol=1e-4, atol=2e-5), f"{what}: {name} differs by {far:g}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +34,8 @@ class Branches(nn.Module):
 @dataclasses.dataclass
 class Scenario:
     optimizer: Callable[[Any], torch.optim.Optimizer]
-    factors: tuple[float, float] = (1.8, -0.9)  # the prediction that auto picks at delay 1
+    ahead: int = 1  # displacements that prediction adds to the delay, where it goes by them; -1: it predicts nothing
+    own: bool = True  # at delay 1, prediction goes by the optimizer's own step
     model: Callable[[], nn.Module] = mlp
     accumulate: int = 1
     clip: float = 0.0
@@ -52,18 +55,21 @@ def freeze(model: nn.Module, rank: int, step: int) -> None:
 
 
 SCENARIOS = {
-    "sgd": Scenario(lambda p: torch.optim.SGD(p, lr=0.1), factors=(0.0, 0.0)),
+    "sgd": Scenario(lambda p: torch.optim.SGD(p, lr=0.1), ahead=-1),
     "momentum": Scenario(lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)),
     "nesterov": Scenario(
-        lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-2), factors=(1.0, 0.0)
+        lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-2), ahead=0
     ),
     "zero": Scenario(lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), set_to_none=False),
     "adam": Scenario(lambda p: torch.optim.Adam(p, lr=0.01)),
     "adamw_foreach": Scenario(lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True)),
     "adamw_fused": Scenario(lambda p: torch.optim.AdamW(p, lr=0.01, fused=True)),
-    "rmsprop": Scenario(lambda p: torch.optim.RMSprop(p, lr=0.01), factors=(0.0, 0.0)),
-    "adagrad": Scenario(lambda p: torch.optim.Adagrad(p, lr=0.05), factors=(0.0, 0.0)),
-    "adadelta": Scenario(lambda p: torch.optim.Adadelta(p, lr=1.0), factors=(0.0, 0.0)),
+    "rmsprop": Scenario(lambda p: torch.optim.RMSprop(p, lr=0.01), ahead=-1, own=False),
+    "adagrad": Scenario(lambda p: torch.optim.Adagrad(p, lr=0.05), ahead=-1, own=False),
+    "adadelta": Scenario(lambda p: torch.optim.Adadelta(p, lr=1.0), ahead=-1, own=False),
+    "nadam": Scenario(lambda p: torch.optim.NAdam(p, lr=0.01), ahead=0, own=False),
+    "adamax": Scenario(lambda p: torch.optim.Adamax(p, lr=0.01), own=False),
+    "amsgrad": Scenario(lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1, maximize=True)),
     "accumulate": Scenario(lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), accumulate=3),
     "accumulate_zero": Scenario(lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), accumulate=2, set_to_none=False),
     "clip": Scenario(lambda p: torch.optim.AdamW(p, lr=0.01), clip=0.05),
@@ -121,61 +127,133 @@ def snapshot(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, 
 
 def factors(scenario: Scenario, staleness: int) -> tuple[float, float]:
     """Of the last displacement and of the one before."""
-    if staleness == 1 or not scenario.factors[0]:
-        return scenario.factors
-    return (staleness + (scenario.factors[0] != 1.0), 0.0)
+    if scenario.ahead < 0:
+        return (0.0, 0.0)
+    if staleness > 1 or scenario.ahead == 0:
+        return (staleness + scenario.ahead, 0.0)
+    return (1.8, -0.9)
+
+
+Gradients = list[torch.Tensor | None]
+
+
+def expected(own: Gradients, applied: Gradients, clip: float) -> Gradients:
+    """Half the rank's own gradient, shortened as the last averages were, and half these."""
+
+    def half(o: torch.Tensor | None, a: torch.Tensor | None) -> torch.Tensor | None:
+        if o is None:
+            return None if a is None else 0.5 * a
+        return 0.5 * clip * o if a is None else 0.5 * clip * o + 0.5 * a
+
+    return [half(o, a) for o, a in zip(own, applied)]
+
+
+def next_weights(optimizer: torch.optim.Optimizer, parameters: list[Any], gradients: Gradients) -> list[torch.Tensor]:
+    """Where the optimizer itself puts the weights; all is as before."""
+    before = [p.detach().clone() for p in parameters]
+    state = copy.deepcopy(optimizer.state_dict())
+    for p, g in zip(parameters, gradients):
+        p.grad = None if g is None else g.clone()
+    optimizer.step()
+    after = [p.detach().clone() for p in parameters]
+    with torch.no_grad():
+        for p, b in zip(parameters, before):
+            p.copy_(b)
+    optimizer.load_state_dict(state)
+    return after
+
+
+class Simulation:
+    """All ranks in one process, from the algorithm's definition: nothing of dadt is used."""
+
+    def __init__(self, name: str, world: int, algorithm: str, warmup: int, staleness: int) -> None:
+        self.scenario = SCENARIOS[name]
+        self.world, self.staleness = world, staleness
+        self.late_from = math.inf if algorithm == "sync" else warmup
+        torch.manual_seed(0)
+        self.model = self.scenario.model()
+        self.parameters = list(self.model.parameters())
+        self.optimizer = self.scenario.optimizer(self.parameters)
+        self.scheduler = self.scenario.scheduler(self.optimizer) if self.scenario.scheduler else None
+        self.own = staleness == 1 and self.scenario.own
+        self.displacements: list[list[torch.Tensor]] = []
+        self.pending: list[Gradients] = []
+        self.fresh: list[Gradients] = []
+        self.applied: Gradients = []
+        self.clip = 1.0
+        self.tracked = [False] * len(self.parameters)
+
+    def predicted(self, rank: int) -> list[torch.Tensor]:
+        """Where the rank's gradient is computed."""
+        true = [p.detach().clone() for p in self.parameters]
+        if len(self.pending) < self.staleness or not self.displacements:
+            return true
+        if self.own:
+            gradients = expected(self.fresh[rank], self.applied, self.clip)
+            there = next_weights(self.optimizer, self.parameters, gradients)
+        else:
+            factor, before = factors(self.scenario, self.staleness)
+            last, older = self.displacements[0], self.displacements[-1] if len(self.displacements) > 1 else None
+            older = older or [torch.zeros_like(t) for t in true]
+            there = [t + (o * before).add_(d, alpha=factor) for t, d, o in zip(true, last, older)]
+        return [a if was_trained else t for a, t, was_trained in zip(there, true, self.tracked)]
+
+    def put(self, values: list[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for p, value in zip(self.parameters, values):
+                p.copy_(value)
+
+    def gradients(self, step: int) -> None:
+        """Each rank's own."""
+        true = [p.detach().clone() for p in self.parameters]
+        points = [self.predicted(rank) for rank in range(self.world)]
+        self.fresh = []
+        for rank, point in enumerate(points):
+            self.scenario.before(self.model, rank, step)
+            self.put(point)
+            for p in self.parameters:
+                p.grad = None
+            backward(self.scenario, self.model, rank, step)
+            self.fresh.append([None if p.grad is None else p.grad.clone() for p in self.parameters])
+        self.put(true)
+        self.tracked = [p.requires_grad for p in self.parameters]
+
+    def mean(self) -> Gradients:
+        present = [[g for g in each if g is not None] for each in zip(*self.fresh)]
+        return [sum(some[1:], some[0]) / self.world if some else None for some in present]
+
+    def step(self, step: int) -> None:
+        self.scenario.before(self.model, 0, step)
+        self.gradients(step)
+        arrived: Gradients | None = self.mean()
+        if step >= self.late_from:
+            self.pending.append(self.mean())
+            arrived = self.pending.pop(0) if len(self.pending) > self.staleness else None
+        for p, g in zip(self.parameters, arrived or [None] * len(self.parameters)):
+            p.grad = g if p.requires_grad else None
+        if arrived is not None:
+            self.apply()
+        else:
+            self.optimizer.step()
+        if self.scheduler:
+            self.scheduler.step()
+
+    def apply(self) -> None:
+        true = [p.detach().clone() for p in self.parameters]
+        if self.scenario.clip:
+            before = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+            nn.utils.clip_grad_norm_(self.parameters, self.scenario.clip)
+            after = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+            self.clip = float(after / before)
+        self.applied = [None if p.grad is None else p.grad.clone() for p in self.parameters]
+        self.optimizer.step()
+        self.displacements = [[p.detach() - t for p, t in zip(self.parameters, true)], *self.displacements[:1]]
 
 
 def simulate(
     name: str, world: int, algorithm: str, warmup: int = WARMUP, steps: int = STEPS, staleness: int = 1
 ) -> dict[str, torch.Tensor]:
-    """All ranks in one process, from the algorithm's definition: nothing of dadt is used."""
-    scenario = SCENARIOS[name]
-    torch.manual_seed(0)
-    model = scenario.model()
-    parameters = list(model.parameters())
-    optimizer = scenario.optimizer(parameters)
-    scheduler = scenario.scheduler(optimizer) if scenario.scheduler else None
-    displacement: list[torch.Tensor] | None = None
-    older = [torch.zeros_like(p) for p in parameters]
-    pending: list[list[torch.Tensor | None]] = []
-    factor, before = factors(scenario, staleness)
-    tracked = [False] * len(parameters)
+    simulation = Simulation(name, world, algorithm, warmup, staleness)
     for step in range(steps):
-        scenario.before(model, 0, step)
-        true = [p.detach().clone() for p in parameters]
-        if len(pending) == staleness and displacement is not None:
-            with torch.no_grad():
-                for p, d, o, was_trained in zip(parameters, displacement, older, tracked):
-                    if was_trained:
-                        p.add_((o * before).add_(d, alpha=factor))
-        sums: list[torch.Tensor | None] = [None] * len(parameters)
-        for rank in range(world):
-            scenario.before(model, rank, step)
-            for p in parameters:
-                p.grad = None
-            backward(scenario, model, rank, step)
-            for i, p in enumerate(parameters):
-                if p.grad is not None:
-                    sums[i] = p.grad.clone() if sums[i] is None else sums[i] + p.grad
-        tracked = [p.requires_grad for p in parameters]
-        mean = [None if g is None else g / world for g in sums]
-        with torch.no_grad():
-            for p, t in zip(parameters, true):
-                p.copy_(t)
-        if algorithm == "sync" or step < warmup:
-            apply: list[torch.Tensor | None] | None = mean
-        else:
-            pending.append(mean)
-            apply = pending.pop(0) if len(pending) > staleness else None
-        for p, g in zip(parameters, apply or [None] * len(parameters)):
-            p.grad = g if p.requires_grad else None
-        if scenario.clip and apply:
-            nn.utils.clip_grad_norm_(parameters, scenario.clip)
-        optimizer.step()
-        if apply is not None:
-            older = displacement or older
-            displacement = [p.detach() - t for p, t in zip(parameters, true)]
-        if scheduler:
-            scheduler.step()
-    return snapshot(model, optimizer)
+        simulation.step(step)
+    return snapshot(simulation.model, simulation.optimizer)

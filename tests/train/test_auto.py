@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from checks import assert_equal
+from checks import assert_equal, assert_near
 from scenarios import STEPS, simulate
 
 from dadt.measure import Measure
@@ -65,7 +65,7 @@ def test_ranks_agree_by_the_slowest(dadt_run) -> None:
     assert "(r = 2.50): --algorithm auto of optimizer #3 takes pipe with int8 compression" in lines[2]
     for rank in run.ranks:
         assert_equal(rank[0], simulate("momentum", 2, "sync", warmup=WARMUP), "sync")
-        assert_equal(rank[1], simulate("momentum", 2, "pipe", warmup=WARMUP), "pipe")
+        assert_near(rank[1], simulate("momentum", 2, "pipe", warmup=WARMUP), "pipe")
     assert_equal(run.ranks[0][2], run.ranks[1][2], "replicas")
     exact = simulate("momentum", 2, "pipe", warmup=WARMUP)
     assert not all(torch.equal(run.ranks[0][2][name], exact[name]) for name in exact), "int8 rounds"

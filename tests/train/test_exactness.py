@@ -1,10 +1,15 @@
-"""Trajectories equal the algorithm's definition, simulated in one process; replicas are equal bit for bit."""
+"""Trajectories equal the algorithm's definition, simulated in one process; replicas are equal bit for bit.
+
+Where prediction goes by the optimizer's step, the simulator lets the optimizer itself take it: equal but for rounding.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
-from checks import assert_equal
+from checks import assert_equal, assert_near
 from scenarios import SCENARIOS, WARMUP, simulate
 
 ALL = """
@@ -17,6 +22,18 @@ ALL = """
 """
 
 
+def test_the_definition_tells_predictions_apart() -> None:
+    """By far more than rounding."""
+    torch.set_num_threads(1)
+    by_displacement = dataclasses.replace(SCENARIOS["momentum"], own=False)
+    SCENARIOS["by displacement"] = by_displacement
+    try:
+        one, other = simulate("momentum", 2, "pipe"), simulate("by displacement", 2, "pipe")
+    finally:
+        del SCENARIOS["by displacement"]
+    assert max(float((one[name] - other[name]).abs().max()) for name in one) > 1e-3
+
+
 @pytest.mark.parametrize("algorithm", ["pipe", "sync"])
 @pytest.mark.parametrize("executor", ["shm", "gloo"])
 def test_trajectories_equal_the_definition(dadt_run, algorithm, executor) -> None:
@@ -24,7 +41,8 @@ def test_trajectories_equal_the_definition(dadt_run, algorithm, executor) -> Non
     run = dadt_run(ALL, "--algorithm", algorithm, "--executor", executor, "--warmup-steps", str(WARMUP))
     for name in SCENARIOS:
         assert_equal(run.ranks[0][name], run.ranks[1][name], f"{name}: replicas")
-        assert_equal(run.ranks[0][name], simulate(name, 2, algorithm), f"{name}: definition")
+        same = assert_near if algorithm == "pipe" and SCENARIOS[name].own else assert_equal
+        same(run.ranks[0][name], simulate(name, 2, algorithm), f"{name}: definition")
     steps = 24 * len(SCENARIOS)
     delayed = (24 - WARMUP) * len(SCENARIOS) if algorithm == "pipe" else 0
     assert f"{steps} steps, {delayed} of them delayed by one" in run.lines()[-1] or not delayed

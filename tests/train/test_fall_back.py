@@ -23,7 +23,7 @@ VALLEY = """
         def forward(self, target):
             return 0.5 * ((self.w - target) ** 2 * torch.linspace(0.5, 1.0, 20)).sum()
     model = Valley()
-    # Stable below 0.5 when late by one and predicted, below 3.8 when synchronous.
+    # Stable below 0.7 when late by one and predicted, below 3.8 when synchronous.
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     largest, steps = 0.0, 500
     for step in range(steps):
@@ -44,7 +44,7 @@ def test_a_rate_that_only_sync_bears(dadt_run, staleness) -> None:
     assert "warning: step " in run.output and "Lower the learning rate or raise --warmup-steps" in run.output
     assert_replicas_equal(run)
     for rank in run.ranks:
-        assert rank["largest"] > 100  # it was on its way out
+        assert rank["largest"] > 30  # it was on its way out
         assert (rank["state"]["w"] - 0.5).abs().max() < 1e-3  # the mean of both ranks' targets
     assert "none delayed" not in run.output
 

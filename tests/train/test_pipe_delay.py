@@ -8,7 +8,8 @@ from checks import assert_equal
 from scenarios import STEPS, WARMUP, simulate
 
 from dadt import stability
-from dadt.prediction import auto_factors
+from dadt.predictions.displacement import auto_factors
+from dadt.predictions.expectation import Expectation
 
 NAMES = ("sgd", "momentum", "nesterov", "zero", "adam", "accumulate", "clip", "unused", "frozen")
 
@@ -53,6 +54,32 @@ def test_limits_without_momentum(delay) -> None:
 def test_prediction_leaves_half_of_the_curvature(momentum) -> None:
     assert stability.limit(momentum, 1, 2 * momentum, -momentum) > 0.49
     assert stability.limit(momentum, 1, 2 * momentum, -momentum) > 1.3 * stability.limit(momentum, 1, 2.0)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_the_limit_of_prediction_by_the_own_gradient(share, nesterov) -> None:
+    """torch's optimizer on curvature 1, one rank that knows so much of the gradient in flight."""
+
+    def distance(rate: float) -> float:
+        w = torch.ones(1, dtype=torch.float64)
+        optimizer = torch.optim.SGD([w], lr=rate, momentum=0.9, nesterov=nesterov)
+        prediction = Expectation(optimizer, [w], share)
+        in_flight = None
+        for step in range(4000):
+            prediction.apply()
+            own = w.clone()
+            w.grad = own
+            prediction.before_step(late=step > 1, scale=None)
+            w.grad = own if step == 0 else in_flight
+            optimizer.step()
+            prediction.after_step(held=step == 1, scale=None)
+            in_flight = own if step else None
+        return abs(w.item())
+
+    limit = stability.limit_by_own(0.9, share, nesterov=nesterov)
+    assert distance(0.97 * limit) < 1e-3
+    assert not distance(1.03 * limit) < 1.0
 
 
 @pytest.mark.parametrize("delay", [1, 2, 3])

@@ -103,18 +103,21 @@ def test_sync_goes_on_bit_for_bit_and_keeps_nothing_of_the_models_size(train: Tr
     resumed, _ = train("resumed", "--passes", "2", *resume(whole, 1), options=options)
     assert_goes_on(whole, resumed, 2)
     for state in load(whole, 1)["optimizers"]:
-        assert state["dadt"]["state"] == state["dadt"]["displacement"] == {}
+        assert state["dadt"]["state"] == {}
+        assert state["dadt"]["prediction"] == {"clip": 1.0, "average": {}}
 
 
 def test_rank_0_may_save_and_load_alone(train: Train, whole: Path) -> None:
-    """Weights, optimizer states and losses are those of the whole; BatchNorm's statistics but for rounding."""
-    saved, _ = train("saved", "--alone", "--passes", "3")
+    """Near the whole: what ranks expect of the gradient in flight is in no checkpoint, so one step is predicted
+    otherwise."""
+    saved, _ = train("saved", "--alone")
     resumed, _ = train("resumed", "--alone", *resume(saved, 3))
-    expected, found = load(whole, 4), load(resumed, 4)
-    named = zip(expected["models"], found["models"])
-    assert [d for a, b in named for d in differences(a, b) if "running" not in d] == []
-    assert differences([o["state"] for o in expected["optimizers"]], [o["state"] for o in found["optimizers"]]) == []
-    assert_same_losses(whole, resumed)
+    before, expected, found = load(saved, 3), load(saved, 4), load(resumed, 4)
+    for model in range(len(expected["models"])):
+        a, b, c = (state["models"][model] for state in (before, expected, found))
+        for name in (name for name in a if a[name].is_floating_point() and "running" not in name):
+            moved, apart = (b[name] - a[name]).norm(), (c[name] - b[name]).norm()
+            assert apart <= 0.1 * moved, (name, float(apart), float(moved))
 
 
 def test_without_what_is_kept_beside_training_begins_anew(train: Train, whole: Path, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from checks import assert_equal
+from checks import assert_equal, assert_near
 from scenarios import batch, mlp, snapshot
 from torch import nn
 
@@ -94,7 +94,7 @@ class Delayed:
 
 def test_two_optimizers_equal_their_definition(dadt_run) -> None:
     torch.set_num_threads(1)
-    run = dadt_run(ADVERSARIAL, "--warmup-steps", str(WARMUP))
+    run = dadt_run(ADVERSARIAL, "--warmup-steps", str(WARMUP), "--predict", "1,-0.5")
     torch.manual_seed(0)
     G, D = nn.Linear(6, 6), nn.Linear(6, 1)
     g, d = map(Delayed, optimizers(G, D))
@@ -145,7 +145,7 @@ def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 def test_a_scaler_equals_its_definition(dadt_run) -> None:
     """Scales are powers of two, so a scaled training differs from an unscaled one only by the step left out."""
     torch.set_num_threads(1)
-    run = dadt_run(SCALED, "--warmup-steps", str(WARMUP))
+    run = dadt_run(SCALED, "--warmup-steps", str(WARMUP), "--predict", "1.8,-0.9")
     torch.manual_seed(0)
     model = mlp()
     one = Delayed(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
@@ -167,3 +167,34 @@ def test_a_scaler_equals_its_definition(dadt_run) -> None:
             one.apply(parts)
     for state in run.ranks:
         assert_equal(state, snapshot(model, one.optimizer), "scaled")
+
+
+SCALED_OR_NOT = """
+    import test_simulated as t
+    from scenarios import batch, mlp, snapshot
+    def train(scaler, clip):
+        torch.manual_seed(0)
+        model = mlp()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for step in range(t.STEPS):
+            x, y = batch(rank, step, 0)
+            scaler.scale(nn.functional.cross_entropy(model(x), y)).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return snapshot(model, optimizer)
+    scaled = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
+    plain = torch.amp.GradScaler("cpu", enabled=False)
+    report([train(scaled, 0.1), train(plain, 0.1), train(plain, 1e9)])
+"""
+
+
+def test_what_is_expected_is_scaled_and_clipped_as_the_averages_are(dadt_run) -> None:
+    run = dadt_run(SCALED_OR_NOT, "--warmup-steps", str(WARMUP))
+    for scaled, plain, not_clipped in run.ranks:
+        assert_near(scaled, plain, "scaled")
+        assert max(float((plain[name] - not_clipped[name]).abs().max()) for name in plain) > 1e-2
+    for of_one, of_other in zip(*(rank for rank in run.ranks)):
+        assert_equal(of_one, of_other, "replicas")

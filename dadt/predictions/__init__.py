@@ -1,0 +1,35 @@
+"""How the weights are predicted at which a late gradient is computed. Each way is one file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dadt.config import Config, predict_factors, predict_share
+from dadt.errors import ConfigError
+from dadt.predictions.base import Prediction
+from dadt.predictions.displacement import Displacement, auto_factors
+from dadt.predictions.expectation import SHARE, Expectation
+from dadt.predictions.next_step import known
+
+
+def choose(config: Config, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> Prediction:
+    """As --predict says. auto: by the optimizer's own step where it is known and gradients are late by one.
+
+    Raises ConfigError where `own` is asked for, but the optimizer's step is not known.
+    """
+    factors, share = predict_factors(config.predict), predict_share(config.predict)
+    if share is None and factors is None and config.staleness == 1 and known(optimizer):
+        share = SHARE
+    if share is None:
+        return Displacement(parameters, *(factors or auto_factors(optimizer, config.staleness)))
+    if not known(optimizer):
+        raise ConfigError(
+            f"--predict {config.predict} knows the steps of SGD, Adam and AdamW, not of {type(optimizer).__name__}:"
+            " leave --predict at auto"
+        )
+    return Expectation(optimizer, parameters, share)
+
+
+__all__ = ["Prediction", "choose"]

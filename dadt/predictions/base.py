@@ -1,0 +1,187 @@
+"""Weight prediction: the forward runs where the weights will be when its gradient arrives."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dadt import _core
+from dadt.bucket import DTYPES
+
+Tensors = Mapping[torch.Tensor, torch.Tensor]
+"""What is known of each parameter."""
+
+
+class Holds(enum.Enum):
+    """What the extra buffer of each parameter holds."""
+
+    NOTHING = 0
+    TRUE_WEIGHTS = 1
+    """The parameters are predicted."""
+    BEFORE = 2
+    """The weights before the step that is about to be taken."""
+    KNOWN = 3
+    """What the next prediction follows from."""
+    OWN = 4
+    """The rank's own gradients, which have just been sent."""
+    AVERAGE = 5
+    """The gradients that have just been applied, with none on the way."""
+
+
+class Prediction:
+    """Runs forward and backward at predicted weights, and gives the script true weights else.
+
+    One buffer per parameter holds in turn what predicts and the true weights. Writes go past autograd's version
+    counter: the bits the backward needs are the ones it saw. This one predicts nothing: see Displacement, Expectation.
+    """
+
+    needs = 0
+    """Synchronous steps before the first late one that it learns from."""
+    sees_gradients = False
+    """It learns from gradients, also from those of a step that applies none."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.parameters = list(parameters)
+        self._holds = Holds.NOTHING
+        self._buffers: list[torch.Tensor] = []
+        self._predicted: list[torch.Tensor] = []
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is anything to predict with."""
+        return self.needs > 0
+
+    @property
+    def applied(self) -> bool:
+        return self._holds is Holds.TRUE_WEIGHTS
+
+    def apply(self) -> None:
+        """From true to predicted weights, at the first forward with gradients after a step."""
+        if self._holds is Holds.KNOWN:
+            self._go_ahead()
+            self._holds = Holds.TRUE_WEIGHTS
+
+    def _go_ahead(self) -> None:
+        """Put predicted weights into the parameters, and true ones into the buffers."""
+
+    def undo(self) -> None:
+        """Back to the true weights, bit for bit. They stay in the buffer as the weights before the next step."""
+        if self.applied:
+            torch._foreach_copy_([p.data for p in self.parameters], self._buffers)
+            self._holds = Holds.BEFORE
+
+    def suspend(self) -> None:
+        """Like `undo`, but `resume` can follow: a forward without gradients in the middle of a step."""
+        if self.applied:
+            self._predicted = [p.detach().clone() for p in self.parameters]
+            self.undo()
+
+    def resume(self) -> None:
+        """Back to the predicted weights that a backward is still to use."""
+        if self._predicted:
+            torch._foreach_copy_([p.data for p in self.parameters], self._predicted)
+            self._predicted = []
+            self._holds = Holds.TRUE_WEIGHTS
+
+    def before_step(self, *, late: bool, scale: torch.Tensor | None) -> None:
+        """Make the weights true; they are about to change. late: by gradients that are on the way since the last step.
+
+        `.grad` holds the rank's own gradients, which are about to be sent; scale: their loss scale.
+        """
+        self.undo()
+        self._predicted = []
+
+    def arrived(self, norm: torch.Tensor | None) -> None:
+        """`.grad` holds the averages, of this norm (without their loss scale), before the script changes them."""
+
+    def after_step(self, *, held: bool, scale: torch.Tensor | None) -> None:
+        """The optimizer has stepped; held: without gradients. scale: the loss scale of the gradients just sent."""
+
+    def release(self, ids: set[int]) -> None:
+        """Another optimizer steps these parameters: it predicts them from now on."""
+        if any(id(p) in ids for p in self.parameters):
+            self.follow([p for p in self.parameters if id(p) not in ids])
+
+    def follow(self, parameters: Sequence[torch.Tensor]) -> None:
+        """The script froze, added or replaced parameters: those that stay keep what is known of them."""
+        self.undo()
+        self._predicted = []
+        if self._buffers:
+            self._buffers = self._kept(self._buffers, parameters, weights=self._holds is Holds.BEFORE)
+        self.parameters = list(parameters)
+
+    def _kept(
+        self, buffers: list[torch.Tensor], parameters: Sequence[torch.Tensor], *, weights: bool = False
+    ) -> list[torch.Tensor]:
+        """The buffers of other parameters; of those that are new zeros, or the weights."""
+        known = {id(p): b for p, b in zip(self.parameters, buffers, strict=True)}
+        fresh = torch.clone if weights else torch.zeros_like
+        return [b if (b := known.get(id(p))) is not None else fresh(p.data) for p in parameters]
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint needs: numbers, and tensors by parameter."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        self.forget()
+
+    def join(self, averages: Tensors, scale: torch.Tensor | None) -> None:
+        """The averages in flight are known: what was one rank's alone gives way to them. scale: their loss scale."""
+
+    def forget(self) -> None:
+        """The step was skipped, or the script replaced the weights: what is known predicts nothing."""
+        self.undo()
+        self._predicted = []
+        self._holds = Holds.NOTHING
+
+    def end(self) -> None:
+        """Nothing is predicted any more: the memory is given back."""
+        self.forget()
+        self._buffers = []
+
+
+def tensors_of(parameters: Sequence[torch.Tensor], values: Tensors) -> list[torch.Tensor]:
+    """A copy of each parameter's value; zeros where there is none."""
+    fresh = [torch.zeros_like(p.data) for p in parameters]
+    return [f.copy_(values[p]) if p in values else f for p, f in zip(parameters, fresh, strict=True)]
+
+
+Row = Sequence[torch.Tensor | None]
+"""Tensors that go together, of one parameter."""
+
+
+def grouped(rows: Iterable[Row]) -> list[tuple[_core.DType, list[int], list[list[int]]]]:
+    """By dtype: sizes and, column by column, addresses (0 for None) of the rows that the core's loops take."""
+    groups: dict[torch.dtype, list[Row]] = {}
+    for row in rows:
+        if row[0] is not None and in_core(row):
+            groups.setdefault(row[0].dtype, []).append(row)
+    return [
+        (
+            DTYPES[dtype],
+            [row[0].numel() for row in some if row[0] is not None],
+            [[0 if t is None else t.data_ptr() for t in column] for column in zip(*some, strict=True)],
+        )
+        for dtype, some in groups.items()
+    ]
+
+
+def in_core(row: Row) -> bool:
+    """All on the CPU, of one floating dtype, without holes (as every empty_like is) and in the same memory order."""
+    first, *others = [t for t in row if t is not None]
+    return (
+        first.device.type == "cpu"
+        and first.dtype.is_floating_point
+        and first.dtype in DTYPES
+        and all(
+            t.device.type == "cpu"
+            and t.layout == torch.strided
+            and t.dtype == first.dtype
+            and t.stride() == first.stride()
+            for t in others
+        )
+    )

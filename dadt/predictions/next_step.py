@@ -1,0 +1,126 @@
+"""Where SGD and Adam will put the weights in their next step, from their state and a gradient."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+Factors = dict[str, float]
+"""Of _core.NextStep."""
+
+
+class Step(NamedTuple):
+    """One parameter."""
+
+    parameter: torch.Tensor
+    expected: torch.Tensor
+    """The gradient that the step will be given."""
+    momentum: torch.Tensor | None
+    square: torch.Tensor | None
+    """The optimizer's first and second moment of the gradients."""
+
+    def ahead(self, factors: Factors) -> torch.Tensor:
+        """What _core.foresee puts into the parameter, for tensors of any device, dtype and memory order."""
+        w, g, m, v = (None if t is None else _real(t.detach()) for t in self)
+        assert w is not None and g is not None
+        if factors["decay"]:
+            g = g + w * factors["decay"]
+        move = g * factors["gradient"]
+        if m is not None:
+            move = m * factors["momentum"] + move
+        if v is not None:
+            root = (v * factors["square"] + g * g * factors["squared"]).sqrt()
+            move = move / (root * factors["root"] + factors["epsilon"])
+        ahead = move + w * factors["keep"]
+        return torch.view_as_complex(ahead) if self.parameter.is_complex() else ahead
+
+
+def known(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its next step is known: one of torch's SGD, Adam and AdamW, or a class that takes over their step."""
+    steps: list[Callable[..., Any]] = [torch.optim.SGD.step, torch.optim.Adam.step, torch.optim.AdamW.step]
+    own: Callable[..., Any] = type(optimizer).step
+    return inspect.unwrap(own) in [inspect.unwrap(step) for step in steps]
+
+
+def next_steps(
+    optimizer: torch.optim.Optimizer, expected: dict[int, torch.Tensor]
+) -> Iterator[tuple[Factors, list[Step]]]:
+    """Those whose factors are the same. Takes out of `expected`, gradients by their parameters' ids, whom it has seen.
+
+    A parameter that Adam has not stepped yet is left in it.
+    """
+    for group in optimizer.param_groups:
+        steps: dict[float, list[Step]] = {}
+        adam = "betas" in group
+        for p in group["params"]:
+            state = optimizer.state.get(p, {})
+            if id(p) not in expected or (adam and "exp_avg" not in state):
+                continue
+            gradient = expected.pop(id(p))
+            if adam:
+                square = state.get("max_exp_avg_sq", state["exp_avg_sq"])
+                step, at = Step(p.detach(), gradient, state["exp_avg"], square), _taken(state["step"], steps)
+            else:
+                momentum = state.get("momentum_buffer")
+                step, at = Step(p.detach(), gradient, momentum, None), float(momentum is not None)
+            steps.setdefault(at, []).append(step)
+        decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
+        for at, some in steps.items():
+            yield _adam(group, at, decoupled=decoupled) if adam else _sgd(group, begun=at > 0), some
+
+
+def _taken(step: torch.Tensor | float, steps: Mapping[float, Any]) -> float:
+    """Steps of a parameter. Counted on a device, they are read once for a group: each look waits for the device."""
+    if isinstance(step, torch.Tensor) and step.device.type != "cpu" and steps:
+        return min(steps)
+    return float(step)
+
+
+def _sgd(group: dict[str, Any], *, begun: bool) -> Factors:
+    """begun: there is a momentum; otherwise the next gradient will be it."""
+    rate, momentum = float(group["lr"]), float(group["momentum"])
+    new = 1 - group["dampening"] if begun else 1.0
+    by_momentum, by_gradient = (momentum * momentum, 1 + momentum * new) if group["nesterov"] else (momentum, new)
+    sign = -1.0 if group["maximize"] else 1.0  # of the gradient, not of the decay
+    return _factors(
+        momentum=-rate * by_momentum, gradient=-rate * by_gradient * sign, decay=group["weight_decay"] * sign
+    )
+
+
+def _adam(group: dict[str, Any], taken: float, *, decoupled: bool) -> Factors:
+    rate, beta1, beta2 = float(group["lr"]), *map(float, group["betas"])
+    size = rate / (1 - beta1 ** (taken + 1))
+    decay, sign = float(group["weight_decay"]), -1.0 if group["maximize"] else 1.0
+    return _factors(
+        momentum=-size * beta1,
+        gradient=-size * (1 - beta1) * sign,
+        decay=0.0 if decoupled else decay * sign,
+        keep=1 - rate * decay if decoupled else 1.0,
+        square=beta2,
+        squared=1 - beta2,
+        root=1 / math.sqrt(1 - beta2 ** (taken + 1)),
+        epsilon=float(group["eps"]),
+    )
+
+
+def _factors(
+    *,
+    momentum: float,
+    gradient: float,
+    decay: float,
+    keep: float = 1.0,
+    square: float = 0.0,
+    squared: float = 0.0,
+    root: float = 0.0,
+    epsilon: float = 0.0,
+) -> Factors:
+    return dict(locals())
+
+
+def _real(t: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as pairs, as Adam takes them."""
+    return torch.view_as_real(t) if t.is_complex() else t
