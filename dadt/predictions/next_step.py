@@ -40,9 +40,14 @@ class Step(NamedTuple):
 
 
 def known(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its next step is known: one of torch's SGD, Adam and AdamW, or a class that takes over their step."""
+    """Whether its next step is known: torch's SGD, Adam and AdamW, and classes that take over their step.
+
+    Not with `amsgrad`, whose step follows from the largest second moment.
+    """
     steps: list[Callable[..., Any]] = [torch.optim.SGD.step, torch.optim.Adam.step, torch.optim.AdamW.step]
     own: Callable[..., Any] = type(optimizer).step
+    if any(group.get("amsgrad") for group in optimizer.param_groups):
+        return False
     return inspect.unwrap(own) in [inspect.unwrap(step) for step in steps]
 
 
@@ -62,8 +67,8 @@ def next_steps(
                 continue
             gradient = expected.pop(id(p))
             if adam:
-                square = state.get("max_exp_avg_sq", state["exp_avg_sq"])
-                step, at = Step(p.detach(), gradient, state["exp_avg"], square), _taken(state["step"], steps)
+                step = Step(p.detach(), gradient, state["exp_avg"], state["exp_avg_sq"])
+                at = _taken(state["step"], steps)
             else:
                 momentum = state.get("momentum_buffer")
                 step, at = Step(p.detach(), gradient, momentum, None), float(momentum is not None)

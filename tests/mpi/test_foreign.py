@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checks import assert_equal
+from checks import assert_equal, assert_near
 from conftest import MPIRUNS, TESTS, installed
 from scenarios import WARMUP, simulate
 
@@ -65,7 +65,7 @@ def test_training_equals_the_definition(foreign, launcher, imports, tmp_path):
     ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
     assert_equal(ranks[0], ranks[1], "replicas")
     assert ranks[0].pop("drawn") == ranks[1].pop("drawn")
-    assert_equal(ranks[0], simulate("momentum", 2, "pipe"), "definition")
+    assert_near(ranks[0], simulate("momentum", 2, "pipe"), "definition")
     assert done.stderr.count(", executor shm, algorithm pipe") == 1
     assert done.stderr.count("dadt: done: 24 steps, 19 of them delayed by one") == 1
 
