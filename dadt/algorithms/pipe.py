@@ -107,6 +107,7 @@ class Pipe(Algorithm):
         """From now on, for good: what `sync` does."""
         self._pending.clear()
         self.attachment.prediction.end()
+        self.attachment.measure.late = 0
         self._sync = Sync(self.attachment)
         self._divergence = None
         self._warmed_up = True
@@ -169,6 +170,7 @@ class Pipe(Algorithm):
         """Synchronous from this very step on: with its own gradients, which are the last under way."""
         a = self.attachment
         a.measure.delayed -= 1
+        a.measure.fell_back += 1
         a.runtime.say(
             f"step {a.step}: the gradients{a.name} have grown beyond {FACTOR:g} times what they were, since they come"
             " late: back to synchronous steps on all ranks. Lower the learning rate or raise --warmup-steps"
@@ -182,6 +184,7 @@ class Pipe(Algorithm):
     def _deliver(self, exchange: Exchange | Arrived, late: bool) -> None:
         if self._divergence is not None:
             self._norm, self._late = exchange.norm(), late
+        self.attachment.measure.late = self.in_flight if late else 0
         self.attachment.deliver(exchange)
 
     def _blows_up(self) -> bool:

@@ -72,8 +72,12 @@ class Gauge:
     """Resident bytes of the process that trains."""
     peak_memory: int = 0
     samples: float = 0.0
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    """What it last told of its steps, in sums since it began: sent and plain bytes, fell_back, step_times; and late."""
     code: int | None = None
     """Exit code, once it has ended; -n if signal n ended it."""
+    stopped: bool = False
+    """It ended because all were told to."""
     summary: Mapping[str, float] = field(default_factory=dict)
     """What it reported at the end of its training."""
     asked: float = float("-inf")
@@ -111,8 +115,14 @@ class Gauge:
         if data.strip():
             self._printed = data[-LINE_BYTES:]
 
-    def mark(self, step: int, numbers: Mapping[str, float]) -> None:
+    @property
+    def last(self) -> Mark | None:
+        """How far it had come when it last told."""
+        return self._marks[-1] if self._marks else None
+
+    def mark(self, step: int, numbers: Mapping[str, Any]) -> None:
         now = time.monotonic()
+        self.numbers = numbers
         self.samples = numbers.get("samples", 0.0)
         self._marks.append(Mark(now, step, self.samples, numbers.get("waited", 0.0), numbers.get("clock", now)))
         self._first = self._first or self._marks[0]
@@ -233,7 +243,7 @@ class Watch:
 
     def _see_exit(self, frame: Frame) -> None:
         gauge = self.gauges[frame["rank"]]
-        gauge.code = frame["code"]
+        gauge.code, gauge.stopped = frame["code"], frame["stopped"]
         gauge.member.step = max(gauge.member.step, frame["step"])
         gauge.memory = 0
         gauge.peak_memory = max(gauge.peak_memory, frame["peak_memory"])
