@@ -20,7 +20,7 @@ demo: .venv/installed
 	$(BIN)/dadt run -np $(WORKERS) examples/mnist.py --epochs 3
 
 test: lint docs native machines
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 -m "not slow"
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
 
 test-slow: .venv/testable
 	$(BIN)/python -m pytest -m slow --timeout 1800

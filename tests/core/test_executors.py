@@ -98,7 +98,7 @@ class Ranks:
     ("executor", "hosts"),
     [
         ("c10d:ours", "00"),
-        ("hierarchical:gloo", "0011"),
+        pytest.param("hierarchical:gloo", "0011", marks=pytest.mark.slow),
         ("hierarchical:gloo", "0120"),
         ("hierarchical:c10d:ours", "0001"),
         ("nccl's way", "00"),
@@ -128,7 +128,7 @@ def test_what_torch_does_not_have_is_refused_before_anything_is_exchanged(execut
     assert re.search(f"ConfigError: {says}", said), said
 
 
-@pytest.mark.parametrize("dies", ["1", "3"])
+@pytest.mark.parametrize("dies", [pytest.param("1", marks=pytest.mark.slow), "3"])
 def test_a_rank_that_dies_ends_the_wait_of_all_others(dies, tmp_path):
     ranks = Ranks(tmp_path, "hierarchical:gloo", "0011", f"dies {dies}")
     said = ranks.ended()

@@ -35,11 +35,53 @@ class Run:
     def lines(self, prefix: str = "dadt: ") -> list[str]:
         return [line for line in self.output.splitlines() if line.startswith(prefix)]
 
+    def of(self, name: str) -> Run:
+        """What one of the scripts of `joined` has reported."""
+        failed = [found["failed"] for found in self.ranks if "failed" in found]
+        assert self.code == 0, "\n".join(failed) or self.output
+        return Run(self.code, self.output, [found[name] for found in self.ranks])
+
+
+JOINED = """
+    import gc, traceback
+    found = {{}}
+    given = dict(torch=torch, nn=nn, os=os, sys=sys, rank=rank, world=world)
+    given["report"] = lambda value: found.update({{name: value}})
+    try:
+        for name, script in {scripts!r}.items():
+            exec(compile(script, name, "exec"), {{**given, "__name__": name}})
+            gc.collect()
+    except Exception:
+        found["failed"] = "{{}} on rank {{}}:\\n{{}}".format(name, rank, traceback.format_exc())
+        raise
+    finally:
+        report(found)
+"""
+
+
+def joined(**scripts: str) -> str:
+    """Scripts that one job runs one after the other, each in a namespace of its own, as a job takes longer to start
+    than any of them. `Run.of` tells what each has reported. What one has made is gone before the next begins."""
+    return JOINED.format(scripts={name: textwrap.dedent(text) for name, text in scripts.items()})
+
 
 @pytest.fixture
 def dadt_run(tmp_path: Path):
     """dadt_run(script, *options, np=2) runs the script; whatever a rank gives to `report` is in Run.ranks."""
+    return runner(tmp_path)
 
+
+@pytest.fixture(scope="module")
+def shared_run(tmp_path_factory: pytest.TempPathFactory):
+    """As dadt_run, for a job that several tests of a module look at, by `Run.of`."""
+
+    def run(script: str, *options: str) -> Run:
+        return runner(tmp_path_factory.mktemp("shared"))(script, *options, check=False)
+
+    return run
+
+
+def runner(tmp_path: Path):
     def run(script: str, *options: str, np: int = 2, check: bool = True, timeout: float = 150) -> Run:
         path = tmp_path / "train.py"
         here = str(Path(__file__).parent)

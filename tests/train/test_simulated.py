@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from checks import assert_equal
+from conftest import Run, joined
 from scenarios import batch, mlp, snapshot
 from torch import nn
 
@@ -92,9 +94,8 @@ class Delayed:
         return [p.grad.clone() for p in self.parameters]
 
 
-def test_two_optimizers_equal_their_definition(dadt_run) -> None:
+def test_two_optimizers_equal_their_definition(shared) -> None:
     torch.set_num_threads(1)
-    run = dadt_run(ADVERSARIAL, "--warmup-steps", str(WARMUP))
     torch.manual_seed(0)
     G, D = nn.Linear(6, 6), nn.Linear(6, 1)
     g, d = map(Delayed, optimizers(G, D))
@@ -115,7 +116,7 @@ def test_two_optimizers_equal_their_definition(dadt_run) -> None:
             parts.append(g.gradients())
         g.apply(parts)
     d.set(d.true)
-    for rank in run.ranks:
+    for rank in shared.of("adversarial").ranks:
         assert_equal(rank["G"], snapshot(G, g.optimizer), "generator")
         assert_equal(rank["D"], snapshot(D, d.optimizer), "discriminator")
 
@@ -142,10 +143,14 @@ def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return nn.functional.cross_entropy(model(x), y) * factor
 
 
-def test_a_scaler_equals_its_definition(dadt_run) -> None:
+@pytest.fixture(scope="module")
+def shared(shared_run) -> Run:
+    return shared_run(joined(adversarial=ADVERSARIAL, scaled=SCALED), "--warmup-steps", str(WARMUP))
+
+
+def test_a_scaler_equals_its_definition(shared) -> None:
     """Scales are powers of two, so a scaled training differs from an unscaled one only by the step left out."""
     torch.set_num_threads(1)
-    run = dadt_run(SCALED, "--warmup-steps", str(WARMUP))
     torch.manual_seed(0)
     model = mlp()
     one = Delayed(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
@@ -165,5 +170,5 @@ def test_a_scaler_equals_its_definition(dadt_run) -> None:
             one.step += 1
         else:
             one.apply(parts)
-    for state in run.ranks:
+    for state in shared.of("scaled").ranks:
         assert_equal(state, snapshot(model, one.optimizer), "scaled")
