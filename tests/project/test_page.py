@@ -27,6 +27,16 @@ FOREIGN_FLAGS = {
     "configuration.md": {"--local", "--mca"},
     "errors.md": {"--connect", "--privileged"},
     "executors.md": {"--mpi"},
+    "from-ddp.md": {
+        *("--local", "--max-restarts", "--nproc-per-node", "--rdzv-endpoint", "--redirects", "--run-path", "--tee"),
+        *("--local-ranks-filter", "--standalone"),
+    },
+    "from-deepspeed.md": {"--enable", "--local", "--master", "--no", "--node", "--num", "--ssh"},
+    "from-horovod.md": {
+        *("--autotune", "--check-build", "--cycle-time-ms", "--fusion-threshold-mb", "--gloo", "--host-discovery-script"),
+        *("--max-np", "--min-np", "--mpi", "--network-interfaces", "--output-filename", "--timeline-filename"),
+    },
+    "install.md": {"--index-url"},
     "injection.md": {"--init", "--local", "--world"},
     "launching.md": {"--local"},
     "mpi.md": {"--mca", "--nproc-per-node"},
@@ -39,6 +49,7 @@ OURS = rf"dadt (?:{'|'.join(COMMANDS)})\b"
 SHOWN = re.compile(rf"^(?:    )?(?:\w*\$ |exec )?(?:[A-Z_]+=\S+ )*({OURS}.*)$", re.M)
 INLINE = re.compile(rf"(?<!`)`({OURS}[^`]*)`")
 PLACEHOLDER = re.compile(r"\[[a-z ]+\]|\.\.\.|…")
+STANDS_FOR = {"N": "2", "MODEL": "mlp"}
 REMARK = re.compile(r"\s{3,}\S.*")
 MAKE = re.compile(r"^(?:\$ |    )make (\S+)", re.M)
 
@@ -117,7 +128,7 @@ def test_commands_do_what_the_page_says(page: Path, tmp_path: Path) -> None:
 def words(text: str) -> list[str]:
     """Of a command after `dadt`, without remarks and what stands for the user's own."""
     plain = PLACEHOLDER.sub("", REMARK.sub("", text))
-    return ["2" if word == "N" else word for word in shlex.split(plain, comments=True)[1:]]
+    return [STANDS_FOR.get(word, word) for word in shlex.split(plain, comments=True)[1:]]
 
 
 def make_what_it_names(given: list[str], folder: Path) -> None:
@@ -156,7 +167,9 @@ def parse(given: list[str]) -> None:
     """Flags and the values that they take; the rest may be left out."""
     command: click.Command = dadt_command
     context = click.Context(command)
-    while isinstance(command, click.Group) and given and not given[0].startswith("-"):
+    while isinstance(command, click.Group) and given and given[0] != "--help":
+        if given[0].startswith("--model"):
+            given = ["model", *given]  # of `dadt bench`, which has a command for it
         found = command.get_command(context, given[0])
         assert found, f"there is no {given[0]}"
         command, given = found, given[1:]
@@ -208,10 +221,9 @@ def flags(command: click.Command) -> set[str]:
     known = {name for each in command.params for name in (*each.opts, *each.secondary_opts)} | {"--help"}
     if isinstance(command, click.Group):
         context = click.Context(command)
-        for name in command.list_commands(context):
-            found = command.get_command(context, name)
-            assert found
-            known |= flags(found)
+        for name in [*command.list_commands(context), "model"]:
+            if found := command.get_command(context, name):
+                known |= flags(found)
     return known
 
 
