@@ -76,8 +76,10 @@ class Gauge:
     """What it last told of its steps, in sums since it began: sent and plain bytes, fell_back, step_times; and late."""
     code: int | None = None
     """Exit code, once it has ended; -n if signal n ended it."""
-    stopped: bool = False
-    """It ended because all were told to."""
+    failed: bool = False
+    """By itself: neither since another rank had, nor since all were told to end."""
+    secondary: bool = False
+    """It said that another rank's failure ended it."""
     summary: Mapping[str, float] = field(default_factory=dict)
     """What it reported at the end of its training."""
     asked: float = float("-inf")
@@ -241,9 +243,16 @@ class Watch:
     def _see_done(self, frame: Frame) -> None:
         self.gauges[frame["rank"]].summary = frame["summary"]
 
+    def _see_failed(self, frame: Frame) -> None:
+        gauge = self.gauges[frame["rank"]]
+        gauge.secondary = gauge.secondary or frame.get("secondary", False)
+        gauge.failed = gauge.failed or not (frame.get("secondary") or frame.get("thread"))
+
     def _see_exit(self, frame: Frame) -> None:
         gauge = self.gauges[frame["rank"]]
-        gauge.code, gauge.stopped = frame["code"], frame["stopped"]
+        gauge.code = frame["code"]
+        others = frame["stopped"] or gauge.secondary
+        gauge.failed = gauge.code != 0 and (gauge.failed or not others)
         gauge.member.step = max(gauge.member.step, frame["step"])
         gauge.memory = 0
         gauge.peak_memory = max(gauge.peak_memory, frame["peak_memory"])

@@ -57,6 +57,6 @@ METRICS = (
     Metric(
         "failures_total",
         "1 once the rank has failed by itself, and was not stopped because another one had.",
-        lambda gauge: float(bool(gauge.code) and not gauge.stopped),
+        lambda gauge: float(gauge.failed),
     ),
 )
