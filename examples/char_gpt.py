@@ -88,7 +88,7 @@ def main():
     parser = argparse.ArgumentParser(description="Learn to write like Shakespeare.")
     default = Path(__file__).parent / "data" / "tinyshakespeare" / "input.txt.gz"
     parser.add_argument("--data", type=Path, default=default)
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--length", type=int, default=64, help="letters that the model sees")
     parser.add_argument("--width", type=int, default=128)

@@ -26,6 +26,20 @@ FOREIGN_FLAGS = {
     "benchmarks.md": {"--budget-minutes", "--families", "--jobs", "--others", "--ranks", "--seeds"},
     "configuration.md": {"--local", "--mca"},
     "errors.md": {"--connect", "--privileged"},
+    "examples.md": {
+        *(
+            "--amp",
+            "--batch-size",
+            "--data",
+            "--depth",
+            "--from-literal",
+            "--length",
+            "--lr",
+            "--nproc-per-node",
+            "--resume",
+        ),
+        *("--size", "--speakers", "--steps", "--synthetic", "--width", "--workers"),
+    },
     "executors.md": {"--mpi"},
     "from-ddp.md": {
         *("--local", "--max-restarts", "--nproc-per-node", "--rdzv-endpoint", "--redirects", "--run-path", "--tee"),
@@ -33,7 +47,14 @@ FOREIGN_FLAGS = {
     },
     "from-deepspeed.md": {"--enable", "--local", "--master", "--no", "--node", "--num", "--ssh"},
     "from-horovod.md": {
-        *("--autotune", "--check-build", "--cycle-time-ms", "--fusion-threshold-mb", "--gloo", "--host-discovery-script"),
+        *(
+            "--autotune",
+            "--check-build",
+            "--cycle-time-ms",
+            "--fusion-threshold-mb",
+            "--gloo",
+            "--host-discovery-script",
+        ),
         *("--max-np", "--min-np", "--mpi", "--network-interfaces", "--output-filename", "--timeline-filename"),
     },
     "install.md": {"--index-url"},
