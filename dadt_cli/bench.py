@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from dadt.errors import ConfigError
 from dadt_cli.figure import (
     Figures,
     Outputs,
+    Table,
     cell,
     conditions,
     csv_option,
@@ -23,7 +25,6 @@ from dadt_cli.figure import (
     plot_option,
     progress,
     short,
-    table,
 )
 from dadt_cli.options import Brief, config_of, some_knobs
 
@@ -37,7 +38,8 @@ WHERE = ("config", "hosts", "hostfile", "link", "latency", "simulate_hosts")
 """Flags that say where all contenders run."""
 HOW = ("algorithm", "executor", "compression")
 """Flags that are DADT's contenders' alone."""
-CAPTION = "medians; below them, the interval of 95 %"
+KNOWN = (*HOW, "sync_every")
+"""Settings by which a measurement goes, wherever they come from."""
 
 np_option = click.option("-np", "--np", "ranks", default=2, show_default=True, help="Worker processes.")
 
@@ -51,9 +53,13 @@ class Bench(click.Group):
         return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*MODELS, *super().list_commands(ctx)]
+        return [*MODELS, "advise", *super().list_commands(ctx)]
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name == "advise":  # which needs this module
+            from dadt_cli.advise import advise
+
+            return advise
         return _train_command(name) if name in (*MODELS, "model") else super().get_command(ctx, name)
 
 
@@ -120,17 +126,17 @@ def _train(
     from dadt.benchmarks.training import Task, absent, check
 
     peers, notes = parse_peers(against), []
-    for peer in [peer for peer in peers if absent(peer)]:
-        notes.append(absent(peer))
+    for peer in [peer for peer in peers if absent(peer, _simulated(config))]:
+        notes.append(absent(peer, _simulated(config)))
         peers.remove(peer)
-    wanted = blocks(config, _flags(given, HOW), parse_sweep(sweep), peers, ranks, batch_size)
+    wanted = blocks(config, _chosen(config), parse_sweep(sweep), peers, ranks, batch_size)
     for block in wanted:
         check(block.contenders, steps, rounds)
     data = str(Path(data).absolute()) if data else ""
     tasks = [Task(model, block.batch_size, device, precision, data) for block in wanted]
     measured = _measure(wanted, tasks, _place(config, given), steps, rounds)
-    figures = _figures(wanted, tasks, measured, notes, rounds)
-    figures.report(f"{model}, {'; '.join(map(_size, wanted))}", outputs)
+    figures = _figures(wanted, tasks, measured, notes, rounds, _network(config))
+    figures.report(f"{model}, {'; '.join(map(_size, wanted))}{_network(config)}", outputs)
     return 0
 
 
@@ -142,6 +148,11 @@ def _ranks(config: Config, given: int | None) -> int:
             raise ConfigError("-np N: say how many workers the hosts are to have")
         return config.np
     return config.np or max(2, config.simulate_hosts)
+
+
+def _chosen(config: Config) -> list[str]:
+    values = {f.name: getattr(config, f.name) for f in fields(Config) if getattr(config, f.name) != f.default}
+    return [part for name in KNOWN if name in values for part in (flag(name), str(values[name]))]
 
 
 def _flags(given: dict[str, Any], names: Sequence[str]) -> list[str]:
@@ -159,9 +170,20 @@ def _place(config: Config, given: dict[str, Any]) -> Any:
     from dadt.benchmarks.party import Here
     from dadt.launch import plan
 
-    simulated = any(getattr(config, name, None) for name in ("link", "latency", "simulate_hosts"))
-    remote = not simulated and not all(host.is_local for host in plan.hosts_of(config))
+    remote = not _simulated(config) and not all(host.is_local for host in plan.hosts_of(config))
     return Here(_flags(given, WHERE), remote=remote)
+
+
+def _simulated(config: Config) -> bool:
+    return bool(config.link or config.latency or config.simulate_hosts)
+
+
+def _network(config: Config) -> str:
+    """The hosts, for titles."""
+    hosts = f", {config.simulate_hosts} simulated hosts" if config.simulate_hosts else ""
+    hosts += f", on {config.hosts or config.hostfile}" if config.hosts or config.hostfile else ""
+    link = f", links of {config.link}" if config.link else ""
+    return hosts + link + (f", latency {config.latency}" if config.latency else "")
 
 
 def _measure(wanted: Sequence[Block], tasks: Sequence[Task], place: Any, steps: int, rounds: int) -> list[Measured]:
@@ -189,11 +211,16 @@ def _size(block: Block) -> str:
 
 
 def _figures(
-    wanted: Sequence[Block], tasks: Sequence[Task], measured: Sequence[Measured], notes: Sequence[str], rounds: int
+    wanted: Sequence[Block],
+    tasks: Sequence[Task],
+    measured: Sequence[Measured],
+    notes: Sequence[str],
+    rounds: int,
+    network: str,
 ) -> Figures:
     hello, task = measured[0].hello, tasks[0]
     rows = [row for each in measured for row in each.rows]
-    title = f"{task.model}: {hello.parameters:,} parameters, {task.precision}, {hello.device}, {rounds} rounds"
+    title = f"{task.model}: {hello.parameters:,} parameters, {task.precision}, {hello.device}{network}, {rounds} rounds"
     told = [f"{task.model}: {hello.source or 'its factory'}; {'made-up data' if not task.data else task.data}"]
     cores = conditions()["cores"]
     threads = f"{hello.threads} thread" + ("s" if hello.threads > 1 else "")
@@ -218,7 +245,7 @@ def _figures(
         where = f", {wanted[0].ranks} workers" if len(wanted) == 1 else ""
         batch = {block.batch_size for block in wanted}
         where += f", batch {batch.pop()} each" if len(batch) == 1 else ""
-        return plot.training(rows, hello.unit, f"{task.model}{where}, {hello.device}, {task.precision}")
+        return plot.training(rows, hello.unit, f"{task.model}{where}, {hello.device}, {task.precision}{network}")
 
     tables = [
         _training_table(f"{title}, {_size(block)}", each.rows, hello.unit)
@@ -227,9 +254,9 @@ def _figures(
     return Figures(rows, tables, [*notes, *told], about, picture)
 
 
-def _training_table(title: str, rows: Sequence[Row], unit: str) -> Any:
+def _training_table(title: str, rows: Sequence[Row], unit: str) -> Table:
     first = next((row for row in rows if row.speed.low == row.speed.high == 1.0), rows[0])
-    head = ["", f"{unit}/s", "per rank", "efficiency\n%", "exposed\n%", f"/ {first.name}", "memory\nMB"]
+    head = ["", f"{unit}/s", "per rank", "scaling\n%", "exposed\n%", f"/ {first.name}", "MB"]
     lines = [
         [
             row.name,
@@ -238,11 +265,11 @@ def _training_table(title: str, rows: Sequence[Row], unit: str) -> Any:
             cell(row.efficiency, 100.0),
             cell(row.exposed, 100.0),
             "1" if row is first else cell(row.speed),
-            f"{row.memory / 1e6:,.0f}",
+            short(row.memory / 1e6),
         ]
         for row in rows
     ]
-    return table(title, head, lines, CAPTION)
+    return Table(title, head, lines)
 
 
 def _range(values: Sequence[float]) -> str:
@@ -289,7 +316,7 @@ def allreduce(ranks: int, sizes: str, rounds: int, json: str | None, csv: str | 
 
         return pictures.allreduce(rows, title)
 
-    Figures(rows, [table(title, head, lines, CAPTION)], picture=picture).report(title, outputs)
+    Figures(rows, [Table(title, head, lines)], picture=picture).report(title, outputs)
     return 1 if any(row.wrong for row in rows) else 0
 
 
@@ -309,7 +336,7 @@ def ddp(ranks: int, width: int, batch_size: int, rounds: int, json: str | None, 
     head = ["parameters", "dadt ms", "gloo ms", "alone ms", "gloo / dadt"]
     lines = [[f"{row.parameters:,}", *(cell(v, 1e3) for v in (row.dadt, row.gloo, row.alone)), cell(row.gloo_per_dadt)]]
     title = f"step of DDP, {ranks} workers, {rounds} rounds"
-    Figures([row], [table(title, head, lines, CAPTION)]).report(title, outputs)
+    Figures([row], [Table(title, head, lines)]).report(title, outputs)
 
 
 @bench.command()
@@ -325,7 +352,7 @@ def startup(ranks: int, rounds: int, json: str | None, csv: str | None) -> None:
     rows: list[Result] = measure(ranks=ranks, rounds=rounds)
     lines = [[row.name, cell(row.seconds), cell(row.ratio)] for row in rows]
     title = f"start of {ranks} workers, {rounds} rounds"
-    Figures(rows, [table(title, ["", "seconds", "ratio"], lines, CAPTION)]).report(title, outputs)
+    Figures(rows, [Table(title, ["", "seconds", "ratio"], lines)]).report(title, outputs)
 
 
 def parse_size(text: str) -> int:

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
     from dadt.benchmarks.ratio import Interval
 
-F = TypeVar("F", bound=Callable[..., Any])
-
+CAPTION = "medians; below them, the interval of 95 %"
 json_option = click.option(
     "--json", metavar="FILE", help="Write the figures as JSON, too; - for stdout.", shell_complete=paths("file")
 )
@@ -65,13 +64,35 @@ class Outputs:
 
 
 @dataclass(frozen=True, slots=True)
+class Table:
+    """What is shown: cells of one line, or of a figure and what says how sure it is."""
+
+    title: str
+    head: Sequence[str]
+    lines: Sequence[Sequence[str]]
+
+    def rich(self) -> Any:
+        """The first column begins at its left, the others are numbers."""
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        made = Table(title=self.title, caption=CAPTION, box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
+        for i, name in enumerate(self.head):
+            made.add_column(name, justify="right" if i else "left", no_wrap=True)
+        for line in self.lines:
+            parts = (each.partition("\n") for each in line)
+            made.add_row(*(Text.assemble(figure, new, (sure, "dim")) for figure, new, sure in parts))
+        return made
+
+
+@dataclass(frozen=True, slots=True)
 class Figures:
     """What a benchmark has found."""
 
     rows: Sequence[Any]
     """Dataclasses."""
-    tables: Sequence[Any]
-    """rich's."""
+    tables: Sequence[Table]
     notes: Sequence[str] = ()
     about: dict[str, Any] = field(default_factory=dict)
     """Further entries of the JSON."""
@@ -88,7 +109,7 @@ class Figures:
         if outputs.plot is not None and self.picture is not None:
             from dadt_cli import plot
 
-            plot.save(self.picture(), outputs.plot, title, about, as_csv(rows))
+            plot.save(self.picture(), outputs.plot, about, [(t.title, t.head, t.lines) for t in self.tables])
         if not outputs.quiet:
             self._show()
 
@@ -97,7 +118,7 @@ class Figures:
 
         console = Console(highlight=False)
         for table in self.tables:
-            console.print(table)
+            console.print(table.rich())
         for note in self.notes:
             console.print(note, markup=False, soft_wrap=True)
 
@@ -154,28 +175,17 @@ def _write(name: str, file: str, text: str) -> None:
         raise ConfigError(f"{name} {file}: cannot write it ({error.strerror})") from error
 
 
-def table(title: str, head: Sequence[str], lines: Sequence[Sequence[str]], caption: str = "") -> Any:
-    """The first column begins at its left, the others are numbers."""
-    from rich import box
-    from rich.table import Table
-
-    made = Table(title=title, caption=caption or None, box=box.SIMPLE_HEAD, padding=(0, 1), title_justify="left")
-    for i, name in enumerate(head):
-        made.add_column(name, justify="right" if i else "left", no_wrap=i == 0)
-    for line in lines:
-        made.add_row(*line)
-    return made
-
-
 def cell(value: Interval | None, unit: float = 1.0) -> str:
-    """The median, and below it the interval."""
+    """The median, and on a second line the interval."""
     if value is None:
         return "-"
-    return f"{short(value.median * unit)}\n[dim]{short(value.low * unit)}–{short(value.high * unit)}[/dim]"
+    return f"{short(value.median * unit)}\n{short(value.low * unit)}–{short(value.high * unit)}"
 
 
 def short(value: float) -> str:
-    """Three digits that say something."""
+    """Three or four digits."""
+    if abs(value) >= 9999.5:
+        return f"{value / 1e3:.3g}k" if abs(value) < 9.995e5 else f"{value / 1e6:.3g}M"
     return f"{value:.2f}" if -1 < value < 10 else figure(value) if value > 0 else f"{value:.0f}"
 
 

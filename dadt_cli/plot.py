@@ -32,15 +32,17 @@ PAGE = """<!doctype html>
 body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 1000px; padding: 0 1em; color: #222 }}
 svg {{ width: 100%; height: auto }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
-td, th {{ border-bottom: 1px solid #ddd; padding: .2em .8em; text-align: right }}
+td, th {{ border-bottom: 1px solid #ddd; vertical-align: top; padding: .2em .8em; text-align: right }}
 td:first-child, th:first-child {{ text-align: left }}
 div {{ overflow-x: auto }}
+h2 {{ font-size: 1em; margin-top: 2em }}
+small {{ color: #777 }}
 code {{ background: #f4f4f4; padding: .1em .3em }}
 </style>
 <h1>{title}</h1>
 <p><code>{command}</code></p>
 {svg}
-<div><table>{rows}</table></div>
+{tables}<p>Medians; below them, the interval of 95 %.</p>
 {notes}
 <p>{conditions}</p>
 </html>
@@ -55,7 +57,12 @@ def check(file: str) -> None:
         raise ConfigError(f"--plot {file}: pictures are made by matplotlib -> pip install 'dadt[bench]'")
 
 
-def save(figure: Any, file: str, title: str, about: dict[str, Any], csv: str) -> None:
+Shown = tuple[str, Sequence[str], Sequence[Sequence[str]]]
+"""Title, head and lines of a table."""
+
+
+def save(figure: Any, file: str, about: dict[str, Any], tables: Sequence[Shown]) -> None:
+    """Raises ConfigError where it cannot be written."""
     kind = Path(file).suffix.lower()
     try:
         if kind != ".html":
@@ -63,32 +70,34 @@ def save(figure: Any, file: str, title: str, about: dict[str, Any], csv: str) ->
             return
         drawn = io.StringIO()
         figure.savefig(drawn, format="svg")
-        Path(file).write_text(page(title, drawn.getvalue(), about, csv))
+        Path(file).write_text(page(drawn.getvalue(), about, tables))
     except OSError as error:
         raise ConfigError(f"--plot {file}: cannot write it ({error.strerror})") from error
 
 
-def page(title: str, svg: str, about: dict[str, Any], csv: str) -> str:
+def page(svg: str, about: dict[str, Any], tables: Sequence[Shown]) -> str:
     """The picture, its figures and conditions in one file that needs no other."""
-    head, *lines = (line.split(",") for line in csv.splitlines())
-    rows = "<tr>" + "".join(f"<th>{html.escape(name)}</th>" for name in head) + "</tr>\n"
-    for line in lines:
-        rows += "<tr>" + "".join(f"<td>{html.escape(_rounded(value))}</td>" for value in line) + "</tr>\n"
     return PAGE.format(
-        title=html.escape(title),
+        title=html.escape(about["title"]),
         command=html.escape(about["command"]),
         svg=svg[svg.index("<svg") :],
-        rows=rows,
+        tables="".join(map(_table, tables)),
         notes="".join(f"<p>{html.escape(note)}</p>" for note in about["notes"]),
         conditions=html.escape(", ".join(f"{name} {value}" for name, value in about["conditions"].items())),
     )
 
 
-def _rounded(text: str) -> str:
-    try:
-        return f"{float(text):.4g}" if "." in text or "e" in text else text
-    except ValueError:
-        return text
+def _table(shown: Shown) -> str:
+    title, head, lines = shown
+    rows = ["".join(f"<th>{_cell(name)}</th>" for name in head)]
+    rows += ["".join(f"<td>{_cell(value)}</td>" for value in line) for line in lines]
+    return f"<h2>{html.escape(title)}</h2>\n<div><table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table></div>\n"
+
+
+def _cell(text: str) -> str:
+    """A figure, and below it what says how sure it is."""
+    first, _, second = map(html.escape, text.partition("\n"))
+    return f"{first}<br><small>{second}</small>" if second else first
 
 
 def training(rows: Sequence[Row], unit: str, title: str) -> Any:
@@ -137,6 +146,7 @@ def _over_workers(axes: Any, rows: Sequence[Row], unit: str) -> None:
         each.set_ylim(bottom=0)
         each.set_xticks(sorted({row.ranks for row in rows}))
         each.grid(alpha=0.3)
+    axes[1].set_xlim(axes[0].get_xlim())
     axes[0].legend(fontsize=8, frameon=False)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from dadt.errors import DadtError
 KEY = "BENCH_KEY"
 """The variable in which workers are given what proves that they are ours; those that begin with DADT_ are knobs."""
 TRY_SECONDS = 5.0
+"""For an address to answer, and for whoever connects to prove who it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +52,38 @@ class Worked:
     memory: int
 
 
+class Reception:
+    """Where workers connect. Every wait of its own is short, whoever else connects."""
+
+    def __init__(self, listener: Listener, where: str, key: str) -> None:
+        self._listener = listener
+        self.where = where
+        """What workers are told to connect to."""
+        self.key = key
+        # Inherited by what is accepted: a stranger who connects and says nothing is not waited for.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(TRY_SECONDS), 0))
+
+    def accept(self, seconds: float) -> Connection | None:
+        """The next who has our key; None if nobody has come for so long, or it was somebody else."""
+        self._socket.settimeout(seconds)
+        try:
+            connection = self._listener.accept()
+        except (OSError, EOFError, AuthenticationError):
+            return None
+        with socket.socket(fileno=os.dup(connection.fileno())) as patient:
+            patient.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
+        return connection
+
+    @property
+    def _socket(self) -> socket.socket:
+        inner: socket.socket = self._listener._listener._socket  # type: ignore[attr-defined]
+        return inner
+
+
 @contextmanager
-def listen(remote: bool, ranks: int) -> Iterator[tuple[Listener, str, str]]:
-    """A listener, what workers are to connect to, and their key: a socket in a folder for those of this machine, in
-    whatever network they are; else one on every address of it."""
+def listen(remote: bool, ranks: int) -> Iterator[Reception]:
+    """For workers of this machine a socket in a folder, which leads there from whatever network they are in; else one
+    on every address of this machine."""
     key = token_hex(16)
     with tempfile.TemporaryDirectory(prefix="dadt-bench-") as folder:
         if remote:
@@ -66,7 +96,7 @@ def listen(remote: bool, ranks: int) -> Iterator[tuple[Listener, str, str]]:
             where = str(Path(folder, "s"))
             listener = Listener(where, "AF_UNIX", backlog=ranks, authkey=key.encode())
         with listener:
-            yield listener, where, key
+            yield Reception(listener, where, key)
 
 
 def connect(where: str) -> Connection:

@@ -9,13 +9,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
-from multiprocessing.connection import Connection, Listener, wait
-from multiprocessing.context import AuthenticationError
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any, Protocol
 
-from dadt.benchmarks.line import KEY, Hello, Turn, Worked, listen
+from dadt.benchmarks.line import KEY, Hello, Reception, Turn, Worked, listen
 from dadt.errors import ConfigError, DadtError
 
 START_SECONDS = 300.0
@@ -51,6 +50,20 @@ class Here:
 
     def commands(self, ranks: int, run: Sequence[str]) -> list[list[str]]:
         return [[sys.executable, "-m", "dadt_cli", "run", "-np", str(ranks), *self.options, *run]]
+
+
+@dataclass(frozen=True, slots=True)
+class Horovodrun:
+    """Where Horovod's own launcher leads, with the options that say which hosts."""
+
+    options: Sequence[str] = ()
+    remote: bool = False
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def commands(self, ranks: int, run: Sequence[str]) -> list[list[str]]:
+        """Of what follows `dadt run`, the script alone."""
+        script = [sys.executable, *run[run.index("-m") :]]
+        return [[sys.executable, "-m", "horovod.runner.launch", "-np", str(ranks), *self.options, *script]]
 
 
 class Party:
@@ -123,37 +136,34 @@ def start(name: str, place: Place, ranks: int, options: Sequence[str], script: S
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory(prefix="dadt-bench-"))
         said = stack.enter_context(Path(folder, "said").open("w+b"))
-        listener, where, key = stack.enter_context(listen(place.remote, ranks))
+        reception = stack.enter_context(listen(place.remote, ranks))
         run = ["--log-dir", str(Path(folder, "logs")), "--output", "errors", "-x", KEY, *options]
-        run += ["-m", "dadt.benchmarks.trainer", *script, "--connect", where]
-        env = {**os.environ, **place.env, KEY: key}  # noqa: TID251 (the child's whole environment, not a knob)
+        run += ["-m", "dadt.benchmarks.trainer", *script, "--connect", reception.where]
+        env = {**os.environ, **place.env, KEY: reception.key}  # noqa: TID251 (the child's whole environment, not a knob)
         processes: list[subprocess.Popen[bytes]] = []
         stack.callback(end, processes)
         for command in place.commands(ranks, run):
             processes.append(
                 subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT)
             )
-        lines = [stack.enter_context(accept(listener, processes, name, said)) for _ in range(ranks)]
+        lines = [stack.enter_context(accept(reception, processes, name, said)) for _ in range(ranks)]
         party = Party(name, processes, lines, said)
         party.greet()
         yield party
         party.dismiss()
 
 
-def accept(listener: Listener, processes: Sequence[subprocess.Popen[bytes]], name: str, said: IO[bytes]) -> Connection:
-    """The next worker with our key. Raises DadtError where those who start it have ended, or it takes too long."""
+def accept(
+    reception: Reception, processes: Sequence[subprocess.Popen[bytes]], name: str, said: IO[bytes]
+) -> Connection:
+    """The next worker. Raises DadtError where those who start it have ended, or it takes too long."""
     deadline = time.monotonic() + START_SECONDS
-    # A worker that dies before it connects would leave accept() waiting for ever.
-    listener._listener._socket.settimeout(LOOK_SECONDS)  # type: ignore[attr-defined]
     while time.monotonic() < deadline:
-        try:
-            return listener.accept()
-        except TimeoutError:
-            ended = [process for process in processes if process.poll() is not None]
-            if ended:
-                raise failure(name, "did not start", said) from None
-        except (AuthenticationError, EOFError, ConnectionResetError):
-            continue  # somebody who looked whether there is a way, or who is not ours
+        ended = any(process.poll() is not None for process in processes)
+        if (connection := reception.accept(LOOK_SECONDS)) is not None:
+            return connection
+        if ended:
+            raise failure(name, "did not start", said)
     raise failure(name, f"did not start within {START_SECONDS:g} s", said)
 
 

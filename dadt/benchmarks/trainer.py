@@ -39,7 +39,8 @@ def main() -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), required=True)
     parser.add_argument("--precision", choices=("fp32", *DTYPES), required=True)
     parser.add_argument("--data", default="")
-    parser.add_argument("--peer", choices=("", "ddp", "horovod"), default="")
+    parser.add_argument("--peer", choices=tuple(PEERS), default="")
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--connect", required=True)
     asked = parser.parse_args()
     with connect(asked.connect) as line:
@@ -52,7 +53,7 @@ def main() -> None:
         try:
             while (turn := line.recv()) is not None:
                 line.send(asdict(training.work(Turn(**turn))))
-        except EOFError:  # whoever measures is gone
+        except (EOFError, ConnectionError):  # whoever measures is gone
             return
 
 
@@ -62,7 +63,9 @@ class Training:
     def __init__(self, asked: argparse.Namespace) -> None:
         self.device = device_of(asked.device)
         workload = models.make(asked.model)
-        self._workload, self._peer = workload, peers()[asked.peer]()
+        self._workload, self._peer = workload, PEERS[asked.peer]()
+        if self._peer.ranks != asked.ranks:
+            raise ConfigError(f"{asked.peer or 'the launcher'} has made {self._peer.ranks} of {asked.ranks} workers")
         count = sum(p.numel() for p in workload.model.parameters())
         model = workload.model.to(self.device)
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
@@ -118,6 +121,7 @@ class Plain:
 
     def __init__(self) -> None:
         self.rank = int(os.environ.get("RANK", "0"))  # noqa: TID251 (torch's variable, not a knob)
+        self.ranks = int(os.environ.get("WORLD_SIZE", "1"))  # noqa: TID251 (likewise)
 
     def wrap(self, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
         return model, optimizer
@@ -139,7 +143,7 @@ class Horovod(Plain):
         hvd = importlib.import_module("horovod.torch")
         hvd.init()
         self._hvd = hvd
-        self.rank = int(hvd.rank())
+        self.rank, self.ranks = int(hvd.rank()), int(hvd.size())
 
     def wrap(self, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
         self._hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -147,8 +151,7 @@ class Horovod(Plain):
         return model, self._hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 
 
-def peers() -> dict[str, Callable[[], Plain]]:
-    return {"": Plain, "ddp": Ddp, "horovod": Horovod}
+PEERS = {"": Plain, "ddp": Ddp, "horovod": Horovod}
 
 
 def device_of(name: str) -> torch.device:
@@ -158,7 +161,8 @@ def device_of(name: str) -> torch.device:
         raise ConfigError("--device cuda: torch finds no GPU that it can use here -> dadt check-env says why")
     if name == "cpu" or not here:
         return torch.device("cpu")
-    local = int(os.environ.get("LOCAL_RANK", "0"))  # noqa: TID251 (torch's variable, not a knob)
+    names = ("LOCAL_RANK", "HOROVOD_LOCAL_RANK")
+    local = int(next((os.environ[name] for name in names if name in os.environ), "0"))  # noqa: TID251 (of launchers)
     device = torch.device("cuda", local % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
@@ -174,9 +178,9 @@ def batches(workload: Workload, asked: argparse.Namespace) -> Iterator[Batch]:
     if workload.real is None:
         raise ConfigError(f"--data {asked.data}: {asked.model} reads none; let its batch(size) do so")
     data: Any = workload.real(Path(asked.data))
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))  # noqa: TID251 (torch's variable, not a knob)
-    if len(data) < asked.batch_size * ranks:
-        raise ConfigError(f"--data {asked.data}: {len(data)} samples are too few for {ranks} x {asked.batch_size}")
+    if len(data) < asked.batch_size * asked.ranks:
+        few = f"{len(data)} samples are too few for {asked.ranks} x {asked.batch_size}"
+        raise ConfigError(f"--data {asked.data}: {few}")
     return _passes(DataLoader(data, asked.batch_size, shuffle=True, drop_last=True))
 
 

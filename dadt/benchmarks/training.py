@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from dadt.benchmarks.line import Hello, Worked
-from dadt.benchmarks.party import Here, Party, Place, start
+from dadt.benchmarks.party import Here, Horovodrun, Party, Place, start
 from dadt.benchmarks.ratio import Interval, interval, ratio
 from dadt.config import Config
 from dadt.errors import ConfigError
@@ -133,14 +133,14 @@ def measure(
     check(contenders, steps, rounds)
     with ExitStack() as stack:
         parties: list[Party] = []
-        threads: list[str] = []
+        threads = 0
         # Those with the most ranks first: one worker alone gets as many threads as one of theirs.
         order = sorted(range(len(contenders)), key=lambda i: -contenders[i].ranks)
         started: dict[int, Party] = {}
         for i in order:
             progress(f"{contenders[i].name} starts")
             party = _start(stack, contenders[i], task, place or Here(), threads)
-            threads = threads or ["-x", f"OMP_NUM_THREADS={party.hellos[0].threads}"]
+            threads = threads or party.hellos[0].threads
             started[i] = party
         parties = [started[i] for i in range(len(contenders))]
         for contender, party in zip(contenders, parties, strict=True):
@@ -168,10 +168,12 @@ def check(contenders: Sequence[Contender], steps: int, rounds: int) -> None:
         raise ConfigError(f"{len(contenders)} contenders are up at once; {MOST} are the most: sweep over fewer values")
 
 
-def absent(peer: str) -> str:
-    """Why the peer's library cannot be used here; empty if it can."""
+def absent(peer: str, simulated: bool) -> str:
+    """Why the peer's library cannot be used; empty if it can. simulated: on hosts that `dadt run` makes."""
     if peer != "horovod":
         return ""
+    if simulated:
+        return "horovod is left out: its launcher does not know simulated hosts"
     try:
         importlib.import_module("horovod.torch")
     except (ImportError, OSError, RuntimeError) as error:
@@ -214,9 +216,21 @@ def _slowest(turns: Sequence[Sequence[Worked]], steps: int) -> list[float]:
     return [max(worked.seconds for worked in turn) / steps for turn in turns]
 
 
-def _start(stack: ExitStack, contender: Contender, task: Task, place: Place, threads: Sequence[str]) -> Party:
+def _start(stack: ExitStack, contender: Contender, task: Task, place: Place, threads: int) -> Party:
+    """threads: of each worker; 0: as many as the launcher gives it."""
     options = [*contender.options, "--warmup-steps", str(contender.warmup)] if contender.injected else []
     options += [] if contender.injected else ["--inject", "none"]
+    if contender.peer == "horovod" and isinstance(place, Here):
+        place = Horovodrun(_hosts(place.options), place.remote, {"OMP_NUM_THREADS": str(threads)})
+    elif threads:
+        options += ["-x", f"OMP_NUM_THREADS={threads}"]
     script = ["--model", task.model, "--batch-size", str(task.batch_size), "--device", task.device]
-    script += ["--precision", task.precision, "--data", task.data, "--peer", contender.peer]
-    return stack.enter_context(start(contender.name, place, contender.ranks, [*threads, *options], script))
+    script += ["--precision", task.precision, "--data", task.data]
+    script += ["--peer", contender.peer, "--ranks", str(contender.ranks)]
+    return stack.enter_context(start(contender.name, place, contender.ranks, options, script))
+
+
+def _hosts(options: Sequence[str]) -> list[str]:
+    """Those that horovodrun has, too."""
+    pairs = zip(options[::2], options[1::2], strict=True)
+    return [part for name, value in pairs if name in ("--hosts", "--hostfile") for part in (name, value)]

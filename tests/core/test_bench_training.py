@@ -17,6 +17,7 @@ from dadt.benchmarks import models
 from dadt.benchmarks.data import Images, Text
 from dadt.benchmarks.line import Hello, Worked
 from dadt.benchmarks.models import resnet, transformer, vgg
+from dadt.benchmarks.party import Horovodrun
 from dadt.benchmarks.sweep import blocks, parse_sweep
 from dadt.benchmarks.training import Contender, Task, alone, limit, rows
 from dadt.config import Config
@@ -147,6 +148,20 @@ def test_a_sweep_is_every_combination_beside_the_same_peers() -> None:
     options = ("--verbose", "--executor", "gloo", "--bucket-mb", "1")
     assert made[2].contenders[4] == Contender("gloo 1", 2, options)
     assert made[2].contenders[0].plain and made[2].contenders[6] == Contender("ddp", 2, peer="ddp")
+
+
+def test_horovod_is_started_by_its_own_launcher() -> None:
+    run = ["--output", "errors", "-x", "KEY", "-m", "dadt.benchmarks.trainer", "--peer", "horovod"]
+    (command,) = Horovodrun(["--hosts", "a:1,b:1"]).commands(2, run)
+    script = [sys.executable, "-m", "dadt.benchmarks.trainer", "--peer", "horovod"]
+    assert command == [sys.executable, "-m", "horovod.runner.launch", "-np", "2", "--hosts", "a:1,b:1", *script]
+
+
+def test_whatever_chooses_local_its_rounds_must_hold_an_average(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DADT_ALGORITHM", "local")
+    monkeypatch.setenv("DADT_SYNC_EVERY", "12")
+    with pytest.raises(ConfigError, match="--steps 5: `local` averages every 12 steps"):
+        CliRunner().invoke(bench, ["mlp"], catch_exceptions=False)
 
 
 @pytest.mark.parametrize(
