@@ -138,7 +138,7 @@ def start(name: str, place: Place, ranks: int, options: Sequence[str], script: S
         said = stack.enter_context(Path(folder, "said").open("w+b"))
         reception = stack.enter_context(listen(place.remote, ranks))
         run = ["--log-dir", str(Path(folder, "logs")), "--output", "errors", "-x", KEY, *options]
-        run += ["-m", "dadt.benchmarks.trainer", *script, "--connect", reception.where]
+        run += ["-m", "dadt.benchmarks.trainer", *script, "--ranks", str(ranks), "--connect", reception.where]
         env = {**os.environ, **place.env, KEY: reception.key}  # noqa: TID251 (the child's whole environment, not a knob)
         processes: list[subprocess.Popen[bytes]] = []
         stack.callback(end, processes)

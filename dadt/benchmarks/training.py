@@ -225,8 +225,7 @@ def _start(stack: ExitStack, contender: Contender, task: Task, place: Place, thr
     elif threads:
         options += ["-x", f"OMP_NUM_THREADS={threads}"]
     script = ["--model", task.model, "--batch-size", str(task.batch_size), "--device", task.device]
-    script += ["--precision", task.precision, "--data", task.data]
-    script += ["--peer", contender.peer, "--ranks", str(contender.ranks)]
+    script += ["--precision", task.precision, "--data", task.data, "--peer", contender.peer]
     return stack.enter_context(start(contender.name, place, contender.ranks, options, script))
 
 
