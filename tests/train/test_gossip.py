@@ -134,7 +134,9 @@ STRAGGLER = """
 """
 
 
+@pytest.mark.slow
 def test_the_others_keep_their_pace_beside_a_slow_rank(dadt_run) -> None:
+    """Beside one that is stopped altogether, they do so in each run."""
     run = dadt_run(PRELUDE + STRAGGLER, "--algorithm", "gossip", np=4)
     assert len(run.ranks) == 4
 
