@@ -295,16 +295,16 @@ def allreduce(ranks: int, sizes: str, rounds: int, json: str | None, csv: str | 
     counts = [parse_size(size) for size in sizes.split(",")]
     with progress(len(counts)) as step:
         rows = measure(ranks=ranks, sizes=counts, rounds=rounds, progress=_teller(step, ""))
-    head = ["bytes", "dadt µs", "algbw GB/s", "busbw GB/s", "wrong", "gloo µs", "memcpy µs", "gloo / dadt"]
+    head = ["bytes", "dadt\nµs", "algbw\nGB/s", "busbw\nGB/s", "wrong", "gloo\nµs", "memcpy\nµs", "gloo\n/ dadt"]
     lines = [
         [
             f"{row.bytes:,}",
             cell(row.dadt, 1e6),
-            cell(row.algbw(row.dadt), 1e-9),
-            cell(row.busbw(row.dadt), 1e-9),
+            short(1e-9 * row.algbw(row.dadt).median),
+            short(1e-9 * row.busbw(row.dadt).median),
             str(row.wrong),
             cell(row.gloo, 1e6),
-            cell(row.memcpy, 1e6),
+            short(1e6 * row.memcpy.median),
             cell(row.gloo_per_dadt),
         ]
         for row in rows
