@@ -8,8 +8,9 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dadt
 from dadt.config import Config, flag
@@ -17,9 +18,12 @@ from dadt.errors import ConfigError
 from dadt.launch.failure import signal_name, size
 from dadt.launch.watch import ESCAPES
 from dadt_cli import chart, progress
-from dadt_cli.record import Record
+from dadt_cli.record import Record, placed_in
 from dadt_cli.table import Table, figure
 from dadt_cli.timeline import Summary, parts, read
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 TEMPLATE = Path(__file__).with_name("report.html")
 EVENTS = 200
@@ -31,15 +35,8 @@ LATER_SECONDS = 300.0
 
 def page(record: Record, running: bool) -> str:
     """HTML. Raises ConfigError where the template library is not there."""
-    try:
-        from jinja2 import Environment, StrictUndefined
-    except ImportError as error:
-        raise ConfigError("dadt report needs jinja2, which comes with torch -> pip install jinja2") from error
-    # Whatever comes from a job is text: it is escaped wherever it stands.
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(TEMPLATE.read_text())
     report = record.report
-    return template.render(
+    return _template().render(
         job=report.get("job") or record.folder.name,
         folder=str(record.folder.resolve()),
         command=shlex.join(_program(report.get("command") or [])),
@@ -62,6 +59,17 @@ def page(record: Record, running: bool) -> str:
         made=_moment(time.time()),
         side=chart.SIDE,
     )
+
+
+@cache
+def _template() -> Template:
+    try:
+        from jinja2 import Environment, StrictUndefined
+    except ImportError as error:
+        raise ConfigError("dadt report needs jinja2, which comes with torch -> pip install jinja2") from error
+    # Whatever comes from a job is text: it is escaped wherever it stands.
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(TEMPLATE.read_text())
 
 
 # The summary -------------------------------------------------------------------------------------------------------
@@ -217,7 +225,7 @@ def _event(event: Mapping[str, Any]) -> tuple[str, str]:
     if kind == "said":
         return str(event.get("text", "")), "warning" if event.get("level") == "warning" else ""
     if kind == "placed":
-        return f"{len(event.get('ranks') or [])} workers placed", ""
+        return f"{len(placed_in(event))} workers placed", ""
     if kind == "failed":
         return f"{event.get('type')}: {event.get('message')}", "failure"
     if kind == "stop":

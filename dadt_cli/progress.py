@@ -9,7 +9,7 @@ from typing import Any
 from dadt.step_time import PER_DOUBLING, bound
 from dadt_cli import chart
 from dadt_cli.chart import Chart, Curve
-from dadt_cli.record import Moment, Record
+from dadt_cli.record import LARGEST, Moment, Record
 from dadt_cli.table import Table
 
 POINTS = 240
@@ -17,6 +17,8 @@ POINTS = 240
 SILENT_SECONDS = 5.0
 """A rank that tells nothing for so long, and for three times as long as usual, makes no steps."""
 QUANTILES = (0.5, 0.95, 0.99)
+SIZES = range(-240, 240)
+"""Of steps: from a nanosecond to years."""
 
 
 def over_time(record: Record) -> list[Chart]:
@@ -27,12 +29,12 @@ def over_time(record: Record) -> list[Chart]:
 
 def _throughput(record: Record, end: float) -> Chart | None:
     counted = any(moments[-1].samples for moments in record.series.values())
-    of = "samples" if counted else "step"
+    of, words = ("samples", "samples") if counted else ("step", "steps")
     curves = {}
     for rank, moments in record.series.items():
-        points = [(x, amount) for x, amount in _rates(record, moments, of)]
+        points = _rates(record, moments, of)
         curves[rank] = Curve(points + _silence(record, moments, points, end), _mean(moments, of))
-    return chart.over_time(f"Throughput: {'samples' if counted else 'steps'} per second", curves, end, None, "")
+    return chart.over_time(f"Throughput of each rank: {words} per second", curves, end, None, "")
 
 
 def _waiting(record: Record, end: float) -> Chart | None:
@@ -80,7 +82,8 @@ def _last(record: Record) -> float:
 def _counts(rank: Mapping[str, Any]) -> dict[int, int]:
     """Of sizes, without what is none."""
     told = (rank.get("step_times") or {}).get("counts") or {}
-    return {int(s): n for s, n in told.items() if s.lstrip("-").isdigit() and abs(int(s)) < 400 and isinstance(n, int)}
+    sizes = {str(size): size for size in SIZES}
+    return {sizes[name]: n for name, n in told.items() if name in sizes and isinstance(n, int) and 0 < n < LARGEST}
 
 
 def step_times(report: Mapping[str, Any]) -> Chart | None:

@@ -71,6 +71,8 @@ REPORT = {
     "ranks": [RANK],
 }
 """Of report.json: the keys that are read, and what they hold. Any may be null."""
+LARGEST = 2.0**63
+"""No number in a record comes near it."""
 TAIL_BYTES = 16 << 10
 TAIL_LINES = 40
 
@@ -132,7 +134,7 @@ class Record:
             self.missing.append(f"report.json is not there ({reason}): what follows is from events.jsonl")
             self.report = told
             return
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             self.missing.append(f"report.json is damaged ({error}): what follows is from events.jsonl")
             self.report = told
             return
@@ -146,8 +148,10 @@ class Record:
         for line in self._lines("progress.jsonl"):
             try:
                 moment = Moment(*(float(line[name]) for name in Moment._fields))
+                if not all(map(_is_sane, moment)):
+                    raise ValueError(moment)
                 self.series.setdefault(int(line["rank"]), []).append(moment)
-            except (KeyError, TypeError, ValueError):
+            except (KeyError, TypeError, ValueError, OverflowError):
                 self._damaged("progress.jsonl")
 
     def _lines(self, name: str) -> Iterator[dict[str, Any]]:
@@ -159,7 +163,7 @@ class Record:
         for line in content.splitlines():
             try:
                 data = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 data = None
             if isinstance(data, dict):
                 yield data
@@ -173,7 +177,12 @@ class Record:
 
 
 def _is_event(event: Mapping[str, Any]) -> bool:
-    return isinstance(event.get("time"), NUMBER) and isinstance(event.get("kind"), str)
+    return isinstance(event.get("time"), NUMBER) and _is_sane(event["time"]) and isinstance(event.get("kind"), str)
+
+
+def _is_sane(value: Any) -> bool:
+    """If it is a number, one that can be reckoned with."""
+    return not isinstance(value, NUMBER) or -LARGEST < value < LARGEST
 
 
 def _sound(value: Any, shape: Any, where: str, wrong: list[str]) -> Any:
@@ -186,7 +195,7 @@ def _sound(value: Any, shape: Any, where: str, wrong: list[str]) -> Any:
         parts = [_sound(part, shape[0], f"{where}[{index}]", wrong) for index, part in enumerate(value)]
         return [part for part in parts if part is not None]
     is_plain = isinstance(shape, type | tuple) and isinstance(value, shape)
-    if is_plain and not (isinstance(value, bool) and shape is not bool):
+    if is_plain and not (isinstance(value, bool) and shape is not bool) and _is_sane(value):
         return value
     wrong.append(where or "all of it")
     return None
@@ -206,7 +215,7 @@ def _of_events(events: list[dict[str, Any]]) -> dict[str, Any]:
             hosts.append({key: event.get(names.get(key, key)) for key in HOST})
         elif kind == "placed":
             told["config"] = {key: event[key] for key in ("algorithm", "executor") if key in event}
-            ranks |= {each["rank"]: dict(each) for each in event.get("ranks") or [] if _has_rank(each)}
+            ranks |= {each["rank"]: dict(each) for each in placed_in(event) if _has_rank(each)}
         elif kind == "failed" and "failure" not in told and not event.get("secondary"):
             told["failure"] = {**{key: event.get(key) for key in ("rank", "host", "type", "message", "step", "thread")}}
         elif kind == "end":
@@ -220,6 +229,11 @@ def _of_events(events: list[dict[str, Any]]) -> dict[str, Any]:
         told["seconds"] = told["end"] - told["begin"]
     sound = _sound(told, REPORT, "", [])
     return {key: value for key, value in sound.items() if value is not None}
+
+
+def placed_in(event: Mapping[str, Any]) -> list[Any]:
+    ranks = event.get("ranks")
+    return ranks if isinstance(ranks, list) else []
 
 
 def _has_rank(told: Any) -> bool:

@@ -32,7 +32,7 @@ def test_files(wheel: Path) -> None:
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     for name in ("py.typed", "_core.pyi", f"_core{suffix}", "runtime.py", "launch/site/sitecustomize.py"):
         assert f"dadt/{name}" in names
-    assert "dadt_cli/__init__.py" in names
+    assert {"dadt_cli/__init__.py", "dadt_cli/report.html"} <= set(names)
     modules = {str(p.relative_to(ROOT)) for folder in ("dadt", "dadt_cli") for p in (ROOT / folder).rglob("*.py")}
     assert modules <= set(names)
     strangers = [n for n in names if not n.startswith(("dadt/", "dadt_cli/", "dadt-"))]
