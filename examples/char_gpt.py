@@ -1,6 +1,6 @@
 """A small GPT learns to write like Shakespeare, letter by letter.
 
-python examples/char_gpt.py                  one process: ten minutes on two cores
+python examples/char_gpt.py                  one process
 dadt run -np 2 examples/char_gpt.py          two, with the same script
 """
 
