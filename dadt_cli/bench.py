@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -170,7 +170,10 @@ def _place(config: Config, given: dict[str, Any]) -> Any:
     from dadt.benchmarks.party import Here
     from dadt.launch import plan
 
-    remote = not _simulated(config) and not all(host.is_local for host in plan.hosts_of(config))
+    if _simulated(config):
+        return Here(_flags(given, WHERE))
+    hosts = plan.hosts_of(replace(config, np=config.np or 1))
+    remote = not all(host.is_local or not host.name for host in hosts)
     return Here(_flags(given, WHERE), remote=remote)
 
 
