@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ from dadt.benchmarks.sweep import blocks, parse_sweep
 from dadt.benchmarks.training import Contender, Task, alone, limit, rows
 from dadt.config import Config
 from dadt.errors import ConfigError
-from dadt_cli.bench import bench
+from dadt_cli.bench import _place, bench
+from dadt_cli.options import config_of
 
 DADT = [sys.executable, "-m", "dadt_cli", "bench"]
 FACTORY = """
@@ -155,6 +157,22 @@ def test_horovod_is_started_by_its_own_launcher() -> None:
     (command,) = Horovodrun(["--hosts", "a:1,b:1"]).commands(2, run)
     script = [sys.executable, "-m", "dadt.benchmarks.trainer", "--peer", "horovod"]
     assert command == [sys.executable, "-m", "horovod.runner.launch", "-np", "2", "--hosts", "a:1,b:1", *script]
+
+
+@pytest.mark.parametrize(
+    ("given", "remote", "options"),
+    [
+        ({}, False, []),
+        ({"hosts": ("localhost:2",)}, False, ["--hosts", "localhost:2"]),
+        ({"hosts": ("localhost:1", "other:1")}, True, ["--hosts", "localhost:1,other:1"]),
+        ({"link": "1gbit"}, False, ["--link", "1gbit"]),
+    ],
+)
+def test_other_machines_alone_are_reached_over_the_network(
+    given: dict[str, Any], remote: bool, options: list[str]
+) -> None:
+    place = _place(config_of(given), given)
+    assert (place.remote, place.options) == (remote, options)
 
 
 def test_whatever_chooses_local_its_rounds_must_hold_an_average(monkeypatch: pytest.MonkeyPatch) -> None:
