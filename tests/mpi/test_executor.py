@@ -150,6 +150,9 @@ def test_executor_agrees_with_numpy(mpirun, size, tmp_path):
     check(said)
 
 
+@pytest.mark.parametrize(
+    "mpirun", ["mpirun.openmpi", pytest.param("mpirun.mpich", marks=pytest.mark.slow)], indirect=True
+)
 def test_wrong_use_is_the_same_sentence_on_all_ranks(mpirun, tmp_path):
     """mpirun itself ends with an error: ranks that have failed do not wait for each other in MPI_Finalize."""
     check_told(conformance(mpirun, 2, tmp_path, "wrong")[1])

@@ -92,8 +92,8 @@ def test_the_one_with_the_api_in_plain_python(tmp_path: Path) -> None:
 
 
 def test_the_one_with_the_api_by_two_workers(tmp_path: Path) -> None:
-    done = run([sys.executable, "-m", "dadt_cli", "run", "-np", "2", str(API_SCRIPT)], tmp_path)
+    done = run([sys.executable, "-m", "dadt_cli", "run", "-np", "2", str(API_SCRIPT), "--epochs", "1"], tmp_path)
     assert done.returncode == 0, done.stdout
-    assert "189 steps, 139 of them delayed by one" in done.stdout
-    assert len(accuracies(done.stdout)) == 3
-    assert accuracies(done.stdout)[-1] >= 0.94
+    assert "63 steps, 13 of them delayed by one" in done.stdout
+    (accuracy,) = accuracies(done.stdout)
+    assert accuracy > 0.85

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import Run, joined
+from job import Run, joined
 from test_script_view import assert_replicas_equal
 
 PLATEAU = """

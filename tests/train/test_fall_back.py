@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import Run, joined
+from job import Run, joined
 from test_script_view import assert_replicas_equal
 
 from dadt.divergence import PATIENCE, Divergence

@@ -14,7 +14,7 @@ from gossip_script import AVERAGE, PRELUDE, assert_averaged
     ("size", "options"),
     [
         (4, ["--executor", "shm"]),
-        (3, ["--executor", "gloo", "--topology", "ring"]),
+        pytest.param(3, ["--executor", "gloo", "--topology", "ring"], marks=pytest.mark.slow),
         pytest.param(2, ["--executor", "gloo"], marks=pytest.mark.slow),
         pytest.param(5, ["--executor", "shm", "--topology", "complete"], marks=pytest.mark.slow),
         pytest.param(4, ["--executor", "hierarchical"], marks=pytest.mark.slow),

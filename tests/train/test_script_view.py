@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from checks import assert_equal
-from conftest import Run, joined
+from job import Run, joined
 
 
 def assert_replicas_equal(run) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from checks import assert_equal
-from conftest import Run, joined
+from job import Run, joined
 from scenarios import batch, mlp, snapshot
 from torch import nn
 

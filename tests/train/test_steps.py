@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checks import assert_equal
-from conftest import Run, joined
+from job import Run, joined
 from test_script_view import assert_replicas_equal
 
 WARMUP = 5
