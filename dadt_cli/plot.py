@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dadt.errors import ConfigError
+from dadt_cli.figure import short
 
 if TYPE_CHECKING:
     from dadt.benchmarks.allreduce import Row as AllreduceRow
@@ -188,7 +189,7 @@ def _bars(
 
 
 def _said(value: Interval | None, unit: str, factor: float = 1.0) -> str:
-    return "" if value is None else f"{factor * value.median:.3g}{unit}"
+    return "" if value is None else f"{short(factor * value.median)}{unit}"
 
 
 def allreduce(rows: Sequence[AllreduceRow], title: str) -> Any:
