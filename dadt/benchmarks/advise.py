@@ -55,7 +55,7 @@ def figures_of(found: Sequence[Found], compute: dict[str, float], sync_every: in
         backward=_share(found, 1),
         compute=compute,
         low_rank=max(each.low_rank_seconds for each in found),
-        spare=all(each.cores // each.local_size > each.threads for each in found),
+        busy=max(0.0 if each.cores // each.local_size > each.threads else each.busy for each in found),
         chunked=chunked,
         sync_every=sync_every,
     )

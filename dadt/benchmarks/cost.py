@@ -19,7 +19,7 @@ With C the step's compute (forward F, then backward), X the sum of T over bucket
     gossip   C: nobody waits. An exchange takes 2 (alpha + w M / B), as question and answer go one after the other, and
              there is at most one for each step
 
-Where workers have no core to spare, the processor time of what goes on behind the compute is added to C. C is that of
+While computing holds all cores of a worker, the processor time of what goes on behind it is added to C. C is that of
 each algorithm by itself, measured where no byte moves. What the model leaves out: ranks of unequal speed, and switches
 that carry less than all links together.
 """
@@ -101,8 +101,8 @@ class Figures:
     """Seconds of a step by algorithm, where no byte moves."""
     low_rank: float
     """Seconds that PowerSGD computes in a step."""
-    spare: bool
-    """Whether communication has a core of its own on each worker."""
+    busy: float
+    """Share of a step in which computing holds all cores of a worker; 0 where it leaves one for communication."""
     chunked: bool
     """Whether the executor is hierarchical."""
     sync_every: int
@@ -205,12 +205,12 @@ def _local(figures: Figures, compression: str, hosts: int) -> float:
 def _gossip(figures: Figures, compression: str, hosts: int) -> float:
     """x exchanges a step, of which each takes s of the processor's time: C = c + x s, and x is C / exchange or 1."""
     compute = figures.compute["gossip"]
-    if hosts == 1 or figures.spare:
+    if hosts == 1:
         return compute
     codec, low_rank = _codec(compression)
     if low_rank:
         # One half of the iteration goes in each exchange.
-        bytes_, work = sum(_halves(bucket)[0] for bucket in figures.buckets), figures.low_rank / 2
+        bytes_, work = sum(_halves(bucket)[0] for bucket in figures.buckets), figures.busy * figures.low_rank / 2
     else:
         bytes_, work = figures.bytes, _stolen(figures, figures.bytes, codec)
     wire = WIRE[codec] * bytes_
@@ -227,7 +227,7 @@ def _codec(compression: str) -> tuple[str, bool]:
 
 def _stolen(figures: Figures, size: int, codec: str) -> float:
     """From the compute, while it goes on beside an exchange of so many bytes."""
-    return 0.0 if figures.spare else figures.handling[codec].processor * size
+    return figures.busy * figures.handling[codec].processor * size
 
 
 def _halves(bucket: Bucket) -> tuple[int, int]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,6 +65,8 @@ class Found:
     buffers: list[int]
     parts: tuple[float, float, float]
     """Seconds of a forward, a backward, and an optimizer's step."""
+    busy: float
+    """Share of these in which the training thread computed, or could have: on a GPU it mostly waits."""
     parameters: int
 
 
@@ -96,6 +99,7 @@ def probe(model: str, batch_size: int, device: str, seconds: float = COMPUTE_SEC
         low_rank_seconds=low_rank_seconds,
         buffers=step.buffers,
         parts=parts,
+        busy=step.busy,
         parameters=step.parameters,
     )
     ranks.close()
@@ -227,19 +231,22 @@ class _Step:
         self.bytes = sum(p.numel() * p.element_size() for p in self._trained)
         floating = [b for b in self._model.buffers() if b.is_floating_point()]
         self.buffers = [_size(bucket.tensors) for bucket in split(floating, most)]
+        self.busy = 1.0
         self._ready: dict[torch.Tensor, float] = {}
         for parameter in self._trained:
-            parameter.register_post_accumulate_grad_hook(self._see)
+            parameter.register_post_accumulate_grad_hook(self._see)  # type: ignore[no-untyped-call]
 
     def measure(self, seconds: float) -> tuple[tuple[float, float, float], list[tuple[int, float]]]:
         """Seconds of the parts, and each bucket's bytes with the share of the backward that completes it."""
         rows: list[tuple[float, float, float]] = []
         shares: list[list[float]] = []
-        deadline = time.perf_counter() + seconds
+        begun, before = time.perf_counter(), _wanted()
+        deadline = begun + seconds
         while len(rows) < 3 or time.perf_counter() < deadline:
             row, share = self._take()
             rows.append(row)
             shares.append(share)
+        self.busy = min(1.0, (_wanted() - before) / (time.perf_counter() - begun))
         forward, backward, optimizer = (statistics.median(column) for column in zip(*rows[1:], strict=True))
         ready = [statistics.median(column) for column in zip(*shares[1:], strict=True)]
         sizes = [_size(bucket.tensors) for bucket in self._buckets]
@@ -303,6 +310,12 @@ def _size(tensors: list[torch.Tensor]) -> int:
 def _halves(form: Form) -> tuple[int, int]:
     first, second = form.first.layout, form.second.layout
     return first.total * first.dtype.itemsize, second.total * second.dtype.itemsize
+
+
+def _wanted() -> float:
+    """Seconds in which this process's first thread has run, or waited for a core."""
+    ran, waited, _ = Path("/proc/self/schedstat").read_text().split()
+    return 1e-9 * (int(ran) + int(waited))
 
 
 def _cores() -> int:

@@ -32,7 +32,7 @@ def figures(**other) -> Figures:
         backward=0.75,
         compute=dict.fromkeys(cost.ALGORITHMS, 1.0),
         low_rank=0.0,
-        spare=True,
+        busy=0.0,
         chunked=False,
         sync_every=32,
     )
@@ -74,7 +74,7 @@ def test_pipe_takes_the_longer_of_compute_and_exchange():
     assert seconds("pipe", hosts=4) == pytest.approx(1.5)
     assert seconds("pipe", "int8", hosts=4) == pytest.approx(1.0)
     busy = {"none": Handling(0.0, 0.0, 2e-9)}
-    assert seconds("pipe", handling=busy, spare=False) == pytest.approx(1.2)
+    assert seconds("pipe", handling=busy, busy=1.0) == pytest.approx(1.2)
 
 
 def test_local_hides_half_a_round():
@@ -87,9 +87,9 @@ def test_gossip_waits_for_nobody_but_shares_the_processor():
     slow = Network(0.0, 1.0 * MB)
     assert seconds("gossip", network=slow) == 1.0
     busy = {"none": Handling(0.0, 0.0, 2e-9)}
-    assert seconds("gossip", handling=busy, spare=False) == pytest.approx(1.0 / (1 - 0.2 / 2.0))
+    assert seconds("gossip", handling=busy, busy=1.0) == pytest.approx(1.0 / (1 - 0.2 / 2.0))
     fast = Network(0.0, 1e12)
-    assert seconds("gossip", handling=busy, spare=False, network=fast) == pytest.approx(1.2)
+    assert seconds("gossip", handling=busy, busy=1.0, network=fast) == pytest.approx(1.2)
 
 
 def test_low_rank_sends_two_thin_halves():
@@ -135,6 +135,7 @@ def found(hosts: int, alpha: float, bandwidth: float, each: float, per_byte: flo
         low_rank_seconds=0.1,
         buffers=[],
         parts=(0.1, 0.2, 0.1),
+        busy=0.5,
         parameters=4 * MB,
     )
     return [replace(one, cross_rank=rank, pairs=one.pairs if rank < 2 else []) for rank in range(hosts)]
@@ -150,7 +151,7 @@ def test_the_constants_of_a_network_are_found_again(hosts):
     for name in ("bf16", "int8"):
         assert made.handling[name].per_byte == pytest.approx(2e-9, rel=0.2)
         assert made.handling[name].each == pytest.approx(3e-3, rel=0.2)
-    assert not made.spare
+    assert made.busy == 0.5
     # What was measured is predicted, whatever share of it each constant has.
     for name in ("none", "bf16", "int8"):
         (size, seconds), *_ = found(hosts, 2e-4, 12.5 * MB, 3e-3, 2e-9)[0].exchanges[name]
