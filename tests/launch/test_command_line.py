@@ -81,9 +81,9 @@ def test_every_help_fits_a_screen():
     assert not {path: len(lines) for path, lines in helps.items() if len(lines) > 38}
 
 
-QUICKSTART = (Path(__file__).parents[2] / "docs" / "quickstart.md").read_text()
+INSTALL = (Path(__file__).parents[2] / "docs" / "install.md").read_text()
 SETUP = {
-    shell: line.replace("\\|", "|") for line, shell in re.findall(r"`(.*_DADT_COMPLETE=(\w+)_source.*?)`", QUICKSTART)
+    shell: line.replace("\\|", "|") for line, shell in re.findall(r"`(.*_DADT_COMPLETE=(\w+)_source.*?)`", INSTALL)
 }
 """What the page tells users of each shell to write."""
 BASH = """\
