@@ -82,7 +82,7 @@ def handling_of(draft: Figures, found: Sequence[Found], compression: str, hosts:
     each, per_byte = _fit(rest)
     if per_byte < 0.0:
         each, per_byte = statistics.median(seconds for _, seconds, _ in rest), 0.0
-    processor = max(each.processor[compression] for each in found)
+    processor = max(each.processor[compression] * each.scarcity for each in found)
     return Handling(max(0.0, each), per_byte, processor)
 
 

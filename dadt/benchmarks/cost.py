@@ -62,7 +62,7 @@ class Handling:
     per_byte: float
     """g: seconds for each byte of the gradients."""
     processor: float
-    """Processor seconds for each byte of the gradients."""
+    """Seconds that a core is taken for each byte of the gradients."""
 
 
 @dataclass(frozen=True, slots=True)

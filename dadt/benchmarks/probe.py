@@ -67,6 +67,8 @@ class Found:
     """Seconds of a forward, a backward, and an optimizer's step."""
     busy: float
     """Share of these in which the training thread computed, or could have: on a GPU it mostly waits."""
+    scarcity: float
+    """Seconds that pass while this thread gets one of a core's, as it has to share cores with others."""
     parameters: int
 
 
@@ -100,6 +102,7 @@ def probe(model: str, batch_size: int, device: str, seconds: float = COMPUTE_SEC
         buffers=step.buffers,
         parts=parts,
         busy=step.busy,
+        scarcity=step.scarcity,
         parameters=step.parameters,
     )
     ranks.close()
@@ -231,7 +234,7 @@ class _Step:
         self.bytes = sum(p.numel() * p.element_size() for p in self._trained)
         floating = [b for b in self._model.buffers() if b.is_floating_point()]
         self.buffers = [_size(bucket.tensors) for bucket in split(floating, most)]
-        self.busy = 1.0
+        self.busy = self.scarcity = 1.0
         self._ready: dict[torch.Tensor, float] = {}
         for parameter in self._trained:
             parameter.register_post_accumulate_grad_hook(self._see)  # type: ignore[no-untyped-call]
@@ -240,13 +243,15 @@ class _Step:
         """Seconds of the parts, and each bucket's bytes with the share of the backward that completes it."""
         rows: list[tuple[float, float, float]] = []
         shares: list[list[float]] = []
-        begun, before = time.perf_counter(), _wanted()
+        begun, before = time.perf_counter(), _run_and_waited()
         deadline = begun + seconds
         while len(rows) < 3 or time.perf_counter() < deadline:
             row, share = self._take()
             rows.append(row)
             shares.append(share)
-        self.busy = min(1.0, (_wanted() - before) / (time.perf_counter() - begun))
+        ran, waited = (now - then for now, then in zip(_run_and_waited(), before, strict=True))
+        self.busy = min(1.0, (ran + waited) / (time.perf_counter() - begun))
+        self.scarcity = (ran + waited) / ran
         forward, backward, optimizer = (statistics.median(column) for column in zip(*rows[1:], strict=True))
         ready = [statistics.median(column) for column in zip(*shares[1:], strict=True)]
         sizes = [_size(bucket.tensors) for bucket in self._buckets]
@@ -312,10 +317,13 @@ def _halves(form: Form) -> tuple[int, int]:
     return first.total * first.dtype.itemsize, second.total * second.dtype.itemsize
 
 
-def _wanted() -> float:
-    """Seconds in which this process's first thread has run, or waited for a core."""
-    ran, waited, _ = Path("/proc/self/schedstat").read_text().split()
-    return 1e-9 * (int(ran) + int(waited))
+def _run_and_waited() -> tuple[float, float]:
+    """Seconds in which this process's first thread has run, and has waited for a core."""
+    try:
+        ran, waited, _ = Path("/proc/self/schedstat").read_text().split()
+    except OSError:
+        return time.thread_time(), 0.0  # not every kernel counts that
+    return 1e-9 * int(ran), 1e-9 * int(waited)
 
 
 def _cores() -> int:

@@ -136,6 +136,7 @@ def found(hosts: int, alpha: float, bandwidth: float, each: float, per_byte: flo
         buffers=[],
         parts=(0.1, 0.2, 0.1),
         busy=0.5,
+        scarcity=2.0,
         parameters=4 * MB,
     )
     return [replace(one, cross_rank=rank, pairs=one.pairs if rank < 2 else []) for rank in range(hosts)]
@@ -152,6 +153,7 @@ def test_the_constants_of_a_network_are_found_again(hosts):
         assert made.handling[name].per_byte == pytest.approx(2e-9, rel=0.2)
         assert made.handling[name].each == pytest.approx(3e-3, rel=0.2)
     assert made.busy == 0.5
+    assert made.handling["int8"].processor == 2e-9
     # What was measured is predicted, whatever share of it each constant has.
     for name in ("none", "bf16", "int8"):
         (size, seconds), *_ = found(hosts, 2e-4, 12.5 * MB, 3e-3, 2e-9)[0].exchanges[name]
