@@ -25,8 +25,12 @@ COMMANDS = {
     "report": ("dadt_cli.report", "Write a page on how a job went."),
     "compare": ("dadt_cli.compare", "Compare the weights in two files."),
     "kill": ("dadt_cli.kill", "End a job."),
-    "bench": ("dadt_cli.bench", "Measure communication and steps on this machine."),
+    "bench": ("dadt_cli.bench", "Measure how fast a model trains, and what communication costs."),
 }
+
+
+LATER = {"While a job runs": ("ps", "logs", "stacks", "kill"), "Afterwards": ("timeline", "report", "compare")}
+"""What --help tells apart."""
 
 
 class LazyGroup(click.Group):
@@ -50,8 +54,12 @@ class LazyGroup(click.Group):
         )
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, sentence) for name, (_, sentence) in COMMANDS.items()])
+        known = {name: sentence for name, (_, sentence) in COMMANDS.items()}
+        later = {name for names in LATER.values() for name in names}
+        width = max(map(len, known))
+        for title, names in {"Commands": [name for name in known if name not in later], **LATER}.items():
+            with formatter.section(title):
+                formatter.write_dl([(name.ljust(width), known[name]) for name in names if name in known])
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
