@@ -13,16 +13,16 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Python files take effect at once; these need an install.
 BUILT := pyproject.toml $(wildcard CMakeLists.txt) $(shell find csrc -type f)
 
-.PHONY: demo test test-slow test-gpu machines figures convergence lint format docs native clean
+.PHONY: demo test test-slow test-gpu machines browser figures convergence lint format docs native clean
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
 	$(BIN)/dadt run -np $(WORKERS) examples/mnist.py --epochs 3
 
 test: lint docs native machines
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 -m "not slow"
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
 
-test-slow: .venv/testable
+test-slow: .venv/testable browser
 	$(BIN)/python -m pytest -m slow --timeout 1800
 
 # On a machine with a GPU, with a torch built for it: make test-gpu TORCH=torch. Elsewhere each test is skipped.
@@ -34,6 +34,10 @@ machines:
 	@.ci/need 'openssh-server openssh-client csh iproute2 munge slurmctld slurmd slurm-client openmpi-bin mpich' \
 	  sh -c 'PATH=$$PATH:/usr/sbin; for each in sshd ssh csh ip munged slurmctld slurmd srun mpirun.openmpi mpirun.mpich; do command -v $$each || exit 1; done' \
 	  || [ "$$CI" != true ]
+
+# Opens what `dadt report` writes.
+browser:
+	@.ci/need chromium sh -c 'command -v chromium'
 
 # The launcher's and the executors' figures, over simulated machines: half an hour.
 figures: .venv/testable machines

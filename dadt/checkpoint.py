@@ -112,7 +112,8 @@ class Checkpoints:
         """All ranks go on from what rank 0 has loaded; called by all, when the optimizer is attached."""
         mine = self._loaded.pop(a.optimizer, None)
         seeded_anew = self.streams is not None and self.streams.seeded_anew
-        told = (mine, seeded_anew) if self._runtime.world.rank == 0 else None
+        # Of the same form on all ranks: the null executor gives each what it said itself.
+        told = (mine if self._runtime.world.rank == 0 else None, seeded_anew)
         part, seeded_anew = self._runtime.collect(f"checkpoint{a.name}", told)[0]
         if part is not None:
             self._loaded[a.optimizer] = part

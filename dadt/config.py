@@ -23,6 +23,7 @@ LEAST_MEASURED = 10
 """Steps that --algorithm auto must have seen to decide."""
 COMPRESSIONS = ("none", "bf16", "fp16", "int8")
 """Beside them powersgd:<rank>."""
+METRICS = ("tensorboard", "prometheus")
 TOPOLOGIES = ("ring", "exponential", "complete")
 LAUNCHERS = ("auto", "local", "ssh", "slurm", "mpi")
 LEAST_ORPHAN_TIMEOUT = 2.0
@@ -185,6 +186,13 @@ class Config:
     rendezvous: str = launch_knob(
         "", "Where they meet: host:port on node 0, or file:///a/shared/path.", advanced=True, metavar="WHERE"
     )
+    link: str = launch_knob(
+        "", "Workers on hosts simulated here, each behind a link of this speed, as 1gbit (root).", advanced=True
+    )
+    latency: str = launch_knob("", "The same: time from host to host on such links, as 5ms.", advanced=True)
+    simulate_hosts: int = launch_knob(
+        0, "So many simulated hosts, with the workers shared out among them; 0: one for each worker.", advanced=True
+    )
     network_interface: str = launch_knob(
         "", "Interfaces (eth0) or networks (10.0.0.0/8) between hosts, by comma.", advanced=True, metavar="IF|CIDR"
     )
@@ -207,6 +215,12 @@ class Config:
     )
     live: str = launch_knob(
         "auto", "Live view of all ranks; auto: on a terminal.", choices=("auto", "on", "off"), advanced=True
+    )
+    metrics: tuple[str, ...] = launch_knob(
+        (),
+        "Figures of each rank while it runs: tensorboard:DIR, or prometheus:PORT.",
+        metavar="KIND:WHERE",
+        advanced=True,
     )
     grace: float = launch_knob(5.0, "Seconds from SIGTERM to SIGKILL when you end a job.", advanced=True)
     forward_signals: str = launch_knob(
@@ -255,11 +269,13 @@ class Config:
         if self.orphan_timeout < LEAST_ORPHAN_TIMEOUT:
             raise ConfigError(f"--orphan-timeout {self.orphan_timeout}: must be {LEAST_ORPHAN_TIMEOUT:g} s or more")
         sizes = ("cycle_duration_ms", "all_reduce_buffer_size", "group_buffer_size")
-        for name in ("np", "accelerators", "nnodes", "grace", *sizes):
+        for name in ("np", "accelerators", "nnodes", "simulate_hosts", "grace", *sizes):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)}: must be 0 or more")
         if not 0 <= self.ssh_port < 65536:
             raise ConfigError(f"--ssh-port {self.ssh_port}: give a port from 1 to 65535")
+        for text in self.metrics:
+            metrics_place(text)
         for name in ("executor", "broadcast_executor", "allreduce_executor"):
             _check_executor(flag(name), getattr(self, name), optional=name != "executor")
         loader_numbers("--share", self.share)
@@ -320,6 +336,14 @@ def _check_compression(name: str) -> None:
         raise ConfigError(
             f"--compression {name}: unknown; choose one of {', '.join(COMPRESSIONS)}, or powersgd:<rank>, as powersgd:4"
         )
+
+
+def metrics_place(text: str) -> tuple[str, str]:
+    """What `--metrics KIND:WHERE` names. Raises ConfigError."""
+    kind, _, place = text.partition(":")
+    if kind not in METRICS or not place:
+        raise ConfigError(f"--metrics {text}: give tensorboard:DIR, or prometheus:PORT")
+    return kind, str(Path(place).expanduser()) if kind == "tensorboard" else place
 
 
 def predict_factors(text: str) -> tuple[float, float] | None:

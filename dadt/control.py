@@ -83,13 +83,19 @@ class Control:
         """The launcher prints `dadt: text`, once however many ranks say it. level: info or warning."""
         self._report("say", text=text, level=level)
 
-    def progress(self, step: int, **numbers: float) -> None:
-        """Optimizer steps done so far. Costs a write to memory; numbers are sent five times a second."""
+    @property
+    def due(self) -> bool:
+        """Numbers that are given to `progress` now would be sent: five times a second."""
+        return time.monotonic() - self._reported >= REPORT_SECONDS
+
+    def progress(self, step: int, last: bool = False, **numbers: Any) -> None:
+        """Optimizer steps done so far. Costs a write to memory; numbers are sent when they are due, the last ones
+        always."""
         self._check_process()
         self._pulse.write(self.world.local_rank, step)
-        if numbers and time.monotonic() - self._reported >= REPORT_SECONDS:
+        if numbers and (last or self.due):
             self._reported = time.monotonic()
-            self._report("numbers", droppable=True, step=step, numbers=numbers)
+            self._report("numbers", droppable=not last, step=step, numbers=numbers)
 
     def failed(
         self,

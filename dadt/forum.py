@@ -118,7 +118,12 @@ class Forum:
         elif self._use(lambda store: store.add(f"said/{zlib.crc32(text.encode())}", 1)) == 1:
             _print(f"{level}: {text}")
 
-    def progress(self, step: int, **numbers: float) -> None:
+    @property
+    def due(self) -> bool:
+        """Numbers that go with a step are for a launcher, and here is none."""
+        return False
+
+    def progress(self, step: int, last: bool = False, **numbers: Any) -> None:
         """Optimizer steps done so far. Costs nothing: the others are told when this rank waits."""
         self._step = step
 

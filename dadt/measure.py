@@ -17,6 +17,10 @@ class Measure:
         self.waited = 0.0
         self.delayed = 0
         """Gradients that were not applied in the step that computed them."""
+        self.late = 0
+        """Steps by which those of the last step were late."""
+        self.fell_back = 0
+        """Times that late gradients blew up, and steps became synchronous."""
         self.began = 0.0
         """When the first step was complete; what was waited until then is start-up, not training."""
         self._step_ended = 0.0

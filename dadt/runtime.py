@@ -24,6 +24,7 @@ from dadt.executors.mail import NoMail
 from dadt.measure import Measure
 from dadt.peers import Alone, Peers, Through
 from dadt.stall import PATIENCE, Stall
+from dadt.step_time import StepTimes
 from dadt.timeline import Timeline
 from dadt.world import World
 
@@ -91,6 +92,7 @@ class Runtime:
         """Exchanges that may not be done yet."""
         self._stall = Stall(self)
         self.checkpoints = Checkpoints(self)
+        self._step_times = StepTimes()
         self._measures: list[Measure] = []
         """Of all attachments so far; an optimizer may be collected before the end."""
         self._told: set[str] = set()
@@ -412,16 +414,31 @@ class Runtime:
         if self.timeline is not None:
             self.timeline.step(self.step)
         self.step += 1
+        self._step_times.stepped(perf_counter())
         if self.control is not None:
-            waited = sum(m.waited for m in self._measures)
-            self.control.progress(self.step, samples=self.samples, waited=waited, clock=perf_counter())
+            self.control.progress(self.step, **(self._numbers() if self.control.due else {}))
 
     # The end ---------------------------------------------------------------------------------------------------
+
+    def _numbers(self) -> dict[str, Any]:
+        """How it goes, for whoever watches the job: sums over all of it so far."""
+        sent, plain = self._sent()
+        return {
+            "samples": self.samples,
+            "waited": sum(m.waited for m in self._measures),
+            "clock": self._step_times.last,
+            "sent": sent,
+            "plain": plain,
+            "late": max((m.late for m in self._measures), default=0),
+            "fell_back": sum(m.fell_back for m in self._measures),
+            "step_times": self._step_times.describe(),
+        }
 
     def summary(self) -> dict[str, Any]:
         first = min((m.began for m in self._measures if m.began), default=0.0)
         last = max((m.last for m in self._measures), default=0.0)
         waited = sum(m.waited for m in self._measures)
+        sent, plain = self._sent()
         return {
             "steps": self.step,
             "delayed": sum(m.delayed for m in self._measures),
@@ -430,18 +447,17 @@ class Runtime:
             "samples": self.samples,
             "seconds": max(0.0, last - first),
             "hook_seconds": self.seconds,
-            **self._sent(),
+            **({"sent": sent, "plain": plain} if sent != plain else {}),
             "explicit": self.explicit,
         }
 
-    def _sent(self) -> dict[str, int]:
-        """Bytes that went to the peers, and would have without compression; nothing where that is the same."""
+    def _sent(self) -> tuple[int, int]:
+        """Bytes that went to the peers, and would have without compression."""
         counted = [] if self._engine is None else [self._engine.sent]
         if self.device is not None:
             counted.append(self.device.sent)
         counted += [count() for count in self.counts]
-        sent, plain = (sum(column) for column in zip(*counted, strict=True)) if counted else (0, 0)
-        return {"sent": sent, "plain": plain} if sent != plain else {}
+        return sum(sent for sent, _ in counted), sum(plain for _, plain in counted)
 
     def close(self, *, failed: bool = False) -> None:
         """Meet the peers a last time, so that a rank that ends early is noticed; then stop the engine. Idempotent."""
@@ -472,6 +488,8 @@ class Runtime:
         elif self.timeline is not None:
             self.timeline.stop()
         if self.control is not None:
+            if self.step:
+                self.control.progress(self.step, last=True, **self._numbers())
             self.control.done(self.summary())
 
     @property

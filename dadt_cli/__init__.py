@@ -22,10 +22,15 @@ COMMANDS = {
     "logs": ("dadt_cli.logs", "Print what the workers of a job have printed."),
     "stacks": ("dadt_cli.stacks", "Print where every rank of a running job is, in Python."),
     "timeline": ("dadt_cli.timeline", "Sum up what --timeline has recorded."),
+    "report": ("dadt_cli.report", "Write a page on how a job went."),
     "compare": ("dadt_cli.compare", "Compare the weights in two files."),
     "kill": ("dadt_cli.kill", "End a job."),
-    "bench": ("dadt_cli.bench", "Measure communication and steps on this machine."),
+    "bench": ("dadt_cli.bench", "Measure how fast a model trains, and what communication costs."),
 }
+
+
+LATER = {"While a job runs": ("ps", "logs", "stacks", "kill"), "Afterwards": ("timeline", "report", "compare")}
+"""What --help tells apart."""
 
 
 class LazyGroup(click.Group):
@@ -49,14 +54,25 @@ class LazyGroup(click.Group):
         )
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, sentence) for name, (_, sentence) in COMMANDS.items()])
+        known = {name: sentence for name, (_, sentence) in COMMANDS.items()}
+        later = {name for names in LATER.values() for name in names}
+        width = max(map(len, known))
+        for title, names in {"Commands": [name for name in known if name not in later], **LATER}.items():
+            with formatter.section(title):
+                formatter.write_dl([(name.ljust(width), known[name]) for name in names if name in known])
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(dadt.__version__, prog_name="dadt")
 def dadt_command() -> None:
-    """Asynchronous data-parallel training for PyTorch scripts that nobody has to change."""
+    """Train a PyTorch script on several workers, without changing it.
+
+    \b
+    dadt run -np 4 train.py                      here, where you wrote python train.py
+    dadt run -np 4 -H host1:2,host2:2 train.py   on two hosts
+    dadt check-env                               would it work?
+    dadt COMMAND --help                          what a command takes
+    """
 
 
 def main() -> None:

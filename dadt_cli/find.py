@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -65,3 +66,36 @@ def describe(trace: Trace) -> dict[str, Any] | None:
                 f"job {trace.job}: its launcher (pid {line.pid}) does not answer -> dadt kill {trace.job}"
             ) from None
     return None  # it has just ended
+
+
+def folder_of(job: str, log_dir: Path, file: str) -> tuple[Trace | None, Path]:
+    """The job, if it runs, and the folder of its logs. job: its id, its folder, or `latest`, which is that with the
+    youngest such file. Raises ConfigError."""
+    running = {trace.job: trace for trace in traces()}
+    if "/" in job and Path(job).is_dir():
+        return running.get(Path(job).resolve().name), Path(job)
+    if job == "latest":
+        job = _latest(log_dir, file, list(running))
+    if job in running and (told := describe(running[job])) is not None:
+        return running[job], Path(told["logs"])
+    folder = log_dir / job
+    if not folder.is_dir():
+        there = sorted({*running, *(path.name for path in _jobs(log_dir, file))})
+        known = f"there are {', '.join(there)}" if there else "there are none"
+        raise ConfigError(
+            f"job {job}: it does not run here and has no logs in {log_dir}; {known} (--log-dir elsewhere)"
+        )
+    return None, folder
+
+
+def _latest(log_dir: Path, file: str, running: list[str]) -> str:
+    """Of the jobs with logs here, else of all that run."""
+    folders = sorted(_jobs(log_dir, file), key=lambda folder: (folder / file).stat().st_mtime)
+    jobs = [folder.name for folder in folders] or running
+    if not jobs:
+        raise ConfigError(f"there are no logs in {log_dir}, and no job runs; name the folder with --log-dir")
+    return jobs[-1]
+
+
+def _jobs(log_dir: Path, file: str) -> Iterator[Path]:
+    return (path.parent for path in log_dir.glob(f"*/{file}"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,9 +12,8 @@ from dadt.errors import ConfigError
 from dadt.launch.frame import CHUNK
 from dadt.launch.output import Assembler
 from dadt.launch.query import Line
-from dadt.launch.trace import Trace, traces
 from dadt_cli import console
-from dadt_cli.find import describe, jobs, rank_option
+from dadt_cli.find import folder_of, jobs, rank_option
 
 LOOK_SECONDS = 0.2
 """How often files are looked at that may have grown."""
@@ -28,7 +26,7 @@ LOOK_SECONDS = 0.2
 @click.option("--log-dir", default="dadt-logs", show_default=True, metavar="DIR", help="Where the logs of jobs are.")
 def logs(job: str, ranks: set[int] | None, follow: bool, log_dir: str) -> None:
     """Print what the workers of JOB, or of the latest job, have printed."""
-    trace, folder = _find(job, Path(log_dir))
+    trace, folder = folder_of(job, Path(log_dir), "rank0.log")
     files = _files(folder, ranks)
     line = trace.call() if trace is not None and follow else None
     with ExitStack() as stack:
@@ -68,35 +66,6 @@ class Tail:
     def _print(self, lines: list[bytes]) -> None:
         if lines:
             console.lines("out", b"".join(self._prefix + line.rstrip(b"\r") + b"\n" for line in lines))
-
-
-def _find(job: str, log_dir: Path) -> tuple[Trace | None, Path]:
-    """The job, if it runs, and the folder of its logs. Raises ConfigError."""
-    running = {trace.job: trace for trace in traces()}
-    if job == "latest":
-        job = _latest(log_dir, list(running))
-    if job in running and (told := describe(running[job])) is not None:
-        return running[job], Path(told["logs"])
-    folder = log_dir / job
-    if not folder.is_dir():
-        there = sorted({*running, *(path.name for path in _jobs(log_dir))})
-        known = f"there are {', '.join(there)}" if there else "there are none"
-        raise ConfigError(
-            f"job {job}: it does not run here and has no logs in {log_dir}; {known} (--log-dir elsewhere)"
-        )
-    return None, folder
-
-
-def _latest(log_dir: Path, running: list[str]) -> str:
-    """Of the jobs with logs here, else of all that run."""
-    jobs = [path.name for path in sorted(_jobs(log_dir), key=lambda path: path.stat().st_mtime)] or running
-    if not jobs:
-        raise ConfigError(f"there are no logs in {log_dir}, and no job runs; name the folder with --log-dir")
-    return jobs[-1]
-
-
-def _jobs(log_dir: Path) -> Iterator[Path]:
-    return (path.parent for path in log_dir.glob("*/rank0.log"))
 
 
 def _files(folder: Path, ranks: set[int] | None) -> list[Path]:

@@ -4,6 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Table(NamedTuple):
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: Sequence[str] = ()
+    """Columns that are no figures."""
+    note: str = ""
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()) -> list[str]:

@@ -14,7 +14,7 @@ import click
 
 from dadt.errors import ConfigError
 from dadt.timeline import HEAD, PART_HEAD
-from dadt_cli.table import table
+from dadt_cli.table import Table, table
 
 STAGES = ("negotiate", "queue", "pack", "wait", "exchange", "unpack")
 LONGEST = 10
@@ -30,26 +30,35 @@ def timeline(files: Sequence[str]) -> None:
     Of a job that failed, the parts FILE.rank0, FILE.rank1 and so on are read.
     """
     summary = Summary()
-    for path in [part for file in files for part in _parts(Path(file))]:
+    for file in files:
+        path = Path(file)
+        found = parts(path)
+        if not found:
+            raise ConfigError(f"{path}: there is no such file; give the FILE of dadt run --timeline FILE")
+        if found != [path]:
+            why = "as its job failed or its ranks could not meet"
+            click.echo(f"{path} is not there, {why}: reading its {len(found)} parts\n")
+        read(found, summary)
+    for line in summary.lines():
+        click.echo(line)
+
+
+def parts(path: Path) -> list[Path]:
+    """The file, or what a job that failed has left of it; nothing if there is neither."""
+    if path.exists():
+        return [path]
+    found = {p.name.rpartition(".rank")[2]: p for p in path.parent.glob(f"{path.name}.rank*")}
+    return [found[number] for number in sorted(filter(str.isdigit, found), key=int)]
+
+
+def read(paths: Sequence[Path], summary: Summary) -> None:
+    """Add all their events. Raises ConfigError."""
+    for path in paths:
         for event in events(path):
             try:
                 summary.add(event)
             except (KeyError, TypeError) as error:
                 raise ConfigError(f"{path}: this is no event of dadt's: {json.dumps(event)}") from error
-    for line in summary.lines():
-        click.echo(line)
-
-
-def _parts(path: Path) -> list[Path]:
-    """The file, or what a job that failed has left of it. Raises ConfigError if there is neither."""
-    if path.exists():
-        return [path]
-    found = {p.name.rpartition(".rank")[2]: p for p in path.parent.glob(f"{path.name}.rank*")}
-    parts = [found[number] for number in sorted(filter(str.isdigit, found), key=int)]
-    if not parts:
-        raise ConfigError(f"{path}: there is no such file; give the FILE of dadt run --timeline FILE")
-    click.echo(f"{path} is not there, as its job failed or its ranks could not meet: reading its {len(parts)} parts\n")
-    return parts
 
 
 def events(path: Path) -> Iterator[dict[str, Any]]:
@@ -129,40 +138,42 @@ class Summary:
             self.clock_error = max(self.clock_error, event["args"].get("clock_error_us", 0.0))
 
     def lines(self) -> list[str]:
-        parts = [self._steps(), self._communication(), self._waits(), self._verdict()]
-        return [line for part in parts if part for line in (*part, "")][:-1]
+        parts = [[f"{each.title}:", *table(each.head, each.rows, each.left)] for each in self.tables()]
+        return [line for part in [*parts, self.verdict()] if part for line in (*part, "")][:-1]
 
-    def _steps(self) -> list[str]:
+    def tables(self) -> list[Table]:
+        return [each for each in (self._steps(), self._communication(), self._waits()) if each is not None]
+
+    def _steps(self) -> Table | None:
         if not any(rank.steps for rank in self.ranks.values()):
-            return []
+            return None
         head = ["RANK", "HOST", "STEPS", "STEP", "COMPUTE", "EXPOSED WAIT", "SHARE"]
         rows = []
         for number, rank in sorted(self.ranks.items()):
             times = [rank.per_step(sum) for sum in (rank.compute + rank.waited, rank.compute, rank.waited)]
             rows.append([str(number), rank.host, str(rank.steps), *map(_time, times), f"{100 * rank.share:.1f} %"])
-        return ["time per step, without the first one:", *table(head, rows, ["HOST"])]
+        return Table("time per step, without the first one", head, rows, ["HOST"])
 
-    def _communication(self) -> list[str]:
+    def _communication(self) -> Table:
         head = ["RANK", "OPERATIONS", *(stage.upper() for stage in STAGES)]
         rows = [
             [str(number), str(rank.operations), *(_time(rank.stages[stage]) for stage in STAGES)]
             for number, rank in sorted(self.ranks.items())
         ]
-        return ["communication in all, which compute may hide (wait: for the last rank to arrive):", *table(head, rows)]
+        return Table("communication in all, which compute may hide (wait: for the last rank to arrive)", head, rows)
 
-    def _waits(self) -> list[str]:
+    def _waits(self) -> Table | None:
         if not self.longest:
-            return []
+            return None
         rows = [
             [_time(time), str(rank), str(step), f"{at / 1e6:.3f} s", what]
             for time, rank, step, what, at in sorted(self.longest, reverse=True)
         ]
-        return [
-            "longest exposed waits, without the first step:",
-            *table(["WAIT", "RANK", "STEP", "AT", "FOR"], rows, ["FOR"]),
-        ]
+        return Table(
+            "longest exposed waits, without the first step", ["WAIT", "RANK", "STEP", "AT", "FOR"], rows, ["FOR"]
+        )
 
-    def _verdict(self) -> list[str]:
+    def verdict(self) -> list[str]:
         lines = []
         moved = sum(r.stages["pack"] + r.stages["exchange"] + r.stages["unpack"] for r in self.ranks.values())
         waited = sum(r.waited for r in self.ranks.values())

@@ -1,4 +1,4 @@
-"""For all tests: nothing may be left behind, and GPU tests need a GPU."""
+"""For all tests: nothing may be left behind, GPU tests need a GPU, and what tests share is made once."""
 
 from __future__ import annotations
 
@@ -21,6 +21,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+    for item in items:
+        if place := shared(item):
+            item.add_marker(pytest.mark.xdist_group(place))
+
+
+def shared(item: pytest.Item) -> str:
+    """Where a test has something in common with others: `--dist loadgroup` gives all of them to one of xdist's
+    workers, as each would make it for itself. Empty if it has not."""
+    fixtures = [each for found in item._fixtureinfo.name2fixturedefs.values() for each in found if each.baseid]
+    modules = [item.nodeid.partition("::")[0] for each in fixtures if each.scope == "module"]
+    return next(iter(modules + [each.baseid for each in fixtures if each.scope == "session"]), "")
 
 
 @pytest.hookimpl(trylast=True)

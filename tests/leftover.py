@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import time
 import uuid
 from pathlib import Path
@@ -33,14 +34,13 @@ class Session:
 
     def _processes(self) -> list[str]:
         marked = []
-        own = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
+        own = {os.getpid(), *(parent.pid for parent in psutil.Process().parents()), *_helpers()}
         for process in psutil.process_iter():
             try:
                 if process.pid in own or process.environ().get(MARK) != self.mark:
                     continue
-                command = " ".join(process.cmdline())
-                if process.status() != psutil.STATUS_ZOMBIE and "multiprocessing.resource_tracker" not in command:
-                    marked.append(f"process {process.pid}: {command[:200]}")
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    marked.append(f"process {process.pid}: {' '.join(process.cmdline())[:200]}")
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue  # it has just ended, or is another user's
         return marked
@@ -48,6 +48,15 @@ class Session:
     def _orphans(self) -> list[str]:
         fresh = _files() - self._before
         return [f"{path}: nobody uses it" for path in sorted(fresh) if not _is_used(path)]
+
+
+def _helpers() -> set[int]:
+    """Processes of multiprocessing that end with this one."""
+    return {
+        child.pid
+        for child in psutil.Process().children()
+        if re.search(r"multiprocessing\.(resource_tracker|forkserver) import main", " ".join(child.cmdline()))
+    }
 
 
 def _files() -> set[Path]:

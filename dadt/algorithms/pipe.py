@@ -109,6 +109,7 @@ class Pipe(Algorithm):
         """From now on, for good: what `sync` does."""
         self._pending.clear()
         self.attachment.prediction.end()
+        self.attachment.measure.late = 0
         self._sync = Sync(self.attachment)
         self._divergence = None
         self._warmed_up = True
@@ -171,6 +172,7 @@ class Pipe(Algorithm):
         """Synchronous from this very step on: with its own gradients, which are the last under way."""
         a = self.attachment
         a.measure.delayed -= 1
+        a.measure.fell_back += 1
         a.runtime.say(
             f"step {a.step}: the gradients{a.name} have grown beyond {FACTOR:g} times what they were, since they come"
             " late: back to synchronous steps on all ranks. Lower the learning rate or raise --warmup-steps"
@@ -185,6 +187,7 @@ class Pipe(Algorithm):
         prediction = self.attachment.prediction
         norm = exchange.norm() if self._divergence is not None or prediction.sees_gradients else None
         self._norm, self._late = norm, late
+        self.attachment.measure.late = self.in_flight if late else 0
         self.attachment.deliver(exchange)
         prediction.arrived(norm)
 

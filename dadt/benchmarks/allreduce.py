@@ -24,6 +24,9 @@ class Row:
     """One size. Seconds are of the slowest rank, with packing from and delivering to separate tensors."""
 
     bytes: int
+    count: int
+    """Elements of float32."""
+    ranks: int
     dadt: Interval
     gloo: Interval
     memcpy: Interval
@@ -33,8 +36,20 @@ class Row:
     wrong: int
     """Elements that were not exactly the mean, over all ranks."""
 
+    def algbw(self, seconds: Interval) -> Interval:
+        """Bytes per second, as nccl-tests counts them: the size over the time."""
+        return Interval(self.bytes / seconds.median, self.bytes / seconds.high, self.bytes / seconds.low)
 
-def measure(*, ranks: int, sizes: Sequence[int], rounds: int) -> list[Row]:
+    def busbw(self, seconds: Interval) -> Interval:
+        """The same by what each rank's link must carry, 2 (n - 1) / n times the size: comparable over n ranks."""
+        factor = 2 * (self.ranks - 1) / self.ranks
+        speed = self.algbw(seconds)
+        return Interval(factor * speed.median, factor * speed.low, factor * speed.high)
+
+
+def measure(
+    *, ranks: int, sizes: Sequence[int], rounds: int, progress: Callable[[str], None] = lambda what: None
+) -> list[Row]:
     """One row per size in bytes of float32; starts and ends `ranks` processes of one thread each.
 
     Raises ConfigError for arguments out of range, DadtError where a worker fails.
@@ -48,13 +63,19 @@ def measure(*, ranks: int, sizes: Sequence[int], rounds: int) -> list[Row]:
             raise ConfigError(f"--sizes {size}: give {4 * TENSORS} bytes or more, for {TENSORS} tensors")
     with Ranks(ranks, _worker, list(sizes), rounds) as workers:
         workers.send(workers.receive())  # each one's endpoint, to all
-        return [_row(size, workers.receive(600.0)) for size in sizes]
+        rows = []
+        for size in sizes:
+            progress(f"{size:,} bytes")
+            rows.append(_row(size, workers.receive(600.0)))
+        return rows
 
 
 def _row(size: int, results: Sequence[tuple[dict[str, list[float]], int]]) -> Row:
     slowest = {who: [max(at) for at in zip(*(times[who] for times, _ in results), strict=True)] for who in CONTENDERS}
     return Row(
         bytes=size,
+        count=size // 4,
+        ranks=len(results),
         dadt=interval(slowest["dadt"]),
         gloo=interval(slowest["gloo"]),
         memcpy=interval(slowest["memcpy"]),

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from dadt.benchmarks.ratio import interval, ratio
-from dadt.benchmarks.step import Result, one_thread
+from dadt.benchmarks.ratio import Interval, interval, ratio
 from dadt.errors import DadtError
 
 SECONDS = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Seconds until the first step, and the ratio to torchrun's, pair by pair."""
+
+    name: str
+    seconds: Interval
+    ratio: Interval
 
 
 def measure(*, ranks: int, rounds: int) -> list[Result]:
@@ -37,8 +47,9 @@ def measure(*, ranks: int, rounds: int) -> list[Result]:
 
 def _until_first_step(name: str, command: Sequence[str], stamps: Path, ranks: int) -> float:
     stamps.unlink(missing_ok=True)
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}  # noqa: TID251 (the child's whole environment, not a knob)
     begun = time.time()
-    done = subprocess.run(command, env=one_thread(), capture_output=True, timeout=SECONDS, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, timeout=SECONDS, check=False)
     # How it ends is not measured: Gloo's threads sometimes abort a process that has long taken its step.
     taken = [float(line) for line in stamps.read_text().split()] if stamps.exists() else []
     if len(taken) != ranks:

@@ -96,7 +96,7 @@ class Job:
         self._rendezvous = Rendezvous([slot.host for slot in slots])
         self.watch = Watch(self._rendezvous.members, journal)
         self._query: Query | None = None
-        self._view: View | None = None
+        self._views: list[View] = []
         self._said: set[str] = set()
         self._unsaid: list[str] = []
         """What the user is to be told as soon as nothing else is being written."""
@@ -129,9 +129,9 @@ class Job:
         """Answer other commands of this user at the socket. facts: of the job, which do not change."""
         self._query = Query(path, self._crew, self.watch, facts, lambda: self.end(signal.SIGTERM, "dadt kill"))
 
-    def show(self, view: View | None) -> None:
-        """Keep the view up to date until the job is over, and close it."""
-        self._view = view
+    def show(self, view: View) -> None:
+        """Keep this one up to date, too, until the job is over, and close it."""
+        self._views.append(view)
 
     def wait(self, interrupts: Interrupts | None) -> Outcome:
         """Until nothing of the job is left. SIGINT, SIGTERM and SIGHUP end it gently, a second one at once; other
@@ -200,8 +200,8 @@ class Job:
         turn = min(turn, self._output.tick(), self._fail_at - now, self._end_by - now)
         if self._query is not None:
             turn = min(turn, self._query.turn())
-        if self._view is not None:
-            turn = min(turn, self._view.tick())
+        for view in self._views:
+            turn = min(turn, view.tick())
         return max(0.0, turn)
 
     def _interrupt(self, caught: set[int]) -> None:
@@ -360,8 +360,8 @@ class Job:
         if self._query is not None:
             self._query.close()
         self._output.close()
-        if self._view is not None:
-            self._view.close()
+        for view in self._views:
+            view.close()
 
     def _judge(self) -> Outcome:
         outcome = self._outcome

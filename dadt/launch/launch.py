@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from dadt.choice import Place, choose
-from dadt.config import Config, mpi_executor
+from dadt.config import Config, executors_of, mpi_executor
 from dadt.errors import ConfigError, DadtError
-from dadt.launch import environment, plan
+from dadt.launch import environment, metrics, plan
 from dadt.launch.channel import Herald, Launcher
 from dadt.launch.crew import Crew, Node
 from dadt.launch.failure import signal_name
@@ -23,9 +23,11 @@ from dadt.launch.gather import Voice, agree, differences, gather
 from dadt.launch.interrupt import Interrupts
 from dadt.launch.job import ENDING_SIGNALS, HANG_UP_SECONDS, Job, Outcome
 from dadt.launch.launchers.local import LocalChannel
+from dadt.launch.metrics import Export
 from dadt.launch.output import Output, ranks_shown
 from dadt.launch.plan import Plan
 from dadt.launch.report import Report
+from dadt.launch.series import Series
 from dadt.launch.slot import Room, Slot, place, share_out
 from dadt.launch.sweep import sweep
 from dadt.launch.watch import View, Watch
@@ -68,6 +70,17 @@ def run(the_plan: Plan, voice: Voice, placed: Told, signals: bool = True) -> Out
     started.
     """
     config = the_plan.config
+    exports = metrics.prepare(config.metrics)
+    try:
+        return _record(the_plan, voice, placed, signals, exports)
+    finally:
+        for export in exports:
+            export.close()
+
+
+def _record(the_plan: Plan, voice: Voice, placed: Told, signals: bool, exports: Sequence[Export]) -> Outcome:
+    """Run it, and leave in its folder what it was."""
+    config = the_plan.config
     folder = reserve(Path(config.log_dir))
     interrupts = Interrupts([*ENDING_SIGNALS, *forwarded_signals(config)]) if signals else None
     report = Report(the_plan, Path(config.log_dir) / folder.job, lambda text: voice.say(text, "warning"))
@@ -75,7 +88,7 @@ def run(the_plan: Plan, voice: Voice, placed: Told, signals: bool = True) -> Out
         launcher = plan.launcher_of(the_plan, folder.job)
         with interrupts or nullcontext():
             try:
-                outcome = _run(the_plan, launcher, folder, voice, placed, report, interrupts)
+                outcome = _run(the_plan, launcher, folder, voice, _views(placed, exports, voice), report, interrupts)
             except DadtError as error:
                 _conclude(launcher, error.exit_code, [str(error)])
                 raise
@@ -95,7 +108,7 @@ def _run(
     launcher: Launcher,
     folder: Folder,
     voice: Voice,
-    placed: Told,
+    views: Callable[[Placed, Watch], Sequence[View]],
     report: Report,
     interrupts: Interrupts | None,
 ) -> Outcome:
@@ -120,13 +133,30 @@ def _run(
         voice.meanwhile(lambda: job.attend(interrupts))
         report.placed(where.config, where.nodes, where.slots, job.watch)
         job.serve(folder.query, _facts(where))
-        job.show(placed(where, job.watch))
+        for view in views(where, job.watch):
+            job.show(view)
         job.start(orders(where))
         return job.wait(interrupts)
     finally:
         voice.meanwhile(lambda: None)
         crew.close(HANG_UP_SECONDS)
         sweep(f"DADT_JOB={folder.job}")
+
+
+def _views(placed: Told, exports: Sequence[Export], voice: Voice) -> Callable[[Placed, Watch], Sequence[View]]:
+    """Makes all that shows or records how the ranks go on."""
+
+    def views(where: Placed, watch: Watch) -> Sequence[View]:
+        view = placed(where, watch)
+        for export in exports:
+            voice.say(export.begin(watch, _labels(where), warn))
+        series = Series(where.logs / "progress.jsonl", watch, warn)
+        return [series, *exports, *([view] if view is not None else [])]
+
+    def warn(text: str) -> None:
+        voice.say(text, "warning")
+
+    return views
 
 
 def settle(the_plan: Plan, crew: Crew, job: str, voice: Voice) -> Placed:
@@ -224,6 +254,14 @@ def _facts(where: Placed) -> dict[str, Any]:
     """What other commands are told of the job."""
     logs = str(where.logs.resolve())
     return {"job": where.job, "command": list(where.plan.command), "logs": logs, "hosts": len(where.nodes)}
+
+
+def _labels(where: Placed) -> dict[str, str]:
+    """What metrics are told of it."""
+    config = where.config
+    executor = executors_of(config)[1]
+    chosen = {"algorithm": config.algorithm, "executor": executor, "compression": config.compression}
+    return {"job": where.job, **chosen, "workers": str(len(where.slots))}
 
 
 def _look(the_plan: Plan, job: str, node: Node) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from dadt import timeline
 from dadt.config import Config, here, mpi_executor
 from dadt.errors import ConfigError
-from dadt.launch import environment, host, network
+from dadt.launch import environment, host, link, network
 from dadt.launch.channel import Launcher
 from dadt.launch.host import Host
 from dadt.launch.slot import Room, share_out
@@ -90,6 +90,8 @@ def _enough(count: int, hosts: list[Host]) -> list[Host]:
 
 def hosts_of(config: Config, env: Mapping[str, str] = os.environ) -> list[Host]:
     """Where the job runs. One host without a name is this one. Raises ConfigError."""
+    if link.wanted(config):
+        return [Host(name=name, slots=slots) for name, slots in link.hosts_and_slots(config).items()]
     if config.nnodes:
         return _by_hand(config)
     if config.hosts and config.hostfile:
@@ -119,6 +121,10 @@ def launcher_of(plan: Plan, job: str) -> Launcher:
     """How the agents of these hosts are started."""
     # Each one is imported where it is used: an SSH library takes longer to import than all else.
     config = plan.config
+    if link.wanted(config):
+        from dadt.launch.launchers.simulated import SimulatedLauncher
+
+        return SimulatedLauncher(config)
     if config.nnodes:
         from dadt.launch.launchers.hand import HandLauncher
 

@@ -124,6 +124,9 @@ def _rank(slot: Slot, gauge: Gauge) -> dict[str, Any]:
         "samples": summary.get("samples", gauge.samples),
         "samples_per_second": rate,
         "peak_memory": gauge.peak_memory or None,
+        "sent": gauge.numbers.get("sent"),
+        "fell_back": gauge.numbers.get("fell_back"),
+        "step_times": gauge.numbers.get("step_times"),
     }
 
 

@@ -72,8 +72,14 @@ class Gauge:
     """Resident bytes of the process that trains."""
     peak_memory: int = 0
     samples: float = 0.0
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    """What it last told of its steps, in sums since it began: sent and plain bytes, fell_back, step_times; and late."""
     code: int | None = None
     """Exit code, once it has ended; -n if signal n ended it."""
+    failed: bool = False
+    """By itself: neither since another rank had, nor since all were told to end."""
+    secondary: bool = False
+    """It said that another rank's failure ended it."""
     summary: Mapping[str, float] = field(default_factory=dict)
     """What it reported at the end of its training."""
     asked: float = float("-inf")
@@ -111,8 +117,14 @@ class Gauge:
         if data.strip():
             self._printed = data[-LINE_BYTES:]
 
-    def mark(self, step: int, numbers: Mapping[str, float]) -> None:
+    @property
+    def last(self) -> Mark | None:
+        """How far it had come when it last told."""
+        return self._marks[-1] if self._marks else None
+
+    def mark(self, step: int, numbers: Mapping[str, Any]) -> None:
         now = time.monotonic()
+        self.numbers = numbers
         self.samples = numbers.get("samples", 0.0)
         self._marks.append(Mark(now, step, self.samples, numbers.get("waited", 0.0), numbers.get("clock", now)))
         self._first = self._first or self._marks[0]
@@ -231,9 +243,16 @@ class Watch:
     def _see_done(self, frame: Frame) -> None:
         self.gauges[frame["rank"]].summary = frame["summary"]
 
+    def _see_failed(self, frame: Frame) -> None:
+        gauge = self.gauges[frame["rank"]]
+        gauge.secondary = gauge.secondary or frame.get("secondary", False)
+        gauge.failed = gauge.failed or not (frame.get("secondary") or frame.get("thread"))
+
     def _see_exit(self, frame: Frame) -> None:
         gauge = self.gauges[frame["rank"]]
         gauge.code = frame["code"]
+        others = frame["stopped"] or gauge.secondary
+        gauge.failed = gauge.code != 0 and (gauge.failed or not others)
         gauge.member.step = max(gauge.member.step, frame["step"])
         gauge.memory = 0
         gauge.peak_memory = max(gauge.peak_memory, frame["peak_memory"])

@@ -61,7 +61,7 @@ def alone(tmp_path_factory):
     return run(tmp_path_factory.mktemp("alone"), script, launcher="python", np=1).ranks[0]
 
 
-@pytest.mark.parametrize("launcher", ["dadt run", "torchrun"])
+@pytest.mark.parametrize("launcher", ["dadt run", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_sync_is_as_one_process(tmp_path, alone, launcher) -> None:
     done = run(tmp_path, TRAIN.format(knobs='algorithm="sync"'), launcher=launcher)
     first, second = done.ranks

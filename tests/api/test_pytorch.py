@@ -40,7 +40,7 @@ SCRIPT = """
 """
 STARTS = [
     "init(cycle_duration_ms=3, broad_cast_executor='GLOO', all_reduce_executor='shm', all_reduce_buffer_size=1 << 20)",
-    "initialize(5, 'shm', 64 * 1024 * 1024)",
+    pytest.param("initialize(5, 'shm', 64 * 1024 * 1024)", marks=pytest.mark.slow),
 ]
 
 

@@ -41,7 +41,7 @@ def test_every_name_is_there() -> None:
     ("launcher", "first", "np"),
     [
         ("dadt run", "import dadt", 2),
-        ("torchrun", "import dadt", 2),
+        pytest.param("torchrun", "import dadt", 2, marks=pytest.mark.slow),
         ("torchrun", "import torch, dadt", 2),
         ("python", "import dadt", 1),
     ],

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
+import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,6 +15,9 @@ import torch
 import torch.distributed as dist
 
 import dadt  # noqa: F401 (makes the backend known)
+
+sys.path.append(str(Path(__file__).parents[1]))
+from core.ranks import fresh_processes
 
 TIMEOUT = 60.0
 Body = Callable[..., Any]
@@ -37,12 +40,12 @@ def _main(rank: int, size: int, meet: str, pipe: Connection) -> None:
 class Ranks:
     def __init__(self, size: int, folder: Path) -> None:
         self.size = size
-        spawn = multiprocessing.get_context("spawn")
+        context = fresh_processes()
         self._pipes = []
         self._processes = []
         for rank in range(size):
-            ours, theirs = spawn.Pipe()
-            process = spawn.Process(target=_main, args=(rank, size, f"file://{folder}/meet", theirs), daemon=True)
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_main, args=(rank, size, f"file://{folder}/meet", theirs), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)

@@ -94,7 +94,7 @@ def test_spawned_by_the_script(tmp_path: Path) -> None:
     _trained(run(tmp_path, toy(meet, SPAWN), [sys.executable]))
 
 
-@pytest.mark.parametrize("end", [DESTROY, "pass"], ids=["", "group forgotten"])
+@pytest.mark.parametrize("end", [DESTROY, pytest.param("pass", marks=pytest.mark.slow)], ids=["", "group forgotten"])
 def test_under_torchrun(tmp_path: Path, end: str) -> None:
     torchrun = [beside("torchrun"), "--nproc-per-node", "2", "--master-port", port()]
     # Imported with DADT_INJECT=none, DADT is the backend and nothing else.

@@ -1,13 +1,11 @@
-"""One rank of test_compression.py: compression_rank.py EXECUTOR HOSTS RANK FOLDER."""
+"""One rank of test_compression.py."""
 
 from __future__ import annotations
 
 import hashlib
-import sys
 from pathlib import Path
 
 import torch
-from executor_rank import DEADLINE, connect
 from torch.distributed import FileStore
 
 from dadt import _core
@@ -16,6 +14,8 @@ from dadt.compression import CODECS, Codec, Feedback
 from dadt.executors import c10d, nccl
 from dadt.executors.base import Connection
 from dadt.world import World
+
+from .executor_rank import DEADLINE, connect
 
 COUNTS = ([1], [0], [255], [257], [1000, 0, 33], [40_000, 3])
 """The last one is no small one: it goes in parts. On three ranks and more, some have none of 257."""
@@ -148,7 +148,3 @@ def main(executor: str, hosts: str, rank: int, folder: str) -> None:
     connection.engine.close(DEADLINE)
     connection.close()
     print(f"right {averages.digest.hexdigest()} {plain / max(sent, 1):.2f}")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4])

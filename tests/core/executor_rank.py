@@ -1,11 +1,10 @@
-"""One rank of test_executors.py: executor_rank.py EXECUTOR HOSTS RANK FOLDER WHAT."""
+"""One rank of test_executors.py."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import signal
-import sys
 from pathlib import Path
 
 import torch
@@ -117,7 +116,3 @@ def main(executor: str, hosts: str, rank: int, folder: str, what: str) -> None:
         sums(connection, rank, len(hosts))
     connection.engine.close(DEADLINE)
     connection.close()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), *sys.argv[4:])

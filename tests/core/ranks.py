@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from dadt import _core
 
@@ -23,6 +26,47 @@ def _main(body: Callable[..., Any], rank: int, world_size: int, pipe: Connection
         pipe.send((result, None))
     except BaseException:
         pipe.send((None, traceback.format_exc()))
+
+
+def fresh_processes() -> Any:
+    """For ranks that need torch: forked off a process that has nothing but it, which is much cheaper than `spawn`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "torch.distributed.optim"])  # what every optimizer loads, and DDP
+    return context
+
+
+def printed(folder: Path, main: Callable[..., None], *ranks: tuple[Any, ...], deadline: float = 150.0) -> list[Ended]:
+    """How main(*arguments) ends for each rank's arguments, in a process of its own."""
+    context = fresh_processes()
+    files = [folder / f"printed{rank}" for rank in range(len(ranks))]
+    processes = [
+        context.Process(target=_into, args=(file, main, arguments), daemon=True)
+        for file, arguments in zip(files, ranks, strict=True)
+    ]
+    for process in processes:
+        process.start()
+    end = time.monotonic() + deadline
+    try:
+        for process in processes:
+            process.join(max(0.0, end - time.monotonic()))
+        return [Ended(process.exitcode, file.read_text()) for process, file in zip(processes, files, strict=True)]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+class Ended(NamedTuple):
+    code: int | None
+    """None of a process that has not ended within the deadline."""
+    said: str
+
+
+def _into(path: Path, main: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    with path.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    main(*arguments)
 
 
 def spawn(world_size: int, body: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from dadt.benchmarks.allreduce import measure
+from dadt.benchmarks.allreduce import Row, measure
+from dadt.benchmarks.ratio import Interval
 from dadt.errors import ConfigError
 from dadt_cli.bench import bench, parse_size
 
 
 def test_allreduce_reports_every_size_and_no_wrong_element(tmp_path: Path) -> None:
-    file = tmp_path / "figures.json"
-    result = CliRunner().invoke(
-        bench, ["allreduce", "--sizes", "1000,64K", "--rounds", "10", "--json", str(file)], catch_exceptions=False
-    )
+    file, picture = tmp_path / "figures.json", tmp_path / "figures.svg"
+    given = ["allreduce", "--sizes", "1000,64K", "--rounds", "10", "--json", str(file), "--plot", str(picture)]
+    result = CliRunner().invoke(bench, given, catch_exceptions=False)
     assert result.exit_code == 0 and "65,536" in result.output
     figures = json.loads(file.read_text())
     assert [row["bytes"] for row in figures["rows"]] == [1000, 65536]
@@ -26,8 +26,17 @@ def test_allreduce_reports_every_size_and_no_wrong_element(tmp_path: Path) -> No
         for who in ("dadt", "gloo", "memcpy", "gloo_per_dadt", "dadt_per_memcpy"):
             assert 0 < row[who]["low"] <= row[who]["median"] <= row[who]["high"]
     assert figures["conditions"]["cores"] >= 1
+    assert "busbw" in result.output and "bus bandwidth" in picture.read_text()
 
 
+def test_bandwidths_are_those_of_nccl_tests() -> None:
+    seconds = Interval(0.5, 0.4, 1.0)
+    row = Row(1000, 250, 4, *[seconds] * 5, wrong=0)
+    assert row.algbw(seconds) == Interval(2000.0, 1000.0, 2500.0)
+    assert row.busbw(seconds) == Interval(3000.0, 1500.0, 3750.0)
+
+
+@pytest.mark.slow
 def test_three_ranks_are_right_to_the_bit() -> None:
     (row,) = measure(ranks=3, sizes=[1_000_000], rounds=10)
     assert row.wrong == 0

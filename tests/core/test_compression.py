@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +14,9 @@ from dadt.compression.powersgd import orthonormal
 from dadt.config import Config
 from dadt.errors import ConfigError
 
-RANK = str(Path(__file__).with_name("compression_rank.py"))
+from .compression_rank import main
+from .ranks import printed
+
 HALF_STEP = {"bf16": 2**-8, "fp16": 2**-11}
 """Relative to the value, but for the subnormal ones of fp16."""
 
@@ -114,21 +113,8 @@ def test_a_small_value_beside_great_ones_arrives_in_time():
     [("shm", "00"), ("gloo", "012"), ("hierarchical:gloo", "0011"), ("nccl's way", "000")],
 )
 def test_means_are_near_and_the_same_on_all_ranks(executor, hosts, tmp_path):
-    processes = [
-        subprocess.Popen(
-            [sys.executable, RANK, executor, hosts, str(rank), str(tmp_path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(len(hosts))
-    ]
-    try:
-        said = [process.communicate(timeout=150)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    ranks = printed(tmp_path, main, *((executor, hosts, rank, str(tmp_path)) for rank in range(len(hosts))))
+    said = [rank.said for rank in ranks]
     words = [text.split() for text in said]
     assert all(text.startswith("right ") for text in said), said
     assert len({digest for _, digest, _ in words}) == 1, said

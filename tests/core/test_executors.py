@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,8 @@ from dadt.choice import Place, choose
 from dadt.config import Config
 from dadt.errors import ConfigError
 
-RANK = str(Path(__file__).with_name("executor_rank.py"))
+from .executor_rank import main
+from .ranks import Ended, printed
 
 
 @pytest.mark.parametrize(
@@ -70,28 +69,9 @@ def test_other_names_are_refused_with_a_list_of_those_there_are(name):
         Config(executor=name)
 
 
-class Ranks:
-    """Processes of executor_rank.py: `hosts` says on which host each is, as "0011"."""
-
-    def __init__(self, folder: Path, executor: str, hosts: str, what: str) -> None:
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, RANK, executor, hosts, str(rank), str(folder), what],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(len(hosts))
-        ]
-
-    def ended(self) -> list[str]:
-        """What each said."""
-        try:
-            return [process.communicate(timeout=150)[0] for process in self.processes]
-        finally:
-            for process in self.processes:
-                process.kill()
-                process.wait()
+def ranks(folder: Path, executor: str, hosts: str, what: str) -> list[Ended]:
+    """Of executor_rank.py: `hosts` says on which host each is, as "0011"."""
+    return printed(folder, main, *((executor, hosts, rank, str(folder), what) for rank in range(len(hosts))))
 
 
 @pytest.mark.parametrize(
@@ -105,13 +85,13 @@ class Ranks:
     ],
 )
 def test_sums_are_right_and_the_same_on_all_ranks(executor, hosts, tmp_path):
-    said = Ranks(tmp_path, executor, hosts, "sums").ended()
+    said = [rank.said for rank in ranks(tmp_path, executor, hosts, "sums")]
     assert all(text.startswith("right ") for text in said), said
     assert len(set(said)) == 1, said
 
 
 def test_two_executors(tmp_path):
-    said = Ranks(tmp_path, "gloo+shm", "00", "sums").ended()
+    said = [rank.said for rank in ranks(tmp_path, "gloo+shm", "00", "sums")]
     assert all(text.startswith("right ") for text in said), said
 
 
@@ -124,16 +104,15 @@ def test_two_executors(tmp_path):
     ],
 )
 def test_what_torch_does_not_have_is_refused_before_anything_is_exchanged(executor, says, tmp_path):
-    (said,) = Ranks(tmp_path, executor, "0", "sums").ended()
-    assert re.search(f"ConfigError: {says}", said), said
+    (rank,) = ranks(tmp_path, executor, "0", "sums")
+    assert re.search(f"ConfigError: {says}", rank.said), rank.said
 
 
 @pytest.mark.parametrize("dies", ["1", "3"])
 def test_a_rank_that_dies_ends_the_wait_of_all_others(dies, tmp_path):
-    ranks = Ranks(tmp_path, "hierarchical:gloo", "0011", f"dies {dies}")
-    said = ranks.ended()
-    assert ranks.processes[int(dies)].returncode == -signal.SIGKILL
-    del said[int(dies)]
+    ended = ranks(tmp_path, "hierarchical:gloo", "0011", f"dies {dies}")
+    assert ended.pop(int(dies)).code == -signal.SIGKILL
+    said = [rank.said for rank in ended]
     assert all("CommError" in text or "PeerLost" in text for text in said), said
     near = said[0 if dies == "1" else 2]
     assert f"rank {dies}" in near, near

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import sys
@@ -22,6 +21,8 @@ from dadt.config import Config
 from dadt.errors import Aborted, CommTimeout, Mismatch, PeerLost, StartTimeout
 from dadt.named import Named, _connect, describe
 from dadt.world import World
+
+from .ranks import fresh_processes
 
 TIMEOUT = 60.0
 TENSORS = 1000
@@ -43,7 +44,7 @@ def _main(body: Callable[..., Any], world: World, options: dict[str, Any], pipe:
 
 def spawn(size: int, body: Callable[..., Any], *args: Any, address: str = "", **options: Any) -> list[Any]:
     """What body(named, *args) returns in a process of its own for each rank; None for one that died without a word."""
-    context = multiprocessing.get_context("spawn")
+    context = fresh_processes()
     pipes = [context.Pipe() for _ in range(size)]
     worlds = [
         World(rank=r, local_rank=r, world_size=size, local_size=1 if address else size, address=address)

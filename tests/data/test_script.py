@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,20 +57,59 @@ def run(folder: Path, script: str, *arguments: str, size: int = 2, plain: bool =
     """Each rank's result, and what was printed."""
     done = command(folder, script, "-np", str(size), "--seed", "5", *arguments, plain=plain)
     assert done.returncode == 0, done.stdout + done.stderr
-    results = [json.loads((folder / f"result{rank}.json").read_text()) for rank in range(1 if plain else size)]
+    return collected(folder, 1 if plain else size), done.stdout + done.stderr
+
+
+def collected(folder: Path, size: int) -> list[dict[str, Any]]:
+    results = [json.loads((folder / f"result{rank}.json").read_text()) for rank in range(size)]
     for one in results:
         assert one["weights"] == results[0]["weights"], "replicas differ"
-    return results, done.stdout + done.stderr
+    return results
 
 
 def joined(results, start: int = 0, end: int | None = None) -> list[int]:
     return sorted(i for one in results for batch in one["read"][start:end] for i in batch)
 
 
-def test_quickstart_with_len_outside_and_no_grad_around(tmp_path):
-    results, output = run(
-        tmp_path,
-        """
+SEVERAL = """
+for name, script in {scripts!r}.items():
+    os.makedirs(name, exist_ok=True)
+    os.chdir(name)
+    exec(compile(script, name, "exec"), {{}})
+    gc.collect()
+    os.chdir("..")
+"""
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory):
+    """several(script's name): its results, the job's output and its folder. One job runs all these scripts, one after
+    the other and each in a namespace and a folder of its own, as it takes longer to start than any of them."""
+    folder = tmp_path_factory.mktemp("several")
+    scripts = {name: HEAD + textwrap.dedent(script) for name, script in SCRIPTS.items()}
+    done = command(folder, SEVERAL.format(scripts=scripts), "-np", "2", "--seed", "5")
+
+    def of(name: str):
+        assert done.returncode == 0, done.stdout + done.stderr
+        return collected(folder / name, 2), done.stdout + done.stderr, folder / name
+
+    return of
+
+
+# "statistics" goes first: it looks at its data before anything has been trained.
+SCRIPTS = {
+    "statistics": """
+        train = DataLoader(data, batch_size=5, shuffle=True)
+        mean = sum(xs.sum(0) for xs, _, _ in train) / n
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with torch.no_grad():
+            count = sum(len(xs) for xs, _, _ in train)
+        for _ in range(2):
+            for batch in train:
+                fit(model, batch, optimizer)
+        result(error=(mean - x.mean(0)).abs().max().item(), count=count)
+        """,
+    "quickstart": """
         train, test = DataLoader(data, batch_size=5, shuffle=True), DataLoader(data, batch_size=7)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         lengths = [len(train), len(test)]
@@ -86,19 +126,7 @@ def test_quickstart_with_len_outside_and_no_grad_around(tmp_path):
                     evaluated += which.tolist()
         result(lengths=lengths + [len(train), len(test)], loss=total / batches, evaluated=evaluated)
         """,
-    )
-    for one in results:
-        assert one["lengths"] == [5, 8, 5, 8] and len(one["read"]) == 10
-        assert one["evaluated"] == 2 * list(range(50)) and one["loss"] == results[0]["loss"]
-    assert joined(results, 0, 5) == joined(results, 5) == list(range(50))
-    assert "DataLoader #1 (50 samples, shuffled): trains, 25 per worker." in output
-    assert "DataLoader #2 (50 samples): evaluates, all of it." in output
-
-
-def test_no_grad_inside_the_loop(tmp_path):
-    results, _ = run(
-        tmp_path,
-        """
+    "no_grad": """
         train, test = DataLoader(data, batch_size=5, shuffle=True), DataLoader(data, batch_size=7)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         evaluated = []
@@ -114,35 +142,7 @@ def test_no_grad_inside_the_loop(tmp_path):
                     evaluated += batch[2].tolist()
         result(evaluated=evaluated)
         """,
-    )
-    assert joined(results, 0, 5) == joined(results, 5) == list(range(50))
-    assert all(one["evaluated"] == 2 * list(range(50)) for one in results)
-
-
-def test_statistics_before_training(tmp_path):
-    results, output = run(
-        tmp_path,
-        """
-        train = DataLoader(data, batch_size=5, shuffle=True)
-        mean = sum(xs.sum(0) for xs, _, _ in train) / n
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        with torch.no_grad():
-            count = sum(len(xs) for xs, _, _ in train)
-        for _ in range(2):
-            for batch in train:
-                fit(model, batch, optimizer)
-        result(error=(mean - x.mean(0)).abs().max().item(), count=count)
-        """,
-    )
-    assert all(one["error"] < 1e-12 and one["count"] == 50 for one in results)
-    assert joined(results, 0, 5) == joined(results, 5) == list(range(50))
-    assert output.count("DataLoader #1") == 1
-
-
-def test_gan(tmp_path):
-    results, _ = run(
-        tmp_path,
-        """
+    "gan": """
         other = nn.Linear(1, 4)
         judge = nn.Linear(4, 1)
         optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (judge, other)]
@@ -159,15 +159,7 @@ def test_gan(tmp_path):
         model = nn.Sequential(judge, other)
         result()
         """,
-    )
-    assert [len(one["read"]) for one in results] == [8, 8]
-    assert joined(results, 0, 4) == joined(results, 4) == list(range(50))
-
-
-def test_cycle_and_next_of_iter(tmp_path):
-    results, _ = run(
-        tmp_path,
-        """
+    "cycle": """
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         endless = itertools.cycle(DataLoader(data, batch_size=5, shuffle=True))
         for _ in range(10):
@@ -177,7 +169,55 @@ def test_cycle_and_next_of_iter(tmp_path):
             fit(model, next(iter(loader)), optimizer)
         result()
         """,
-    )
+    "saving": """
+        loader = DataLoader(data, batch_size=5, shuffle=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        same = []
+        for epoch in range(3):
+            for batch in loader:
+                fit(model, batch, optimizer)
+            torch.save(model.state_dict(), "last.pt")
+            shutil.copyfile("last.pt", f"best{rank}.pt")
+            state = torch.load(f"best{rank}.pt")
+            same.append(all(torch.equal(state[k], v) for k, v in model.state_dict().items()))
+            if rank == epoch:
+                torch.save(rank, f"only{rank}.pt")
+        result(same=same)
+        """,
+}
+
+
+def test_quickstart_with_len_outside_and_no_grad_around(several):
+    results, output, _ = several("quickstart")
+    for one in results:
+        assert one["lengths"] == [5, 8, 5, 8] and len(one["read"]) == 10
+        assert one["evaluated"] == 2 * list(range(50)) and one["loss"] == results[0]["loss"]
+    assert joined(results, 0, 5) == joined(results, 5) == list(range(50))
+    assert "DataLoader #2 (50 samples, shuffled): trains, 25 per worker." in output
+    assert "DataLoader #3 (50 samples): evaluates, all of it." in output
+
+
+def test_no_grad_inside_the_loop(several):
+    results, *_ = several("no_grad")
+    assert joined(results, 0, 5) == joined(results, 5) == list(range(50))
+    assert all(one["evaluated"] == 2 * list(range(50)) for one in results)
+
+
+def test_statistics_before_training(several):
+    results, output, _ = several("statistics")
+    assert all(one["error"] < 1e-12 and one["count"] == 50 for one in results)
+    assert joined(results, 0, 5) == joined(results, 5) == list(range(50))
+    assert output.count("DataLoader #1 ") == 1
+
+
+def test_gan(several):
+    results, *_ = several("gan")
+    assert [len(one["read"]) for one in results] == [8, 8]
+    assert joined(results, 0, 4) == joined(results, 4) == list(range(50))
+
+
+def test_cycle_and_next_of_iter(several):
+    results, *_ = several("cycle")
     assert joined(results, 0, 5) == joined(results, 5, 10) == list(range(50))
     for mine, theirs in zip(*(one["read"][10:] for one in results), strict=True):
         assert not set(mine) & set(theirs)
@@ -233,19 +273,20 @@ def test_a_stream_of_uneven_length(workers, tmp_path):
     assert "DataLoader #1 (a stream): trains, one sample in 3 per worker." in output
 
 
-@pytest.mark.parametrize("loader", ["map", "stream"])
-def test_a_divided_batch_trains_as_the_single_process(loader, tmp_path):
-    """Same batches, same order, the last one uneven: `sync --batch global` gives the single process's weights."""
-    script = f"""
+def test_a_divided_batch_trains_as_the_single_process(tmp_path):
+    """Same batches, same order, the last one uneven: `sync --batch global` gives the single process's weights. Of a
+    stream and of a data set with a length."""
+    script = """
         class Stream(IterableDataset):
             def __iter__(self):
                 return iter([data[i] for i in torch.randperm(n).tolist()])
-        loader = DataLoader(Stream(), batch_size=7) if "{loader}" == "stream" else DataLoader(
-            data, batch_size=7, shuffle=True)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        for _ in range(3):
-            for batch in loader:
-                fit(model, batch, optimizer)
+        loaders = DataLoader(Stream(), batch_size=7), DataLoader(data, batch_size=7, shuffle=True)
+        model = nn.ModuleList(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)) for _ in loaders)
+        for part, loader in zip(model, loaders):
+            optimizer = torch.optim.SGD(part.parameters(), lr=0.05, momentum=0.9)
+            for _ in range(3):
+                for batch in loader:
+                    fit(part, batch, optimizer)
         result()
         """
     (tmp_path / "alone").mkdir()
@@ -256,34 +297,17 @@ def test_a_divided_batch_trains_as_the_single_process(loader, tmp_path):
     assert len(results[0]["read"]) == len(alone["read"])
 
 
-def test_saving_best_copying_and_one_rank_alone(tmp_path):
-    results, _ = run(
-        tmp_path,
-        """
-        loader = DataLoader(data, batch_size=5, shuffle=True)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        same = []
-        for epoch in range(3):
-            for batch in loader:
-                fit(model, batch, optimizer)
-            torch.save(model.state_dict(), "last.pt")
-            shutil.copyfile("last.pt", f"best{rank}.pt")
-            state = torch.load(f"best{rank}.pt")
-            same.append(all(torch.equal(state[k], v) for k, v in model.state_dict().items()))
-            if rank == epoch:
-                torch.save(rank, f"only{rank}.pt")
-        result(same=same)
-        """,
-    )
+def test_saving_best_copying_and_one_rank_alone(several):
+    results, _, folder = several("saving")
     assert [one["same"] for one in results] == [[True] * 3] * 2
-    assert [torch.load(tmp_path / f"only{rank}.pt") for rank in (0, 1)] == [0, 1]
-    assert sorted(p.name for p in tmp_path.glob("*.pt")) == sorted(
+    assert [torch.load(folder / f"only{rank}.pt") for rank in (0, 1)] == [0, 1]
+    assert sorted(p.name for p in folder.glob("*.pt")) == sorted(
         ["last.pt", "best0.pt", "best1.pt", "only0.pt", "only1.pt"]
     )
-    assert not list(tmp_path.glob(".dadt*"))
+    assert not list(folder.glob(".dadt*"))
 
 
-@pytest.mark.parametrize("algorithm", ["sync", "pipe"])
+@pytest.mark.parametrize("algorithm", [pytest.param("sync", marks=pytest.mark.slow), "pipe"])
 def test_a_save_by_one_rank_in_the_middle_of_a_pass(algorithm, tmp_path):
     """Local rank 0 never saves this path and goes on: the rank that saves must not wait for it for long."""
     results, _ = run(

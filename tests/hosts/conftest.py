@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import signal
@@ -22,6 +23,7 @@ PROGRAMS = {
 }
 
 
+@functools.cache
 def missing() -> str:
     """Why no machines can be simulated here; empty if they can."""
     if os.geteuid() != 0:
@@ -33,7 +35,7 @@ def missing() -> str:
     return f"no namespaces can be made here: {done.stderr.strip()}" if done.returncode else ""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def network_possible() -> None:
     if reason := missing():
         if os.environ.get("CI") == "true":

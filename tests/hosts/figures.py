@@ -24,7 +24,7 @@ from machine import Machine, Network, await_that
 
 import dadt.benchmarks
 from dadt.benchmarks.ratio import Interval, interval, ratio
-from dadt_cli.bench import conditions
+from dadt_cli.figure import conditions
 
 DADT = [sys.executable, "-m", "dadt_cli", "run"]
 FIRST_STEP = Path(dadt.benchmarks.__file__).with_name("first_step.py")

@@ -60,7 +60,7 @@ def node(hosts: Callable[[int], Network], tmp_path: Path) -> Iterator[Node]:
         each.communicate(timeout=SECONDS)
 
 
-@pytest.mark.parametrize("where", ["h0:29400", "[fd07::1]:29400", "file"])
+@pytest.mark.parametrize("where", [pytest.param("h0:29400", marks=pytest.mark.slow), "[fd07::1]:29400", "file"])
 def test_hosts_without_ssh_train_together(
     hosts: Callable[[int], Network], node: Node, tmp_path: Path, where: str
 ) -> None:

@@ -15,7 +15,7 @@ print("weights", hashlib.sha256(model.weight.detach().numpy().tobytes()).hexdige
 """
 
 
-@pytest.mark.parametrize("slots", ["h0:2,h1:2", "h0:2,h1:1"])
+@pytest.mark.parametrize("slots", [pytest.param("h0:2,h1:2", marks=pytest.mark.slow), "h0:2,h1:1"])
 def test_auto_trains_the_same_weights_everywhere(hosts, start, slots):
     network = hosts(2)
     count = sum(int(part[-1]) for part in slots.split(","))

@@ -84,7 +84,8 @@ def test_hosts_that_are_not_needed_are_let_go(hosts, start):
     assert "h2 not used" in result.err
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
 def test_four_workers_learn_digits_over_hosts(hosts, start, count):
     network = hosts(count)
     script = (ROOT / "examples" / "mnist.py").read_text()

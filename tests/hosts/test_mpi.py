@@ -59,6 +59,9 @@ def test_workers_run_on_their_hosts(hosts, start, mpirun):
     assert said == [b"0 0 0 h0 0", b"1 1 0 h0 1", b"2 0 1 h1 2", b"3 1 1 h1 3"]
 
 
+@pytest.mark.parametrize(
+    "mpirun", ["mpirun.openmpi", pytest.param("mpirun.mpich", marks=pytest.mark.slow)], indirect=True
+)
 def test_training_goes_over_the_network(hosts, start, mpirun):
     network = hosts(2)
     by = ["--launcher", "mpi", "--mpirun", mpirun, "-H", "h0:1,h1:1"]
@@ -83,10 +86,18 @@ def test_kill_9_leaves_nothing_on_any_host(hosts, start, mpirun, tmp_path, who):
     await_that(lambda: not network.leftovers(), f"the end of {network.leftovers()}", 10.0)
 
 
-@pytest.mark.parametrize("way", ["MASTER_ADDR", "mpi4py"])
+@pytest.mark.parametrize(
+    ("mpirun", "way"),
+    [
+        ("mpirun.openmpi", "mpi4py"),
+        ("mpirun.mpich", "MASTER_ADDR"),
+        pytest.param("mpirun.openmpi", "MASTER_ADDR", marks=pytest.mark.slow),
+    ],
+    indirect=["mpirun"],
+)
 def test_scripts_that_import_dadt_need_no_dadt_run(hosts, mpirun, tmp_path, way):
-    if way == "mpi4py" and (mpirun != "mpirun.openmpi" or importlib.util.find_spec("mpi4py") is None):
-        pytest.skip("needs mpi4py, which from PyPI finds Debian's Open MPI")
+    if way == "mpi4py" and importlib.util.find_spec("mpi4py") is None:
+        pytest.skip("mpi4py is not installed")
     network = hosts(2)
     (tmp_path / "train.py").write_text(TRAIN.format(dadt=", dadt"))
     (tmp_path / "hosts").write_text("h0:1\nh1:1\n" if "mpich" in mpirun else "h0 slots=1\nh1 slots=1\n")

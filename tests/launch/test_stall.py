@@ -30,7 +30,7 @@ for step in range(20):
 ARGUMENTS = ("-np", "2", "--stall-warning", "0.5", "--warmup-steps", "100")
 
 
-@pytest.mark.parametrize("how", ["warn", "dump"])
+@pytest.mark.parametrize("how", ["warn", pytest.param("dump", marks=pytest.mark.slow)])
 def test_a_late_rank_is_told_of_and_waited_for(launch: Callable[..., Result], how: str) -> None:
     result = launch(SCRIPT, *ARGUMENTS, "--on-stall", how, "train.py")
     assert result.code == 0, result.err

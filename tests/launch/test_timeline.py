@@ -24,7 +24,7 @@ for step in range(12):
 """
 
 
-@pytest.mark.parametrize("executor", ["shm", "gloo"])
+@pytest.mark.parametrize("executor", ["shm", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_a_job_leaves_one_file(launch, tmp_path, executor):
     result = launch(
         TRAIN.format(fail=-1), "-np", "2", "--executor", executor, "--bucket-mb", "0.001", "--timeline", "out/t.json",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from checks import assert_equal, assert_near
-from conftest import MPIRUNS, TESTS, installed
+from conftest import TESTS, installed
 from scenarios import WARMUP, simulate
 
 RANK = """
@@ -38,7 +38,7 @@ def step():
 """
 
 
-@pytest.fixture(params=["torchrun", *MPIRUNS])
+@pytest.fixture(params=["torchrun", "mpirun.openmpi", pytest.param("mpirun.mpich", marks=pytest.mark.slow)])
 def launcher(request: pytest.FixtureRequest) -> str:
     return installed(request.param)
 
@@ -53,7 +53,7 @@ def mpirun() -> str:
     ("launcher", "imports"),
     [
         ("torchrun", "import torch, dadt"),
-        ("mpirun.openmpi", "import torch, dadt"),
+        pytest.param("mpirun.openmpi", "import torch, dadt", marks=pytest.mark.slow),
         ("mpirun.openmpi", "import dadt, torch"),
         ("mpirun.mpich", "import dadt, torch"),
     ],

@@ -46,6 +46,9 @@ while not os.path.exists("daemon" + rank): time.sleep(0.01)
 """
 
 
+@pytest.mark.parametrize(
+    "mpirun", [pytest.param("mpirun.openmpi", marks=pytest.mark.slow), "mpirun.mpich"], indirect=True
+)
 def test_training_equals_the_definition(launch, tmp_path):
     torch.set_num_threads(1)
     result = launch(TRAIN, "-np", "2", "--warmup-steps", str(WARMUP), "train.py")

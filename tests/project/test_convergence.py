@@ -76,7 +76,7 @@ def compare(folder: Path, family: str, method: str, flags: list[str], ranks: int
 @pytest.mark.parametrize(
     ("family", "method", "flags"),
     [
-        ("cnn", f"pipe:warmup={WARMUP}", []),
+        pytest.param("cnn", f"pipe:warmup={WARMUP}", [], marks=pytest.mark.slow),
         ("mlp", "sync", ["--algorithm", "sync"]),
         ("gpt", f"pipe:warmup={WARMUP}", []),
     ],

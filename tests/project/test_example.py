@@ -1,4 +1,4 @@
-"""The example is a plain script: it imports no dadt, runs under plain python, and learns under both."""
+"""The examples are plain scripts: they import no dadt, run under plain python, and learn under both."""
 
 from __future__ import annotations
 
@@ -31,12 +31,17 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_it_knows_nothing_of_dadt() -> None:
-    nodes = [n for n in ast.walk(ast.parse(SCRIPT.read_text())) if isinstance(n, ast.Import | ast.ImportFrom)]
+PLAIN = ["mnist", "char_gpt", "bert_classify", "imagenet", "gan", "data_parallel", "ddp_cifar"]
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_it_knows_nothing_of_dadt(name: str) -> None:
+    nodes = list(ast.walk(ast.parse((ROOT / "examples" / f"{name}.py").read_text())))
     names = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
     names |= {str(n.module) for n in nodes if isinstance(n, ast.ImportFrom)}
     assert "torch" in names
-    assert not [name for name in names if name.startswith(("dadt", "torch.distributed", "torchvision"))]
+    assert not [each for each in names if each.startswith(("dadt", "torchvision"))]
+    assert ("torch.distributed" in names) == (name == "ddp_cifar")
 
 
 def test_plain_python(tmp_path: Path) -> None:
@@ -54,7 +59,7 @@ def test_wrong_folder_gets_one_sentence(tmp_path: Path) -> None:
     assert "no digits in nowhere" in done.stdout
 
 
-@pytest.mark.parametrize("optimizer", ["adadelta", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adadelta", pytest.param("sgd", marks=pytest.mark.slow)])
 def test_two_workers(tmp_path: Path, optimizer: str) -> None:
     # One seed: what is learned in so few steps differs by a point from one to the next.
     dadt = [sys.executable, "-m", "dadt_cli", "run", "-np", "2", "--seed", "0"]
@@ -87,8 +92,8 @@ def test_the_one_with_the_api_in_plain_python(tmp_path: Path) -> None:
 
 
 def test_the_one_with_the_api_by_two_workers(tmp_path: Path) -> None:
-    done = run([sys.executable, "-m", "dadt_cli", "run", "-np", "2", str(API_SCRIPT)], tmp_path)
+    done = run([sys.executable, "-m", "dadt_cli", "run", "-np", "2", str(API_SCRIPT), "--epochs", "1"], tmp_path)
     assert done.returncode == 0, done.stdout
-    assert "189 steps, 139 of them delayed by one" in done.stdout
-    assert len(accuracies(done.stdout)) == 3
-    assert accuracies(done.stdout)[-1] >= 0.94
+    assert "63 steps, 13 of them delayed by one" in done.stdout
+    (accuracy,) = accuracies(done.stdout)
+    assert accuracy > 0.85

@@ -33,6 +33,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_example_leaves_out_what_sync_falls_for(folder: Path) -> None:
     """That it runs and prints what the page shows is tested in test_page.py."""
     script = folder / "train.py"
@@ -49,9 +50,11 @@ def test_the_example_leaves_out_what_sync_falls_for(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("nowhere:Any", "there is no module nowhere"),
+        pytest.param("nowhere:Any", "there is no module nowhere", marks=pytest.mark.slow),
         ("spikes:Skips", "spikes.py has no Skips"),
-        ("spikes:statistics", "statistics is no subclass of dadt.algorithms.Algorithm"),
+        pytest.param(
+            "spikes:statistics", "statistics is no subclass of dadt.algorithms.Algorithm", marks=pytest.mark.slow
+        ),
         ("broken:Any", "broken cannot be imported: ZeroDivisionError: division by zero"),
         ("wrong:Any", "wrong.py cannot be read: "),
         ("spikes", "choose one of pipe, sync"),

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import click
 import pytest
+
+from dadt_cli import COMMANDS, dadt_command
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -19,13 +24,55 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 EXAMPLE_FLAGS = {"--epochs"}
 FOREIGN_FLAGS = {
     "benchmarks.md": {"--budget-minutes", "--families", "--jobs", "--others", "--ranks", "--seeds"},
+    "configuration.md": {"--local", "--mca"},
+    "errors.md": {"--connect", "--privileged"},
+    "examples.md": {
+        *(
+            "--amp",
+            "--batch-size",
+            "--data",
+            "--depth",
+            "--from-literal",
+            "--length",
+            "--lr",
+            "--nproc-per-node",
+            "--resume",
+        ),
+        *("--size", "--speakers", "--steps", "--synthetic", "--width", "--workers"),
+    },
     "executors.md": {"--mpi"},
-    "injection.md": {"--init", "--world"},
-    "mpi.md": {"--nproc-per-node"},
+    "from-ddp.md": {
+        *("--local", "--max-restarts", "--nproc-per-node", "--rdzv-endpoint", "--redirects", "--run-path", "--tee"),
+        *("--local-ranks-filter", "--standalone"),
+    },
+    "from-deepspeed.md": {"--enable", "--local", "--master", "--no", "--node", "--num", "--ssh"},
+    "from-horovod.md": {
+        *(
+            "--autotune",
+            "--check-build",
+            "--cycle-time-ms",
+            "--fusion-threshold-mb",
+            "--gloo",
+            "--host-discovery-script",
+        ),
+        *("--max-np", "--min-np", "--mpi", "--network-interfaces", "--output-filename", "--timeline-filename"),
+    },
+    "install.md": {"--index-url"},
+    "injection.md": {"--init", "--local", "--world"},
+    "launching.md": {"--local"},
+    "mpi.md": {"--mca", "--nproc-per-node"},
     "slurm.md": {"--array", "--cpus-per-task", "--nodes", "--ntasks", "--ntasks-per-node", "--signal", "--time"},
 }
 """Of other programs, as torchrun, sbatch, ssh, a script of the page or a module that is run."""
 LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)")
+SLOW = {"from-ddp.md", "from-deepspeed.md"}
+OURS = rf"dadt (?:{'|'.join(COMMANDS)})\b"
+SHOWN = re.compile(rf"^(?:    )?(?:\w*\$ |exec )?(?:[A-Z_]+=\S+ )*({OURS}.*)$", re.M)
+INLINE = re.compile(rf"(?<!`)`({OURS}[^`]*)`")
+PLACEHOLDER = re.compile(r"\[[a-z ]+\]|\.\.\.|…")
+STANDS_FOR = {"N": "2", "MODEL": "mlp"}
+REMARK = re.compile(r"\s{3,}\S.*")
+MAKE = re.compile(r"^(?:\$ |    )make (\S+)", re.M)
 
 
 @dataclass
@@ -63,11 +110,16 @@ def pattern(line: str) -> str:
 RUNNABLE = [page for page in PAGES if any(mark == "runnable" for mark, _, _ in blocks(page))]
 
 
+def page_case(page: Path) -> object:
+    """As a test of its own; those that only show what other tests hold are for `make test-slow`."""
+    return pytest.param(page, id=page.name, marks=[pytest.mark.slow] if page.name in SLOW else [])
+
+
 def test_there_are_runnable_pages() -> None:
     assert {"README.md", "quickstart.md", "launching.md"} <= {page.name for page in RUNNABLE}
 
 
-@pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [page_case(page) for page in RUNNABLE])
 def test_commands_do_what_the_page_says(page: Path, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -78,7 +130,8 @@ def test_commands_do_what_the_page_says(page: Path, tmp_path: Path) -> None:
         expected = int(value.removeprefix("exit ") or 0)
         for command in commands(text):
             done = subprocess.run(
-                command.text,
+                # One epoch prints what each of them prints, but for the numbers.
+                re.sub(r"--epochs \d+", "--epochs 1", command.text),
                 shell=True,
                 cwd=tmp_path,
                 env={**os.environ, "PATH": path},
@@ -91,6 +144,83 @@ def test_commands_do_what_the_page_says(page: Path, tmp_path: Path) -> None:
             printed = {pattern(line) for line in done.stdout.splitlines()}
             missing = [line for line in command.output if pattern(line) not in printed]
             assert not missing, f"{command.text} does not print {missing}, but\n{done.stdout}"
+
+
+def words(text: str) -> list[str]:
+    """Of a command after `dadt`, without remarks and what stands for the user's own."""
+    plain = PLACEHOLDER.sub("", REMARK.sub("", text))
+    return [STANDS_FOR.get(word, word) for word in shlex.split(plain, comments=True)[1:]]
+
+
+def make_what_it_names(given: list[str], folder: Path) -> None:
+    """Scripts, modules, classes and lists of hosts, as far as `dadt run --dry-run` looks at them."""
+    for option, word in zip(["", *given], given, strict=False):
+        name, _, cls = word.partition(":")
+        if option == "--hostfile":
+            (folder / word).write_text("host1 slots=2\n")
+        elif option == "--config":
+            (folder / word).write_text("warmup-steps: 50\n")
+        elif option == "--no-python":
+            (folder / word).write_text("#!/bin/sh\n")
+            (folder / word).chmod(0o755)
+        elif word.endswith((".py", ".sh")):
+            (folder / word).parent.mkdir(parents=True, exist_ok=True)
+            (folder / word).touch()
+        elif option == "-m" or re.fullmatch(r"[a-z.]+:[A-Z]\w+", word):
+            module = folder / f"{name.replace('.', '/')}.py"
+            module.parent.mkdir(parents=True, exist_ok=True)
+            module.write_text(f"class {cls}: ..." if cls else "")
+
+
+def plan(given: list[str], folder: Path) -> None:
+    """`dadt run --dry-run`, which says what is wrong with flags, values, hosts and scripts."""
+    make_what_it_names(given, folder)
+    if not {"-np", "-H", "--hostfile"} & set(given):
+        given = ["-np", "2", *given]  # elsewhere a Slurm allocation says how many
+    mpi = "mpi" in (given[at + 1] for at, word in enumerate(given) if word in ("--launcher", "--executor"))
+    if mpi and shutil.which("mpirun") is None:
+        parse(["run", *given])
+    else:
+        assert not dadt_command.main(["run", "--dry-run", *given], prog_name="dadt", standalone_mode=False)
+
+
+def parse(given: list[str]) -> None:
+    """Flags and the values that they take; the rest may be left out."""
+    command: click.Command = dadt_command
+    context = click.Context(command)
+    while isinstance(command, click.Group) and given and given[0] != "--help":
+        if given[0].startswith("--model"):
+            given = ["model", *given]  # of `dadt bench`, which has a command for it
+        found = command.get_command(context, given[0])
+        assert found, f"there is no {given[0]}"
+        command, given = found, given[1:]
+    try:
+        command.make_context(command.name, list(given))
+    except (click.MissingParameter, click.exceptions.Exit, click.exceptions.NoArgsIsHelpError):
+        pass  # named without its arguments, or --help
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_can_be_given(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    text = page.read_text()
+    for line in SHOWN.findall(text):
+        given = words(line)
+        try:
+            if given[0] == "run":
+                plan(given[1:], tmp_path)
+            else:
+                parse(given)
+        except Exception as error:
+            pytest.fail(f"{line}: {error}")
+    for line in INLINE.findall(text):
+        try:
+            parse(words(line))
+        except Exception as error:
+            pytest.fail(f"{line}: {error}")
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert set(MAKE.findall(text)) <= targets
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
@@ -107,25 +237,25 @@ def test_generated_pages_are_fresh(name: str) -> None:
     assert page == done.stdout, "run `make format`"
 
 
+def flags(command: click.Command) -> set[str]:
+    """All options of a command and of those below it."""
+    known = {name for each in command.params for name in (*each.opts, *each.secondary_opts)} | {"--help"}
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in [*command.list_commands(context), "model"]:
+            if found := command.get_command(context, name):
+                known |= flags(found)
+    return known
+
+
 def test_flags_exist() -> None:
-    helps = [
-        ["run", "--help-all"],
-        ["--help"],
-        ["bench", "allreduce", "--help"],
-        ["bench", "step", "--help"],
-        ["logs", "--help"],
-        ["compare", "--help"],
-        ["config", "show", "--help"],
-        ["check-env", "--help-all"],
-    ]
-    known = set(EXAMPLE_FLAGS)
-    for arguments in helps:
-        command = [sys.executable, "-m", "dadt_cli", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-        known.update(FLAG.findall(done.stdout))
-    for page in PAGES:
-        strangers = set(FLAG.findall(page.read_text())) - known - FOREIGN_FLAGS.get(page.name, set())
-        assert not strangers, page.name
+    known = EXAMPLE_FLAGS | flags(dadt_command)
+    strangers = {
+        page.name: found
+        for page in PAGES
+        if (found := set(FLAG.findall(page.read_text())) - known - FOREIGN_FLAGS.get(page.name, set()))
+    }
+    assert not strangers
 
 
 def test_results_are_listed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from job import Run, joined
 from test_script_view import assert_replicas_equal
 
 PLATEAU = """
@@ -17,13 +18,6 @@ PLATEAU = """
         scheduler.step(1.0 / (step + 1) if rank == 0 or step % 8 != 7 else 2.0)   # rank 1 sees no progress
     report({"state": snapshot(model, optimizer), "lr": optimizer.param_groups[0]["lr"]})
 """
-
-
-@pytest.mark.parametrize("algorithm", ["pipe", "sync"])
-def test_learning_rates_that_differ(dadt_run, algorithm) -> None:
-    run = dadt_run(PLATEAU, "--warmup-steps", "4", "--algorithm", algorithm)
-    assert "rank 0's are used on all" in run.output
-    assert_replicas_equal(run)
 
 
 SKIP = """
@@ -90,9 +84,10 @@ IDENTICAL = """
 """
 
 
-def test_identical_gradients_are_noticed(dadt_run) -> None:
+def test_identical_gradients_are_noticed(dadt_run, shared) -> None:
     assert "they train on the same data" in dadt_run(IDENTICAL.format(rank="0")).output
-    assert "they train on the same data" not in dadt_run(IDENTICAL.format(rank="rank")).output
+    assert len(shared["pipe"].of("unlike").ranks) == 2
+    assert "they train on the same data" not in shared["pipe"].output
 
 
 BUFFERS = """
@@ -119,11 +114,28 @@ BUFFERS = """
 """
 
 
+@pytest.fixture(scope="module")
+def shared(shared_run) -> dict[str, Run]:
+    unlike = IDENTICAL.format(rank="rank") + "    report({})\n"
+    options = "--warmup-steps", "4", "--algorithm"
+    return {
+        "pipe": shared_run(joined(plateau=PLATEAU, buffers=BUFFERS, unlike=unlike), *options, "pipe"),
+        "sync": shared_run(joined(plateau=PLATEAU, buffers=BUFFERS), *options, "sync"),
+    }
+
+
 @pytest.mark.parametrize("algorithm", ["pipe", "sync"])
-def test_buffers_are_averaged_for_the_script_and_own_in_training(dadt_run, algorithm) -> None:
+def test_learning_rates_that_differ(shared, algorithm) -> None:
+    run = shared[algorithm].of("plateau")
+    assert "rank 0's are used on all" in run.output
+    assert_replicas_equal(run)
+
+
+@pytest.mark.parametrize("algorithm", ["pipe", "sync"])
+def test_buffers_are_averaged_for_the_script_and_own_in_training(shared, algorithm) -> None:
     import torch
 
-    run = dadt_run(BUFFERS, "--warmup-steps", "4", "--algorithm", algorithm)
+    run = shared[algorithm].of("buffers")
     assert_replicas_equal(run)
     a, b = run.ranks
     assert not torch.equal(a["own"][-1], b["own"][-1])

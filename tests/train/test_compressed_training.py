@@ -32,7 +32,15 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "compression"), [*(("sync", name) for name in NEAR), ("pipe", "int8"), ("pipe", "powersgd:2")]
+    ("algorithm", "compression"),
+    [
+        ("sync", "bf16"),
+        ("sync", "powersgd:2"),
+        ("pipe", "int8"),
+        pytest.param("sync", "fp16", marks=pytest.mark.slow),
+        pytest.param("sync", "int8", marks=pytest.mark.slow),
+        pytest.param("pipe", "powersgd:2", marks=pytest.mark.slow),
+    ],
 )
 def test_trainings_stay_near_and_replicas_identical(algorithm, compression, dadt_run):
     executor = "gloo" if algorithm == "sync" else "shm"
@@ -51,7 +59,7 @@ def test_trainings_stay_near_and_replicas_identical(algorithm, compression, dadt
         assert far > 0 or (name, compression) == ("unused", "powersgd:2"), "nothing was compressed"
 
 
-@pytest.mark.parametrize("compression", ["int8", "powersgd:2"])
+@pytest.mark.parametrize("compression", [pytest.param("int8", marks=pytest.mark.slow), "powersgd:2"])
 def test_infinity_on_one_rank_makes_all_skip_and_no_more(compression, dadt_run):
     run = dadt_run(
         """

@@ -235,7 +235,11 @@ def by_ddp(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     ("flags", "arguments"),
     [
         (["--pass-local-rank"], []),
-        ([], ["--init", "file://{folder}/meet", "--rank", "{rank}", "--world_size", "{world_size}"]),
+        pytest.param(
+            [],
+            ["--init", "file://{folder}/meet", "--rank", "{rank}", "--world_size", "{world_size}"],
+            marks=pytest.mark.slow,  # test_ddp_on_hosts.py has it, too
+        ),
     ],
     ids=["with a rank argument", "by file"],
 )

@@ -34,8 +34,15 @@ def test_the_definition_tells_predictions_apart() -> None:
     assert max(float((one[name] - other[name]).abs().max()) for name in one) > 1e-3
 
 
-@pytest.mark.parametrize("algorithm", ["pipe", "sync"])
-@pytest.mark.parametrize("executor", ["shm", "gloo"])
+@pytest.mark.parametrize(
+    ("algorithm", "executor"),
+    [
+        ("pipe", "shm"),
+        ("sync", "gloo"),
+        pytest.param("pipe", "gloo", marks=pytest.mark.slow),
+        pytest.param("sync", "shm", marks=pytest.mark.slow),
+    ],
+)
 def test_trajectories_equal_the_definition(dadt_run, algorithm, executor) -> None:
     torch.set_num_threads(1)
     run = dadt_run(ALL, "--algorithm", algorithm, "--executor", executor, "--warmup-steps", str(WARMUP))

@@ -39,7 +39,9 @@ def equal(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-@pytest.mark.parametrize("algorithm", ["sync", "pipe", "local", pytest.param("gossip", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "algorithm", ["sync", "pipe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("local", "gossip"))]
+)
 def test_every_feature_works(dadt_run, algorithm) -> None:
     run = dadt_run(SCRIPT, "--algorithm", algorithm, *OPTIONS[algorithm])
     assert "Dynamo" not in run.output and "recompile_limit" not in run.output

@@ -14,7 +14,7 @@ from gossip_script import AVERAGE, PRELUDE, assert_averaged
     ("size", "options"),
     [
         (4, ["--executor", "shm"]),
-        (3, ["--executor", "gloo", "--topology", "ring"]),
+        pytest.param(3, ["--executor", "gloo", "--topology", "ring"], marks=pytest.mark.slow),
         pytest.param(2, ["--executor", "gloo"], marks=pytest.mark.slow),
         pytest.param(5, ["--executor", "shm", "--topology", "complete"], marks=pytest.mark.slow),
         pytest.param(4, ["--executor", "hierarchical"], marks=pytest.mark.slow),
@@ -134,7 +134,9 @@ STRAGGLER = """
 """
 
 
+@pytest.mark.slow
 def test_the_others_keep_their_pace_beside_a_slow_rank(dadt_run) -> None:
+    """Beside one that is stopped altogether, they do so in each run."""
     run = dadt_run(PRELUDE + STRAGGLER, "--algorithm", "gossip", np=4)
     assert len(run.ranks) == 4
 

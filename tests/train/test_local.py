@@ -213,7 +213,7 @@ EARLY = """
 """
 
 
-@pytest.mark.parametrize("executor", ["shm", "gloo"])
+@pytest.mark.parametrize("executor", [pytest.param("shm", marks=pytest.mark.slow), "gloo"])
 def test_a_rank_that_ends_rounds_before_the_others(dadt_run, executor) -> None:
     run = dadt_run(EARLY, *LOCAL_SGD.options(), "--executor", executor, check=False)
     assert run.code == 1
@@ -226,7 +226,9 @@ DIGITS = """
 """
 
 
-@pytest.mark.parametrize("compression", ["none", "int8", pytest.param("powersgd:4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "compression", ["none", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "powersgd:4"))]
+)
 def test_the_digits_are_learned(dadt_run, compression) -> None:
     """With the defaults. `sync` comes to 0.97 here."""
     run = dadt_run(DIGITS, "--algorithm", "local", "--batch", "global", "--compression", compression)

@@ -23,7 +23,7 @@ SOME = f"""
 """
 
 
-@pytest.mark.parametrize("staleness", [2, 3])
+@pytest.mark.parametrize("staleness", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_trajectories_equal_the_definition(dadt_run, staleness) -> None:
     """Staleness 1 is tested with all scenarios, in test_exactness.py."""
     torch.set_num_threads(1)

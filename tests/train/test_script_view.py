@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 from checks import assert_equal
+from job import Run, joined
 
 
 def assert_replicas_equal(run) -> None:
@@ -61,11 +63,6 @@ READS = """
 """
 
 
-def test_what_the_script_reads(dadt_run) -> None:
-    run = dadt_run(READS, "--warmup-steps", "2")
-    assert_replicas_equal(run)
-
-
 WRITES = """
     from scenarios import backward, SCENARIOS, mlp, snapshot
     torch.manual_seed(0)
@@ -94,10 +91,6 @@ WRITES = """
             assert max(p.abs().max() for p in weights()[:4]) <= 0.2
     report({"state": snapshot(model, optimizer)})
 """
-
-
-def test_what_the_script_writes(dadt_run) -> None:
-    assert_replicas_equal(dadt_run(WRITES, "--warmup-steps", "2"))
 
 
 COMPILED = """
@@ -143,10 +136,6 @@ COMPILED = """
 """
 
 
-def test_compiled_models_have_no_break(dadt_run) -> None:
-    assert_replicas_equal(dadt_run(COMPILED, "--warmup-steps", "2"))
-
-
 CONTAINER = """
     from scenarios import batch, mlp, snapshot
     class Trainer(nn.Module):
@@ -170,5 +159,22 @@ CONTAINER = """
 """
 
 
-def test_a_container_that_is_never_called(dadt_run) -> None:
-    assert_replicas_equal(dadt_run(CONTAINER, "--warmup-steps", "2"))
+@pytest.fixture(scope="module")
+def shared(shared_run) -> Run:
+    return shared_run(joined(reads=READS, writes=WRITES, container=CONTAINER), "--warmup-steps", "2")
+
+
+def test_what_the_script_reads(shared) -> None:
+    assert_replicas_equal(shared.of("reads"))
+
+
+def test_what_the_script_writes(shared) -> None:
+    assert_replicas_equal(shared.of("writes"))
+
+
+def test_a_container_that_is_never_called(shared) -> None:
+    assert_replicas_equal(shared.of("container"))
+
+
+def test_compiled_models_have_no_break(dadt_run) -> None:
+    assert_replicas_equal(dadt_run(COMPILED, "--warmup-steps", "2"))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from checks import assert_equal, assert_near
+from job import Run, joined
 from scenarios import batch, mlp, snapshot
 from torch import nn
 
@@ -46,16 +48,17 @@ def fool(D: nn.Module, fake: torch.Tensor) -> None:
     nn.functional.binary_cross_entropy_with_logits(D(fake), torch.ones(4, 1)).backward()
 
 
+FACTOR, OLDER = 1.0, -0.5
+
+
 class Delayed:
-    """One optimizer of one simulated training: delay 1 with prediction, by definition."""
+    """One optimizer of one simulated training: delay 1, predicted by displacements, by definition."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.displacement: list[torch.Tensor] | None = None
         self.older = [torch.zeros_like(p) for p in self.parameters]
-        group = optimizer.param_groups[0]
-        self.momentum = group["betas"][0] if "betas" in group else group["momentum"]
         self.pending: list[torch.Tensor] | None = None
         self.true = self.copy()
         self.step = 0
@@ -70,7 +73,7 @@ class Delayed:
     def predict(self) -> None:
         if self.step > WARMUP and self.displacement is not None:
             known = zip(self.true, self.displacement, self.older)
-            self.set([t + (-self.momentum * o).add_(d, alpha=2 * self.momentum) for t, d, o in known])
+            self.set([t + (OLDER * o).add_(d, alpha=FACTOR) for t, d, o in known])
 
     def apply(self, gradients: list[list[torch.Tensor]]) -> None:
         """gradients: by rank."""
@@ -92,9 +95,8 @@ class Delayed:
         return [p.grad.clone() for p in self.parameters]
 
 
-def test_two_optimizers_equal_their_definition(dadt_run) -> None:
+def test_two_optimizers_equal_their_definition(shared) -> None:
     torch.set_num_threads(1)
-    run = dadt_run(ADVERSARIAL, "--warmup-steps", str(WARMUP), "--predict", "1,-0.5")
     torch.manual_seed(0)
     G, D = nn.Linear(6, 6), nn.Linear(6, 1)
     g, d = map(Delayed, optimizers(G, D))
@@ -115,7 +117,7 @@ def test_two_optimizers_equal_their_definition(dadt_run) -> None:
             parts.append(g.gradients())
         g.apply(parts)
     d.set(d.true)
-    for rank in run.ranks:
+    for rank in shared.of("adversarial").ranks:
         assert_equal(rank["G"], snapshot(G, g.optimizer), "generator")
         assert_equal(rank["D"], snapshot(D, d.optimizer), "discriminator")
 
@@ -142,10 +144,15 @@ def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return nn.functional.cross_entropy(model(x), y) * factor
 
 
-def test_a_scaler_equals_its_definition(dadt_run) -> None:
+@pytest.fixture(scope="module")
+def shared(shared_run) -> Run:
+    options = ("--warmup-steps", str(WARMUP), "--predict", f"{FACTOR},{OLDER}")
+    return shared_run(joined(adversarial=ADVERSARIAL, scaled=SCALED), *options)
+
+
+def test_a_scaler_equals_its_definition(shared) -> None:
     """Scales are powers of two, so a scaled training differs from an unscaled one only by the step left out."""
     torch.set_num_threads(1)
-    run = dadt_run(SCALED, "--warmup-steps", str(WARMUP), "--predict", "1.8,-0.9")
     torch.manual_seed(0)
     model = mlp()
     one = Delayed(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
@@ -165,7 +172,7 @@ def test_a_scaler_equals_its_definition(dadt_run) -> None:
             one.step += 1
         else:
             one.apply(parts)
-    for state in run.ranks:
+    for state in shared.of("scaled").ranks:
         assert_equal(state, snapshot(model, one.optimizer), "scaled")
 
 

@@ -6,6 +6,7 @@ import fcntl
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
 from dadt.config import Config
@@ -46,14 +47,15 @@ class LocalLauncher:
 class LocalChannel:
     """An agent that leads its own session, so Ctrl-C does not reach it."""
 
-    def __init__(self, python: str) -> None:
+    def __init__(self, python: str, place: Sequence[str] = (), more: Mapping[str, str] | None = None) -> None:
+        """place: what goes before the command line, and execs it. more: variables. Raises OSError."""
         env = {name: value for name, value in os.environ.items() if not name.startswith("DADT_")}
         self._process = subprocess.Popen(
-            [python, "-u", "-m", "dadt.agent"],
+            [*place, python, "-u", "-m", "dadt.agent"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
-            env=env,
+            env={**env, **(more or {})},
             cwd="/",  # python -m looks for modules in the current folder first, and there is the user's own
         )
         assert self._process.stdin is not None and self._process.stdout is not None

@@ -1,4 +1,4 @@
-"""Models that are benchmarked: residual networks (arXiv:1512.03385) and a small one, without torchvision."""
+"""Residual networks (arXiv:1512.03385)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+
+from dadt.benchmarks.models.workload import Workload, images, installed
 
 
 class Residual(nn.Module):
@@ -57,24 +59,32 @@ def resnet(
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
 
 
-def resnet18(classes: int = 1000) -> nn.Sequential:
-    """11.7 million parameters."""
-    return resnet(basic, 1, [2, 2, 2, 2], classes)
-
-
-def resnet50(classes: int = 1000) -> nn.Sequential:
-    """25.6 million parameters."""
-    return resnet(bottleneck, 4, [3, 4, 6, 3], classes)
-
-
-def mlp(classes: int = 1000) -> nn.Sequential:
-    """3.7 million parameters in three layers, for quick runs."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 1000), nn.ReLU(), nn.Linear(1000, classes))
-
-
-MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
-    "resnet18": (resnet18, 224),
-    "resnet50": (resnet50, 224),
-    "mlp": (mlp, 32),
+DEPTHS: dict[str, tuple[Callable[[int, int, int], Residual], int, list[int]]] = {
+    "resnet18": (basic, 1, [2, 2, 2, 2]),
+    "resnet50": (bottleneck, 4, [3, 4, 6, 3]),
+    "resnet101": (bottleneck, 4, [3, 4, 23, 3]),
 }
-"""name -> (factory, side of its images in pixels)"""
+
+
+def resnet18() -> Workload:
+    """11.7 million parameters, images of 224 pixels."""
+    return _workload("resnet18")
+
+
+def resnet50() -> Workload:
+    """25.6 million parameters, images of 224 pixels."""
+    return _workload("resnet50")
+
+
+def resnet101() -> Workload:
+    """44.5 million parameters, images of 224 pixels."""
+    return _workload("resnet101")
+
+
+def own(name: str) -> nn.Sequential:
+    return resnet(*DEPTHS[name], classes=1000)
+
+
+def _workload(name: str) -> Workload:
+    found, source = installed("torchvision.models", lambda library: getattr(library, name)())
+    return images(own(name) if found is None else found, source, 224)

@@ -1,0 +1,255 @@
+"""How long a training step takes under each algorithm: the alpha-beta model of communication, on what was measured.
+
+A message of M bytes between two hosts takes alpha + M / B: alpha is the latency, B the bandwidth of a host's link in
+each direction (Hockney 1994). Of h hosts, with a byte's handling g and an operation's o on each:
+
+    allreduce, ring (Patarasuk and Yuan 2009)    T(M) = o + 2 (h - 1) alpha + 2 (h - 1) / h  M / B + g M
+    compressed: alltoall, then allgather         T(M) = o + h alpha + 2 (h - 1) / h  w M / B + g' M
+                                                 w: bf16, fp16 1/2; int8 (256 + 4) / 1024 (dadt/executors/compressed.py)
+    up to 32 KiB: everybody gets everything      T(M) = o + (h - 1) alpha + (h - 1) M / B + g M
+    hierarchical: the same with hosts as ranks, as a host's workers share its link; alpha counts for each 4 MiB
+
+PowerSGD of rank r sends r n values of each n x m matrix, then r m; what is no matrix goes with the first, uncompressed.
+
+With C the step's compute (forward F, then backward), X the sum of T over buckets:
+
+    sync     buckets go as backward completes them, one after the other; the last one at its end, and is waited for
+    pipe     max(C, X) (arXiv:1811.03619); with PowerSGD C + X, as its second half queues behind the next first one
+    local    (H/2 C + max(H/2 C, X)) / H: an average has half a round to come
+    gossip   C: nobody waits. An exchange takes 2 (alpha + w M / B), as question and answer go one after the other, and
+             there is at most one for each step
+
+While computing holds all cores of a worker, the processor time of what goes on behind it is added to C. C is that of
+each algorithm by itself, measured where no byte moves. What the model leaves out: ranks of unequal speed, and switches
+that carry less than all links together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+SMALL = 32 * 1024
+"""Bytes up to which an allreduce is an allgather (dadt/executors/pull.py)."""
+WIRE = {"none": 1.0, "bf16": 0.5, "fp16": 0.5, "int8": (256 + 4) / 1024}
+"""Bytes that travel for a byte of float32."""
+CHUNK = 4 << 20
+"""Of an allreduce by the hierarchical executor."""
+ALGORITHMS = ("sync", "pipe", "local", "gossip")
+"""From the one that changes a training least; see docs/algorithms.md."""
+COMPRESSIONS = ("none", "bf16", "int8", "powersgd:4")
+HOSTS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+CLOSE = 0.95
+"""Within so much of the fastest, what changes the training less is the better choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Between hosts, as measured."""
+
+    alpha: float
+    """Seconds of the shortest message, one way."""
+    bandwidth: float
+    """Bytes per second of a host's link, in each direction at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Handling:
+    """What one way to compress costs beside the network."""
+
+    each: float
+    """o: seconds of an operation."""
+    per_byte: float
+    """g: seconds for each byte of the gradients."""
+    processor: float
+    """Seconds that a core is taken for each byte of the gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """PowerSGD's two halves of one bucket, in bytes."""
+
+    first: int
+    second: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Gradients that are exchanged together."""
+
+    bytes: int
+    ready: float
+    """Share of the backward after which they are complete."""
+    low_rank: LowRank | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What was measured."""
+
+    network: Network
+    handling: Mapping[str, Handling]
+    """By compression, without powersgd."""
+    buckets: Sequence[Bucket]
+    """In the order in which they go."""
+    buffers: Sequence[int]
+    """Bytes of each exchange of BatchNorm's statistics."""
+    forward: float
+    """Share of a step's compute before the backward."""
+    backward: float
+    compute: Mapping[str, float]
+    """Seconds of a step by algorithm, where no byte moves."""
+    low_rank: float
+    """Seconds that PowerSGD computes in a step."""
+    busy: float
+    """Share of a step in which computing holds all cores of a worker; 0 where it leaves one for communication."""
+    chunked: bool
+    """Whether the executor is hierarchical."""
+    sync_every: int
+
+    @property
+    def bytes(self) -> int:
+        return sum(bucket.bytes for bucket in self.buckets)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    algorithm: str
+    compression: str
+
+    @property
+    def options(self) -> list[str]:
+        """Of `dadt run`."""
+        return ["--algorithm", self.algorithm, "--compression", self.compression]
+
+    def __str__(self) -> str:
+        return self.algorithm if self.compression == "none" else f"{self.algorithm} {self.compression}"
+
+
+WAYS = tuple(Way(algorithm, compression) for algorithm in ALGORITHMS for compression in COMPRESSIONS)
+
+
+def allreduce(figures: Figures, size: int, compression: str, hosts: int) -> float:
+    """Seconds of one allreduce of so many bytes of float32."""
+    network, handling = figures.network, figures.handling[compression]
+    own = handling.each + handling.per_byte * size
+    if hosts == 1:
+        return own
+    wire = WIRE[compression] * size
+    if size <= SMALL:
+        return own + (hosts - 1) * (network.alpha + wire / network.bandwidth)
+    steps = 2 * (hosts - 1) if compression == "none" else hosts
+    chunks = -(-size // CHUNK) if figures.chunked else 1
+    return own + chunks * steps * network.alpha + 2 * (hosts - 1) / hosts * wire / network.bandwidth
+
+
+def seconds(figures: Figures, way: Way, hosts: int) -> float:
+    """Of one step."""
+    if way.algorithm == "sync":
+        return _sync(figures, way.compression, hosts)
+    if way.algorithm == "pipe":
+        return _pipe(figures, way.compression, hosts)
+    if way.algorithm == "local":
+        return _local(figures, way.compression, hosts)
+    return _gossip(figures, way.compression, hosts)
+
+
+def rates(figures: Figures, hosts: Sequence[int]) -> dict[Way, list[float]]:
+    """Steps per second of each way, for these numbers of hosts."""
+    return {way: [1.0 / seconds(figures, way, count) for count in hosts] for way in WAYS}
+
+
+def best(found: Mapping[Way, float]) -> Way:
+    """Of those nearly as fast as the fastest, the one that changes the training least."""
+    enough = CLOSE * max(found.values())
+    return next(way for way in WAYS if found.get(way, 0.0) >= enough)
+
+
+def _sync(figures: Figures, compression: str, hosts: int) -> float:
+    compute = figures.compute["sync"]
+    begin, length = compute * figures.forward, compute * figures.backward
+    codec, low_rank = _codec(compression)
+    under_way, busy = 0.0, 0.0
+    for number, bucket in enumerate(figures.buckets):
+        last = number == len(figures.buckets) - 1
+        ready = begin + length * (1.0 if last else bucket.ready) + busy
+        if last:
+            under_way = max(under_way, ready) + _buffers(figures, hosts)
+        size = bucket.low_rank.first if low_rank and bucket.low_rank else bucket.bytes
+        under_way = max(under_way, ready) + allreduce(figures, size, codec, hosts)
+        busy += 0.0 if last else _stolen(figures, size, codec)
+    rest = compute * (1.0 - figures.forward - figures.backward)
+    return under_way + rest + (_second(figures, hosts) if low_rank else 0.0)
+
+
+def _pipe(figures: Figures, compression: str, hosts: int) -> float:
+    compute = figures.compute["pipe"]
+    codec, low_rank = _codec(compression)
+    exchange = _exchange(figures, compression, hosts)
+    if low_rank:
+        return compute + exchange + _second(figures, hosts)
+    return max(compute + _stolen(figures, figures.bytes, codec), exchange)
+
+
+def _local(figures: Figures, compression: str, hosts: int) -> float:
+    """The second half of PowerSGD begins where the mean is merged, and is waited for."""
+    compute, every = figures.compute["local"], figures.sync_every
+    codec, low_rank = _codec(compression)
+    exchange = _weights(figures, compression, hosts)
+    stolen = _stolen(figures, figures.bytes, codec)
+    hidden = (every + 1) // 2 * compute
+    round_ = every * compute + max(stolen, exchange - hidden)
+    return (round_ + (_second(figures, hosts) if low_rank else 0.0)) / every
+
+
+def _gossip(figures: Figures, compression: str, hosts: int) -> float:
+    """x exchanges a step, of which each takes s of the processor's time: C = c + x s, and x is C / exchange or 1."""
+    compute = figures.compute["gossip"]
+    if hosts == 1:
+        return compute
+    codec, low_rank = _codec(compression)
+    if low_rank:
+        # One half of the iteration goes in each exchange.
+        bytes_, work = sum(_halves(bucket)[0] for bucket in figures.buckets), figures.busy * figures.low_rank / 2
+    else:
+        bytes_, work = figures.bytes, _stolen(figures, figures.bytes, codec)
+    wire = WIRE[codec] * bytes_
+    exchange = 2 * (figures.network.alpha + wire / figures.network.bandwidth)
+    slowed = compute + work
+    return slowed if slowed >= exchange else compute / (1.0 - work / exchange)
+
+
+def _codec(compression: str) -> tuple[str, bool]:
+    """Of what travels, and whether it is PowerSGD's."""
+    low_rank = compression.startswith("powersgd")
+    return ("none" if low_rank else compression), low_rank
+
+
+def _stolen(figures: Figures, size: int, codec: str) -> float:
+    """From the compute, while it goes on beside an exchange of so many bytes."""
+    return figures.busy * figures.handling[codec].processor * size
+
+
+def _halves(bucket: Bucket) -> tuple[int, int]:
+    return (bucket.low_rank.first, bucket.low_rank.second) if bucket.low_rank else (bucket.bytes, 0)
+
+
+def _weights(figures: Figures, compression: str, hosts: int) -> float:
+    """All gradients, or as many values, at once."""
+    codec, low_rank = _codec(compression)
+    sizes = [_halves(bucket)[0] if low_rank else bucket.bytes for bucket in figures.buckets]
+    return sum(allreduce(figures, size, codec, hosts) for size in sizes)
+
+
+def _exchange(figures: Figures, compression: str, hosts: int) -> float:
+    return _weights(figures, compression, hosts) + _buffers(figures, hosts)
+
+
+def _second(figures: Figures, hosts: int) -> float:
+    """PowerSGD's second half, and what is computed for both."""
+    sizes = [_halves(bucket)[1] for bucket in figures.buckets]
+    return figures.low_rank + sum(allreduce(figures, size, "none", hosts) for size in sizes if size)
+
+
+def _buffers(figures: Figures, hosts: int) -> float:
+    return sum(allreduce(figures, size, "none", hosts) for size in figures.buffers)

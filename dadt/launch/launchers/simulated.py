@@ -1,0 +1,62 @@
+"""Agents on hosts that are simulated on this one, each in a network of its own and on cores of its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from concurrent.futures import Future
+
+from dadt.config import Config
+from dadt.errors import LaunchError
+from dadt.launch import machine
+from dadt.launch.channel import Channel
+from dadt.launch.host import Host
+from dadt.launch.launchers.local import LocalChannel
+from dadt.launch.link import Network, link_of
+
+
+class SimulatedLauncher:
+    """The networks end with the last of this process and its agents, and the agents with this process."""
+
+    def __init__(self, config: Config) -> None:
+        self._python = config.python or sys.executable
+        self._link = link_of(config)
+        self._network: Network | None = None
+
+    def launch(self, hosts: list[Host]) -> list[Future[Channel]]:
+        """Raises ConfigError where the kernel lacks what the link needs."""
+        self._network = Network(self._link)
+        try:
+            places = [self._network.add() for _ in hosts]
+        except BaseException:
+            self.close()
+            raise
+        cores = sorted(os.sched_getaffinity(0))
+        gpus = machine.gpus()
+        futures = []
+        for number, (host, place) in enumerate(zip(hosts, places, strict=True)):
+            # More hosts than cores share them, one each.
+            mine = cores[number :: len(hosts)] or [cores[number % len(cores)]]
+            pinned = [*place, "taskset", "--cpu-list", ",".join(map(str, mine))]
+            before = sum(each.slots for each in hosts[:number])
+            futures.append(self._start(pinned, host, gpus[before : before + host.slots]))
+        return futures
+
+    def command(self, host: Host) -> str:
+        return f"nsenter --net=<network of {host}> {self._python} -u -m dadt.agent"
+
+    def close(self) -> None:
+        if self._network is not None:
+            self._network.close()
+
+    def _start(self, place: list[str], host: Host, gpus: list[str]) -> Future[Channel]:
+        # NCCL would find that all hosts are one machine, and take the way inside it. Nobody here knows names of the
+        # hosts' addresses, of which torch would warn.
+        env = {"NCCL_HOSTID": host.name, "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
+        env |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+        future: Future[Channel] = Future()
+        try:
+            future.set_result(LocalChannel(self._python, place, env))
+        except OSError as error:
+            future.set_exception(LaunchError(f"{place[0]}: cannot be run ({error.strerror})"))
+        return future

@@ -1,0 +1,200 @@
+"""Hosts that are simulated on this one: a network of their own behind a link of a given speed, joined by a switch.
+
+Network namespaces without a name, held open by this process and by what runs in them: the kernel takes them away, with
+all interfaces, when the last of these ends, however it ends. So there is nothing that could be left behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dadt.config import Config
+from dadt.errors import ConfigError, LaunchError
+
+RATE = re.compile(r"(\d+(?:\.\d+)?)(k|m|g)bit", re.IGNORECASE)
+LATENCY = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s)")
+UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "taskset": "util-linux"}
+PREFIX = "sim"
+MOST_HOSTS = 200
+"""As many as have an address in the network."""
+CLONE_NEWNET = 0x40000000
+SECONDS = 30.0
+BURST_BYTES = 64 * 1024
+"""A packet that the kernel's TCP hands over may have so many."""
+BURST_SECONDS = 1e-3
+QUEUE = "50ms"
+"""What waits longer than this for its turn is dropped, as switches do."""
+PACKETS = 100_000
+"""That may be under way on a link with latency."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """From each host to the switch and back; full duplex."""
+
+    rate: float = 0.0
+    """Bits per second, with the headers of Ethernet and TCP; 0: as fast as this machine is."""
+    latency: float = 0.0
+    """Seconds that a packet takes from host to host, beside what the machine itself takes."""
+
+
+def wanted(config: Config) -> bool:
+    return bool(config.link or config.latency or config.simulate_hosts)
+
+
+def link_of(config: Config) -> Link:
+    """Raises ConfigError."""
+    rate = _number("--link", config.link, RATE, "a speed as 100mbit, 1gbit or 2.5gbit") if config.link else 0.0
+    latency = _number("--latency", config.latency, LATENCY, "a time as 500us or 5ms") if config.latency else 0.0
+    return Link(rate, latency)
+
+
+def hosts_and_slots(config: Config) -> dict[str, int]:
+    """The simulated hosts by name, and how many workers each gets. Raises ConfigError where this cannot be had."""
+    link_of(config)
+    asked = next(flag for flag, value in _flags(config).items() if value)
+    if config.hosts or config.hostfile or config.nnodes or config.launcher not in ("auto", "local"):
+        given = "-H" if config.hosts or config.hostfile else "--nnodes" if config.nnodes else "--launcher"
+        raise ConfigError(f"{asked}: simulates hosts on this machine; leave {given} out (MPI does not go with it)")
+    hosts = config.simulate_hosts or config.np
+    count = config.np or hosts
+    if not 0 < hosts <= min(count, MOST_HOSTS):
+        raise ConfigError(
+            f"{asked}: {count} workers on {hosts} simulated hosts; give -np N, and --simulate-hosts from 1 to"
+            f" {min(count or MOST_HOSTS, MOST_HOSTS)}"
+        )
+    check_machine(asked)
+    each, more = divmod(count, hosts)
+    return {f"{PREFIX}{number}": each + (number < more) for number in range(hosts)}
+
+
+def check_machine(asked: str) -> None:
+    """Raises ConfigError where this process cannot make networks. asked: the flag that wants them."""
+    if os.geteuid() != 0:
+        raise ConfigError(f"{asked}: networks can be made by root only -> sudo -E, or a container with --privileged")
+    for program, package in PROGRAMS.items():
+        if shutil.which(program) is None:
+            raise ConfigError(f"{asked}: there is no {program} on this machine -> install {package}")
+
+
+class Network:
+    """Namespaces of the simulated hosts and of the switch between them."""
+
+    def __init__(self, link: Link) -> None:
+        """Raises ConfigError where the kernel does not let us, or lacks what the link needs."""
+        self._link = link
+        self._hosts: list[int] = []
+        self._switch = _namespace()
+        try:
+            self._ip(self._switch, "link set lo up", "link add name sw0 type bridge mcast_snooping 0")
+            self._ip(self._switch, "link set sw0 up")
+        except BaseException:
+            self.close()
+            raise
+
+    def add(self) -> list[str]:
+        """One more host. Returns what goes before a command line that is to run there."""
+        number = len(self._hosts) + 1
+        host = _namespace()
+        self._hosts.append(host)
+        self._ip(
+            self._switch,
+            f"link add p{number} type veth peer name eth0 netns {_path(host)}",
+            f"link set p{number} master sw0 up",
+        )
+        self._ip(host, "link set lo up", f"addr add 10.77.0.{number}/24 dev eth0", "link set eth0 up")
+        self._limit(self._switch, f"p{number}", 0.0)
+        self._limit(host, "eth0", self._link.latency)
+        return ["nsenter", f"--net={_path(host)}"]
+
+    def close(self) -> None:
+        """Let go of them; what still runs in one keeps it. Idempotent."""
+        for descriptor in [self._switch, *self._hosts] if self._switch >= 0 else []:
+            os.close(descriptor)
+        self._switch, self._hosts = -1, []
+
+    def _limit(self, namespace: int, device: str, latency: float) -> None:
+        """Of what leaves by the device."""
+        parent = "root"
+        if latency:
+            delay = ["netem", "delay", f"{1e6 * latency:.0f}us", "limit", str(PACKETS)]
+            self._tc(namespace, "--latency", ["dev", device, "root", "handle", "1:", *delay])
+            parent = "parent 1:1"
+        if self._link.rate:
+            burst = BURST_BYTES + self._link.rate / 8 * BURST_SECONDS
+            shape = ["tbf", "rate", f"{self._link.rate:.0f}bit", "burst", f"{burst:.0f}", "latency", QUEUE]
+            self._tc(namespace, "--link", ["dev", device, *parent.split(), *shape])
+
+    def _tc(self, namespace: int, flag: str, words: Sequence[str]) -> None:
+        done = _run(namespace, ["tc", "qdisc", "add", *words])
+        kind = "netem" if flag == "--latency" else "tbf"
+        if "kind is unknown" in done.stderr:
+            raise ConfigError(f"{flag}: this kernel has no {kind} -> modprobe sch_{kind}, or leave {flag} out")
+        if done.returncode:
+            raise LaunchError(f"{flag}: tc qdisc add {' '.join(words)}: {done.stderr.strip()}")
+
+    def _ip(self, namespace: int, *lines: str) -> None:
+        done = _run(namespace, ["ip", "-batch", "-"], "\n".join(lines))
+        if done.returncode:
+            raise LaunchError(f"simulated hosts: ip {'; ip '.join(lines)}: {done.stderr.strip()}")
+
+
+def _flags(config: Config) -> dict[str, str]:
+    return {
+        f"--link {config.link}": config.link,
+        f"--latency {config.latency}": config.latency,
+        f"--simulate-hosts {config.simulate_hosts}": str(config.simulate_hosts or ""),
+    }
+
+
+def _number(flag: str, text: str, pattern: re.Pattern[str], expected: str) -> float:
+    found = pattern.fullmatch(text.strip())
+    value = float(found[1]) * UNITS[found[2].lower()] if found else 0.0
+    if value <= 0:
+        raise ConfigError(f"{flag} {text}: give {expected}")
+    return value
+
+
+def _namespace() -> int:
+    """A descriptor of a new network namespace. Raises ConfigError where that is not allowed."""
+    made: list[int] = []
+
+    def make() -> None:  # in a thread, whose own namespace ends with it
+        library = ctypes.CDLL(None, use_errno=True)
+        if library.unshare(CLONE_NEWNET) == 0:
+            made.append(os.open("/proc/thread-self/ns/net", os.O_RDONLY))
+        else:
+            failed.append(ctypes.get_errno())
+
+    failed: list[int] = []
+    thread = threading.Thread(target=make, name="dadt-namespace")
+    thread.start()
+    thread.join()
+    if not made:
+        reason = os.strerror(failed[0] if failed else errno.EPERM)
+        raise ConfigError(f"a network namespace cannot be made here ({reason}) -> a container needs --privileged")
+    return made[0]
+
+
+def _path(namespace: int) -> str:
+    return f"/proc/{os.getpid()}/fd/{namespace}"
+
+
+def _run(namespace: int, command: Sequence[str], said: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["nsenter", f"--net={_path(namespace)}", *command],
+        input=said,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )

@@ -1,0 +1,38 @@
+"""How long a rank's steps take: counted by size, so that it stays small however long a job runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+PER_DOUBLING = 8
+"""Sizes between a time and twice that time: each is 9 % longer than the one before."""
+
+
+def bound(size: int) -> float:
+    """Seconds from which on a step is of this size; those below 1 s are negative."""
+    return float(2.0 ** (size / PER_DOUBLING))
+
+
+class StepTimes:
+    """From the end of each step to the end of the next, whatever the script does in between."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+        self._seconds = 0.0
+        self.last = 0.0
+        """When the last step ended."""
+
+    def stepped(self, now: float) -> None:
+        """A step ends: now, in seconds of a clock that only goes forward."""
+        seconds = now - self.last
+        if self.last and seconds > 0.0:
+            size = math.floor(PER_DOUBLING * math.log2(seconds))
+            self._counts[size] = self._counts.get(size, 0) + 1
+            self._seconds += seconds
+        self.last = now
+
+    def describe(self) -> Mapping[str, Any]:
+        """{counts: {size: steps}, seconds: their sum}."""
+        return {"counts": dict(self._counts), "seconds": self._seconds}

@@ -1,0 +1,170 @@
+"""Geometry of charts: lines over time, and a distribution. A template draws them, at any width and in any colours."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+SIDE = 1000.0
+"""Both sides of the drawing, which is stretched to its place."""
+LINES = 8
+"""Ranks with a line of their own; of more, the median and a band from the least to the most are drawn."""
+PLACES = 200
+"""Of a band, along the time."""
+
+Points = Sequence[tuple[float, float]]
+"""x and y, in order of x."""
+
+
+class Curve(NamedTuple):
+    """What one rank did over time, and the mean of all of it."""
+
+    points: Points
+    mean: float
+
+
+class Tick(NamedTuple):
+    """A label at so many per cent of the side."""
+
+    at: float
+    label: str
+
+
+@dataclass
+class Line:
+    """A path, and which of the colours it has."""
+
+    label: str
+    path: str
+    colour: int
+
+
+@dataclass
+class Chart:
+    """What is drawn in the square of SIDE, y downwards, and what stands beside it."""
+
+    title: str
+    lines: list[Line] = field(default_factory=list)
+    band: str = ""
+    bars: list[tuple[float, float, float, str]] = field(default_factory=list)
+    """x, width, height, and what it says."""
+    xs: list[Tick] = field(default_factory=list)
+    ys: list[Tick] = field(default_factory=list)
+    note: str = ""
+
+
+def over_time(title: str, curves: Mapping[int, Curve], end: float, top: float | None, unit: str) -> Chart | None:
+    """Lines of y over seconds from 0 to `end`, by rank. top: of the y axis; None: as needed. None where there is
+    nothing."""
+    known = {rank: curve for rank, curve in sorted(curves.items()) if curve.points}
+    if not known or end <= 0:
+        return None
+    ys = ticks(top or max(y for curve in known.values() for _, y in curve.points) or 1.0)
+    top = top or ys[-1]
+    chart = Chart(title, ys=[Tick(100 * y / top, _number(y, unit)) for y in ys])
+    chart.xs = [Tick(100 * x / end, _seconds(x, end)) for x in time_ticks(end)]
+    if len(known) <= LINES:
+        for colour, (rank, curve) in enumerate(known.items()):
+            chart.lines.append(Line(f"rank {rank}: {_number(curve.mean, unit)}", _path(curve.points, end, top), colour))
+        chart.note = "Beside the ranks stand their means."
+        return chart
+    low, middle, high = _spread([curve.points for curve in known.values()], end)
+    back = _path(list(reversed(low)), end, top).replace("M", "L", 1)
+    chart.band = f"{_path(high, end, top)} {back} Z"
+    chart.lines.append(Line(f"median of {len(known)} ranks", _path(middle, end, top), 0))
+    by_mean = sorted(known, key=lambda rank: known[rank].mean)
+    for colour, (word, rank) in enumerate((("least", by_mean[0]), ("most", by_mean[-1])), 1):
+        label = f"rank {rank}, the {word}: {_number(known[rank].mean, unit)}"
+        chart.lines.append(Line(label, _path(known[rank].points, end, top), colour))
+    chart.note = "The band goes from the least rank to the most at each moment."
+    return chart
+
+
+def distribution(title: str, counts: Mapping[float, int], ratio: float) -> Chart | None:
+    """Bars over a logarithmic axis of seconds. counts: by lower bound; each bar reaches to `ratio` times that."""
+    if not counts:
+        return None
+    first, last = min(counts), max(counts) * ratio
+    most = max(counts.values())
+    ys = ticks(most)
+    chart = Chart(title, ys=[Tick(100 * y / ys[-1], f"{y:,.0f}") for y in ys if y == int(y)])
+
+    def place(seconds: float) -> float:
+        return math.log(seconds / first) / math.log(last / first)
+
+    for bound, count in sorted(counts.items()):
+        height = max(count / ys[-1] * SIDE, 6.0)  # one of many is still seen
+        said = f"{duration(bound)} to {duration(bound * ratio)}: {count:,} steps"
+        chart.bars.append((place(bound) * SIDE, (place(bound * ratio) - place(bound)) * SIDE, height, said))
+    chart.xs = [Tick(100 * place(value), duration(value)) for value in _log_ticks(first, last)]
+    return chart
+
+
+def ticks(top: float) -> list[float]:
+    """Round numbers from 0 to at least `top`: three to six."""
+    rough = top / 4
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)
+    return [step * index for index in range(math.ceil(top / step * 0.999) + 1)]
+
+
+def time_ticks(end: float) -> list[float]:
+    """Round times from 0 to at most `end` seconds, five or so."""
+    steps = [base * unit for unit in (0.01, 0.1, 1, 10) for base in (1, 2, 5)]
+    steps += [60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 43200]
+    step = next((step for step in steps if end / step <= 6), 86400 * math.ceil(end / 86400 / 6))
+    return [step * index for index in range(int(end / step * 1.0001) + 1)]
+
+
+def duration(seconds: float) -> str:
+    """12 us, 3.4 ms, 120 ms, 1.2 s, 4:05 min, 1:02:03 h."""
+    if seconds < 59.95:
+        factor, unit = (1, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "us")
+        return f"{seconds * factor:.3g} {unit}"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02} h" if hours else f"{minutes}:{rest:02} min"
+
+
+def _log_ticks(first: float, last: float) -> list[float]:
+    """1, 2, 5, 10, ..., or fewer, where that would be more than six."""
+    powers = range(math.floor(math.log10(first)), math.ceil(math.log10(last)) + 1)
+    for factors in ((1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,)):
+        found = [factor * 10.0**power for power in powers for factor in factors]
+        found = [value for value in found if first <= value <= last]
+        if len(found) <= 6:
+            return found
+    return found[:: math.ceil(len(found) / 6)]
+
+
+def _path(points: Points, end: float, top: float) -> str:
+    places = ((x / end * SIDE, SIDE - min(1.0, y / top) * SIDE) for x, y in points)
+    return "M" + " L".join(f"{x:.1f},{y:.1f}" for x, y in places)
+
+
+def _spread(ranks: Sequence[Points], end: float) -> tuple[Points, Points, Points]:
+    """Least, median and most of the ranks' y, at PLACES moments at which any is known."""
+    found: list[list[float]] = [[] for _ in range(PLACES)]
+    for points in ranks:
+        for x, y in points:
+            found[min(PLACES - 1, int(x / end * PLACES))].append(y)
+    known = [((index + 0.5) / PLACES * end, sorted(ys)) for index, ys in enumerate(found) if ys]
+    low, middle, high = ([(x, ys[round(part * (len(ys) - 1))]) for x, ys in known] for part in (0.0, 0.5, 1.0))
+    return low, middle, high
+
+
+def _number(value: float, unit: str) -> str:
+    """1.2, 120, 15k; a share as 12 %."""
+    if unit == "%":
+        return f"{100 * value:.0f} %"
+    return f"{value / 1000:,.3g}k" if value >= 10_000 else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _seconds(value: float, end: float) -> str:
+    if end < 60:
+        return f"{value:g} s"
+    minutes, rest = divmod(round(value), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if end >= 3600 else f"{minutes}:{rest:02}"

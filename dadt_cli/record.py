@@ -1,0 +1,261 @@
+"""What a job has left in its folder, read for a report: whatever is damaged or not there is named, and left out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+NUMBER = (int, float)
+RANK = {
+    "rank": int,
+    "host": str,
+    "local_rank": int,
+    "gpu": str,
+    "pid": int,
+    "exit_code": int,
+    "steps": int,
+    "delayed": NUMBER,
+    "wait_fraction": NUMBER,
+    "samples": NUMBER,
+    "samples_per_second": NUMBER,
+    "peak_memory": NUMBER,
+    "sent": NUMBER,
+    "fell_back": NUMBER,
+    "step_times": {"counts": dict, "seconds": NUMBER},
+}
+HOST = {
+    "host": str,
+    "hostname": str,
+    "address": str,
+    "interface": str,
+    "dadt": str,
+    "python": str,
+    "torch": str,
+    "cores": int,
+    "gpus": list,
+}
+FAILURE = {
+    "rank": int,
+    "host": str,
+    "pid": int,
+    "exit_code": int,
+    "seconds": NUMBER,
+    "step": int,
+    "type": str,
+    "message": str,
+    "frames": [{"file": str, "line": (int, str), "function": str, "text": str}],
+    "thread": str,
+    "killed_for_memory": bool,
+    "peak_memory": NUMBER,
+    "memory_limit": NUMBER,
+    "stopped": [int],
+    "stacks": [str],
+}
+REPORT = {
+    "dadt": str,
+    "job": str,
+    "command": [str],
+    "cwd": str,
+    "begin": NUMBER,
+    "end": NUMBER,
+    "seconds": NUMBER,
+    "exit_code": int,
+    "signal": int,
+    "error": str,
+    "failure": FAILURE,
+    "config": dict,
+    "hosts": [HOST],
+    "ranks": [RANK],
+}
+"""Of report.json: the keys that are read, and what they hold. Any may be null."""
+LARGEST = 2.0**63
+"""No number in a record comes near it."""
+TAIL_BYTES = 16 << 10
+TAIL_LINES = 40
+
+
+class Moment(NamedTuple):
+    """How far a rank had come; sums since it began."""
+
+    time: float
+    """Of the launcher, in seconds since 1970."""
+    step: float
+    samples: float
+    waited: float
+    """Seconds."""
+    clock: float
+    """Of the rank, in seconds."""
+
+
+@dataclass
+class Record:
+    """A job's folder."""
+
+    folder: Path
+    report: dict[str, Any] = field(default_factory=dict)
+    """As in report.json, or what of it events tell; keys that nothing tells are not there."""
+    events: list[dict[str, Any]] = field(default_factory=list)
+    series: dict[int, list[Moment]] = field(default_factory=dict)
+    """By rank, in order of time."""
+    missing: list[str] = field(default_factory=list)
+    """A sentence for each thing that should be there and is not."""
+
+    @classmethod
+    def read(cls, folder: Path, running: bool) -> Record:
+        """running: the job is not over, so that no report can be there yet."""
+        record = cls(folder)
+        record.events = [event for event in record._lines("events.jsonl") if _is_event(event)]
+        record._read_series()
+        record._read_report(running)
+        return record
+
+    def tail(self, name: str) -> str:
+        """The last lines of a file; a sentence where it cannot be read."""
+        try:
+            with (self.folder / name).open("rb") as file:
+                size = file.seek(0, 2)
+                file.seek(max(0, size - TAIL_BYTES))
+                text = file.read().decode(errors="replace")
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+        return "\n".join(text.splitlines()[-TAIL_LINES:])
+
+    def _read_report(self, running: bool) -> None:
+        path = self.folder / "report.json"
+        told = _of_events(self.events)
+        try:
+            data = json.loads(path.read_bytes())
+        except OSError as error:
+            why = "the job still runs" if running else "its launcher was killed before it could write it"
+            reason = why if isinstance(error, FileNotFoundError) else error.strerror
+            self.missing.append(f"report.json is not there ({reason}): what follows is from events.jsonl")
+            self.report = told
+            return
+        except (ValueError, RecursionError) as error:
+            self.missing.append(f"report.json is damaged ({error}): what follows is from events.jsonl")
+            self.report = told
+            return
+        wrong: list[str] = []
+        sound = _sound(data, REPORT, "", wrong)
+        if wrong:
+            self.missing.append(f"report.json is damaged: left out {', '.join(wrong[:5])}{' ...' if wrong[5:] else ''}")
+        self.report = {**told, **{key: value for key, value in (sound or {}).items() if value is not None}}
+
+    def _read_series(self) -> None:
+        for line in self._lines("progress.jsonl"):
+            try:
+                moment = Moment(*(float(line[name]) for name in Moment._fields))
+                if not all(map(_is_sane, moment)):
+                    raise ValueError(moment)
+                self.series.setdefault(int(line["rank"]), []).append(moment)
+            except (KeyError, TypeError, ValueError, OverflowError):
+                self._damaged("progress.jsonl")
+
+    def _lines(self, name: str) -> Iterator[dict[str, Any]]:
+        try:
+            content = (self.folder / name).read_bytes()
+        except OSError as error:
+            self.missing.append(f"{name} cannot be read ({error.strerror})")
+            return
+        for line in content.splitlines():
+            try:
+                data = json.loads(line)
+            except (ValueError, RecursionError):
+                data = None
+            if isinstance(data, dict):
+                yield data
+            else:
+                self._damaged(name)
+
+    def _damaged(self, name: str) -> None:
+        text = f"{name} is damaged, or not all of it was written: lines that cannot be read are left out"
+        if text not in self.missing:
+            self.missing.append(text)
+
+
+def _is_event(event: Mapping[str, Any]) -> bool:
+    return isinstance(event.get("time"), NUMBER) and _is_sane(event["time"]) and isinstance(event.get("kind"), str)
+
+
+def _is_sane(value: Any) -> bool:
+    """If it is a number, one that can be reckoned with."""
+    return not isinstance(value, NUMBER) or -LARGEST < value < LARGEST
+
+
+def _sound(value: Any, shape: Any, where: str, wrong: list[str]) -> Any:
+    """The value without what is not of the shape; that is named in `wrong`."""
+    if value is None:
+        return None
+    if isinstance(shape, dict) and isinstance(value, dict):
+        return {key: _sound(value.get(key), part, f"{where}.{key}".strip("."), wrong) for key, part in shape.items()}
+    if isinstance(shape, list) and isinstance(value, list):
+        parts = [_sound(part, shape[0], f"{where}[{index}]", wrong) for index, part in enumerate(value)]
+        return [part for part in parts if part is not None]
+    is_plain = isinstance(shape, type | tuple) and isinstance(value, shape)
+    if is_plain and not (isinstance(value, bool) and shape is not bool) and _is_sane(value):
+        return value
+    wrong.append(where or "all of it")
+    return None
+
+
+def _of_events(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """What they tell of what is in report.json."""
+    told: dict[str, Any] = {}
+    ranks: dict[int, dict[str, Any]] = {}
+    hosts: list[dict[str, Any]] = []
+    for event in events:
+        kind, rank = event["kind"], event.get("rank")
+        if kind == "start":
+            told |= {"begin": event["time"], **{key: event.get(key) for key in ("job", "command", "dadt")}}
+        elif kind == "agent ready":
+            names = {"dadt": "version", "host": "host"}
+            hosts.append({key: event.get(names.get(key, key)) for key in HOST})
+        elif kind == "placed":
+            told["config"] = {key: event[key] for key in ("algorithm", "executor") if key in event}
+            ranks |= {each["rank"]: dict(each) for each in placed_in(event) if _has_rank(each)}
+        elif kind == "failed" and "failure" not in told and not event.get("secondary"):
+            told["failure"] = {**{key: event.get(key) for key in ("rank", "host", "type", "message", "step", "thread")}}
+        elif kind == "end":
+            told |= {"end": event["time"], "exit_code": event.get("exit_code")}
+        elif isinstance(rank, int) and rank in ranks:
+            ranks[rank] |= _of_rank(event)
+    told["ranks"], told["hosts"] = list(ranks.values()), hosts
+    if "failure" not in told and (failure := _first_exit(events)):
+        told["failure"] = failure
+    if "begin" in told and "end" in told:
+        told["seconds"] = told["end"] - told["begin"]
+    sound = _sound(told, REPORT, "", [])
+    return {key: value for key, value in sound.items() if value is not None}
+
+
+def placed_in(event: Mapping[str, Any]) -> list[Any]:
+    ranks = event.get("ranks")
+    return ranks if isinstance(ranks, list) else []
+
+
+def _has_rank(told: Any) -> bool:
+    return isinstance(told, dict) and isinstance(told.get("rank"), int)
+
+
+def _of_rank(event: Mapping[str, Any]) -> dict[str, Any]:
+    summary = event.get("summary")
+    if event["kind"] == "summary" and isinstance(summary, dict):
+        return {key: summary.get(key) for key in ("steps", "delayed", "wait_fraction", "samples")}
+    if event["kind"] == "exit":
+        found = {"exit_code": event.get("code"), "peak_memory": event.get("peak_memory")}
+        steps = event.get("step")
+        return {**found, "steps": max(0, steps)} if isinstance(steps, int) else found
+    return {"pid": event["pid"]} if event["kind"] in ("started", "claim") and "pid" in event else {}
+
+
+def _first_exit(events: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """That was no good one, and nobody's wish."""
+    for event in events:
+        if event["kind"] == "exit" and event.get("code") and not event.get("stopped"):
+            return {key: event.get(name) for key, name in {"rank": "rank", "host": "host", "step": "step"}.items()} | {
+                "exit_code": event["code"]
+            }
+    return None

@@ -1,0 +1,37 @@
+"""`dadt bench MODEL` over several machines: its workers are told when it is their turn across the network."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from machine import Network
+
+
+@pytest.mark.slow
+def test_workers_of_two_machines_train_in_turn(hosts: Callable[[int], Network], tmp_path: Path) -> None:
+    network = hosts(2)
+    command = [sys.executable, "-m", "dadt_cli", "bench", "mlp", "-np", 2, "-H", network.list(1), "--against", "ddp"]
+    command += ["--batch-size", 2, "--steps", 1, "--rounds", 2, "--json", tmp_path / "a.json"]
+    home = {"HOME": str(network.launcher.home), "DADT_SSH_CONFIG": str(network.config)}
+    done = subprocess.run(
+        network.launcher.enter(command, tmp_path),
+        env={**os.environ, **home},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=170,
+    )
+    assert done.returncode == 0, done.stdout
+    found = json.loads((tmp_path / "a.json").read_text())["rows"]
+    assert [(row["name"], len(row["rates"])) for row in found] == [
+        ("1 worker", 1),
+        ("null (limit)", 2),
+        ("pipe", 2),
+        ("ddp", 2),
+    ]
