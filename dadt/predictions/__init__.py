@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -23,7 +24,13 @@ def choose(config: Config, optimizer: torch.optim.Optimizer, parameters: Sequenc
     if share is None and factors is None and config.staleness == 1 and known(optimizer):
         share = SHARE
     if share is None:
-        return Displacement(parameters, *(factors or auto_factors(optimizer, config.staleness)))
+        found = weakref.ref(optimizer)
+
+        def by_momentum() -> tuple[float, float]:
+            of = found()
+            return (0.0, 0.0) if of is None else auto_factors(of, config.staleness)
+
+        return Displacement(parameters, by_momentum if factors is None else lambda: factors)
     if not known(optimizer):
         raise ConfigError(
             f"--predict {config.predict} knows the steps of SGD, Adam and AdamW, not of {type(optimizer).__name__}:"

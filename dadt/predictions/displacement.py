@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,15 +18,20 @@ class Displacement(Prediction):
     another one holds the displacement before. (SpecTrain, arXiv:1809.02839, uses the momentum.)
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], factor: float, older: float = 0.0) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], factors: Callable[[], tuple[float, float]]) -> None:
+        """factors: of the last displacement and of the one before, asked for anew at each prediction: a schedule may
+        change the momentum that they follow from, as OneCycleLR does."""
         super().__init__(parameters)
-        self.factor = factor
-        self.older = older
-        self.needs = 2 if older else int(bool(factor))
+        self._factors = factors
+        self.factor, self.older = factors()
+        self.needs = 2 if self.older else int(bool(self.factor))
         self._older: list[torch.Tensor] = []
         """The displacement before the last one; zeros where it is not known."""
 
     def _go_ahead(self) -> None:
+        factor, older = self._factors()
+        if bool(older) == bool(self.older):  # else there is no memory for it, or too much
+            self.factor, self.older = factor, older
         factor = self.factor
         if self.older:
             # The sum takes the place of the older one, whose part the last one has from the next step on.
