@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run import DADT, Result
+from run import DADT
 
+import dadt_cli
 from dadt_cli.page import page
 from dadt_cli.record import REPORT, Record
 
@@ -40,6 +41,7 @@ if rank == 1:
     raise ValueError(sys.argv[1])
 time.sleep(600)
 """
+Report = Callable[..., tuple[int, str, str]]
 VOID = {"meta", "path", "rect", "link", "br"}
 
 
@@ -95,8 +97,16 @@ def read(folder: Path, running: bool = False) -> Page:
     return found
 
 
-def report(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*DADT, "report", *arguments], cwd=cwd, capture_output=True, text=True, timeout=60)
+@pytest.fixture
+def report(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Report:
+    """report(*arguments, cwd=): exit code, stdout and stderr of `dadt report`."""
+
+    def run(*arguments: str, cwd: Path) -> tuple[int, str, str]:
+        monkeypatch.chdir(cwd)
+        monkeypatch.setattr(sys, "argv", ["dadt", "report", *arguments])
+        return dadt_cli._run(), *capfd.readouterr()
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -116,10 +126,8 @@ def copy(failed: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(failed, tmp_path / failed.name))
 
 
-def test_a_failure_is_on_the_page_and_all_of_it_is_text(failed: Path) -> None:
-    done = report(cwd=failed.parents[1])
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"dadt-logs/{failed.name}/report.html\n"
+def test_a_failure_is_on_the_page_and_all_of_it_is_text(failed: Path, report: Report) -> None:
+    assert report(cwd=failed.parents[1]) == (0, f"dadt-logs/{failed.name}/report.html\n", "")
     raw = (failed / "report.html").read_text()
     assert "<script" not in raw and "<b>rank" not in raw and "<i>" not in raw.replace('<i class="c', "")
     shown = Page(raw)
@@ -146,19 +154,18 @@ def test_the_step_times_are_those_that_were_told(failed: Path) -> None:
     assert re.search(r"0\s*5\s*32\.6 ms\s*35\.6 ms\s*35\.6 ms\s*37\.2 ms", shown), shown
 
 
-def test_a_job_is_named_by_its_id_its_folder_or_latest(failed: Path, tmp_path: Path) -> None:
+def test_a_job_is_named_by_its_id_its_folder_or_latest(failed: Path, tmp_path: Path, report: Report) -> None:
     logs = str(failed.parent)
     for arguments in ([failed.name, "--log-dir", logs], [str(failed)], ["latest", "--log-dir", logs]):
-        done = report(*arguments, "-o", "page.html", cwd=tmp_path)
-        assert (done.returncode, done.stdout) == (0, "page.html\n"), done.stderr
+        assert report(*arguments, "-o", "page.html", cwd=tmp_path) == (0, "page.html\n", "")
         assert failed.name in (tmp_path / "page.html").read_text()
     for arguments, sentence in (
         (["zzzz"], "job zzzz: it does not run here and has no logs in dadt-logs"),
         ([str(tmp_path)], "holds nothing of a job of dadt's"),
         ([str(failed), "-o", "none/page.html"], "none/page.html: cannot be written (No such file or directory)"),
     ):
-        done = report(*arguments, cwd=tmp_path)
-        assert done.returncode == 2 and sentence in done.stderr and done.stderr.count("\n") == 1
+        code, _, said = report(*arguments, cwd=tmp_path)
+        assert code == 2 and sentence in said and said.count("\n") == 1
 
 
 def test_without_a_report_events_are_told(copy: Path) -> None:
@@ -221,7 +228,8 @@ def test_values_of_the_wrong_kind_end_nothing(copy: Path, name: str) -> None:
 
 def test_a_job_of_many_ranks_has_a_band(copy: Path) -> None:
     moments = [json.loads(line) for line in (copy / "progress.jsonl").read_text().splitlines()]
-    many = [{**m, "rank": rank, "samples": m["samples"] * (1 + rank)} for rank in range(40) for m in moments if m["rank"] == 0]
+    of_one = [moment for moment in moments if moment["rank"] == 0]
+    many = [{**m, "rank": rank, "samples": m["samples"] * (1 + rank)} for rank in range(40) for m in of_one]
     (copy / "progress.jsonl").write_text("\n".join(map(json.dumps, many)))
     shown = read(copy).sections["progress"]
     assert "median of 40 ranks" in shown
@@ -231,32 +239,35 @@ def test_a_job_of_many_ranks_has_a_band(copy: Path) -> None:
 def test_the_timeline_of_another_job_is_none_of_this(copy: Path, tmp_path: Path) -> None:
     told = json.loads((copy / "report.json").read_text())
     told["config"]["timeline"] = str(tmp_path / "out.json")
+    told["end"] += 3600
     (copy / "report.json").write_text(json.dumps(told))
     assert "is not here" in read(copy).sections["timeline"]
     (tmp_path / "out.json").write_text("[]")
     assert "this is no timeline of dadt" in read(copy).sections["timeline"]
-    told["end"] -= 3600
+    told["end"] -= 7200
     (copy / "report.json").write_text(json.dumps(told))
     assert "it is another one's" in read(copy).sections["timeline"]
 
 
 def browse(*arguments: str, home: Path) -> bytes:
     """Chromium, as it is: the page's elements, or a picture."""
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={home}"]
-    return subprocess.run([*command, *arguments], capture_output=True, timeout=120, check=True).stdout
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={home}"]
+    return subprocess.run(["chromium", *options, *arguments], capture_output=True, timeout=120, check=True).stdout
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("colours", "background"), [(1, (247, 247, 245)), (0, (15, 18, 22))], ids=["light", "dark"])
-def test_in_a_browser(failed: Path, tmp_path: Path, colours: int, background: tuple[int, int, int]) -> None:
+def test_in_a_browser(
+    failed: Path, tmp_path: Path, report: Report, colours: int, background: tuple[int, int, int]
+) -> None:
     """Its text is there, it is no wider than a phone, and the lines of the charts have their colours."""
     from matplotlib.image import imread
 
     file = tmp_path / "page.html"
-    assert report(str(failed), "-o", str(file), cwd=tmp_path).returncode == 0
+    assert report(str(failed), "-o", str(file), cwd=tmp_path)[0] == 0
     # A phone is narrower than the narrowest window: a frame is as wide as it likes.
-    frame = '<iframe src="page.html" width="360" height="3000" onload="document.title = contentDocument.documentElement.scrollWidth">'
-    (tmp_path / "phone.html").write_text(frame)
+    width = "document.title = contentDocument.documentElement.scrollWidth"
+    (tmp_path / "phone.html").write_text(f'<iframe src="page.html" width="360" height="3000" onload="{width}">')
     options = ["--allow-file-access-from-files", f"--blink-settings=preferredColorScheme={colours}"]
     seen = browse("--dump-dom", *options, f"file://{tmp_path / 'phone.html'}", home=tmp_path / "home").decode()
     assert "<title>360</title>" in seen

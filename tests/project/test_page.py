@@ -60,6 +60,7 @@ FOREIGN_FLAGS = {
     "install.md": {"--index-url"},
     "injection.md": {"--init", "--local", "--world"},
     "launching.md": {"--local"},
+    "metrics.md": {"--logdir"},
     "mpi.md": {"--mca", "--nproc-per-node"},
     "slurm.md": {"--array", "--cpus-per-task", "--nodes", "--ntasks", "--ntasks-per-node", "--signal", "--time"},
 }

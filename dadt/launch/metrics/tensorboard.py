@@ -14,7 +14,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from dadt.errors import ConfigError
 from dadt.launch.metrics.metric import METRICS
-from dadt.launch.watch import Gauge, Watch
+from dadt.launch.watch import Gauge, Mark, Watch
 
 SECONDS = 1.0
 
@@ -68,11 +68,11 @@ class _Run:
         self._folder = folder
         self._gauge = gauge
         self._writer: RecordWriter | None = None
-        self._told: tuple[int, bool, bool] | None = None
+        self._told: tuple[Mark | None, int, bool, bool] | None = None
 
     def write(self) -> None:
         gauge = self._gauge
-        told = (gauge.member.step, gauge.failed, gauge.code is None)
+        told = (gauge.last, gauge.member.step, gauge.failed, gauge.code is None)
         if gauge.member.step < 0 or told == self._told:
             return
         self._told = told
