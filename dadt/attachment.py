@@ -64,8 +64,7 @@ class Attachment:
         """Parameters whose gradients are sparse."""
         self._token: tuple[Any, ...] = ()
         self._hooked = WeakTensorKeyDictionary()
-        factors = predict_factors(runtime.config.predict) or auto_factors(optimizer, runtime.config.staleness)
-        self.prediction = Prediction(self.parameters, *factors)
+        self.prediction = Prediction(self.parameters, *self._factors())
         # Collected between forward and step, it must not leave its prediction in the weights.
         weakref.finalize(optimizer, self.prediction.undo).atexit = False
         self.algorithm = algorithms.find(runtime.config.algorithm)(self)
@@ -99,6 +98,20 @@ class Attachment:
     def overlaps(self) -> bool:
         """Buckets may be launched from backward: with several optimizers their order could differ between ranks."""
         return not self.has_closure and len(self.runtime.optimizers) == 1 and not self.consumed
+
+    # Predicted weights -----------------------------------------------------------------------------------------
+
+    def predict(self) -> None:
+        """From true to predicted weights. By the momentum of now: a schedule may change it, as OneCycleLR does, and
+        who goes on from a checkpoint begins with another than the first."""
+        factor, older = self._factors()
+        if bool(older) == bool(self.prediction.older):  # else there is no memory for it, or too much
+            self.prediction.factor, self.prediction.older = factor, older
+        self.prediction.apply()
+
+    def _factors(self) -> tuple[float, float]:
+        config = self.runtime.config
+        return predict_factors(config.predict) or auto_factors(self.optimizer, config.staleness)
 
     # The parts that are exchanged ------------------------------------------------------------------------------
 

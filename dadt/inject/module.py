@@ -183,7 +183,7 @@ class Modules:
         for attachment in self.attachments(module):
             attachment.welcome()
             if attachment.algorithm.predicts and not attachment.consumed:
-                attachment.prediction.apply()
+                attachment.predict()
 
     def suspend(self, module: nn.Module) -> list[Attachment]:
         suspended = [a for a in self.attachments(module) if a.prediction.applied]
