@@ -27,6 +27,8 @@ class Training:
             torch.optim.SGD(self.models[0].parameters(), lr=0.05, momentum=0.9),
             torch.optim.AdamW(self.models[1].parameters(), lr=0.01),
         ]
+        # Its momentum goes from 0.95 down to 0.85 and up again.
+        self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizers[0], 0.05, total_steps=60)
         self.loader = DataLoader(data, batch_size=BATCH, shuffle=True)
         self.losses: list[torch.Tensor] = []
 
@@ -38,6 +40,7 @@ class Training:
                 loss.backward()
                 optimizer.step()
                 self.losses.append(loss.detach())
+            self.schedule.step()
 
     def path(self, number: int) -> str:
         return os.path.join(self.folder, f"pass{number}.pt")
@@ -45,10 +48,15 @@ class Training:
     def save(self, number: int) -> None:
         models = [m.state_dict() for m in self.models]
         optimizers = [o.state_dict() for o in self.optimizers]
-        torch.save({"passes": number, "models": models, "optimizers": optimizers}, self.path(number))
+        schedule = self.schedule.state_dict()
+        saved = {"passes": number, "models": models, "optimizers": optimizers, "schedule": schedule}
+        torch.save(saved, self.path(number))
 
-    def load(self, path: str) -> int:
+    def load(self, path: str, schedule_only: bool = False) -> int:
         saved = torch.load(path, weights_only=True)
+        self.schedule.load_state_dict(saved["schedule"])
+        if schedule_only:
+            return saved["passes"]
         for model, optimizer, m, o in zip(self.models, self.optimizers, saved["models"], saved["optimizers"]):
             optimizer.load_state_dict(o)
             model.load_state_dict(m)
@@ -70,7 +78,7 @@ def main() -> None:
     acts = training.rank == 0 or not arguments.alone
     number = 0
     if arguments.resume:
-        number = training.load(arguments.resume) if acts else torch.load(arguments.resume)["passes"]
+        number = training.load(arguments.resume, schedule_only=not acts)
     while number < arguments.passes:
         if arguments.seed_passes:
             torch.manual_seed(100 + number)
