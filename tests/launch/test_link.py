@@ -45,9 +45,9 @@ while True: time.sleep(600)
 def networks() -> set[str]:
     """Of all processes, those namespaces that a process is in or holds open."""
     found = set()
-    for link in [*Path("/proc").glob("[0-9]*/ns/net"), *Path("/proc").glob("[0-9]*/fd/*")]:
+    for held in [*Path("/proc").glob("[0-9]*/ns/net"), *Path("/proc").glob("[0-9]*/fd/*")]:
         try:
-            name = os.readlink(link)
+            name = os.readlink(held)
         except OSError:
             continue  # it ended while we looked
         if name.startswith("net:"):
