@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 
 from dadt.benchmarks import cost, probe
 from dadt.benchmarks.cost import Bucket, Figures, Handling, LowRank, Network, Way
-from dadt.benchmarks.party import Place, start
+from dadt.benchmarks.party import Party, Place, start
 from dadt.benchmarks.probe import Found
 from dadt.benchmarks.training import Task
 from dadt.errors import ConfigError
@@ -18,6 +19,7 @@ WARMUP = 2
 STEPS_SECONDS = 3.0
 CHECK_SECONDS = 10.0
 """What a measurement of one way takes, about."""
+CHECK_TURNS = 3
 LEAST_STEPS = 5
 ALONE = "1000000"
 """Steps between two averages, of which there is none then."""
@@ -60,7 +62,7 @@ def figures_of(found: Sequence[Found], compute: dict[str, float], sync_every: in
         sync_every=sync_every,
     )
     handling = {name: handling_of(draft, found, name, hosts) for name in found[0].exchanges}
-    return Figures(**{**{name: getattr(draft, name) for name in Figures.__slots__}, "handling": handling})
+    return replace(draft, handling=handling)
 
 
 def network_of(found: Sequence[Found], hosts: int) -> Network:
@@ -118,30 +120,50 @@ def measure(task: Task, place: Place, ranks: int, found: Sequence[Found], sync_e
 def check(
     figures: Figures, ways: Sequence[Way], task: Task, place: Place, ranks: int, hosts: int, tell: Progress
 ) -> list[Checked]:
-    """Trains in each way on the hosts at hand."""
+    """Trains in each way on the hosts at hand, in turn with the same where no byte moves: so that prediction and
+    measurement see the same machine, the compute of a prediction is what it was meanwhile."""
     checked = []
     for way in ways:
-        predicted = cost.seconds(figures, way, hosts)
         tell(f"{way} trains")
-        steps = max(LEAST_STEPS, round(CHECK_SECONDS / predicted))
+        guess = cost.seconds(figures, way, hosts)
+        steps = max(LEAST_STEPS, round(CHECK_SECONDS / CHECK_TURNS / guess))
         lead = WARMUP
         if way.algorithm == "local":
             every = figures.sync_every
             # Whole rounds, once the first average is under way: the synchronous steps are not of any.
             steps, lead = max(1, round(steps / every)) * every, every
+        alone = "local" if way.algorithm == "sync" else way.algorithm
+        null = ["--executor", "null", "--algorithm", alone, "--sync-every", ALONE]
         options = [*way.options, "--sync-every", str(figures.sync_every)]
-        checked.append(Checked(way, 1.0 / predicted, 1.0 / _seconds(task, place, ranks, options, steps, lead)))
+        with ExitStack() as stack:
+            other, mine = (stack.enter_context(_party(task, place, ranks, each)) for each in (null, options))
+            turns = [
+                (_turn(other, max(LEAST_STEPS, steps // 2), WARMUP), _turn(mine, steps, lead))
+                for _ in range(CHECK_TURNS)
+            ]
+        compute, seconds = (statistics.median(column) for column in zip(*turns, strict=True))
+        then = replace(figures, compute={**figures.compute, way.algorithm: compute})
+        checked.append(Checked(way, 1.0 / cost.seconds(then, way, hosts), 1.0 / seconds))
     return checked
 
 
 def _seconds(task: Task, place: Place, ranks: int, options: Sequence[str], steps: int, lead: int) -> float:
     """Of a step, of the slowest rank."""
+    with _party(task, place, ranks, options) as party:
+        return _turn(party, steps, lead)
+
+
+@contextmanager
+def _party(task: Task, place: Place, ranks: int, options: Sequence[str]) -> Iterator[Party]:
     script = ["--model", task.model, "--batch-size", str(task.batch_size), "--device", task.device]
-    script += ["--precision", task.precision, "--data", task.data]
-    script += ["--ranks", str(ranks)]
+    script += ["--precision", task.precision, "--data", task.data, "--ranks", str(ranks)]
     with start(" ".join(options), place, ranks, [*options, "--warmup-steps", str(WARMUP)], script) as party:
         party.train(0, WARMUP)
-        return max(worked.seconds for worked in party.train(lead, steps)) / steps
+        yield party
+
+
+def _turn(party: Party, steps: int, lead: int) -> float:
+    return max(worked.seconds for worked in party.train(lead, steps)) / steps
 
 
 def _share(found: Sequence[Found], part: int) -> float:
