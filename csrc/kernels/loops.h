@@ -263,8 +263,8 @@ void foresee_float(void* parameter, void* expected, const void* momentum, const 
     Vector move = g * by_gradient;
     if (m != nullptr) move = Vector::load(m + i) * by_momentum + move;
     if (v != nullptr) {
-      const Vector square = Vector::load(v + i) * by_square + g * g * by_squared;
-      move = move / (square.root() * root + epsilon);
+      const Vector moment = Vector::load(v + i) * by_square + g * g * by_squared;
+      move = move / (moment.root() * root + epsilon);
     }
     (move + old * keep).store(p + i);
     old.store(e + i);
@@ -276,9 +276,9 @@ void foresee_float(void* parameter, void* expected, const void* momentum, const 
     Scalar move = g * static_cast<Scalar>(step.gradient);
     if (m != nullptr) move = widen(m[i]) * static_cast<Scalar>(step.momentum) + move;
     if (v != nullptr) {
-      const Scalar square =
+      const Scalar moment =
           widen(v[i]) * static_cast<Scalar>(step.square) + g * g * static_cast<Scalar>(step.squared);
-      move = move / (root_of(square) * static_cast<Scalar>(step.root) + static_cast<Scalar>(step.epsilon));
+      move = move / (root_of(moment) * static_cast<Scalar>(step.root) + static_cast<Scalar>(step.epsilon));
     }
     narrow(move + w * static_cast<Scalar>(step.keep), p + i);
     e[i] = old;
