@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -185,11 +186,13 @@ def test_workers_measure_the_link_between_them(tmp_path):
 @ROOT_ONLY
 @pytest.mark.parametrize("link", ["100mbit", "1gbit"])
 def test_what_is_predicted_is_what_training_does(link, tmp_path):
-    """Within 15 %, on a machine that does nothing else."""
+    """Within 15 %, of a model for which the host waits: what else uses the cores matters less."""
     out = tmp_path / "advice.json"
-    command = [sys.executable, "-m", "dadt_cli", "bench", "advise", "mlp", "-np", "2", "--batch-size", "64"]
+    command = [sys.executable, "-m", "dadt_cli", "bench", "advise", "benchmarks.asleep:model", "--batch-size", "4"]
     done = subprocess.run(
-        [*command, "--link", link, "--sync-every", "8", "--check", "--json", str(out)], cwd=tmp_path, timeout=1200
+        [*command, "-np", "2", "--link", link, "--sync-every", "8", "--check", "--json", str(out)],
+        cwd=Path(__file__).parents[2],
+        timeout=1800,
     )
     assert done.returncode == 0
     rows = json.loads(out.read_text())["rows"]
