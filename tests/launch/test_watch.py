@@ -126,7 +126,7 @@ def test_memory_and_exit_are_kept():
     watch = watch_of(2)
     watch.see(Frame("beat", {"steps": {}, "memory": {"0": 300, "1": 200}}))
     watch.see(Frame("beat", {"steps": {}, "memory": {"0": 100, "1": 250}}))
-    watch.see(Frame("exit", {"rank": 1, "code": -9, "step": 3, "peak_memory": 400}))
+    watch.see(Frame("exit", {"rank": 1, "code": -9, "step": 3, "peak_memory": 400, "stopped": False}))
     assert [gauge.peak_memory for gauge in watch.gauges] == [300, 400]
     assert [gauge.memory for gauge in watch.gauges] == [100, 0]
     assert watch.by_pace()[0].code == -9
