@@ -81,7 +81,8 @@ def main() -> None:
         losses.append(float(loss.detach()))
         times.append(round(time.monotonic() - begun, 4))
         if options.every and step % options.every == 0:
-            looks.append((step, time.monotonic() - begun, family.verdict(model, 100)["loss"]))
+            most = 1000 if family.counts else 100  # images, or texts of many letters
+            looks.append((step, time.monotonic() - begun, family.verdict(model, most)["loss"]))
     seconds = times[-1]
     verdict = family.verdict(model, options.judge)
     print(f"{options.family}: loss {verdict['loss']:.4f}  accuracy {verdict['accuracy']:.4f}  {seconds:.1f} s")
