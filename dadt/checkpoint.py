@@ -167,11 +167,10 @@ class Checkpoints:
                 if i < len(places):
                     module, name = places[i]
                     buffers.join(module, name, value)
-        else:
-            buffers.join_official(a.modules)
-        if flights:
             averages = _by_parameter(flights[-1]["gradients"], list(_indices(a.optimizer)))
             a.prediction.join(averages, flights[-1]["scale"])
+        else:
+            buffers.join_official(a.modules)
 
 
 class Arrived:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -100,9 +100,10 @@ class Expectation(Prediction):
         )
 
     def _clipped(self) -> torch.Tensor | float:
-        if self._norm is None:
+        left = [g for g in self._gradients() if g is not None]
+        if self._norm is None or not left:
             return 1.0
-        ratio = _norm(g for g in self._gradients() if g is not None).to(self._norm.device) / self._norm
+        ratio = _norm(left).to(self._norm.device) / self._norm
         ratio = torch.where(torch.isfinite(ratio), ratio, 1.0)
         return float(ratio) if ratio.device.type == "cpu" else ratio
 
@@ -137,6 +138,8 @@ class Expectation(Prediction):
             for b in self._buffers:
                 b.mul_(clip)
             self._holds = Holds.KNOWN
+            if not _finite(self._buffers):
+                self.forget()  # it will be left out when it arrives
 
     def state(self) -> dict[str, Any]:
         known = self._holds is Holds.AVERAGE
@@ -164,7 +167,7 @@ def _foresee(factors: Factors, steps: Sequence[Step]) -> None:
             step.expected.copy_(true)
 
 
-def _norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+def _norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     norms = torch._foreach_norm(list(tensors))
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device, torch.float64) for n in norms]))
     return norm
