@@ -350,7 +350,7 @@ def predict_factors(text: str) -> tuple[float, float] | None:
     """Of the last displacement, which is 0 or more, and of the one before; None for others. Raises ConfigError."""
     if text == "auto" or predict_share(text) is not None:
         return None
-    expected = "auto, own:0.5, a number from 0, as 1.5, or two, as 1.8,-0.9"
+    expected = "auto, own:0.9, a number from 0, as 1.5, or two, as 1.8,-0.9"
     first, comma, second = text.partition(",")
     factor = _number("--predict", first, expected)
     if factor < 0:
@@ -363,7 +363,7 @@ def predict_share(text: str) -> float | None:
     name, _, share = text.partition(":")
     if name != "own":
         return None
-    expected = "own:S with S from 0 to 1, as own:0.5"
+    expected = "own:S with S from 0 to 1, as own:0.9"
     value = _number("--predict", share, expected)
     if not 0 <= value <= 1:
         raise ConfigError(f"--predict {text}: give {expected}")

@@ -31,22 +31,31 @@ def limit(momentum: float, delay: int, factor: float, older: float = 0.0, *, nes
     return _first_unstable(radius)
 
 
-def limit_by_own(momentum: float, share: float, *, nesterov: bool = False) -> float:
-    """The same at delay 1 where the optimizer's own step predicts, with this share of the gradient in flight."""
+def limit_by_own(momentum: float, share: float, damping: float = 0.5, *, nesterov: bool = False) -> float:
+    """The same at delay 1 where the optimizer's own step predicts, with this share of the gradient in flight.
+
+    Two things must not grow: the distance of the weights from the minimum, and what the ranks' own gradients differ by
+    (which, from one step to the next, `damping` keeps in check: see dadt/predictions/expectation.py).
+    """
 
     def step(rate: float, buffer: np.ndarray, gradient: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The momentum's buffer and the move of the weights."""
         buffer = momentum * buffer + gradient
         return buffer, -rate * (gradient + momentum * buffer if nesterov else buffer)
 
-    def radius(rate: float) -> float:
+    def of_the_mean(rate: float) -> float:
         """Of the map of weight, buffer and the last two gradients; a parabola's gradient is where it is taken."""
         weight, buffer, last, older = np.eye(4)
         gradient = weight + step(rate, buffer, share * last + (1 - share) * older)[1]
         moved, move = step(rate, buffer, last)
         return float(np.abs(np.linalg.eigvals(np.stack([weight + move, moved, gradient, last]))).max())
 
-    return _first_unstable(radius)
+    def of_the_difference(rate: float) -> float:
+        """Of d(t+1) = -rate' share (d(t) + damping d(t-1)): the momentum's buffer is the same on all ranks."""
+        moves = rate * share * (1 + momentum if nesterov else 1)
+        return float(np.abs(np.roots([1, moves, moves * damping])).max())
+
+    return _first_unstable(lambda rate: max(of_the_mean(rate), of_the_difference(rate)))
 
 
 def _first_unstable(radius: Callable[[float], float]) -> float:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dadt.predictions.displacement import auto_factors
-from dadt.predictions.expectation import SHARE
+from dadt.predictions.expectation import DAMPING, SHARE
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class Method:
     own: float | None = None
     """Predict by the optimizer's own step, as if this share of the rank's own gradient in flight, and else the last
     average that has arrived, were what it will be given. None: DADT's share."""
+    back: float | None = None
+    """Beside it, this share of how far the rank's gradient before was off its average. None: DADT's."""
     mix: float = 0.0
     """Apply (1 + mix) updates less mix times the update before: error feedback for delayed updates."""
 
@@ -50,7 +52,7 @@ class Method:
             key, _, value = part.partition("=")
             if key not in known:
                 raise ValueError(f"{text}: {key} is unknown; there are {', '.join(sorted(known))}")
-            given[key] = float(value) if key in ("c", "c2", "mix", "own") else int(value)
+            given[key] = float(value) if key in ("c", "c2", "mix", "own", "back") else int(value)
         if "own" in given and given.get("staleness", 1) != 1:
             raise ValueError(f"{text}: own predicts one step ahead; leave staleness out")
         return cls(text, delayed=base != "sync", **given)  # type: ignore[arg-type]
@@ -61,6 +63,9 @@ class Method:
         if self.c is not None or self.staleness > 1:
             return None
         return SHARE if self.own is None else self.own
+
+    def damping(self, share: float) -> float:
+        return DAMPING * share if self.back is None else self.back
 
     def factors(self, optimizer: torch.optim.Optimizer) -> tuple[float, float]:
         return auto_factors(optimizer, self.staleness) if self.c is None else (self.c, self.c2)

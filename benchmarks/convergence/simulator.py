@@ -49,6 +49,8 @@ class Simulation:
         self.applied: Tensors | None = None
         self.fresh: list[Tensors] = []
         """Each rank's own gradients of the last step."""
+        self.previous: list[Tensors] = []
+        """Of the step before, once they come late: what the last average is made of."""
         self.step = 0
 
     def run(self) -> dict[str, Any]:
@@ -99,8 +101,16 @@ class Simulation:
         if not self.predicts or self.method.share is None or self.applied is None:
             return
         put(self.parameters, true)
-        expected = mix(self.applied, self.fresh[rank], self.method.share)
-        put(self.parameters, own_step(self.optimizer, expected))
+        put(self.parameters, own_step(self.optimizer, self.expected(rank, self.applied, self.method.share)))
+
+    def expected(self, rank: int, applied: Tensors, share: float) -> Tensors:
+        """What this rank takes for the gradients in flight."""
+        own = [g * share for g in self.fresh[rank]]
+        if not self.previous:
+            return [a * (1 - share) + g for a, g in zip(applied, own, strict=True)]
+        back = self.method.damping(share)
+        own = [before * back + g for before, g in zip(self.previous[rank], own, strict=True)]
+        return [g + a * (1 - share - back) for a, g in zip(applied, own, strict=True)]
 
     def average(self, batch: Batch, true: Tensors) -> tuple[float, Tensors, Tensors]:
         """Mean loss, gradients and buffers of all ranks, each on its part of the batch."""
@@ -119,7 +129,7 @@ class Simulation:
             self.own[rank] = copies(self.buffers)
             gradients.append([p.grad for p in self.parameters if p.grad is not None])
             statistics.append(self.own[rank])
-        self.fresh = gradients
+        self.previous, self.fresh = self.fresh if self.pending else [], gradients
         return losses / self.ranks, mean(gradients), mean(statistics)
 
     def exchange(self, gradients: Tensors, statistics: Tensors) -> Tensors | None:
@@ -190,10 +200,6 @@ def mean(ranks: list[Tensors]) -> Tensors:
             total += value
         means.append(total / len(values))
     return means
-
-
-def mix(others: Tensors, own: Tensors, share: float) -> Tensors:
-    return [a * (1 - share) + b * share for a, b in zip(others, own, strict=True)]
 
 
 def norm(tensors: Tensors) -> float:

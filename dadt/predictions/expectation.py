@@ -13,18 +13,25 @@ from dadt.bucket import DTYPES
 from dadt.predictions.base import Holds, Prediction, Tensors, grouped, in_core, tensors_of
 from dadt.predictions.next_step import Factors, Step, next_steps
 
-SHARE = 0.5
+Term = tuple[Sequence[torch.Tensor | None], torch.Tensor | float]
+"""Tensors, by parameter, and their weight."""
+SHARE = 0.9
 """Of the rank's own gradient in what it expects; see docs/results/convergence.md."""
+DAMPING = 0.5
+"""Of that share, of how far the rank's gradient before was off the average: it damps what ranks differ by."""
 
 
 class Expectation(Prediction):
-    """Runs forward and backward where the optimizer would put the weights if it were given
-    share * (the rank's own gradient in flight) + (1 - share) * (the last average that has arrived).
+    """Runs forward and backward where the optimizer would put the weights if it were given, at step t,
+    share * own(t) + (1 - share) * average(t-1) + DAMPING * share * (own(t-1) - average(t-1)),
+    with the rank's own gradient in flight and the last average that has arrived.
 
     The mean over ranks of where they predict to is then near the true next point: the mean of their own gradients is
-    the average in flight. The buffer of each parameter holds the rank's own gradient, then what is expected, then the
-    true weights. (Prediction by the optimizer's step with old gradients: XPipe, arXiv:1911.04610. That a rank knows
-    its own part of those in flight is added here.)
+    the average in flight. The last term has the mean 0. Without it what a rank is off by comes back in its next
+    gradient, turned round, and grows where rate * curvature * share is above 1; with it, where that is above 2
+    (dadt/stability.py). One buffer of each parameter holds the rank's own gradient, then what is expected, then the
+    true weights, another the own gradient before. (Prediction by the optimizer's step with old gradients: XPipe,
+    arXiv:1911.04610. That a rank knows its own part of those in flight is added here.)
     """
 
     needs = 1
@@ -41,6 +48,10 @@ class Expectation(Prediction):
         """The averages as they have come, and their versions."""
         self._clip: torch.Tensor | float = 1.0
         """What the script has left of the last averages' norm."""
+        self._previous: list[torch.Tensor] = []
+        """The rank's own gradients that are on their way; after the step, what the next average is made of."""
+        self._previous_scale: torch.Tensor | float | None = None
+        """Their loss scale; None where they are not known."""
         self._absent: set[int] = set()
         """Parameters (by id) of which nothing is expected: the optimizer is to leave them out."""
 
@@ -49,13 +60,20 @@ class Expectation(Prediction):
         if not self._buffers:
             self._buffers = [torch.zeros_like(p.data) for p in self.parameters]
         if self._holds is Holds.AVERAGE:  # the first late step: nothing arrives in it
-            own = self.share * self._clip
-            self._mix(1 - self.share, own if scale is None else own / scale)
-            self._holds = Holds.KNOWN if _finite(self._buffers) else Holds.NOTHING
+            self._expect_first(scale)
         elif late:
             # A copy: where gradients are set to zero in place, they lie in memory that averages come to.
-            self._copy_gradients()
+            self._absent = self._copy_gradients(self._buffers)
             self._holds = Holds.OWN
+
+    def _expect_first(self, scale: torch.Tensor | None) -> None:
+        """From the average of the last synchronous step, in the buffers, and the own gradients in `.grad`."""
+        self._previous = [torch.zeros_like(p.data) for p in self.parameters]
+        self._absent &= self._copy_gradients(self._previous)
+        self._previous_scale = 1.0 if scale is None else scale
+        own = self.share * self._clip / self._previous_scale
+        self._sum(self._buffers, (self._buffers, 1 - self.share), (self._previous, own))
+        self._holds = Holds.KNOWN if _finite(self._buffers) else Holds.NOTHING
 
     def arrived(self, norm: torch.Tensor | None) -> None:
         self._norm = norm
@@ -67,27 +85,43 @@ class Expectation(Prediction):
         changed = self._changed()
         self._clip = self._clipped() if changed else 1.0
         if self._holds is not Holds.OWN:
-            self._copy_gradients()
+            self._absent = self._copy_gradients(self._buffers)
             self._holds = Holds.AVERAGE
         elif (changed or scale is not None) and not _finite(self._buffers):
             self.forget()  # a gradient scaler will leave it out, or a script that looks at norms
         else:
-            own = self.share * self._clip
-            self._mix(own if scale is None else own / scale, 1 - self.share)
-            self._holds = Holds.KNOWN
+            self._expect(1.0 if scale is None else scale)
+
+    def _expect(self, scale: torch.Tensor | float) -> None:
+        """From the own gradients in the buffers, of this loss scale, those before, and the averages in `.grad`."""
+        gradients = self._gradients()
+        average, terms = 1 - self.share, [(self._buffers, self.share * self._clip / scale)]
+        if self._previous_scale is not None:
+            before = DAMPING * self.share
+            average -= before
+            terms.insert(0, (self._previous, before * self._clip / self._previous_scale))
+        elif not self._previous:
+            self._previous = [torch.empty_like(b) for b in self._buffers]
+        self._sum(self._previous, *terms, (gradients, average))
+        self._absent -= {id(p) for p, g in zip(self.parameters, gradients, strict=True) if g is not None}
+        self._buffers, self._previous = self._previous, self._buffers
+        self._previous_scale = scale
+        self._holds = Holds.KNOWN
 
     def _gradients(self) -> list[torch.Tensor | None]:
         gradients = (p.grad for p in self.parameters)
         return [g.to_dense() if g is not None and g.layout != torch.strided else g for g in gradients]
 
-    def _copy_gradients(self) -> None:
-        self._absent = set()
-        for p, b, g in zip(self.parameters, self._buffers, self._gradients(), strict=True):
+    def _copy_gradients(self, buffers: list[torch.Tensor]) -> set[int]:
+        """The parameters that have none; their buffers are zeros."""
+        absent = set()
+        for p, b, g in zip(self.parameters, buffers, self._gradients(), strict=True):
             if g is None:
                 b.zero_()
-                self._absent.add(id(p))
+                absent.add(id(p))
             else:
                 b.copy_(g)
+        return absent
 
     def _changed(self) -> bool:
         """Whether the script has clipped, unscaled or otherwise changed the averages."""
@@ -107,18 +141,19 @@ class Expectation(Prediction):
         ratio = torch.where(torch.isfinite(ratio), ratio, 1.0)
         return float(ratio) if ratio.device.type == "cpu" else ratio
 
-    def _mix(self, keep: torch.Tensor | float, weight: torch.Tensor | float) -> None:
-        """buffer = keep * buffer + weight * gradient."""
-        for p, b, g in zip(self.parameters, self._buffers, self._gradients(), strict=True):
-            if g is not None:
-                self._absent.discard(id(p))
-            if g is not None and in_core((b, g)):
-                sources, weights = [b.data_ptr(), g.data_ptr()], [float(keep), float(weight)]
-                _core.reduce(DTYPES[b.dtype], _core.Reduction.sum, b.data_ptr(), sources, weights, 1.0, b.numel())
+    def _sum(self, into: list[torch.Tensor], *terms: Term) -> None:
+        """into = sum of weight * tensor, of the tensors that are there; `into` may be the first of them."""
+        weights = [weight for _, weight in terms]
+        for b, *tensors in zip(into, *(tensors for tensors, _ in terms), strict=True):
+            parts = [(t, weight) for t, weight in zip(tensors, weights, strict=True) if t is not None]
+            if in_core((b, *(t for t, _ in parts))):
+                sources, factors = [t.data_ptr() for t, _ in parts], [float(weight) for _, weight in parts]
+                _core.reduce(DTYPES[b.dtype], _core.Reduction.sum, b.data_ptr(), sources, factors, 1.0, b.numel())
             else:
-                b.mul_(keep)
-                if g is not None:
-                    b.add_(g * weight)
+                (first, weight), *others = parts
+                torch.mul(first, weight, out=b)
+                for t, weight in others:
+                    b.add_(t * weight)
 
     def _go_ahead(self) -> None:
         optimizer = self._optimizer()
@@ -137,6 +172,7 @@ class Expectation(Prediction):
             clip = self._clip if scale is None else self._clip / scale
             for b in self._buffers:
                 b.mul_(clip)
+            self._previous_scale = None
             self._holds = Holds.KNOWN
             if not _finite(self._buffers):
                 self.forget()  # it will be left out when it arrives
@@ -154,6 +190,19 @@ class Expectation(Prediction):
             self._buffers = tensors_of(self.parameters, average)
             self._absent = {id(p) for p in self.parameters if p not in average}
             self._holds = Holds.AVERAGE
+
+    def follow(self, parameters: Sequence[torch.Tensor]) -> None:
+        if self._previous:
+            self._previous = self._kept(self._previous, parameters)
+        super().follow(parameters)
+
+    def forget(self) -> None:
+        super().forget()
+        self._previous_scale = None
+
+    def end(self) -> None:
+        super().end()
+        self._previous = []
 
 
 def _foresee(factors: Factors, steps: Sequence[Step]) -> None:

@@ -24,15 +24,15 @@ VALLEY = """
         def forward(self, target):
             return 0.5 * ((self.w - target) ** 2 * torch.linspace(0.5, 1.0, 20)).sum()
     model = Valley()
-    # Stable below 0.7 when late by one and predicted, below 3.8 when synchronous.
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    # Stable below 1.23 when late by one and predicted, below 3.8 when synchronous.
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.5, momentum=0.9)
     largest, steps = 0.0, 500
     for step in range(steps):
         optimizer.zero_grad()
         model(float(rank)).backward()
         optimizer.step()
         largest = max(largest, model.state_dict()["w"].abs().max().item())
-        if not largest < 1e30:
+        if not largest < 1e20:
             break
     report({"state": {"w": model.state_dict()["w"].clone()}, "largest": largest, "step": step})
 """
@@ -53,7 +53,7 @@ def test_a_rate_that_only_sync_bears(dadt_run, staleness) -> None:
 def test_no_fall_back(dadt_run) -> None:
     run = dadt_run(VALLEY, "--warmup-steps", "25", "--no-fall-back")
     assert BACK not in run.output
-    assert all(rank["largest"] > 1e30 for rank in run.ranks)
+    assert all(rank["largest"] > 1e20 for rank in run.ranks)
 
 
 RESTORED = """
@@ -66,7 +66,7 @@ RESTORED = """
             seen.append(self.w.detach().clone())
             return 0.5 * ((self.w - target) ** 2).sum()
     model, seen, off = Valley(), [], []
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.5, momentum=0.9)
     for step in range(300):
         if step == 30:
             kept = copy.deepcopy([model.state_dict(), optimizer.state_dict()])

@@ -41,13 +41,15 @@ def begun(way: str, kind: str) -> tuple[torch.Tensor, torch.optim.Optimizer, Exp
     w = KINDS[kind]().requires_grad_()
     optimizer = make([w], **options)
     prediction = Expectation(optimizer, [w], share=1.0)
+    own = in_flight = torch.randn_like(w)
     for step in range(4):
-        w.grad = torch.randn_like(w)
+        own, in_flight = torch.randn_like(w), own
+        w.grad = own
         prediction.before_step(late=step > 1, scale=None)
-        w.grad = None if step == 1 else w.grad  # the first late step applies nothing
+        w.grad = [own, None, in_flight, in_flight][step]  # the first late step applies nothing
         optimizer.step()
         prediction.after_step(held=step == 1, scale=None)
-    # The last gradient, which has been applied, is what is expected next as well.
+    w.grad = own
     return w, optimizer, prediction
 
 

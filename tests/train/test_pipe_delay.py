@@ -57,25 +57,31 @@ def test_prediction_leaves_half_of_the_curvature(momentum) -> None:
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("share", [0.5, 0.9, 1.0])
 def test_the_limit_of_prediction_by_the_own_gradient(share, nesterov) -> None:
-    """torch's optimizer on curvature 1, one rank that knows so much of the gradient in flight."""
+    """torch's optimizer on curvature 1, two ranks whose own gradients once were apart by noise."""
 
     def distance(rate: float) -> float:
+        """Of the weights from the minimum, and of the ranks' gradients from each other."""
         w = torch.ones(1, dtype=torch.float64)
         optimizer = torch.optim.SGD([w], lr=rate, momentum=0.9, nesterov=nesterov)
-        prediction = Expectation(optimizer, [w], share)
+        ranks = [Expectation(optimizer, [w], share) for _ in range(2)]
         in_flight = None
-        for step in range(4000):
-            prediction.apply()
-            own = w.clone()
-            w.grad = own
-            prediction.before_step(late=step > 1, scale=None)
-            w.grad = own if step == 0 else in_flight
+        for step in range(2000):
+            own = []
+            for prediction, noise in zip(ranks, (1.0, -1.0)):
+                prediction.apply()
+                own.append(w + (noise if step == 3 else 0.0))
+                prediction.undo()
+                w.grad = own[-1]
+                prediction.before_step(late=step > 1, scale=None)
+            mean = (own[0] + own[1]) / 2
+            w.grad = mean if step == 0 else in_flight
             optimizer.step()
-            prediction.after_step(held=step == 1, scale=None)
-            in_flight = own if step else None
-        return abs(w.item())
+            for prediction in ranks:
+                prediction.after_step(held=step == 1, scale=None)
+            in_flight = mean if step else None
+        return abs(w.item()) + abs((own[0] - own[1]).item())
 
     limit = stability.limit_by_own(0.9, share, nesterov=nesterov)
     assert distance(0.97 * limit) < 1e-3
