@@ -62,7 +62,7 @@ class Attachment:
         """Parameters whose gradients are sparse."""
         self._token: tuple[Any, ...] = ()
         self._hooked = WeakTensorKeyDictionary()
-        self.prediction = predictions.choose(runtime.config, optimizer, self.parameters)
+        self.prediction = predictions.choose(runtime.config, optimizer, self.parameters, runtime.world.world_size)
         # Collected between forward and step, it must not leave its prediction in the weights.
         weakref.finalize(optimizer, self.prediction.undo).atexit = False
         self.algorithm = algorithms.find(runtime.config.algorithm)(self)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dadt.predictions.displacement import auto_factors
-from dadt.predictions.expectation import DAMPING, SHARE
+from dadt.predictions.expectation import DAMPING, share_of
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,11 @@ class Method:
             raise ValueError(f"{text}: own predicts one step ahead; leave staleness out")
         return cls(text, delayed=base != "sync", **given)  # type: ignore[arg-type]
 
-    @property
-    def share(self) -> float | None:
+    def share(self, ranks: int) -> float | None:
         """Of the own gradient; None where displacements predict."""
         if self.c is not None or self.staleness > 1:
             return None
-        return SHARE if self.own is None else self.own
+        return share_of(ranks) if self.own is None else self.own
 
     def damping(self, share: float) -> float:
         return DAMPING * share if self.back is None else self.back

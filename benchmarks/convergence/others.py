@@ -19,6 +19,7 @@ FLAGS = {
     "gossip": ["--algorithm", "gossip"],
     "local": ["--algorithm", "local", "--sync-every", "8"],
     "diloco": ["--algorithm", "local", "--sync-every", "32", "--outer-lr", "0.7", "--outer-momentum", "0.9"],
+    "diloco-8": ["--algorithm", "local", "--sync-every", "8", "--outer-lr", "0.7", "--outer-momentum", "0.9"],
     "bf16": ["--compression", "bf16"],
     "fp16": ["--compression", "fp16"],
     "int8": ["--compression", "int8"],

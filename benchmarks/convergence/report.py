@@ -15,7 +15,7 @@ from benchmarks.convergence.study import SWEEP_SEEDS, Results, load, score
 
 BEGIN, END = "<!-- tables: made by python -m benchmarks.convergence --report -->", "<!-- end of tables -->"
 COLORS = {"sync": "#1f3b57", "plain": "#c8553d", "pipe": "#2a9d8f"}
-LOOSE = ("gossip", "local", "diloco")
+LOOSE = ("gossip", "local", "diloco", "diloco-8")
 EXACT = ("bf16", "fp16", "int8")
 """Nothing may be lost beyond noise: the good end of the interval is 0 or better."""
 

@@ -31,6 +31,7 @@ class Simulation:
         self.seed = seed
         self.model, self.optimizer, self.schedule = family.begin(seed, rate)
         self.parameters: Tensors = [p for p in self.model.parameters() if p.requires_grad]
+        self.share = method.share(ranks)
         self.factor, self.older = method.factors(self.optimizer)
         self.buffers = [b for b in self.model.buffers() if b.is_floating_point()]
         """BatchNorm's statistics: each rank has its own, and reads their mean."""
@@ -81,7 +82,7 @@ class Simulation:
 
     def predict(self) -> None:
         """Put the weights where the gradient that is computed now will be applied."""
-        if not self.predicts or not self.displacements or self.method.share is not None:
+        if not self.predicts or not self.displacements or self.share is not None:
             return
         late = self.step - self.method.warmup - self.method.staleness + 1
         share = min(1.0, late / self.method.ramp) if self.method.ramp else 1.0
@@ -98,10 +99,10 @@ class Simulation:
 
     def predict_for(self, rank: int, true: Tensors) -> None:
         """The same by what this rank alone knows of the gradients in flight."""
-        if not self.predicts or self.method.share is None or self.applied is None:
+        if not self.predicts or self.share is None or self.applied is None:
             return
         put(self.parameters, true)
-        put(self.parameters, own_step(self.optimizer, self.expected(rank, self.applied, self.method.share)))
+        put(self.parameters, own_step(self.optimizer, self.expected(rank, self.applied, self.share)))
 
     def expected(self, rank: int, applied: Tensors, share: float) -> Tensors:
         """What this rank takes for the gradients in flight."""

@@ -14,7 +14,7 @@ from dadt.checkpoint import Arrived, flights
 from dadt.config import predict_factors
 from dadt.divergence import FACTOR, Divergence
 from dadt.predictions.displacement import auto_factors, momentum_of
-from dadt.predictions.expectation import SHARE
+from dadt.predictions.expectation import share_of
 from dadt.predictions.next_step import known
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ class Pipe(Algorithm):
         self._warmed_up = False
         """What was measured in the synchronous steps has been told, and acted on."""
         if self.in_flight > 1:
-            attachment.runtime.say(_bears(attachment.optimizer, config.predict, self.in_flight), level="warning")
+            bears = _bears(attachment.optimizer, config.predict, self.in_flight, attachment.runtime.world.world_size)
+            attachment.runtime.say(bears, level="warning")
 
     @property
     def _warming_up(self) -> bool:
@@ -205,14 +206,14 @@ class Pipe(Algorithm):
         return self._divergence.see(norm)
 
 
-def _bears(optimizer: torch.optim.Optimizer, predict: str, delay: int) -> str:
+def _bears(optimizer: torch.optim.Optimizer, predict: str, delay: int, ranks: int) -> str:
     """What learning rate a long delay leaves."""
     momentum, nesterov = momentum_of(optimizer)
 
     def limit(late: int) -> float:
         factors = predict_factors(predict)
         if late == 1 and factors is None and known(optimizer):
-            return stability.limit_by_own(momentum, SHARE, nesterov=nesterov)
+            return stability.limit_by_own(momentum, share_of(ranks), nesterov=nesterov)
         factors = factors or auto_factors(optimizer, late)
         return stability.limit(momentum, late, *(factors if late else (0.0, 0.0)), nesterov=nesterov)
 

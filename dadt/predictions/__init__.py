@@ -11,18 +11,20 @@ from dadt.config import Config, predict_factors, predict_share
 from dadt.errors import ConfigError
 from dadt.predictions.base import Prediction
 from dadt.predictions.displacement import Displacement, auto_factors
-from dadt.predictions.expectation import SHARE, Expectation
+from dadt.predictions.expectation import Expectation, share_of
 from dadt.predictions.next_step import known
 
 
-def choose(config: Config, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> Prediction:
+def choose(
+    config: Config, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], ranks: int
+) -> Prediction:
     """As --predict says. auto: by the optimizer's own step where it is known and gradients are late by one.
 
     Raises ConfigError where `own` is asked for, but the optimizer's step is not known.
     """
     factors, share = predict_factors(config.predict), predict_share(config.predict)
     if share is None and factors is None and config.staleness == 1 and known(optimizer):
-        share = SHARE
+        share = share_of(ranks)
     if share is None:
         found = weakref.ref(optimizer)
 

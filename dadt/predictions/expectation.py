@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,10 +16,16 @@ from dadt.predictions.next_step import Factors, Step, next_steps
 
 Term = tuple[Sequence[torch.Tensor | None], torch.Tensor | float]
 """Tensors, by parameter, and their weight."""
-SHARE = 0.9
-"""Of the rank's own gradient in what it expects; see docs/results/convergence.md."""
 DAMPING = 0.5
 """Of that share, of how far the rank's gradient before was off the average: it damps what ranks differ by."""
+
+
+def share_of(ranks: int) -> float:
+    """The rank's own gradient's in what it expects; see docs/results/convergence.md.
+
+    From the mean it differs by sqrt(ranks - 1) times the noise of that.
+    """
+    return 0.9 / math.sqrt(max(1, ranks - 1))
 
 
 class Expectation(Prediction):
@@ -37,9 +44,7 @@ class Expectation(Prediction):
     needs = 1
     sees_gradients = True
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], share: float = SHARE
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], share: float) -> None:
         super().__init__(parameters)
         self.share = share
         self._optimizer = weakref.ref(optimizer)

@@ -73,7 +73,7 @@ def test_the_step_is_foreseen(way: str, kind: str) -> None:
 def test_a_parameter_without_gradients_stays_where_it_is() -> None:
     used, unused = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
     optimizer = torch.optim.AdamW([used, unused], lr=0.1)
-    prediction = Expectation(optimizer, [used, unused])
+    prediction = Expectation(optimizer, [used, unused], share=0.9)
     for step in range(4):
         used.grad = torch.ones(3)
         prediction.before_step(late=step > 1, scale=None)
