@@ -183,6 +183,7 @@ def _as_json(found: Found) -> dict[str, Any]:
         "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "verdict": worst(found.all),
         "between": [check.to_dict() for check in found.between],
+        "pairs": found.pairs,
         "hosts": [
             {"name": name, "verdict": worst(checks), "checks": [check.to_dict() for check in checks]}
             for name, checks in found.hosts.items()
