@@ -40,7 +40,8 @@ def _compiled() -> Iterator[Check]:
     if _core.__version__ != dadt.__version__:
         yield fail("compiled", f"built for dadt {_core.__version__}, but this is {dadt.__version__}", REINSTALL)
         return
-    yield good("compiled", f"loads, instructions {_core.simd}")
+    executors = sorted(name.removesuffix("Executor").lower() for name in dir(_core) if name.endswith("Executor"))
+    yield good("compiled", f"loads, with executors {', '.join(filter(None, executors))}, instructions {_core.simd}")
 
 
 def _entry_point() -> Check:
