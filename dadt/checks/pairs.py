@@ -263,6 +263,7 @@ def _receive(lines: Sequence[socket.socket]) -> float:
     """Bytes per second. Raises OSError where none come."""
     begin = time.monotonic()
     counts = [0] * len(lines)
+    closed: list[int] = []
 
     def work(line: socket.socket) -> None:
         index, room = lines.index(line), bytearray(BLOCK)
@@ -270,14 +271,19 @@ def _receive(lines: Sequence[socket.socket]) -> float:
             line.settimeout(left)
             try:
                 count = line.recv_into(room)
-            except OSError:
+            except TimeoutError:
                 return
+            except OSError:
+                count = 0
             if not count:
+                closed.append(index)
                 return
             if time.monotonic() - begin >= WARM_SECONDS:
                 counts[index] += count
 
     _each(work, lines)
+    if closed and not sum(counts):
+        raise ConnectionResetError(errno.ECONNRESET, "the other host has hung up")
     if not sum(counts):
         raise OSError(errno.EMSGSIZE, "single bytes arrive, many do not")
     return sum(counts) / (SPEED_SECONDS - WARM_SECONDS)
