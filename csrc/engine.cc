@@ -163,10 +163,9 @@ void check_operation(const Operation& operation, int world_size) {
                                 std::to_string(world_size));
   }
   if (operation.compression.codec != Codec::kNone) {
-    const DType dtype = operation.layout.dtype();
     const bool additive = operation.reduction == Reduction::kMean || operation.reduction == Reduction::kSum;
-    if (!additive || (dtype != DType::kFloat32 && dtype != DType::kFloat64)) {
-      throw std::invalid_argument(title + ": only a mean or a sum of float32 or float64 is compressed");
+    if (!additive || !is_float(operation.layout.dtype())) {
+      throw std::invalid_argument(title + ": only a mean or a sum of floats is compressed");
     }
   }
   const bool exchange = operation.kind == Kind::kExchange;

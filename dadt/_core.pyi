@@ -41,7 +41,7 @@ BLOCK: Final[int]
 """Values that are compressed together."""
 
 class Codec:
-    """How a block of BLOCK values of float32 or float64 travels. int8: with one float32 scale, its first four bytes."""
+    """How a block of BLOCK values travels. int8: with one float32 scale, its first four bytes."""
 
     none: Codec
     bf16: Codec
@@ -228,7 +228,7 @@ class Engine:
         With integers a mean is truncated. If all weights are 0 they count as equal. Where all but some outputs are
         0 this is a reduce or a reduce-scatter: what is delivered nowhere on a rank is not computed there.
 
-        codec: a mean or sum of float32 or float64 travels so, and is summed in float32. owed: address of
+        codec: a mean or sum of floats travels so, and is summed in float32. owed: address of
         layout.total values of float32, zeros at first, kept alive as the inputs: what was lost so far, which is
         added, times `keep`, to what is sent, and becomes what is lost now.
         plain: bytes of what this stands for, where that is more; only counted.

@@ -12,6 +12,7 @@ import torch
 
 from dadt.bucket import Bucket, Staged
 from dadt.compression.feedback import Owing
+from dadt.compression.short import narrowed
 
 _DEPENDENT = 1e-4
 """A column of which no more is left, once those before are taken out, is nothing but their rounding."""
@@ -22,25 +23,32 @@ class LowRank(Owing):
     """One bucket's matrices: where they are, where the next iteration begins, and what this rank owes of them.
 
     A tensor counts as a matrix of its first dimension by all others. Where two thin ones are not smaller, and for
-    vectors, it travels as it is. Ranks must have processors of one kind: the product is computed on each.
+    vectors, it travels as it is. Ranks must have processors of one kind: the product is computed on each. Of gradients
+    of 16 bits all has 32 on the way, so that sums are not rounded.
     """
 
     def __init__(self, bucket: Bucket, rank: int) -> None:
         super().__init__()
         self.bucket = bucket
+        self._dtype = dtype = torch.float32 if bucket.dtype.itemsize == 2 else bucket.dtype
+        grows = dtype.itemsize // bucket.dtype.itemsize
         shapes = [_as_matrix(t) for t in bucket.tensors]
         ranks = [min(rank, n, m) for n, m in shapes]
-        self.matrices = [i for i, (n, m) in enumerate(shapes) if ranks[i] * (n + m) < n * m]
+        saved = [n * m - grows * r * (n + m) for (n, m), r in zip(shapes, ranks, strict=True)]
+        self.matrices = [i for i, values in enumerate(saved) if values > 0]
         """Of the bucket's tensors, those that are approximated."""
+        whole = sum(t.numel() for i, t in enumerate(bucket.tensors) if i not in self.matrices)
+        if sum(saved[i] for i in self.matrices) <= (grows - 1) * whole:
+            self.matrices = []
         self._shapes = [shapes[i] for i in self.matrices]
         self._ranks = [ranks[i] for i in self.matrices]
         if not self.matrices:
             return
-        first = [torch.empty_like(t) for t in bucket.tensors]
+        first = [torch.empty_like(t, dtype=dtype) for t in bucket.tensors]
         for i, (n, _), r in zip(self.matrices, self._shapes, self._ranks, strict=True):
-            first[i] = torch.empty(n, r, dtype=bucket.dtype, device=bucket.device)
+            first[i] = torch.empty(n, r, dtype=dtype, device=bucket.device)
         second = [
-            torch.empty(m, r, dtype=bucket.dtype, device=bucket.device)
+            torch.empty(m, r, dtype=dtype, device=bucket.device)
             for (_, m), r in zip(self._shapes, self._ranks, strict=True)
         ]
         self.first = Bucket(first, bucket.direct, bucket.turns)
@@ -55,7 +63,7 @@ class LowRank(Owing):
         """Random, and equal on all ranks."""
         generator = torch.Generator().manual_seed(_SEED)
         sizes = [(m, r) for (_, m), r in zip(self._shapes, self._ranks, strict=True)]
-        return [torch.randn(s, generator=generator).to(self.bucket.device, self.bucket.dtype) for s in sizes]
+        return [torch.randn(s, generator=generator).to(self.bucket.device, self._dtype) for s in sizes]
 
     def forget(self) -> None:
         super().forget()
@@ -78,7 +86,7 @@ class LowRank(Owing):
                     continue
                 dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
                 # In memory of its own: the script may change its gradients before the second half.
-                matrix = dense.detach().reshape(shape).clone()
+                matrix = dense.detach().reshape(shape).to(self._dtype, copy=True)
                 if counts:
                     if owed is not None:
                         matrix += owed
@@ -122,14 +130,15 @@ class Round:
     def finish(self) -> None:
         """The second one is done: put the averages in their places, and keep what was lost."""
         form, turn = self.form, self._turn
-        places = form.bucket.views[turn]
+        places, place_dtype = form.bucket.views[turn], form.bucket.dtype
         with torch.no_grad():
             for i, place in enumerate(places):
                 if i not in form.matrices:
                     place.copy_(form.first.deliver(i, turn))
             for k, i in enumerate(form.matrices):
                 mean = form.second.deliver(k, turn)
-                places[i].copy_((self._bases[k] @ mean.T).view(form.bucket.tensors[i].shape))
+                product = (self._bases[k] @ mean.T).view(form.bucket.tensors[i].shape)
+                places[i].copy_(narrowed(product, place_dtype) if product.dtype != place_dtype else product)
                 if self._epoch == form.epoch:
                     self._learn(k, mean)
         self._taken, self._own = [], []
