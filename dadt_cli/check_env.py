@@ -50,7 +50,7 @@ class Row:
     context_settings={"max_content_width": 110},
     epilog="Ends with 0, with 1 where a check fails (--strict: or warns), and with 2 for bad input.",
 )
-@click.option("--full", is_flag=True, help="Longer tests, too: bandwidth between hosts, speed of workers, ranks of MPI.")
+@click.option("--full", is_flag=True, help="Longer tests, too: bandwidth between hosts, speed of workers, MPI.")
 @click.option("--json", "as_json", is_flag=True, help="Print all as JSON.")
 @click.option("--strict", is_flag=True, help="End with 1 where something is only worth a warning, too.")
 @some_knobs(*KNOBS)
