@@ -219,6 +219,7 @@ class Engine:
         owed: int = 0,
         keep: float = 1.0,
         plain: int = -1,
+        held: bool = False,
     ) -> Work:
         """Weighted mean over ranks: outputs = sum(weight_r * input_r) / sum(weight_r), in rank order, the same bits
         on every rank; or another reduction: sum of weight_r * input_r, or min, max or product of the inputs of the
@@ -232,11 +233,15 @@ class Engine:
         layout.total values of float32, zeros at first, kept alive as the inputs: what was lost so far, which is
         added, times `keep`, to what is sent, and becomes what is lost now.
         plain: bytes of what this stands for, where that is more; only counted.
+        held: it has its place in the order, but neither it nor what comes after it begins before `release`; until
+        then its inputs may still be written.
 
         Without an executor of the core's, weights other than 1 need a lane, and a lane a mean or a sum.
 
         unsure: the ranks may differ in what they submit. Shared memory always compares that; other executors
         spend a round trip on it where they are asked to."""
+    def release(self, work: Work) -> None:
+        """Let a held operation begin. Any thread; does not block."""
     def broadcast(self, layout: Layout, tensors: Sequence[int], root: int, name: str, unsure: bool = False) -> Work: ...
     def allgather(self, data: bytes, name: str) -> Work:
         """Every rank's bytes, which may differ in length, in Work.lanes."""
