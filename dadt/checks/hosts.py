@@ -106,7 +106,8 @@ def _look(the_plan: Plan, asked: Asked, crew: Crew, job: str, voice: Voice, read
         found.hosts[node.name] = [_agent(node, ready[node.name]), *_shell(node), _clock(node)]
     found.between += [*_names(crew.nodes), *_addresses(crew, config.network_interface)]
     if crew.nodes:
-        voice.say(f"checking {', '.join(node.name for node in crew.nodes)}: this takes up to a minute")
+        how_long = "some minutes" if asked.full else "up to a minute"
+        voice.say(f"checking {', '.join(node.name for node in crew.nodes)}: this takes {how_long}")
     for node in crew.nodes:
         if node.address:
             found.hosts[node.name].append(
