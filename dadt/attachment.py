@@ -331,7 +331,15 @@ class Attachment:
         if again:
             # What it was to make up for went with the one before, which nobody uses.
             self._schema.forget_residuals()
-        exchange = Exchange(self.runtime.engine, self._schema, number, name, self._fill, compressed=self._compresses)
+        exchange = Exchange(
+            self.runtime.engine,
+            self._schema,
+            number,
+            name,
+            self._fill,
+            compressed=self._compresses,
+            background=self.runtime.background,
+        )
         exchange.scale = self.scale
         self.runtime.keep(exchange)
         return exchange
@@ -362,6 +370,7 @@ class Attachment:
     def wait(self, exchange: Exchange | Arrived) -> list[Lane]:
         begun = perf_counter()
         lanes = exchange.wait(self.runtime.wait)
+        exchange.learn()
         self.measure.exchanged(exchange.seconds, perf_counter() - begun)
         return lanes
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from dadt import algorithms, executors
 from dadt.attachment import Attachment, group_values
+from dadt.background import Background
 from dadt.bucket import DTYPES, split
 from dadt.buffer import Buffers
 from dadt.checkpoint import Checkpoints
@@ -69,6 +70,8 @@ class Runtime:
         self._broadcaster: Engine
         self.mail: Mail = NoMail()
         """Messages between two ranks."""
+        self.background: Background
+        """Computes what has to be between two operations of the engine."""
         self.device: Device | None = None
         """What averages tensors of this rank's GPU where they are."""
         self.on_end: list[Callable[[], None]] = []
@@ -219,6 +222,7 @@ class Runtime:
             if not self.alone:
                 connection = executors.connect(self.config, self.world, self.meet)
                 self._engine, self._disconnect = connection.engine, connection.close
+                self.background = Background(connection.engine)
                 self._is_told, self.mail = connection.told, connection.mail
                 self._broadcaster, self.device = connection.engine_of("broadcast"), connection.device
             if timeline is not None:
@@ -524,6 +528,7 @@ class Runtime:
         try:
             engine.close(5.0)
         finally:
+            self.background.close()
             if self.timeline is not None:
                 self.timeline.stop()
             self._disconnect()

@@ -269,6 +269,7 @@ class _Step:
                     round_ = form.begin([t.grad for t in bucket.tensors], None, 0)
                     round_.halfway()
                     round_.finish()
+                    round_.learn()
             _finish(self._device)
             times.append(time.perf_counter() - begun)
         return min(times), halves

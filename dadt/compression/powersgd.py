@@ -68,6 +68,7 @@ class LowRank(Owing):
     def forget(self) -> None:
         super().forget()
         self.epoch += 1
+        self.owed = [None] * len(self.matrices)
         self.bases = self._begin()
 
     def begin(
@@ -96,7 +97,10 @@ class LowRank(Owing):
 
 
 class Round:
-    """One averaging of one bucket: `staged` goes with the first allreduce, what `halfway` gives with the second."""
+    """One averaging of one bucket: `staged` goes with the first allreduce, `then` with the second.
+
+    `halfway` may run on another thread: it touches nothing that the next averaging's beginning does.
+    """
 
     def __init__(
         self,
@@ -112,23 +116,28 @@ class Round:
         self._turn = turn
         self._epoch = form.epoch
         self._bases: list[torch.Tensor] = []
-        self._own: list[torch.Tensor | None] = []
+        self._own = [None if t is None else torch.empty_like(b) for t, b in zip(taken, form.bases, strict=True)]
         with torch.no_grad():
             for i, matrix, base in zip(form.matrices, taken, form.bases, strict=True):
                 gradients[i] = None if matrix is None else matrix @ base
         self.staged: Staged = form.first.stage(gradients, turn)
 
-    def halfway(self) -> Staged:
-        """The first allreduce is done."""
+    @property
+    def then(self) -> Staged:
+        """In memory of the host it is there from the beginning, and `halfway` writes it."""
+        return self.form.second.stage(list(self._own), self._turn)
+
+    def halfway(self) -> None:
+        """The first allreduce is done: make what goes with the second."""
         form = self.form
         with torch.no_grad():
             self._bases = [orthonormal(form.first.deliver(i, self._turn)) for i in form.matrices]
-            pairs = zip(self._taken, self._bases, strict=True)
-            self._own = [None if matrix is None else matrix.T @ basis for matrix, basis in pairs]
-        return form.second.stage(list(self._own), self._turn)
+            for matrix, basis, own in zip(self._taken, self._bases, self._own, strict=True):
+                if matrix is not None and own is not None:
+                    torch.mm(matrix.T, basis, out=own)
 
     def finish(self) -> None:
-        """The second one is done: put the averages in their places, and keep what was lost."""
+        """The second one is done: put the averages in their places."""
         form, turn = self.form, self._turn
         places, place_dtype = form.bucket.views[turn], form.bucket.dtype
         with torch.no_grad():
@@ -139,8 +148,15 @@ class Round:
                 mean = form.second.deliver(k, turn)
                 product = (self._bases[k] @ mean.T).view(form.bucket.tensors[i].shape)
                 places[i].copy_(narrowed(product, place_dtype) if product.dtype != place_dtype else product)
-                if self._epoch == form.epoch:
-                    self._learn(k, mean)
+
+    def learn(self) -> None:
+        """Keep what was lost, and where the next iteration begins. After `finish`, once; on all ranks between the same
+        two averagings."""
+        form = self.form
+        if self._epoch == form.epoch:
+            with torch.no_grad():
+                for k in range(len(form.matrices)):
+                    self._learn(k, form.second.deliver(k, self._turn))
         self._taken, self._own = [], []
 
     def _learn(self, k: int, mean: torch.Tensor) -> None:
