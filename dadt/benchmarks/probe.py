@@ -14,15 +14,17 @@ import torch
 
 from dadt import executors
 from dadt.benchmarks import models
+from dadt.benchmarks.cost import Tie
 from dadt.benchmarks.trainer import RATE, device_of
 from dadt.bucket import split
 from dadt.compression import LowRank as Form
-from dadt.compression import forms
+from dadt.compression import forms, tie
 from dadt.exchange import Exchange, Schema
 from dadt.executors import c10d
 from dadt.executors.base import Connection
 from dadt.inject import worker
 from dadt.lane import Lane
+from dadt.published import Published
 from dadt.runtime import Runtime
 
 TIMEOUT = 120.0
@@ -35,6 +37,8 @@ REPEATS = 5
 COMPUTE_SECONDS = 3.0
 LOW_RANK = "powersgd:4"
 CODECS = ("none", "bf16", "int8")
+TIES = 3
+MAILS = 3
 
 Times = list[tuple[int, float]]
 """Bytes of each try, and its seconds."""
@@ -57,11 +61,17 @@ class Found:
     """Of averagings, by compression."""
     processor: dict[str, float]
     """Processor seconds of this process for each byte in these."""
+    packing: float
+    """Seconds for each byte of an averaging in which none moves."""
     buckets: list[tuple[int, float]]
     """Bytes of each, and the share of the backward after which it is complete."""
     low_rank: list[tuple[int, int]]
     """The same buckets under PowerSGD: bytes of its two halves; 0, 0: it stays as it is."""
     low_rank_seconds: float
+    ties: dict[str, Tie]
+    """By compression: one end of an exchange of gossip."""
+    mail: float
+    """Processor seconds of this process for each byte that it sends to one other rank while it receives as many."""
     buffers: list[int]
     parts: tuple[float, float, float]
     """Seconds of a forward, a backward, and an optimizer's step."""
@@ -81,10 +91,12 @@ def probe(model: str, batch_size: int, device: str, seconds: float = COMPUTE_SEC
     ranks = _Ranks(runtime)
     step = _Step(model, batch_size, where, runtime.config.bucket_mb)
     parts, ready = step.measure(seconds)
-    alpha, pairs = ranks.network(min(MOST, max(LEAST, step.bytes)))
+    most = min(MOST, max(LEAST, step.bytes))
+    alpha, pairs = ranks.network(most)
+    mail = ranks.mail(most)
     exchanges, processor = {}, {}
     for compression in CODECS:
-        exchanges[compression], processor[compression] = ranks.exchanges(compression, step.bytes, where)
+        exchanges[compression], processor[compression] = ranks.exchanges(compression, most, where)
     low_rank_seconds, halves = step.low_rank()
     found = Found(
         cross_rank=runtime.world.cross_rank,
@@ -96,9 +108,12 @@ def probe(model: str, batch_size: int, device: str, seconds: float = COMPUTE_SEC
         pairs=pairs,
         exchanges=exchanges,
         processor=processor,
+        packing=ranks.packing(most, where),
         buckets=ready,
         low_rank=halves,
         low_rank_seconds=low_rank_seconds,
+        ties=step.ties(),
+        mail=mail,
         buffers=step.buffers,
         parts=parts,
         busy=step.busy,
@@ -122,6 +137,9 @@ class _Ranks:
         self._connection: Connection = executors.connect(
             self._config, world, lambda key, blob: runtime.meet(f"probe: {key}", blob)
         )
+        still = replace(self._config, executor="null", broadcast_executor="", allreduce_executor="")
+        self._still = executors.connect(still, world, lambda key, blob: runtime.meet(f"still: {key}", blob))
+        """Moves no byte."""
         store = c10d.store_at_rank_0(self._config, world, lambda key, blob: runtime.meet(f"pairs: {key}", blob))
         self._group = c10d.group("gloo", store, world, range(world.world_size), TIMEOUT, "pairs")
         self.executor = executors_name(self._config, world, hosts)
@@ -141,20 +159,47 @@ class _Ranks:
         self._together()
         return alpha, pairs
 
+    def mail(self, size: int) -> float:
+        """Processor seconds of a byte by the executor's own mail, both ways at once, between the same two ranks, or
+        the first two of one host."""
+        peers = (0, self._peer or 1)
+        used = 0.0
+        if self._world.rank in peers:
+            other = peers[self._world.rank == 0]
+            mine, theirs = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+            begun = time.process_time()
+            for _ in range(MAILS):
+                transits = [self._connection.mail.receive(theirs, other), self._connection.mail.send(mine, other)]
+                for transit in transits:
+                    transit.wait(TIMEOUT)
+            used = (time.process_time() - begun) / (MAILS * size)
+        self._together()
+        return used
+
+    def packing(self, size: int, device: torch.device) -> float:
+        """Seconds of each byte of an averaging in which none moves."""
+        tries, _ = self._averagings(self._still, "none", [size], device)
+        return statistics.median(seconds / size for _, seconds in tries)
+
     def exchanges(self, compression: str, most: int, device: torch.device) -> tuple[Times, float]:
         """Averagings of one tensor, and the processor seconds of each byte."""
+        return self._averagings(self._connection, compression, _sizes(most), device)
+
+    def _averagings(
+        self, over: Connection, compression: str, sizes: list[int], device: torch.device
+    ) -> tuple[Times, float]:
         tries: Times = []
         used = total = 0.0
-        for size in _sizes(min(MOST, max(LEAST, most))):
+        for size in sizes:
             parameter = torch.nn.Parameter(torch.randn(size // 4, device=device))
             parameter.grad = torch.randn_like(parameter)
-            schema = Schema([parameter], [], 1 << 40, self._connection.device, 2, compression)
+            schema = Schema([parameter], [], 1 << 40, over.device, 2, compression)
             for turn in range(REPEATS):
                 gradient = parameter.grad.clone()  # what is delivered is the bucket's own memory
                 parameter.grad = gradient
                 self._together()
                 before = time.process_time()
-                seconds = self._average(schema, device)
+                seconds = self._average(over, schema, device)
                 if turn:
                     tries.append((size, seconds))
                     used, total = used + time.process_time() - before, total + size
@@ -164,13 +209,14 @@ class _Ranks:
 
     def close(self) -> None:
         self._together()
-        self._connection.engine.close(TIMEOUT)
-        self._connection.close()
+        for connection in (self._still, self._connection):
+            connection.engine.close(TIMEOUT)
+            connection.close()
 
-    def _average(self, schema: Schema, device: torch.device) -> float:
+    def _average(self, over: Connection, schema: Schema, device: torch.device) -> float:
         number = next(self._numbers)
         begun = time.perf_counter()
-        exchange = Exchange(self._connection.engine, schema, number, f"probe {number}", 1.0)
+        exchange = Exchange(over.engine, schema, number, f"probe {number}", 1.0)
         exchange.close(Lane(schema.crc, 0, 0, 0, 0, False, 1.0, 0.0))
         exchange.wait(lambda work: work.wait(TIMEOUT))
         exchange.deliver()
@@ -273,6 +319,31 @@ class _Step:
             _finish(self._device)
             times.append(time.perf_counter() - begun)
         return min(times), halves
+
+    def ties(self) -> dict[str, Tie]:
+        """Two ends of a gossip, both here: no byte travels."""
+        found = {}
+        weights = [p.data for p in self._trained]
+        for compression in (*CODECS, LOW_RANK):
+            here, there = Published(weights), Published(weights)
+            here.publish(weights, 1)
+            mine, theirs = tie(compression, here, asks=True), tie(compression, there, asks=False)
+            rows = []
+            for _ in range(TIES):
+                size = mine.size
+                sent, came = here.take(size), there.take(size)
+                begun = time.thread_time()
+                step = mine.say(here, sent)
+                said = time.thread_time()
+                theirs.say(there, came)
+                answer = came.clone()
+                theirs.settle(there, came, sent.clone(), step)
+                answered = time.thread_time()
+                mine.settle(here, sent, answer, step)
+                rows.append((size, said - begun, time.thread_time() - answered))
+            # The first one sends all, whatever the compression; of PowerGossip, the others are of two kinds in turn.
+            found[compression] = Tie(*(statistics.mean(column) for column in zip(*rows[1:], strict=True)))
+        return found
 
     def _take(self) -> tuple[tuple[float, float, float], list[float]]:
         self._optimizer.zero_grad()
