@@ -99,7 +99,8 @@ def _run() -> int:
         console.text(error.format_message())
         return 2
     except click.UsageError as error:
-        command = error.ctx.command_path if error.ctx else "dadt"
+        named = sys.argv[1:2] if set(sys.argv[1:2]) <= COMMANDS.keys() else []  # click does not always say which
+        command = error.ctx.command_path if error.ctx else " ".join(["dadt", *named])
         console.error(f"{error.format_message().rstrip('.')} ({command} --help lists what there is)")
         return 2
     except console.ReaderGone as error:

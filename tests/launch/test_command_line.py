@@ -98,6 +98,14 @@ FISH = """\
 eval $SETUP
 complete -C "$argv"
 """
+ZSH = """\
+compdef() { [[ $* = "_dadt_completion dadt" ]] || exit 1 }
+_describe() { print -rl -- ${${(P)3}%%:*} }
+compadd() { print -rl -- ${(P)argv[-1]} }
+eval "$SETUP"
+words=("$@") CURRENT=$#
+_dadt_completion
+"""
 
 
 def complete(*words: str, shell: str = "bash") -> list[str]:
@@ -108,6 +116,7 @@ def complete(*words: str, shell: str = "bash") -> list[str]:
     command = {
         "bash": ["bash", "-c", BASH, "bash", *words],
         "fish": ["fish", "--no-config", "-c", FISH, " ".join(words)],
+        "zsh": ["zsh", "-f", "-c", ZSH, "zsh", *words],
     }[shell]
     env = {**os.environ, "PATH": path, "SETUP": SETUP[shell]}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
@@ -115,7 +124,7 @@ def complete(*words: str, shell: str = "bash") -> list[str]:
     return [line.partition("\t")[0] for line in done.stdout.splitlines() if line]
 
 
-@pytest.mark.parametrize("shell", ["bash", "fish"])
+@pytest.mark.parametrize("shell", ["bash", "fish", "zsh"])
 def test_shells_complete_commands_options_and_values(shell):
     assert set(complete("dadt", "", shell=shell)) == set(COMMANDS)
     assert complete("dadt", "run", "--algorithm", "g", shell=shell) == ["gossip"]
@@ -130,6 +139,10 @@ def test_shells_complete_commands_options_and_values(shell):
         (["run", "--log-dir", ""], {"-o dirnames"}),
         (["run", "train.py", "--"], set()),  # the script's own options
         (["compare", ""], {"-o default"}),
+        (["timeline", "out"], {"-o default"}),
+        (["report", "late"], {"latest"}),
+        (["logs", "--log-dir", ""], {"-o dirnames"}),
+        (["bench", "advise", "gpt"], {"gpt2-small"}),
         (["bench", "all"], {"allreduce"}),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
