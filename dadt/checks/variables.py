@@ -26,7 +26,7 @@ RANKS = re.compile(
 TUNING = re.compile(r"(NCCL|GLOO|UCX|FI|CUDA|CUBLAS|TORCH|PYTORCH)_\w+")
 SHOWN = 200
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
-HERE = ("localhost", "127.0.0.1")
+HERE, NAMED = ("localhost", "127.0.0.1"), 6
 
 
 def checks(asked: Asked) -> Iterator[Check]:
@@ -84,8 +84,9 @@ def _proxies(names: Sequence[str], hosts: Sequence[str]) -> Check:
     listed = ", ".join(names)
     if left:
         hint = f"export no_proxy={','.join(hosts)}: or HTTP and gRPC between them (TensorBoard, Ray) ask the proxy"
-        return warn("proxies", f"{listed}, and no_proxy leaves out {', '.join(left)}", hint)
-    return good("proxies", f"{listed}; not asked for {', '.join(hosts)}")
+        more = f" and {len(left) - NAMED} more" if len(left) > NAMED else ""
+        return warn("proxies", f"{listed}, and no_proxy leaves out {', '.join(left[:NAMED])}{more}", hint)
+    return good("proxies", f"{listed}; no_proxy covers all {len(hosts)} names and addresses")
 
 
 def _bypassed(host: str) -> bool:
