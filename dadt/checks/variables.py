@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
-from urllib.request import getproxies_environment, proxy_bypass_environment
+from urllib.request import getproxies_environment, proxy_bypass
 
 from dadt.checks.check import Asked, Check, fail, good, warn
 from dadt.config import given_by_env, misspelt, variable
@@ -91,7 +91,7 @@ def _proxies(names: Sequence[str], hosts: Sequence[str]) -> Check:
 
 def _bypassed(host: str) -> bool:
     """By no_proxy: names and suffixes as Python reads them, and networks, as requests and curl do."""
-    if proxy_bypass_environment(host):
+    if proxy_bypass(host):
         return True
     for part in getproxies_environment().get("no", "").split(","):
         with suppress(ValueError):  # a name is no address, and a suffix no network
