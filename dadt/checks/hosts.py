@@ -50,6 +50,10 @@ SKEW_SECONDS = 1.0
 OUT_LIMIT = 4 << 20
 ABSENT = "none"
 SAME = "install the same on all hosts, or let --python name the same environment"
+REMEDIES = {
+    "network MTU": "ip link set DEVICE mtu N: the same on all hosts, and no more than the switches between them take",
+}
+"""For what is no matter of installing."""
 SSH = "docs/ssh.md says what the other host needs"
 
 
@@ -258,7 +262,7 @@ def differences(hosts: Mapping[str, Sequence[Check]]) -> list[Check]:
             listed = "; ".join(f"{value} on {', '.join(names)}" for value, names in owners.items())
             alike = next(checks[name].alike for checks in told.values() if name in checks)
             verdict = WARN if ABSENT in owners else alike
-            found.append(Check(name=name, verdict=verdict, value=listed, hint=SAME).of("hosts"))
+            found.append(Check(name=name, verdict=verdict, value=listed, hint=REMEDIES.get(name, SAME)).of("hosts"))
     return found
 
 

@@ -47,7 +47,7 @@ def verdicts(told: dict[str, Any], host: str) -> dict[tuple[str, str], dict[str,
 SLOW_TO_H1 = """
 tc qdisc add dev eth0 root handle 1: htb default 10
 tc class add dev eth0 parent 1: classid 1:10 htb rate 10gbit
-tc class add dev eth0 parent 1: classid 1:20 htb rate 64kbit burst 1600 cburst 1600
+tc class add dev eth0 parent 1: classid 1:20 htb rate 48kbit burst 1600 cburst 1600
 tc filter add dev eth0 parent 1: protocol ip prio 1 u32 match ip dst 10.7.0.2/32 flowid 1:20
 """
 
@@ -108,6 +108,7 @@ def test_hosts_that_differ_and_one_that_cannot_take_part(hosts: Callable[[int], 
     assert "connection refused" in unreached["value"] and "-p PORT" in unreached["hint"]
     between = {check["name"]: check for check in told["between"]}
     assert between["network MTU"]["value"] == "1500 on h0; 1400 on h1"
+    assert between["network MTU"]["hint"].startswith("ip link set")
     assert between["connections"]["verdict"] == "pass"
     assert "10.7.0.2" in verdicts(told, "h1")["hosts", "address"]["value"]
 

@@ -24,7 +24,7 @@ ONE = f"""
 {UP}
 tc qdisc add dev lo root handle 1: htb default 10
 tc class add dev lo parent 1: classid 1:10 htb rate 10gbit
-tc class add dev lo parent 1: classid 1:20 htb rate 64kbit burst BURST cburst BURST
+tc class add dev lo parent 1: classid 1:20 htb rate 48kbit burst BURST cburst BURST
 tc filter add dev lo parent 1: protocol ip prio 1 u32 match ip dst 127.0.0.2/32 flowid 1:20
 """
 """Packets to the second host come late, once as many bytes as BURST have been sent."""
