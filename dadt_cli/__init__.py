@@ -68,7 +68,7 @@ def dadt_command() -> None:
     """Train a PyTorch script on several workers, without changing it.
 
     \b
-    dadt run -np 4 train.py                      here, where you wrote python train.py
+    dadt run -np 4 train.py                      in place of python train.py
     dadt run -np 4 -H host1:2,host2:2 train.py   on two hosts
     dadt check-env                               would it work?
     dadt COMMAND --help                          what a command takes

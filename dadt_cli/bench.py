@@ -70,7 +70,7 @@ def bench() -> None:
     \b
     dadt bench resnet50 -np 4 --against ddp,sync
     dadt bench --model mine.models:factory -np 2
-    dadt bench resnet18 -np 2 --link 1gbit     (root) on a network that is simulated here
+    dadt bench resnet18 -np 2 --link 1gbit     (root) on a simulated network
     dadt bench allreduce -np 2
     """
 

@@ -79,6 +79,9 @@ def test_every_help_fits_a_screen():
     assert {"dadt", "dadt run", "dadt bench resnet18"} <= helps.keys()
     # 40 lines, with the command that was typed and the next prompt.
     assert not {path: len(lines) for path, lines in helps.items() if len(lines) > 38}
+    assert not {path: line for path, lines in helps.items() for line in lines if len(line) > 80}
+    # No command is told of by half a sentence.
+    assert not {path: line for path, lines in helps.items() for line in lines if re.match(r"  \S+  .*\.\.\.$", line)}
 
 
 INSTALL = (Path(__file__).parents[2] / "docs" / "install.md").read_text()
