@@ -56,7 +56,8 @@ class Forecast:
         from rich.table import Table
         from rich.text import Text
 
-        made = Table(title=self.title, caption=self.caption, box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
+        look: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False}
+        made = Table(title=self.title, caption=self.caption, title_justify="left", **look)
         for i, name in enumerate(self.head):
             made.add_column(name, justify="right" if i else "left", no_wrap=True)
         for line in self.lines:

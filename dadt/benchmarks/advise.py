@@ -21,7 +21,7 @@ LEAD = 1
 STEPS_SECONDS = 3.0
 CHECK_SECONDS = 6.0
 """What a measurement of one way takes, about."""
-CHECK_TURNS = 4
+CHECK_TURNS = 3
 LEAST_STEPS = 2
 Progress = Callable[[str], None]
 
