@@ -12,6 +12,7 @@ from dadt import _core
 from dadt.background import Background
 from dadt.errors import Aborted
 from dadt.exchange import Exchange, Schema
+from dadt.executors.nccl import Averaging
 from dadt.lane import Lane
 
 DEADLINE = 30.0
@@ -54,18 +55,28 @@ class Steps:
         self._number += 1
         return exchange
 
-    def averages(self) -> list[torch.Tensor]:
-        """Of all steps but the last: each is waited for when the next one has been launched."""
+    def averages(self, *, early: bool = False) -> list[torch.Tensor]:
+        """Of all steps but the last: each is waited for when the next one has been launched.
+
+        early: where nothing goes on in the background, as `pipe` does: the second half begins before the next step's
+        first.
+        """
         got = []
         before = self.launch()
         for _ in range(STEPS):
+            if early:
+                before.go_on(wait)
             after = self.launch()
-            before.wait(lambda work: work.wait(DEADLINE))
+            before.wait(wait)
             before.learn()
             got += [average.clone() for _, average in before.averaged_gradients()]
             before = after
-        before.wait(lambda work: work.wait(DEADLINE))
+        before.wait(wait)
         return got
+
+
+def wait(work: _core.Work | Averaging) -> None:
+    work.wait(DEADLINE)
 
 
 def test_both_halves_go_on_while_nobody_waits(engine: _core.Engine, background: Background) -> None:
@@ -80,8 +91,10 @@ def test_averages_have_the_same_bits_as_where_the_step_computes_them(
     engine: _core.Engine, background: Background
 ) -> None:
     behind, within = Steps(engine, background).averages(), Steps(engine, None).averages()
+    early = Steps(engine, None).averages(early=True)
     assert len(behind) == 3 * STEPS
-    assert all(torch.equal(*pair) for pair in zip(behind, within, strict=True))
+    for one, *others in zip(behind, within, early, strict=True):
+        assert all(torch.equal(one, other) for other in others)
     # What one step loses comes later: a training without feedback would differ.
     assert not torch.equal(behind[0], Steps(engine, background).averages()[-3])
 
