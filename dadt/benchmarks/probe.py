@@ -15,16 +15,16 @@ import torch
 from dadt import executors
 from dadt.benchmarks import models
 from dadt.benchmarks.cost import Tie
+from dadt.benchmarks.ends import ties
 from dadt.benchmarks.trainer import RATE, device_of
 from dadt.bucket import split
 from dadt.compression import LowRank as Form
-from dadt.compression import forms, tie
+from dadt.compression import forms
 from dadt.exchange import Exchange, Schema
 from dadt.executors import c10d
 from dadt.executors.base import Connection
 from dadt.inject import worker
 from dadt.lane import Lane
-from dadt.published import Published
 from dadt.runtime import Runtime
 
 TIMEOUT = 120.0
@@ -37,7 +37,6 @@ REPEATS = 5
 COMPUTE_SECONDS = 3.0
 LOW_RANK = "powersgd:4"
 CODECS = ("none", "bf16", "int8")
-TIES = 3
 MAILS = 3
 
 Times = list[tuple[int, float]]
@@ -112,7 +111,7 @@ def probe(model: str, batch_size: int, device: str, seconds: float = COMPUTE_SEC
         buckets=ready,
         low_rank=halves,
         low_rank_seconds=low_rank_seconds,
-        ties=step.ties(),
+        ties=ties([p.data for p in step.trained], (*CODECS, LOW_RANK)),
         mail=mail,
         buffers=step.buffers,
         parts=parts,
@@ -272,17 +271,17 @@ class _Step:
         self._model = workload.model.to(device)
         self._loss: Callable[..., torch.Tensor] = workload.loss
         self._batch = [part.to(device) for part in workload.batch(batch_size)]
-        self._trained = [p for p in self._model.parameters() if p.requires_grad]
-        self._optimizer = torch.optim.SGD(self._trained, lr=RATE, momentum=0.9)
+        self.trained = [p for p in self._model.parameters() if p.requires_grad]
+        self._optimizer = torch.optim.SGD(self.trained, lr=RATE, momentum=0.9)
         most = int(bucket_mb * 2**20)
-        self._buckets = split(self._trained[::-1], most)
+        self._buckets = split(self.trained[::-1], most)
         self.parameters = sum(p.numel() for p in self._model.parameters())
-        self.bytes = sum(p.numel() * p.element_size() for p in self._trained)
+        self.bytes = sum(p.numel() * p.element_size() for p in self.trained)
         floating = [b for b in self._model.buffers() if b.is_floating_point()]
         self.buffers = [_size(bucket.tensors) for bucket in split(floating, most)]
         self.busy = self.scarcity = 1.0
         self._ready: dict[torch.Tensor, float] = {}
-        for parameter in self._trained:
+        for parameter in self.trained:
             parameter.register_post_accumulate_grad_hook(self._see)  # type: ignore[no-untyped-call]
 
     def measure(self, seconds: float) -> tuple[tuple[float, float, float], list[tuple[int, float]]]:
@@ -319,31 +318,6 @@ class _Step:
             _finish(self._device)
             times.append(time.perf_counter() - begun)
         return min(times), halves
-
-    def ties(self) -> dict[str, Tie]:
-        """Two ends of a gossip, both here: no byte travels."""
-        found = {}
-        weights = [p.data for p in self._trained]
-        for compression in (*CODECS, LOW_RANK):
-            here, there = Published(weights), Published(weights)
-            here.publish(weights, 1)
-            mine, theirs = tie(compression, here, asks=True), tie(compression, there, asks=False)
-            rows = []
-            for _ in range(TIES):
-                size = mine.size
-                sent, came = here.take(size), there.take(size)
-                begun = time.thread_time()
-                step = mine.say(here, sent)
-                said = time.thread_time()
-                theirs.say(there, came)
-                answer = came.clone()
-                theirs.settle(there, came, sent.clone(), step)
-                answered = time.thread_time()
-                mine.settle(here, sent, answer, step)
-                rows.append((size, said - begun, time.thread_time() - answered))
-            # The first one sends all, whatever the compression; of PowerGossip, the others are of two kinds in turn.
-            found[compression] = Tie(*(statistics.mean(column) for column in zip(*rows[1:], strict=True)))
-        return found
 
     def _take(self) -> tuple[tuple[float, float, float], list[float]]:
         self._optimizer.zero_grad()
