@@ -61,14 +61,14 @@ Wires wires_of(const Addresses& addresses, const std::optional<std::vector<doubl
 std::shared_ptr<Work> allreduce(Engine& engine, const Layout& layout, const Addresses& inputs,
                                 const Addresses& outputs, std::string name, double weight, std::string lane,
                                 Reduction reduction, bool unsure, Codec codec, uintptr_t owed, double keep,
-                                int64_t plain) {
+                                int64_t plain, bool held) {
   Operation operation = allreduce_operation(layout, inputs, outputs, std::move(name), reduction);
   operation.weight = weight;
   operation.lane = std::move(lane);
   operation.unsure = unsure;
   operation.compression = {codec, floats(owed), keep};
   operation.plain = plain;
-  return engine.submit(std::move(operation));
+  return engine.submit(std::move(operation), held);
 }
 
 std::shared_ptr<Work> broadcast(Engine& engine, const Layout& layout, const Addresses& tensors, int root,
@@ -342,7 +342,8 @@ void bind_engine(py::module_& module) {
       .def("allreduce", &allreduce, py::arg("layout"), py::arg("inputs"), py::arg("outputs"), py::arg("name"),
            py::arg("weight") = 1.0, py::arg("lane") = py::bytes(), py::arg("reduction") = Reduction::kMean,
            py::arg("unsure") = false, py::arg("codec") = Codec::kNone, py::arg("owed") = 0,
-           py::arg("keep") = 1.0, py::arg("plain") = -1)
+           py::arg("keep") = 1.0, py::arg("plain") = -1, py::arg("held") = false)
+      .def("release", &Engine::release, py::arg("work"))
       .def("exchange", &exchange, py::arg("sends"), py::arg("receives").none(true), py::arg("name"),
            py::arg("unsure") = false)
       .def("broadcast", &broadcast, py::arg("layout"), py::arg("tensors"), py::arg("root"), py::arg("name"),

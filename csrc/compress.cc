@@ -8,8 +8,7 @@
 namespace dadt {
 namespace {
 
-// Of the tables that are by float32 and float64.
-int wide(const Layout& layout) { return layout.dtype() == DType::kFloat64 ? 1 : 0; }
+constexpr int kFloat32 = static_cast<int>(DType::kFloat32);
 
 void sum(Codec codec, const Wires& wires, size_t block, float* values) {
   const auto decode = kernels().decode[static_cast<int>(codec)];
@@ -29,7 +28,7 @@ void compress(const Operation& operation, size_t begin, size_t end, void* wire) 
   float* const owed = how.owed;
   const bool counts = operation.weight > 0;
   const float keep = static_cast<float>(how.keep);
-  const auto gather = table.gather[wide(layout)];
+  const auto gather = table.gather[static_cast<int>(layout.dtype())];
   const auto encode = table.encode[static_cast<int>(how.codec)];
   const size_t item = item_size(layout.dtype());
   uint8_t* to = static_cast<uint8_t*>(wire);
@@ -52,7 +51,7 @@ void compress(const Operation& operation, size_t begin, size_t end, void* wire) 
 
 void decompress(const Operation& operation, size_t begin, size_t end, const Wires& wires) {
   const Layout& layout = operation.layout;
-  const auto scatter = kernels().scatter[wide(layout)];
+  const auto scatter = kernels().scatter[static_cast<int>(layout.dtype())];
   const float factor = static_cast<float>(1 / wires.divisor);
   const size_t item = item_size(layout.dtype());
   float values[kBlock];
@@ -76,12 +75,12 @@ void combine(Codec codec, const Wires& wires, size_t first, size_t total, size_t
   float sums[kBlock], values[kBlock], lost[kBlock];
   for (size_t block = 0; block < blocks; ++block, first += kBlock, to += block_bytes(codec)) {
     sum(codec, wires, block, sums);
-    table.scatter[0](values, sums, factor, kBlock);
+    table.scatter[kFloat32](values, sums, factor, kBlock);
     encode(to, values, lost);
     if (owed == nullptr || first >= total) continue;
     const size_t count = std::min(kBlock, total - first);
     // owed + share * lost, where that is a number
-    table.gather[0](values, owed + first, lost, static_cast<float>(share), count);
+    table.gather[kFloat32](values, owed + first, lost, static_cast<float>(share), count);
     table.settle(owed + first, values, 1.f, count);
   }
 }

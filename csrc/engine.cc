@@ -7,6 +7,7 @@
 #include <cstring>
 #include <deque>
 #include <mutex>
+#include <set>
 #include <thread>
 
 #include "kernels/kernels.h"
@@ -23,7 +24,7 @@ struct EngineState {
 
   // Any thread. Rung after each change of what mutex guards; the flags repeat it for those who sleep.
   Bell bell;
-  std::atomic<bool> has_next{false};  // the queue is not empty
+  std::atomic<bool> has_next{false};  // the queue's first may begin
   std::atomic<bool> is_idle{true};    // nothing is queued or runs
   std::atomic<bool> has_error{false};
   std::atomic<bool> is_stopping{false};
@@ -37,6 +38,7 @@ struct EngineState {
   std::mutex mutex;
   std::shared_ptr<Timeline> recorded;  // what `timeline` points to
   std::deque<std::shared_ptr<Work>> queue;
+  std::set<const Work*> held;  // of the queue
   std::shared_ptr<Work> current;
   std::optional<Error> error;
   bool closing = false;
@@ -53,16 +55,17 @@ struct EngineState {
   }
   void run();
   void run(Work& work);
+  bool may_begin() const { return !queue.empty() && held.count(queue.front().get()) == 0; }
   void refresh() {
-    has_next = !queue.empty();
+    has_next = may_begin();
     is_idle = queue.empty() && current == nullptr;
   }
 };
 
-// The next operation, which becomes the current one; null if there is none.
+// The next operation, which becomes the current one; null if there is none, or it is held.
 std::shared_ptr<Work> EngineState::take() {
   const std::lock_guard lock(mutex);
-  if (queue.empty()) return nullptr;
+  if (!may_begin()) return nullptr;
   current = std::move(queue.front());
   queue.pop_front();
   refresh();
@@ -89,6 +92,7 @@ void EngineState::fail(const Error& reason) {
     error = reason;
     has_error = true;
     failed.swap(queue);
+    held.clear();
     if (executor == nullptr && current != nullptr) failed.push_front(std::move(current));
     refresh();
   }
@@ -163,10 +167,9 @@ void check_operation(const Operation& operation, int world_size) {
                                 std::to_string(world_size));
   }
   if (operation.compression.codec != Codec::kNone) {
-    const DType dtype = operation.layout.dtype();
     const bool additive = operation.reduction == Reduction::kMean || operation.reduction == Reduction::kSum;
-    if (!additive || (dtype != DType::kFloat32 && dtype != DType::kFloat64)) {
-      throw std::invalid_argument(title + ": only a mean or a sum of float32 or float64 is compressed");
+    if (!additive || !is_float(operation.layout.dtype())) {
+      throw std::invalid_argument(title + ": only a mean or a sum of floats is compressed");
     }
   }
   const bool exchange = operation.kind == Kind::kExchange;
@@ -228,7 +231,7 @@ Engine::~Engine() {
 
 bool Engine::inert() const { return getpid() != pid_; }
 
-std::shared_ptr<Work> Engine::submit(Operation operation) {
+std::shared_ptr<Work> Engine::submit(Operation operation, bool held) {
   if (inert())
     throw std::runtime_error("the engine belongs to the parent process: a forked child cannot use it");
   check(operation);
@@ -240,6 +243,7 @@ std::shared_ptr<Work> Engine::submit(Operation operation) {
     error = state_->error;
     if (!error) {
       state_->queue.push_back(work);
+      if (held) state_->held.insert(work.get());
       state_->refresh();
     }
   }
@@ -249,6 +253,16 @@ std::shared_ptr<Work> Engine::submit(Operation operation) {
     state_->bell.ring();
   }
   return work;
+}
+
+void Engine::release(Work& work) {
+  if (inert()) return;
+  {
+    const std::lock_guard lock(state_->mutex);
+    state_->held.erase(&work);
+    state_->refresh();
+  }
+  state_->bell.ring();
 }
 
 void Engine::check(const Operation& operation) const {
@@ -305,7 +319,9 @@ void Engine::close(double timeout) {
     std::string title = "the last operation";
     {
       const std::lock_guard lock(state.mutex);
-      if (state.current != nullptr) title = state.current->operation().title();
+      const auto& last =
+          state.current != nullptr || state.queue.empty() ? state.current : state.queue.front();
+      if (last != nullptr) title = last->operation().title();
     }
     late = Error(Code::kTimeout, title + " was not done when the engine closed");
     state.fail(Error(Code::kAborted, late->what()));

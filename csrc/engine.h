@@ -70,7 +70,12 @@ class Engine {
   Engine& operator=(const Engine&) = delete;
 
   // Any thread; does not block. Throws std::invalid_argument, and std::runtime_error once closed.
-  std::shared_ptr<Work> submit(Operation operation);
+  // held: it has its place in the order, but neither it nor what comes after it begins before `release`.
+  // Until then its inputs may still be written.
+  std::shared_ptr<Work> submit(Operation operation, bool held = false);
+
+  // Any thread; does not block. Nothing for a work that is not held.
+  void release(Work& work);
 
   // What submit throws for an operation that makes no sense.
   void check(const Operation& operation) const;

@@ -23,7 +23,7 @@ inline const char* kind_name(Kind kind) {
   return kNames[static_cast<int>(kind)];
 }
 
-// How an allreduce of float32 or float64 travels.
+// How an allreduce of floats travels.
 struct Compression {
   Codec codec = Codec::kNone;
   float* owed = nullptr;  // one per value of the layout: what was lost so far; null: forget it

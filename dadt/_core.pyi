@@ -41,7 +41,7 @@ BLOCK: Final[int]
 """Values that are compressed together."""
 
 class Codec:
-    """How a block of BLOCK values of float32 or float64 travels. int8: with one float32 scale, its first four bytes."""
+    """How a block of BLOCK values travels. int8: with one float32 scale, its first four bytes."""
 
     none: Codec
     bf16: Codec
@@ -219,6 +219,7 @@ class Engine:
         owed: int = 0,
         keep: float = 1.0,
         plain: int = -1,
+        held: bool = False,
     ) -> Work:
         """Weighted mean over ranks: outputs = sum(weight_r * input_r) / sum(weight_r), in rank order, the same bits
         on every rank; or another reduction: sum of weight_r * input_r, or min, max or product of the inputs of the
@@ -228,15 +229,19 @@ class Engine:
         With integers a mean is truncated. If all weights are 0 they count as equal. Where all but some outputs are
         0 this is a reduce or a reduce-scatter: what is delivered nowhere on a rank is not computed there.
 
-        codec: a mean or sum of float32 or float64 travels so, and is summed in float32. owed: address of
+        codec: a mean or sum of floats travels so, and is summed in float32. owed: address of
         layout.total values of float32, zeros at first, kept alive as the inputs: what was lost so far, which is
         added, times `keep`, to what is sent, and becomes what is lost now.
         plain: bytes of what this stands for, where that is more; only counted.
+        held: it has its place in the order, but neither it nor what comes after it begins before `release`; until
+        then its inputs may still be written.
 
         Without an executor of the core's, weights other than 1 need a lane, and a lane a mean or a sum.
 
         unsure: the ranks may differ in what they submit. Shared memory always compares that; other executors
         spend a round trip on it where they are asked to."""
+    def release(self, work: Work) -> None:
+        """Let a held operation begin. Any thread; does not block."""
     def broadcast(self, layout: Layout, tensors: Sequence[int], root: int, name: str, unsure: bool = False) -> Work: ...
     def allgather(self, data: bytes, name: str) -> Work:
         """Every rank's bytes, which may differ in length, in Work.lanes."""

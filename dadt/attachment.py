@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from dadt import algorithms, predictions
 from dadt.errors import DadtError, Mismatch
 from dadt.exchange import Exchange, Schema
+from dadt.groups import group_values
 from dadt.lane import Lane, any_flags, pack_flags
 from dadt.measure import Measure
 
@@ -56,6 +57,8 @@ class Attachment:
         self._held: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._grew = False
         self._agreed = -1
+        self._follows = False
+        """The script sets other param_group values on each rank, step by step: rank 0's are fetched before each."""
         self._identical = 0
         self._schema: Schema | None = None
         self._tables: list[torch.Tensor] = []
@@ -241,6 +244,8 @@ class Attachment:
         if self.step > 0 and self.runtime.together:
             self.settle_buffers()
         self.runtime.take_over(self)
+        if self._follows:
+            self.runtime.adopt(self, weights=False)
         if len(self.prediction.parameters) != len(parameters := self.parameters):
             self.prediction.follow(parameters)
         if self.algorithm.tracks:
@@ -331,7 +336,15 @@ class Attachment:
         if again:
             # What it was to make up for went with the one before, which nobody uses.
             self._schema.forget_residuals()
-        exchange = Exchange(self.runtime.engine, self._schema, number, name, self._fill, compressed=self._compresses)
+        exchange = Exchange(
+            self.runtime.engine,
+            self._schema,
+            number,
+            name,
+            self._fill,
+            compressed=self._compresses,
+            background=self.runtime.background,
+        )
         exchange.scale = self.scale
         self.runtime.keep(exchange)
         return exchange
@@ -362,6 +375,7 @@ class Attachment:
     def wait(self, exchange: Exchange | Arrived) -> list[Lane]:
         begun = perf_counter()
         lanes = exchange.wait(self.runtime.wait)
+        exchange.learn()
         self.measure.exchanged(exchange.seconds, perf_counter() - begun)
         return lanes
 
@@ -397,14 +411,16 @@ class Attachment:
             )
         self._warn_identical(lanes)
         if len({lane.groups for lane in lanes}) > 1 and exchange.number > self._agreed:
+            # The first exchange since they were made equal, and they differ again.
+            self._follows = self._agreed >= 0 and exchange.number == self._agreed + 1
             self._agreed = self._exchanges - 1
             self.take_groups(weights=self.measure.delayed > 0)
 
     def take_groups(self, *, weights: bool = False) -> None:
         """Rank 0's param_group values, on all ranks; its weights and state as well, where wrong ones were used."""
         self.runtime.say(
-            "the ranks' learning rates (or other param_group values) differ, by a rank's own loss perhaps:"
-            " rank 0's are used on all",
+            "the ranks' learning rates (or other param_group values) differ, by a rank's own loss, or a"
+            " scheduler loaded on rank 0 alone: rank 0's are used on all",
             level="warning",
         )
         self.runtime.adopt(self, weights=weights)
@@ -428,23 +444,3 @@ def _sparse_tables(modules: list[nn.Module], parameters: list[torch.Tensor]) -> 
     ids = {id(p) for p in parameters}
     tables = [m.weight for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
     return [table for table in tables if id(table) in ids]
-
-
-def group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Each param_group's plain values (learning rate, momentum, ...); tensors of the CPU as numbers."""
-    return [
-        {key: plain for key, value in sorted(group.items()) if (plain := _plain(value)) is not _OTHER}
-        for group in optimizer.param_groups
-    ]
-
-
-_OTHER = object()
-"""What cannot be compared between ranks: functions, objects of the script's, parameters, tensors of a device."""
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.tolist() if value.device.type == "cpu" and value.numel() == 1 else _OTHER
-    if isinstance(value, (list, tuple)):
-        return value if all(isinstance(v, (bool, int, float, str)) for v in value) else _OTHER
-    return value if value is None or isinstance(value, (bool, int, float, str)) else _OTHER

@@ -55,6 +55,11 @@ class Bucket:
         self.layout = _core.Layout(DTYPES[first.dtype], [t.numel() * parts for t in self.tensors])
         self.flats: list[torch.Tensor] = []
 
+    @property
+    def of_host(self) -> bool:
+        """What is exchanged is the tensors' own memory, or a copy of it that is there at once."""
+        return self.device.type == "cpu" and not self.direct
+
     @cached_property
     def views(self) -> list[list[torch.Tensor]]:
         """The tensors' places in each of the buffers, which are made when they are first asked for."""

@@ -6,7 +6,7 @@ It goes with the optimizer's state, under a key that torch's load_state_dict ign
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,10 +17,9 @@ from dadt.exchange import hand_out
 from dadt.lane import Lane
 
 if TYPE_CHECKING:
-    from dadt._core import Work
     from dadt.attachment import Attachment
+    from dadt.background import Wait
     from dadt.exchange import Exchange
-    from dadt.executors.nccl import Averaging
     from dadt.runtime import Runtime
 
 KEY = "dadt"
@@ -149,6 +148,7 @@ class Checkpoints:
             a.algorithm.load_state(part["state"])
         if a.algorithm.identical:
             self._join(a, part["state"])
+            a.schema.forget_residuals()
 
     def _load_streams(self, part: dict[str, Any], mine: dict[str, Any], seeded_anew: bool) -> None:
         """part: whose shared stream it is; mine: what this rank has loaded, perhaps from a file of its own."""
@@ -194,8 +194,14 @@ class Arrived:
         self.seconds = 0.0
         self.halfway = False
 
-    def wait(self, wait: Callable[[Work | Averaging], None]) -> list[Lane]:
+    def wait(self, wait: Wait) -> list[Lane]:
         return [Lane(self.schema.crc, 0, 0, 0, 0, False, 1.0, self.value)]
+
+    def go_on(self, wait: Wait) -> None:
+        """Nothing is left of it."""
+
+    def learn(self) -> None:
+        """What it has taught compression was forgotten with the checkpoint."""
 
     def norm(self) -> torch.Tensor:
         return torch.tensor(self._norm, dtype=torch.float64)
@@ -230,10 +236,10 @@ def flight(attachment: Attachment, exchange: Exchange | Arrived) -> dict[str, An
 
 
 def flights(attachment: Attachment, exchanges: Sequence[Exchange | Arrived]) -> list[dict[str, Any]]:
-    """The same of several, oldest first; none where an end has to be begun by all ranks together."""
+    """The same of several, oldest first; none where the second half has to be begun by all ranks together."""
     if any(exchange.halfway for exchange in exchanges):
         attachment.runtime.say(
-            "a checkpoint leaves out the gradient in flight: --compression powersgd ends it in a step"
+            "a checkpoint leaves out the gradient in flight: on a GPU --compression powersgd ends it in a step"
         )
         return []
     return [flight(attachment, exchange) for exchange in exchanges]

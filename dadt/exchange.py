@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from dadt.lane import LANE_BYTES, Lane, any_flags, pack_flags
 
 if TYPE_CHECKING:
     from dadt._core import Engine, Work
+    from dadt.background import Background, Wait
     from dadt.compression.powersgd import Round
     from dadt.executors.nccl import Averaging, Device
 
@@ -62,12 +64,24 @@ class Exchange:
     """The works of one averaging. `launch` buckets in order, `close` with the lane, `wait`, `deliver`."""
 
     def __init__(
-        self, engine: Engine, schema: Schema, number: int, name: str, weight: float, *, compressed: bool = True
+        self,
+        engine: Engine,
+        schema: Schema,
+        number: int,
+        name: str,
+        weight: float,
+        *,
+        compressed: bool = True,
+        background: Background | None = None,
     ) -> None:
-        """compressed: as the schema says; otherwise gradients travel as they are."""
+        """compressed: as the schema says; otherwise gradients travel as they are. background: goes on with what takes
+        two allreduces."""
         self.schema = schema
         self._forms = schema.forms if compressed else [None] * len(schema.buckets)
         self._rounds: list[tuple[int, Round]] = []
+        """Of the buckets that take two allreduces."""
+        self._background = background
+        self._finished = False
         self.number = number
         self.name = name
         self.weight = weight
@@ -103,8 +117,8 @@ class Exchange:
 
     @property
     def halfway(self) -> bool:
-        """Its second half is to begin where `wait` is called, at the same place on all ranks."""
-        return bool(self._rounds)
+        """Its second half is to begin by `go_on`, at the same place on all ranks."""
+        return bool(self._rounds) and not self._more_works
 
     @property
     def seconds(self) -> float:
@@ -154,6 +168,18 @@ class Exchange:
             work = self._submit(bucket, staged, f"buffers {i}", b"")
             self._buffer_works.append(work)
         self.launch(lane.pack())
+        # What a GPU computes would be in the way of the script's own computations there.
+        if self._background is not None and self._rounds and all(r.form.bucket.of_host for _, r in self._rounds):
+            held = [cast("Work", self._submit_second(i, round_.then, held=True)) for i, round_ in self._rounds]
+            self._more_works += held
+            self._background.begin(partial(self._go_on_held, self._rounds, held))
+
+    def _go_on_held(self, rounds: list[tuple[int, Round]], held: list[Work], wait: Wait) -> None:
+        """In the background."""
+        for (index, round_), work in zip(rounds, held, strict=True):
+            wait(self._works[index])
+            round_.halfway()
+            self._engine.release(work)
 
     def _submit(
         self,
@@ -163,8 +189,10 @@ class Exchange:
         lane: bytes,
         feedback: Feedback | None = None,
         plain: int = -1,
+        *,
+        held: bool = False,
     ) -> Work | Averaging:
-        """plain: bytes of what it stands for, where it is something else."""
+        """plain: bytes of what it stands for, where it is something else. held: as of Engine.allreduce."""
         flags = pack_flags([v is not None for v in staged.values]) + lane
         name = f"{self.name}, {what}"
         self._alive.append(staged.values)
@@ -183,19 +211,24 @@ class Exchange:
             self.weight,
             flags,
             plain=plain,
+            held=held,
             **({} if feedback is None else feedback.arguments(bucket.layout.total, self.scale)),
         )
 
-    def wait(self, wait: Callable[[Work | Averaging], None]) -> list[Lane]:
+    def wait(self, wait: Wait) -> list[Lane]:
         """Until all is averaged; every rank's lane, by rank."""
         try:
+            self.go_on(wait)
             for work in self.works:
                 wait(work)
-            self._go_on(wait)
         except CommError:
             keep_for_good(self)  # with the gradients, which a library may still be at
             raise
         self._alive.clear()
+        if not self._finished:
+            self._finished = True
+            for _, round_ in self._rounds:
+                round_.finish()
         lanes = [Lane.unpack(data[-LANE_BYTES:]) for data in self._works[-1].lanes]
         for rank, lane in enumerate(lanes):
             if lane.layout != lanes[0].layout:
@@ -205,17 +238,27 @@ class Exchange:
                 )
         return lanes
 
-    def _go_on(self, wait: Callable[[Work | Averaging], None]) -> None:
-        """The second half of what takes two allreduces. Every rank comes here between the same two exchanges."""
-        rounds, self._rounds = self._rounds, []
-        works = [
-            self._submit(round_.form.second, round_.halfway(), f"bucket {index}, second half", b"", plain=0)
-            for index, round_ in rounds
-        ]
-        self._more_works += works
-        for (_, round_), work in zip(rounds, works, strict=True):
+    def go_on(self, wait: Wait) -> None:
+        """The second half of what takes two allreduces, if it does not begin by itself. Every rank comes here between
+        the same two exchanges."""
+        if not self.halfway:
+            return
+        for work in self.works:
             wait(work)
-            round_.finish()
+        for _, round_ in self._rounds:
+            round_.halfway()
+        self._more_works = [self._submit_second(index, round_.then) for index, round_ in self._rounds]
+
+    def _submit_second(self, index: int, staged: Staged, *, held: bool = False) -> Work | Averaging:
+        form = self._forms[index]
+        assert isinstance(form, LowRank)
+        return self._submit(form.second, staged, f"bucket {index}, second half", b"", plain=0, held=held)
+
+    def learn(self) -> None:
+        """What this exchange teaches compression. After `wait`; on all ranks between the same two exchanges."""
+        rounds, self._rounds = self._rounds, []
+        for _, round_ in rounds:
+            round_.learn()
 
     def norm(self) -> torch.Tensor:
         """Of all averages together, without their loss scale; equal on all ranks but for rounding. One element."""

@@ -244,15 +244,16 @@ class Fragment:
     def _go_on(self, wait: Wait) -> None:
         """The second half of what takes two allreduces. Every rank comes here at the same step."""
         rounds, self._rounds = self._rounds, []
+        for _, round_ in rounds:
+            round_.halfway()
         self._second = [
-            self._submit(
-                round_.form.second, round_.halfway(), f"{self.name}, bucket {index}, second half", b"", plain=0
-            )
+            self._submit(round_.form.second, round_.then, f"{self.name}, bucket {index}, second half", b"", plain=0)
             for index, round_ in rounds
         ]
         for (_, round_), work in zip(rounds, self._second, strict=True):
             wait(work)
             round_.finish()
+            round_.learn()
 
     def _submit(
         self, bucket: Bucket, staged: Staged, name: str, lane: bytes, form: Feedback | None = None, plain: int = -1

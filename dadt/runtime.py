@@ -14,13 +14,15 @@ import torch
 from torch import nn
 
 from dadt import algorithms, executors
-from dadt.attachment import Attachment, group_values
+from dadt.attachment import Attachment
+from dadt.background import Background
 from dadt.bucket import DTYPES, split
 from dadt.buffer import Buffers
 from dadt.checkpoint import Checkpoints
 from dadt.config import Config
 from dadt.errors import CommTimeout, DadtError, Mismatch
 from dadt.executors.mail import NoMail
+from dadt.groups import group_values, take_values
 from dadt.measure import Measure
 from dadt.peers import Alone, Peers, Through
 from dadt.stall import PATIENCE, Stall
@@ -69,6 +71,8 @@ class Runtime:
         self._broadcaster: Engine
         self.mail: Mail = NoMail()
         """Messages between two ranks."""
+        self.background: Background
+        """Computes what has to be between two operations of the engine."""
         self.device: Device | None = None
         """What averages tensors of this rank's GPU where they are."""
         self.on_end: list[Callable[[], None]] = []
@@ -219,6 +223,7 @@ class Runtime:
             if not self.alone:
                 connection = executors.connect(self.config, self.world, self.meet)
                 self._engine, self._disconnect = connection.engine, connection.close
+                self.background = Background(connection.engine)
                 self._is_told, self.mail = connection.told, connection.mail
                 self._broadcaster, self.device = connection.engine_of("broadcast"), connection.device
             if timeline is not None:
@@ -309,7 +314,7 @@ class Runtime:
         parameters = [p for g in optimizer.param_groups for p in g["params"]]
         shapes = [tuple(p.shape) for p in parameters]
         state = _dump(optimizer.state_dict()["state"]) if weights and optimizer.state else b""
-        mine = (shapes, group_values(optimizer), state if self.world.rank == 0 else b"")
+        mine = (shapes, group_values(optimizer, wait=True), state if self.world.rank == 0 else b"")
         theirs = self.collect(f"start{attachment.name}", mine)
         for rank, (other, _, _) in enumerate(theirs):
             if other != theirs[0][0]:
@@ -317,12 +322,7 @@ class Runtime:
                     f"rank {rank} trains {_count(other)} and rank 0 {_count(theirs[0][0])}{attachment.name}:"
                     " every rank must build the same model"
                 )
-        for group, values in zip(optimizer.param_groups, theirs[0][1], strict=True):
-            for key, value in values.items():
-                if isinstance(group.get(key), torch.Tensor):
-                    group[key].fill_(value)
-                else:
-                    group[key] = value
+        take_values(optimizer, theirs[0][1])
         if weights:
             # How far a rank's own weights moved says nothing of rank 0's.
             attachment.prediction.forget()
@@ -524,6 +524,7 @@ class Runtime:
         try:
             engine.close(5.0)
         finally:
+            self.background.close()
             if self.timeline is not None:
                 self.timeline.stop()
             self._disconnect()

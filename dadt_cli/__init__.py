@@ -68,7 +68,7 @@ def dadt_command() -> None:
     """Train a PyTorch script on several workers, without changing it.
 
     \b
-    dadt run -np 4 train.py                      here, where you wrote python train.py
+    dadt run -np 4 train.py                      in place of python train.py
     dadt run -np 4 -H host1:2,host2:2 train.py   on two hosts
     dadt check-env                               would it work?
     dadt COMMAND --help                          what a command takes
@@ -99,7 +99,8 @@ def _run() -> int:
         console.text(error.format_message())
         return 2
     except click.UsageError as error:
-        command = error.ctx.command_path if error.ctx else "dadt"
+        named = sys.argv[1:2] if set(sys.argv[1:2]) <= COMMANDS.keys() else []  # click does not always say which
+        command = error.ctx.command_path if error.ctx else " ".join(["dadt", *named])
         console.error(f"{error.format_message().rstrip('.')} ({command} --help lists what there is)")
         return 2
     except console.ReaderGone as error:

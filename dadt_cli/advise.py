@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from dadt.benchmarks.models import MODELS
 from dadt.errors import ConfigError
 from dadt_cli import bench
 from dadt_cli.figure import Figures, Outputs, json_option, progress, short
@@ -56,7 +56,8 @@ class Forecast:
         from rich.table import Table
         from rich.text import Text
 
-        made = Table(title=self.title, caption=self.caption, box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
+        look: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False}
+        made = Table(title=self.title, caption=self.caption, title_justify="left", **look)
         for i, name in enumerate(self.head):
             made.add_column(name, justify="right" if i else "left", no_wrap=True)
         for line in self.lines:
@@ -64,8 +65,17 @@ class Forecast:
         return made
 
 
-@click.command(cls=Brief, context_settings={"max_content_width": 110})
-@click.argument("model", default="resnet18")
+def _models(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """For shells to complete."""
+    return [name for name in MODELS if name.startswith(incomplete)]
+
+
+@click.command(
+    cls=Brief,
+    context_settings={"max_content_width": 110},
+    short_help="Predict steps/s of each way to train, on up to 1,024 hosts.",
+)
+@click.argument("model", default="resnet18", shell_complete=_models)
 @click.option("-np", "--np", type=int, metavar="N", help="Workers.  [default: 2]")
 @some_knobs(*bench.WHERE, *KNOBS)
 @click.option("--batch-size", default=8, show_default=True, help="Samples of each worker's step.")
@@ -81,13 +91,14 @@ def advise(*, model: str, batch_size: int, device: str, check: bool, json: str |
 
     \b
     dadt bench advise resnet50 -np 2 -H host1,host2
-    dadt bench advise resnet50 -np 2 --link 1gbit        (root) on a link that is simulated here
+    dadt bench advise resnet50 -np 2 --link 1gbit   (root) on a simulated link
     """
     outputs = Outputs(json)
     config = config_of(given)
     ranks = bench._ranks(config, given["np"])
     if ranks < 2:
         raise ConfigError(f"-np {ranks}: advise measures what workers exchange: give 2 or more")
+    bench._check_hosts(config, ranks)
     if batch_size < 1:
         raise ConfigError(f"--batch-size {batch_size}: must be 1 or more")
     from dadt.benchmarks import advise as adviser
@@ -107,12 +118,13 @@ def advise(*, model: str, batch_size: int, device: str, check: bool, json: str |
 
 
 def _probe(config: Any, ranks: int, task: Any) -> list[Found]:
+    from dadt.benchmarks.folder import folder
     from dadt.benchmarks.probe import probe
     from dadt.function import run
 
     where = {name: getattr(config, name) for name in (*bench.WHERE, *KNOBS) if name not in ("config", "hosts")}
-    with tempfile.TemporaryDirectory(prefix="dadt-bench-") as folder:
-        settings = {**where, "log_dir": folder, "output": "errors", "timeout": 120.0}
+    with folder() as place:
+        settings = {**where, "log_dir": str(place), "output": "errors", "timeout": 120.0}
         return run(probe, (task.model, task.batch_size, task.device), np=ranks, hosts=config.hosts, **settings)
 
 

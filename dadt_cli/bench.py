@@ -70,6 +70,7 @@ def bench() -> None:
     \b
     dadt bench resnet50 -np 4 --against ddp,sync
     dadt bench --model mine.models:factory -np 2
+    dadt bench resnet18 -np 2 --link 1gbit     (root) on a simulated network
     dadt bench allreduce -np 2
     """
 
@@ -132,6 +133,7 @@ def _train(
     wanted = blocks(config, _chosen(config), parse_sweep(sweep), peers, ranks, batch_size)
     for block in wanted:
         check(block.contenders, steps, rounds)
+        _check_hosts(config, block.ranks)
     data = str(Path(data).absolute()) if data else ""
     tasks = [Task(model, block.batch_size, device, precision, data) for block in wanted]
     measured = _measure(wanted, tasks, _place(config, given), steps, rounds)
@@ -175,6 +177,14 @@ def _place(config: Config, given: dict[str, Any]) -> Any:
     hosts = plan.hosts_of(replace(config, np=config.np or 1))
     remote = not all(host.is_local or not host.name for host in hosts)
     return Here(_flags(given, WHERE), remote=remote)
+
+
+def _check_hosts(config: Config, ranks: int) -> None:
+    """Before anything starts. Raises ConfigError where so many workers cannot have the simulated hosts."""
+    from dadt.launch import link
+
+    if _simulated(config):
+        link.hosts_and_slots(replace(config, np=ranks))
 
 
 def _simulated(config: Config) -> bool:
@@ -280,7 +290,7 @@ def _range(values: Sequence[float]) -> str:
     return low if low == high else f"{low}–{high}"
 
 
-@bench.command()
+@bench.command(short_help="Averaging alone, as nccl-tests does it, beside libraries.")
 @np_option
 @click.option("--sizes", default="64K,1M,100M", show_default=True, help="Bytes of float32, with K, M or G.")
 @click.option("--rounds", default=50, show_default=True, help="Times that each contender runs.")
@@ -323,7 +333,7 @@ def allreduce(ranks: int, sizes: str, rounds: int, json: str | None, csv: str | 
     return 1 if any(row.wrong for row in rows) else 0
 
 
-@bench.command()
+@bench.command(short_help="A step of DistributedDataParallel over dadt and over Gloo.")
 @np_option
 @click.option("--width", default=2240, show_default=True, help="Of 5 layers, width x width each: 100 MB.")
 @click.option("--batch-size", default=2, show_default=True, help="Samples of each worker's step.")
@@ -342,7 +352,7 @@ def ddp(ranks: int, width: int, batch_size: int, rounds: int, json: str | None, 
     Figures([row], [Table(title, head, lines)]).report(title, outputs)
 
 
-@bench.command()
+@bench.command(short_help="From the command to the first step, beside torchrun.")
 @np_option
 @click.option("--rounds", default=5, show_default=True, help="Starts of each contender.")
 @json_option
@@ -352,7 +362,8 @@ def startup(ranks: int, rounds: int, json: str | None, csv: str | None) -> None:
     from dadt.benchmarks.startup import measure
 
     outputs = Outputs(json, csv)
-    rows: list[Result] = measure(ranks=ranks, rounds=rounds)
+    with progress(2 * (rounds + 1)) as step:
+        rows: list[Result] = measure(ranks=ranks, rounds=rounds, progress=_teller(step, ""))
     lines = [[row.name, cell(row.seconds), cell(row.ratio)] for row in rows]
     title = f"start of {ranks} workers, {rounds} rounds"
     Figures(rows, [Table(title, ["", "seconds", "ratio"], lines)]).report(title, outputs)

@@ -50,7 +50,7 @@ class Row:
     context_settings={"max_content_width": 110},
     epilog="Ends with 0, with 1 where a check fails (--strict: or warns), and with 2 for bad input.",
 )
-@click.option("--full", is_flag=True, help="Longer tests, too: speed between hosts and workers, ranks of MPI.")
+@click.option("--full", is_flag=True, help="Longer tests, too: bandwidth between hosts, speed of workers, MPI.")
 @click.option("--json", "as_json", is_flag=True, help="Print all as JSON.")
 @click.option("--strict", is_flag=True, help="End with 1 where something is only worth a warning, too.")
 @some_knobs(*KNOBS)
@@ -183,6 +183,7 @@ def _as_json(found: Found) -> dict[str, Any]:
         "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "verdict": worst(found.all),
         "between": [check.to_dict() for check in found.between],
+        "pairs": found.pairs,
         "hosts": [
             {"name": name, "verdict": worst(checks), "checks": [check.to_dict() for check in checks]}
             for name, checks in found.hosts.items()

@@ -16,7 +16,11 @@ def config() -> None:
     """Settings, and where they come from."""
 
 
-@config.command(cls=Brief, context_settings={"max_content_width": 110})
+@config.command(
+    cls=Brief,
+    context_settings={"max_content_width": 110},
+    short_help="Print each setting, its value and where it comes from.",
+)
 @knobs
 @click.option("--changed", is_flag=True, help="Only those that are not at their defaults.")
 def show(changed: bool, **given: Any) -> int:

@@ -11,6 +11,7 @@ import click
 from dadt.errors import ConfigError, DadtError
 from dadt.launch.frame import Frame
 from dadt.launch.trace import Trace, traces
+from dadt_cli.options import paths
 
 
 def _ranks(ctx: click.Context, parameter: click.Parameter, text: str | None) -> set[int] | None:
@@ -27,11 +28,27 @@ def _ranks(ctx: click.Context, parameter: click.Parameter, text: str | None) -> 
 
 
 rank_option = click.option("--rank", "ranks", callback=_ranks, metavar="RANKS", help="Of these ranks only, as 0,3-5.")
+LOG_DIR = "dadt-logs"
+log_dir_option = click.option(
+    "--log-dir",
+    default=LOG_DIR,
+    show_default=True,
+    metavar="DIR",
+    shell_complete=paths("dir"),
+    help="Where the logs of jobs are.",
+)
 
 
 def jobs(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """For shells to complete."""
+    """That run, for shells to complete."""
     return [trace.job for trace in traces() if trace.job.startswith(incomplete)]
+
+
+def recorded_jobs(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """And those that have left logs."""
+    log_dir = Path(ctx.params.get("log_dir") or LOG_DIR)
+    logged = {path.name for path in _jobs(log_dir, "events.jsonl")}
+    return sorted(job for job in {*logged, *jobs(ctx, parameter, ""), "latest"} if job.startswith(incomplete))
 
 
 def find(job: str) -> Trace:
@@ -72,10 +89,12 @@ def folder_of(job: str, log_dir: Path, file: str) -> tuple[Trace | None, Path]:
     """The job, if it runs, and the folder of its logs. job: its id, its folder, or `latest`, which is that with the
     youngest such file. Raises ConfigError."""
     running = {trace.job: trace for trace in traces()}
-    if "/" in job and Path(job).is_dir():
-        return running.get(Path(job).resolve().name), Path(job)
     if job == "latest":
         job = _latest(log_dir, file, list(running))
+    elif "/" in job or (Path(job).is_dir() and job not in running and not (log_dir / job).is_dir()):
+        if not Path(job).is_dir():
+            raise ConfigError(f"{job}: there is no such folder; give a job's id, or its folder in dadt-logs")
+        return running.get(Path(job).resolve().name), Path(job)
     if job in running and (told := describe(running[job])) is not None:
         return running[job], Path(told["logs"])
     folder = log_dir / job
@@ -89,11 +108,12 @@ def folder_of(job: str, log_dir: Path, file: str) -> tuple[Trace | None, Path]:
 
 
 def _latest(log_dir: Path, file: str, running: list[str]) -> str:
-    """Of the jobs with logs here, else of all that run."""
+    """Of the jobs with logs here; without a folder that was named, else of all that run."""
     folders = sorted(_jobs(log_dir, file), key=lambda folder: (folder / file).stat().st_mtime)
-    jobs = [folder.name for folder in folders] or running
+    jobs = [folder.name for folder in folders] or (running if log_dir == Path(LOG_DIR) else [])
     if not jobs:
-        raise ConfigError(f"there are no logs in {log_dir}, and no job runs; name the folder with --log-dir")
+        none = ", and no job runs; name the folder with --log-dir" if log_dir == Path(LOG_DIR) else ""
+        raise ConfigError(f"there are no logs of a job in {log_dir}{none}")
     return jobs[-1]
 
 

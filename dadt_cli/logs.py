@@ -13,17 +13,17 @@ from dadt.launch.frame import CHUNK
 from dadt.launch.output import Assembler
 from dadt.launch.query import Line
 from dadt_cli import console
-from dadt_cli.find import folder_of, jobs, rank_option
+from dadt_cli.find import folder_of, log_dir_option, rank_option, recorded_jobs
 
 LOOK_SECONDS = 0.2
 """How often files are looked at that may have grown."""
 
 
 @click.command()
-@click.argument("job", shell_complete=jobs)
+@click.argument("job", default="latest", shell_complete=recorded_jobs)
 @rank_option
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job ends.")
-@click.option("--log-dir", default="dadt-logs", show_default=True, metavar="DIR", help="Where the logs of jobs are.")
+@log_dir_option
 def logs(job: str, ranks: set[int] | None, follow: bool, log_dir: str) -> None:
     """Print what the workers of JOB, or of the latest job, have printed."""
     trace, folder = folder_of(job, Path(log_dir), "rank0.log")

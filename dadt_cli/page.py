@@ -100,7 +100,7 @@ def _tiles(report: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """A word, its figure, and what there is to say of that."""
     config, ranks = report.get("config", {}), report.get("ranks", [])
     if "seconds" in report:
-        yield "duration", chart.duration(report["seconds"]), ""
+        yield "duration", chart.duration(report["seconds"]), "" if "end" in report else "so far"
     first: Mapping[str, Any] = next(iter(ranks), {})
     if (steps := first.get("steps")) is not None:
         late = first.get("delayed")

@@ -124,12 +124,13 @@ class Record:
         return "\n".join(text.splitlines()[-TAIL_LINES:])
 
     def _read_report(self, running: bool) -> None:
+        """While the job runs, and where its launcher was killed, the last one that it wrote."""
         path = self.folder / "report.json"
         told = _of_events(self.events)
         try:
             data = json.loads(path.read_bytes())
         except OSError as error:
-            why = "the job still runs" if running else "its launcher was killed before it could write it"
+            why = "no workers have been placed yet" if running else "its launcher was killed before it could write it"
             reason = why if isinstance(error, FileNotFoundError) else error.strerror
             self.missing.append(f"report.json is not there ({reason}): what follows is from events.jsonl")
             self.report = told
@@ -143,6 +144,12 @@ class Record:
         if wrong:
             self.missing.append(f"report.json is damaged: left out {', '.join(wrong[:5])}{' ...' if wrong[5:] else ''}")
         self.report = {**told, **{key: value for key, value in (sound or {}).items() if value is not None}}
+        if "exit_code" not in self.report:
+            heard = max((moments[-1].time for moments in self.series.values()), default=0.0)
+            if "begin" in self.report:
+                self.report["seconds"] = max(self.report.get("seconds", 0.0), heard - self.report["begin"])
+            if not running:
+                self.missing.append("its launcher was killed: this is what it last wrote, not how the job ended")
 
     def _read_series(self) -> None:
         for line in self._lines("progress.jsonl"):

@@ -7,12 +7,12 @@ from pathlib import Path
 import click
 
 from dadt.errors import ConfigError
-from dadt_cli.find import folder_of, jobs
+from dadt_cli.find import folder_of, log_dir_option, recorded_jobs
 from dadt_cli.options import paths
 
 
 @click.command()
-@click.argument("job", default="latest", shell_complete=jobs)
+@click.argument("job", default="latest", shell_complete=recorded_jobs)
 @click.option(
     "-o",
     "--output",
@@ -20,7 +20,7 @@ from dadt_cli.options import paths
     shell_complete=paths("file"),
     help="The page.  [default: report.html in the job's folder]",
 )
-@click.option("--log-dir", default="dadt-logs", show_default=True, metavar="DIR", help="Where the logs of jobs are.")
+@log_dir_option
 def report(job: str, output: str | None, log_dir: str) -> None:
     """Write a page on how JOB, or the latest job, went: throughput, waiting, step times, environment, failures.
 

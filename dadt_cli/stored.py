@@ -62,7 +62,9 @@ def read(text: str) -> Stored:
     if start:
         found = [name for name in values if name.startswith(start)]
         if not found:
-            raise ConfigError(f"{path}: nothing in it has a name that begins with {start}")
+            raise ConfigError(
+                f"{path}: nothing in it has a name that begins with {start}; they begin with {_tops(values)}"
+            )
         values = {name[len(start) :]: values[name] for name in found}
         kinds = {name[len(start) :]: kinds[name] for name in found}
     return Stored(text, f"{path}:{start}", values, kinds, _tied(values))
@@ -181,6 +183,12 @@ def _part(key: Any) -> str:
     if isinstance(key, str):
         return repr(key) if not key or "/" in key or re.fullmatch(r"-?\d+", key) else key
     return str(key) if type(key) is int else f"({key!r})"
+
+
+def _tops(values: Mapping[str, Any]) -> str:
+    """What names begin with, not all of many."""
+    tops = list(dict.fromkeys("".join(name.partition("/")[:2]) for name in values))
+    return ", ".join(tops[:5]) + ", ..." * (len(tops) > 5)
 
 
 def _tied(values: Mapping[str, Any]) -> list[tuple[str, ...]]:

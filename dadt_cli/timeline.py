@@ -14,6 +14,7 @@ import click
 
 from dadt.errors import ConfigError
 from dadt.timeline import HEAD, PART_HEAD
+from dadt_cli.options import paths
 from dadt_cli.table import Table, table
 
 STAGES = ("negotiate", "queue", "pack", "wait", "exchange", "unpack")
@@ -23,11 +24,11 @@ NOTABLE = 1.05
 
 
 @click.command()
-@click.argument("files", metavar="FILE...", nargs=-1, required=True)
+@click.argument("files", metavar="FILE...", nargs=-1, required=True, shell_complete=paths("file"))
 def timeline(files: Sequence[str]) -> None:
     """Sum up a timeline that `dadt run --timeline FILE` has recorded.
 
-    Of a job that failed, the parts FILE.rank0, FILE.rank1 and so on are read.
+    Of a job that runs or failed, the parts FILE.rank0, FILE.rank1 and so on are read.
     """
     summary = Summary()
     for file in files:
@@ -36,7 +37,7 @@ def timeline(files: Sequence[str]) -> None:
         if not found:
             raise ConfigError(f"{path}: there is no such file; give the FILE of dadt run --timeline FILE")
         if found != [path]:
-            why = "as its job failed or its ranks could not meet"
+            why = "as its job still runs or failed, or its ranks could not meet"
             click.echo(f"{path} is not there, {why}: reading its {len(found)} parts\n")
         read(found, summary)
     for line in summary.lines():

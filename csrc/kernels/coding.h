@@ -14,9 +14,9 @@ namespace {
 constexpr int32_t kInfinityBits = 0x7f800000;
 
 // The bits of the greatest magnitude: of finite numbers below kInfinityBits.
-inline int32_t greatest_bits(const float* values) {
+inline int32_t greatest_bits(const float* values, size_t count = kBlock) {
   int32_t most = 0;
-  for (size_t i = 0; i < kBlock; ++i) {
+  for (size_t i = 0; i < count; ++i) {
     const int32_t bits = static_cast<int32_t>(to_bits(values[i]) & 0x7fffffffu);
     most = bits > most ? bits : most;
   }
@@ -26,12 +26,18 @@ inline int32_t greatest_bits(const float* values) {
 inline float largest(Half) { return 65504.f; }
 inline float largest(BFloat) { return from_bits(0x7f7f0000u); }
 
+// The greatest magnitude that values may keep in 16 bits. Where one is no number, nothing is worth saving.
+template <typename T>
+float limit_of(const float* values, size_t count) {
+  const bool finite = greatest_bits(values, count) < kInfinityBits;
+  return finite ? largest(T()) : std::numeric_limits<float>::infinity();
+}
+
 // What is too large for 16 bits is sent as the largest, and the rest is lost.
 template <typename T>
 void encode_short(void* wire, const float* values, float* lost) {
   T* to = static_cast<T*>(wire);
-  const bool finite = greatest_bits(values) < kInfinityBits;
-  const float limit = finite ? largest(T()) : std::numeric_limits<float>::infinity();
+  const float limit = limit_of<T>(values, kBlock);
   const F32 most = F32::fill(limit), least = F32::fill(-limit), minus = F32::fill(-1.f);
   for (size_t i = 0; i < kBlock; i += F32::kWidth) {
     const F32 x = F32::load(values + i);
@@ -103,6 +109,18 @@ void gather_values(float* __restrict__ values, const void* source, const float* 
   }
 }
 
+template <typename T>
+void gather_short(float* __restrict__ values, const void* source, const float* __restrict__ owed, float keep,
+                  size_t count) {
+  if (source == nullptr) return gather_values<float>(values, source, owed, keep, count);
+  const T* from = static_cast<const T*>(source);
+  size_t i = 0;
+  for (; i + F32::kWidth <= count; i += F32::kWidth) F32::load(from + i).store(values + i);
+  for (; i < count; ++i) values[i] = widen(from[i]);
+  if (owed == nullptr) return;
+  for (i = 0; i < count; ++i) values[i] = values[i] + owed[i] * keep;
+}
+
 inline void settle(float* __restrict__ owed, const float* __restrict__ lost, float keep, size_t count) {
   for (size_t i = 0; i < count; ++i) {
     const bool finite = (to_bits(lost[i]) & 0x7fffffffu) < static_cast<uint32_t>(kInfinityBits);
@@ -115,6 +133,18 @@ template <typename T>
 void scatter_values(void* destination, const float* __restrict__ values, float factor, size_t count) {
   T* to = static_cast<T*>(destination);
   for (size_t i = 0; i < count; ++i) to[i] = static_cast<T>(values[i] * factor);
+}
+
+template <typename T>
+void scatter_short(void* destination, const float* __restrict__ values, float factor, size_t count) {
+  T* to = static_cast<T*>(destination);
+  const float limit = limit_of<T>(values, count);
+  const F32 most = F32::fill(limit), least = F32::fill(-limit), scale = F32::fill(factor);
+  size_t i = 0;
+  for (; i + F32::kWidth <= count; i += F32::kWidth) {
+    lesser(greater(F32::load(values + i) * scale, least), most).store(to + i);
+  }
+  for (; i < count; ++i) narrow(lesser(greater(values[i] * factor, -limit), limit), to + i);
 }
 
 }  // namespace

@@ -51,11 +51,11 @@ struct Kernels {
   using Encode = void (*)(void* wire, const float* values, float* lost);
   // values = (first: nothing, else values) + weight * what the wire says.
   using Decode = void (*)(float* values, const void* wire, float weight, bool first);
-  // values = source + keep * owed; null: zeros.
+  // values = source + keep * owed; null: zeros. Floating dtypes, in float32.
   using Gather = void (*)(float* values, const void* source, const float* owed, float keep, size_t count);
   // owed = lost; keep * owed where that is no number.
   using Settle = void (*)(float* owed, const float* lost, float keep, size_t count);
-  // destination = factor * values.
+  // destination = factor * values, rounded once. Of finite values none becomes infinite in 16 bits.
   using Scatter = void (*)(void* destination, const float* values, float factor, size_t count);
 
   const char* name;
@@ -70,9 +70,9 @@ struct Kernels {
   Copy copy;
   Encode encode[kCodecs];  // null for none
   Decode decode[kCodecs];
-  Gather gather[2];  // float32 and float64
+  Gather gather[kFloatDTypes];
   Settle settle;
-  Scatter scatter[2];
+  Scatter scatter[kFloatDTypes];
 };
 
 // Outputs of so many bytes and more are streamed: they would only wash the cache out.

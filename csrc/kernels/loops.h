@@ -328,9 +328,9 @@ constexpr Kernels make_kernels(const char* name) {
       copy_bytes,
       {nullptr, encode_short<BFloat>, encode_short<Half>, encode_int8},
       {nullptr, decode_short<BFloat>, decode_short<Half>, decode_int8},
-      {gather_values<float>, gather_values<double>},
+      {gather_values<float>, gather_values<double>, gather_short<Half>, gather_short<BFloat>},
       settle,
-      {scatter_values<float>, scatter_values<double>}};
+      {scatter_values<float>, scatter_values<double>, scatter_short<Half>, scatter_short<BFloat>}};
 }
 
 }  // namespace

@@ -90,6 +90,9 @@ class Pipe(Algorithm):
         if self._sync is not None:
             self._sync.before_step()
             return
+        if self._full:
+            # Else its second half would queue behind the new exchange.
+            self._pending[0].go_on(a.runtime.wait)
         exchange = a.new_exchange()
         a.close(exchange, value=self._blows_up())
         if self._warming_up:

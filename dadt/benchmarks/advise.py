@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from dadt.benchmarks import cost, probe
-from dadt.benchmarks.cost import Bucket, Figures, Handling, LowRank, Network, Way
+from dadt.benchmarks.cost import Bucket, Figures, Handling, LowRank, Network, Tie, Way
 from dadt.benchmarks.party import Party, Place, start
 from dadt.benchmarks.probe import Found
 from dadt.benchmarks.training import Task
@@ -16,13 +16,13 @@ from dadt.errors import ConfigError
 
 WARMUP = 2
 """Synchronous steps that a training takes first."""
+LEAD = 1
+"""Steps before those that are counted in each turn: an exchange that was launched before the pause is used up."""
 STEPS_SECONDS = 3.0
-CHECK_SECONDS = 10.0
+CHECK_SECONDS = 6.0
 """What a measurement of one way takes, about."""
 CHECK_TURNS = 3
-LEAST_STEPS = 5
-ALONE = "1000000"
-"""Steps between two averages, of which there is none then."""
+LEAST_STEPS = 2
 Progress = Callable[[str], None]
 
 
@@ -56,7 +56,10 @@ def figures_of(found: Sequence[Found], compute: dict[str, float], sync_every: in
         forward=_share(found, 0),
         backward=_share(found, 1),
         compute=compute,
+        packing=max(each.packing for each in found),
         low_rank=max(each.low_rank_seconds for each in found),
+        ties={name: _tie(found, name) for name in found[0].ties},
+        mail=max(each.mail * each.scarcity for each in found),
         busy=max(0.0 if each.cores // each.local_size > each.threads else each.busy for each in found),
         chunked=chunked,
         sync_every=sync_every,
@@ -95,6 +98,12 @@ def buckets_of(found: Found) -> list[Bucket]:
     ]
 
 
+def _tie(found: Sequence[Found], compression: str) -> Tie:
+    """Of the slowest rank."""
+    ties = [(each.ties[compression], each.scarcity) for each in found]
+    return Tie(ties[0][0].bytes, max(tie.say * s for tie, s in ties), max(tie.settle * s for tie, s in ties))
+
+
 def fit(times: Iterable[tuple[int, float]]) -> tuple[float, float]:
     """a and b of seconds = a + b bytes, by least squares of the relative error; b is positive."""
     each, per_byte = _fit([(size, seconds, seconds) for size, seconds in times])
@@ -107,14 +116,12 @@ def measure(task: Task, place: Place, ranks: int, found: Sequence[Found], sync_e
     """Compute by algorithm on the null executor, with what the probe has found."""
     compute = {}
     guess = sum(max(each.parts[part] for each in found) for part in range(3))
-    steps = max(LEAST_STEPS, round(STEPS_SECONDS / guess))
-    for algorithm in ("local", "pipe", "gossip"):
+    for algorithm in cost.ALGORITHMS:
         tell(f"compute with {algorithm}")
-        options = ["--executor", "null", "--algorithm", algorithm, "--sync-every", ALONE]
-        compute[algorithm] = _seconds(task, place, ranks, options, steps, WARMUP)
-    # What sync adds to the compute is its exchange.
-    compute["sync"] = compute["local"]
-    return figures_of(found, compute, sync_every)
+        with _party(task, place, ranks, _alone(algorithm, sync_every)) as party:
+            compute[algorithm] = _turn(party, _steps(algorithm, STEPS_SECONDS / guess, sync_every), LEAD)
+    figures = figures_of(found, compute, sync_every)
+    return replace(figures, compute={name: _unpacked(figures, name, seconds) for name, seconds in compute.items()})
 
 
 def check(
@@ -123,34 +130,39 @@ def check(
     """Trains in each way on the hosts at hand, in turn with the same where no byte moves: so that prediction and
     measurement see the same machine, the compute of a prediction is what it was meanwhile."""
     checked = []
-    for way in ways:
-        tell(f"{way} trains")
-        guess = cost.seconds(figures, way, hosts)
-        steps = max(LEAST_STEPS, round(CHECK_SECONDS / CHECK_TURNS / guess))
-        lead = WARMUP
-        if way.algorithm == "local":
-            every = figures.sync_every
-            # Whole rounds, once the first average is under way: the synchronous steps are not of any.
-            steps, lead = max(1, round(steps / every)) * every, every
-        alone = "local" if way.algorithm == "sync" else way.algorithm
-        null = ["--executor", "null", "--algorithm", alone, "--sync-every", ALONE]
-        options = [*way.options, "--sync-every", str(figures.sync_every)]
-        with ExitStack() as stack:
-            other, mine = (stack.enter_context(_party(task, place, ranks, each)) for each in (null, options))
-            turns = [
-                (_turn(other, max(LEAST_STEPS, steps // 2), WARMUP), _turn(mine, steps, lead))
-                for _ in range(CHECK_TURNS)
-            ]
-        compute, seconds = (statistics.median(column) for column in zip(*turns, strict=True))
-        then = replace(figures, compute={**figures.compute, way.algorithm: compute})
-        checked.append(Checked(way, 1.0 / cost.seconds(then, way, hosts), 1.0 / seconds))
+    every = figures.sync_every
+    for algorithm in dict.fromkeys(way.algorithm for way in ways):
+        with _party(task, place, ranks, _alone(algorithm, every)) as alone:
+            for way in (way for way in ways if way.algorithm == algorithm):
+                tell(f"{way} trains")
+                share = CHECK_SECONDS / CHECK_TURNS
+                steps = _steps(algorithm, share / cost.seconds(figures, way, hosts), every)
+                least = _steps(algorithm, share / 2 / figures.compute[algorithm], every)
+                # Those before the first average are not of any round.
+                lead = every if algorithm == "local" else LEAD
+                with _party(task, place, ranks, [*way.options, "--sync-every", str(every)]) as party:
+                    turns = [(_turn(alone, least, LEAD), _turn(party, steps, lead)) for _ in range(CHECK_TURNS)]
+                compute, seconds = (statistics.median(column) for column in zip(*turns, strict=True))
+                then = replace(figures, compute={algorithm: _unpacked(figures, algorithm, compute)})
+                checked.append(Checked(way, 1.0 / cost.seconds(then, way, hosts), 1.0 / seconds))
     return checked
 
 
-def _seconds(task: Task, place: Place, ranks: int, options: Sequence[str], steps: int, lead: int) -> float:
-    """Of a step, of the slowest rank."""
-    with _party(task, place, ranks, options) as party:
-        return _turn(party, steps, lead)
+def _alone(algorithm: str, sync_every: int) -> list[str]:
+    """Where no byte moves."""
+    return ["--executor", "null", "--algorithm", algorithm, "--sync-every", str(sync_every)]
+
+
+def _unpacked(figures: Figures, algorithm: str, seconds: float) -> float:
+    """Of a step where no byte moves, without what an exchange's own time has, too."""
+    steps = {"sync": 1, "pipe": 1, "local": figures.sync_every}
+    return seconds - figures.packing * figures.bytes / steps[algorithm] if algorithm in steps else seconds
+
+
+def _steps(algorithm: str, about: float, sync_every: int) -> int:
+    """So many, at least a few; of local whole rounds, each of which has one average."""
+    count = max(LEAST_STEPS, round(about))
+    return max(1, round(count / sync_every)) * sync_every if algorithm == "local" else count
 
 
 @contextmanager
@@ -158,7 +170,7 @@ def _party(task: Task, place: Place, ranks: int, options: Sequence[str]) -> Iter
     script = ["--model", task.model, "--batch-size", str(task.batch_size), "--device", task.device]
     script += ["--precision", task.precision, "--data", task.data, "--ranks", str(ranks)]
     with start(" ".join(options), place, ranks, [*options, "--warmup-steps", str(WARMUP)], script) as party:
-        party.train(0, WARMUP)
+        party.train(0, WARMUP + 1)
         yield party
 
 

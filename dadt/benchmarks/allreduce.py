@@ -55,7 +55,7 @@ def measure(
     Raises ConfigError for arguments out of range, DadtError where a worker fails.
     """
     if ranks < 2:
-        raise ConfigError(f"--np {ranks}: an allreduce needs 2 workers or more")
+        raise ConfigError(f"-np {ranks}: an allreduce needs 2 workers or more")
     if rounds < 10:
         raise ConfigError(f"--rounds {rounds}: an interval needs 10 rounds or more")
     for size in sizes:

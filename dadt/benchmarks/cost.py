@@ -14,14 +14,14 @@ PowerSGD of rank r sends r n values of each n x m matrix, then r m; what is no m
 With C the step's compute (forward F, then backward), X the sum of T over buckets:
 
     sync     buckets go as backward completes them, one after the other; the last one at its end, and is waited for
-    pipe     max(C, X) (arXiv:1811.03619); with PowerSGD C + X, as its second half queues behind the next first one
+    pipe     max(C, X) (arXiv:1811.03619); with PowerSGD X has both halves, and C what it computes
     local    (H/2 C + max(H/2 C, X)) / H: an average has half a round to come
-    gossip   C: nobody waits. An exchange takes 2 (alpha + w M / B), as question and answer go one after the other, and
-             there is at most one for each step
+    gossip   C: nobody waits. An exchange takes 2 (alpha + m / B) + 2 s + t, as question and answer of m bytes go one
+             after the other, each after s of computing, and t is computed at the end; there is one a step at most
 
 While computing holds all cores of a worker, the processor time of what goes on behind it is added to C. C is that of
-each algorithm by itself, measured where no byte moves. What the model leaves out: ranks of unequal speed, and switches
-that carry less than all links together.
+each algorithm by itself, measured where no byte moves, without packing, which is part of T. What the model leaves out:
+ranks of unequal speed, and switches that carry less than all links together.
 """
 
 from __future__ import annotations
@@ -74,6 +74,18 @@ class LowRank:
 
 
 @dataclass(frozen=True, slots=True)
+class Tie:
+    """One end of an exchange of gossip, whichever way it compresses."""
+
+    bytes: float
+    """Of a message."""
+    say: float
+    """Processor seconds before it is sent."""
+    settle: float
+    """And after the other's has come."""
+
+
+@dataclass(frozen=True, slots=True)
 class Bucket:
     """Gradients that are exchanged together."""
 
@@ -98,9 +110,15 @@ class Figures:
     """Share of a step's compute before the backward."""
     backward: float
     compute: Mapping[str, float]
-    """Seconds of a step by algorithm, where no byte moves."""
+    """Seconds of a step by algorithm, where no byte moves, without the packing of gradients."""
+    packing: float
+    """Seconds of that for each byte."""
     low_rank: float
     """Seconds that PowerSGD computes in a step."""
+    ties: Mapping[str, Tie]
+    """By compression: what gossip computes."""
+    mail: float
+    """Seconds that a core is taken for each byte that goes to one other worker, and each that comes."""
     busy: float
     """Share of a step in which computing holds all cores of a worker; 0 where it leaves one for communication."""
     chunked: bool
@@ -179,7 +197,7 @@ def _sync(figures: Figures, compression: str, hosts: int) -> float:
         under_way = max(under_way, ready) + allreduce(figures, size, codec, hosts)
         busy += 0.0 if last else _stolen(figures, size, codec)
     rest = compute * (1.0 - figures.forward - figures.backward)
-    return under_way + rest + (_second(figures, hosts) if low_rank else 0.0)
+    return under_way + rest + (figures.low_rank + _second(figures, hosts) if low_rank else 0.0)
 
 
 def _pipe(figures: Figures, compression: str, hosts: int) -> float:
@@ -187,7 +205,7 @@ def _pipe(figures: Figures, compression: str, hosts: int) -> float:
     codec, low_rank = _codec(compression)
     exchange = _exchange(figures, compression, hosts)
     if low_rank:
-        return compute + exchange + _second(figures, hosts)
+        return max(compute + figures.low_rank, exchange + _second(figures, hosts))
     return max(compute + _stolen(figures, figures.bytes, codec), exchange)
 
 
@@ -199,22 +217,18 @@ def _local(figures: Figures, compression: str, hosts: int) -> float:
     stolen = _stolen(figures, figures.bytes, codec)
     hidden = (every + 1) // 2 * compute
     round_ = every * compute + max(stolen, exchange - hidden)
-    return (round_ + (_second(figures, hosts) if low_rank else 0.0)) / every
+    return (round_ + (figures.low_rank + _second(figures, hosts) if low_rank else 0.0)) / every
 
 
 def _gossip(figures: Figures, compression: str, hosts: int) -> float:
-    """x exchanges a step, of which each takes s of the processor's time: C = c + x s, and x is C / exchange or 1."""
-    compute = figures.compute["gossip"]
-    if hosts == 1:
-        return compute
-    codec, low_rank = _codec(compression)
-    if low_rank:
-        # One half of the iteration goes in each exchange.
-        bytes_, work = sum(_halves(bucket)[0] for bucket in figures.buckets), figures.busy * figures.low_rank / 2
-    else:
-        bytes_, work = figures.bytes, _stolen(figures, figures.bytes, codec)
-    wire = WIRE[codec] * bytes_
-    exchange = 2 * (figures.network.alpha + wire / figures.network.bandwidth)
+    """x exchanges a step, of which each takes s of the processor's time: C = c + x s, and x is C / exchange or 1.
+
+    What is computed for an exchange takes twice as long where it shares a core with the training.
+    """
+    compute, tie, network = figures.compute["gossip"], figures.ties[compression], figures.network
+    work = figures.busy * (tie.say + tie.settle + figures.mail * tie.bytes)
+    moving = 2 * (network.alpha + tie.bytes / network.bandwidth) if hosts > 1 else 2 * figures.mail * tie.bytes
+    exchange = moving + (1.0 + figures.busy) * (2 * tie.say + tie.settle)
     slowed = compute + work
     return slowed if slowed >= exchange else compute / (1.0 - work / exchange)
 
@@ -246,9 +260,9 @@ def _exchange(figures: Figures, compression: str, hosts: int) -> float:
 
 
 def _second(figures: Figures, hosts: int) -> float:
-    """PowerSGD's second half, and what is computed for both."""
+    """PowerSGD's second half."""
     sizes = [_halves(bucket)[1] for bucket in figures.buckets]
-    return figures.low_rank + sum(allreduce(figures, size, "none", hosts) for size in sizes if size)
+    return sum(allreduce(figures, size, "none", hosts) for size in sizes if size)
 
 
 def _buffers(figures: Figures, hosts: int) -> float:

@@ -35,7 +35,7 @@ def measure(*, ranks: int, width: int, batch_size: int, rounds: int) -> Row:
     Raises ConfigError for arguments out of range, DadtError where a worker fails.
     """
     if ranks < 2:
-        raise ConfigError(f"--np {ranks}: an exchange needs 2 workers or more")
+        raise ConfigError(f"-np {ranks}: an exchange needs 2 workers or more")
     if rounds < 6:
         raise ConfigError(f"--rounds {rounds}: an interval needs 6 rounds or more")
     with Ranks(ranks, _worker, width, batch_size, rounds) as workers:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import socket
 import struct
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener
 from multiprocessing.context import AuthenticationError
-from pathlib import Path
 from secrets import token_hex
 
+from dadt.benchmarks.folder import folder
 from dadt.errors import DadtError
 
 KEY = "BENCH_KEY"
@@ -85,7 +84,7 @@ def listen(remote: bool, ranks: int) -> Iterator[Reception]:
     """For workers of this machine a socket in a folder, which leads there from whatever network they are in; else one
     on every address of this machine."""
     key = token_hex(16)
-    with tempfile.TemporaryDirectory(prefix="dadt-bench-") as folder:
+    with folder() as place:
         if remote:
             from dadt.launch.network import addresses
 
@@ -93,7 +92,7 @@ def listen(remote: bool, ranks: int) -> Iterator[Reception]:
             names = [entry["address"] for entry in addresses() if ":" not in entry["address"]]
             where = f"{','.join([*names, '127.0.0.1'])}:{listener.address[1]}"
         else:
-            where = str(Path(folder, "s"))
+            where = str(place / "s")
             listener = Listener(where, "AF_UNIX", backlog=ranks, authkey=key.encode())
         with listener:
             yield Reception(listener, where, key)

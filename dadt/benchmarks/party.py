@@ -10,10 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import IO, Any, Protocol
 
+from dadt.benchmarks.folder import folder
 from dadt.benchmarks.line import KEY, Hello, Reception, Turn, Worked, listen
 from dadt.errors import ConfigError, DadtError
 
@@ -134,10 +133,10 @@ def start(name: str, place: Place, ranks: int, options: Sequence[str], script: S
     options: of `dadt run`. script: arguments of the trainer.
     """
     with ExitStack() as stack:
-        folder = stack.enter_context(TemporaryDirectory(prefix="dadt-bench-"))
-        said = stack.enter_context(Path(folder, "said").open("w+b"))
         reception = stack.enter_context(listen(place.remote, ranks))
-        run = ["--log-dir", str(Path(folder, "logs")), "--output", "errors", "-x", KEY, *options]
+        inside = stack.enter_context(folder(f"{KEY}={reception.key}"))
+        said = stack.enter_context((inside / "said").open("w+b"))
+        run = ["--log-dir", str(inside / "logs"), "--output", "errors", "-x", KEY, *options]
         run += ["-m", "dadt.benchmarks.trainer", *script, "--ranks", str(ranks), "--connect", reception.where]
         env = {**os.environ, **place.env, KEY: reception.key}  # noqa: TID251 (the child's whole environment, not a knob)
         processes: list[subprocess.Popen[bytes]] = []

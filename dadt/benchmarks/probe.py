@@ -14,6 +14,8 @@ import torch
 
 from dadt import executors
 from dadt.benchmarks import models
+from dadt.benchmarks.cost import Tie
+from dadt.benchmarks.ends import ties
 from dadt.benchmarks.trainer import RATE, device_of
 from dadt.bucket import split
 from dadt.compression import LowRank as Form
@@ -35,6 +37,7 @@ REPEATS = 5
 COMPUTE_SECONDS = 3.0
 LOW_RANK = "powersgd:4"
 CODECS = ("none", "bf16", "int8")
+MAILS = 3
 
 Times = list[tuple[int, float]]
 """Bytes of each try, and its seconds."""
@@ -57,11 +60,17 @@ class Found:
     """Of averagings, by compression."""
     processor: dict[str, float]
     """Processor seconds of this process for each byte in these."""
+    packing: float
+    """Seconds for each byte of an averaging in which none moves."""
     buckets: list[tuple[int, float]]
     """Bytes of each, and the share of the backward after which it is complete."""
     low_rank: list[tuple[int, int]]
     """The same buckets under PowerSGD: bytes of its two halves; 0, 0: it stays as it is."""
     low_rank_seconds: float
+    ties: dict[str, Tie]
+    """By compression: one end of an exchange of gossip."""
+    mail: float
+    """Processor seconds of this process for each byte that it sends to one other rank while it receives as many."""
     buffers: list[int]
     parts: tuple[float, float, float]
     """Seconds of a forward, a backward, and an optimizer's step."""
@@ -81,10 +90,12 @@ def probe(model: str, batch_size: int, device: str, seconds: float = COMPUTE_SEC
     ranks = _Ranks(runtime)
     step = _Step(model, batch_size, where, runtime.config.bucket_mb)
     parts, ready = step.measure(seconds)
-    alpha, pairs = ranks.network(min(MOST, max(LEAST, step.bytes)))
+    most = min(MOST, max(LEAST, step.bytes))
+    alpha, pairs = ranks.network(most)
+    mail = ranks.mail(most)
     exchanges, processor = {}, {}
     for compression in CODECS:
-        exchanges[compression], processor[compression] = ranks.exchanges(compression, step.bytes, where)
+        exchanges[compression], processor[compression] = ranks.exchanges(compression, most, where)
     low_rank_seconds, halves = step.low_rank()
     found = Found(
         cross_rank=runtime.world.cross_rank,
@@ -96,9 +107,12 @@ def probe(model: str, batch_size: int, device: str, seconds: float = COMPUTE_SEC
         pairs=pairs,
         exchanges=exchanges,
         processor=processor,
+        packing=ranks.packing(most, where),
         buckets=ready,
         low_rank=halves,
         low_rank_seconds=low_rank_seconds,
+        ties=ties([p.data for p in step.trained], (*CODECS, LOW_RANK)),
+        mail=mail,
         buffers=step.buffers,
         parts=parts,
         busy=step.busy,
@@ -122,6 +136,9 @@ class _Ranks:
         self._connection: Connection = executors.connect(
             self._config, world, lambda key, blob: runtime.meet(f"probe: {key}", blob)
         )
+        still = replace(self._config, executor="null", broadcast_executor="", allreduce_executor="")
+        self._still = executors.connect(still, world, lambda key, blob: runtime.meet(f"still: {key}", blob))
+        """Moves no byte."""
         store = c10d.store_at_rank_0(self._config, world, lambda key, blob: runtime.meet(f"pairs: {key}", blob))
         self._group = c10d.group("gloo", store, world, range(world.world_size), TIMEOUT, "pairs")
         self.executor = executors_name(self._config, world, hosts)
@@ -141,20 +158,47 @@ class _Ranks:
         self._together()
         return alpha, pairs
 
+    def mail(self, size: int) -> float:
+        """Processor seconds of a byte by the executor's own mail, both ways at once, between the same two ranks, or
+        the first two of one host."""
+        peers = (0, self._peer or 1)
+        used = 0.0
+        if self._world.rank in peers:
+            other = peers[self._world.rank == 0]
+            mine, theirs = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+            begun = time.process_time()
+            for _ in range(MAILS):
+                transits = [self._connection.mail.receive(theirs, other), self._connection.mail.send(mine, other)]
+                for transit in transits:
+                    transit.wait(TIMEOUT)
+            used = (time.process_time() - begun) / (MAILS * size)
+        self._together()
+        return used
+
+    def packing(self, size: int, device: torch.device) -> float:
+        """Seconds of each byte of an averaging in which none moves."""
+        tries, _ = self._averagings(self._still, "none", [size], device)
+        return statistics.median(seconds / size for _, seconds in tries)
+
     def exchanges(self, compression: str, most: int, device: torch.device) -> tuple[Times, float]:
         """Averagings of one tensor, and the processor seconds of each byte."""
+        return self._averagings(self._connection, compression, _sizes(most), device)
+
+    def _averagings(
+        self, over: Connection, compression: str, sizes: list[int], device: torch.device
+    ) -> tuple[Times, float]:
         tries: Times = []
         used = total = 0.0
-        for size in _sizes(min(MOST, max(LEAST, most))):
+        for size in sizes:
             parameter = torch.nn.Parameter(torch.randn(size // 4, device=device))
             parameter.grad = torch.randn_like(parameter)
-            schema = Schema([parameter], [], 1 << 40, self._connection.device, 2, compression)
+            schema = Schema([parameter], [], 1 << 40, over.device, 2, compression)
             for turn in range(REPEATS):
                 gradient = parameter.grad.clone()  # what is delivered is the bucket's own memory
                 parameter.grad = gradient
                 self._together()
                 before = time.process_time()
-                seconds = self._average(schema, device)
+                seconds = self._average(over, schema, device)
                 if turn:
                     tries.append((size, seconds))
                     used, total = used + time.process_time() - before, total + size
@@ -164,13 +208,14 @@ class _Ranks:
 
     def close(self) -> None:
         self._together()
-        self._connection.engine.close(TIMEOUT)
-        self._connection.close()
+        for connection in (self._still, self._connection):
+            connection.engine.close(TIMEOUT)
+            connection.close()
 
-    def _average(self, schema: Schema, device: torch.device) -> float:
+    def _average(self, over: Connection, schema: Schema, device: torch.device) -> float:
         number = next(self._numbers)
         begun = time.perf_counter()
-        exchange = Exchange(self._connection.engine, schema, number, f"probe {number}", 1.0)
+        exchange = Exchange(over.engine, schema, number, f"probe {number}", 1.0)
         exchange.close(Lane(schema.crc, 0, 0, 0, 0, False, 1.0, 0.0))
         exchange.wait(lambda work: work.wait(TIMEOUT))
         exchange.deliver()
@@ -226,17 +271,17 @@ class _Step:
         self._model = workload.model.to(device)
         self._loss: Callable[..., torch.Tensor] = workload.loss
         self._batch = [part.to(device) for part in workload.batch(batch_size)]
-        self._trained = [p for p in self._model.parameters() if p.requires_grad]
-        self._optimizer = torch.optim.SGD(self._trained, lr=RATE, momentum=0.9)
+        self.trained = [p for p in self._model.parameters() if p.requires_grad]
+        self._optimizer = torch.optim.SGD(self.trained, lr=RATE, momentum=0.9)
         most = int(bucket_mb * 2**20)
-        self._buckets = split(self._trained[::-1], most)
+        self._buckets = split(self.trained[::-1], most)
         self.parameters = sum(p.numel() for p in self._model.parameters())
-        self.bytes = sum(p.numel() * p.element_size() for p in self._trained)
+        self.bytes = sum(p.numel() * p.element_size() for p in self.trained)
         floating = [b for b in self._model.buffers() if b.is_floating_point()]
         self.buffers = [_size(bucket.tensors) for bucket in split(floating, most)]
         self.busy = self.scarcity = 1.0
         self._ready: dict[torch.Tensor, float] = {}
-        for parameter in self._trained:
+        for parameter in self.trained:
             parameter.register_post_accumulate_grad_hook(self._see)  # type: ignore[no-untyped-call]
 
     def measure(self, seconds: float) -> tuple[tuple[float, float, float], list[tuple[int, float]]]:
@@ -269,6 +314,7 @@ class _Step:
                     round_ = form.begin([t.grad for t in bucket.tensors], None, 0)
                     round_.halfway()
                     round_.finish()
+                    round_.learn()
             _finish(self._device)
             times.append(time.perf_counter() - begun)
         return min(times), halves

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
-import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
+from dadt.benchmarks.folder import folder
 from dadt.errors import DadtError
 
 TIMEOUT = 120.0
@@ -23,10 +23,10 @@ class Ranks:
 
     def __init__(self, count: int, target: Target, *arguments: Any) -> None:
         spawn = multiprocessing.get_context("spawn")
-        self._folder = tempfile.TemporaryDirectory(prefix="dadt-bench-")
+        self._stack = ExitStack()
+        store = str(self._stack.enter_context(folder()) / "store")
         pipes = [spawn.Pipe() for _ in range(count)]
         self._pipes: list[Connection] = [ours for ours, _ in pipes]
-        store = str(Path(self._folder.name, "store"))
         self._processes = [
             spawn.Process(target=target, args=(rank, count, theirs, store, *arguments), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
@@ -43,7 +43,7 @@ class Ranks:
         for process in self._processes:
             process.kill()
             process.join()
-        self._folder.cleanup()
+        self._stack.close()
 
     def send(self, what: Any) -> None:
         """The same to each of them."""

@@ -17,6 +17,7 @@ SUBJECTS = {
     "variables": 15.0,
     "leftovers": 15.0,
     "scheduler": 15.0,
+    "tools": 15.0,
     "training": 120.0,
 }
 """Modules of this package, in the order in which they are shown, and the seconds that each may take."""

@@ -1,4 +1,7 @@
-"""`python -m dadt.checks`: all checks of this host, as one line of JSON. With a subject: its checks, a line each."""
+"""`python -m dadt.checks`: all checks of this host, as one line of JSON, after what is between it and others, if asked.
+
+With a subject: its checks, a line each.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import os
 import signal
 import sys
 
-from dadt.checks import SUBJECTS
+from dadt.checks import SUBJECTS, pairs
 from dadt.checks.check import Asked
 from dadt.checks.probe import of_host
 
@@ -29,7 +32,10 @@ def main() -> None:
             env = {name: value for name, value in os.environ.items() if not name.startswith("DADT_")}
             if not env.get("OMP_NUM_THREADS"):
                 env.pop("OMP_NUM_THREADS", None)
-            json.dump([check.to_dict() for check in of_host(asked, env=env)], out)
+            ways = pairs.measure(pairs.Order(**json.loads(words[1]))) if len(words) > 1 else []
+            checks = of_host(asked, env=env)
+            told = {"checks": [check.to_dict() for check in checks], "ways": [way.to_dict() for way in ways]}
+            json.dump(told, out)
             return
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if subject != "variables":

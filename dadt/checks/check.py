@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -18,6 +18,8 @@ class Asked:
     full: bool = False
     """Tests that take longer, too."""
     hosts: int = 1
+    peers: Sequence[str] = ()
+    """Names and addresses of all hosts, where there are several."""
     cwd: str = "/"
     """The folder in which workers would start."""
     network_interface: str = ""

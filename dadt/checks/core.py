@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +17,18 @@ GROUP, NAME = "torch.backends", "dadt"
 def checks(asked: Asked) -> Iterator[Check]:
     yield good("version", dadt.__version__, alike="fail")
     yield good("folder", Path(dadt.__file__).parent)
+    yield good("files", _digest(Path(dadt.__file__).parent), alike="warn")
     yield from _compiled()
     yield _entry_point()
     yield _folder(asked.cwd)
+
+
+def _digest(folder: Path) -> str:
+    """Of its Python code: checkouts of one version may differ."""
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        found.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
+    return f"sha256 {found.hexdigest()[:12]}"
 
 
 def _compiled() -> Iterator[Check]:
@@ -30,7 +40,8 @@ def _compiled() -> Iterator[Check]:
     if _core.__version__ != dadt.__version__:
         yield fail("compiled", f"built for dadt {_core.__version__}, but this is {dadt.__version__}", REINSTALL)
         return
-    yield good("compiled", f"loads, instructions {_core.simd}")
+    executors = sorted(name.removesuffix("Executor").lower() for name in dir(_core) if name.endswith("Executor"))
+    yield good("compiled", f"loads, with executors {', '.join(filter(None, executors))}, instructions {_core.simd}")
 
 
 def _entry_point() -> Check:

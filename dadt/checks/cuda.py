@@ -14,16 +14,20 @@ from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
 
+from dadt.checks import gpu_links
 from dadt.checks.check import Asked, Check, fail, good, said, warn
 from dadt.launch import machine
 from dadt.launch.failure import last_line
 
+MODES = ("index", "persistence_mode", "mig.mode.current")
 QUERY = ("index", "name", "driver_version", "memory.total", "memory.used", "compute_mode")
 SMI_SECONDS = 20.0
 BUSY = 0.1
 """Of a GPU's memory in use."""
 NODES = Path("/dev/nvidiactl")
 INSTALL = "https://pytorch.org/get-started/locally names the pip line for it"
+UNPEERED, PEERED_DRIVER = "RTX 40", (550, 40, 7)
+"""GPUs that claim to reach each other and do not, and the driver from which on they no longer claim it."""
 ARCH = re.compile(r"(sm|compute)_(\d+?)(\d)[a-z]?")
 
 
@@ -54,6 +58,10 @@ def checks(asked: Asked) -> Iterator[Check]:
     yield good("GPUs", _counted([gpu.name for gpu in gpus]), alike="warn")
     yield _visible(len(gpus))
     yield from _state(gpus)
+    yield from _modes()
+    if len(gpus) > 1:
+        yield gpu_links.checked()
+        yield from _without_peers(gpus)
     if built_for is None:
         return  # there is no torch, as others say
     if not built_for:
@@ -127,6 +135,35 @@ def _state(gpus: Sequence[Gpu]) -> Iterator[Check]:
         yield warn(f"memory of GPU {gpu.index}", value, "end what uses it; `dadt ps` lists jobs of yours")
     if not busy:
         yield good("memory", ", ".join(dict.fromkeys(f"{gpu.total:,.0f} MiB" for gpu in gpus)) + " each, free")
+
+
+def _modes() -> Iterator[Check]:
+    """What older drivers do not know: then nothing is said."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(MODES)}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return
+    rows = [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines()]
+    rows = [row for row in rows if len(row) == len(MODES)]
+    if done.returncode or not rows:
+        return
+    if divided := [index for index, _, mig in rows if mig == "Enabled"]:
+        hint = "one instance for each worker, and --executor shm: NCCL does not join instances of one GPU"
+        yield warn("MIG", f"enabled on GPU {', '.join(divided)}", hint)
+    if asleep := [index for index, persistence, _ in rows if persistence == "Disabled"]:
+        hint = "nvidia-smi -pm 1: otherwise the first worker waits seconds for the driver"
+        yield good("persistence", f"disabled on GPU {', '.join(asleep)}", hint)
+    else:
+        yield good("persistence", "enabled")
+
+
+def _without_peers(gpus: Sequence[Gpu]) -> Iterator[Check]:
+    names = [gpu.name for gpu in gpus if UNPEERED in gpu.name]
+    driver = tuple(int(part) for part in gpus[0].driver.split(".") if part.isdigit())
+    if names and driver < PEERED_DRIVER and os.environ.get("NCCL_P2P_DISABLE") != "1":
+        hint = "driver 550.40.07 or later, or NCCL_P2P_DISABLE=1 NCCL_IB_DISABLE=1: NCCL hangs or fails otherwise"
+        yield warn("peers", f"{names[0]} with driver {gpus[0].driver} claims ways that it does not have", hint)
 
 
 def _users(index: str) -> str:

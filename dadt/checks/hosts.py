@@ -7,15 +7,17 @@ reason; the others are checked.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dadt.checks import SUBJECTS, training
+from dadt.checks import SUBJECTS, matrix, training
 from dadt.checks.check import WARN, Asked, Check, fail, good, refused, warn
+from dadt.checks.pairs import TOKEN_BYTES, Order, Way
 from dadt.checks.probe import longest
 from dadt.config import Config
 from dadt.errors import LaunchError
@@ -48,6 +50,10 @@ SKEW_SECONDS = 1.0
 OUT_LIMIT = 4 << 20
 ABSENT = "none"
 SAME = "install the same on all hosts, or let --python name the same environment"
+REMEDIES = {
+    "network MTU": "ip link set DEVICE mtu N: the same on all hosts, and no more than the switches between them take",
+}
+"""For what is no matter of installing."""
 SSH = "docs/ssh.md says what the other host needs"
 
 
@@ -57,6 +63,8 @@ class Found:
 
     hosts: dict[str, list[Check]] = field(default_factory=dict)
     between: list[Check] = field(default_factory=list)
+    pairs: list[dict[str, Any]] = field(default_factory=list)
+    """Of hosts: names, round trip, jitter and speed, as JSON shows them."""
 
     @property
     def all(self) -> list[Check]:
@@ -99,17 +107,22 @@ def _look(the_plan: Plan, asked: Asked, crew: Crew, job: str, voice: Voice, read
         found.hosts[node.name] = [refused("agent", reason, SSH).of("ssh")]
     crew.dismiss(list(failures))
     for node in crew.nodes:
-        found.hosts[node.name] = [_agent(node, ready[node.name]), _clock(node)]
-    found.between += _addresses(crew, config.network_interface)
+        found.hosts[node.name] = [_agent(node, ready[node.name]), *_shell(node), _clock(node)]
+    found.between += [*_names(crew.nodes), *_addresses(crew, config.network_interface)]
     if crew.nodes:
-        voice.say(f"checking {', '.join(node.name for node in crew.nodes)}: this takes up to a minute")
+        how_long = "some minutes" if asked.full else "up to a minute"
+        voice.say(f"checking {', '.join(node.name for node in crew.nodes)}: this takes {how_long}")
     for node in crew.nodes:
         if node.address:
             found.hosts[node.name].append(
                 good("address", f"{node.address} ({node.interface or 'this machine'})").of("hosts")
             )
-    for node, checks in _results(crew, asked, job, longest(asked) + SPARE_SECONDS).items():
+    results, ways = _results(crew, asked, job)
+    for node, checks in results.items():
         found.hosts[node.name] += checks
+    names = [node.name for node in crew.nodes]
+    found.between += [check.of("hosts") for check in matrix.judged(ways, names, [_link(node) for node in crew.nodes])]
+    found.pairs = matrix.as_pairs(ways, names)
     found.between += differences(found.hosts)
     return found
 
@@ -131,11 +144,30 @@ def _agent(node: Node, seconds: float) -> Check:
     return good("agent", f"ready after {seconds:.1f} s, {node.report['executable']}").of("ssh")
 
 
+def _shell(node: Node) -> Iterator[Check]:
+    """A login shell that prints is in the way of scp, rsync and MPI's own start, though not in that of dadt."""
+    if node.channel is not None and (words := last_line(node.channel.link.preface)):
+        hint = "let its .bashrc print only where a person reads it: [[ $- == *i* ]] || return"
+        yield warn("shell", f"prints before it runs a command: {words[:80]!r}", hint).of("ssh")
+
+
 def _clock(node: Node) -> Check:
     if abs(node.clock) > SKEW_SECONDS:
         value = f"{abs(node.clock):.1f} s {'ahead of' if node.clock > 0 else 'behind'} this machine's"
         return warn("clock", value, "let chrony or ntpd set it: times in logs and timelines mislead").of("hosts")
     return good("clock", "agrees with this machine's").of("hosts")
+
+
+def _names(nodes: Sequence[Node]) -> Iterator[Check]:
+    """Machines that call themselves the same: MPI and tools that go by the name take them for one."""
+    owners: dict[str, dict[str, str]] = {}
+    for node in nodes:
+        owners.setdefault(node.report["hostname"], {}).setdefault(node.report["machine"], node.name)
+    for hostname, machines in owners.items():
+        if len(machines) > 1:
+            value = f"{' and '.join(machines.values())} all call themselves {hostname}"
+            hint = "hostnamectl set-hostname NAME, another one on each: MPI takes them for one machine"
+            yield fail("host names", value, hint).of("hosts")
 
 
 def _addresses(crew: Crew, wanted: str) -> list[Check]:
@@ -157,13 +189,33 @@ def _addresses(crew: Crew, wanted: str) -> list[Check]:
     return [*found, good("connections", f"each of {len(crew.nodes)} hosts reaches all others").of("hosts")]
 
 
-def _results(crew: Crew, asked: Asked, job: str, seconds: float) -> dict[Node, list[Check]]:
-    """What the checks say on each host."""
+def _link(node: Node) -> float:
+    """Bits per second of the card that is used; 0 where it does not tell."""
+    speeds = [entry["speed"] for entry in node.report["addresses"] if entry["address"] == node.address]
+    return 1e6 * max(speeds, default=0)
+
+
+def _orders(nodes: Sequence[Node], asked: Asked) -> list[Order]:
+    """For each host; none where some have no address for the others."""
+    if len(nodes) < 2 or not all(node.address for node in nodes):
+        return []
+    addresses = [(node.address, node.report["port"]) for node in nodes]
+    token = os.urandom(TOKEN_BYTES).hex()
+    return [Order(index=index, addresses=addresses, token=token, speed=asked.full) for index in range(len(nodes))]
+
+
+def _results(crew: Crew, asked: Asked, job: str) -> tuple[dict[Node, list[Check]], list[Way]]:
+    """What the checks say on each host, and what goes between them, by their places in the crew."""
+    orders = _orders(crew.nodes, asked)
+    peers = dict.fromkeys(name for node in crew.nodes for name in (node.name, node.address) if name and orders)
+    asked = replace(asked, peers=tuple(peers))
+    seconds = longest(asked) + SPARE_SECONDS + max((order.seconds for order in orders), default=0.0)
     outs: dict[Node, bytes] = dict.fromkeys(crew.nodes, b"")
     errors: dict[Node, str] = {}
     waiting = set(crew.nodes)
     for rank, node in enumerate(crew.nodes):
         command = [node.report["executable"], "-m", "dadt.checks", json.dumps(asked.to_dict())]
+        command += [json.dumps(order.to_dict()) for order in orders[rank : rank + 1]]
         worker = {"rank": rank, "local_rank": 0, "command": command, "env": {"DADT_JOB": job, "DADT_THREADS": ""}}
         crew.send(node, Frame("job", {"job": job, "env": {}, "workers": [worker], "cwd": "/", "adopt": 0.0}))
     deadline = time.monotonic() + seconds
@@ -178,16 +230,20 @@ def _results(crew: Crew, asked: Asked, job: str, seconds: float) -> dict[Node, l
             if frame.kind in ("lost", "end"):
                 waiting.discard(node)
     late = f"no answer within {seconds:.0f} s"
-    return {
-        node: _parsed(outs[node], late if node in waiting else errors.get(node, "no result")) for node in crew.nodes
-    }
+    checks: dict[Node, list[Check]] = {}
+    ways: list[Way] = []
+    for node in crew.nodes:
+        checks[node], seen = _parsed(outs[node], late if node in waiting else errors.get(node, "no result"))
+        ways += seen
+    return checks, ways
 
 
-def _parsed(out: bytes, error: str) -> list[Check]:
+def _parsed(out: bytes, error: str) -> tuple[list[Check], list[Way]]:
     try:
-        return [Check(**fields) for fields in json.loads(out)]
+        told = json.loads(out)
     except ValueError:
-        return [fail("checks", error, "run dadt check-env on that host").of("hosts")]
+        return [fail("checks", error, "run dadt check-env on that host").of("hosts")], []
+    return [Check(**fields) for fields in told["checks"]], [Way(**fields) for fields in told["ways"]]
 
 
 def differences(hosts: Mapping[str, Sequence[Check]]) -> list[Check]:
@@ -206,7 +262,7 @@ def differences(hosts: Mapping[str, Sequence[Check]]) -> list[Check]:
             listed = "; ".join(f"{value} on {', '.join(names)}" for value, names in owners.items())
             alike = next(checks[name].alike for checks in told.values() if name in checks)
             verdict = WARN if ABSENT in owners else alike
-            found.append(Check(name=name, verdict=verdict, value=listed, hint=SAME).of("hosts"))
+            found.append(Check(name=name, verdict=verdict, value=listed, hint=REMEDIES.get(name, SAME)).of("hosts"))
     return found
 
 

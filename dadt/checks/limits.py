@@ -27,6 +27,7 @@ def checks(asked: Asked) -> Iterator[Check]:
     yield _files()
     yield _processes()
     yield _locked_memory()
+    yield _core_files()
     yield _folder()
     yield _disk(Path(asked.cwd))
 
@@ -78,6 +79,14 @@ def _locked_memory() -> Check:
     return good(
         "locked memory", "unlimited" if soft == resource.RLIM_INFINITY else f"{size(soft)} (only RDMA needs more)"
     )
+
+
+def _core_files() -> Check:
+    """What a crashed worker leaves; a debugger reads them, and each is as large as its memory."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_CORE)
+    if soft == 0:
+        return good("core files", "none (ulimit -c unlimited, to look into a crash with gdb)")
+    return good("core files", "unlimited" if soft == resource.RLIM_INFINITY else f"up to {size(soft)}")
 
 
 def _folder() -> Check:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,7 @@ BY_NAME = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def checks(asked: Asked) -> Iterator[Check]:
-    yield _name()
+    yield _name(asked)
     yield from _addresses(asked)
     for variable in BY_NAME:
         if chosen := os.environ.get(variable):
@@ -31,14 +32,18 @@ def checks(asked: Asked) -> Iterator[Check]:
         yield good("free ports", f"{first} to {last}")
 
 
-def _name() -> Check:
+def _name(asked: Asked) -> Check:
     name = socket.gethostname()
     try:
         found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
     except OSError as error:
         hint = f"add a line with {name} to /etc/hosts: Gloo and torchrun look for their own host's address by name"
         return warn("host name", f"{name} has no address ({error.strerror})", hint)
-    return good("host name", f"{name} ({', '.join(found)})")
+    value = f"{name} ({', '.join(found)})"
+    if asked.hosts > 1 and all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found):
+        hint = f"let /etc/hosts give {name} this host's own address: Gloo and torchrun tell others the one of its name"
+        return warn("host name", value, hint)
+    return good("host name", value)
 
 
 def _addresses(asked: Asked) -> Iterator[Check]:

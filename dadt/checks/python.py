@@ -22,6 +22,9 @@ def checks(asked: Asked) -> Iterator[Check]:
     yield good("executable", f"{sys.executable} ({_environment()})")
     if "PYTHONHOME" in os.environ:
         yield warn("PYTHONHOME", os.environ["PYTHONHOME"], "unset PYTHONHOME: another Python reads its files, too")
+    if os.environ.get("PYTHONSAFEPATH"):
+        hint = "unset PYTHONSAFEPATH: with it, a script does not find the modules in its own folder"
+        yield warn("PYTHONSAFEPATH", os.environ["PYTHONSAFEPATH"], hint)
     yield good("system", f"{_distribution()}, Linux {platform.release()}, {' '.join(platform.libc_ver())}")
 
 

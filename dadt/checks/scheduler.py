@@ -14,6 +14,7 @@ OTHERS = {
     "PBS_JOBID": ("PBS", "dadt run --hostfile with the hosts of $PBS_NODEFILE, each once"),
     "LSB_JOBID": ("LSF", "dadt run -H with the hosts of $LSB_HOSTS, each once"),
     "PE_HOSTFILE": ("Grid Engine", "dadt run -H with the hosts of $PE_HOSTFILE"),
+    "RAY_JOB_ID": ("Ray", "dadt run -H with the hosts of its placement group: dadt does not ask Ray"),
     "KUBERNETES_SERVICE_HOST": ("Kubernetes", "dadt run --nnodes N --node-rank I --rendezvous host:port in each pod"),
 }
 """By the variable that they set."""

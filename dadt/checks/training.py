@@ -32,8 +32,11 @@ def checks(asked: Asked) -> Iterator[Check]:
     if find_spec("torch") is None:
         yield warn("two workers", "not tried: there is no torch", "install torch first")
         return
-    by = "PYTHONPATH" if environment.needs_sitecustomize("auto", os.environ) else "torch's entry point"
-    yield good("injection", f"by {by}")
+    if environment.needs_sitecustomize("auto", os.environ):
+        hint = "unset TORCH_DEVICE_BACKEND_AUTOLOAD, and take torch 2.5 or later: python -I ignores PYTHONPATH"
+        yield warn("injection", "by PYTHONPATH", hint)
+    else:
+        yield good("injection", "by torch's entry point")
     # One GPU, or none, is enough for two workers whose tensors are the host's.
     settings: dict[str, Any] = {"executor": "shm", "launcher": "local", "gpu_visibility": "all"}
     yield train("two workers", asked, **settings)

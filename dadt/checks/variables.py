@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import ipaddress
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
+from urllib.request import getproxies_environment, proxy_bypass
 
 from dadt.checks.check import Asked, Check, fail, good, warn
 from dadt.config import given_by_env, misspelt, variable
@@ -22,7 +25,8 @@ RANKS = re.compile(
 """By which a launcher tells a worker who it is: a script would take them for its own."""
 TUNING = re.compile(r"(NCCL|GLOO|UCX|FI|CUDA|CUBLAS|TORCH|PYTORCH)_\w+")
 SHOWN = 200
-AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+HERE, NAMED = ("localhost", "127.0.0.1"), 6
 
 
 def checks(asked: Asked) -> Iterator[Check]:
@@ -41,6 +45,8 @@ def checks(asked: Asked) -> Iterator[Check]:
         yield _preloaded(os.environ["LD_PRELOAD"])
     if os.environ.get("PYTHONPATH"):
         yield _python_path(os.environ["PYTHONPATH"])
+    if proxies := sorted(name for name, value in os.environ.items() if name.lower() in PROXIES and value):
+        yield _proxies(proxies, (*HERE, *asked.peers))
 
 
 def _settings() -> Check:
@@ -70,6 +76,28 @@ def _python_path(value: str) -> Check:
             hint = f"take that folder out of PYTHONPATH, unless this is the {name} you mean"
             return warn("PYTHONPATH", f"{name} is imported from {found.origin}", hint)
     return good("PYTHONPATH", value[:SHOWN])
+
+
+def _proxies(names: Sequence[str], hosts: Sequence[str]) -> Check:
+    """Whether what speaks HTTP or gRPC to these hosts asks them, and not the proxy. Its address may hold a password."""
+    left = [host for host in hosts if not _bypassed(host)]
+    listed = ", ".join(names)
+    if left:
+        hint = f"export no_proxy={','.join(hosts)}: or HTTP and gRPC between them (TensorBoard, Ray) ask the proxy"
+        more = f" and {len(left) - NAMED} more" if len(left) > NAMED else ""
+        return warn("proxies", f"{listed}, and no_proxy leaves out {', '.join(left[:NAMED])}{more}", hint)
+    return good("proxies", f"{listed}; no_proxy covers all {len(hosts)} names and addresses")
+
+
+def _bypassed(host: str) -> bool:
+    """By no_proxy: names and suffixes as Python reads them, and networks, as requests and curl do."""
+    if proxy_bypass(host):
+        return True
+    for part in getproxies_environment().get("no", "").split(","):
+        with suppress(ValueError):  # a name is no address, and a suffix no network
+            if ipaddress.ip_address(host) in ipaddress.ip_network(part.strip(), strict=False):
+                return True
+    return False
 
 
 def _installed(name: str, without: list[str]) -> str | None:

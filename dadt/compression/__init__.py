@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from dadt.bucket import Bucket
-from dadt.compression.base import Codec
+from dadt.compression.base import BLOCK, FLOATS, Codec
 from dadt.compression.choco import Choco
 from dadt.compression.feedback import Feedback
 from dadt.compression.int8 import Int8
@@ -25,10 +27,15 @@ def forms(name: str, buckets: Sequence[Bucket]) -> list[Form | None]:
     """For each bucket; None: it travels as it is. name: as given to --compression."""
     family, _, rank = name.partition(":")
     if family == "powersgd":
-        made = [LowRank(b, int(rank)) if b.dtype in Feedback.DTYPES else None for b in buckets]
+        made = [LowRank(b, int(rank)) if b.dtype in FLOATS else None for b in buckets]
         return [form if form is not None and form.matrices else None for form in made]
     codec = CODECS.get(name)
-    return [Feedback(codec) if codec and b.dtype in Feedback.DTYPES else None for b in buckets]
+    return [Feedback(codec) if codec and _saves(codec, b.dtype) else None for b in buckets]
+
+
+def _saves(codec: Codec, dtype: torch.dtype) -> bool:
+    """Fewer bytes. Floats of 16 bits are not made others of 16 bits."""
+    return dtype in FLOATS and codec.core.block_bytes < BLOCK * dtype.itemsize
 
 
 def tie(name: str, published: Published, asks: bool) -> Tie:

@@ -9,6 +9,10 @@ import torch
 from dadt import _core
 
 BLOCK = _core.BLOCK
+WIDE = (torch.float32, torch.float64)
+"""Weights that a gossip compresses."""
+FLOATS = (*WIDE, torch.float16, torch.bfloat16)
+"""Gradients that are compressed, where that takes fewer bytes."""
 
 
 class Codec(Protocol):

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dadt import _core
-from dadt.compression.base import BLOCK, Codec
-from dadt.compression.feedback import Feedback
+from dadt.compression.base import BLOCK, WIDE, Codec
 from dadt.published import grains
 from dadt.tie import Whole, half_way
 
@@ -100,7 +99,7 @@ class Choco(Whole):
 
 
 def _rounds(part: Part) -> bool:
-    return part.dtype in Feedback.DTYPES
+    return part.dtype in WIDE
 
 
 def _narrow(values: torch.Tensor) -> torch.Tensor:

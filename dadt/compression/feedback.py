@@ -36,9 +36,6 @@ class Owing:
 class Feedback(Owing):
     """What one rank owes of one bucket: a value of float32 for each of the bucket's. The engine's thread uses it."""
 
-    DTYPES = (torch.float32, torch.float64)
-    """What is compressed."""
-
     def __init__(self, codec: Codec) -> None:
         super().__init__()
         self.codec = codec

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from dadt.compression.feedback import Feedback
+from dadt.compression.base import WIDE
 from dadt.compression.powersgd import orthonormal
 from dadt.tie import Tie, half_way
 
@@ -95,7 +95,7 @@ class PowerGossip(Tie):
 def _matrix(kind: Kind, rank: int) -> Matrix:
     """Rows are of the dimension that is outermost in memory. Vectors, and matrices small for the rank, stay whole."""
     total = math.prod(kind.shape)
-    if len(kind.shape) < 2 or not total or kind.dtype not in Feedback.DTYPES:
+    if len(kind.shape) < 2 or not total or kind.dtype not in WIDE:
         return Matrix(1, total, 0)
     rows = max(zip(kind.stride, kind.shape, strict=True))[1]
     columns = total // rows

@@ -12,6 +12,7 @@ import torch
 
 from dadt.bucket import Bucket, Staged
 from dadt.compression.feedback import Owing
+from dadt.compression.short import narrowed
 
 _DEPENDENT = 1e-4
 """A column of which no more is left, once those before are taken out, is nothing but their rounding."""
@@ -22,25 +23,32 @@ class LowRank(Owing):
     """One bucket's matrices: where they are, where the next iteration begins, and what this rank owes of them.
 
     A tensor counts as a matrix of its first dimension by all others. Where two thin ones are not smaller, and for
-    vectors, it travels as it is. Ranks must have processors of one kind: the product is computed on each.
+    vectors, it travels as it is. Ranks must have processors of one kind: the product is computed on each. Of gradients
+    of 16 bits all has 32 on the way, so that sums are not rounded.
     """
 
     def __init__(self, bucket: Bucket, rank: int) -> None:
         super().__init__()
         self.bucket = bucket
+        self._dtype = dtype = torch.float32 if bucket.dtype.itemsize == 2 else bucket.dtype
+        grows = dtype.itemsize // bucket.dtype.itemsize
         shapes = [_as_matrix(t) for t in bucket.tensors]
         ranks = [min(rank, n, m) for n, m in shapes]
-        self.matrices = [i for i, (n, m) in enumerate(shapes) if ranks[i] * (n + m) < n * m]
+        saved = [n * m - grows * r * (n + m) for (n, m), r in zip(shapes, ranks, strict=True)]
+        self.matrices = [i for i, values in enumerate(saved) if values > 0]
         """Of the bucket's tensors, those that are approximated."""
+        whole = sum(t.numel() for i, t in enumerate(bucket.tensors) if i not in self.matrices)
+        if sum(saved[i] for i in self.matrices) <= (grows - 1) * whole:
+            self.matrices = []
         self._shapes = [shapes[i] for i in self.matrices]
         self._ranks = [ranks[i] for i in self.matrices]
         if not self.matrices:
             return
-        first = [torch.empty_like(t) for t in bucket.tensors]
+        first = [torch.empty_like(t, dtype=dtype) for t in bucket.tensors]
         for i, (n, _), r in zip(self.matrices, self._shapes, self._ranks, strict=True):
-            first[i] = torch.empty(n, r, dtype=bucket.dtype, device=bucket.device)
+            first[i] = torch.empty(n, r, dtype=dtype, device=bucket.device)
         second = [
-            torch.empty(m, r, dtype=bucket.dtype, device=bucket.device)
+            torch.empty(m, r, dtype=dtype, device=bucket.device)
             for (_, m), r in zip(self._shapes, self._ranks, strict=True)
         ]
         self.first = Bucket(first, bucket.direct, bucket.turns)
@@ -55,11 +63,12 @@ class LowRank(Owing):
         """Random, and equal on all ranks."""
         generator = torch.Generator().manual_seed(_SEED)
         sizes = [(m, r) for (_, m), r in zip(self._shapes, self._ranks, strict=True)]
-        return [torch.randn(s, generator=generator).to(self.bucket.device, self.bucket.dtype) for s in sizes]
+        return [torch.randn(s, generator=generator).to(self.bucket.device, self._dtype) for s in sizes]
 
     def forget(self) -> None:
         super().forget()
         self.epoch += 1
+        self.owed = [None] * len(self.matrices)
         self.bases = self._begin()
 
     def begin(
@@ -78,7 +87,7 @@ class LowRank(Owing):
                     continue
                 dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
                 # In memory of its own: the script may change its gradients before the second half.
-                matrix = dense.detach().reshape(shape).clone()
+                matrix = dense.detach().reshape(shape).to(self._dtype, copy=True)
                 if counts:
                     if owed is not None:
                         matrix += owed
@@ -88,7 +97,10 @@ class LowRank(Owing):
 
 
 class Round:
-    """One averaging of one bucket: `staged` goes with the first allreduce, what `halfway` gives with the second."""
+    """One averaging of one bucket: `staged` goes with the first allreduce, `then` with the second.
+
+    `halfway` may run on another thread: it touches nothing that the next averaging's beginning does.
+    """
 
     def __init__(
         self,
@@ -104,34 +116,47 @@ class Round:
         self._turn = turn
         self._epoch = form.epoch
         self._bases: list[torch.Tensor] = []
-        self._own: list[torch.Tensor | None] = []
+        self._own = [None if t is None else torch.empty_like(b) for t, b in zip(taken, form.bases, strict=True)]
         with torch.no_grad():
             for i, matrix, base in zip(form.matrices, taken, form.bases, strict=True):
                 gradients[i] = None if matrix is None else matrix @ base
         self.staged: Staged = form.first.stage(gradients, turn)
 
-    def halfway(self) -> Staged:
-        """The first allreduce is done."""
+    @property
+    def then(self) -> Staged:
+        """In memory of the host it is there from the beginning, and `halfway` writes it."""
+        return self.form.second.stage(list(self._own), self._turn)
+
+    def halfway(self) -> None:
+        """The first allreduce is done: make what goes with the second."""
         form = self.form
         with torch.no_grad():
             self._bases = [orthonormal(form.first.deliver(i, self._turn)) for i in form.matrices]
-            pairs = zip(self._taken, self._bases, strict=True)
-            self._own = [None if matrix is None else matrix.T @ basis for matrix, basis in pairs]
-        return form.second.stage(list(self._own), self._turn)
+            for matrix, basis, own in zip(self._taken, self._bases, self._own, strict=True):
+                if matrix is not None and own is not None:
+                    torch.mm(matrix.T, basis, out=own)
 
     def finish(self) -> None:
-        """The second one is done: put the averages in their places, and keep what was lost."""
+        """The second one is done: put the averages in their places."""
         form, turn = self.form, self._turn
-        places = form.bucket.views[turn]
+        places, place_dtype = form.bucket.views[turn], form.bucket.dtype
         with torch.no_grad():
             for i, place in enumerate(places):
                 if i not in form.matrices:
                     place.copy_(form.first.deliver(i, turn))
             for k, i in enumerate(form.matrices):
                 mean = form.second.deliver(k, turn)
-                places[i].copy_((self._bases[k] @ mean.T).view(form.bucket.tensors[i].shape))
-                if self._epoch == form.epoch:
-                    self._learn(k, mean)
+                product = (self._bases[k] @ mean.T).view(form.bucket.tensors[i].shape)
+                places[i].copy_(narrowed(product, place_dtype) if product.dtype != place_dtype else product)
+
+    def learn(self) -> None:
+        """Keep what was lost, and where the next iteration begins. After `finish`, once; on all ranks between the same
+        two averagings."""
+        form = self.form
+        if self._epoch == form.epoch:
+            with torch.no_grad():
+                for k in range(len(form.matrices)):
+                    self._learn(k, form.second.deliver(k, self._turn))
         self._taken, self._own = [], []
 
     def _learn(self, k: int, mean: torch.Tensor) -> None:

@@ -25,5 +25,11 @@ class Short:
         return wire.view(self._dtype).to(torch.float32)
 
 
+def narrowed(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rounded once; what is finite stays so, in 16 bits as well."""
+    most = torch.finfo(dtype).max
+    return torch.where(values.isfinite(), values.clamp(-most, most), values).to(dtype)
+
+
 BFLOAT16 = Short(_core.Codec.bf16, torch.bfloat16)
 FLOAT16 = Short(_core.Codec.fp16, torch.float16)

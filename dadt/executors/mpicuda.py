@@ -87,8 +87,10 @@ class Device(nccl.Device):
         self._summed = Future()
         self._orders.put((self._summed, order))
 
-    def _handle(self, work: _core.Work, flat: torch.Tensor, began: Any, ended: Any) -> nccl.Averaging:
-        return Averaging(self._summed, work, flat, began, ended, self._module, self._world_size)
+    def _handle(
+        self, work: _core.Work, flat: torch.Tensor, sums: torch.Tensor, began: Any, ended: Any
+    ) -> nccl.Averaging:
+        return Averaging(self._summed, work, flat, sums, began, ended, self._module, self._world_size)
 
     def _run(self) -> None:
         while (next_ := self._orders.get()) is not None:

@@ -16,6 +16,7 @@ from dadt import _core
 from dadt.bucket import DTYPES
 from dadt.compression.base import BLOCK
 from dadt.compression.feedback import Feedback
+from dadt.compression.short import narrowed
 from dadt.executors import c10d
 from dadt.executors.base import Connection, Meet
 
@@ -95,26 +96,33 @@ class Device:
         ready, began, ended = self._event(), self._event(timing=True), self._event(timing=True)
         ready.record(self._module.current_stream())
         plain = int(beside.pop("plain", -1))
-        self._sum(values, places, flat, coding, beside["weight"], ready, began, ended)
+        # Of 16 bits, what is compressed is summed in float32, and rounded once it is divided.
+        wide = coding is not None and flat.element_size() == 2
+        sums = torch.empty_like(flat, dtype=torch.float32) if wide else flat
+        self._sum(values, places, flat, sums, coding, beside["weight"], ready, began, ended)
         self._count(flat, coding, plain)
         work = self._engine.allreduce(_core.Layout(DTYPES[flat.dtype], [0]), [0], [0], **beside)
-        return self._handle(work, flat, began, ended)
+        return self._handle(work, flat, sums, began, ended)
 
-    def _handle(self, work: _core.Work, flat: torch.Tensor, began: Any, ended: Any) -> Averaging:
-        return Averaging(work, flat, began, ended, self._module, self._world_size)
+    def _handle(self, work: _core.Work, flat: torch.Tensor, sums: torch.Tensor, began: Any, ended: Any) -> Averaging:
+        return Averaging(work, flat, sums, began, ended, self._module, self._world_size)
 
     def _sum(
         self,
         values: Sequence[torch.Tensor | None],
         places: Sequence[torch.Tensor],
         flat: torch.Tensor,
+        sums: torch.Tensor,
         coding: Coding | None,
         weight: float,
         ready: Any,
         began: Any,
         ended: Any,
     ) -> None:
-        """On this stream, after `ready`; `began` and `ended` are recorded around what ranks do together."""
+        """On this stream, after `ready`; `began` and `ended` are recorded around what ranks do together.
+
+        sums: where the sums go, `flat` itself or as many values.
+        """
         pairs = zip(places, values, strict=True)
         moved = [(place, value) for place, value in pairs if value is not None and value is not place]
         absent = [place for place, value in zip(places, values, strict=True) if value is None]
@@ -126,16 +134,18 @@ class Device:
                 torch._foreach_zero_(absent)
             if weight == 0:
                 flat.zero_()  # what it has may be no number
-            elif weight != 1:
-                flat.mul_(weight)
+            if sums is not flat:
+                sums.copy_(flat)
+            if weight not in (0, 1):
+                sums.mul_(weight)
             began.record(self._stream)
             if coding is None:
                 self._executor.start(flat).wait()  # this stream does; the host goes on
             else:
-                self._sum_compressed(flat, *coding)
+                self._sum_compressed(sums, *coding)
             ended.record(self._stream)
             keep = coding[1] if coding is not None and isinstance(coding[1], torch.Tensor) else flat
-            for tensor in (flat, keep, *(value for _, value in moved)):
+            for tensor in (flat, sums, keep, *(value for _, value in moved)):
                 if tensor.is_cuda:  # its memory is not given to others before this stream has gone on
                     tensor.record_stream(self._stream)
 
@@ -189,10 +199,17 @@ class Averaging:
     """As the engine's Work. After `wait` the current stream waits for the device, and divides by the weights."""
 
     def __init__(
-        self, work: _core.Work, flat: torch.Tensor, began: Any, ended: Any, module: Any, world_size: int
+        self,
+        work: _core.Work,
+        flat: torch.Tensor,
+        sums: torch.Tensor,
+        began: Any,
+        ended: Any,
+        module: Any,
+        world_size: int,
     ) -> None:
         self._work = work
-        self._flat: torch.Tensor | None = flat
+        self._tensors: tuple[torch.Tensor, torch.Tensor] | None = (flat, sums)
         self._began, self._ended = began, ended
         self._module = module
         self._world_size = world_size
@@ -227,9 +244,12 @@ class Averaging:
     def wait(self, timeout: float) -> None:
         """For the peers, not for the device. Raises as the engine's Work."""
         self._work.wait(timeout)
-        if self._flat is not None:
+        if self._tensors is not None:
+            flat, sums = self._tensors
             self._module.current_stream().wait_event(self._ended)
             with torch.no_grad():
-                whole = not (self._flat.is_floating_point() or self._flat.is_complex())
-                self._flat.div_(self._work.weight_sum or self._world_size, rounding_mode="trunc" if whole else None)
-            self._flat = None
+                whole = not (flat.is_floating_point() or flat.is_complex())
+                sums.div_(self._work.weight_sum or self._world_size, rounding_mode="trunc" if whole else None)
+                if sums is not flat:
+                    flat.copy_(narrowed(sums, flat.dtype))
+            self._tensors = None

@@ -14,6 +14,7 @@ import torch
 
 from dadt import _core
 from dadt.bucket import DTYPES
+from dadt.compression.short import narrowed
 from dadt.errors import Mismatch
 from dadt.executors.base import Compressing, Connection
 from dadt.executors.compressed import Parts, Sum, spread
@@ -212,10 +213,19 @@ class Puller:
         weights = self._weights(job, heads)
         total = sum(weights)
         mean = job.reduction.name == "mean"
-        flat = self._flat(_TORCH[layout.dtype.name], layout.total)
+        dtype = _TORCH[layout.dtype.name]
+        flat = self._flat(dtype, layout.total)
         # Divided before, as a sum may be too large for 16 bits where the mean is not.
-        job.pack(flat.data_ptr(), (job.weight if total else 1.0) / ((total or self._world_size) if mean else 1.0))
-        self._sent = executor.allreduce_compressed(flat, job.codec, job.owed, job.keep)
+        factor = (job.weight if total else 1.0) / ((total or self._world_size) if mean else 1.0)
+        if dtype.itemsize > 2:
+            job.pack(flat.data_ptr(), factor)
+            self._sent = executor.allreduce_compressed(flat, job.codec, job.owed, job.keep)
+        else:
+            job.pack(flat.data_ptr(), float(factor > 0))  # with weight 0 it may be no number
+            wide = self._flat(torch.float32, layout.total).copy_(flat).mul_(factor)
+            sent, plain = executor.allreduce_compressed(wide, job.codec, job.owed, job.keep)
+            self._sent = (sent, plain * dtype.itemsize // wide.itemsize)
+            flat.copy_(narrowed(wide, dtype))
         job.unpack(flat.data_ptr(), 1.0)
         return [h[_HEADER.size :] for h in heads], total
 

@@ -46,6 +46,8 @@ class Parser:
 
     def __init__(self, noisy: bool = False) -> None:
         """noisy: skip what comes before the first MAGIC."""
+        self.preface = b""
+        """What came before the first MAGIC, once that has come."""
         self._buffer = bytearray()
         self._noisy = noisy
 
@@ -77,6 +79,7 @@ class Parser:
             if len(noise) > NOISE_LIMIT:
                 raise DadtError(f"expected an agent of dadt, got {bytes(noise[-80:])!r}")
             return False
+        self.preface = bytes(noise)
         self._buffer = frames
         self._noisy = False
         return True
@@ -101,6 +104,11 @@ class Link:
     def noise(self) -> bytes:
         """What has come where an agent has not answered yet."""
         return self._parser.noise
+
+    @property
+    def preface(self) -> bytes:
+        """What a login shell has printed before the agent's first word."""
+        return self._parser.preface
 
     def receive(self) -> list[Frame]:
         """The complete frames that have come. Raises EOFError once the other side has closed."""

@@ -133,7 +133,7 @@ def _run(
         voice.meanwhile(lambda: job.attend(interrupts))
         report.placed(where.config, where.nodes, where.slots, job.watch)
         job.serve(folder.query, _facts(where))
-        for view in views(where, job.watch):
+        for view in (*views(where, job.watch), report.interim()):
             job.show(view)
         job.start(orders(where))
         return job.wait(interrupts)

@@ -1,4 +1,4 @@
-"""`report.json`: how a job went, as data."""
+"""`report.json`: how a job went, as data; while it runs, how it goes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,31 @@ from dadt.launch.watch import Gauge, Watch
 
 VERSION = 1
 """Of the format: raised when a name changes its meaning or goes."""
+SECONDS = 2.0
+"""From one report to the next while the job runs."""
+SHARE = 0.01
+"""Of the launcher's time that these may take: with very many ranks they come less often."""
+
+
+class Interim:
+    """A View that writes the report while the job runs."""
+
+    def __init__(self, write: Callable[[], None]) -> None:
+        self._write = write
+        self._due = 0.0
+
+    def tick(self) -> float:
+        if (now := time.monotonic()) >= self._due:
+            self._write()
+            self._due = now + max(SECONDS, (time.monotonic() - now) / SHARE)
+        return self._due - now
+
+    def close(self) -> None:
+        """The last report is written when all is known."""
 
 
 class Report:
-    """What is left of a job in its log folder: the journal, and at the end the report. Never stops a job."""
+    """What is left of a job in its log folder: the journal, and the report. Never stops a job."""
 
     def __init__(self, plan: Plan, logs: Path, warn: Callable[[str], None]) -> None:
         """warn: is told if something cannot be written."""
@@ -42,6 +63,8 @@ class Report:
         self._signal = 0
         self._error = "dadt itself failed"
         self._exit_code = 1
+        self._over = False
+        self._warned = False
         self.journal.write("start", job=logs.name, command=list(plan.command), dadt=dadt.__version__)
 
     def placed(self, config: Config, nodes: Sequence[Node], slots: Sequence[Slot], watch: Watch) -> None:
@@ -59,17 +82,29 @@ class Report:
         """Otherwise."""
         self._exit_code, self._error = error.exit_code, str(error)
 
+    def interim(self) -> Interim:
+        return Interim(self._write)
+
     def close(self) -> None:
         self.journal.write("end", exit_code=self._exit_code)
         self.journal.close()
+        self._over = True
+        self._write()
+
+    def _write(self) -> None:
+        """Whoever reads meanwhile reads the one before, or this."""
         path = self._logs / "report.json"
+        new = path.with_name(f"{path.name}.new")
         try:
-            path.write_text(json.dumps(self._data(), indent=2) + "\n")
+            new.write_text(json.dumps(self._data(), indent=2) + "\n")
+            new.replace(path)
         except OSError as error:
-            self._warn(f"{path} could not be written: {error.strerror}")
+            if not self._warned:
+                self._warn(f"{path} could not be written: {error.strerror}")
+            self._warned = True
 
     def _data(self) -> dict[str, Any]:
-        end = time.time()
+        now = time.time()
         gauges = self._watch.gauges if self._watch is not None else []
         return {
             "version": VERSION,
@@ -78,11 +113,11 @@ class Report:
             "command": list(self._plan.command),
             "cwd": self._plan.cwd,
             "begin": self._begin,
-            "end": end,
-            "seconds": end - self._begin,
-            "exit_code": self._exit_code,
+            "end": now if self._over else None,
+            "seconds": now - self._begin,
+            "exit_code": self._exit_code if self._over else None,
             "signal": self._signal or None,
-            "error": self._error or None,
+            "error": (self._error or None) if self._over else None,
             "failure": _failure(self._failure) if self._failure is not None else None,
             "config": {field.name: _value(field.name, getattr(self._config, field.name)) for field in fields(Config)},
             "hosts": [_host(node) for node in self._nodes],

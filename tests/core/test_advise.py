@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dadt.benchmarks import advise, cost
-from dadt.benchmarks.cost import Bucket, Figures, Handling, LowRank, Network, Way
+from dadt.benchmarks.cost import Bucket, Figures, Handling, LowRank, Network, Tie, Way
 from dadt.benchmarks.probe import Found, probe
 from dadt.errors import ConfigError
 from dadt.function import run
@@ -32,7 +32,10 @@ def figures(**other) -> Figures:
         forward=0.25,
         backward=0.75,
         compute=dict.fromkeys(cost.ALGORITHMS, 1.0),
+        packing=0.0,
         low_rank=0.0,
+        ties=dict.fromkeys(cost.COMPRESSIONS, Tie(100 * MB, 0.0, 0.0)),
+        mail=0.0,
         busy=0.0,
         chunked=False,
         sync_every=32,
@@ -85,17 +88,22 @@ def test_local_hides_half_a_round():
 
 
 def test_gossip_waits_for_nobody_but_shares_the_processor():
-    slow = Network(0.0, 1.0 * MB)
-    assert seconds("gossip", network=slow) == 1.0
-    busy = {"none": Handling(0.0, 0.0, 2e-9)}
-    assert seconds("gossip", handling=busy, busy=1.0) == pytest.approx(1.0 / (1 - 0.2 / 2.0))
-    fast = Network(0.0, 1e12)
-    assert seconds("gossip", handling=busy, busy=1.0, network=fast) == pytest.approx(1.2)
+    assert seconds("gossip", network=Network(0.0, 1.0 * MB)) == 1.0
+    # 0.3 s of the processor for each exchange of 2 s on the wire, and 0.4 s of computing that takes twice as long.
+    shared = {"ties": {"none": Tie(100 * MB, 0.1, 0.2)}, "busy": 1.0}
+    assert seconds("gossip", **shared) == pytest.approx(1.0 / (1 - 0.3 / 2.8))
+    # On a faster network there is one for each step, and not more.
+    assert seconds("gossip", network=Network(0.0, 1e12), **shared) == pytest.approx(1.3)
+    assert seconds("gossip", network=Network(0.0, 1e12), mail=1e-9, **shared) == pytest.approx(1.4)
+    assert seconds("gossip", hosts=1, **shared) == pytest.approx(1.3)
 
 
 def test_low_rank_sends_two_thin_halves():
     buckets = [Bucket(100 * MB, 1.0, LowRank(2 * MB, 3 * MB))]
     assert seconds("sync", "powersgd:4", buckets=buckets, low_rank=0.2) == pytest.approx(1.0 + 0.02 + 0.03 + 0.2)
+    assert seconds("pipe", "powersgd:4", buckets=buckets, low_rank=0.2) == pytest.approx(1.2)
+    slow = Network(0.0, 1.0 * MB)
+    assert seconds("pipe", "powersgd:4", buckets=buckets, network=slow, low_rank=0.2) == pytest.approx(2 + 3)
 
 
 def test_the_best_changes_the_training_least_of_those_nearly_as_fast():
@@ -131,9 +139,12 @@ def found(hosts: int, alpha: float, bandwidth: float, each: float, per_byte: flo
         pairs=[(size, alpha + size / bandwidth) for size in sizes],
         exchanges={name: exchange(name) for name in ("none", "bf16", "int8")},
         processor=dict.fromkeys(("none", "bf16", "int8"), 1e-9),
+        packing=1e-10,
         buckets=[(16 * MB, 1.0)],
         low_rank=[(0, 0)],
         low_rank_seconds=0.1,
+        ties={"none": Tie(16 * MB, 0.01, 0.02)},
+        mail=1e-9,
         buffers=[],
         parts=(0.1, 0.2, 0.1),
         busy=0.5,
@@ -155,10 +166,18 @@ def test_the_constants_of_a_network_are_found_again(hosts):
         assert made.handling[name].each == pytest.approx(3e-3, rel=0.2)
     assert made.busy == 0.5
     assert made.handling["int8"].processor == 2e-9
+    assert made.ties["none"] == Tie(16 * MB, 0.02, 0.04)
     # What was measured is predicted, whatever share of it each constant has.
     for name in ("none", "bf16", "int8"):
         (size, seconds), *_ = found(hosts, 2e-4, 12.5 * MB, 3e-3, 2e-9)[0].exchanges[name]
         assert cost.allreduce(made, size, name, hosts) == pytest.approx(seconds, rel=0.1)
+
+
+def test_packing_counts_once():
+    """It is in a step where no byte moves, and in each exchange that is measured: of local, in one of a round."""
+    packed = figures(packing=1e-9)
+    own = {name: advise._unpacked(packed, name, 1.0) for name in cost.ALGORITHMS}
+    assert own == pytest.approx({"sync": 0.9, "pipe": 0.9, "local": 1 - 0.1 / 32, "gossip": 1.0})
 
 
 def test_a_disturbed_measurement_is_refused():

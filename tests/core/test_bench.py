@@ -54,7 +54,7 @@ def test_sizes_have_units(text: str, bytes: int) -> None:
     [
         (["--sizes", "big"], "--sizes big: give sizes as 64K,1M,100M"),
         (["--sizes", "4"], "--sizes 4: give 240 bytes or more, for 60 tensors"),
-        (["--np", "1"], "--np 1: an allreduce needs 2 workers or more"),
+        (["-np", "1"], "-np 1: an allreduce needs 2 workers or more"),
         (["--rounds", "3"], "--rounds 3: an interval needs 10 rounds or more"),
     ],
 )

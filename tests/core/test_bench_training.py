@@ -259,6 +259,11 @@ def test_images_are_read_from_folders_by_class(tmp_path: Path) -> None:
         (["mlp", "--plot", "a.gif"], "--plot a.gif: give a file that ends in .png, .svg, .pdf, .html"),
         (["mlp", "--json", "/no/where.json"], "--json /no/where.json: there is no folder /no"),
         (["mlp", "--json", "-", "--csv", "-"], "--json - and --csv - both want stdout"),
+        (["mlp", "--link", "fast"], "--link fast: give a speed as 100mbit"),
+        (["mlp", "--sweep", "np=4,1", "--simulate-hosts", "2"], "--simulate-hosts 2: 1 workers on 2 simulated hosts"),
+        (["advise", "--latency", "5"], "--latency 5: give a time as 500us or 5ms"),
+        (["startup", "-np", "0"], "-np 0: the number of workers must be 1 or more"),
+        (["startup", "--rounds", "0"], "--rounds 0: must be 1 or more"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )

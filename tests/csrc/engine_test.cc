@@ -69,6 +69,30 @@ TEST(Engine, RunsInOrder) {
   EXPECT_TRUE(gate->closed);
 }
 
+TEST(Engine, WhatIsHeldKeepsItsPlace) {
+  auto gate = std::make_shared<Gate>();
+  gate->let_go();
+  Engine engine(gate, 0, 1, 30);
+  auto first = engine.submit(allgather("", "first"));
+  auto held = engine.submit(allgather("", "held"), true);
+  auto last = engine.submit(allgather("", "last"));
+  EXPECT_FALSE(finished(first).error);
+  EXPECT_FALSE(last->wait(deadline_after(0.05)));
+  EXPECT_FALSE(held->done());
+  engine.release(*held);
+  engine.close(30);
+  EXPECT_EQ(gate->names, (std::vector<std::string>{"first", "held", "last"}));
+}
+
+TEST(Engine, WhatIsHeldForEverFailsAsAllElse) {
+  Engine engine(std::make_shared<Gate>(), 0, 1, 600);
+  auto held = engine.submit(allgather("", "held"), true);
+  const Error error = caught([&] { engine.close(0.05); });
+  EXPECT_STREQ(error.what(), "allgather \"held\" was not done when the engine closed");
+  EXPECT_EQ(finished(held).error->code(), Code::kAborted);
+  engine.release(*held);
+}
+
 TEST(Engine, TheFirstErrorSticks) {
   auto gate = std::make_shared<Gate>();
   Engine engine(gate, 0, 1, 30);
@@ -228,6 +252,17 @@ TEST(Pull, APythonExecutorFinishesJobs) {
   EXPECT_EQ(caught([&] { job->finish(Result{}); }).code(), Code::kAborted);
   engine.close(1);
   EXPECT_EQ(engine.pull(30), nullptr);
+}
+
+TEST(Pull, WhatIsHeldIsNotPulled) {
+  Engine engine(nullptr, 0, 2, 30);
+  auto held = engine.submit(allgather("", "held"), true);
+  EXPECT_EQ(engine.pull(0.01), nullptr);
+  engine.release(*held);
+  auto job = engine.pull(30);
+  ASSERT_NE(job, nullptr);
+  job->finish(Result{});
+  EXPECT_FALSE(finished(held).error);
 }
 
 TEST(Pull, AFailedJobSticks) {

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <limits>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "kernels/number.h"
@@ -349,6 +350,40 @@ TEST(Kernels, AllTablesCodeToTheSameBits) {
           table->settle(owed.data(), lost.data(), 0.5f, kBlock);
           EXPECT_TRUE(std::all_of(owed.begin(), owed.end(), [](float x) { return std::isfinite(x); }));
           EXPECT_EQ(std::isfinite(added[0]), std::isfinite(special)) << table->name << " codec " << codec;
+        }
+      }
+    }
+  }
+}
+
+// 16 bits to float32, and back with one rounding: what is finite stays so, and what is not does.
+TEST(Kernels, GatherAndScatterShortFloats) {
+  const size_t count = kBlock - 3;  // a tail
+  for (const Kernels* table : tables()) {
+    for (DType dtype : {DType::kFloat16, DType::kBFloat16}) {
+      const int d = static_cast<int>(dtype);
+      const std::string name = std::string(table->name) + " " + dtype_name(dtype);
+      Numbers from(dtype, count, 1);
+      std::vector<float> owed(count, 0.25f), values(count), want(count);
+      scalar_kernels()->gather[d](want.data(), from.data(), owed.data(), 2.f, count);
+      table->gather[d](values.data(), from.data(), owed.data(), 2.f, count);
+      EXPECT_EQ(values, want) << name;
+      table->gather[d](values.data(), nullptr, owed.data(), 2.f, count);
+      EXPECT_EQ(values, std::vector<float>(count, 0.5f)) << name;
+      Numbers back(dtype, count, 2), one(dtype, count, 3), other(dtype, count, 3);
+      table->gather[d](values.data(), from.data(), nullptr, 1.f, count);
+      table->scatter[d](back.data(), values.data(), 1.f, count);
+      EXPECT_TRUE(back == from) << name;
+      for (float scale : {0.3f, 1e38f}) {
+        for (float special : {1.f, std::numeric_limits<float>::infinity(), std::nanf("")}) {
+          values[7] = special;
+          scalar_kernels()->scatter[d](one.data(), values.data(), scale, count);
+          table->scatter[d](other.data(), values.data(), scale, count);
+          EXPECT_TRUE(one == other) << name;
+          table->gather[d](want.data(), other.data(), nullptr, 1.f, count);
+          EXPECT_EQ(std::isfinite(want[7]), std::isfinite(special)) << name;
+          const bool all = std::all_of(want.begin(), want.end(), [](float x) { return std::isfinite(x); });
+          EXPECT_TRUE(all || !std::isfinite(special)) << name;
         }
       }
     }

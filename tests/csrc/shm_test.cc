@@ -339,6 +339,39 @@ TEST(ShmCompressed, IsNearTheMeanAndTheSameOnAllRanks) {
   }
 }
 
+// As above, of 16 bits: summed in float32, and rounded once.
+TEST(ShmCompressed, ShortFloatsAreNearTheMeanAndTheSameOnAllRanks) {
+  using Shorts = std::vector<std::vector<BFloat>>;
+  const std::vector<size_t> counts = {300, 0, 1, 2000};
+  const int world_size = 3;
+  const auto executors = connected(world_size, 4096);
+  const Tensors want = mean(counts, {1, 2, 3});
+  std::vector<Shorts> got(world_size);
+  spawn(world_size, [&](int rank) {
+    const Tensors values = random_tensors(counts, static_cast<unsigned>(rank));
+    Shorts inputs(counts.size());
+    for (size_t i = 0; i < counts.size(); ++i) {
+      inputs[i].resize(counts[i]);
+      for (size_t k = 0; k < counts[i]; ++k) narrow(values[i][k], &inputs[i][k]);
+    }
+    std::vector<float> owed(2301);
+    got[rank] = inputs;
+    Operation operation = allreduce(DType::kBFloat16, inputs, got[rank]);
+    operation.weight = rank + 1;
+    operation.compression = {Codec::kInt8, owed.data(), 1};
+    const Result result = executors[rank]->run(operation, 30);
+    EXPECT_EQ(result.sent, wire_bytes(Codec::kInt8, 2301));
+    EXPECT_EQ(result.plain, 2301 * sizeof(BFloat));
+    EXPECT_TRUE(std::any_of(owed.begin(), owed.end(), [](float x) { return x != 0; }));
+  });
+  for (size_t i = 0; i < counts.size(); ++i) {
+    for (size_t k = 0; k < counts[i]; ++k) {
+      EXPECT_NEAR(widen(got[0][i][k]), want[i][k], 0.03);
+      for (int rank = 1; rank < world_size; ++rank) EXPECT_EQ(got[rank][i][k].bits, got[0][i][k].bits);
+    }
+  }
+}
+
 TEST(ShmCompressed, TellsThatRanksCompressDifferently) {
   const auto executors = connected(2, kSmallSlot * 4);
   spawn(2, [&](int rank) {

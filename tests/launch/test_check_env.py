@@ -19,10 +19,11 @@ import pytest
 from run import DADT, SECONDS, await_that
 
 from dadt import checks
-from dadt.checks import training
+from dadt.checks import gpu_links, training
 from dadt.checks.check import Asked, Check, good, worst
 from dadt.checks.hosts import differences
 from dadt.checks.probe import of_subject
+from dadt.checks.tools import SCOPE
 
 Torch = Callable[[str], dict[str, str]]
 
@@ -150,6 +151,97 @@ def test_another_torch_in_pythonpath(torch_of: Torch) -> None:
     env = torch_of("")
     check = found("variables", "PYTHONPATH", **env)
     assert check.verdict == "warn" and env["PYTHONPATH"] in check.value
+
+
+def topology(*rows: str) -> str:
+    """As nvidia-smi prints it: cells by tabs, a head that newer drivers underline, and a legend."""
+    gpus = "\t".join(row.split()[0] for row in rows if row.startswith("GPU"))
+    head = f"\t\x1b[4m{gpus}\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m"
+    body = "\n".join("\t".join(row.replace(" X ", "_X_").split()).replace("_X_", " X ") for row in rows)
+    legend = "  X    = Self\n  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes"
+    return f"{head}\n{body}\n\nLegend:\n\n{legend}\n\nNIC Legend:\n\n  NIC0: mlx5_0\n\n"
+
+
+APART = topology("GPU0  X  SYS PHB 0-13,28-41 0  N/A", "GPU1 SYS  X  SYS 14-27,42-55 1  N/A", "NIC0 PHB SYS  X ")
+NVLINK = topology("GPU0  X  NV12 SYS 32-63 1  N/A", "GPU1 NV12  X  SYS 32-63 1  N/A", "NIC0 SYS SYS  X ")
+MESH = topology(
+    "GPU0  X  NV1 SYS NODE 0-23 0",
+    "GPU1 NV1  X  PHB SYS 0-23 0",
+    "GPU2 SYS PHB  X  SYS 24-47 1",
+    "NIC0 NODE SYS SYS  X ",
+)
+
+
+SMI = """#!/bin/sh
+case "$*" in
+topo*) cat "$0.topo" ;;
+*mig*) echo '0, Enabled, Disabled'; echo '1, Disabled, Enabled' ;;
+*) for i in 0 1; do echo "$i, NVIDIA GeForce RTX 4090, 535.54.03, 24564, 1, Default"; done ;;
+esac
+"""
+
+
+def test_how_gpus_are_joined(tmp_path: Path) -> None:
+    assert gpu_links.parsed(MESH) == {("GPU0", "GPU1"): "NV1", ("GPU0", "GPU2"): "SYS", ("GPU1", "GPU2"): "PHB"}
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(SMI)
+    tool.chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
+
+    def told(text: str, **more: str) -> dict[str, Check]:
+        tool.with_name("nvidia-smi.topo").write_text(text)
+        return {check.name: check for check in of_subject("cuda", Asked(), {**env, **more})}
+
+    first = told(APART)
+    assert (first["GPU links"].verdict, first["GPU links"].value.partition(":")[0]) == ("warn", "SYS alone")
+    assert "NCCL_P2P_DISABLE=1" in first["GPU links"].hint
+    assert (first["MIG"].verdict, first["MIG"].value) == ("warn", "enabled on GPU 1")
+    assert (first["persistence"].verdict, first["persistence"].value) == ("pass", "disabled on GPU 1")
+    assert first["peers"].verdict == "warn" and "535.54.03" in first["peers"].value
+    second = told(NVLINK, NCCL_P2P_DISABLE="1")
+    assert (second["GPU links"].verdict, second["GPU links"].value) == ("pass", "all by NVLink (NV12)")
+    assert "peers" not in second
+    value = "of 3 pairs, 1 by NV1, 1 by PHB (the host bridge), 1 by SYS (both processors)"
+    assert (told(MESH)["GPU links"].verdict, told(MESH)["GPU links"].value) == ("pass", value)
+    assert told("")["GPU links"].value == "nvidia-smi topo -m draws no table"
+
+
+def test_a_proxy_that_would_be_asked_for_the_hosts() -> None:
+    asked = Asked(hosts=2, peers=("h0", "10.7.0.1", "h1.lab", "10.7.0.2"))
+    env = {"https_proxy": "http://user:secret@proxy:3128", "HTTP_PROXY": "http://proxy:3128", "no_proxy": "localhost"}
+    check = found("variables", "proxies", asked, **env)
+    left = "127.0.0.1, h0, 10.7.0.1, h1.lab, 10.7.0.2"
+    assert (check.verdict, check.value) == ("warn", f"HTTP_PROXY, https_proxy, and no_proxy leaves out {left}")
+    assert check.hint.startswith("export no_proxy=localhost,127.0.0.1,h0,10.7.0.1,h1.lab,10.7.0.2:")
+    remedied = found("variables", "proxies", asked, **env | {"no_proxy": check.hint.split("=")[1].partition(":")[0]})
+    assert remedied.verdict == "pass" and "secret" not in check.value + remedied.value
+    assert found("variables", "proxies", asked, **env | {"no_proxy": "localhost,127.0.0.0/8,h0,.lab,10.7.0.0/16"}) == (
+        remedied
+    )
+
+
+def test_a_tool_that_is_broken_and_one_that_is_not_there(tmp_path: Path) -> None:
+    broken = tmp_path / "py-spy"
+    broken.write_text("#!/bin/sh\necho 'error while loading shared libraries: libunwind.so' >&2\nexit 127\n")
+    broken.chmod(0o755)
+    told = {check.name: check for check in of_subject("tools", Asked(), {**os.environ, "PATH": str(tmp_path)})}
+    assert (told["py-spy"].verdict, "libunwind.so" in told["py-spy"].value) == ("warn", True)
+    assert (told["gdb"].verdict, told["gdb"].value) == ("pass", "none") and "apt-get install gdb" in told["gdb"].hint
+    assert told["numactl"].value.startswith("none")
+
+
+@pytest.mark.parametrize(("scope", "verdict"), [(0, "pass"), (1, "warn"), (3, "warn")])
+def test_debuggers_that_may_not_attach(scope: int, verdict: str) -> None:
+    """With Yama's file as such a kernel has it, in a mount namespace, and without the right to go around it."""
+    mount = f"mount -t tmpfs none /proc/sys/kernel && mkdir /proc/sys/kernel/yama && echo {scope} > {SCOPE}"
+    if subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True).returncode:
+        pytest.skip("no mount namespace can be made here")
+    plain = ["setpriv", "--inh-caps=-sys_ptrace", "--bounding-set=-sys_ptrace"]
+    command = ["unshare", "-m", "sh", "-c", f'{mount} && exec "$@"', "sh", *plain, sys.executable, "-m", "dadt.checks"]
+    done = subprocess.run([*command, "tools"], capture_output=True, text=True, timeout=SECONDS, check=True)
+    check = next(each for each in map(json.loads, done.stdout.splitlines()) if each["name"] == "ptrace_scope")
+    assert (check["verdict"], check["value"].partition(":")[0]) == (verdict, str(scope))
+    assert bool(check["hint"]) == (verdict == "warn")
 
 
 def test_hosts_that_differ() -> None:

@@ -79,6 +79,9 @@ def test_every_help_fits_a_screen():
     assert {"dadt", "dadt run", "dadt bench resnet18"} <= helps.keys()
     # 40 lines, with the command that was typed and the next prompt.
     assert not {path: len(lines) for path, lines in helps.items() if len(lines) > 38}
+    assert not {path: line for path, lines in helps.items() for line in lines if len(line) > 80}
+    # No command is told of by half a sentence.
+    assert not {path: line for path, lines in helps.items() for line in lines if re.match(r"  \S+  .*\.\.\.$", line)}
 
 
 INSTALL = (Path(__file__).parents[2] / "docs" / "install.md").read_text()
@@ -98,6 +101,14 @@ FISH = """\
 eval $SETUP
 complete -C "$argv"
 """
+ZSH = """\
+compdef() { [[ $* = "_dadt_completion dadt" ]] || exit 1 }
+_describe() { print -rl -- ${${(P)3}%%:*} }
+compadd() { print -rl -- ${(P)argv[-1]} }
+eval "$SETUP"
+words=("$@") CURRENT=$#
+_dadt_completion
+"""
 
 
 def complete(*words: str, shell: str = "bash") -> list[str]:
@@ -108,6 +119,7 @@ def complete(*words: str, shell: str = "bash") -> list[str]:
     command = {
         "bash": ["bash", "-c", BASH, "bash", *words],
         "fish": ["fish", "--no-config", "-c", FISH, " ".join(words)],
+        "zsh": ["zsh", "-f", "-c", ZSH, "zsh", *words],
     }[shell]
     env = {**os.environ, "PATH": path, "SETUP": SETUP[shell]}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
@@ -115,7 +127,7 @@ def complete(*words: str, shell: str = "bash") -> list[str]:
     return [line.partition("\t")[0] for line in done.stdout.splitlines() if line]
 
 
-@pytest.mark.parametrize("shell", ["bash", "fish"])
+@pytest.mark.parametrize("shell", ["bash", "fish", "zsh"])
 def test_shells_complete_commands_options_and_values(shell):
     assert set(complete("dadt", "", shell=shell)) == set(COMMANDS)
     assert complete("dadt", "run", "--algorithm", "g", shell=shell) == ["gossip"]
@@ -130,6 +142,10 @@ def test_shells_complete_commands_options_and_values(shell):
         (["run", "--log-dir", ""], {"-o dirnames"}),
         (["run", "train.py", "--"], set()),  # the script's own options
         (["compare", ""], {"-o default"}),
+        (["timeline", "out"], {"-o default"}),
+        (["report", "late"], {"latest"}),
+        (["logs", "--log-dir", ""], {"-o dirnames"}),
+        (["bench", "advise", "gpt"], {"gpt2-small"}),
         (["bench", "all"], {"allreduce"}),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

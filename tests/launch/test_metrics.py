@@ -19,12 +19,14 @@ from run import DADT, Run, await_that
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import dadt_cli
+import dadt_cli.page
 from dadt.launch import series
 from dadt.launch.journal import Journal
 from dadt.launch.metrics.metric import METRICS
 from dadt.launch.rendezvous import Rendezvous
 from dadt.launch.watch import Watch
 from dadt.step_time import StepTimes, bound
+from dadt_cli.record import Record
 
 ROOT = Path(__file__).parents[2]
 STEPS = 60
@@ -128,6 +130,7 @@ def test_a_real_job_is_scraped_and_read_by_tensorboard_and_reported(start: Calla
         assert of(samples, "samples_total", rank) >= 8 * 20
         # 33 values and the lane of each step, at least.
         assert of(samples, "sent_bytes_total", rank) >= 20 * 33 * 4
+    _report_of_a_running_job(run)
     (run.folder / "go").touch()
     result = run.finish()
     assert result.code == 0, result.err
@@ -161,6 +164,20 @@ def test_a_real_job_is_scraped_and_read_by_tensorboard_and_reported(start: Calla
         assert word in words.text, word
     assert words.tags.count("figure") == 3 and "script" not in words.tags
     assert "Not all of it is there" not in words.text
+
+
+def _report_of_a_running_job(run: Run) -> None:
+    folder = run.folder / "dadt-logs" / run.job
+
+    def told() -> bool:
+        ranks = json.loads((folder / "report.json").read_text())["ranks"]
+        return all(rank["steps"] >= STEPS - 1 for rank in ranks)
+
+    await_that(told, "a report with all steps but the last")
+    words = Words(dadt_cli.page.page(Record.read(folder, True), True))
+    for word in ("still runs", "rank: samples per second", "Step times: steps of all ranks", "Hosts", "--warmup-steps"):
+        assert word in words.text, word
+    assert words.tags.count("figure") == 3 and "Not all of it is there" not in words.text
 
 
 def test_sums_and_the_failure_are_told(start: Callable[..., Run]) -> None:

@@ -159,8 +159,13 @@ def test_a_job_is_named_by_its_id_its_folder_or_latest(failed: Path, tmp_path: P
     for arguments in ([failed.name, "--log-dir", logs], [str(failed)], ["latest", "--log-dir", logs]):
         assert report(*arguments, "-o", "page.html", cwd=tmp_path) == (0, "page.html\n", "")
         assert failed.name in (tmp_path / "page.html").read_text()
+    assert report(".", "-o", "page.html", cwd=failed) == (0, "page.html\n", "")
+    (failed / "page.html").unlink()
+    assert report(failed.name, cwd=failed.parent) == (0, f"{failed.name}/report.html\n", "")
     for arguments, sentence in (
         (["zzzz"], "job zzzz: it does not run here and has no logs in dadt-logs"),
+        (["./zzzz"], "./zzzz: there is no such folder"),
+        (["--log-dir", "none"], "there are no logs of a job in none"),
         ([str(tmp_path)], "holds nothing of a job of dadt's"),
         ([str(failed), "-o", "none/page.html"], "none/page.html: cannot be written (No such file or directory)"),
     ):
@@ -176,7 +181,23 @@ def test_without_a_report_events_are_told(copy: Path) -> None:
     assert "2 workers on this host" in shown.sections[""] and "failed, exit code 1" in shown.sections[""]
     assert "rank 0: 80" in shown.sections["progress"]
     running = read(copy, running=True)
-    assert "the job still runs" in running.sections["missing"] and "still runs" in running.sections[""]
+    assert "no workers have been placed yet" in running.sections["missing"] and "still runs" in running.sections[""]
+
+
+def test_where_the_launcher_was_killed_its_last_report_is_told(copy: Path) -> None:
+    told = json.loads((copy / "report.json").read_text())
+    told |= {"seconds": 0.5, **dict.fromkeys(["end", "exit_code", "signal", "error", "failure"])}
+    (copy / "report.json").write_text(json.dumps(told))
+    events = (copy / "events.jsonl").read_text().splitlines(keepends=True)
+    (copy / "events.jsonl").write_text(
+        "".join(line for line in events if json.loads(line)["kind"] in ("start", "placed"))
+    )
+    shown = read(copy)
+    assert "its launcher was killed: this is what it last wrote" in shown.sections["missing"]
+    assert "end not known" in shown.sections[""] and "median" in shown.sections["step-times"]
+    duration = float(re.search(r"duration\s*([\d.]+) s", shown.sections[""])[1])
+    assert duration > 1.5  # as long as the ranks were heard of
+    assert "missing" not in read(copy, running=True).sections
 
 
 @pytest.mark.parametrize("name", ["report.json", "events.jsonl", "progress.jsonl", "rank1.log"])

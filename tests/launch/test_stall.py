@@ -8,7 +8,7 @@ import pytest
 from run import Result
 
 SCRIPT = """
-import os, torch
+import os, time, torch
 from pathlib import Path
 model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -19,7 +19,7 @@ def late():
         "dump": lambda: any("in late" in path.read_text() for path in logs.glob("*/rank1.stacks")),
         "abort": lambda: False,
     }
-    while not told[os.environ["DADT_ON_STALL"]](): pass
+    while not told[os.environ["DADT_ON_STALL"]](): time.sleep(0.01)
 for step in range(20):
     if step == 10 and os.environ["DADT_RANK"] == "1":
         late()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -11,32 +10,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from mpis import AS_ROOT, MPIRUNS, installed, shims
 
 sys.path.append(str(Path(__file__).parents[1] / "launch"))
 sys.path.append(str(Path(__file__).parents[1] / "train"))
 from run import FOLDERS, SECONDS, Result, Run, await_that, left_of
-
-TESTS = Path(__file__).parents[1]
-MPIRUNS = {"mpirun.openmpi": "openmpi-bin", "mpirun.mpich": "mpich"}
-"""As Debian names them, and the packages in which they are."""
-AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-MPICH_LIBRARY = "/usr/lib/x86_64-linux-gnu/libmpich.so.12"
 
 
 @pytest.fixture(params=MPIRUNS)
 def mpirun(request: pytest.FixtureRequest) -> str:
     """The name of an installed mpirun: each in turn."""
     return installed(request.param)
-
-
-def installed(name: str) -> str:
-    """Skips where it is not, and fails where it must be."""
-    if shutil.which(name) is None and name in MPIRUNS:
-        reason = f"there is no {name} (apt-get install {MPIRUNS[name]})"
-        if os.environ.get("CI") == "true":
-            pytest.fail(reason)
-        pytest.skip(reason)
-    return name
 
 
 @pytest.fixture
@@ -64,19 +48,6 @@ def start(tmp_path: Path, mpirun: str) -> Iterator[Callable[..., Run]]:
 def launch(start: Callable[..., Run]) -> Callable[..., Result]:
     """As `start`, and waits for the end."""
     return lambda script, *arguments, **env: start(script, *arguments, **env).finish()
-
-
-def shims(job: str) -> list[int]:
-    """The processes between mpirun and the job's workers, and mpirun with its daemons: by the note they carry."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            environment = (entry / "environ").read_bytes()
-        except OSError:
-            continue  # it ended while we looked
-        if b'DADT_SHIM={"job": "' + job.encode() in environment:
-            found.append(int(entry.name))
-    return found
 
 
 @pytest.fixture

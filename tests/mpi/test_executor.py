@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from checks import assert_equal, assert_near
-from conftest import AS_ROOT, MPICH_LIBRARY, TESTS, installed
+from mpis import AS_ROOT, MPICH_LIBRARY, TESTS, installed
 from run import Run
 from scenarios import WARMUP, simulate
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from checks import assert_equal, assert_near
-from conftest import TESTS, installed
+from mpis import TESTS, installed
 from scenarios import WARMUP, simulate
 
 RANK = """

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from checks import assert_equal, assert_near
-from conftest import MPICH_LIBRARY, TESTS, shims
+from mpis import MPICH_LIBRARY, TESTS, shims
 from run import await_that, is_running
 from scenarios import WARMUP, simulate
 

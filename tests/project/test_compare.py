@@ -289,7 +289,7 @@ def test_a_part_of_a_file(compare: Compare) -> None:
         assert (code, text.splitlines()[-2]) == (1, hint)
     assert compare("model.pth", "last.pth:ema") == (
         2,
-        "dadt: last.pth: nothing in it has a name that begins with ema/\n",
+        "dadt: last.pth: nothing in it has a name that begins with ema/; they begin with model/, epoch\n",
     )
     Path("od:d").write_bytes(Path("model.pth").read_bytes())
     assert compare("od:d", "model.pth")[0] == 0

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from dadt.algorithms import find
+from dadt.errors import ConfigError
+
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
 FILES = dict(re.findall(r"<!-- file: (\S+) -->\n```python\n(.*?)```", PAGE, re.S))
 
@@ -50,11 +53,7 @@ def test_the_example_leaves_out_what_sync_falls_for(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        pytest.param("nowhere:Any", "there is no module nowhere", marks=pytest.mark.slow),
         ("spikes:Skips", "spikes.py has no Skips"),
-        pytest.param(
-            "spikes:statistics", "statistics is no subclass of dadt.algorithms.Algorithm", marks=pytest.mark.slow
-        ),
         ("broken:Any", "broken cannot be imported: ZeroDivisionError: division by zero"),
         ("wrong:Any", "wrong.py cannot be read: "),
         ("spikes", "choose one of pipe, sync"),
@@ -68,3 +67,20 @@ def test_what_is_no_algorithm_is_one_sentence(folder: Path, name: str, why: str)
     assert "Traceback" not in done.stderr + done.stdout
     said = [line for line in done.stderr.splitlines() if why in line]
     assert len(said) == 1 and f"--algorithm {name}: " in said[0], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("nowhere:Any", "there is no module nowhere"),
+        ("spikes:Skips", "spikes has no Skips"),
+        ("spikes:statistics", "statistics is no subclass of dadt.algorithms.Algorithm"),
+    ],
+)
+def test_what_a_worker_finds_to_be_none(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, why: str) -> None:
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setitem(sys.modules, "spikes", None)  # so that it is forgotten afterwards
+    del sys.modules["spikes"]
+    with pytest.raises(ConfigError) as caught:
+        find(name)
+    assert str(caught.value).startswith(f"--algorithm {name}: {why}")

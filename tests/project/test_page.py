@@ -135,7 +135,7 @@ def test_commands_do_what_the_page_says(page: Path, tmp_path: Path) -> None:
                 re.sub(r"--epochs \d+", "--epochs 1", command.text),
                 shell=True,
                 cwd=tmp_path,
-                env={**os.environ, "PATH": path},
+                env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,

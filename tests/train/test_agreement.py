@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from job import Run, joined
 from test_script_view import assert_replicas_equal
 
@@ -19,6 +20,27 @@ PLATEAU = """
     report({"state": snapshot(model, optimizer), "lr": optimizer.param_groups[0]["lr"]})
 """
 
+RESTORED = """
+    from scenarios import backward, SCENARIOS, mlp
+    torch.manual_seed(0)
+    model = mlp(); optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-8 * (1 + rank))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=100)
+    used, weights = [], []
+    def note(*_):
+        used.append({key: value for key, value in optimizer.param_groups[0].items() if key != "params"})
+    optimizer.register_step_pre_hook(note)
+    for step in range(24):
+        if rank == 0 and step == 10:   # as a script that loads its checkpoint on rank 0 alone
+            schedule.load_state_dict({**schedule.state_dict(), "last_epoch": 40})
+        if rank == 0 and step == 18:
+            optimizer.param_groups[0].update(weight_decay=0.3, eps=1e-7)
+        backward(SCENARIOS["adam"], model, rank, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        weights.append(model[0].weight.detach().clone())
+    report({"used": used, "weights": weights})
+"""
 
 SKIP = """
     from scenarios import mlp
@@ -117,10 +139,11 @@ BUFFERS = """
 @pytest.fixture(scope="module")
 def shared(shared_run) -> dict[str, Run]:
     unlike = IDENTICAL.format(rank="rank") + "    report({})\n"
+    both = {"plateau": PLATEAU, "buffers": BUFFERS, "restored": RESTORED}
     options = "--warmup-steps", "4", "--algorithm"
     return {
-        "pipe": shared_run(joined(plateau=PLATEAU, buffers=BUFFERS, unlike=unlike), *options, "pipe"),
-        "sync": shared_run(joined(plateau=PLATEAU, buffers=BUFFERS), *options, "sync"),
+        "pipe": shared_run(joined(**both, unlike=unlike), *options, "pipe"),
+        "sync": shared_run(joined(**both), *options, "sync"),
     }
 
 
@@ -129,6 +152,17 @@ def test_learning_rates_that_differ(shared, algorithm) -> None:
     run = shared[algorithm].of("plateau")
     assert "rank 0's are used on all" in run.output
     assert_replicas_equal(run)
+
+
+@pytest.mark.parametrize(("algorithm", "apart"), [("pipe", (11, 13)), ("sync", ())])
+def test_a_schedule_restored_on_rank_0_alone(shared, algorithm, apart) -> None:
+    """Betas, epsilon and decay follow rank 0's as learning rates do. `pipe` hears of it one step late, twice."""
+    first, second = shared[algorithm].of("restored").ranks
+    assert len({values["betas"] for values in first["used"]}) > 20, "OneCycleLR moves them"
+    assert (first["used"][0]["eps"], first["used"][18]["eps"], first["used"][18]["weight_decay"]) == (1e-8, 1e-7, 0.3)
+    for step, (mine, theirs) in enumerate(zip(first["used"], second["used"], strict=True)):
+        assert mine == theirs or step in apart, step
+        assert torch.equal(first["weights"][step], second["weights"][step]) or step in apart, step
 
 
 @pytest.mark.parametrize("algorithm", ["pipe", "sync"])

@@ -19,7 +19,7 @@ def accuracy(folder: Path, *options: str) -> tuple[float, str]:
     done = subprocess.run(
         [*command, "--log-dir", str(folder), *options, str(SCRIPT), "--lr", "0.1", "--seeds", "3"],
         capture_output=True,
-        timeout=170,
+        timeout=600,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     output = (done.stdout + done.stderr).decode()

@@ -232,7 +232,7 @@ def test_the_digits_are_learned(dadt_run) -> None:
     import digits
     report(digits.train(0, 0.1, 200))
     """
-    accuracies = dadt_run(script, "--algorithm", "gossip", np=4).ranks
+    accuracies = dadt_run(script, "--algorithm", "gossip", np=4, timeout=600).ranks
     assert min(accuracies) > 0.95, accuracies
 
 
@@ -243,5 +243,5 @@ def test_the_digits_are_learned_with_compression(dadt_run, compression) -> None:
     import digits
     report(digits.train(0, 0.1, 200))
     """
-    accuracies = dadt_run(script, "--algorithm", "gossip", "--compression", compression, np=4).ranks
+    accuracies = dadt_run(script, "--algorithm", "gossip", "--compression", compression, np=4, timeout=600).ranks
     assert min(accuracies) > 0.95, accuracies

@@ -180,6 +180,66 @@ def test_a_checkpoint_does_not_wait_for_ever_for_what_is_in_flight(dadt_run, tmp
     assert "saved after a failure: without the gradients in flight" in run.output
 
 
+LOW_RANK = """
+    import io
+
+    def make():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(12, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 16), nn.Linear(16, 3))
+        return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    def train(model, optimizer, steps):
+        losses = []
+        for step in steps:
+            x = torch.randn(8, 12, generator=torch.Generator().manual_seed(10 * step + rank))
+            loss = nn.functional.cross_entropy(model(x), x[:, :3].argmax(1))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        return [torch.stack(losses), *(p.detach().clone() for p in model.parameters())]
+
+    def save(model, optimizer):
+        file = io.BytesIO()
+        torch.save([model.state_dict(), optimizer.state_dict()], file)
+        return file.getvalue()
+
+    def load(saved, model, optimizer):
+        for part, state in zip((model, optimizer), torch.load(io.BytesIO(saved), weights_only=True)):
+            part.load_state_dict(state)
+
+    model, optimizer = make()
+    train(model, optimizer, range(12))
+    saved = save(model, optimizer)
+    found = {"whole": train(model, optimizer, range(12, 20))}
+    load(saved, model, optimizer)
+    found["back"] = train(model, optimizer, range(12, 20))
+    again = make()
+    load(saved, *again)
+    found["resumed"] = train(*again, range(12, 20))
+    found["in_flight"] = len(optimizer.state_dict()["dadt"]["state"].get("in_flight", []))
+    if rank == 0:  # alone: the others do not wait
+        again[1].state_dict()
+    found["alone"] = train(*again, range(20, 24))
+    report(found)
+"""
+
+
+@pytest.mark.parametrize("algorithm", ["pipe", pytest.param("sync", marks=pytest.mark.slow)])
+def test_powersgd_goes_on_bit_for_bit(dadt_run, algorithm: str) -> None:
+    """In new objects, as in a new process; in the old ones, back from what they have learned since; and saved by rank
+    0 alone."""
+    options = ("--algorithm", algorithm, "--compression", "powersgd:2", "--warmup-steps", "5", "--bucket-mb", "0.003")
+    run = dadt_run(LOW_RANK, *options)
+    for found in run.ranks:
+        assert differences(found["whole"], found["back"], "back") == []
+        assert differences(found["whole"], found["resumed"], "resumed") == []
+        assert found["in_flight"] == (algorithm == "pipe")
+        assert all(value.isfinite().all() for value in found["alone"])
+    assert differences(run.ranks[0]["alone"][1:], run.ranks[1]["alone"][1:], "saved by rank 0 alone") == []
+    assert "x less than uncompressed" in run.output and "leaves out" not in run.output
+
+
 def test_random_states_survive_a_file(tmp_path: Path) -> None:
     def draw() -> list[float]:
         return [float(torch.rand(())), np.random.standard_normal(), random.gauss(0, 1), random.random()]
@@ -195,7 +255,15 @@ def test_random_states_survive_a_file(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [("--staleness", "2"), ("--executor", "gloo"), ("--compression", "int8"), ("--algorithm", "sync", "--no-buffers")],
+    [
+        ("--staleness", "2"),
+        ("--executor", "gloo"),
+        ("--compression", "int8"),
+        ("--compression", "powersgd:1", "--executor", "gloo"),
+        ("--compression", "powersgd:1", "--staleness", "2"),
+        ("--compression", "powersgd:1", "--algorithm", "sync"),
+        ("--algorithm", "sync", "--no-buffers"),
+    ],
 )
 def test_every_kind_of_exchange_goes_on(train: Train, options: tuple[str, ...]) -> None:
     options = (*options, "--warmup-steps", "3")

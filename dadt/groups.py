@@ -1,0 +1,50 @@
+"""What a step reads of its optimizer's param_groups beside parameters: compared between ranks, taken from rank 0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def group_values(optimizer: torch.optim.Optimizer, *, wait: bool = False) -> list[dict[str, Any]]:
+    """Each param_group's plain values (learning rate, momentum, betas, ...), tensors of one element as numbers.
+
+    wait: for those of a device as well, which are left out else.
+    """
+    return [
+        {
+            key: plain
+            for key, value in sorted(group.items())
+            if key != "params" and (plain := _plain(value, wait)) is not _OTHER
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def take_values(optimizer: torch.optim.Optimizer, values: list[dict[str, Any]]) -> None:
+    """Those of another rank. Tensors stay the script's own."""
+    for group, theirs in zip(optimizer.param_groups, values, strict=True):
+        for key, value in theirs.items():
+            group[key] = _taken(group.get(key), value)
+
+
+_OTHER = object()
+"""What cannot be compared between ranks: functions, objects of the script's, tensors of many elements."""
+
+
+def _plain(value: Any, wait: bool) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist() if value.numel() == 1 and (wait or value.device.type == "cpu") else _OTHER
+    if isinstance(value, (list, tuple)):  # betas
+        plain = [_plain(each, wait) for each in value]
+        return _OTHER if _OTHER in plain else tuple(plain) if isinstance(value, tuple) else plain
+    return value if value is None or isinstance(value, (bool, int, float, str)) else _OTHER
+
+
+def _taken(own: Any, value: Any) -> Any:
+    if isinstance(own, torch.Tensor):
+        return own.fill_(value)
+    if isinstance(value, (list, tuple)) and isinstance(own, (list, tuple)) and len(own) == len(value):
+        return type(value)(map(_taken, own, value))
+    return value
