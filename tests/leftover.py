@@ -55,8 +55,15 @@ def _helpers() -> set[int]:
     return {
         child.pid
         for child in psutil.Process().children()
-        if re.search(r"multiprocessing\.(resource_tracker|forkserver) import main", " ".join(child.cmdline()))
+        if re.search(r"multiprocessing\.(resource_tracker|forkserver) import main", _command(child))
     }
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # has ended, perhaps without having been waited for
+        return ""
 
 
 def _files() -> set[Path]:
