@@ -244,8 +244,6 @@ class Attachment:
         if self.step > 0 and self.runtime.together:
             self.settle_buffers()
         self.runtime.take_over(self)
-        if self._follows:
-            self.runtime.adopt(self, weights=False)
         if len(self.prediction.parameters) != len(parameters := self.parameters):
             self.prediction.follow(parameters)
         if self.algorithm.tracks:
@@ -268,6 +266,9 @@ class Attachment:
     def hold_back(self) -> None:
         """Where no average has come yet: without gradients a step changes neither weights, momentum nor counters."""
         self.stepping = True
+        if self._follows:
+            # Here, where no exchange is open and the script sets nothing any more before the step.
+            self.runtime.follow_groups(self)
         if self.algorithm.holds:
             self._held = [(p, p.grad) for p in self.parameters]
             for p, _ in self._held:
@@ -410,7 +411,7 @@ class Attachment:
                 f" are equal on all ranks, not from a rank's own loss"
             )
         self._warn_identical(lanes)
-        if len({lane.groups for lane in lanes}) > 1 and exchange.number > self._agreed:
+        if not self._follows and len({lane.groups for lane in lanes}) > 1 and exchange.number > self._agreed:
             # The first exchange since they were made equal, and they differ again.
             self._follows = self._agreed >= 0 and exchange.number == self._agreed + 1
             self._agreed = self._exchanges - 1

@@ -217,13 +217,8 @@ class Exchange:
 
     def wait(self, wait: Wait) -> list[Lane]:
         """Until all is averaged; every rank's lane, by rank."""
-        try:
-            self.go_on(wait)
-            for work in self.works:
-                wait(work)
-        except CommError:
-            keep_for_good(self)  # with the gradients, which a library may still be at
-            raise
+        self.go_on(wait)
+        self._wait(wait)
         self._alive.clear()
         if not self._finished:
             self._finished = True
@@ -243,11 +238,18 @@ class Exchange:
         the same two exchanges."""
         if not self.halfway:
             return
-        for work in self.works:
-            wait(work)
+        self._wait(wait)
         for _, round_ in self._rounds:
             round_.halfway()
         self._more_works = [self._submit_second(index, round_.then) for index, round_ in self._rounds]
+
+    def _wait(self, wait: Wait) -> None:
+        try:
+            for work in self.works:
+                wait(work)
+        except CommError:
+            keep_for_good(self)  # with the gradients, which a library may still be at
+            raise
 
     def _submit_second(self, index: int, staged: Staged, *, held: bool = False) -> Work | Averaging:
         form = self._forms[index]

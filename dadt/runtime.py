@@ -303,6 +303,11 @@ class Runtime:
         with self.checkpoints.aside():
             self._adopt(attachment, weights)
 
+    def follow_groups(self, attachment: Attachment) -> None:
+        """Take rank 0's param_group values, where the ranks set their own in each step."""
+        theirs = self.collect(f"param_groups{attachment.name}", group_values(attachment.optimizer, wait=True))
+        take_values(attachment.optimizer, theirs[0])
+
     def collect(self, name: str, value: Any) -> list[Any]:
         """Every rank's value, by rank."""
         work = self.engine.allgather(_dump(value), name)

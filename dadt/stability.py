@@ -31,7 +31,7 @@ def limit(momentum: float, delay: int, factor: float, older: float = 0.0, *, nes
     return _first_unstable(radius)
 
 
-def limit_by_own(momentum: float, share: float, damping: float = 0.5, *, nesterov: bool = False) -> float:
+def limit_by_own(momentum: float, share: float, damping: float, *, nesterov: bool = False) -> float:
     """The same at delay 1 where the optimizer's own step predicts, with this share of the gradient in flight.
 
     Two things must not grow: the distance of the weights from the minimum, and what the ranks' own gradients differ by

@@ -10,6 +10,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
+from benchmarks.convergence.family import FAMILIES
 from benchmarks.convergence.study import Run, simulated
 
 ROOT = Path(__file__).parents[2]
@@ -38,15 +42,25 @@ def checked(name: str) -> str:
 
 
 def train(run: Run) -> dict[str, Any]:
-    """By real workers. `sync` in the simulator: it has the same bits."""
+    """By real workers, each judged by its own weights; and the mean of these. `sync` in the simulator: it has the same
+    bits."""
     if run.method not in FLAGS:
         return simulated(run)
-    with tempfile.TemporaryDirectory(prefix="dadt-convergence-") as folder:
-        ranks = workers(run, FLAGS[run.method], Path(folder))
+    with tempfile.TemporaryDirectory(prefix="dadt-convergence-") as name:
+        ranks = workers(run, FLAGS[run.method], folder := Path(name))
+        joined = FAMILIES[run.family].verdict(averaged(run, folder))
     mean = {key: sum(rank[key] for rank in ranks) / len(ranks) for key in ("loss", "accuracy", "seconds")}
     losses = [sum(step) / len(step) for step in zip(*(rank["losses"] for rank in ranks), strict=False)]
     curve = [round(sum(part) / len(part), 5) for part in (losses[i : i + 25] for i in range(0, len(losses), 25))]
-    return {**mean, "curve": curve}
+    return {**mean, "curve": curve, "averaged": joined}
+
+
+def averaged(run: Run, folder: Path) -> torch.nn.Module:
+    """With the mean of the ranks' weights and buffers, which is what a job of `gossip` or `local` ends with."""
+    files = [np.load(folder / f"rank{rank}.npz") for rank in range(run.ranks)]
+    model = FAMILIES[run.family].begin(run.seed, run.rate)[0]
+    model.load_state_dict({k: torch.as_tensor(np.mean([file[k] for file in files], axis=0)) for k in files[0]})
+    return model
 
 
 def workers(run: Run, flags: list[str], folder: Path, *script: object) -> list[dict[str, Any]]:

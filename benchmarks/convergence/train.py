@@ -13,6 +13,7 @@ import json
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -90,6 +91,8 @@ def main() -> None:
         outcome = {**verdict, "digests": digests(model, optimizer), "seconds": seconds, "losses": losses}
         outcome |= {"times": times, "looks": looks}
         (options.out / f"rank{options.rank}.json").write_text(json.dumps(outcome))
+        # Not by torch.save, which under DADT is left to one rank.
+        np.savez(options.out / f"rank{options.rank}.npz", **{k: v.numpy() for k, v in model.state_dict().items()})
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from dadt.checkpoint import Arrived, flights
 from dadt.config import predict_factors
 from dadt.divergence import FACTOR, Divergence
 from dadt.predictions.displacement import auto_factors, momentum_of
-from dadt.predictions.expectation import share_of
+from dadt.predictions.expectation import DAMPING, share_of
 from dadt.predictions.next_step import known
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ def _bears(optimizer: torch.optim.Optimizer, predict: str, delay: int, ranks: in
     def limit(late: int) -> float:
         factors = predict_factors(predict)
         if late == 1 and factors is None and known(optimizer):
-            return stability.limit_by_own(momentum, share_of(ranks), nesterov=nesterov)
+            return stability.limit_by_own(momentum, share_of(ranks), DAMPING, nesterov=nesterov)
         factors = factors or auto_factors(optimizer, late)
         return stability.limit(momentum, late, *(factors if late else (0.0, 0.0)), nesterov=nesterov)
 

@@ -26,7 +26,7 @@ BUSY = 0.1
 """Of a GPU's memory in use."""
 NODES = Path("/dev/nvidiactl")
 INSTALL = "https://pytorch.org/get-started/locally names the pip line for it"
-UNPEERED, PEERED_DRIVER = "RTX 40", (550, 40, 7)
+UNPEERED, PEERED_DRIVER = "GeForce RTX 40", (550, 40, 7)
 """GPUs that claim to reach each other and do not, and the driver from which on they no longer claim it."""
 ARCH = re.compile(r"(sm|compute)_(\d+?)(\d)[a-z]?")
 

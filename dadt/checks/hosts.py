@@ -241,9 +241,9 @@ def _results(crew: Crew, asked: Asked, job: str) -> tuple[dict[Node, list[Check]
 def _parsed(out: bytes, error: str) -> tuple[list[Check], list[Way]]:
     try:
         told = json.loads(out)
-    except ValueError:
+        return [Check(**fields) for fields in told["checks"]], [Way(**fields) for fields in told["ways"]]
+    except (ValueError, TypeError, KeyError):  # nothing, or what another version of DADT says
         return [fail("checks", error, "run dadt check-env on that host").of("hosts")], []
-    return [Check(**fields) for fields in told["checks"]], [Way(**fields) for fields in told["ways"]]
 
 
 def differences(hosts: Mapping[str, Sequence[Check]]) -> list[Check]:

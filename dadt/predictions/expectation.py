@@ -64,12 +64,12 @@ class Expectation(Prediction):
         super().before_step(late=late, scale=scale)
         if not self._buffers:
             self._buffers = [torch.zeros_like(p.data) for p in self.parameters]
-        if self._holds is Holds.AVERAGE:  # the first late step: nothing arrives in it
-            self._expect_first(scale)
-        elif late:
+        if late:
             # A copy: where gradients are set to zero in place, they lie in memory that averages come to.
             self._absent = self._copy_gradients(self._buffers)
             self._holds = Holds.OWN
+        elif self._holds is Holds.AVERAGE:  # the first late step: nothing arrives in it
+            self._expect_first(scale)
 
     def _expect_first(self, scale: torch.Tensor | None) -> None:
         """From the average of the last synchronous step, in the buffers, and the own gradients in `.grad`."""

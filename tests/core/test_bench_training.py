@@ -58,7 +58,7 @@ def run(folder: Path, *arguments: object, code: int = 0) -> str:
 
 
 def test_a_factory_is_measured_and_told_in_every_form(tmp_path: Path) -> None:
-    given = ["--model", "mine:small", "-np", 1, "--batch-size", 4, "--steps", 2, "--rounds", 6, "--precision", "bf16"]
+    given = ["--model", "mine:small", "-np", 1, "--batch-size", 4, "--steps", 2, "--rounds", 7, "--precision", "bf16"]
     files = ["--json", tmp_path / "a.json", "--csv", tmp_path / "a.csv", "--plot", tmp_path / "a.html"]
     said = run(tmp_path, *given, "--against", "horovod,sync", *files)
     assert "samples/s" in said and "8 parameters, bf16" in said and " for each worker; this host has " in said

@@ -118,3 +118,21 @@ def test_an_infinity_in_flight_predicts_nothing() -> None:
     prediction.join({w: torch.full_like(w, torch.inf)}, None)
     prediction.apply()
     assert torch.equal(w, before)
+
+
+def test_what_was_forgotten_within_a_step_is_predicted_again_two_steps_later() -> None:
+    """As where ranks took over rank 0's weights in the middle of it."""
+    w, optimizer, prediction = begun("adam", "float32")
+    moved = []
+    for forgets in (True, False, False):
+        w.grad = torch.randn_like(w)
+        prediction.before_step(late=True, scale=None)
+        if forgets:
+            prediction.forget()
+        optimizer.step()
+        prediction.after_step(held=False, scale=None)
+        before = w.detach().clone()
+        prediction.apply()
+        moved.append(not torch.equal(w, before))
+        prediction.undo()
+    assert moved == [False, True, True]

@@ -9,7 +9,7 @@ from scenarios import STEPS, WARMUP, simulate
 
 from dadt import stability
 from dadt.predictions.displacement import auto_factors
-from dadt.predictions.expectation import Expectation
+from dadt.predictions.expectation import DAMPING, Expectation
 
 NAMES = ("sgd", "momentum", "nesterov", "zero", "adam", "accumulate", "clip", "unused", "frozen")
 
@@ -83,7 +83,7 @@ def test_the_limit_of_prediction_by_the_own_gradient(share, nesterov) -> None:
             in_flight = mean if step else None
         return abs(w.item()) + abs((own[0] - own[1]).item())
 
-    limit = stability.limit_by_own(0.9, share, nesterov=nesterov)
+    limit = stability.limit_by_own(0.9, share, DAMPING, nesterov=nesterov)
     assert distance(0.97 * limit) < 1e-3
     assert not distance(1.03 * limit) < 1.0
 
