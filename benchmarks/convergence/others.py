@@ -28,6 +28,7 @@ FLAGS = {
     "fp16": ["--compression", "fp16"],
     "int8": ["--compression", "int8"],
     "powersgd": ["--compression", "powersgd:4"],
+    "sync-powersgd": ["--algorithm", "sync", "--compression", "powersgd:4"],
     "sync-int8": ["--algorithm", "sync", "--compression", "int8"],
     "real-pipe": [],
 }

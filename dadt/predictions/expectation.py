@@ -21,11 +21,11 @@ DAMPING = 0.5
 
 
 def share_of(ranks: int) -> float:
-    """The rank's own gradient's in what it expects; see docs/results/convergence.md.
+    """Of the rank's own gradient in what it expects: the less, the more ranks there are, down to half.
 
-    From the mean it differs by sqrt(ranks - 1) times the noise of that.
+    From the mean it differs by sqrt(ranks - 1) times the noise of that; see docs/results/convergence.md.
     """
-    return 0.9 / math.sqrt(max(1, ranks - 1))
+    return max(0.5, 0.9 / math.sqrt(max(1, ranks - 1)))
 
 
 class Expectation(Prediction):
