@@ -25,17 +25,16 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "tests" / "hosts"))
 from machine import Network  # type: ignore[import-not-found] # noqa: E402
 
-LOCAL = ["--algorithm", "local", "--warmup-steps", "10", "--sync-every"]
+LOCAL = ["--algorithm", "local", "--sync-every", "32", "--warmup-steps", "10"]
 """Few synchronous steps: on such a link each takes as long as ten others."""
-OUTER = ["--outer-lr", "0.7", "--outer-momentum", "0.9"]
+DILOCO = [*LOCAL, "--outer-lr", "0.7", "--outer-momentum", "0.9"]
 METHODS = {
     "pipe": [],
     "pipe + int8": ["--compression", "int8"],
     "pipe + PowerSGD": ["--compression", "powersgd:4"],
-    "local": [*LOCAL, "32"],
-    "DiLoCo": [*LOCAL, "8", *OUTER],
-    "DiLoCo + int8": [*LOCAL, "8", *OUTER, "--compression", "int8"],
-    "DiLoCo, 32 steps": [*LOCAL, "32", *OUTER],
+    "local": LOCAL,
+    "DiLoCo": DILOCO,
+    "DiLoCo + int8": [*DILOCO, "--compression", "int8"],
 }
 TRAIN = ["-m", "benchmarks.convergence.train"]
 PORT = 29481
