@@ -28,6 +28,10 @@ _LATE_TIMES = 3.0
 """The same, in terms of what it usually takes."""
 
 
+_STOP_SECONDS = 5.0
+"""That threads may take to end, once nothing is to be waited for."""
+
+
 class Pairing:
     """Averages with a rank's neighbours, each time with one; with another one meanwhile where an answer is late.
 
@@ -115,6 +119,13 @@ class Pairing:
                     f"rank {self._world.rank} waited {self._timeout:g} s for rank {peer} at the end of a gossip"
                 )
         self.check()
+
+    def stop(self) -> None:
+        """After the end, or a failure, which has ended all messages."""
+        self.retire()
+        deadline = monotonic() + _STOP_SECONDS
+        for thread in self._threads.values():
+            thread.join(max(0.0, deadline - monotonic()))
 
     def _tie(self, published: Published) -> Tie:
         return tie(self._compression, published, asks(self._world.rank))

@@ -77,6 +77,9 @@ class Runtime:
         """What averages tensors of this rank's GPU where they are."""
         self.on_end: list[Callable[[], None]] = []
         """Called when the script has ended, whatever has become of its optimizers: as added, the same on all ranks."""
+        self.on_stop: list[Callable[[], None]] = []
+        """Called last, also after a failure: messages under way have failed, and threads that use torch end here, as
+        the interpreter aborts the process where it ends and they do not."""
         self.counts: list[Callable[[], tuple[int, int]]] = []
         """Of what sends bytes beside the engine: to the peers so far, and what they would be without compression."""
         self._disconnect: Callable[[], None] = lambda: None
@@ -533,6 +536,8 @@ class Runtime:
             if self.timeline is not None:
                 self.timeline.stop()
             self._disconnect()
+            for callback in self.on_stop:
+                callback()
             self.in_flight.clear()
 
 

@@ -52,6 +52,7 @@ class Gossip(Algorithm):
         weakref.finalize(attachment.optimizer, self._pairing.forsake).atexit = False
         end = End(runtime, weakref.ref(attachment), self._pairing, tag + 1)
         runtime.on_end.append(end)
+        runtime.on_stop.append(self._pairing.stop)
 
     @property
     def exchanges(self) -> int:

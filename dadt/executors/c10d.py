@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from dadt.world import World
 
 _REDUCE = {"sum": ReduceOp.SUM, "min": ReduceOp.MIN, "max": ReduceOp.MAX, "product": ReduceOp.PRODUCT}
-_GIVE_UP_SECONDS = 1.0
+_GIVE_UP_SECONDS = 5.0
 _LONG = datetime.timedelta(days=30)
 _TAG = 1 << 30
 """Tags of the executor's own messages; the caller's are below."""
@@ -152,6 +153,7 @@ class C10d:
         self._aborted = False
         self._kept = Kept(lambda: False)  # each ends by itself, be it by an error
         self._messages: weakref.WeakSet[Message] = weakref.WeakSet()
+        self._lock = threading.Lock()
         self._letters = Letters(group, rank)
 
     def start(self, flat: torch.Tensor) -> Any:
@@ -217,21 +219,30 @@ class C10d:
             receive.copy_(part)
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Message:
+        self._check()
         if self._device is not None:
             return self._keep(self._send(tensor, peer, tag))
         return self._keep(Message(self._letters.send(tensor, peer, tag), self._rank, tensor, tensor))
 
     def receive(self, tensor: torch.Tensor, peer: int | None, tag: int = 0) -> Message:
+        self._check()
         if self._device is not None:
             return self._keep(self._receive(tensor, peer, tag))
         message = Message(self._letters.receive(tensor, peer, tag), peer, tensor, tensor)
         message.begin()
         return self._keep(message)
 
+    def _check(self) -> None:
+        if self._aborted:
+            raise PeerLost("no message is sent or received any more: the job has failed")
+
     def _keep(self, message: Message) -> Message:
         """One that nobody keeps would not be delivered."""
         self._kept.add(message, message)
-        self._messages.add(message)
+        with self._lock:
+            self._messages.add(message)
+        if self._aborted:  # meanwhile
+            message.give_up(_GIVE_UP_SECONDS)
         return message
 
     def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
@@ -253,8 +264,11 @@ class C10d:
         if self.name == "nccl" and not self._aborted:
             self._group.shutdown()  # else it warns that nobody has ended it
         if self._aborted:
-            for message in list(self._messages):
-                message.give_up()
+            deadline = monotonic() + _GIVE_UP_SECONDS
+            with self._lock:
+                messages = list(self._messages)
+            for message in messages:
+                message.give_up(max(0.0, deadline - monotonic()))
         self._letters.close()
         self._group = None
 
@@ -283,14 +297,19 @@ class Message:
         """Go on with it though nobody waits: what follows the length is asked for when that has come."""
         self._awaited()
 
-    def give_up(self) -> None:
+    def give_up(self, timeout: float) -> None:
         """After a failure, before the interpreter ends: a thread that comes out of the library later would abort the
         process. A wait that times out closes Gloo's connections, and so ends all others."""
-        if self._ended is None or self._ended.is_set():
+        with self._lock:
+            if self._ended is None:  # no thread is in the library for it, nor shall be
+                self._error = PeerLost("it was given up")
+                self._ended = threading.Event()
+                self._ended.set()
+        if self._ended.is_set():
             return
         with suppress(Exception):  # whatever it ends with, it was given up
             self._work.wait(datetime.timedelta(milliseconds=1))
-        self._ended.wait(_GIVE_UP_SECONDS)
+        self._ended.wait(timeout)
 
     def finish(self) -> None:
         """Wait as long as the group does."""

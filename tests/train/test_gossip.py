@@ -215,6 +215,18 @@ def test_what_a_rank_does_concerns_no_other(dadt_run) -> None:
 @pytest.mark.parametrize("executor", [pytest.param("shm", marks=pytest.mark.slow), "gloo"])
 def test_a_failure_ends_all_ranks(dadt_run, executor) -> None:
     script = """
+    import threading
+    from dadt.pairing import Pairing
+    def left():
+        names = [t.name for t in threading.enumerate() if t.name.startswith("dadt-")]
+        print(f"rank {rank} ends with", names, flush=True)
+    def busy(pairing):
+        until = time.monotonic() + 0.5
+        while time.monotonic() < until:
+            torch.ones(1000).sum()
+    Pairing._let_go = busy  # a thread that is in torch where the interpreter ends aborts the process
+    step()
+    worker.runtime.on_stop.append(left)  # after the gossip's own
     while True:
         step()
         if rank == 1 and gossip().exchanges >= 3:
@@ -222,6 +234,7 @@ def test_a_failure_ends_all_ranks(dadt_run, executor) -> None:
     """
     run = dadt_run(PRELUDE + script, "--algorithm", "gossip", "--executor", executor, np=3, check=False)
     assert run.code == 1
+    assert "rank 1 ends with []" in run.output
     assert "OSError: the disk of rank 1 is full" in run.output
     assert "terminate called" not in run.output and "dadt: worker 1 failed" in run.output
 
