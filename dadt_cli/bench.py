@@ -105,8 +105,8 @@ def _train_command(name: str) -> click.Command:
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True)
 @click.option("--data", default="", metavar="PATH", help="Real data: folders of images by class, or a file of text.")
-@click.option("--against", default="", metavar="LIST", help="Peers to compare with: ddp,horovod,sync.")
-@click.option("--sweep", default="", metavar="LIST", help="Every combination of settings: executor=shm,gloo,np=1,2.")
+@click.option("--against", multiple=True, metavar="LIST", help="Peers to compare with: ddp,horovod,sync.")
+@click.option("--sweep", multiple=True, metavar="LIST", help="Every combination of settings: executor=shm,gloo,np=1,2.")
 @json_option
 @csv_option
 @plot_option
@@ -115,8 +115,8 @@ def _train_options() -> None:
 
 
 def _train(
-    *, model: str, batch_size: int, steps: int, rounds: int, device: str, precision: str, data: str, against: str,
-    sweep: str, json: str | None, csv: str | None, plot: str | None, **given: Any,
+    *, model: str, batch_size: int, steps: int, rounds: int, device: str, precision: str, data: str,
+    against: tuple[str, ...], sweep: tuple[str, ...], json: str | None, csv: str | None, plot: str | None, **given: Any,
 ) -> int:  # fmt: skip
     outputs = Outputs(json, csv, plot)
     config = config_of(given)
@@ -126,11 +126,11 @@ def _train(
     from dadt.benchmarks.sweep import blocks, parse_peers, parse_sweep
     from dadt.benchmarks.training import Task, absent, check
 
-    peers, notes = parse_peers(against), []
+    peers, notes = parse_peers(",".join(against)), []
     for peer in [peer for peer in peers if absent(peer, _simulated(config))]:
         notes.append(absent(peer, _simulated(config)))
         peers.remove(peer)
-    wanted = blocks(config, _chosen(config), parse_sweep(sweep), peers, ranks, batch_size)
+    wanted = blocks(config, _chosen(config), parse_sweep(",".join(sweep)), peers, ranks, batch_size)
     for block in wanted:
         check(block.contenders, steps, rounds)
         _check_hosts(config, block.ranks)

@@ -252,6 +252,7 @@ def test_images_are_read_from_folders_by_class(tmp_path: Path) -> None:
         (["mlp", "--against", "me"], "--against me: unknown; choose from ddp, horovod, sync"),
         (["mlp", "--sweep", "gloo"], "--sweep gloo: give settings with their values, as executor=shm,gloo,batch=8,32"),
         (["mlp", "--sweep", "np=two"], "--sweep np=two: give whole numbers above 0"),
+        (["mlp", "--sweep", "batch=x", "--sweep", "np=2"], "--sweep batch=x: give whole numbers above 0"),
         (["mlp", "--sweep", "hosts=a"], "there is no hosts; sweep over batch, np or settings of dadt run"),
         (["mlp", "--sweep", "executor=smh"], "--executor smh: unknown"),
         (["mlp", "--sweep", "bucket-mb=" + ",".join(map(str, range(1, 17)))], "18 contenders are up at once; 16 are"),
