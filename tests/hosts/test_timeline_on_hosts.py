@@ -1,10 +1,12 @@
-"""A timeline of ranks on several hosts: one file where rank 0 is, and one time."""
+"""A timeline of ranks on several hosts: one file where rank 0 is, and one time; and their figures at the launcher."""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 sys.path.append(str(Path(__file__).parents[1]))
 from core.test_timeline import check_format
@@ -19,7 +21,8 @@ for step in range(10):
 
 def test_ranks_on_several_hosts_are_in_one_time(hosts, start):
     network = hosts(2)
-    run = start(network, TRAIN, "-np", 2, "-H", network.list(1), "--timeline", "t.json", "train.py")
+    told = ["--timeline", "t.json", "--metrics", "tensorboard:m"]
+    run = start(network, TRAIN, "-np", 2, "-H", network.list(1), *told, "train.py")
     result = run.finish()
     assert result.code == 0, result.err
     assert [path.name for path in run.folder.glob("t.json*")] == ["t.json"]
@@ -32,5 +35,10 @@ def test_ranks_on_several_hosts_are_in_one_time(hosts, start):
         for rank, end in ((0, 0), (1, 1))
     )
     assert begins.keys() == ends.keys() and len(begins) >= 10
+    (job,) = (run.folder / "m").iterdir()
+    for rank in range(2):
+        figures = EventAccumulator(str(job / f"rank{rank}"))
+        figures.Reload()
+        assert figures.Scalars("dadt/steps_total")[-1].value == 10
     # Nobody has an average before rank 0 has begun to give its part.
     assert all(ends[name] >= begins[name] - error for name in begins)
