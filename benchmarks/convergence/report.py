@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from torch import nn
+
 from benchmarks.convergence.family import FAMILIES
 from benchmarks.convergence.interval import Interval, interval
 from benchmarks.convergence.simulator import EVERY
@@ -15,7 +17,7 @@ from benchmarks.convergence.study import SWEEP_SEEDS, Results, load, score
 
 BEGIN, END = "<!-- tables: made by python -m benchmarks.convergence --report -->", "<!-- end of tables -->"
 COLORS = {"sync": "#1f3b57", "plain": "#c8553d", "pipe": "#2a9d8f"}
-LOOSE = ("gossip", "local", "diloco", "diloco-8")
+LOOSE = ("gossip", "gossip-sqrt", "local", "local-sqrt", "diloco", "diloco-8")
 AVERAGED = ", averaged"
 """The mean of the ranks' weights in place of each rank's own."""
 EXACT = ("bf16", "fp16", "int8")
@@ -95,6 +97,28 @@ def table(results: Results) -> str:
     return "\n".join(lines)
 
 
+def chance(results: Results) -> str:
+    """What another order of summation makes of the same training: `sync` against itself with the fewest workers."""
+    lines = ["| family | rate | workers | seeds | `sync` above itself (95 %) |", "|---|---|---|---|---|"]
+    scores = {key[:3]: by_seed for key, by_seed in groups(results).items() if key[3] == "sync"}
+    for (family, rate, ranks), by_seed in sorted(scores.items()):
+        fewest = min(r for f, at, r in scores if (f, at) == (family, rate))
+        first = scores[family, rate, fewest]
+        sign = -1 if FAMILIES[family].counts else 1
+        above = [sign * (value - first[seed]) for seed, value in by_seed.items() if seed in first]
+        if ranks == fewest or len(above) < 2 or normalizes(family):
+            continue
+        found = interval(above)
+        cells = f"{found.mean:.4f} ({found.low:.4f} to {found.high:.4f})"
+        lines.append(f"| {family} | {rate:g} | {ranks} against {fewest} | {found.pairs} | {cells} |")
+    return "\n".join(lines)
+
+
+def normalizes(family: str) -> bool:
+    """With BatchNorm each rank normalizes by its own part of the batch: other ranks, another training."""
+    return any(isinstance(module, nn.BatchNorm2d) for module in FAMILIES[family].begin(0, 1.0)[0].modules())
+
+
 def sweeps(results: Results) -> str:
     """What `sync` reaches at each learning rate."""
     lines = ["| family | rate | sync |", "|---|---|---|"]
@@ -161,7 +185,7 @@ def draw(panel: object, outcomes: list[dict[str, list[float]]], method: str, col
 def write(path: Path) -> None:
     """Print the tables, put them into the page beside the results, and draw the pictures."""
     results = load(path)
-    tables = f"{sweeps(results)}\n\n{table(results)}"
+    tables = f"{sweeps(results)}\n\n{chance(results)}\n\n{table(results)}"
     print(tables)
     page = path.with_suffix(".md")
     if page.exists():
