@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+import psutil
+
 from dadt.benchmarks.line import Hello, Worked
 from dadt.benchmarks.party import Here, Horovodrun, Party, Place, start
 from dadt.benchmarks.ratio import Interval, interval, ratio
@@ -132,20 +134,19 @@ def measure(
     """
     check(contenders, steps, rounds)
     with ExitStack() as stack:
-        parties: list[Party] = []
-        threads = 0
+        place, threads = place or Here(), 0
         # Those with the most ranks first: one worker alone gets as many threads as one of theirs.
         order = sorted(range(len(contenders)), key=lambda i: -contenders[i].ranks)
         started: dict[int, Party] = {}
-        for i in order:
+        for at, i in enumerate(order):
             progress(f"{contenders[i].name} starts")
-            party = _start(stack, contenders[i], task, place or Here(), threads)
+            started[i] = party = _start(stack, contenders[i], task, place, threads)
             threads = threads or party.hellos[0].threads
-            started[i] = party
+            progress(f"{contenders[i].name} warms up")
+            worked = party.train(contenders[i].warmup + WARMUP - 1, 1)
+            if party.hellos[0].device == "cpu" and not place.remote:
+                _check_memory(worked, sum(contenders[j].ranks for j in order[at + 1 :]))
         parties = [started[i] for i in range(len(contenders))]
-        for contender, party in zip(contenders, parties, strict=True):
-            progress(f"{contender.name} warms up")
-            party.train(contender.warmup + WARMUP - 1, 1)
         turns: list[list[list[Worked]]] = [[] for _ in contenders]
         for turn in range(rounds):
             progress(f"round {turn + 1} of {rounds}")
@@ -166,6 +167,16 @@ def check(contenders: Sequence[Contender], steps: int, rounds: int) -> None:
             raise ConfigError(f"--steps {steps}: `local` averages every {period} steps, give as many or more")
     if len(contenders) > MOST:
         raise ConfigError(f"{len(contenders)} contenders are up at once; {MOST} are the most: sweep over fewer values")
+
+
+def _check_memory(worked: Sequence[Worked], more: int) -> None:
+    """A machine that has too little for them stands still for minutes before the kernel ends anything."""
+    need, free = more * max(each.memory for each in worked), psutil.virtual_memory().available
+    if need > free:
+        raise ConfigError(
+            f"all contenders are up at once: {more} workers more need about {need / 1e9:.1f} GB of memory, and"
+            f" {free / 1e9:.1f} GB are free -> a smaller --batch-size, fewer workers (-np), peers or values of --sweep"
+        )
 
 
 def absent(peer: str, simulated: bool) -> str:

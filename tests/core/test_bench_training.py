@@ -14,7 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from dadt.benchmarks import models
+from dadt.benchmarks import models, training
 from dadt.benchmarks.data import Images, Text
 from dadt.benchmarks.line import Hello, Worked
 from dadt.benchmarks.models import resnet, transformer, vgg
@@ -117,6 +117,14 @@ def test_it_goes_by_the_number_of_workers_and_reads_a_text(tmp_path: Path) -> No
 def worked(*seconds: float) -> list[Worked]:
     """Of a turn, by rank."""
     return [Worked(each, 0.1 * each, 7 + i) for i, each in enumerate(seconds)]
+
+
+def test_workers_that_do_not_fit_into_memory_are_refused_before_they_start() -> None:
+    one = [Worked(1.0, 0.0, 1 << 20), Worked(1.0, 0.0, 1 << 50)]
+    training._check_memory(one, 0)
+    training._check_memory(one[:1], 2)
+    with pytest.raises(ConfigError, match=r"2 workers more need about 2251799.8 GB of memory, and [\d.]+ GB are free"):
+        training._check_memory(one, 2)
 
 
 def test_figures_come_of_the_slowest_rank_and_of_the_same_round() -> None:
