@@ -15,7 +15,7 @@ import torch
 PRELUDE = """\
 import os, sys
 sys.path.insert(0, {here!r})
-import torch
+import torch{light}
 from torch import nn
 torch.set_num_threads(1)
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -70,7 +70,9 @@ def runner(tmp_path: Path):
     def run(script: str, *options: str, np: int = 2, check: bool = True, timeout: float = 150) -> Run:
         path = tmp_path / "train.py"
         here = str(Path(__file__).parent)
-        path.write_text(PRELUDE.format(here=here, folder=str(tmp_path)) + textwrap.dedent(script))
+        light = "" if "torch.compile" in script else ", light"
+        prelude = PRELUDE.format(here=here, folder=str(tmp_path), light=light)
+        path.write_text(prelude + textwrap.dedent(script))
         command = [sys.executable, "-m", "dadt_cli", "run", "-np", str(np), *options, str(path)]
         done = subprocess.run(
             command,
