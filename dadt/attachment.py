@@ -49,6 +49,9 @@ class Attachment:
         """Batches from shared loaders since the last exchange."""
         self._samples = 0.0
         self._fill = 1.0
+        """How full the batches of a step are: what its gradient counts."""
+        self._fills_up = False
+        """From the next step on it is 1 again, unless that draws."""
         self._exchanges = 0
         self.consumed = False
         """This step's gradients are averaged."""
@@ -222,9 +225,18 @@ class Attachment:
         """A batch of a shared loader was handed to the script; samples of it count, of nominally so many."""
         if self.drawn == 0:
             self._samples = 0.0
+        self._fills_up = False
         self.drawn += 1
         self._samples += samples / max(nominal, 1)
         self._fill = self._samples / self.drawn
+
+    def pass_over(self) -> None:
+        """A shared loader has come to its end: a step that draws nothing (the script repeats batches that it has
+        kept) counts in full, as it is not known which batch it takes."""
+        if self.drawn:  # what was accumulated since the last step is still to be used
+            self._fills_up = True
+        else:
+            self._fill = 1.0
 
     def consume(self) -> None:
         """The first place of a step where gradients are used: exchange, and make `.grad` what shall be applied."""
@@ -291,6 +303,8 @@ class Attachment:
         self.algorithm.after_step()
         self.measure.stepped()
         self.step += 1
+        if self._fills_up:
+            self._fill, self._fills_up = 1.0, False
         self._delivered = []
         self.consumed = self.stepping = False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import itertools
 import weakref
@@ -235,8 +236,14 @@ class Runtime:
             return
         for callback in self.on_claim:
             callback()
-        for optimizer in [o for o in self.optimizers if o not in self._attachments]:
+        if len(new := self._unattached()) > 1:
+            gc.collect()  # one that the script has dropped may live on in a cycle of references, on some ranks only
+            new = self._unattached()
+        for optimizer in new:
             self._attach(optimizer)
+
+    def _unattached(self) -> list[torch.optim.Optimizer]:
+        return [o for o in self.optimizers if o not in self._attachments]
 
     def begin(self) -> None:
         """A training forward or a consumption is next."""
@@ -408,6 +415,11 @@ class Runtime:
         self.samples += samples
         for attachment in self.attachments:
             attachment.drew(samples, nominal)
+
+    def pass_over(self) -> None:
+        """The script has come to the end of a shared loader."""
+        for attachment in self.attachments:
+            attachment.pass_over()
 
     def say(self, text: str, level: str = "info") -> None:
         """One line to the user, each text once; rank 0 speaks for all, warnings come from any rank."""

@@ -42,6 +42,7 @@ class Runtime(Protocol):
     def allgather(self, name: str, data: bytes) -> Work: ...
     def wait(self, work: Work) -> None: ...
     def drew(self, samples: int, nominal: int) -> None: ...
+    def pass_over(self) -> None: ...
 
 
 class Order:
@@ -176,7 +177,8 @@ class Feed:
             self._end()
             raise
         except Exception:
-            self._take()
+            if self._pieces:  # else the sampler itself has failed, with nothing read for it
+                self._take()
             raise
         piece = self._take()
         self._batches += 1
@@ -194,6 +196,7 @@ class Feed:
         return self._pieces.popleft()
 
     def _end(self) -> None:
+        self.runtime.pass_over()
         if self.passes == 1 and self._batches > 1 and self.runtime.step == self._step:
             name = self.comparison.name
             self.runtime.say(

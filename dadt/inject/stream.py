@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch.utils.data import IterableDataset, IterDataPipe
@@ -164,8 +164,7 @@ class StreamFeed:
             raise self._failure
         having = [flag == b"\x01" for flag in self._asked.lanes]
         if not any(having):
-            self._ended = True
-            raise StopIteration
+            self._end()
         batch = self._ahead or self._repeat(having)
         self._last = batch._replace(samples=0)
         self._look_ahead()
@@ -176,11 +175,15 @@ class StreamFeed:
     def _next_own(self) -> Any:
         batch = self._fetch()
         if batch is None:
-            self._ended = True
-            raise StopIteration
+            self._end()
         if self._training or self.runtime.trains():
             self.runtime.drew(batch.samples, self.nominal)
         return batch.data
+
+    def _end(self) -> NoReturn:
+        self._ended = True
+        self.runtime.pass_over()
+        raise StopIteration
 
     def _look_ahead(self) -> None:
         self._ahead = None

@@ -54,6 +54,7 @@ class Runtime:
         self.said: list[str] = []
         self.warned: list[str] = []
         self.draws: list[tuple[int, int]] = []
+        self.ends: list[int] = []
         self._operations = 0
         self.streams = seed.install(self)
         loader.install(self, self.streams)
@@ -86,6 +87,9 @@ class Runtime:
 
     def drew(self, samples: int, nominal: int) -> None:
         self.draws.append((samples, nominal))
+
+    def pass_over(self) -> None:
+        self.ends.append(len(self.draws))
 
     def show_true_weights(self) -> None:
         pass

@@ -481,6 +481,28 @@ def test_an_error_in_the_data_set_is_counted_out(tmp_path):
         assert b == (["broken", [6, 7], [8, 9]], [(2, 2), (0, 2)])
 
 
+class Failing(Sampler):
+    def __init__(self) -> None:
+        pass
+
+    def __len__(self) -> int:
+        return 11
+
+    def __iter__(self):
+        yield from range(8)
+        raise KeyError("no class 7")
+
+
+def test_an_error_of_the_sampler_is_raised_as_it_is(tmp_path):
+    def script(runtime):
+        batches = iter(DataLoader(Numbers(11), batch_size=2, sampler=Failing()))
+        with pytest.raises(KeyError, match="no class 7"):
+            for _ in range(3):
+                next(batches)
+
+    ranks(2, script, tmp_path)
+
+
 def test_nothing_is_patched_in_a_world_of_one(tmp_path):
     before = DataLoader.__iter__, DataLoader.__init__, DataLoader.__len__, torch.manual_seed
 

@@ -169,6 +169,19 @@ SCRIPTS = {
             fit(model, next(iter(loader)), optimizer)
         result()
         """,
+    "kept": """
+        ones = DataLoader(TensorDataset(torch.ones(17, 1)), batch_size=4, shuffle=True)
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        moved = []
+        for (batch,) in itertools.islice(itertools.cycle(ones), 6):
+            before = model.weight.item()
+            optimizer.zero_grad()
+            ((rank + 1) * model(batch).mean()).backward()
+            optimizer.step()
+            moved.append(round(before - model.weight.item(), 6))
+        result(moved=moved)
+        """,
     "saving": """
         loader = DataLoader(data, batch_size=5, shuffle=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -221,6 +234,12 @@ def test_cycle_and_next_of_iter(several):
     assert joined(results, 0, 5) == joined(results, 5, 10) == list(range(50))
     for mine, theirs in zip(*(one["read"][10:] for one in results), strict=True):
         assert not set(mine) & set(theirs)
+
+
+def test_batches_that_the_script_has_kept_count_in_full(several):
+    """Rank 1 has no sample in the third batch; that it repeats one is over with the pass."""
+    results, *_ = several("kept")
+    assert [one["moved"] for one in results] == 2 * [[1.5, 1.5, 1.0, 1.5, 1.5, 1.5]]
 
 
 @pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])

@@ -208,6 +208,16 @@ def test_an_error_comes_with_its_own_batch(tmp_path):
     assert ranks(2, script, tmp_path) == [[0, 2, 4], [1, 3, 5]]
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_the_end_of_a_pass_is_told(together, tmp_path):
+    def script(runtime):
+        runtime.together = together
+        loader = DataLoader(Numbers(0, 6), batch_size=1)
+        return [len(list(loader)) for _ in range(2)], runtime.ends
+
+    assert ranks(2, script, tmp_path) == 2 * [([3, 3], [3, 6])]
+
+
 def test_streams_that_differ_by_rank_are_an_error(tmp_path):
     def script(runtime):
         batches = iter(DataLoader(Numbers(0, 4 if runtime.world.rank == 0 else 0), batch_size=1))
