@@ -121,13 +121,17 @@ class Fragment:
         return bool(self._works)
 
     @property
+    def works(self) -> list[Work | Averaging]:
+        return self._works + self._second
+
+    @property
     def done(self) -> bool:
-        return all(w.done for w in self._works + self._second)
+        return all(w.done for w in self.works)
 
     @property
     def seconds(self) -> float:
         """Of the exchange that has come."""
-        return sum(w.seconds for w in self._works + self._second)
+        return sum(w.seconds for w in self.works)
 
     def tensors_of(self, work: Work | Averaging) -> list[torch.Tensor]:
         """The parameters that it moves; none if it is not one of these works."""

@@ -98,6 +98,8 @@ class Runtime:
         """Optimizers whose gradients the script averages itself, or not wrapped where it calls `dadt.init`."""
         self.in_flight: list[Exchange | Fragment] = []
         """Exchanges that may not be done yet."""
+        self._launched_at: weakref.WeakKeyDictionary[Exchange | Fragment, int] = weakref.WeakKeyDictionary()
+        """How many steps this rank had taken when it launched each."""
         self._stall = Stall(self)
         self.checkpoints = Checkpoints(self)
         self._step_times = StepTimes()
@@ -383,6 +385,14 @@ class Runtime:
     def keep(self, exchange: Exchange | Fragment) -> None:
         """Hold the exchange's memory until its works are done, whatever becomes of its owner."""
         self.in_flight = [e for e in self.in_flight if not e.done] + [exchange]
+        self._launched_at[exchange] = self.step
+
+    def steps_before(self, work: Work | Averaging) -> int:
+        """How many steps this rank had taken when it launched the work."""
+        for exchange in self.in_flight:
+            if any(mine is work for mine in exchange.works):
+                return self._launched_at[exchange]
+        return self.step
 
     def allgather(self, name: str, data: bytes) -> Work:
         return self.engine.allgather(data, name)

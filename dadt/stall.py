@@ -32,7 +32,9 @@ class Stall:
         control, config, rank = runtime.control, runtime.config, runtime.world.rank
         peers = [p for p in control.peers() if p["rank"] != rank] if control else []
         who = ", ".join(f"rank {p['rank']} {p['state']}" for p in peers) or "a peer did not come"
-        if not closing and any(str(p["state"]).startswith("has ended") for p in peers):
+        ended = [p for p in peers if str(p["state"]).startswith("has ended")]
+        # One that went on after this rank has launched the work has launched it, too: its bytes are under way.
+        if not closing and any(p["step"] <= runtime.steps_before(work) for p in ended):
             self._give_up()
             raise Mismatch(f"rank {rank} is in {work.name}, {who}: the ranks do not run the same steps")
         if waited > config.timeout:

@@ -270,6 +270,7 @@ class Job:
 
     def _on_ending(self, node: Node, frame: Frame) -> None:
         member = self._rendezvous.members[frame["rank"]]
+        member.went_to(frame["steps"], 0.0)
         member.finished = True
         member.sign(f"has ended after {frame['steps']} steps")
 

@@ -136,13 +136,34 @@ BUFFERS = """
 """
 
 
+LATE = """
+    import threading
+    from dadt import _core
+    from dadt.inject import worker
+    from scenarios import backward, SCENARIOS, mlp
+    model = mlp(); optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(8):
+        backward(SCENARIOS["momentum"], model, rank, step)
+        if step == 7:  # what comes next in the order takes long, as over a slow line
+            layout = _core.Layout(_core.DType.float32, [0])
+            before = worker.runtime.engine.allreduce(layout, [0], [0], "before", held=rank == 1)
+        optimizer.step()
+        optimizer.zero_grad()
+    if rank == 1:
+        line = threading.Timer(5.0, worker.runtime.engine.release, [before])
+        line.daemon = True
+        line.start()
+    report(optimizer.state_dict()["dadt"]["state"]["in_flight"] if rank == 0 else None)
+"""
+
+
 @pytest.fixture(scope="module")
 def shared(shared_run) -> dict[str, Run]:
     unlike = IDENTICAL.format(rank="rank") + "    report({})\n"
     both = {"plateau": PLATEAU, "buffers": BUFFERS, "restored": RESTORED}
     options = "--warmup-steps", "4", "--algorithm"
     return {
-        "pipe": shared_run(joined(**both, unlike=unlike), *options, "pipe"),
+        "pipe": shared_run(joined(**both, unlike=unlike, late=LATE), *options, "pipe"),  # rank 1 ends in `late`
         "sync": shared_run(joined(**both), *options, "sync"),
     }
 
@@ -176,6 +197,11 @@ def test_buffers_are_averaged_for_the_script_and_own_in_training(shared, algorit
     assert torch.equal(a["own"][-1], a["back"])
     late = 2 if algorithm == "pipe" else 1
     assert torch.equal(a["official"], (a["own"][-late] + b["own"][-late]) / 2)
+
+
+def test_one_rank_saves_at_the_end_what_is_still_under_way(shared) -> None:
+    """Rank 1 has launched its part, and its script is over long before all has come."""
+    assert len(shared["pipe"].of("late").ranks[0]) == 1
 
 
 ALONE = """
