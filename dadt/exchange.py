@@ -95,7 +95,7 @@ class Exchange:
         self._buffer_works: list[Work | Averaging] = []
         self._more_works: list[Work | Averaging] = []
         self._alive: list[list[torch.Tensor | None]] = []
-        self._launched: list[tuple[torch.Tensor, torch.Tensor | None, int]] = []
+        self._ahead_of_step: list[_Sent] = []
 
     @property
     def launched(self) -> int:
@@ -104,8 +104,13 @@ class Exchange:
 
     @property
     def touched(self) -> bool:
-        """Whether a gradient was changed or replaced after its bucket was launched."""
-        return any(p.grad is not g or (g is not None and g._version != v) for p, g, v in self._launched)
+        """Whether a gradient was changed or replaced after its bucket was launched ahead."""
+        if any(sent.replaced for sent in self._ahead_of_step):
+            return True
+        now = [_print_of(sent.gradients) for sent in self._ahead_of_step]
+        # No number equals itself here: else each loss scale that is too large would look like a change.
+        pairs = zip(self._ahead_of_step, now, strict=True)
+        return not all(torch.allclose(sent.print, new, rtol=0, atol=0, equal_nan=True) for sent, new in pairs)
 
     @property
     def works(self) -> list[Work | Averaging]:
@@ -130,11 +135,15 @@ class Exchange:
         index = next((i for i, mine in enumerate(self._works) if mine is work), None)
         return [] if index is None else list(self.schema.buckets[index].tensors)
 
+    def launch_ahead(self) -> None:
+        """The same while the script may still change the gradients: `touched` tells whether it has."""
+        self._ahead_of_step.append(_Sent(self.schema.buckets[len(self._works)].tensors))
+        self.launch()
+
     def launch(self, lane: bytes = b"") -> None:
         """Submit the next bucket's gradients as they are now. They must not change until the work is done."""
         index = len(self._works)
         bucket = self.schema.buckets[index]
-        self._launched += [(p, p.grad, 0 if p.grad is None else p.grad._version) for p in bucket.tensors]
         staged = self._ahead.pop(index, None) or self._stage(index)
         form = self._forms[index]
         if isinstance(form, LowRank):
@@ -296,6 +305,39 @@ class Exchange:
         return [
             bucket.deliver(i, self._turn) for bucket in self.schema.buffer_buckets for i in range(len(bucket.tensors))
         ]
+
+
+class _Sent:
+    """Gradients of one dtype and device, as they were when they were sent."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = [(p, p.grad, 0 if p.grad is None else p.grad._version) for p in parameters]
+        self.print = _print_of(self.gradients)
+
+    @property
+    def gradients(self) -> list[torch.Tensor]:
+        return [g for _, g, _ in self._parameters if g is not None]
+
+    @property
+    def replaced(self) -> bool:
+        """Or changed in place, as far as autograd notices."""
+        return any(p.grad is not g or (g is not None and g._version != v) for p, g, v in self._parameters)
+
+
+@torch.no_grad()
+def _print_of(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Another one where they have changed, also through `.data` or numpy, which raise no version: their norms, and,
+    as these have no sign, some elements."""
+    if not gradients:
+        return torch.zeros(0)
+    plain = [g.detach() if g.layout == torch.strided else g.detach()._values() for g in gradients]
+    plain = [torch.view_as_real(g) if g.is_complex() else g for g in plain]
+    wide = torch.promote_types(plain[0].dtype, torch.float32)
+    if wide == plain[0].dtype:
+        norms = list(torch._foreach_norm(plain))
+    else:
+        norms = [torch.linalg.vector_norm(g, dtype=wide) for g in plain]
+    return torch.cat([torch.stack(norms), plain[0].reshape(-1)[:64].to(wide)])
 
 
 def hand_out(

@@ -45,7 +45,7 @@ class Sync(Algorithm):
             # The last bucket waits for the step: it carries the agreement.
             if exchange.launched >= len(buckets) - 1 or not overlap.complete(buckets[exchange.launched].tensors):
                 return
-            exchange.launch()
+            exchange.launch_ahead()
 
     def before_step(self) -> None:
         a = self.attachment
