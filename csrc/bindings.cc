@@ -28,9 +28,9 @@ void translate(std::exception_ptr pending) {
   try {
     if (pending) std::rethrow_exception(pending);
   } catch (const Error& error) {
-    if (error.code() == Code::kInternal) return PyErr_SetString(PyExc_RuntimeError, error.what());
+    if (error.code() == Code::kInternal) return PyErr_SetObject(PyExc_RuntimeError, text(error.what()).ptr());
     const py::object type = py::module_::import("dadt.errors").attr(kNames[static_cast<int>(error.code())]);
-    PyErr_SetString(type.ptr(), error.what());
+    PyErr_SetObject(type.ptr(), text(error.what()).ptr());
   }
 }
 
@@ -328,10 +328,12 @@ void bind_work(py::module_& module) {
            py::arg("sent") = 0, py::arg("plain") = 0)
       .def(
           "fail",
-          [](Job& job, const std::string& error, bool mismatch) {
-            job.fail(Error(mismatch ? Code::kMismatch : Code::kComm, error));
+          [](Job& job, const py::str& error, bool mismatch) {
+            const Error reason(mismatch ? Code::kMismatch : Code::kComm, utf8(error));
+            const Unlock unlocked;
+            job.fail(reason);
           },
-          py::arg("error"), py::arg("mismatch") = false, Unlocked())
+          py::arg("error"), py::arg("mismatch") = false)
       .def_property_readonly("unsure", [](const Job& job) { return job.operation().unsure; });
 }
 
@@ -352,16 +354,17 @@ void bind_engine(py::module_& module) {
       .def("pull", &Engine::pull, py::arg("timeout"), Unlocked())
       .def(
           "abort",
-          [](Engine& engine, const std::string& reason) { engine.abort(Error(Code::kAborted, reason)); },
-          py::arg("reason"), Unlocked())
+          [](Engine& engine, const py::str& reason) {
+            const Error error(Code::kAborted, utf8(reason));
+            const Unlock unlocked;
+            engine.abort(error);
+          },
+          py::arg("reason"))
       .def("close", &Engine::close, py::arg("timeout"), Unlocked())
       .def("record", &Engine::record, py::arg("timeline"), py::arg("track"))
       .def_property_readonly("sent", &Engine::sent)
       .def_property_readonly("closed", &Engine::closed)
-      .def_property_readonly("error", [](const Engine& engine) -> std::optional<std::string> {
-        const auto error = engine.error();
-        return error ? std::optional<std::string>(error->what()) : std::nullopt;
-      });
+      .def_property_readonly("error", [](const Engine& engine) { return text_of(engine.error()); });
 }
 
 }  // namespace

@@ -45,6 +45,25 @@ Operation allreduce_operation(const Layout& layout, const Addresses& inputs, con
 Operation broadcast_operation(const Layout& layout, const Addresses& tensors, int root, std::string name);
 Operation exchange_operation(const Pieces& sends, const std::optional<Pieces>& receives, std::string name);
 
+// Errors come from any rank, cut to what had room: what is no UTF-8 in them must not hide them.
+inline py::str text(const std::string& bytes) {
+  PyObject* decoded = PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace");
+  if (decoded == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::str>(decoded);
+}
+
+template <typename Error>
+py::object text_of(const std::optional<Error>& error) {
+  return error ? py::object(text(error->what())) : py::none();
+}
+
+// The other way: a file's name may hold what UTF-8 has not.
+inline std::string utf8(const py::str& text) {
+  PyObject* encoded = PyUnicode_AsEncodedString(text.ptr(), "utf-8", "backslashreplace");
+  if (encoded == nullptr) throw py::error_already_set();
+  return std::string(py::reinterpret_steal<py::bytes>(encoded));
+}
+
 // What a rank has sent, as a buffer of Python's.
 struct Received {
   std::shared_ptr<Work> work;

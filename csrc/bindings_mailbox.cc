@@ -40,8 +40,12 @@ void bind_mailbox(py::module_& module) {
           py::arg("address"), py::arg("bytes"), py::arg("peer"), py::arg("tag"), Unlocked())
       .def(
           "abort",
-          [](Mailbox& mailbox, const std::string& reason) { mailbox.abort(Error(Code::kAborted, reason)); },
-          py::arg("reason"), Unlocked())
+          [](Mailbox& mailbox, const py::str& reason) {
+            const Error error(Code::kAborted, utf8(reason));
+            const Unlock unlocked;
+            mailbox.abort(error);
+          },
+          py::arg("reason"))
       .def("close", &Mailbox::close, Unlocked());
 }
 

@@ -108,19 +108,19 @@ void bind_negotiation(py::module_& module) {
       .def("set_step", &Negotiation::set_step, py::arg("step"))
       .def(
           "abort",
-          [](Negotiation& negotiation, const std::string& reason) {
-            negotiation.abort(Error(Code::kAborted, reason));
+          [](Negotiation& negotiation, const py::str& reason) {
+            const Error error(Code::kAborted, utf8(reason));
+            const Unlock unlocked;
+            negotiation.abort(error);
           },
-          py::arg("reason"), Unlocked())
+          py::arg("reason"))
       .def("notices", &Negotiation::notices, py::arg("timeout"), Unlocked())
       .def("order", &Negotiation::order, py::arg("text"))
       .def("close", &Negotiation::close, py::arg("timeout"), Unlocked())
       .def("forsake", &Negotiation::forsake)
       .def_property_readonly("closed", &Negotiation::closed)
-      .def_property_readonly("error", [](const Negotiation& negotiation) -> std::optional<std::string> {
-        const auto error = negotiation.error();
-        return error ? std::optional<std::string>(error->what()) : std::nullopt;
-      });
+      .def_property_readonly("error",
+                             [](const Negotiation& negotiation) { return text_of(negotiation.error()); });
 }
 
 }  // namespace dadt

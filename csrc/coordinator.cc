@@ -57,10 +57,14 @@ size_t Coordinator::Entry::first_rank() const {
 
 void Coordinator::take(int rank, const Report& report, Time now) {
   steps_[rank] = report.step;
+  bool understood = true;
   for (uint64_t id : report.ids) {
     const auto cached = cache_.find(id);
-    // Gone since: the rank learns that, too, and sends the request in full.
-    if (cached != cache_.end()) submit(rank, cached->second.request, now);
+    if (cached != cache_.end()) {
+      submit(rank, cached->second.request, now);
+    } else {
+      understood = false;  // gone since: the rank learns that, too, and sends the request in full
+    }
   }
   for (const Request& request : report.requests) {
     const auto id = ids_.find(request.name);
@@ -71,7 +75,8 @@ void Coordinator::take(int rank, const Report& report, Time now) {
     }
   }
   waits_[rank] = report.waits && report.seen == decisions_;
-  if (report.joined && !joined_[rank]) {
+  // What it has submitted before it joined comes first: a join goes again with what is sent in full.
+  if (report.joined && understood && !joined_[rank]) {
     joined_[rank] = true;
     ++absent_;
     if (!join_patience_) first_joined_ = now;

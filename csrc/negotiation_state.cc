@@ -299,12 +299,14 @@ void NegotiationState::drop(uint64_t id) {
   found->second.sent_as = 0;
   if (fresh.empty()) fresh_since = Clock::now();
   fresh.push_back(&found->second);
+  join_is_fresh = joining != nullptr;  // rank 0 counts nobody as joined whose requests it has not understood
 }
 
 void NegotiationState::finish_join(int64_t last) {
   std::shared_ptr<Ticket> ticket;
   {
     const std::lock_guard lock(mutex);
+    join_is_fresh = false;
     ticket.swap(joining);
   }
   if (ticket != nullptr) ticket->join(static_cast<int>(last));

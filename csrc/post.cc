@@ -60,8 +60,7 @@ void Post::start_receive(const Handle& transit) {
     return matches(*transit, one.source, one.frame.tag);
   });
   if (stray == strays_.end()) {
-    const bool any = transit->peer == Transit::kAny;
-    if (!any && lines_[transit->peer]->lost) return end(*transit, lost(*transit, transit->peer));
+    if (const auto peer = nobody_for(*transit)) return end(*transit, lost(*transit, *peer));
     posted_.push_back(transit);
     return;
   }
@@ -237,14 +236,28 @@ void Post::lose(int peer, bool lives) {
   line.lost = true;
   line.lives = lives;
   drop(line, [&](const Transit& transit) { return lost(transit, peer); });
-  const bool last = std::all_of(lines_.begin(), lines_.end(),
-                                [&](const auto& other) { return other->lost || other == lines_[rank_]; });
   std::erase_if(posted_, [&](const Handle& transit) {
-    const bool any = transit->peer == Transit::kAny && (!lives || last);
-    if (transit->peer != peer && !any) return false;
+    if (!nobody_for(*transit)) return false;
     end(*transit, lost(*transit, peer));
     return true;
   });
+}
+
+// The rank by whose loss the receive cannot end any more: its peer; of one from any rank one that has died,
+// or the last of them.
+std::optional<int> Post::nobody_for(const Transit& receive) const {
+  if (receive.peer != Transit::kAny) {
+    return lines_[receive.peer]->lost ? std::optional(receive.peer) : std::nullopt;
+  }
+  std::optional<int> gone;
+  bool last = true;
+  for (int rank = 0; rank < static_cast<int>(lines_.size()); ++rank) {
+    const Line& line = *lines_[rank];
+    if (line.lost && !line.lives) return rank;
+    if (line.lost) gone = rank;
+    last = last && (line.lost || rank == rank_);
+  }
+  return last ? gone : std::nullopt;
 }
 
 // Fails what is under way on a line.

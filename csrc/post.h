@@ -118,6 +118,7 @@ class Post {
   void finish(Transit& transit, int source);
   void end(Transit& transit, const Error& reason);
   Error lost(const Transit& transit, int peer) const;
+  std::optional<int> nobody_for(const Transit& receive) const;
 
   // Constant after construction.
   Neighbours& neighbours_;

@@ -8,12 +8,14 @@
 
 namespace dadt {
 
-// A thread that no signal is delivered to: they are Python's main thread's. name: 15 characters at most.
+// A thread that no signal is delivered to, as they are Python's main thread's, but for its own faults: of
+// those a handler prints where it was. name: 15 characters at most.
 template <typename Body>
 std::thread start_thread(const char* name, Body&& body) {
   sigset_t all;
   sigset_t before;
   sigfillset(&all);
+  for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS, SIGABRT}) sigdelset(&all, fault);
   pthread_sigmask(SIG_SETMASK, &all, &before);
   std::thread thread;
   try {

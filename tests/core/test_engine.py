@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -315,3 +316,41 @@ def test_a_process_that_ends_without_closing_ends() -> None:
         "w = p.allgather(b'', 'never')\n"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=TIMEOUT).returncode == 0
+
+
+def give_up(engine: _core.Engine, rank: int, world_size: int, reason: str) -> str:
+    array = np.zeros(4, np.float32)
+    if rank == 0:
+        engine.abort(reason)
+    work = engine.allreduce(layout([array]), addresses([array]), addresses([array]), "a") if rank else None
+    with pytest.raises(Aborted) if work is not None else nullcontext():
+        if work is not None:
+            work.wait(TIMEOUT)
+    assert engine.error is not None
+    return engine.error
+
+
+@pytest.mark.parametrize("reason", ["é" * 600, "a" + "é" * 600, "no file \udcff"])
+def test_a_reason_in_any_alphabet_reaches_the_peers(reason: str) -> None:
+    """Also one that is cut in the middle of a character, or is no UTF-8."""
+    start = reason.encode(errors="backslashreplace").decode()[:100]
+    assert all(start in error for error in spawn(2, give_up, reason))
+
+
+def add_between(engine: _core.Engine, rank: int, world_size: int, dtype: str, offset: int) -> bool:
+    count = (17 << 20) // np.dtype(dtype).itemsize  # so many are stored past the cache
+    memory = np.zeros(count * np.dtype(dtype).itemsize + 64, np.uint8)
+    start = -memory.ctypes.data % 64 + offset
+    array = memory[start : start + count * np.dtype(dtype).itemsize].view(dtype)
+    array[:] = rank
+    engine.allreduce(layout([array], getattr(_core.DType, dtype)), addresses([array]), addresses([array]), "a").wait(
+        TIMEOUT
+    )
+    engine.close(TIMEOUT)
+    return bool(np.all(array == (world_size - 1) / 2))
+
+
+@pytest.mark.parametrize(("dtype", "offset"), [("float32", 1), ("float64", 4)])
+def test_elements_may_lie_between_multiples_of_their_size(dtype: str, offset: int) -> None:
+    """As those of torch.frombuffer, or of a file that is mapped."""
+    assert spawn(2, add_between, dtype, offset) == [True, True]

@@ -127,6 +127,32 @@ TEST_F(Groups, OneThatIsNeverWholeFailsOnceAllHaveJoined) {
   EXPECT_EQ(decide().batches.size(), 1u);
 }
 
+TEST(Joined, CountsOnceWhatWasSubmittedBeforeIsUnderstood) {
+  NegotiationOptions options;
+  options.cycle = 0;
+  options.cache_capacity = 1;
+  const auto now = Clock::now();
+  Coordinator coordinator(2, options);
+  const auto take = [&](int rank, const Report& report) { coordinator.take(rank, report, now); };
+  const auto batches = [&] { return coordinator.decide(now).value_or(Decision{}).batches; };
+  for (int rank : {0, 1}) take(rank, report({tensor("y", 3, 0)}));
+  const auto first = batches();
+  ASSERT_EQ(first.size(), 1u);
+  for (int rank : {0, 1}) take(rank, report({tensor("z", 3, 0)}));
+  ASSERT_EQ(batches().size(), 1u);  // the id of y means nothing any more, which rank 1 has not heard yet
+  Report last = joined();
+  last.ids = first[0].ids;
+  take(1, last);
+  take(0, report({tensor("y", 3, 0)}));
+  EXPECT_TRUE(batches().empty());
+  last = joined();
+  last.requests = {tensor("y", 3, 0)};
+  take(1, last);
+  const auto both = batches();
+  ASSERT_EQ(both.size(), 1u);
+  EXPECT_TRUE(both[0].missing.empty());
+}
+
 TEST(Joined, ThatNobodyFollowsIsToldOf) {
   const auto now = Clock::now();
   Coordinator coordinator(3, {});

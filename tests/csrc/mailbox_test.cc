@@ -227,6 +227,15 @@ TEST(Mailbox, ARankThatHasClosedIsNamedAfterItsLastMessage) {
   expect_error(any, Code::kPeerLost, "rank 2");
 }
 
+TEST(Mailbox, NobodyIsWaitedForWhoCannotCome) {
+  const auto boxes = opened(2);
+  Bytes memory(10);
+  boxes[1]->close();
+  for (int peer : {kAny, 1, kAny}) {  // also what is asked for when the loss is known
+    expect_error(boxes[0]->receive(memory.data(), 10, peer, 3), Code::kPeerLost, "rank 1");
+  }
+}
+
 TEST(Mailbox, CloseFailsWhatIsPendingAndLetsNothingIn) {
   const auto boxes = opened(2);
   Bytes memory(5000);
