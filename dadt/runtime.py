@@ -238,10 +238,9 @@ class Runtime:
             return
         for callback in self.on_claim:
             callback()
-        if len(new := self._unattached()) > 1:
+        if len(self._unattached()) > 1:
             gc.collect()  # one that the script has dropped may live on in a cycle of references, on some ranks only
-            new = self._unattached()
-        for optimizer in new:
+        for optimizer in self._unattached():
             self._attach(optimizer)
 
     def _unattached(self) -> list[torch.optim.Optimizer]:

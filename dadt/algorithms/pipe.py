@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from dadt.attachment import Attachment
     from dadt.exchange import Exchange
 
+_BLOWN_UP, _CHANGED = 1.0, 2.0
+"""What a rank tells the others: late gradients have grown too much; the script changes predicted weights."""
+
 
 class Pipe(Algorithm):
     """w(t+1) = optimizer(w(t), mean of g(t-K)), where g(t) was computed at predicted weights; K is the staleness.
@@ -94,7 +97,7 @@ class Pipe(Algorithm):
             # Else its second half would queue behind the new exchange.
             self._pending[0].go_on(a.runtime.wait)
         exchange = a.new_exchange()
-        a.close(exchange, value=self._blows_up())
+        a.close(exchange, value=self._alarm())
         if self._warming_up:
             self._step_synchronously(exchange)
         else:
@@ -165,24 +168,30 @@ class Pipe(Algorithm):
             return
         oldest = self._pending.popleft()
         lanes = a.wait(oldest)
-        if any(lane.value for lane in lanes):
+        if alarm := max(lane.value for lane in lanes):
             a.agree(lanes, oldest)
-            self._fall_back(exchange)
+            self._fall_back(exchange, alarm)
             return
         self._deliver(oldest, late=True)
         a.agree(lanes, oldest)
 
-    def _fall_back(self, exchange: Exchange) -> None:
+    def _fall_back(self, exchange: Exchange, alarm: float) -> None:
         """Synchronous from this very step on: with its own gradients, which are the last under way."""
         a = self.attachment
         a.measure.delayed -= 1
         a.measure.fell_back += 1
-        a.runtime.say(
-            f"step {a.step}: the gradients{a.name} have grown beyond {FACTOR:g} times what they were, since they come"
-            " late: back to synchronous steps on all ranks. Lower the learning rate or raise --warmup-steps"
-            " (--no-fall-back goes on regardless)",
-            level="warning",
+        reason = (
+            f"the gradients{a.name} have grown beyond {FACTOR:g} times what they were, since they come late: back to"
+            " synchronous steps on all ranks. Lower the learning rate or raise --warmup-steps (--no-fall-back goes on"
+            " regardless)"
         )
+        if alarm == _CHANGED:
+            reason = (
+                f"the script changes weights{a.name} between a forward and its step, where they are predicted ones and"
+                " are put back: back to synchronous steps on all ranks, so that such changes last. Make them right"
+                " after optimizer.step() to train one step late"
+            )
+        a.runtime.say(f"step {a.step}: {reason}", level="warning")
         self.step_synchronously()
         a.agree(a.wait(exchange), exchange)
         a.deliver(exchange)
@@ -194,6 +203,11 @@ class Pipe(Algorithm):
         self.attachment.measure.late = self.in_flight if late else 0
         self.attachment.deliver(exchange)
         prediction.arrived(norm)
+
+    def _alarm(self) -> float:
+        """Why all ranks are to go back to synchronous steps; 0: no reason is known."""
+        blown_up = self._blows_up()
+        return _CHANGED if self.attachment.prediction.changed else _BLOWN_UP * blown_up
 
     def _blows_up(self) -> bool:
         """By the norm of the last step's averages. Ranks may see it at different steps: a norm's last bits differ

@@ -31,6 +31,11 @@ class Holds(enum.Enum):
     """The gradients that have just been applied, with none on the way."""
 
 
+_FIRST, _EVERY = 8, 64
+"""Predictions after which it is looked whether the script has changed the weights meanwhile: the first ones, and each
+so many later."""
+
+
 class Prediction:
     """Runs forward and backward at predicted weights, and gives the script true weights else.
 
@@ -48,6 +53,14 @@ class Prediction:
         self._holds = Holds.NOTHING
         self._buffers: list[torch.Tensor] = []
         self._predicted: list[torch.Tensor] = []
+        self._places: list[torch.Tensor] = []
+        """The memory in which predicted weights are, whatever the script makes of the parameters meanwhile."""
+        self._count = 0
+        self._norms: list[torch.Tensor] = []
+        """Of predicted weights, where it is looked whether they change."""
+        self.changed = False
+        """The script changes weights while they are predicted, as by a decay of its own before the step: that is lost,
+        as predicted weights differ from rank to rank."""
 
     @property
     def wanted(self) -> bool:
@@ -62,7 +75,15 @@ class Prediction:
         """From true to predicted weights, at the first forward with gradients after a step."""
         if self._holds is Holds.KNOWN:
             self._go_ahead()
-            self._holds = Holds.TRUE_WEIGHTS
+            self._begin([p.data for p in self.parameters])
+
+    def _begin(self, places: list[torch.Tensor]) -> None:
+        """There are predicted weights now."""
+        self._holds = Holds.TRUE_WEIGHTS
+        self._places = places
+        self._count += 1
+        if self._count <= _FIRST or self._count % _EVERY == 0:
+            self._norms = _norms(places)
 
     def _go_ahead(self) -> None:
         """Put predicted weights into the parameters, and true ones into the buffers."""
@@ -70,21 +91,30 @@ class Prediction:
     def undo(self) -> None:
         """Back to the true weights, bit for bit. They stay in the buffer as the weights before the next step."""
         if self.applied:
-            torch._foreach_copy_([p.data for p in self.parameters], self._buffers)
+            # Moved, as to another device; else the script shows something else for a while, as an average of weights.
+            moved = [_moved(p.data, place) for p, place in zip(self.parameters, self._places, strict=True)]
+            self.changed = self.changed or any(map(_differ, self._norms, _norms(self._places) if self._norms else []))
+            self._norms = []
+            torch._foreach_copy_(self._places, self._buffers)
+            for p, b, m in zip(self.parameters, self._buffers, moved, strict=True):
+                if m:
+                    p.data.copy_(b)
             self._holds = Holds.BEFORE
+            self._places = []
 
     def suspend(self) -> None:
         """Like `undo`, but `resume` can follow: a forward without gradients in the middle of a step."""
         if self.applied:
-            self._predicted = [p.detach().clone() for p in self.parameters]
+            places, self._predicted = self._places, [place.clone() for place in self._places]
             self.undo()
+            self._places = places
 
     def resume(self) -> None:
         """Back to the predicted weights that a backward is still to use."""
         if self._predicted:
-            torch._foreach_copy_([p.data for p in self.parameters], self._predicted)
+            torch._foreach_copy_(self._places, self._predicted)
             self._predicted = []
-            self._holds = Holds.TRUE_WEIGHTS
+            self._begin(self._places)
 
     def before_step(self, *, late: bool, scale: torch.Tensor | None) -> None:
         """Make the weights true; they are about to change. late: by gradients that are on the way since the last step.
@@ -142,6 +172,22 @@ class Prediction:
         """Nothing is predicted any more: the memory is given back."""
         self.forget()
         self._buffers = []
+
+
+def _norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """So exact that another last bit of one value shows."""
+    return [torch.linalg.vector_norm(t, dtype=torch.float64) for t in tensors if t.is_floating_point()]
+
+
+def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(one != other) and bool(torch.isfinite(other))
+
+
+def _moved(now: torch.Tensor, place: torch.Tensor) -> bool:
+    """Whether these are the same values in other memory."""
+    if now.data_ptr() == place.data_ptr() or now.shape != place.shape:
+        return False
+    return torch.allclose(now.to(place), place, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def tensors_of(parameters: Sequence[torch.Tensor], values: Tensors) -> list[torch.Tensor]:

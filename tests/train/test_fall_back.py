@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,77 @@ def test_weights_of_before_the_fall_back_go_on_synchronously(dadt_run) -> None:
     assert_replicas_equal(run)
     for rank in run.ranks:
         assert len(rank["off"]) == 50 and max(rank["off"]) == 0
+
+
+DROPPED = """
+    import gc
+    class Trainer:
+        def __init__(self):
+            self.model = nn.Linear(16, 16)
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            self.optimizer.trainer = self  # a cycle, which Python takes away when it likes
+        def fit(self):
+            for _ in range(3):
+                self.optimizer.zero_grad()
+                self.model(torch.randn(8, 16)).pow(2).mean().backward()
+                self.optimizer.step()
+    gc.disable()
+    shown = sum(p.numel() for p in Trainer().model.parameters())
+    if rank == 1:
+        gc.collect()
+    trainer = Trainer()
+    trainer.fit()
+    gc.enable()
+    report({"state": trainer.model.state_dict()})
+"""
+DECAYED = """
+    model = nn.Linear(8, 8, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9, momentum=0.9)
+    norms = []
+    for step in range(24):
+        norms.append(float(model.state_dict()["weight"].norm()))
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).pow(2).mean().backward()
+        model.weight.data.mul_(0.95)
+        optimizer.step()
+    report({"state": {name: value.clone() for name, value in model.state_dict().items()}, "norms": norms})
+"""
+SHOWN = """
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    shadow = {name: p.data.clone() for name, p in model.named_parameters()}
+    off = []
+    for step in range(40):
+        model(torch.randn(4, 8)).pow(2).mean().backward()
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+            for name, p in model.named_parameters():
+                shadow[name] = 0.9 * shadow[name] + 0.1 * p.data
+        elif step > 20:  # evaluates in the middle of an accumulation
+            own, want = {}, {name: value.clone() for name, value in shadow.items()}
+            for name, p in model.named_parameters():
+                own[name], p.data = p.data, shadow[name]
+            model.eval()
+            off += [float((p.data - want[name]).abs().max()) for name, p in model.named_parameters()]
+            for name, p in model.named_parameters():
+                p.data = own[name]
+            model.train()
+    report({"state": {name: value.clone() for name, value in model.state_dict().items()}, "off": off})
+"""
+
+
+def test_what_a_script_does_to_weights_before_a_step_lasts(dadt_run) -> None:
+    """A decay by hand, weights of an average that are shown for a while, and an optimizer that was only looked at."""
+    run = dadt_run(joined(dropped=DROPPED, decayed=DECAYED, shown=SHOWN), "--warmup-steps", "5")
+    for script in ("dropped", "decayed", "shown"):
+        assert_replicas_equal(run.of(script))
+    assert run.output.count("the script changes weights") == 1
+    for rank in run.of("decayed").ranks:
+        last = rank["norms"][10:]
+        assert all(abs(after - 0.95 * before) < 1e-4 * before for before, after in pairwise(last)), rank["norms"]
+    for rank in run.of("shown").ranks:
+        assert len(rank["off"]) == 18 and max(rank["off"]) == 0
 
 
 LANGUAGE = """
