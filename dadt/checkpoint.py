@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 KEY = "dadt"
 """In the dict that optimizer.state_dict() gives."""
 VERSION = 2
+_MANY = 5
+"""Steps in a row whose state is taken, for a warning."""
 
 
 class Randomness(Protocol):
@@ -51,6 +53,8 @@ class Checkpoints:
         self.streams: Randomness | None = None
         self._loaded: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[str, Any]] = weakref.WeakKeyDictionary()
         """What the script has loaded, until training goes on from it."""
+        self._saves: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+        """The step of each one's last, and how many steps in a row had one."""
         self._aside = False
 
     @contextmanager
@@ -62,6 +66,7 @@ class Checkpoints:
         finally:
             self._aside = before
 
+    @torch.inference_mode(False)
     def save(self, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         """What goes with the optimizer's state. Waits for the exchange in flight; raises CommError."""
         if self._aside or self._runtime.alone or optimizer in self._runtime.left_alone:
@@ -71,6 +76,7 @@ class Checkpoints:
         a = self._runtime.attached(optimizer)
         if a is None:
             return None
+        self._count(a)
         a.prediction.undo()
         state: dict[str, Any] = {}
         if self._runtime.engine.error is None:
@@ -91,6 +97,18 @@ class Checkpoints:
             "prediction": {key: _by_index(value, indices) for key, value in a.prediction.state().items()},
             "random": self.streams.state() if self.streams is not None else {},
         }
+
+    def _count(self, a: Attachment) -> None:
+        """Warn a script that does it in every step, as to log a learning rate."""
+        last, row = self._saves.get(a.optimizer, (-1, 0))
+        row = row + (a.step > last) if a.step <= last + 1 else 1
+        self._saves[a.optimizer] = a.step, row
+        if row == _MANY:
+            self._runtime.say(
+                f"optimizer.state_dict(){a.name} is called in every step: each call waits for the exchange under way,"
+                " and drops what --compression keeps, as in a checkpoint. Read optimizer.param_groups in its place",
+                level="warning",
+            )
 
     def load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         """The script has loaded this state. It counts from the next training forward or use of gradients on."""

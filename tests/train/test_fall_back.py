@@ -149,14 +149,27 @@ SHOWN = """
             model.train()
     report({"state": {name: value.clone() for name, value in model.state_dict().items()}, "off": off})
 """
+LOGGED = """
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(12):
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).pow(2).mean().backward()
+        optimizer.step()
+        rate = optimizer.state_dict()["param_groups"][0]["lr"]
+    report({"state": model.state_dict(), "rate": rate})
+"""
 
 
 def test_what_a_script_does_to_weights_before_a_step_lasts(dadt_run) -> None:
-    """A decay by hand, weights of an average that are shown for a while, and an optimizer that was only looked at."""
-    run = dadt_run(joined(dropped=DROPPED, decayed=DECAYED, shown=SHOWN), "--warmup-steps", "5")
-    for script in ("dropped", "decayed", "shown"):
+    """A decay by hand, weights of an average that are shown for a while, an optimizer that was only looked at, and one
+    whose state is."""
+    scripts = {"dropped": DROPPED, "decayed": DECAYED, "shown": SHOWN, "logged": LOGGED}
+    run = dadt_run(joined(**scripts), "--warmup-steps", "5")
+    for script in scripts:
         assert_replicas_equal(run.of(script))
     assert run.output.count("the script changes weights") == 1
+    assert run.output.count("optimizer.state_dict()") == run.output.count("is called in every step") == 1
     for rank in run.of("decayed").ranks:
         last = rank["norms"][10:]
         assert all(abs(after - 0.95 * before) < 1e-4 * before for before, after in pairwise(last)), rank["norms"]
