@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -66,6 +67,7 @@ class Runtime:
         """Called before optimizers are attached."""
         self.on_begin: list[Callable[[], None]] = []
         """Called at every training forward and consumption."""
+        self._training_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._claimed = False
         self._distributed = False
         self._engine: Engine | None = None
@@ -170,8 +172,15 @@ class Runtime:
         # Parameters of no module have no mode: they train.
         return any(not modules or any(m.training for m in modules) for modules in roots)
 
+    @property
+    def on_training_thread(self) -> bool:
+        """Optimizers were built or used on this thread: what it does has its place among the steps, the same on all
+        ranks. What another one does, such as reading batches ahead, has none."""
+        return threading.current_thread() in self._training_threads
+
     def register(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer was built (or is first seen). Claims nothing."""
+        self._training_threads.add(threading.current_thread())
         if optimizer in self._registered:
             return
         if self.explicit:
@@ -249,6 +258,7 @@ class Runtime:
     def begin(self) -> None:
         """A training forward or a consumption is next."""
         self.claim()
+        self._training_threads.add(threading.current_thread())
         self.began = True
         for callback in self.on_begin:
             callback()
@@ -420,15 +430,18 @@ class Runtime:
         self.buffers.show_all()
 
     def drew(self, samples: int, nominal: int) -> None:
-        """A training batch was handed to the script."""
+        """A training batch was handed to the script. Read ahead, it belongs to no step that is known, so each of those
+        counts in full."""
         self.samples += samples
-        for attachment in self.attachments:
-            attachment.drew(samples, nominal)
+        if self.on_training_thread:
+            for attachment in self.attachments:
+                attachment.drew(samples, nominal)
 
     def pass_over(self) -> None:
         """The script has come to the end of a shared loader."""
-        for attachment in self.attachments:
-            attachment.pass_over()
+        if self.on_training_thread:
+            for attachment in self.attachments:
+                attachment.pass_over()
 
     def say(self, text: str, level: str = "info") -> None:
         """One line to the user, each text once; rank 0 speaks for all, warnings come from any rank."""

@@ -26,8 +26,8 @@ FRAMES = 5
 def install(control: Control | Forum, step: Callable[[], int]) -> None:
     """Chain into the exception hooks, and offer the stacks of all threads on a signal.
 
-    What the script does with exceptions, its exit codes and what it prints stay as they are. step: the optimizer
-    steps done so far.
+    What the script does with exceptions, its exit codes and what it prints stay as they are; but an error of DADT's
+    own that ends a thread ends the job. step: the optimizer steps done so far.
     """
     owner = os.getpid()
     main_hook = sys.excepthook
@@ -59,7 +59,9 @@ def install(control: Control | Forum, step: Callable[[], int]) -> None:
     def on_thread(args: threading.ExceptHookArgs) -> None:
         if args.exc_value is not None:
             name = args.thread.name if args.thread else "unknown"
-            report(args.exc_type, args.exc_value, args.exc_traceback, name)
+            # Training cannot go on, and the main thread may wait for this one for ever: told as if it were its own.
+            ends = isinstance(args.exc_value, DadtError)
+            report(args.exc_type, args.exc_value, args.exc_traceback, "" if ends else name)
         thread_hook(args)
 
     sys.excepthook = on_main

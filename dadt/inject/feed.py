@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -36,6 +35,8 @@ class Runtime(Protocol):
     def explicit(self) -> bool: ...
     @property
     def together(self) -> bool: ...
+    @property
+    def on_training_thread(self) -> bool: ...
     def say(self, text: str, level: str = "info") -> None: ...
     def trains(self) -> bool: ...
     def claim(self) -> None: ...
@@ -107,7 +108,7 @@ class Comparison:
         """first: the first Piece of a pass; the first one ever is compared."""
         if self._ended or (self._asked is None and first is None):
             return
-        if threading.current_thread() is not threading.main_thread():
+        if not self.runtime.on_training_thread:
             return  # of no fixed order among the operations of the thread that trains
         if self._asked is None and self.runtime.step and not self.runtime.together:
             return  # nobody knows when the others are here
@@ -197,6 +198,8 @@ class Feed:
 
     def _end(self) -> None:
         self.runtime.pass_over()
+        if not self.runtime.on_training_thread:
+            return  # which may be at the end before the first step
         if self.passes == 1 and self._batches > 1 and self.runtime.step == self._step:
             name = self.comparison.name
             self.runtime.say(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -155,6 +156,7 @@ class StreamFeed:
             raise StopIteration
         if not self.together:
             return self._next_own()
+        self._check_thread()
         if self._asked is None:
             self._look_ahead()
         assert self._asked is not None
@@ -171,6 +173,14 @@ class StreamFeed:
         if self._training or self.runtime.trains():
             self.runtime.drew(batch.samples, self.nominal)
         return batch.data
+
+    def _check_thread(self) -> None:
+        if not self.runtime.on_training_thread:
+            raise DadtError(
+                f"{self.name} is a stream that another thread ({threading.current_thread().name}) reads than the one"
+                " that trains, which alone can ask whether other ranks have more of it: iterate over it there, with"
+                " num_workers=1 or more to read ahead"
+            )
 
     def _next_own(self) -> Any:
         batch = self._fetch()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -59,6 +60,10 @@ class Runtime:
         self.streams = seed.install(self)
         loader.install(self, self.streams)
         saving.install(self)
+
+    @property
+    def on_training_thread(self) -> bool:
+        return threading.current_thread() is threading.main_thread()
 
     def say(self, text: str, level: str = "info") -> None:
         said = self.said if level == "info" else self.warned

@@ -182,6 +182,24 @@ SCRIPTS = {
             moved.append(round(before - model.weight.item(), 6))
         result(moved=moved)
         """,
+    "ahead": """
+        import queue, threading
+        loader = DataLoader(data, batch_size=5, shuffle=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for _ in range(2):
+            batches = queue.Queue(1 if rank == 0 else 0)
+            def fetch():
+                for batch in loader:
+                    batches.put(batch)
+                batches.put(None)
+            thread = threading.Thread(target=fetch)
+            thread.start()
+            if rank == 1:  # it has read the whole pass before its first step
+                thread.join()
+            for batch in iter(batches.get, None):
+                fit(model, batch, optimizer)
+        result()
+        """,
     "saving": """
         loader = DataLoader(data, batch_size=5, shuffle=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -240,6 +258,12 @@ def test_batches_that_the_script_has_kept_count_in_full(several):
     """Rank 1 has no sample in the third batch; that it repeats one is over with the pass."""
     results, *_ = several("kept")
     assert [one["moved"] for one in results] == 2 * [[1.5, 1.5, 1.0, 1.5, 1.5, 1.5]]
+
+
+def test_a_loader_that_is_read_in_a_background_thread(several):
+    results, output, _ = several("ahead")
+    assert joined(results, 0, 5) == joined(results, 5) == list(range(50))
+    assert "no step was made" not in output
 
 
 @pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -206,6 +207,21 @@ def test_an_error_comes_with_its_own_batch(tmp_path):
         return got
 
     assert ranks(2, script, tmp_path) == [[0, 2, 4], [1, 3, 5]]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_another_thread_reads_only_where_no_rank_asks_the_others(together, tmp_path):
+    def script(runtime):
+        runtime.together = together
+        batches = iter(DataLoader(Numbers(0, 6), batch_size=1))
+        with ThreadPoolExecutor(1, "ahead") as thread:
+            reading = thread.submit(list, batches)
+            if together:
+                with pytest.raises(DadtError, match=r"DataLoader #1 is a stream that another thread \(ahead_0\) reads"):
+                    reading.result()
+            return len(list(batches)) if together else len(reading.result())
+
+    assert ranks(2, script, tmp_path) == [3, 3]
 
 
 @pytest.mark.parametrize("together", [True, False])

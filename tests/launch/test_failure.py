@@ -90,6 +90,17 @@ def test_an_exception_in_a_thread_of_a_worker_that_ends_well_is_no_failure(launc
     assert "failed" not in result.err
 
 
+def test_an_error_of_dadt_in_a_thread_ends_the_job(launch):
+    script = (
+        "import threading, torch, dadt\n"
+        "def read():\n    raise dadt.DadtError('read it elsewhere')\n"
+        "threading.Thread(target=read).start(); threading.Event().wait(600)\n"
+    )
+    result = launch(script, "-np", "1", "train.py")
+    assert result.code == 1
+    assert "  cause   DadtError: read it elsewhere\n" in result.err
+
+
 def test_an_exit_code_of_the_scripts_own_is_not_called_an_exception(launch):
     result = launch(TORCH_FAIL.format("raise SystemExit(3)"))
     assert result.code == 3
