@@ -42,6 +42,8 @@ class Attachment:
         self._candidates: list[tuple[nn.Module, str, torch.Tensor]] = []
         self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         """Parameters that all ranks have from rank 0."""
+        self._welcomed: tuple[list[int], int] = ([], 0)
+        """Ids of the optimizer's parameters when they were last looked at, and how many were known then."""
         self._delivered: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self.scale: torch.Tensor | None = None
         """Current loss scale, where the script has a GradScaler."""
@@ -87,7 +89,7 @@ class Attachment:
     def parameters(self) -> list[torch.Tensor]:
         """Those that are trained, in registration order; none once the optimizer is collected."""
         optimizer = self._optimizer()
-        return [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad] if optimizer else []
+        return [p for p in _listed(optimizer) if p.requires_grad] if optimizer else []
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -127,7 +129,7 @@ class Attachment:
     def _make_token(self) -> tuple[Any, ...]:
         return (
             tuple((id(p), p.dtype, p.device) for p in self.parameters),
-            tuple(id(b) for _, _, b in self.buffers()),
+            tuple((id(m), n, b.shape, b.dtype, b.device) for m, n, b in self.buffers()),
         )
 
     def buffers(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
@@ -138,7 +140,7 @@ class Attachment:
         optimizer = self.optimizer
         self.runtime.adopt(self, weights=self.runtime.config.broadcast)
         self.runtime.checkpoints.spread(self)
-        for p in (p for g in optimizer.param_groups for p in g["params"]):
+        for p in _listed(optimizer):
             self._known[p] = True
         if self.runtime.config.buffers:
             self._candidates = self.runtime.buffers.watch(self.modules)
@@ -148,12 +150,17 @@ class Attachment:
     def welcome(self) -> None:
         """Parameters that the script has added start from rank 0's values. Cheap where there are none."""
         optimizer = self.optimizer
-        if sum(len(g["params"]) for g in optimizer.param_groups) == len(self._known):
+        listed = _listed(optimizer)
+        # An id may be another parameter's by now; then one of those that were known has gone.
+        if self._welcomed == (ids := [id(p) for p in listed], len(self._known)):
             return
-        new = [p for g in optimizer.param_groups for p in g["params"] if p not in self._known]
+        new = [p for p in listed if p not in self._known]
         for p in new:
             self._known[p] = True
-        if new and self.runtime.config.broadcast:
+        self._welcomed = (ids, len(self._known))
+        if not new:
+            return
+        if self.runtime.config.broadcast:
             self.runtime.broadcast([p.data for p in new], f"late weights{self.name}")
         self._modules = _below(self.runtime.root_modules(optimizer))
         if self.runtime.config.buffers:
@@ -449,6 +456,11 @@ class Attachment:
                 " DataLoader (see --share), or let each rank choose its part by RANK",
                 level="warning",
             )
+
+
+def _listed(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Its parameters, each once: of tied weights given twice torch only warns."""
+    return list({id(p): p for g in optimizer.param_groups for p in g["params"]}.values())
 
 
 def _below(roots: list[nn.Module]) -> list[weakref.ref[nn.Module]]:

@@ -53,6 +53,11 @@ class Schema:
         self.forms = forms(compression, self.buckets)
         """Of each bucket of gradients: how it is compressed."""
 
+    def buffers(self) -> list[torch.Tensor]:
+        """As they are now, in the order of their buckets: a forward may put another tensor into their place."""
+        now = [module._buffers[name] for module, name in self.places]
+        return [b.detach() for b in now if b is not None]
+
     def forget_residuals(self) -> None:
         """The next exchange starts as the first one did: what compression has lost so far is dropped. On all ranks."""
         for form in self.forms:
@@ -169,10 +174,11 @@ class Exchange:
             self._ahead[index] = self._stage(index)
         while len(self._works) < last:
             self.launch()
+        buffers = iter(self.schema.buffers())
         for i, bucket in enumerate(self.schema.buffer_buckets):
             # Forwards go on while this is under way: average a copy, made in the place of delivery.
-            for view, tensor in zip(bucket.views[self._turn], bucket.tensors, strict=True):
-                view.copy_(tensor, non_blocking=True)  # what is staged from a GPU is waited for below
+            for view in bucket.views[self._turn]:
+                view.copy_(next(buffers), non_blocking=True)  # what is staged from a GPU is waited for below
             staged = bucket.stage(bucket.views[self._turn], self._turn)
             work = self._submit(bucket, staged, f"buffers {i}", b"")
             self._buffer_works.append(work)

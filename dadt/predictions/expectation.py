@@ -199,6 +199,8 @@ class Expectation(Prediction):
     def follow(self, parameters: Sequence[torch.Tensor]) -> None:
         if self._previous:
             self._previous = self._kept(self._previous, parameters)
+        if not self._previous:
+            self._previous_scale = None
         super().follow(parameters)
 
     def forget(self) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from checks import assert_equal
+from job import joined
 from scenarios import WARMUP, simulate
 
 DIGITS = Path(__file__).with_name("digits.py")
@@ -125,26 +126,45 @@ def test_infinity_on_one_rank_makes_all_skip_and_no_more(compression, dadt_run):
     assert all(value.isfinite().all() for value in first["state"].values())
 
 
-def test_a_script_that_changes_its_gradients_by_hand_gets_what_was_lost(dadt_run):
-    """Beside 1.0 one rounding makes 0.001 zero. Several buckets: they are launched before the script's hand comes."""
-    run = dadt_run(
-        """
-        weights = nn.ParameterList([torch.zeros(512) for _ in range(3)])
-        gradient = torch.full((512,), 1e-3)
-        gradient[::256] = 1.0
-        optimizer = torch.optim.SGD(weights.parameters(), lr=1.0)
-        for step in range(100):
-            optimizer.zero_grad()
-            sum((w * gradient).sum() for w in weights).backward()
-            for w in weights:
-                w.grad.mul_(1.0)
-            optimizer.step()
-        report(torch.stack([w.detach()[1:256] for w in weights]))
-        """,
-        *("--algorithm", "sync", "--compression", "int8", "--executor", "shm", "--bucket-mb", "0.002"),
+LOST_AT_FIRST = """
+    gradient = torch.full((512,), 1e-3)
+    gradient[::256] = 1.0
+    class Seen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(512))
+            self.register_buffer("mean", torch.zeros(4))
+        def forward(self, x):
+            if {reassigns}:
+                self.mean = 0.9 * self.mean + 1.0
+            return (self.weight * x).sum()
+    model = nn.ModuleList(Seen() for _ in range(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for step in range(100):
+        optimizer.zero_grad()
+        sum(part(gradient) for part in model).backward()
+        if {by_hand}:
+            for p in model.parameters():
+                p.grad.mul_(1.0)
+        optimizer.step()
+    report(torch.stack([p.detach()[1:256] for p in model.parameters()]))
+"""
+
+
+def test_what_compression_loses_comes_with_later_steps(dadt_run):
+    """Also where the script changes gradients by hand, with several buckets launched before that, and where a forward
+    puts new tensors into the place of its buffers. Beside 1.0 one rounding makes 0.001 zero."""
+    script = joined(
+        by_hand=LOST_AT_FIRST.format(by_hand=True, reassigns=False),
+        reassigned=LOST_AT_FIRST.format(by_hand=False, reassigns=True),
     )
-    assert torch.equal(*run.ranks)
-    assert run.ranks[0].max() < -0.06, "of -0.1"
+    run = dadt_run(
+        script, *("--algorithm", "sync", "--compression", "int8", "--executor", "shm", "--bucket-mb", "0.002")
+    )
+    for part in ("by_hand", "reassigned"):
+        weights = run.of(part).ranks
+        assert torch.equal(*weights), part
+        assert weights[0].max() < -0.06, f"{part}: of -0.1"
 
 
 def test_what_a_closure_gives_is_not_compressed(dadt_run):

@@ -6,7 +6,7 @@ import pytest
 from checks import assert_equal
 
 PARTS = """
-    import copy, gc
+    import copy, gc, warnings
     import torch.nn.functional as F
     from scenarios import batch
     from torch.optim.swa_utils import AveragedModel, update_bn
@@ -159,9 +159,66 @@ PARTS = """
             optimizer.step(closure)
         return model
 
+    def tied_weights_given_twice():
+        one, other = nn.Linear(6, 6), nn.Linear(6, 6)
+        other.weight = one.weight
+        model, head = nn.Sequential(one, nn.Tanh(), other), nn.Linear(6, 3)
+        twice = [*one.parameters(), *other.parameters(), *head.parameters()]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer = torch.optim.RMSprop(twice, lr=0.01, momentum=0.9)   # predicted by displacements
+        whole = nn.Sequential(model, head)
+        for step in range(12):
+            before = whole.state_dict()["0.0.weight"].clone()
+            fit(whole, optimizer, step)
+            assert step == 0 or torch.equal(whole.state_dict()["0.0.weight"], before)
+            optimizer.step()
+        return whole
+
+    kept = []
+
+    def replaced_parameters():
+        model = normed()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        for step in range(16):
+            if step in (6, 11):
+                if rank == 0:
+                    kept.extend(model.parameters())  # not collected here, but on the other rank
+                for layer in model.children():
+                    for name in list(layer._parameters):
+                        layer._parameters[name] = nn.Parameter(torch.randn_like(layer._parameters[name]))
+                optimizer.param_groups[0]["params"] = list(model.parameters())
+                optimizer.state.clear()
+            fit(model, optimizer, step)
+            optimizer.step()
+        return model
+
+    def optimizers_in_turn():
+        model = nn.Linear(6, 3)
+        both = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), torch.optim.Adam(model.parameters())
+        for step in range(16):
+            optimizer = both[step % 2]
+            fit(model, optimizer, step)
+            optimizer.step()
+        return model
+
+    def saved_in_inference_mode():
+        model = normed()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        for step in range(14):
+            fit(model, optimizer, step)
+            optimizer.step()
+            if step in (1, 6, 9):
+                with torch.inference_mode():
+                    model.eval()(torch.ones(4, 6))
+                    copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+                    model.train()
+        return model
+
     found = {}
     for part in (two_phases, left_out_after_clipping, wrapper_and_clipping, shared_encoder, late_layer, unfrozen,
-                 buffer_that_one_rank_changes, averages_and_copies, clipping_in_a_closure):
+                 buffer_that_one_rank_changes, averages_and_copies, clipping_in_a_closure,
+                 tied_weights_given_twice, replaced_parameters, optimizers_in_turn, saved_in_inference_mode):
         found.update({f"{part.__name__}.{k}": v.clone() for k, v in part().state_dict().items()})
         gc.collect()
     report(found)
