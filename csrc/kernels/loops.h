@@ -30,7 +30,8 @@ size_t elements_to_aligned(const T* address, size_t width, size_t count) {
   return missing < count ? missing : count;
 }
 
-// Stores past the cache need whole vectors, which elements that lie between multiples of their size never come to.
+// Stores past the cache need whole vectors, which elements that lie between multiples of their size never
+// come to.
 template <typename T>
 bool can_stream(const T* address) {
   return reinterpret_cast<uintptr_t>(address) % sizeof(T) == 0;
@@ -129,7 +130,8 @@ void reduce_float(void* destination, const void* const* sources, const double* w
   const T* const* from = reinterpret_cast<const T* const*>(sources);
   const Scalar factor = static_cast<Scalar>(1.0 / divisor);
   if (weights != nullptr) return reduce_loop<T, Add, true, false>(to, from, weights, ranks, factor, count);
-  if (stream && can_stream(to)) return reduce_loop<T, Add, false, true>(to, from, nullptr, ranks, factor, count);
+  if (stream && can_stream(to))
+    return reduce_loop<T, Add, false, true>(to, from, nullptr, ranks, factor, count);
   return reduce_loop<T, Add, false, false>(to, from, nullptr, ranks, factor, count);
 }
 
