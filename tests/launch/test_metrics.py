@@ -174,6 +174,13 @@ def _report_of_a_running_job(run: Run) -> None:
         return all(rank["steps"] >= STEPS - 1 for rank in ranks)
 
     await_that(told, "a report with all steps but the last")
+
+    def written() -> bool:
+        lines = (folder / "progress.jsonl").read_text().splitlines()
+        last = {moment["rank"]: moment["samples"] for moment in map(json.loads, lines)}
+        return len(last) == 2 and min(last.values()) > 0
+
+    await_that(written, "samples in progress.jsonl, which is written twice a second")
     words = Words(dadt_cli.page.page(Record.read(folder, True), True))
     for word in ("still runs", "rank: samples per second", "Step times: steps of all ranks", "Hosts", "--warmup-steps"):
         assert word in words.text, word

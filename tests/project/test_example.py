@@ -73,7 +73,8 @@ def test_two_workers(tmp_path: Path, optimizer: str) -> None:
 
 
 def test_sync_divided_among_two_workers_learns_as_one_process_does(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "dadt_cli", "run", "-np", "2", "--algorithm", "sync", "--batch", "global"]
+    seeded = ["--seed", "7"]  # dropout draws its numbers per rank
+    command = [sys.executable, "-m", "dadt_cli", "run", "-np", "2", *seeded, "--algorithm", "sync", "--batch", "global"]
     divided = run([*command, str(SCRIPT), "--epochs", "1", "--optimizer", "sgd"], tmp_path)
     alone = run([sys.executable, str(SCRIPT), "--epochs", "1", "--optimizer", "sgd"], tmp_path)
     assert divided.returncode == alone.returncode == 0, divided.stdout
