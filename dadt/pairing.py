@@ -26,8 +26,6 @@ _LATE_SECONDS = 1.0
 """The least that an answer may take before somebody else is asked as well."""
 _LATE_TIMES = 3.0
 """The same, in terms of what it usually takes."""
-
-
 _STOP_SECONDS = 5.0
 """That threads may take to end, once nothing is to be waited for."""
 

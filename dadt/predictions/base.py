@@ -93,8 +93,9 @@ class Prediction:
         if self.applied:
             # Moved, as to another device; else the script shows something else for a while, as an average of weights.
             moved = [_moved(p.data, place) for p, place in zip(self.parameters, self._places, strict=True)]
-            self.changed = self.changed or any(map(_differ, self._norms, _norms(self._places) if self._norms else []))
-            self._norms = []
+            if self._norms:
+                self.changed |= any(map(_differ, self._norms, _norms(self._places)))
+                self._norms = []
             torch._foreach_copy_(self._places, self._buffers)
             for p, b, m in zip(self.parameters, self._buffers, moved, strict=True):
                 if m:
