@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
+from collections.abc import Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from dadt.runtime import Runtime
 
 _FINGERPRINTED_STEPS = 20
+"""At first: gradients, which are to differ."""
+_EVERY = 64
+"""Steps between two looks at what is not trained, which is not to differ."""
 
 
 class Attachment:
@@ -379,7 +383,7 @@ class Attachment:
                 layout=exchange.schema.crc,
                 drawn=self.drawn,
                 groups=self.groups,
-                fingerprint=self._fingerprint() if exchange.number < _FINGERPRINTED_STEPS else 0,
+                fingerprint=self._fingerprint(exchange.number),
                 growth=growth,
                 redo=redo,
                 weight=exchange.weight,
@@ -387,11 +391,12 @@ class Attachment:
             )
         )
 
-    def _fingerprint(self) -> int:
-        for p in reversed(self.parameters):
-            if p.grad is not None and p.grad.layout == torch.strided and p.grad.numel():
-                part = p.grad.detach().reshape(-1)[:64].to("cpu", torch.float32)
-                return zlib.crc32(part.numpy().tobytes()) if bool(part.any()) else 0
+    def _fingerprint(self, number: int) -> int:
+        if number < _FINGERPRINTED_STEPS:
+            return _crc([g for p in reversed(self.parameters) if (g := p.grad) is not None and _is_dense(g)][:1])
+        if number % _EVERY == 0 and self.algorithm.predicts:
+            every = (p for m in self.modules for p in m._parameters.values() if p is not None)
+            return _crc([p for p in every if not p.requires_grad and _is_dense(p)])
         return 0
 
     def wait(self, exchange: Exchange | Arrived) -> list[Lane]:
@@ -431,7 +436,10 @@ class Attachment:
                 f" {drawn[least]}: one of them skipped a step that the other took. Decide such things from values that"
                 f" are equal on all ranks, not from a rank's own loss"
             )
-        self._warn_identical(lanes)
+        if exchange.number < _FINGERPRINTED_STEPS:
+            self._warn_identical(lanes)
+        else:
+            self._warn_different(lanes)
         if not self._follows and len({lane.groups for lane in lanes}) > 1 and exchange.number > self._agreed:
             # The first exchange since they were made equal, and they differ again.
             self._follows = self._agreed >= 0 and exchange.number == self._agreed + 1
@@ -456,6 +464,26 @@ class Attachment:
                 " DataLoader (see --share), or let each rank choose its part by RANK",
                 level="warning",
             )
+
+    def _warn_different(self, lanes: list[Lane]) -> None:
+        if len({lane.fingerprint for lane in lanes}) > 1:
+            self.runtime.say(
+                f"parameters that are not trained{self.name} differ between ranks. A script that makes them from others"
+                " between a forward and its step (a momentum encoder) reads predicted weights there, which are each"
+                " rank's own: do it right after optimizer.step(), or use --algorithm sync",
+                level="warning",
+            )
+
+
+def _crc(tensors: Sequence[torch.Tensor]) -> int:
+    """crc32 of some values of each; 0 where all are 0, or there are none."""
+    parts = [t.detach().reshape(-1)[:64].to("cpu", copy=True).view(torch.uint8) for t in tensors]
+    data = b"".join(part.numpy().tobytes() for part in parts)
+    return zlib.crc32(data) if any(data) else 0
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and tensor.device.type != "meta" and tensor.numel() > 0
 
 
 def _listed(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -20,7 +20,7 @@ class Lane:
     groups: int
     """crc32 of the optimizer's param_group values (learning rate and so on)."""
     fingerprint: int
-    """crc32 of some elements of the local gradient; 0: not taken."""
+    """crc32 of some elements of the local gradient, later of parameters that are not trained; 0: not taken."""
     growth: int
     """crc32 of how often each gradient grew in this step; what is launched from backward depends on it."""
     redo: bool

@@ -424,10 +424,19 @@ class Runtime:
     # The script's view -----------------------------------------------------------------------------------------
 
     def show_true_weights(self) -> None:
-        """Undo prediction and show the official buffers: the script is about to read or save."""
-        for attachment in self.attachments:
-            attachment.prediction.undo()
+        """And the official buffers: the script is about to read or save."""
+        self.suspend_predictions()
         self.buffers.show_all()
+
+    def suspend_predictions(self) -> None:
+        """The script may derive something from weights, as a target network after the steps of two optimizers."""
+        for attachment in self.attachments:
+            attachment.prediction.suspend()
+
+    def resume_predictions(self) -> None:
+        """A backward begins: it goes through the weights that its forward saw."""
+        for attachment in self.attachments:
+            attachment.prediction.resume()
 
     def drew(self, samples: int, nominal: int) -> None:
         """A training batch was handed to the script. Read ahead, it belongs to no step that is known, so each of those
@@ -453,6 +462,7 @@ class Runtime:
 
     def stepped(self) -> None:
         """An optimizer step is complete."""
+        self.suspend_predictions()
         if self.timeline is not None:
             self.timeline.step(self.step)
         self.step += 1

@@ -201,14 +201,14 @@ class Modules:
             self.runtime.buffers.show(module)
         if not training and module in self._optimizers:
             for attachment in self.attachments(module):
-                attachment.prediction.undo()
+                attachment.prediction.suspend()
 
     def reveal(self, module: nn.Module) -> list[Attachment]:
         """Before state_dict() or load_state_dict(): the weights and buffers below are the true and official ones."""
         ids = {id(p) for p in module.parameters()}
         mine = [a for a in self.runtime.attachments if any(id(p) in ids for p in a.prediction.parameters)]
         for attachment in mine:
-            attachment.prediction.undo()
+            attachment.prediction.suspend()
         for m in module.modules():
             self.runtime.buffers.show(m)
         return mine
@@ -267,6 +267,8 @@ def install(modules: Modules) -> None:
     for name in ("__deepcopy__", "__reduce_ex__"):
         setattr(nn.Parameter, name, _true_first(getattr(nn.Parameter, name), runtime))
     _show_copies(runtime)
+    for name in ("backward", "grad"):
+        setattr(torch.autograd, name, _predicted_first(getattr(torch.autograd, name), runtime))
     zero_grad = nn.Module.zero_grad
 
     @functools.wraps(zero_grad)
@@ -292,8 +294,19 @@ def _true_first(copy: Callable[..., Any], runtime: Runtime) -> Callable[..., Any
     def patched(self: nn.Parameter, *args: Any) -> Any:
         for attachment in runtime.attachments:
             if attachment.prediction.applied and any(p is self for p in attachment.prediction.parameters):
-                attachment.prediction.undo()
+                attachment.prediction.suspend()
         return copy(self, *args)
+
+    return patched
+
+
+def _predicted_first(backward: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
+    """The weights that the forward saw, though another optimizer has stepped since, as in the training of GANs."""
+
+    @functools.wraps(backward)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        runtime.resume_predictions()
+        return backward(*args, **kwargs)
 
     return patched
 
@@ -313,6 +326,7 @@ def _show_copies(runtime: Runtime) -> None:
 
     @functools.wraps(update)
     def patched_update(self: AveragedModel, model: nn.Module) -> None:
+        runtime.suspend_predictions()
         for m in model.modules():
             runtime.buffers.show(m)
         update(self, model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,13 +21,15 @@ class Holds(enum.Enum):
     NOTHING = 0
     TRUE_WEIGHTS = 1
     """The parameters are predicted."""
-    BEFORE = 2
+    PREDICTED = 2
+    """The parameters are true for a while: a backward may still need the predicted ones."""
+    BEFORE = 3
     """The weights before the step that is about to be taken."""
-    KNOWN = 3
+    KNOWN = 4
     """What the next prediction follows from."""
-    OWN = 4
+    OWN = 5
     """The rank's own gradients, which have just been sent."""
-    AVERAGE = 5
+    AVERAGE = 6
     """The gradients that have just been applied, with none on the way."""
 
 
@@ -52,7 +54,6 @@ class Prediction:
         self.parameters = list(parameters)
         self._holds = Holds.NOTHING
         self._buffers: list[torch.Tensor] = []
-        self._predicted: list[torch.Tensor] = []
         self._places: list[torch.Tensor] = []
         """The memory in which predicted weights are, whatever the script makes of the parameters meanwhile."""
         self._count = 0
@@ -76,6 +77,8 @@ class Prediction:
         if self._holds is Holds.KNOWN:
             self._go_ahead()
             self._begin([p.data for p in self.parameters])
+        else:
+            self.resume()
 
     def _begin(self, places: list[torch.Tensor]) -> None:
         """There are predicted weights now."""
@@ -91,31 +94,37 @@ class Prediction:
     def undo(self) -> None:
         """Back to the true weights, bit for bit. They stay in the buffer as the weights before the next step."""
         if self.applied:
-            # Moved, as to another device; else the script shows something else for a while, as an average of weights.
-            moved = [_moved(p.data, place) for p, place in zip(self.parameters, self._places, strict=True)]
-            if self._norms:
-                self.changed |= any(map(_differ, self._norms, _norms(self._places)))
-                self._norms = []
-            torch._foreach_copy_(self._places, self._buffers)
-            for p, b, m in zip(self.parameters, self._buffers, moved, strict=True):
-                if m:
-                    p.data.copy_(b)
-            self._holds = Holds.BEFORE
-            self._places = []
+            self._put_back(torch._foreach_copy_)
+        elif self._holds is Holds.PREDICTED:
+            torch._foreach_copy_(self._buffers, self._places)
+        else:
+            return
+        self._holds = Holds.BEFORE
+        self._places = []
 
     def suspend(self) -> None:
-        """Like `undo`, but `resume` can follow: a forward without gradients in the middle of a step."""
+        """Like `undo`, but `resume` can follow: in the middle of a step the script looks at the weights."""
         if self.applied:
-            places, self._predicted = self._places, [place.clone() for place in self._places]
-            self.undo()
-            self._places = places
+            self._put_back(_swap)
+            self._holds = Holds.PREDICTED
 
     def resume(self) -> None:
-        """Back to the predicted weights that a backward is still to use."""
-        if self._predicted:
-            torch._foreach_copy_(self._places, self._predicted)
-            self._predicted = []
+        """Back to the predicted weights that a backward is still to use. What has been made of the true ones stays."""
+        if self._holds is Holds.PREDICTED:
+            _swap(self._places, self._buffers)
             self._begin(self._places)
+
+    def _put_back(self, into: Callable[[list[torch.Tensor], list[torch.Tensor]], None]) -> None:
+        """True weights into the places of the predicted ones."""
+        # Moved, as to another device; else the script shows something else for a while, as an average of weights.
+        moved = [_moved(p.data, place) for p, place in zip(self.parameters, self._places, strict=True)]
+        if self._norms:
+            self.changed |= any(map(_differ, self._norms, _norms(self._places)))
+            self._norms = []
+        into(self._places, self._buffers)
+        for p, place, m in zip(self.parameters, self._places, moved, strict=True):
+            if m:
+                p.data.copy_(place)
 
     def before_step(self, *, late: bool, scale: torch.Tensor | None) -> None:
         """Make the weights true; they are about to change. late: by gradients that are on the way since the last step.
@@ -123,7 +132,6 @@ class Prediction:
         `.grad` holds the rank's own gradients, which are about to be sent; scale: their loss scale.
         """
         self.undo()
-        self._predicted = []
 
     def arrived(self, norm: torch.Tensor | None) -> None:
         """`.grad` holds the averages, of this norm (without their loss scale), before the script changes them."""
@@ -139,7 +147,6 @@ class Prediction:
     def follow(self, parameters: Sequence[torch.Tensor]) -> None:
         """The script froze, added or replaced parameters: those that stay keep what is known of them."""
         self.undo()
-        self._predicted = []
         if self._buffers:
             self._buffers = self._kept(self._buffers, parameters, weights=self._holds is Holds.BEFORE)
         self.parameters = list(parameters)
@@ -166,13 +173,19 @@ class Prediction:
     def forget(self) -> None:
         """The step was skipped, or the script replaced the weights: what is known predicts nothing."""
         self.undo()
-        self._predicted = []
         self._holds = Holds.NOTHING
 
     def end(self) -> None:
         """Nothing is predicted any more: the memory is given back."""
         self.forget()
         self._buffers = []
+
+
+def _swap(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> None:
+    for tensor, other in zip(tensors, others, strict=True):
+        value = tensor.clone()
+        tensor.copy_(other)
+        other.copy_(value)
 
 
 def _norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

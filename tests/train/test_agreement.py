@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from checks import assert_equal
 from job import Run, joined
 from test_script_view import assert_replicas_equal
 
@@ -110,6 +111,43 @@ def test_identical_gradients_are_noticed(dadt_run, shared) -> None:
     assert "they train on the same data" in dadt_run(IDENTICAL.format(rank="0")).output
     assert len(shared["pipe"].of("unlike").ranks) == 2
     assert "they train on the same data" not in shared["pipe"].output
+
+
+MOMENTUM_ENCODER = """
+    from scenarios import batch, snapshot
+    class Momentum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query, self.key = nn.Linear(6, 3), nn.Linear(6, 3)
+            self.key.requires_grad_(False)
+        def forward(self, x, within):
+            if within:
+                self.update()
+            return self.query(x) - self.key(x)
+        @torch.no_grad()
+        def update(self):
+            for k, q in zip(self.key.parameters(), self.query.parameters()):
+                k.lerp_(q, 0.1)
+    torch.manual_seed(0)
+    model = Momentum()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(70):
+        x, y = batch(rank, step, 0)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x, {within}), y).backward()
+        optimizer.step()
+        if not {within}:
+            model.update()
+    report(snapshot(model, optimizer))
+"""
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_an_encoder_that_follows_another(dadt_run, within) -> None:
+    run = dadt_run(MOMENTUM_ENCODER.format(within=within), "--warmup-steps", "4")
+    assert ("parameters that are not trained differ between ranks" in run.output) == within
+    if not within:
+        assert_equal(*run.ranks)
 
 
 BUFFERS = """

@@ -159,9 +159,77 @@ CONTAINER = """
 """
 
 
+ACTOR_CRITIC = """
+    from scenarios import batch, snapshot
+    def weights(m): return torch.cat([p.detach().reshape(-1) for p in m.parameters()])
+    states = {}
+    for frozen in (False, True):
+        torch.manual_seed(0)
+        actor, critic, target = nn.Linear(6, 3), nn.Linear(9, 1), nn.Linear(9, 1)
+        target.load_state_dict(critic.state_dict())
+        of_actor = torch.optim.Adam(actor.parameters(), lr=0.01)
+        of_critic = torch.optim.Adam(critic.parameters(), lr=0.01)
+        predicted = 0
+        for step in range(30):
+            x, y = batch(rank, step, 0)
+            true = weights(critic)
+            q = critic(torch.cat([x, actor(x).detach()], 1))
+            predicted += not torch.equal(weights(critic), true)
+            of_critic.zero_grad()
+            (q - y[:, None].float()).pow(2).mean().backward()
+            of_critic.step()
+            true = weights(critic)
+            critic.requires_grad_(not frozen)
+            of_actor.zero_grad()
+            (-critic(torch.cat([x, actor(x)], 1)).mean()).backward()   # sees the critic, and steps the actor
+            of_actor.step()
+            critic.requires_grad_(True)
+            with torch.no_grad():
+                assert torch.equal(weights(critic), true)
+                for t, p in zip(target.parameters(), critic.parameters()):
+                    t.lerp_(p, 0.1)
+        assert predicted >= 20, predicted
+        for name, model in {"actor": actor, "critic": critic, "target": target}.items():
+            states.update({f"{name} {frozen} {k}": v.clone() for k, v in model.state_dict().items()})
+    report({"state": states})
+"""
+
+
+GAN = """
+    from scenarios import batch, snapshot
+    torch.manual_seed(0)
+    generator, judge = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)), nn.Linear(6, 1)
+    of_generator = torch.optim.SGD(generator.parameters(), lr=0.05, momentum=0.9)
+    of_judge = torch.optim.SGD(judge.parameters(), lr=0.05, momentum=0.9)
+    def weights(m): return [p.detach().clone() for p in m.parameters()]
+    def same(a, b): return all(torch.equal(x, y) for x, y in zip(a, b))
+    predicted = 0
+    for step in range(30):
+        x, _ = batch(rank, step, 0)
+        true = weights(generator)
+        fake = generator(x.flip(1))
+        ahead = weights(generator)
+        predicted += not same(ahead, true)
+        of_judge.zero_grad()
+        (judge(fake.detach()) - judge(x)).mean().backward()
+        of_judge.step()
+        assert same(weights(generator), true)          # as a script may look at them
+        of_generator.zero_grad()
+        torch.autograd.grad(-judge(fake).mean(), list(generator.parameters()), retain_graph=True)
+        assert same(weights(generator), ahead)         # through what the forward saw
+        (-judge(fake)).mean().backward()
+        assert same(weights(generator), ahead)
+        of_generator.step()
+    assert predicted >= 20, predicted
+    states = {f"{m} {k}": v for m in (generator, judge) for k, v in m.state_dict().items()}
+    report({"state": {str(i): v.clone() for i, v in enumerate(states.values())}})
+"""
+
+
 @pytest.fixture(scope="module")
 def shared(shared_run) -> Run:
-    return shared_run(joined(reads=READS, writes=WRITES, container=CONTAINER), "--warmup-steps", "2")
+    scripts = joined(reads=READS, writes=WRITES, container=CONTAINER, actor_critic=ACTOR_CRITIC, gan=GAN)
+    return shared_run(scripts, "--warmup-steps", "2")
 
 
 def test_what_the_script_reads(shared) -> None:
@@ -174,6 +242,14 @@ def test_what_the_script_writes(shared) -> None:
 
 def test_a_container_that_is_never_called(shared) -> None:
     assert_replicas_equal(shared.of("container"))
+
+
+def test_target_networks_after_the_steps_of_two_optimizers(shared) -> None:
+    assert_replicas_equal(shared.of("actor_critic"))
+
+
+def test_a_backward_after_the_step_of_another_optimizer(shared) -> None:
+    assert_replicas_equal(shared.of("gan"))
 
 
 def test_compiled_models_have_no_break(dadt_run) -> None:
