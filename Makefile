@@ -44,11 +44,12 @@ figures: .venv/testable machines
 	$(BIN)/python tests/hosts/figures.py --json docs/results/launching.json
 	$(BIN)/python tests/hosts/executor_figures.py --json docs/results/executors.json
 
-# Whether training under DADT ends where training without it does: hours. What docs/results holds is not repeated.
+# Whether training under DADT ends where training without it does: hours, the last part as root. What docs/results holds is not repeated.
 convergence: .venv/testable
 	$(PIP) 'matplotlib>=3.7'
 	$(BIN)/python -m benchmarks.convergence --jobs 2
-	$(BIN)/python -m benchmarks.convergence --others gossip,local,diloco,bf16,int8,powersgd --seeds 3
+	$(BIN)/python -m benchmarks.convergence --others gossip,local,local-32,diloco --seeds 3
+	$(BIN)/python -m benchmarks.convergence --others bf16,fp16,int8,powersgd --seeds 10
 	$(BIN)/python -m benchmarks.convergence.straggler --json docs/results/straggler.json
 	$(BIN)/python -m benchmarks.convergence.slow_link --json docs/results/slow-link.json
 

@@ -309,6 +309,7 @@ class Attachment:
         """All ranks left the step out: by the gradient scaler, or by the script from the averages' norm."""
         self.prediction.forget()
         self._end_step()
+        self.runtime.suspend_predictions()
 
     def _end_step(self) -> None:
         self.algorithm.after_step()
@@ -395,8 +396,12 @@ class Attachment:
         if number < _FINGERPRINTED_STEPS:
             return _crc([g for p in reversed(self.parameters) if (g := p.grad) is not None and _is_dense(g)][:1])
         if number % _EVERY == 0 and self.algorithm.predicts:
-            every = (p for m in self.modules for p in m._parameters.values() if p is not None)
-            return _crc([p for p in every if not p.requires_grad and _is_dense(p)])
+            every = {id(p): p for m in self.modules for p in m._parameters.values() if p is not None}
+            for other in self.runtime.optimizers:
+                if other is not self.optimizer:  # what it trains may be frozen for now, and predicted
+                    for p in _listed(other):
+                        every.pop(id(p), None)
+            return _crc([p for p in every.values() if not p.requires_grad and _is_dense(p)])
         return 0
 
     def wait(self, exchange: Exchange | Arrived) -> list[Lane]:

@@ -7,7 +7,8 @@ import io
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -424,19 +425,31 @@ class Runtime:
     # The script's view -----------------------------------------------------------------------------------------
 
     def show_true_weights(self) -> None:
-        """And the official buffers: the script is about to read or save."""
-        self.suspend_predictions()
+        """Undo prediction and show the official buffers: the script is about to read or save."""
+        for attachment in self.attachments:
+            attachment.prediction.undo()
         self.buffers.show_all()
 
     def suspend_predictions(self) -> None:
-        """The script may derive something from weights, as a target network after the steps of two optimizers."""
-        for attachment in self.attachments:
-            attachment.prediction.suspend()
+        """A step is over: the script may derive something from weights, as target networks after the steps of two
+        optimizers."""
+        # Steps in hooks of a backward are in the midst of what the others' weights are predicted for.
+        if torch._C._current_graph_task_id() == -1:
+            for attachment in self.attachments:
+                attachment.prediction.suspend()
 
-    def resume_predictions(self) -> None:
-        """A backward begins: it goes through the weights that its forward saw."""
-        for attachment in self.attachments:
-            attachment.prediction.resume()
+    @contextmanager
+    def predicted(self) -> Iterator[None]:
+        """Inside, a backward goes through the weights that its forward saw, though another optimizer has stepped
+        since, as in the training of GANs."""
+        mine = [a.prediction for a in self.attachments if a.prediction.suspended] if self.on_training_thread else []
+        for prediction in mine:
+            prediction.resume()
+        try:
+            yield
+        finally:
+            for prediction in mine:
+                prediction.suspend()
 
     def drew(self, samples: int, nominal: int) -> None:
         """A training batch was handed to the script. Read ahead, it belongs to no step that is known, so each of those

@@ -23,6 +23,7 @@ FLAGS = {
     "gossip": ["--algorithm", "gossip"],
     "gossip-sqrt": ["--algorithm", "gossip", "--scale-lr", "sqrt"],
     "local": ["--algorithm", "local", "--sync-every", "8"],
+    "local-32": ["--algorithm", "local"],
     "local-sqrt": ["--algorithm", "local", "--sync-every", "8", "--scale-lr", "sqrt"],
     "diloco": ["--algorithm", "local", "--sync-every", "32", "--outer-lr", "0.7", "--outer-momentum", "0.9"],
     "diloco-8": ["--algorithm", "local", "--sync-every", "8", "--outer-lr", "0.7", "--outer-momentum", "0.9"],

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -17,11 +17,26 @@ from benchmarks.convergence.study import SWEEP_SEEDS, Results, load, score
 
 BEGIN, END = "<!-- tables: made by python -m benchmarks.convergence --report -->", "<!-- end of tables -->"
 COLORS = {"sync": "#1f3b57", "plain": "#c8553d", "pipe": "#2a9d8f"}
-LOOSE = ("gossip", "gossip-sqrt", "local", "local-sqrt", "diloco", "diloco-8")
+OTHER_COLORS = {
+    "sync": "#1f3b57",
+    "pipe": "#2a9d8f",
+    "gossip": "#c8553d",
+    "local": "#e9b44c",
+    "diloco": "#7b4b94",
+    "bf16": "#8fa3b5",
+    "int8": "#5a5a5a",
+    "powersgd": "#b07a5b",
+}
+LOOSE = ("gossip", "gossip-sqrt", "local", "local-32", "local-sqrt", "diloco", "diloco-8")
 AVERAGED = ", averaged"
 """The mean of the ranks' weights in place of each rank's own."""
 EXACT = ("bf16", "fp16", "int8")
-"""Nothing may be lost beyond noise: the good end of the interval is 0 or better."""
+"""Against `pipe` without compression nothing may be lost beyond noise: both intervals reach 0."""
+
+Key = tuple[str, float, int, str]
+"""Family, rate, workers, method."""
+Outcomes = dict[int, dict[str, Any]]
+"""By seed."""
 
 
 class Row(NamedTuple):
@@ -29,18 +44,31 @@ class Row(NamedTuple):
     rate: float
     ranks: int
     method: str
-    mean: float
+    outcomes: Outcomes
     lost: Interval | None
-    """Accuracy lost, or loss added, against sync with the same seeds; None for sync itself."""
-    diverged: int
-    """Trainings that ended no better than chance."""
+    """Accuracy lost against another method with the same seeds; None where there is nothing to compare with."""
+    added: Interval | None
+    """Loss added."""
 
     @property
     def met(self) -> str:
-        if self.lost is None or self.lost.pairs < 2:
+        if self.lost is None or self.added is None or self.lost.pairs < 2:
             return ""
-        end = self.lost.low if self.method in EXACT else self.lost.high
-        return "yes" if end <= allowed(self.family, self.method) else "no"
+        judged = self.lost if FAMILIES[self.family].counts else self.added
+        good = judged.high <= allowed(self.family, self.method)
+        if self.method in EXACT:
+            good = self.lost.low <= 0 and self.added.low <= 0
+        return "yes" if good else "no"
+
+    @property
+    def diverged(self) -> int:
+        """Trainings that ended no better than chance."""
+        chance = 0.2 if FAMILIES[self.family].counts else -math.log(65)
+        return sum(goodness(self.family, outcome) <= chance for outcome in self.outcomes.values())
+
+
+def goodness(family: str, outcome: dict[str, Any]) -> float:
+    return score(family, outcome) * (1 if FAMILIES[family].counts else -1)
 
 
 def allowed(family: str, method: str) -> float:
@@ -52,60 +80,74 @@ def allowed(family: str, method: str) -> float:
     return 0.03 if method.removesuffix(AVERAGED) in LOOSE else 0.01
 
 
-def groups(results: Results) -> dict[tuple[str, float, int, str], dict[int, float]]:
-    """Scores by seed, of all trainings but the sweep's."""
-    found: dict[tuple[str, float, int, str], dict[int, float]] = {}
-    for run, outcome in sorted(results.items()):
+def against(method: str) -> str:
+    """What the method is compared with."""
+    return "pipe" if method in EXACT else "sync"
+
+
+def groups(results: Results) -> dict[Key, Outcomes]:
+    """All trainings but the sweep's."""
+    found: dict[Key, Outcomes] = {}
+    for run, outcome in sorted(results.items(), key=lambda item: item[0]):
         if run.seed not in SWEEP_SEEDS:
-            found.setdefault((run.family, run.rate, run.ranks, run.method), {})[run.seed] = score(run.family, outcome)
+            found.setdefault((run.family, run.rate, run.ranks, run.method), {})[run.seed] = outcome
             if run.method in LOOSE and "averaged" in outcome:
                 key = (run.family, run.rate, run.ranks, f"{run.method}{AVERAGED}")
-                found.setdefault(key, {})[run.seed] = score(run.family, outcome["averaged"])
+                found.setdefault(key, {})[run.seed] = outcome["averaged"]
     return found
 
 
 def rows(results: Results) -> Iterator[Row]:
-    scores = groups(results)
-    for key in sorted(scores, key=lambda key: (key[0], key[2], key[1], key[3])):
+    found = groups(results)
+    for key in sorted(found, key=lambda key: (key[0], key[2], key[1], key[3])):
         family, rate, ranks, method = key
-        by_seed = scores[key]
-        chance = 0.2 if FAMILIES[family].counts else math.log(65)
-        sign = 1 if FAMILIES[family].counts else -1
-        bad = sum(sign * value <= sign * chance for value in by_seed.values())
-        sync = scores.get((family, rate, ranks, "sync"), {})
-        lost = [sign * (sync[seed] - value) for seed, value in by_seed.items() if seed in sync]
-        finite = all(map(math.isfinite, lost))
-        difference = interval(lost) if lost and finite and method != "sync" else None
-        mean = statistics.fmean(by_seed.values())
-        yield Row(family, rate, ranks, method, mean, difference, bad)
+        others = found.get((family, rate, ranks, against(method)), {}) if method != "sync" else {}
+        paired = [(outcome, others[seed]) for seed, outcome in found[key].items() if seed in others]
+        lost = difference([other["accuracy"] - outcome["accuracy"] for outcome, other in paired])
+        added = difference([outcome["loss"] - other["loss"] for outcome, other in paired])
+        yield Row(*key, found[key], lost, added)
+
+
+def difference(values: Sequence[float]) -> Interval | None:
+    return interval(values) if values and all(map(math.isfinite, values)) else None
+
+
+def shown(found: Interval | None) -> str:
+    if found is None:
+        return ""
+    return f"{found.mean:.4f}" + (f" ({found.low:.4f} to {found.high:.4f})" if found.pairs > 1 else "")
 
 
 def table(results: Results) -> str:
-    lines = [
-        "| family | rate | workers | method | mean | seeds | lost against sync (95 %) | target | met | diverged |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+    titles = [
+        *("family", "rate", "workers", "method", "accuracy", "loss", "seeds", "against"),
+        *("accuracy lost (95 %)", "loss added (95 %)", "target", "met", "diverged"),
     ]
-    counts = {key: len(by_seed) for key, by_seed in groups(results).items()}
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for row in rows(results):
-        lost = "" if row.lost is None else f"{row.lost.mean:.4f}"
-        if row.lost is not None and row.lost.pairs > 1:
-            lost += f" ({row.lost.low:.4f} to {row.lost.high:.4f})"
-        target = "" if row.lost is None else f"{allowed(row.family, row.method):g}"
-        seeds = counts[row.family, row.rate, row.ranks, row.method]
-        cells = [row.family, f"{row.rate:g}", row.ranks, row.method, f"{row.mean:.4f}", seeds, lost, target, row.met]
-        lines.append("| " + " | ".join(map(str, [*cells, row.diverged])) + " |")
+        compared = row.lost is not None or row.added is not None
+        accuracy, loss = (statistics.fmean(o[key] for o in row.outcomes.values()) for key in ("accuracy", "loss"))
+        cells = [
+            *(row.family, f"{row.rate:g}", row.ranks, row.method, f"{accuracy:.4f}", f"{loss:.4f}", len(row.outcomes)),
+            *(against(row.method) if compared else "", shown(row.lost), shown(row.added)),
+            *(f"{allowed(row.family, row.method):g}" if compared else "", row.met, row.diverged),
+        ]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 
 
 def chance(results: Results) -> str:
     """What another order of summation makes of the same training: `sync` against itself with the fewest workers."""
     lines = ["| family | rate | workers | seeds | `sync` above itself (95 %) |", "|---|---|---|---|---|"]
-    scores = {key[:3]: by_seed for key, by_seed in groups(results).items() if key[3] == "sync"}
+    scores = {
+        key[:3]: {seed: goodness(key[0], outcome) for seed, outcome in outcomes.items()}
+        for key, outcomes in groups(results).items()
+        if key[3] == "sync"
+    }
     for (family, rate, ranks), by_seed in sorted(scores.items()):
         fewest = min(r for f, at, r in scores if (f, at) == (family, rate))
         first = scores[family, rate, fewest]
-        sign = -1 if FAMILIES[family].counts else 1
-        above = [sign * (value - first[seed]) for seed, value in by_seed.items() if seed in first]
+        above = [first[seed] - value for seed, value in by_seed.items() if seed in first]
         if ranks == fewest or len(above) < 2 or normalizes(family):
             continue
         found = interval(above)
@@ -134,8 +176,24 @@ def sweeps(results: Results) -> str:
     return "\n".join(lines)
 
 
+class Panel(NamedTuple):
+    ranks: int
+    rate: float
+    colors: dict[str, str]
+
+
+def panels(family: str, found: dict[Key, Outcomes]) -> Iterator[Panel]:
+    """Each learning rate with the fewest workers, and the methods that real workers train by."""
+    here = [(rate, ranks, method) for name, rate, ranks, method in found if name == family]
+    simulated = [(rate, ranks) for rate, ranks, method in here if method in COLORS]
+    for rate in sorted({rate for rate, _ in simulated}):
+        yield Panel(min(ranks for at, ranks in simulated if at == rate), rate, COLORS)
+    for rate, ranks in sorted({(rate, ranks) for rate, ranks, method in here if method == "gossip"}):
+        yield Panel(ranks, rate, OTHER_COLORS)
+
+
 def picture(family: str, results: Results, path: Path) -> bool:
-    """Training loss against steps, a panel for each learning rate; mean over seeds, the band from least to most.
+    """Training loss against steps, mean over seeds; where there are few methods, with a band from least to most.
 
     False where there is nothing to show.
     """
@@ -144,42 +202,36 @@ def picture(family: str, results: Results, path: Path) -> bool:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    shown = [run for run in results if run.family == family and run.method in COLORS and run.seed not in SWEEP_SEEDS]
-    if not shown:
+    found = groups(results)
+    all_panels = list(panels(family, found))
+    if not all_panels:
         return False
-    ranks = min(run.ranks for run in shown)
-    rates = sorted({run.rate for run in shown if run.ranks == ranks})
-    figure, panels = plt.subplots(
-        1, len(rates), figsize=(4.6 * len(rates), 3.4), sharey=True, squeeze=False, layout="constrained"
-    )
-    for panel, rate in zip(panels[0], rates, strict=True):
-        for method, color in COLORS.items():
-            draw(
-                panel,
-                [results[r] for r in shown if (r.method, r.rate, r.ranks) == (method, rate, ranks)],
-                method,
-                color,
-            )
-        panel.set(title=f"{family}, {ranks} workers, rate {rate:g}", xlabel="step")
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(axis="y", alpha=0.3)
-        panel.set_yscale("log" if FAMILIES[family].counts else "linear")
-    panels[0][0].set_ylabel("training loss")
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(COLORS), frameon=False)
+    size = (4.6 * len(all_panels), 3.8)
+    figure, axes = plt.subplots(1, len(all_panels), figsize=size, sharey=True, squeeze=False, layout="constrained")
+    for axis, (ranks, rate, colors) in zip(axes[0], all_panels, strict=True):
+        for method, color in colors.items():
+            outcomes = found.get((family, rate, ranks, method), {})
+            draw(axis, list(outcomes.values()), method, color, band=len(colors) < 5)
+        axis.set(title=f"{family}, {ranks} workers, rate {rate:g}", xlabel="step")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(axis="y", alpha=0.3)
+        axis.set_yscale("log" if FAMILIES[family].counts else "linear")
+        axis.legend(frameon=False, fontsize="small", ncols=1 if len(colors) < 5 else 2)
+    axes[0][0].set_ylabel("training loss")
     figure.savefig(path, dpi=110)
     plt.close(figure)
     return True
 
 
-def draw(panel: object, outcomes: list[dict[str, list[float]]], method: str, color: str) -> None:
+def draw(axis: Any, outcomes: Sequence[dict[str, Any]], method: str, color: str, *, band: bool) -> None:
     curves = [outcome["curve"] for outcome in outcomes]
     if not curves:
         return
     points = list(zip(*curves, strict=True))
     steps = [EVERY * (i + 0.5) for i in range(len(points))]
-    panel.fill_between(steps, list(map(min, points)), list(map(max, points)), color=color, alpha=0.15, linewidth=0)  # type: ignore[attr-defined]
-    panel.plot(steps, list(map(statistics.fmean, points)), color=color, label=f"{method} ({len(curves)} seeds)")  # type: ignore[attr-defined]
+    if band:
+        axis.fill_between(steps, list(map(min, points)), list(map(max, points)), color=color, alpha=0.15, linewidth=0)
+    axis.plot(steps, list(map(statistics.fmean, points)), color=color, label=f"{method} ({len(curves)} seeds)")
 
 
 def write(path: Path) -> None:

@@ -1,7 +1,8 @@
 """Two simulated hosts on a slow link: seconds to the same loss. As root: python -m benchmarks.convergence.slow_link
 
-DDP over Gloo sets the loss: what it reaches at its end. The others may take half as many steps again; their seconds
-count from the first step, looks at the loss included, as DDP's do.
+DDP over Gloo sets the loss: 5 % above what it ends with, as looks near its end differ by about as much. Each method,
+DDP as well, gets the shortest schedule with which it comes there, since many cheap steps may be worth more than few
+dear ones. Seconds count from the first step, looks at the loss included.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.convergence.family import FAMILIES
+from benchmarks.convergence.interval import interval
 from benchmarks.convergence.study import conditions
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "tests" / "hosts"))
 from machine import Network  # type: ignore[import-not-found] # noqa: E402
 
-LOCAL = ["--algorithm", "local", "--sync-every", "32", "--warmup-steps", "10"]
-"""Few synchronous steps: on such a link each takes as long as ten others."""
+WARMUP = 10
+"""Synchronous steps, with each method: on such a link each takes as long as many others."""
+LOCAL = ["--algorithm", "local", "--sync-every", "32"]
 DILOCO = [*LOCAL, "--outer-lr", "0.7", "--outer-momentum", "0.9"]
 METHODS = {
     "pipe": [],
@@ -38,7 +41,8 @@ METHODS = {
 }
 TRAIN = ["-m", "benchmarks.convergence.train"]
 PORT = 29481
-MORE = 1.5
+ABOVE = 1.05
+"""The loss that is to be reached, over what DDP ends with."""
 SECONDS = 3600.0
 Outcome = dict[str, Any]
 
@@ -51,14 +55,16 @@ class Link:
         self.script = [*script, "--out", folder]
         self.folder = folder
 
-    def ddp(self) -> Outcome:
-        return self._by_hand(["--ddp"])
+    def train(self, name: str, steps: int) -> Outcome:
+        if name == "DDP":
+            return self._by_hand(["--ddp", "--steps", steps])
+        return self._dadt([*METHODS[name], "--warmup-steps", WARMUP], ["--steps", steps])
 
     def alone(self) -> Outcome:
         """Each host on its own at the same time, with a rank's part of the batch: what a step computes."""
-        return self._by_hand([])
+        return self._by_hand(["--steps", 40])
 
-    def _by_hand(self, flags: list[str]) -> Outcome:
+    def _by_hand(self, flags: list[object]) -> Outcome:
         master = {"MASTER_ADDR": self.network[0].address, "MASTER_PORT": str(PORT), "WORLD_SIZE": "2"}
         processes = []
         for rank, host in enumerate(self.network.hosts):
@@ -67,10 +73,10 @@ class Link:
             processes.append(started(host.enter(command, ROOT), env))
         return self._ended(processes)
 
-    def dadt(self, flags: list[str], steps: int) -> Outcome:
+    def _dadt(self, flags: list[object], script: list[object]) -> Outcome:
         dadt = [sys.executable, "-m", "dadt_cli", "run", "--ssh-config", self.network.config]
         where = ["-H", self.network.list(1), "--batch", "global", "--executor", "gloo", "--log-dir", self.folder]
-        command = [*dadt, *where, *flags, *TRAIN, *self.script, "--rank", "{rank}", "--steps", steps]
+        command = [*dadt, *where, *flags, *TRAIN, *self.script, *script, "--rank", "{rank}"]
         home = {"HOME": str(self.network.launcher.home)}
         return self._ended([started(self.network.launcher.enter(command, ROOT), home)])
 
@@ -109,35 +115,73 @@ def reached(outcome: Outcome, loss: float) -> float | None:
     return next((float(seconds) for _, seconds, seen in outcome["looks"] if seen <= loss), None)
 
 
-def measure(network: Network, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure(network: Network, options: argparse.Namespace, seed: int, folder: Path) -> dict[str, Any]:
+    """What each method has found with one seed."""
     batch = options.batch or FAMILIES[options.family].batch
-    script = ["--family", options.family, "--rate", options.rate, "--steps", options.steps, "--every", options.every]
-    for host in network.hosts:
-        host.slow(f"{options.mbit}mbit")
-    computed = step_seconds(Link(network, [*script, "--batch", batch // 2, "--steps", 40], folder).alone())
+    script = ["--family", options.family, "--rate", options.rate, "--every", options.every, "--seed", seed]
+    alone = step_seconds(Link(network, [*script, "--batch", batch // 2], folder).alone())
     link = Link(network, [*script, "--batch", batch], folder)
-    outcomes = {"DDP": link.ddp()}
+    first = link.train("DDP", options.steps)
+    target = ABOVE * first["looks"][-1][2]
+    outcomes = {name: shortest(link, name, target, options) for name in ("DDP", *options.methods)}
+    return {"seed": seed, **compared(alone, target, outcomes)}
+
+
+def shortest(link: Link, name: str, target: float, options: argparse.Namespace) -> Outcome:
+    """Of the first schedule with which the loss is reached, else of the longest."""
+    for steps in options.lengths:
+        outcome = {**link.train(name, steps), "steps": steps}
+        if reached(outcome, target) is not None:
+            break
+    return outcome
+
+
+def compared(computed: float, target: float, outcomes: dict[str, Outcome]) -> dict[str, Any]:
+    """computed: seconds that a step computes. All but DDP's outcome are compared with it."""
     step = step_seconds(outcomes["DDP"])
     ratio = (step - computed) / computed
     print(f"a step computes {1e3 * computed:.0f} ms and DDP's exchange takes {1e3 * (step - computed):.0f} ms more:")
-    print(f"ratio {ratio:.1f}; who hid all of it would be {1 + ratio:.1f} times as fast for each step", flush=True)
-    target = outcomes["DDP"]["looks"][-1][2]
-    for name in options.methods:
-        outcomes[name] = link.dadt(METHODS[name], int(MORE * options.steps))
-    rows = {
-        name: {"step": step_seconds(found), "seconds": reached(found, target), "loss": found["loss"]}
+    print(f"ratio {ratio:.1f}; who hid all of it would be {1 + ratio:.1f} times as fast for each step")
+    rows: dict[str, dict[str, Any]] = {
+        name: {
+            "steps": found["steps"],
+            "step": step_seconds(found),
+            "seconds": reached(found, target),
+            "loss": found["loss"],
+        }
         for name, found in outcomes.items()
     }
     base = rows["DDP"]["seconds"]
     for name, row in rows.items():
-        times = f"{base / row['seconds']:.2f} times DDP" if row["seconds"] else "not reached"
-        print(f"{name:14} {1e3 * row['step']:7.0f} ms a step, to loss {target:.3f}: {row['seconds']} s, {times}")
+        row["faster"] = base / row["seconds"] if base and row["seconds"] else None
+        times = f"{row['seconds']:.1f} s, {row['faster']:.2f} times DDP" if row["seconds"] else "not reached"
+        print(
+            f"{name:16} {row['steps']:4} steps of {1e3 * row['step']:4.0f} ms, to loss {target:.3f}: {times}",
+            flush=True,
+        )
     looks = {name: found["looks"] for name, found in outcomes.items()}
     return {"ratio": ratio, "computed": computed, "target": target, "rows": rows, "looks": looks}
 
 
+def table(found: Sequence[dict[str, Any]]) -> str:
+    """Means over seeds, and how many times as fast as DDP with an interval, where all seeds have reached the loss."""
+    lines = ["| | steps | a step | seconds | as fast as DDP (95 %) | reached |", "|---|---|---|---|---|---|"]
+    for name in found[0]["rows"]:
+        rows = [each["rows"][name] for each in found]
+        steps = ", ".join(map(str, sorted({row["steps"] for row in rows})))
+        there = [row for row in rows if row["seconds"] is not None]
+        seconds = f"{statistics.fmean(row['seconds'] for row in there):.1f}" if there else ""
+        faster = ""
+        if len(there) == len(rows):
+            times = interval([row["faster"] for row in rows])
+            faster = f"{times.mean:.2f}" + (f" ({times.low:.2f} to {times.high:.2f})" if times.pairs > 1 else "")
+        step = f"{1e3 * statistics.fmean(row['step'] for row in rows):.0f} ms"
+        lines.append("| " + " | ".join([name, steps, step, seconds, faster, f"{len(there)} of {len(rows)}"]) + " |")
+    return "\n".join(lines)
+
+
 def picture(figures: dict[str, Any], path: Path) -> None:
-    """Loss on other data against seconds."""
+    """Loss on other data against seconds, of one seed."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -151,7 +195,7 @@ def picture(figures: dict[str, Any], path: Path) -> None:
     ):
         panel.plot([seconds for _, seconds, _ in looks], [loss for *_, loss in looks], color=color, label=name)
     panel.axhline(figures["target"], color="#999999", linewidth=0.8)
-    panel.set(xlabel="seconds", ylabel="validation loss")
+    panel.set(xlabel="seconds", ylabel="validation loss", xscale="log")
     panel.spines[["top", "right"]].set_visible(False)
     panel.legend(frameon=False)
     figure.tight_layout()
@@ -160,28 +204,36 @@ def picture(figures: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--family", choices=list(FAMILIES), default="gpt")
-    parser.add_argument("--rate", type=float, default=2.5e-3)
-    parser.add_argument("--batch", type=int, default=8, help="of both hosts together; 0: the family's")
-    parser.add_argument("--steps", type=int, default=400, help="of DDP")
+    parser.add_argument("--family", choices=list(FAMILIES), default="mlp")
+    parser.add_argument("--rate", type=float, default=2e-3)
+    parser.add_argument("--batch", type=int, default=0, help="of both hosts together; 0: the family's")
+    parser.add_argument("--steps", type=int, default=300, help="of the training by DDP that sets the loss")
+    parser.add_argument("--lengths", default="100,150,200,300,450,600,900", help="of schedules, shortest first")
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--every", type=int, default=20, help="steps between two looks at the loss")
     parser.add_argument("--mbit", type=int, default=25, help="speed of the link, each way")
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--json", type=Path, help="file for the figures; the picture goes beside it")
     options = parser.parse_args()
     options.methods = options.methods.split(",")
+    options.lengths = [int(steps) for steps in options.lengths.split(",")]
     if unknown := set(options.methods) - set(METHODS):
         parser.error(f"--methods {', '.join(unknown)}: unknown; choose of {', '.join(METHODS)}")
+    found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="dadt-slow-link-") as name:
         network = Network(Path(name), 2)
         try:
-            figures = measure(network, options, Path(name))
+            for host in network.hosts:
+                host.slow(f"{options.mbit}mbit")
+            for seed in range(options.seeds):
+                found.append(measure(network, options, seed, Path(name)))
         finally:
             network.close()
+    print(table(found))
     if options.json:
         command = " ".join(["python -m benchmarks.convergence.slow_link", *sys.argv[1:]])
-        options.json.write_text(json.dumps({"conditions": conditions(command), **figures}, indent=1) + "\n")
-        picture(figures, options.json.with_suffix(".png"))
+        options.json.write_text(json.dumps({"conditions": conditions(command), "seeds": found}, indent=1) + "\n")
+        picture(found[0], options.json.with_suffix(".png"))
 
 
 if __name__ == "__main__":

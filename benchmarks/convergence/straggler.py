@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ def main() -> None:
             "steps per second": {n: throughput(r) for n, r in found.items()},
             "loss by rank": losses,
         }
-        command = f"python -m benchmarks.convergence.straggler --family {options.family} --steps {options.steps}"
+        command = " ".join(["python -m benchmarks.convergence.straggler", *sys.argv[1:]])
         options.json.write_text(json.dumps({"conditions": conditions(command), **figures}, indent=1) + "\n")
         picture(found, options.json.with_suffix(".png"))
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,19 +43,14 @@ class Entry:
         module = self._module()
         assert module is not None
         call = self._call or module._call_impl
-        suspended: list[Attachment] = []
         if torch.is_grad_enabled():
             self._count(module)
-        if torch.is_grad_enabled() and (module.training or self._trained_in_eval or not self._modules.runtime.began):
-            self._modules.forward_begins(module)
-        else:
-            suspended = self._modules.suspend(module)
-        try:
-            with self._modules.wrappers.quiet():
-                return call(*args, **kwargs)
-        finally:
-            for attachment in suspended:
-                attachment.prediction.resume()
+            if module.training or self._trained_in_eval or not self._modules.runtime.began:
+                self._modules.forward_begins(module)
+                with self._modules.wrappers.quiet():
+                    return call(*args, **kwargs)
+        with self._modules.looking(module), self._modules.wrappers.quiet():
+            return call(*args, **kwargs)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """None, for modules that pickle and copy all that they hold, as DistributedDataParallel does."""
@@ -81,6 +77,8 @@ class Modules:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.wrappers = Wrappers(runtime)
+        self.looks = 0
+        """Forwards under way that train nothing."""
         self._optimizers: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[torch.optim.Optimizer]] = (
             weakref.WeakKeyDictionary()
         )
@@ -185,11 +183,19 @@ class Modules:
             if attachment.algorithm.predicts and not attachment.consumed:
                 attachment.prediction.apply()
 
-    def suspend(self, module: nn.Module) -> list[Attachment]:
-        suspended = [a for a in self.attachments(module) if a.prediction.applied]
-        for attachment in suspended:
-            attachment.prediction.suspend()
-        return suspended
+    @contextmanager
+    def looking(self, module: nn.Module) -> Iterator[None]:
+        """Around a forward that trains nothing: at true weights, also what it differentiates inside."""
+        suspended = [a.prediction for a in self.attachments(module) if a.prediction.applied]
+        for prediction in suspended:
+            prediction.suspend()
+        self.looks += 1
+        try:
+            yield
+        finally:
+            self.looks -= 1
+            for prediction in suspended:
+                prediction.resume()
 
     # What the script sees --------------------------------------------------------------------------------------
 
@@ -201,14 +207,14 @@ class Modules:
             self.runtime.buffers.show(module)
         if not training and module in self._optimizers:
             for attachment in self.attachments(module):
-                attachment.prediction.suspend()
+                attachment.prediction.undo()
 
     def reveal(self, module: nn.Module) -> list[Attachment]:
         """Before state_dict() or load_state_dict(): the weights and buffers below are the true and official ones."""
         ids = {id(p) for p in module.parameters()}
         mine = [a for a in self.runtime.attachments if any(id(p) in ids for p in a.prediction.parameters)]
         for attachment in mine:
-            attachment.prediction.suspend()
+            attachment.prediction.undo()
         for m in module.modules():
             self.runtime.buffers.show(m)
         return mine
@@ -268,7 +274,7 @@ def install(modules: Modules) -> None:
         setattr(nn.Parameter, name, _true_first(getattr(nn.Parameter, name), runtime))
     _show_copies(runtime)
     for name in ("backward", "grad"):
-        setattr(torch.autograd, name, _predicted_first(getattr(torch.autograd, name), runtime))
+        setattr(torch.autograd, name, _predicted_first(getattr(torch.autograd, name), modules))
     zero_grad = nn.Module.zero_grad
 
     @functools.wraps(zero_grad)
@@ -294,19 +300,19 @@ def _true_first(copy: Callable[..., Any], runtime: Runtime) -> Callable[..., Any
     def patched(self: nn.Parameter, *args: Any) -> Any:
         for attachment in runtime.attachments:
             if attachment.prediction.applied and any(p is self for p in attachment.prediction.parameters):
-                attachment.prediction.suspend()
+                attachment.prediction.undo()
         return copy(self, *args)
 
     return patched
 
 
-def _predicted_first(backward: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
-    """The weights that the forward saw, though another optimizer has stepped since, as in the training of GANs."""
-
+def _predicted_first(backward: Callable[..., Any], modules: Modules) -> Callable[..., Any]:
     @functools.wraps(backward)
     def patched(*args: Any, **kwargs: Any) -> Any:
-        runtime.resume_predictions()
-        return backward(*args, **kwargs)
+        if modules.looks:
+            return backward(*args, **kwargs)
+        with modules.runtime.predicted():
+            return backward(*args, **kwargs)
 
     return patched
 
@@ -326,7 +332,6 @@ def _show_copies(runtime: Runtime) -> None:
 
     @functools.wraps(update)
     def patched_update(self: AveragedModel, model: nn.Module) -> None:
-        runtime.suspend_predictions()
         for m in model.modules():
             runtime.buffers.show(m)
         update(self, model)

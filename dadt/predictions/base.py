@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ class Holds(enum.Enum):
     TRUE_WEIGHTS = 1
     """The parameters are predicted."""
     PREDICTED = 2
-    """The parameters are true for a while: a backward may still need the predicted ones."""
+    """The weights from before the script could look: the parameters are true for a while."""
     BEFORE = 3
     """The weights before the step that is about to be taken."""
     KNOWN = 4
@@ -56,6 +56,8 @@ class Prediction:
         self._buffers: list[torch.Tensor] = []
         self._places: list[torch.Tensor] = []
         """The memory in which predicted weights are, whatever the script makes of the parameters meanwhile."""
+        self._predicted: list[torch.Tensor] = []
+        """Where they wait while the weights are true for a while."""
         self._count = 0
         self._norms: list[torch.Tensor] = []
         """Of predicted weights, where it is looked whether they change."""
@@ -72,59 +74,68 @@ class Prediction:
     def applied(self) -> bool:
         return self._holds is Holds.TRUE_WEIGHTS
 
+    @property
+    def suspended(self) -> bool:
+        return self._holds is Holds.PREDICTED
+
     def apply(self) -> None:
         """From true to predicted weights, at the first forward with gradients after a step."""
         if self._holds is Holds.KNOWN:
             self._go_ahead()
-            self._begin([p.data for p in self.parameters])
+            self._holds = Holds.TRUE_WEIGHTS
+            self._places = [p.data for p in self.parameters]
+            self._count += 1
+            if self._count <= _FIRST or self._count % _EVERY == 0:
+                self._norms = _norms(self._places)
         else:
             self.resume()
-
-    def _begin(self, places: list[torch.Tensor]) -> None:
-        """There are predicted weights now."""
-        self._holds = Holds.TRUE_WEIGHTS
-        self._places = places
-        self._count += 1
-        if self._count <= _FIRST or self._count % _EVERY == 0:
-            self._norms = _norms(places)
 
     def _go_ahead(self) -> None:
         """Put predicted weights into the parameters, and true ones into the buffers."""
 
     def undo(self) -> None:
-        """Back to the true weights, bit for bit. They stay in the buffer as the weights before the next step."""
+        """Back to the true weights, bit for bit. They stay in the buffer as the weights before the next step.
+
+        At each moment the buffers or the parameters hold them, so a signal handler may save in the midst of this.
+        """
         if self.applied:
-            self._put_back(torch._foreach_copy_)
-        elif self._holds is Holds.PREDICTED:
+            self._put_back()
+        elif self.suspended:
             torch._foreach_copy_(self._buffers, self._places)
         else:
             return
         self._holds = Holds.BEFORE
-        self._places = []
+        self._places, self._predicted, self._norms = [], [], []
 
     def suspend(self) -> None:
-        """Like `undo`, but `resume` can follow: in the middle of a step the script looks at the weights."""
+        """Like `undo`, but `resume` can follow: a backward or forward before the step still needs predicted weights."""
         if self.applied:
-            self._put_back(_swap)
+            places = self._places
+            if not self._predicted:
+                self._predicted = [place.clone() for place in places]
+            self._put_back()
             self._holds = Holds.PREDICTED
 
     def resume(self) -> None:
-        """Back to the predicted weights that a backward is still to use. What has been made of the true ones stays."""
-        if self._holds is Holds.PREDICTED:
-            _swap(self._places, self._buffers)
-            self._begin(self._places)
+        """Back to the predicted weights. What the script has made of the true ones stays.
 
-    def _put_back(self, into: Callable[[list[torch.Tensor], list[torch.Tensor]], None]) -> None:
+        Not while torch traces or transforms a function: its copies would be part of that.
+        """
+        if self.suspended and not _traces():
+            torch._foreach_copy_(self._buffers, self._places)
+            self._holds = Holds.TRUE_WEIGHTS
+            torch._foreach_copy_(self._places, self._predicted)
+
+    def _put_back(self) -> None:
         """True weights into the places of the predicted ones."""
         # Moved, as to another device; else the script shows something else for a while, as an average of weights.
         moved = [_moved(p.data, place) for p, place in zip(self.parameters, self._places, strict=True)]
         if self._norms:
             self.changed |= any(map(_differ, self._norms, _norms(self._places)))
-            self._norms = []
-        into(self._places, self._buffers)
-        for p, place, m in zip(self.parameters, self._places, moved, strict=True):
+        torch._foreach_copy_(self._places, self._buffers)
+        for p, b, m in zip(self.parameters, self._buffers, moved, strict=True):
             if m:
-                p.data.copy_(place)
+                p.data.copy_(b)
 
     def before_step(self, *, late: bool, scale: torch.Tensor | None) -> None:
         """Make the weights true; they are about to change. late: by gradients that are on the way since the last step.
@@ -181,11 +192,9 @@ class Prediction:
         self._buffers = []
 
 
-def _swap(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> None:
-    for tensor, other in zip(tensors, others, strict=True):
-        value = tensor.clone()
-        tensor.copy_(other)
-        other.copy_(value)
+def _traces() -> bool:
+    """Inside make_fx, AOTAutograd, torch.func and their like."""
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -46,9 +46,9 @@ class Displacement(Prediction):
             b.copy_(true)
 
     def before_step(self, *, late: bool, scale: torch.Tensor | None) -> None:
-        known = self._holds in (Holds.TRUE_WEIGHTS, Holds.PREDICTED)
+        just_undone = self.applied or self.suspended
         super().before_step(late=late, scale=scale)
-        if known or not self.wanted:
+        if just_undone or not self.wanted:
             return
         if not self._buffers:
             self._buffers = [torch.empty_like(p.data) for p in self.parameters]

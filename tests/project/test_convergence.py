@@ -16,7 +16,7 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))
-from benchmarks.convergence import report  # noqa: E402
+from benchmarks.convergence import report, slow_link, straggler  # noqa: E402
 from benchmarks.convergence.family import FAMILIES  # noqa: E402
 from benchmarks.convergence.interval import interval  # noqa: E402
 from benchmarks.convergence.method import Method  # noqa: E402
@@ -172,12 +172,45 @@ def test_a_report_pairs_by_seed(tmp_path: Path, capsys: pytest.CaptureFixture[st
     lines = page.read_text().splitlines()
     assert lines[0] == "before" and lines[-1] == "after" and "old" not in lines
     half = 4.303 * math.sqrt(1e-6 / 3) / math.sqrt(3)
-    low, high = f"{0.002 / 3 - half:.4f}", f"{0.002 / 3 + half:.4f}"
-    assert f"| cnn | 0.1 | 2 | pipe | 0.9693 | 3 | 0.0007 ({low} to {high}) | 0.003 | yes | 0 |" in lines
+    low, high = 0.002 / 3 - half, 0.002 / 3 + half
+    both = f"0.0007 ({low:.4f} to {high:.4f})"
+    assert f"| cnn | 0.1 | 2 | pipe | 0.9693 | 0.0307 | 3 | sync | {both} | {both} | 0.003 | yes | 0 |" in lines
     (plain,) = [line for line in lines if "| plain |" in line]
     assert plain.endswith("| no | 1 |")
     assert path.with_name("results-cnn.png").read_bytes().startswith(b"\x89PNG")
     assert capsys.readouterr().out.strip() in page.read_text()
+
+
+def test_a_report_compares_compression_with_what_is_compressed(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    for seed, best in enumerate([0.95, 0.96, 0.94]):
+        values = {"sync": best, "pipe": best - 0.01, "bf16": best - 0.01 + 0.001 * (seed - 1), "int8": best - 0.012}
+        for method, value in values.items():
+            append(path, {**Run("cnn", method, 4, 0.1, seed)._asdict(), **outcome(value)})
+    met = {row.method: row.met for row in report.rows(load(path))}
+    assert met == {"sync": "", "pipe": "no", "bf16": "yes", "int8": "no"}
+
+
+def test_the_slow_links_times_are_to_the_same_loss() -> None:
+    def found(step: float, losses: list[float]) -> dict[str, Any]:
+        times = [step * i for i in range(1, 41)]
+        looks = [(10 * i, 10 * i * step, loss) for i, loss in enumerate(losses, 1)]
+        return {"times": times, "looks": looks, "loss": losses[-1], "steps": 40}
+
+    outcomes = {"DDP": found(0.3, [0.5, 0.3, 0.205, 0.2]), "pipe": found(0.1, [0.5, 0.4, 0.3, 0.2])}
+    outcomes["local"] = found(0.01, [0.5, 0.4, 0.3, 0.22])
+    figures = slow_link.compared(0.02, 0.21, outcomes)
+    rows = figures["rows"]
+    assert rows["DDP"]["seconds"] == pytest.approx(9.0) and rows["pipe"]["seconds"] == pytest.approx(4.0)
+    assert rows["pipe"]["faster"] == pytest.approx(2.25) and rows["local"]["faster"] is None
+    lines = slow_link.table([figures, figures]).splitlines()
+    assert "| pipe | 40 | 100 ms | 4.0 | 2.25 (2.25 to 2.25) | 2 of 2 |" in lines
+    assert "| local | 40 | 10 ms |  |  | 0 of 2 |" in lines
+
+
+def test_a_stragglers_own_steps_do_not_count() -> None:
+    slow, fast = {"times": [3.0, 6.0, 9.0]}, {"times": [1.0, 2.0, 3.0]}
+    assert straggler.throughput([slow, fast, fast, fast]) == pytest.approx(3.0)
 
 
 def test_bad_input_is_one_sentence() -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from checks import assert_equal
 from job import Run, joined
+from torch import nn
+
+from dadt.predictions.base import Holds, Prediction
 
 
 def assert_replicas_equal(run) -> None:
@@ -129,6 +133,21 @@ COMPILED = """
         assert predicted >= 15, (how, predicted)
         assert counter.frame_count == 1, (how, counter.frame_count)
         states.update({how + k: v for k, v in snapshot(model, optimizer).items()})
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    generator, judge = nn.Linear(6, 6), nn.Linear(6, 1)
+    of_generator, of_judge = (torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (generator, judge))
+    generator, judge = (torch.compile(m, backend="aot_eager", dynamic=False) for m in (generator, judge))
+    for step in range(10):
+        x = batch(rank, step, 0)[0][step // 7:]         # the last ones are smaller, and compiled anew
+        fake = generator(x.flip(1))
+        of_judge.zero_grad()
+        (judge(fake.detach()) - judge(x)).mean().backward()
+        of_judge.step()
+        of_generator.zero_grad()
+        (-judge(fake)).mean().backward()
+        of_generator.step()
+    states.update({f"{m} {k}": v.clone() for m in (generator, judge) for k, v in m.state_dict().items()})
     names = list(Net().state_dict())
     for name in names:
         assert torch.equal(states["torch.compile" + name], states["Module.compile" + name])
@@ -169,7 +188,7 @@ ACTOR_CRITIC = """
         target.load_state_dict(critic.state_dict())
         of_actor = torch.optim.Adam(actor.parameters(), lr=0.01)
         of_critic = torch.optim.Adam(critic.parameters(), lr=0.01)
-        predicted = 0
+        predicted, temperature = 0, torch.ones((), requires_grad=True)
         for step in range(30):
             x, y = batch(rank, step, 0)
             true = weights(critic)
@@ -184,6 +203,7 @@ ACTOR_CRITIC = """
             (-critic(torch.cat([x, actor(x)], 1)).mean()).backward()   # sees the critic, and steps the actor
             of_actor.step()
             critic.requires_grad_(True)
+            (temperature * 2).backward()                               # of neither
             with torch.no_grad():
                 assert torch.equal(weights(critic), true)
                 for t, p in zip(target.parameters(), critic.parameters()):
@@ -192,6 +212,56 @@ ACTOR_CRITIC = """
         for name, model in {"actor": actor, "critic": critic, "target": target}.items():
             states.update({f"{name} {frozen} {k}": v.clone() for k, v in model.state_dict().items()})
     report({"state": states})
+"""
+
+
+IN_BACKWARD = """
+    from scenarios import batch, mlp, snapshot
+    torch.manual_seed(0)
+    model = mlp()
+    first, *_, last = model.parameters()
+    optimizers = {p: torch.optim.SGD([p], lr=0.05, momentum=0.9) for p in model.parameters()}
+    seen = []
+    def step_one(p):
+        if p is last:
+            seen.append(first.detach().clone())
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step_one)
+    predicted = 0
+    for step in range(20):
+        true = first.detach().clone()
+        x, y = batch(rank, step, 0)
+        loss = nn.functional.cross_entropy(model(x), y)
+        ahead = first.detach().clone()
+        predicted += not torch.equal(ahead, true)
+        loss.backward()
+        assert torch.equal(seen[-1], ahead)             # others have stepped by then
+    assert predicted >= 12, predicted
+    report({"state": {k: v.clone() for k, v in model.state_dict().items()}})
+"""
+
+
+LEFT_OUT = """
+    from scenarios import batch
+    torch.manual_seed(0)
+    one, other, follower = nn.Linear(6, 3), nn.Linear(3, 1), nn.Linear(3, 1)
+    of_one, of_other = (torch.optim.Adam(m.parameters(), lr=0.01) for m in (one, other))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    for step in range(20):
+        x, _ = batch(rank, step, 0)
+        of_other.zero_grad()
+        scaler.scale(other(one(x).detach()).pow(2).mean()).backward()
+        scaler.step(of_other)
+        of_one.zero_grad()
+        scaler.scale(other(one(x)).mean() * (float("inf") if step == 10 else 1.0)).backward()
+        scaler.step(of_one)
+        scaler.update()
+        with torch.no_grad():
+            for f, p in zip(follower.parameters(), other.parameters()):
+                f.lerp_(p, 0.1)
+    report({"state": {f"{i}": p.detach().clone() for m in (one, other, follower) for i, p in m.named_parameters()}})
 """
 
 
@@ -214,11 +284,17 @@ GAN = """
         (judge(fake.detach()) - judge(x)).mean().backward()
         of_judge.step()
         assert same(weights(generator), true)          # as a script may look at them
+        seen = []
+        fake.register_hook(lambda gradient: seen.append(weights(generator)))   # in the midst of the backward
         of_generator.zero_grad()
         torch.autograd.grad(-judge(fake).mean(), list(generator.parameters()), retain_graph=True)
-        assert same(weights(generator), ahead)         # through what the forward saw
         (-judge(fake)).mean().backward()
-        assert same(weights(generator), ahead)
+        assert len(seen) == 2 and all(same(each, ahead) for each in seen)
+        assert same(weights(generator), true)
+        with torch.no_grad():
+            generator(x)
+        torch.func.grad(lambda v: v.pow(2).sum())(x)   # a transform takes no part in it
+        assert same(weights(generator), true)
         of_generator.step()
     assert predicted >= 20, predicted
     states = {f"{m} {k}": v for m in (generator, judge) for k, v in m.state_dict().items()}
@@ -228,8 +304,9 @@ GAN = """
 
 @pytest.fixture(scope="module")
 def shared(shared_run) -> Run:
-    scripts = joined(reads=READS, writes=WRITES, container=CONTAINER, actor_critic=ACTOR_CRITIC, gan=GAN)
-    return shared_run(scripts, "--warmup-steps", "2")
+    scripts = {"reads": READS, "writes": WRITES, "container": CONTAINER, "actor_critic": ACTOR_CRITIC, "gan": GAN}
+    scripts |= {"in_backward": IN_BACKWARD, "left_out": LEFT_OUT}
+    return shared_run(joined(**scripts), "--warmup-steps", "2")
 
 
 def test_what_the_script_reads(shared) -> None:
@@ -250,6 +327,51 @@ def test_target_networks_after_the_steps_of_two_optimizers(shared) -> None:
 
 def test_a_backward_after_the_step_of_another_optimizer(shared) -> None:
     assert_replicas_equal(shared.of("gan"))
+
+
+def test_optimizers_that_step_in_hooks_of_a_backward(shared) -> None:
+    assert_replicas_equal(shared.of("in_backward"))
+
+
+def test_a_step_that_the_scaler_leaves_out(shared) -> None:
+    assert_replicas_equal(shared.of("left_out"))
+
+
+@pytest.mark.parametrize("at", ["suspend", "undo", "resume"])
+def test_true_weights_outlive_an_interruption(at) -> None:
+    """As by a signal handler that saves: at each moment they are in the parameters or in the buffers."""
+    prediction = Ahead([nn.Parameter(torch.full((3,), float(i))) for i in range(4)])
+    prediction.apply()
+    if at == "resume":
+        prediction.suspend()
+    copy = torch._foreach_copy_
+
+    def interrupted(into, values):
+        into[0].copy_(values[0])
+        torch._foreach_copy_ = copy
+        raise KeyboardInterrupt
+
+    torch._foreach_copy_ = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        getattr(prediction, at)()
+    assert torch._foreach_copy_ is copy
+    prediction.undo()
+    assert [float(p.data[0]) for p in prediction.parameters] == [0.0, 1.0, 2.0, 3.0]
+
+
+class Ahead(Prediction):
+    """Predicts that everything grows by 100."""
+
+    needs = 1
+
+    def __init__(self, parameters) -> None:
+        super().__init__(parameters)
+        self._holds = Holds.KNOWN
+
+    def _go_ahead(self) -> None:
+        self._buffers = [p.data.clone() for p in self.parameters]
+        for p in self.parameters:
+            p.data.add_(100.0)
 
 
 def test_compiled_models_have_no_break(dadt_run) -> None:
