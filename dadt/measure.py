@@ -69,7 +69,7 @@ class Measure:
         if r < SMALL:
             meaning = "communication is hidden; sync would be as fast here"
         elif r <= LARGE:
-            meaning = "communication is hidden behind compute; sync would be slower"
+            meaning = f"compute hides {min(1.0, 1 / r):.0%} of communication; sync would be slower"
         else:
             meaning = f"the network bounds the speed: {LIGHTER}"
         return f"{found(steps, self.compute, self.exchange)}: {meaning}"

@@ -529,6 +529,15 @@ class Runtime:
         if self._closed:
             return
         self._closed = True
+        try:
+            self._leave(failed)
+        finally:  # it has trained, even if a peer did not come to the end in time
+            if self.control is not None:
+                if self.step:
+                    self.control.progress(self.step, last=True, **self._numbers())
+                self.control.done(self.summary())
+
+    def _leave(self, failed: bool) -> None:
         if self._engine is not None:
             try:
                 if failed:
@@ -552,10 +561,6 @@ class Runtime:
             self._merge_timelines()
         elif self.timeline is not None:
             self.timeline.stop()
-        if self.control is not None:
-            if self.step:
-                self.control.progress(self.step, last=True, **self._numbers())
-            self.control.done(self.summary())
 
     @property
     def _end(self) -> str:

@@ -65,7 +65,7 @@ def test_every_feature_works(dadt_run, algorithm) -> None:
 def test_the_table_has_a_row_for_each_feature() -> None:
     table = DOCS.read_text().split("\n## What scripts do", 1)[1].split("\n## ", 1)[0]
     rows = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("|")]
-    assert set(FEATURES) < set(rows), set(FEATURES) - set(rows)
+    assert set(rows[2:]) - {"`SyncBatchNorm`, the script's process group"} == set(FEATURES)  # its test is below
 
 
 SYNCHRONIZED = """

@@ -239,6 +239,18 @@ def test_a_failure_ends_all_ranks(dadt_run, executor) -> None:
     assert "terminate called" not in run.output and "dadt: worker 1 failed" in run.output
 
 
+def test_the_end_waits_for_a_rank_no_longer_than_the_timeout(dadt_run) -> None:
+    script = """
+    for _ in range(5):
+        step()
+    if rank == 1:
+        time.sleep(12)
+    """
+    run = dadt_run(PRELUDE + script, "--algorithm", "gossip", "--timeout", "3")
+    assert re.search(r"waited \d s at the end: rank 1 ", run.output), run.output
+    assert "NOT distributed" not in run.output and "5 steps" in run.output.splitlines()[-1]
+
+
 @pytest.mark.slow
 def test_the_digits_are_learned(dadt_run) -> None:
     script = """
