@@ -394,7 +394,8 @@ class Attachment:
 
     def _fingerprint(self, number: int) -> int:
         if number < _FINGERPRINTED_STEPS:
-            return _crc([g for p in reversed(self.parameters) if (g := p.grad) is not None and _is_dense(g)][:1])
+            last = [g for p in reversed(self.parameters) if (g := p.grad) is not None and _is_dense(g)][:1]
+            return _crc(last) if any(bool(_some(g).any()) for g in last) else 0
         if number % _EVERY == 0 and self.algorithm.predicts:
             every = {id(p): p for m in self.modules for p in m._parameters.values() if p is not None}
             for other in self.runtime.optimizers:
@@ -480,11 +481,15 @@ class Attachment:
             )
 
 
+def _some(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1)[:64]
+
+
 def _crc(tensors: Sequence[torch.Tensor]) -> int:
-    """crc32 of some values of each; 0 where all are 0, or there are none."""
-    parts = [t.detach().reshape(-1)[:64].to("cpu", copy=True).view(torch.uint8) for t in tensors]
-    data = b"".join(part.numpy().tobytes() for part in parts)
-    return zlib.crc32(data) if any(data) else 0
+    """crc32 of some values of each."""
+    layout = torch.contiguous_format  # else a single value keeps its stride
+    parts = [_some(t).to("cpu", copy=True, memory_format=layout).view(torch.uint8) for t in tensors]
+    return zlib.crc32(b"".join(part.numpy().tobytes() for part in parts))
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -8,7 +8,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from dadt.bucket import DTYPES, split
 from dadt.buffer import Buffers
 from dadt.checkpoint import Checkpoints
 from dadt.config import Config
-from dadt.errors import CommTimeout, DadtError, Mismatch
+from dadt.errors import CommError, CommTimeout, DadtError, Mismatch
 from dadt.executors.mail import NoMail
 from dadt.groups import group_values, take_values
 from dadt.measure import Measure
@@ -103,6 +103,10 @@ class Runtime:
         """Exchanges that may not be done yet."""
         self._launched_at: weakref.WeakKeyDictionary[Exchange | Fragment, int] = weakref.WeakKeyDictionary()
         """How many steps this rank had taken when it launched each."""
+        self._passes = 0
+        """Training forwards and backwards under way."""
+        self._suspends = False
+        """An optimizer has stepped in the midst of one."""
         self._stall = Stall(self)
         self.checkpoints = Checkpoints(self)
         self._step_times = StepTimes()
@@ -433,10 +437,22 @@ class Runtime:
     def suspend_predictions(self) -> None:
         """A step is over: the script may derive something from weights, as target networks after the steps of two
         optimizers."""
-        # Steps in hooks of a backward are in the midst of what the others' weights are predicted for.
-        if torch._C._current_graph_task_id() == -1:
+        self._suspends = self._passes > 0
+        if not self._suspends:
             for attachment in self.attachments:
                 attachment.prediction.suspend()
+
+    @contextmanager
+    def amid(self) -> Iterator[None]:
+        """A training forward or a backward: weights stay as they are, also where an optimizer steps in its midst."""
+        here = self.on_training_thread
+        self._passes += here
+        try:
+            yield
+        finally:
+            self._passes -= here
+            if self._suspends and not self._passes:
+                self.suspend_predictions()
 
     @contextmanager
     def predicted(self) -> Iterator[None]:
@@ -446,7 +462,8 @@ class Runtime:
         for prediction in mine:
             prediction.resume()
         try:
-            yield
+            with self.amid():
+                yield
         finally:
             for prediction in mine:
                 prediction.suspend()
@@ -531,11 +548,17 @@ class Runtime:
         self._closed = True
         try:
             self._leave(failed)
-        finally:  # it has trained, even if a peer did not come to the end in time
-            if self.control is not None:
-                if self.step:
-                    self.control.progress(self.step, last=True, **self._numbers())
-                self.control.done(self.summary())
+        except CommError:  # a peer did not come to the end in time; it has trained all the same
+            with suppress(DadtError):
+                self._tell_end()
+            raise
+        self._tell_end()
+
+    def _tell_end(self) -> None:
+        if self.control is not None:
+            if self.step:
+                self.control.progress(self.step, last=True, **self._numbers())
+            self.control.done(self.summary())
 
     def _leave(self, failed: bool) -> None:
         if self._engine is not None:

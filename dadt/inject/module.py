@@ -47,7 +47,7 @@ class Entry:
             self._count(module)
             if module.training or self._trained_in_eval or not self._modules.runtime.began:
                 self._modules.forward_begins(module)
-                with self._modules.wrappers.quiet():
+                with self._modules.runtime.amid(), self._modules.wrappers.quiet():
                     return call(*args, **kwargs)
         with self._modules.looking(module), self._modules.wrappers.quiet():
             return call(*args, **kwargs)
@@ -189,11 +189,12 @@ class Modules:
         suspended = [a.prediction for a in self.attachments(module) if a.prediction.applied]
         for prediction in suspended:
             prediction.suspend()
-        self.looks += 1
+        here = self.runtime.on_training_thread
+        self.looks += here
         try:
             yield
         finally:
-            self.looks -= 1
+            self.looks -= here
             for prediction in suspended:
                 prediction.resume()
 

@@ -99,7 +99,7 @@ class Prediction:
         At each moment the buffers or the parameters hold them, so a signal handler may save in the midst of this.
         """
         if self.applied:
-            self._put_back()
+            self._put_back(self._places)
         elif self.suspended:
             torch._foreach_copy_(self._buffers, self._places)
         else:
@@ -111,10 +111,11 @@ class Prediction:
         """Like `undo`, but `resume` can follow: a backward or forward before the step still needs predicted weights."""
         if self.applied:
             places = self._places
-            if not self._predicted:
-                self._predicted = [place.clone() for place in places]
-            self._put_back()
-            self._holds = Holds.PREDICTED
+            predicted = [place.clone() for place in places]
+            self._put_back(places)
+            if self.applied:  # and not undone meanwhile by a signal handler
+                self._predicted = predicted
+                self._holds = Holds.PREDICTED
 
     def resume(self) -> None:
         """Back to the predicted weights. What the script has made of the true ones stays.
@@ -122,17 +123,21 @@ class Prediction:
         Not while torch traces or transforms a function: its copies would be part of that.
         """
         if self.suspended and not _traces():
-            torch._foreach_copy_(self._buffers, self._places)
-            self._holds = Holds.TRUE_WEIGHTS
-            torch._foreach_copy_(self._places, self._predicted)
+            places, predicted = self._places, self._predicted
+            torch._foreach_copy_(self._buffers, places)
+            if self.suspended:
+                self._holds, self._predicted = Holds.TRUE_WEIGHTS, []
+                torch._foreach_copy_(places, predicted)
+            if not self.applied:  # undone meanwhile by a signal handler
+                torch._foreach_copy_(places, self._buffers)
 
-    def _put_back(self) -> None:
+    def _put_back(self, places: list[torch.Tensor]) -> None:
         """True weights into the places of the predicted ones."""
         # Moved, as to another device; else the script shows something else for a while, as an average of weights.
-        moved = [_moved(p.data, place) for p, place in zip(self.parameters, self._places, strict=True)]
+        moved = [_moved(p.data, place) for p, place in zip(self.parameters, places, strict=True)]
         if self._norms:
-            self.changed |= any(map(_differ, self._norms, _norms(self._places)))
-        torch._foreach_copy_(self._places, self._buffers)
+            self.changed |= any(map(_differ, self._norms, _norms(places)))
+        torch._foreach_copy_(places, self._buffers)
         for p, b, m in zip(self.parameters, self._buffers, moved, strict=True):
             if m:
                 p.data.copy_(b)

@@ -96,6 +96,21 @@ def test_models_that_differ(dadt_run) -> None:
     assert "every rank must build the same model" in run.output
 
 
+SINGLE = """
+    one, other = (nn.Parameter(torch.ones(1) + i) for i in range(2))
+    optimizer = torch.optim.SGD([one, other], lr=0.01)
+    for step in range(10):
+        optimizer.zero_grad()
+        (torch.stack([one, other], 1) * torch.full((1, 2), 1.0 + rank)).sum().backward()  # strides of 2
+        optimizer.step()
+    report({"one": one.detach().clone(), "other": other.detach().clone()})
+"""
+
+
+def test_gradients_of_one_value(shared) -> None:
+    assert_equal(*shared["pipe"].of("single").ranks)
+
+
 IDENTICAL = """
     from scenarios import backward, SCENARIOS, mlp
     torch.manual_seed(0)
@@ -198,7 +213,7 @@ LATE = """
 @pytest.fixture(scope="module")
 def shared(shared_run) -> dict[str, Run]:
     unlike = IDENTICAL.format(rank="rank") + "    report({})\n"
-    both = {"plateau": PLATEAU, "buffers": BUFFERS, "restored": RESTORED}
+    both = {"plateau": PLATEAU, "buffers": BUFFERS, "restored": RESTORED, "single": SINGLE}
     options = "--warmup-steps", "4", "--algorithm"
     return {
         "pipe": shared_run(joined(**both, unlike=unlike, late=LATE), *options, "pipe"),  # rank 1 ends in `late`

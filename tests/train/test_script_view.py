@@ -221,6 +221,8 @@ IN_BACKWARD = """
     model = mlp()
     first, *_, last = model.parameters()
     optimizers = {p: torch.optim.SGD([p], lr=0.05, momentum=0.9) for p in model.parameters()}
+    judge = nn.Linear(3, 3)
+    of_judge = torch.optim.SGD(judge.parameters(), lr=0.05, momentum=0.9)
     seen = []
     def step_one(p):
         if p is last:
@@ -233,13 +235,53 @@ IN_BACKWARD = """
     for step in range(20):
         true = first.detach().clone()
         x, y = batch(rank, step, 0)
-        loss = nn.functional.cross_entropy(model(x), y)
+        judged = judge.weight.detach().clone()
+        loss = nn.functional.cross_entropy(judge(model(x)), y)
         ahead = first.detach().clone()
         predicted += not torch.equal(ahead, true)
         loss.backward()
         assert torch.equal(seen[-1], ahead)             # others have stepped by then
+        assert torch.equal(judge.weight, judged)
+        of_judge.step()
+        of_judge.zero_grad()
     assert predicted >= 12, predicted
     report({"state": {k: v.clone() for k, v in model.state_dict().items()}})
+"""
+
+
+ESTIMATOR = """
+    from scenarios import batch
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 3)
+        def forward(self, x):
+            h = self.one(x).tanh()
+            of_estimator.zero_grad()
+            estimator(h.detach()).pow(2).mean().backward()
+            of_estimator.step()                             # in the midst of this forward
+            self.seen = self.two.weight.detach().clone()
+            return self.two(h)
+    torch.manual_seed(0)
+    model, estimator = Model(), nn.Linear(6, 1)
+    of_model = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    of_estimator = torch.optim.SGD(estimator.parameters(), lr=0.05)
+    predicted = 0
+    for step in range(14):
+        true = model.two.weight.detach().clone()
+        of_model.zero_grad()
+        x, y = batch(rank, step, 0)
+        out = model(x)
+        predicted += not torch.equal(model.seen, true)
+        assert torch.equal(model.two.weight, true)
+        out.register_hook(lambda gradient: back.append(model.two.weight.detach().clone()))
+        back = []
+        nn.functional.cross_entropy(out, y).backward()
+        assert torch.equal(back[0], model.seen)
+        of_model.step()
+    assert predicted >= 8, predicted
+    both = nn.ModuleList([model, estimator]).state_dict()
+    report({"state": {name: value.clone() for name, value in both.items()}})
 """
 
 
@@ -305,7 +347,7 @@ GAN = """
 @pytest.fixture(scope="module")
 def shared(shared_run) -> Run:
     scripts = {"reads": READS, "writes": WRITES, "container": CONTAINER, "actor_critic": ACTOR_CRITIC, "gan": GAN}
-    scripts |= {"in_backward": IN_BACKWARD, "left_out": LEFT_OUT}
+    scripts |= {"in_backward": IN_BACKWARD, "left_out": LEFT_OUT, "estimator": ESTIMATOR}
     return shared_run(joined(**scripts), "--warmup-steps", "2")
 
 
@@ -333,6 +375,10 @@ def test_optimizers_that_step_in_hooks_of_a_backward(shared) -> None:
     assert_replicas_equal(shared.of("in_backward"))
 
 
+def test_a_step_within_a_forward(shared) -> None:
+    assert_replicas_equal(shared.of("estimator"))
+
+
 def test_a_step_that_the_scaler_leaves_out(shared) -> None:
     assert_replicas_equal(shared.of("left_out"))
 
@@ -355,6 +401,32 @@ def test_true_weights_outlive_an_interruption(at) -> None:
     with pytest.raises(KeyboardInterrupt):
         getattr(prediction, at)()
     assert torch._foreach_copy_ is copy
+    prediction.undo()
+    assert [float(p.data[0]) for p in prediction.parameters] == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("at", ["suspend", "undo", "resume"])
+def test_a_signal_handler_saves_and_training_goes_on(at, copies) -> None:
+    prediction = Ahead([nn.Parameter(torch.full((3,), float(i))) for i in range(4)])
+    prediction.apply()
+    if at == "resume":
+        prediction.suspend()
+    copy, saved, left = torch._foreach_copy_, [], [copies]
+
+    def interrupted(into, values):
+        copy(into, values)
+        left[0] -= 1
+        if left[0] == 0:
+            prediction.undo()
+            saved.extend(float(p.data[0]) for p in prediction.parameters)
+
+    torch._foreach_copy_ = interrupted
+    getattr(prediction, at)()
+    torch._foreach_copy_ = copy
+    assert saved in ([], [0.0, 1.0, 2.0, 3.0])
+    prediction.suspend()
+    prediction.resume()
     prediction.undo()
     assert [float(p.data[0]) for p in prediction.parameters] == [0.0, 1.0, 2.0, 3.0]
 
