@@ -195,13 +195,15 @@ def picture(figures: dict[str, Any], path: Path) -> None:
 
     figure, panel = plt.subplots(figsize=(5.6, 3.4))
     for color, (name, looks) in zip(
-        ("#1f3b57", "#8fa3b5", "#2a9d8f", "#e9b44c", "#c8553d", "#7b4b94", "#5a5a5a"),
+        ("#1f3b57", "#8fa3b5", "#2a9d8f", "#e9b44c", "#c8553d", "#7b4b94", "#5a5a5a", "#d98cb3"),
         figures["looks"].items(),
         strict=False,
     ):
         panel.plot([seconds for _, seconds, _ in looks], [loss for *_, loss in looks], color=color, label=name)
     panel.axhline(figures["target"], color="#999999", linewidth=0.8)
     panel.set(xlabel="seconds", ylabel="validation loss", xscale="log")
+    panel.set_xticks([2, 5, 10, 20, 50, 100], minor=False)
+    panel.xaxis.set_major_formatter("{x:.0f}")
     panel.spines[["top", "right"]].set_visible(False)
     panel.legend(frameon=False)
     figure.tight_layout()
