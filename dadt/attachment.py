@@ -309,7 +309,7 @@ class Attachment:
         """All ranks left the step out: by the gradient scaler, or by the script from the averages' norm."""
         self.prediction.forget()
         self._end_step()
-        self.runtime.suspend_predictions()
+        self.runtime.window.stepped()
 
     def _end_step(self) -> None:
         self.algorithm.after_step()

@@ -7,8 +7,8 @@ import io
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ from dadt.peers import Alone, Peers, Through
 from dadt.stall import PATIENCE, Stall
 from dadt.step_time import StepTimes
 from dadt.timeline import Timeline
+from dadt.window import Window
 from dadt.world import World
 
 if TYPE_CHECKING:
@@ -103,10 +104,7 @@ class Runtime:
         """Exchanges that may not be done yet."""
         self._launched_at: weakref.WeakKeyDictionary[Exchange | Fragment, int] = weakref.WeakKeyDictionary()
         """How many steps this rank had taken when it launched each."""
-        self._passes = 0
-        """Training forwards and backwards under way."""
-        self._suspends = False
-        """An optimizer has stepped in the midst of one."""
+        self.window = Window(self)
         self._stall = Stall(self)
         self.checkpoints = Checkpoints(self)
         self._step_times = StepTimes()
@@ -434,40 +432,6 @@ class Runtime:
             attachment.prediction.undo()
         self.buffers.show_all()
 
-    def suspend_predictions(self) -> None:
-        """A step is over: the script may derive something from weights, as target networks after the steps of two
-        optimizers."""
-        self._suspends = self._passes > 0
-        if not self._suspends:
-            for attachment in self.attachments:
-                attachment.prediction.suspend()
-
-    @contextmanager
-    def amid(self) -> Iterator[None]:
-        """A training forward or a backward: weights stay as they are, also where an optimizer steps in its midst."""
-        here = self.on_training_thread
-        self._passes += here
-        try:
-            yield
-        finally:
-            self._passes -= here
-            if self._suspends and not self._passes:
-                self.suspend_predictions()
-
-    @contextmanager
-    def predicted(self) -> Iterator[None]:
-        """Inside, a backward goes through the weights that its forward saw, though another optimizer has stepped
-        since, as in the training of GANs."""
-        mine = [a.prediction for a in self.attachments if a.prediction.suspended] if self.on_training_thread else []
-        for prediction in mine:
-            prediction.resume()
-        try:
-            with self.amid():
-                yield
-        finally:
-            for prediction in mine:
-                prediction.suspend()
-
     def drew(self, samples: int, nominal: int) -> None:
         """A training batch was handed to the script. Read ahead, it belongs to no step that is known, so each of those
         counts in full."""
@@ -492,7 +456,7 @@ class Runtime:
 
     def stepped(self) -> None:
         """An optimizer step is complete."""
-        self.suspend_predictions()
+        self.window.stepped()
         if self.timeline is not None:
             self.timeline.step(self.step)
         self.step += 1

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -47,9 +46,10 @@ class Entry:
             self._count(module)
             if module.training or self._trained_in_eval or not self._modules.runtime.began:
                 self._modules.forward_begins(module)
-                with self._modules.runtime.amid(), self._modules.wrappers.quiet():
+                with self._modules.runtime.window.forward(), self._modules.wrappers.quiet():
                     return call(*args, **kwargs)
-        with self._modules.looking(module), self._modules.wrappers.quiet():
+        look = self._modules.runtime.window.look(self._modules.attachments(module))
+        with look, self._modules.wrappers.quiet():
             return call(*args, **kwargs)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
@@ -77,8 +77,6 @@ class Modules:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.wrappers = Wrappers(runtime)
-        self.looks = 0
-        """Forwards under way that train nothing."""
         self._optimizers: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[torch.optim.Optimizer]] = (
             weakref.WeakKeyDictionary()
         )
@@ -183,21 +181,6 @@ class Modules:
             if attachment.algorithm.predicts and not attachment.consumed:
                 attachment.prediction.apply()
 
-    @contextmanager
-    def looking(self, module: nn.Module) -> Iterator[None]:
-        """Around a forward that trains nothing: at true weights, also what it differentiates inside."""
-        suspended = [a.prediction for a in self.attachments(module) if a.prediction.applied]
-        for prediction in suspended:
-            prediction.suspend()
-        here = self.runtime.on_training_thread
-        self.looks += here
-        try:
-            yield
-        finally:
-            self.looks -= here
-            for prediction in suspended:
-                prediction.resume()
-
     # What the script sees --------------------------------------------------------------------------------------
 
     def mode_changed(self, module: nn.Module, training: bool) -> None:
@@ -275,7 +258,7 @@ def install(modules: Modules) -> None:
         setattr(nn.Parameter, name, _true_first(getattr(nn.Parameter, name), runtime))
     _show_copies(runtime)
     for name in ("backward", "grad"):
-        setattr(torch.autograd, name, _predicted_first(getattr(torch.autograd, name), modules))
+        setattr(torch.autograd, name, _predicted_first(getattr(torch.autograd, name), runtime))
     zero_grad = nn.Module.zero_grad
 
     @functools.wraps(zero_grad)
@@ -307,12 +290,10 @@ def _true_first(copy: Callable[..., Any], runtime: Runtime) -> Callable[..., Any
     return patched
 
 
-def _predicted_first(backward: Callable[..., Any], modules: Modules) -> Callable[..., Any]:
+def _predicted_first(backward: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
     @functools.wraps(backward)
     def patched(*args: Any, **kwargs: Any) -> Any:
-        if modules.looks:
-            return backward(*args, **kwargs)
-        with modules.runtime.predicted():
+        with runtime.window.backward():
             return backward(*args, **kwargs)
 
     return patched

@@ -21,8 +21,8 @@ class Holds(enum.Enum):
     NOTHING = 0
     TRUE_WEIGHTS = 1
     """The parameters are predicted."""
-    PREDICTED = 2
-    """The weights from before the script could look: the parameters are true for a while."""
+    SUSPENDED = 2
+    """The same, but the parameters are true, too, for a while: the predicted weights wait beside."""
     BEFORE = 3
     """The weights before the step that is about to be taken."""
     KNOWN = 4
@@ -76,7 +76,7 @@ class Prediction:
 
     @property
     def suspended(self) -> bool:
-        return self._holds is Holds.PREDICTED
+        return self._holds is Holds.SUSPENDED
 
     def apply(self) -> None:
         """From true to predicted weights, at the first forward with gradients after a step."""
@@ -115,7 +115,7 @@ class Prediction:
             self._put_back(places)
             if self.applied:  # and not undone meanwhile by a signal handler
                 self._predicted = predicted
-                self._holds = Holds.PREDICTED
+                self._holds = Holds.SUSPENDED
 
     def resume(self) -> None:
         """Back to the predicted weights. What the script has made of the true ones stays.
