@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dadt import algorithms, predictions
+from dadt import algorithms, fingerprint, predictions
 from dadt.errors import DadtError, Mismatch
 from dadt.exchange import Exchange, Schema
 from dadt.groups import group_values
@@ -394,15 +393,11 @@ class Attachment:
 
     def _fingerprint(self, number: int) -> int:
         if number < _FINGERPRINTED_STEPS:
-            last = [g for p in reversed(self.parameters) if (g := p.grad) is not None and _is_dense(g)][:1]
-            return _crc(last) if any(bool(_some(g).any()) for g in last) else 0
+            return fingerprint.of_gradient(self.parameters)
         if number % _EVERY == 0 and self.algorithm.predicts:
-            every = {id(p): p for m in self.modules for p in m._parameters.values() if p is not None}
-            for other in self.runtime.optimizers:
-                if other is not self.optimizer:  # what it trains may be frozen for now, and predicted
-                    for p in _listed(other):
-                        every.pop(id(p), None)
-            return _crc([p for p in every.values() if not p.requires_grad and _is_dense(p)])
+            # What another optimizer trains may be frozen for now, and predicted.
+            others = [p for o in self.runtime.optimizers if o is not self.optimizer for p in _listed(o)]
+            return fingerprint.of_untrained(self.modules, others)
         return 0
 
     def wait(self, exchange: Exchange | Arrived) -> list[Lane]:
@@ -479,21 +474,6 @@ class Attachment:
                 " rank's own: do it right after optimizer.step(), or use --algorithm sync",
                 level="warning",
             )
-
-
-def _some(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().reshape(-1)[:64]
-
-
-def _crc(tensors: Sequence[torch.Tensor]) -> int:
-    """crc32 of some values of each."""
-    layout = torch.contiguous_format  # else a single value keeps its stride
-    parts = [_some(t).to("cpu", copy=True, memory_format=layout).view(torch.uint8) for t in tensors]
-    return zlib.crc32(b"".join(part.numpy().tobytes() for part in parts))
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and tensor.device.type != "meta" and tensor.numel() > 0
 
 
 def _listed(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -32,8 +32,8 @@ class Window:
                 attachment.prediction.suspend()
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
-        """One that trains: weights stay as they are, also where an optimizer steps in its midst."""
+    def amid(self) -> Iterator[None]:
+        """A training forward, or a backward: weights stay as they are, also where an optimizer steps in its midst."""
         here = self._runtime.on_training_thread
         self._passes += here
         try:
@@ -53,7 +53,7 @@ class Window:
         for prediction in mine:
             prediction.resume()
         try:
-            with self.forward():
+            with self.amid():
                 yield
         finally:
             for prediction in mine:

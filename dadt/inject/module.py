@@ -46,7 +46,7 @@ class Entry:
             self._count(module)
             if module.training or self._trained_in_eval or not self._modules.runtime.began:
                 self._modules.forward_begins(module)
-                with self._modules.runtime.window.forward(), self._modules.wrappers.quiet():
+                with self._modules.runtime.window.amid(), self._modules.wrappers.quiet():
                     return call(*args, **kwargs)
         look = self._modules.runtime.window.look(self._modules.attachments(module))
         with look, self._modules.wrappers.quiet():

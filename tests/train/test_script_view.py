@@ -179,7 +179,7 @@ CONTAINER = """
 
 
 ACTOR_CRITIC = """
-    from scenarios import batch, snapshot
+    from scenarios import batch
     def weights(m): return torch.cat([p.detach().reshape(-1) for p in m.parameters()])
     states = {}
     for frozen in (False, True):
@@ -209,14 +209,14 @@ ACTOR_CRITIC = """
                 for t, p in zip(target.parameters(), critic.parameters()):
                     t.lerp_(p, 0.1)
         assert predicted >= 20, predicted
-        for name, model in {"actor": actor, "critic": critic, "target": target}.items():
-            states.update({f"{name} {frozen} {k}": v.clone() for k, v in model.state_dict().items()})
+        every = nn.ModuleList([actor, critic, target]).state_dict()
+        states.update({f"{frozen} {k}": v.clone() for k, v in every.items()})
     report({"state": states})
 """
 
 
 IN_BACKWARD = """
-    from scenarios import batch, mlp, snapshot
+    from scenarios import batch, mlp
     torch.manual_seed(0)
     model = mlp()
     first, *_, last = model.parameters()
@@ -245,7 +245,7 @@ IN_BACKWARD = """
         of_judge.step()
         of_judge.zero_grad()
     assert predicted >= 12, predicted
-    report({"state": {k: v.clone() for k, v in model.state_dict().items()}})
+    report({"state": {k: v.clone() for k, v in nn.ModuleList([model, judge]).state_dict().items()}})
 """
 
 
@@ -280,8 +280,7 @@ ESTIMATOR = """
         assert torch.equal(back[0], model.seen)
         of_model.step()
     assert predicted >= 8, predicted
-    both = nn.ModuleList([model, estimator]).state_dict()
-    report({"state": {name: value.clone() for name, value in both.items()}})
+    report({"state": {k: v.clone() for k, v in nn.ModuleList([model, estimator]).state_dict().items()}})
 """
 
 
@@ -303,12 +302,12 @@ LEFT_OUT = """
         with torch.no_grad():
             for f, p in zip(follower.parameters(), other.parameters()):
                 f.lerp_(p, 0.1)
-    report({"state": {f"{i}": p.detach().clone() for m in (one, other, follower) for i, p in m.named_parameters()}})
+    report({"state": {k: v.clone() for k, v in nn.ModuleList([one, other, follower]).state_dict().items()}})
 """
 
 
 GAN = """
-    from scenarios import batch, snapshot
+    from scenarios import batch
     torch.manual_seed(0)
     generator, judge = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)), nn.Linear(6, 1)
     of_generator = torch.optim.SGD(generator.parameters(), lr=0.05, momentum=0.9)
@@ -339,96 +338,82 @@ GAN = """
         assert same(weights(generator), true)
         of_generator.step()
     assert predicted >= 20, predicted
-    states = {f"{m} {k}": v for m in (generator, judge) for k, v in m.state_dict().items()}
-    report({"state": {str(i): v.clone() for i, v in enumerate(states.values())}})
+    report({"state": {k: v.clone() for k, v in nn.ModuleList([generator, judge]).state_dict().items()}})
 """
+
+
+SCRIPTS = {
+    "reads": READS,
+    "writes": WRITES,
+    "container that is never called": CONTAINER,
+    "targets that follow the steps of two optimizers": ACTOR_CRITIC,
+    "backward after the step of another optimizer": GAN,
+    "steps in hooks of a backward": IN_BACKWARD,
+    "step within a forward": ESTIMATOR,
+    "step that the scaler leaves out": LEFT_OUT,
+}
 
 
 @pytest.fixture(scope="module")
 def shared(shared_run) -> Run:
-    scripts = {"reads": READS, "writes": WRITES, "container": CONTAINER, "actor_critic": ACTOR_CRITIC, "gan": GAN}
-    scripts |= {"in_backward": IN_BACKWARD, "left_out": LEFT_OUT, "estimator": ESTIMATOR}
-    return shared_run(joined(**scripts), "--warmup-steps", "2")
+    return shared_run(joined(**SCRIPTS), "--warmup-steps", "2")
 
 
-def test_what_the_script_reads(shared) -> None:
-    assert_replicas_equal(shared.of("reads"))
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_what_the_script_sees(shared, script) -> None:
+    assert_replicas_equal(shared.of(script))
 
 
-def test_what_the_script_writes(shared) -> None:
-    assert_replicas_equal(shared.of("writes"))
+@pytest.fixture
+def ahead() -> Ahead:
+    prediction = Ahead([nn.Parameter(torch.full((3,), float(i))) for i in range(4)])
+    prediction.apply()
+    return prediction
 
 
-def test_a_container_that_is_never_called(shared) -> None:
-    assert_replicas_equal(shared.of("container"))
-
-
-def test_target_networks_after_the_steps_of_two_optimizers(shared) -> None:
-    assert_replicas_equal(shared.of("actor_critic"))
-
-
-def test_a_backward_after_the_step_of_another_optimizer(shared) -> None:
-    assert_replicas_equal(shared.of("gan"))
-
-
-def test_optimizers_that_step_in_hooks_of_a_backward(shared) -> None:
-    assert_replicas_equal(shared.of("in_backward"))
-
-
-def test_a_step_within_a_forward(shared) -> None:
-    assert_replicas_equal(shared.of("estimator"))
-
-
-def test_a_step_that_the_scaler_leaves_out(shared) -> None:
-    assert_replicas_equal(shared.of("left_out"))
+def first_values(prediction: Prediction) -> list[float]:
+    return [float(p.data[0]) for p in prediction.parameters]
 
 
 @pytest.mark.parametrize("at", ["suspend", "undo", "resume"])
-def test_true_weights_outlive_an_interruption(at) -> None:
-    """As by a signal handler that saves: at each moment they are in the parameters or in the buffers."""
-    prediction = Ahead([nn.Parameter(torch.full((3,), float(i))) for i in range(4)])
-    prediction.apply()
+def test_true_weights_outlive_an_interruption(ahead, monkeypatch, at) -> None:
+    """At each moment they are in the parameters or in the buffers."""
     if at == "resume":
-        prediction.suspend()
-    copy = torch._foreach_copy_
+        ahead.suspend()
 
     def interrupted(into, values):
         into[0].copy_(values[0])
-        torch._foreach_copy_ = copy
         raise KeyboardInterrupt
 
-    torch._foreach_copy_ = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        getattr(prediction, at)()
-    assert torch._foreach_copy_ is copy
-    prediction.undo()
-    assert [float(p.data[0]) for p in prediction.parameters] == [0.0, 1.0, 2.0, 3.0]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "_foreach_copy_", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            getattr(ahead, at)()
+    ahead.undo()
+    assert first_values(ahead) == [0.0, 1.0, 2.0, 3.0]
 
 
-@pytest.mark.parametrize("copies", [1, 2])
-@pytest.mark.parametrize("at", ["suspend", "undo", "resume"])
-def test_a_signal_handler_saves_and_training_goes_on(at, copies) -> None:
-    prediction = Ahead([nn.Parameter(torch.full((3,), float(i))) for i in range(4)])
-    prediction.apply()
+@pytest.mark.parametrize(("at", "copies"), [("suspend", 1), ("undo", 1), ("resume", 1), ("resume", 2)])
+def test_a_signal_handler_saves_and_training_goes_on(ahead, monkeypatch, at, copies) -> None:
     if at == "resume":
-        prediction.suspend()
-    copy, saved, left = torch._foreach_copy_, [], [copies]
+        ahead.suspend()
+    copy, done, saved = torch._foreach_copy_, [], []
 
     def interrupted(into, values):
         copy(into, values)
-        left[0] -= 1
-        if left[0] == 0:
-            prediction.undo()
-            saved.extend(float(p.data[0]) for p in prediction.parameters)
+        done.append(into)
+        if len(done) == copies:
+            ahead.undo()
+            saved.extend(first_values(ahead))
 
-    torch._foreach_copy_ = interrupted
-    getattr(prediction, at)()
-    torch._foreach_copy_ = copy
-    assert saved in ([], [0.0, 1.0, 2.0, 3.0])
-    prediction.suspend()
-    prediction.resume()
-    prediction.undo()
-    assert [float(p.data[0]) for p in prediction.parameters] == [0.0, 1.0, 2.0, 3.0]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "_foreach_copy_", interrupted)
+        getattr(ahead, at)()
+    assert saved == [0.0, 1.0, 2.0, 3.0]
+    ahead.suspend()
+    ahead.resume()
+    ahead.undo()
+    assert first_values(ahead) == [0.0, 1.0, 2.0, 3.0]
 
 
 class Ahead(Prediction):

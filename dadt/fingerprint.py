@@ -1,0 +1,38 @@
+"""crc32 of some values of tensors, by which ranks see whether they have the same."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+
+def of_gradient(parameters: Sequence[torch.Tensor]) -> int:
+    """Of the last gradient; 0 where its values are 0, or there is none."""
+    for p in reversed(parameters):
+        if p.grad is not None and _is_dense(p.grad):
+            return _crc([p.grad]) if bool(_some(p.grad).any()) else 0
+    return 0
+
+
+def of_untrained(modules: Iterable[nn.Module], trained: Iterable[torch.Tensor]) -> int:
+    """Of the modules' parameters that need no gradient; not of those that are trained, though frozen for now."""
+    left_out = {id(p) for p in trained}
+    every = {id(p): p for m in modules for p in m._parameters.values() if p is not None and id(p) not in left_out}
+    return _crc([p for p in every.values() if not p.requires_grad and _is_dense(p)])
+
+
+def _crc(tensors: Sequence[torch.Tensor]) -> int:
+    layout = torch.contiguous_format  # else a single value keeps its stride
+    parts = [_some(t).to("cpu", copy=True, memory_format=layout).view(torch.uint8) for t in tensors]
+    return zlib.crc32(b"".join(part.numpy().tobytes() for part in parts))
+
+
+def _some(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1)[:64]
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and tensor.device.type != "meta" and tensor.numel() > 0
