@@ -25,14 +25,19 @@ def report(value):
 
 
 @pytest.mark.parametrize(
-    ("mpirun", "size"),
-    [("mpirun.openmpi", 3), pytest.param("mpirun.mpich", 4, marks=pytest.mark.slow)],
+    ("mpirun", "size", "compression"),
+    [
+        ("mpirun.openmpi", 3, "none"),
+        pytest.param("mpirun.openmpi", 3, "int8", marks=pytest.mark.slow),
+        pytest.param("mpirun.mpich", 4, "none", marks=pytest.mark.slow),
+    ],
     indirect=["mpirun"],
 )
-def test_the_mean_stays_over_mpi(mpirun: str, size: int, tmp_path: Path) -> None:
+def test_the_mean_stays_over_mpi(mpirun: str, size: int, compression: str, tmp_path: Path) -> None:
     script = REPORT + textwrap.dedent(PRELUDE + AVERAGE)
-    given = ["--algorithm", "gossip", "--executor", "mpi", "--mpirun", mpirun, "-np", str(size), "train.py"]
-    result = Run(tmp_path, script, given, {"OMP_NUM_THREADS": "1"}).finish()
+    options = ["--algorithm", "gossip", "--compression", compression, "--executor", "mpi", "--mpirun", mpirun]
+    result = Run(tmp_path, script, [*options, "-np", str(size), "train.py"], {"OMP_NUM_THREADS": "1"}).finish()
     assert result.code == 0, result.err
     assert "dadt: gossip: " in result.err
+    assert ("less than uncompressed" in result.err) == (compression != "none")
     assert_averaged([torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(size)])

@@ -42,6 +42,7 @@ def test_the_mean_stays_and_the_ranks_come_together(dadt_run, size, options) -> 
         ("int8", 4, "shm", 2.5),
         pytest.param("bf16", 3, "gloo", 1.7, marks=pytest.mark.slow),
         pytest.param("powersgd:8", 2, "gloo", 3.0, marks=pytest.mark.slow),
+        pytest.param("int8", 4, "hierarchical", 2.5, marks=pytest.mark.slow),
     ],
 )
 def test_compressed_ranks_come_together_as_well(dadt_run, compression, size, executor, least) -> None:
