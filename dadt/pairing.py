@@ -74,6 +74,7 @@ class Pairing:
         for thread in self._threads.values():
             thread.start()
 
+    @property
     def sent(self) -> tuple[int, int]:
         """Bytes to neighbours, and what they would be without compression."""
         return sum(edge.line.sent for edge in self._edges.values()), sum(edge.plain for edge in self._edges.values())

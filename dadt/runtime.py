@@ -26,10 +26,9 @@ from dadt.config import Config
 from dadt.errors import CommError, CommTimeout, DadtError, Mismatch
 from dadt.executors.mail import NoMail
 from dadt.groups import group_values, take_values
-from dadt.measure import Measure
 from dadt.peers import Alone, Peers, Through
+from dadt.progress import Progress
 from dadt.stall import PATIENCE, Stall
-from dadt.step_time import StepTimes
 from dadt.timeline import Timeline
 from dadt.window import Window
 from dadt.world import World
@@ -57,12 +56,7 @@ class Runtime:
         self.world = world
         self.config = config
         self.control = control
-        self.step = 0
-        """Optimizer steps that this rank has taken, over all optimizers."""
-        self.seconds = 0.0
-        """Time spent in DADT's hooks around steps, waiting included."""
-        self.samples = 0
-        """Drawn from shared loaders for training."""
+        self.progress = Progress()
         self.began = False
         """A training forward or a gradient's consumption has happened."""
         self.on_claim: list[Callable[[], None]] = []
@@ -85,8 +79,6 @@ class Runtime:
         self.on_stop: list[Callable[[], None]] = []
         """Called last, also after a failure: messages under way have failed, and threads that use torch end here, as
         the interpreter aborts the process where it ends and they do not."""
-        self.counts: list[Callable[[], tuple[int, int]]] = []
-        """Of what sends bytes beside the engine: to the peers so far, and what they would be without compression."""
         self._disconnect: Callable[[], None] = lambda: None
         self._ordinals = itertools.count()
         self._registered: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
@@ -107,9 +99,6 @@ class Runtime:
         self.window = Window(self)
         self._stall = Stall(self)
         self.checkpoints = Checkpoints(self)
-        self._step_times = StepTimes()
-        self._measures: list[Measure] = []
-        """Of all attachments so far; an optimizer may be collected before the end."""
         self._told: set[str] = set()
         self._closed = False
         self.timeline: Timeline | None = None
@@ -123,6 +112,11 @@ class Runtime:
         self._registered.clear()
         self._attachments.clear()
         self.roots.clear()
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that this rank has taken, over all optimizers."""
+        return self.progress.step
 
     # What exists -----------------------------------------------------------------------------------------------
 
@@ -244,6 +238,7 @@ class Runtime:
                 self.background = Background(connection.engine)
                 self._is_told, self.mail = connection.told, connection.mail
                 self._broadcaster, self.device = connection.engine_of("broadcast"), connection.device
+                self.progress.senders += [each for each in (connection.engine, connection.device) if each is not None]
             if timeline is not None:
                 self._record(timeline, connection)
         if self.alone:
@@ -279,7 +274,7 @@ class Runtime:
         """Make the optimizer train data-parallel, from rank 0's state."""
         attachment = Attachment(self, optimizer, self._registered[optimizer])
         self._attachments[optimizer] = attachment
-        self._measures.append(attachment.measure)
+        self.progress.measures.append(attachment.measure)
         attachment.start()
 
     def attachment(self, optimizer: torch.optim.Optimizer) -> Attachment | None:
@@ -435,7 +430,7 @@ class Runtime:
     def drew(self, samples: int, nominal: int) -> None:
         """A training batch was handed to the script. Read ahead, it belongs to no step that is known, so each of those
         counts in full."""
-        self.samples += samples
+        self.progress.samples += samples
         if self.on_training_thread:
             for attachment in self.attachments:
                 attachment.drew(samples, nominal)
@@ -459,51 +454,11 @@ class Runtime:
         self.window.stepped()
         if self.timeline is not None:
             self.timeline.step(self.step)
-        self.step += 1
-        self._step_times.stepped(perf_counter())
+        self.progress.stepped(perf_counter())
         if self.control is not None:
-            self.control.progress(self.step, **(self._numbers() if self.control.due else {}))
+            self.control.progress(self.step, **(self.progress.numbers() if self.control.due else {}))
 
     # The end ---------------------------------------------------------------------------------------------------
-
-    def _numbers(self) -> dict[str, Any]:
-        """How it goes, for whoever watches the job: sums over all of it so far."""
-        sent, plain = self._sent()
-        return {
-            "samples": self.samples,
-            "waited": sum(m.waited for m in self._measures),
-            "clock": self._step_times.last,
-            "sent": sent,
-            "plain": plain,
-            "late": max((m.late for m in self._measures), default=0),
-            "fell_back": sum(m.fell_back for m in self._measures),
-            "step_times": self._step_times.describe(),
-        }
-
-    def summary(self) -> dict[str, Any]:
-        first = min((m.began for m in self._measures if m.began), default=0.0)
-        last = max((m.last for m in self._measures), default=0.0)
-        waited = sum(m.waited for m in self._measures)
-        sent, plain = self._sent()
-        return {
-            "steps": self.step,
-            "delayed": sum(m.delayed for m in self._measures),
-            "staleness": self.config.staleness,
-            "wait_fraction": waited / (last - first) if last > first else 0.0,
-            "samples": self.samples,
-            "seconds": max(0.0, last - first),
-            "hook_seconds": self.seconds,
-            **({"sent": sent, "plain": plain} if sent != plain else {}),
-            "explicit": self.explicit,
-        }
-
-    def _sent(self) -> tuple[int, int]:
-        """Bytes that went to the peers, and would have without compression."""
-        counted = [] if self._engine is None else [self._engine.sent]
-        if self.device is not None:
-            counted.append(self.device.sent)
-        counted += [count() for count in self.counts]
-        return sum(sent for sent, _ in counted), sum(plain for _, plain in counted)
 
     def close(self, *, failed: bool = False) -> None:
         """Meet the peers a last time, so that a rank that ends early is noticed; then stop the engine. Idempotent."""
@@ -521,8 +476,9 @@ class Runtime:
     def _tell_end(self) -> None:
         if self.control is not None:
             if self.step:
-                self.control.progress(self.step, last=True, **self._numbers())
-            self.control.done(self.summary())
+                self.control.progress(self.step, last=True, **self.progress.numbers())
+            told = {"staleness": self.config.staleness, "explicit": self.explicit}
+            self.control.done({**self.progress.summary(), **told})
 
     def _leave(self, failed: bool) -> None:
         if self._engine is not None:

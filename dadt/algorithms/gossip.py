@@ -47,7 +47,7 @@ class Gossip(Algorithm):
         config = runtime.config
         check_copies(config.compression, config.topology, runtime.world.world_size)
         self._pairing = Pairing(runtime.mail, runtime.world, config.topology, tag, config.timeout, config.compression)
-        runtime.counts.append(self._pairing.sent)
+        runtime.progress.senders.append(self._pairing)
         # The optimizer may be collected long before the end, on each rank when it likes.
         weakref.finalize(attachment.optimizer, self._pairing.forsake).atexit = False
         end = End(runtime, weakref.ref(attachment), self._pairing, tag + 1)

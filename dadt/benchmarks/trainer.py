@@ -207,7 +207,7 @@ def peak(device: torch.device) -> int:
 
 def own_seconds() -> float:
     """What DADT's hooks around steps have taken so far, waiting included; nothing without it."""
-    return worker.runtime.seconds if worker.runtime is not None else 0.0
+    return worker.runtime.progress.hook_seconds if worker.runtime is not None else 0.0
 
 
 if __name__ == "__main__":

@@ -36,14 +36,14 @@ class Steps:
         try:
             return self._before(sys._getframe(1), optimizer, args, kwargs)
         finally:
-            self._runtime.seconds += perf_counter() - begun
+            self._runtime.progress.hook_seconds += perf_counter() - begun
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         begun = perf_counter()
         try:
             self._after(sys._getframe(1), optimizer)
         finally:
-            self._runtime.seconds += perf_counter() - begun
+            self._runtime.progress.hook_seconds += perf_counter() - begun
 
     def _before(self, frame: FrameType, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._under_way = [step for step in self._under_way if _is_caller(step[0], frame)]
