@@ -48,7 +48,7 @@ figures: .venv/testable machines
 convergence: .venv/testable
 	$(PIP) 'matplotlib>=3.7'
 	$(BIN)/python -m benchmarks.convergence --jobs 2
-	$(BIN)/python -m benchmarks.convergence --others gossip,local,local-32,diloco --seeds 3
+	$(BIN)/python -m benchmarks.convergence --others gossip,local,local-32,diloco,diloco-0.5 --seeds 3
 	$(BIN)/python -m benchmarks.convergence --others bf16,fp16,int8,powersgd --seeds 10
 	$(BIN)/python -m benchmarks.convergence.straggler --json docs/results/straggler.json
 	$(BIN)/python -m benchmarks.convergence.slow_link --json docs/results/slow-link.json

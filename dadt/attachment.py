@@ -141,6 +141,8 @@ class Attachment:
     def start(self) -> None:
         """From rank 0's state, on all ranks: parameters (frozen ones, too), buffers, optimizer state."""
         optimizer = self.optimizer
+        if self.runtime.config.broadcast:
+            self.algorithm.starting()
         self.runtime.adopt(self, weights=self.runtime.config.broadcast)
         self.runtime.checkpoints.spread(self)
         for p in _listed(optimizer):
@@ -288,7 +290,7 @@ class Attachment:
     def hold_back(self) -> None:
         """Where no average has come yet: without gradients a step changes neither weights, momentum nor counters."""
         self.stepping = True
-        if self._follows:
+        if self._follows and self.algorithm.averages:
             # Here, where no exchange is open and the script sets nothing any more before the step.
             self.runtime.follow_groups(self)
         if self.algorithm.holds:

@@ -103,7 +103,7 @@ class Checkpoints:
         last, row = self._saves.get(a.optimizer, (-1, 0))
         row = row + (a.step > last) if a.step <= last + 1 else 1
         self._saves[a.optimizer] = a.step, row
-        if row == _MANY:
+        if row == _MANY and a.algorithm.identical:
             self._runtime.say(
                 f"optimizer.state_dict(){a.name} is called in every step: each call waits for the exchange under way,"
                 " and drops what --compression keeps, as in a checkpoint. Read optimizer.param_groups in its place",
@@ -157,6 +157,7 @@ class Checkpoints:
         parameters = list(_indices(a.optimizer))
         prediction = {key: _by_parameter(value, parameters) for key, value in part["prediction"].items()}
         of_tensors = [value for value in prediction.values() if isinstance(value, dict)]
+        of_tensors.append(_by_parameter(a.algorithm.by_parameter(part["state"]), parameters))
         if any(t.shape != p.shape for value in of_tensors for p, t in value.items()):
             self._runtime.say("the checkpoint is one of another model: training begins with a warm-up")
             return

@@ -155,10 +155,10 @@ class Fragment:
         told = [Told(*_LANE.unpack(lane[-_LANE.size :])) for lane in self._works[-1].lanes]
         for rank, theirs in enumerate(told):
             if theirs[:3] != told[0][:3]:
-                raise Mismatch(
-                    f"{self._works[-1].name}: rank 0 {_told(told[0])}, rank {rank} {_told(theirs)}: the ranks do not"
-                    " run the same steps"
-                )
+                cause = "the ranks do not run the same steps"
+                if theirs.settles != told[0].settles:
+                    cause = "load_state_dict() was not called on all of them"
+                raise Mismatch(f"{self._works[-1].name}: rank 0 {_told(told[0])}, rank {rank} {_told(theirs)}: {cause}")
         return told
 
     def merge(self) -> None:
@@ -186,16 +186,22 @@ class Fragment:
         self._send(groups, settles=False)
 
     def settle(self, wait: Wait, groups: int) -> None:
-        """Now, on all ranks: the mean of their weights, from which a round begins."""
+        """Now, on all ranks: the mean of their weights, from which a round begins. What compression has lost of their
+        progress goes with them: there is no next round with which it could."""
         self.receive(wait)
+        if self._works and not self.replaced and any(self._forms):
+            self.merge()  # what is owed is what this has left out
         with torch.no_grad():
-            for bucket, rows in zip(self._buckets, self._rows, strict=True):
+            for bucket, rows, form in zip(self._buckets, self._rows, self._forms, strict=True):
                 for i, row in enumerate(rows):
                     if row.velocity is not None and self.replaced:
                         row.velocity.zero_()
                     elif row.velocity is not None and self._works:
                         row.velocity.mul_(self.outer.momentum).add_(bucket.deliver(i, _MEAN))
-                    bucket.views[_OWN][i].copy_(row.parameter.data, non_blocking=True)
+                    own = row.parameter.data
+                    if form is not None and not self.replaced and (owed := form.owes(bucket, i)) is not None:
+                        own = own.to(row.anchor).add(owed.to(row.anchor), alpha=self.outer.lr)
+                    bucket.views[_OWN][i].copy_(own, non_blocking=True)
         self._send(groups, settles=True)
         self.receive(wait)
         with torch.no_grad():

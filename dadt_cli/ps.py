@@ -12,6 +12,7 @@ import click
 
 from dadt.errors import DadtError
 from dadt.launch.failure import size
+from dadt.launch.folder import is_held
 from dadt.launch.trace import Trace, traces
 from dadt_cli.find import describe, find, jobs
 from dadt_cli.table import figure, moment, table
@@ -94,8 +95,9 @@ def _ranks_here(trace: Trace) -> list[str]:
 
 
 def _state(trace: Trace) -> str:
-    # A launcher that is there, but takes no questions.
-    return "starting, or at its end" if trace.launcher is not None else "no launcher on this machine"
+    # A launcher may be there, but take no questions; or be dead, and its folder not yet removed.
+    silent = trace.launcher is not None and is_held(trace.launcher.parent)
+    return "starting, or at its end" if silent else "no launcher on this machine"
 
 
 def _script(trace: Trace) -> str:

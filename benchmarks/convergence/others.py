@@ -27,6 +27,7 @@ FLAGS = {
     "local-sqrt": ["--algorithm", "local", "--sync-every", "8", "--scale-lr", "sqrt"],
     "diloco": ["--algorithm", "local", "--sync-every", "32", "--outer-lr", "0.7", "--outer-momentum", "0.9"],
     "diloco-8": ["--algorithm", "local", "--sync-every", "8", "--outer-lr", "0.7", "--outer-momentum", "0.9"],
+    "diloco-0.5": ["--algorithm", "local", "--sync-every", "32", "--outer-lr", "0.7", "--outer-momentum", "0.5"],
     "bf16": ["--compression", "bf16"],
     "fp16": ["--compression", "fp16"],
     "int8": ["--compression", "int8"],

@@ -27,7 +27,7 @@ OTHER_COLORS = {
     "int8": "#5a5a5a",
     "powersgd": "#b07a5b",
 }
-LOOSE = ("gossip", "gossip-sqrt", "local", "local-32", "local-sqrt", "diloco", "diloco-8")
+LOOSE = ("gossip", "gossip-sqrt", "local", "local-32", "local-sqrt", "diloco", "diloco-8", "diloco-0.5")
 AVERAGED = ", averaged"
 """The mean of the ranks' weights in place of each rank's own."""
 EXACT = ("bf16", "fp16", "int8")

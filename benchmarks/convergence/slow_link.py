@@ -36,6 +36,7 @@ METHODS = {
     "pipe + int8": ["--compression", "int8"],
     "pipe + PowerSGD": ["--compression", "powersgd:4"],
     "local": LOCAL,
+    "local + 4 fragments": [*LOCAL, "--fragments", "4"],
     "DiLoCo 0.9": [*DILOCO, "0.9"],
     "DiLoCo 0.5": [*DILOCO, "0.5"],
     "DiLoCo 0.5 + int8": [*DILOCO, "0.5", "--compression", "int8"],
@@ -195,7 +196,7 @@ def picture(figures: dict[str, Any], path: Path) -> None:
 
     figure, panel = plt.subplots(figsize=(5.6, 3.4))
     for color, (name, looks) in zip(
-        ("#1f3b57", "#8fa3b5", "#2a9d8f", "#e9b44c", "#c8553d", "#7b4b94", "#5a5a5a", "#d98cb3"),
+        ("#1f3b57", "#8fa3b5", "#2a9d8f", "#e9b44c", "#c8553d", "#7b4b94", "#5a5a5a", "#d98cb3", "#b5a642"),
         figures["looks"].items(),
         strict=False,
     ):

@@ -53,6 +53,9 @@ class Algorithm(abc.ABC):
         """Whether the coming step uses averaged gradients, those of a closure, too; else they are the rank's own."""
         return self.together
 
+    def starting(self) -> None:  # noqa: B027 (optional hook)
+        """All ranks are about to take rank 0's weights and state."""
+
     def started(self) -> None:  # noqa: B027 (optional hook)
         """The optimizer is attached: all ranks have rank 0's weights and state."""
 
@@ -75,6 +78,11 @@ class Algorithm(abc.ABC):
 
     def state(self) -> dict[str, Any]:
         """What a resumed training needs beside weights and optimizer state; plain values and CPU tensors."""
+        return {}
+
+    def by_parameter(self, state: dict[str, Any]) -> dict[int, torch.Tensor]:
+        """What `state` holds in a parameter's shape, by its number in the optimizer: where a shape is another, the
+        checkpoint is one of another model."""
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:  # noqa: B027 (optional hook)

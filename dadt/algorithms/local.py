@@ -53,6 +53,15 @@ class Local(Algorithm):
     def averages(self) -> bool:
         return not self._fragments
 
+    def starting(self) -> None:
+        """What each rank has done alone with weights that other optimizers train would be lost: they average first."""
+        runtime = self.attachment.runtime
+        # Held: an optimizer that the script has dropped lives on as garbage, on some ranks only.
+        mine = {a.index: (a, a._optimizer()) for a in runtime.attachments if a.alive and not a.algorithm.averages}
+        theirs = runtime.collect(f"local, rounds of others{self.attachment.name}", list(mine))
+        for index in sorted(set(mine).intersection(*theirs)):
+            cast("Local", mine[index][0].algorithm).settle()
+
     def started(self) -> None:
         if self.attachment.step >= self.attachment.warmup_steps and not self._fragments:
             self._begin()
@@ -109,6 +118,7 @@ class Local(Algorithm):
 
     def _divide(self) -> None:
         a = self.attachment
+        a.compress("none")  # gradients are not sent any more: what they took of memory goes
         self._trained = a.trained
         divided = parts(a.parameters, a.runtime.config.fragments)
         self._fragments = {
@@ -204,11 +214,18 @@ class Local(Algorithm):
             "velocities": {number: v.to("cpu", copy=True) for number, _, v in resumed if v is not None},
         }
 
+    def by_parameter(self, state: dict[str, Any]) -> dict[int, torch.Tensor]:
+        anchors: dict[int, torch.Tensor] = state.get("anchors", {})
+        return anchors
+
     def load_state(self, state: dict[str, Any]) -> None:
         if not state:
             return
+        rounds = self._steps > 0
         self._divide()
         self._steps = state["steps"]
+        if rounds:  # each rank has loaded a state of its own
+            self.loaded()
         numbers = _numbers(self.attachment.optimizer)
         for row in (row for fragment in self._fragments.values() for row in fragment.rows.values()):
             # What was frozen when the checkpoint was saved begins a round at its weights.

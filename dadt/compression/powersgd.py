@@ -71,6 +71,10 @@ class LowRank(Owing):
         self.owed = [None] * len(self.matrices)
         self.bases = self._begin()
 
+    def owes(self, bucket: Bucket, index: int) -> torch.Tensor | None:
+        owed = self.owed[self.matrices.index(index)] if index in self.matrices else None
+        return None if owed is None else owed.view(bucket.tensors[index].shape)
+
     def begin(
         self, gradients: Sequence[torch.Tensor | None], scale: torch.Tensor | None, turn: int, counts: bool = True
     ) -> Round:

@@ -108,11 +108,12 @@ def root() -> Path:
 def remove_stale() -> None:
     """The folders that nobody holds any more."""
     for path in root().iterdir():
-        if not _is_held(path):
+        if not is_held(path):
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _is_held(path: Path) -> bool:
+def is_held(path: Path) -> bool:
+    """By whoever has made it, or is about to."""
     try:
         with (path / "lock").open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -112,3 +112,34 @@ def test_settling_begins_anew(engine) -> None:
     assert torch.equal(one.rows[id(weight)].anchor, weight)
     assert torch.equal(one.rows[id(weight)].velocity, torch.zeros(4))
     assert not one.replaced
+
+
+@pytest.mark.parametrize("outer", [Outer(1.0, 0.0), Outer(0.5, 0.0)], ids=["all of it", "half of it"])
+@pytest.mark.parametrize("under_way", [False, True])
+def test_what_compression_has_lost_is_there_once_ranks_have_settled(engine, outer, under_way) -> None:
+    torch.manual_seed(0)
+    weight, table = torch.zeros(12, 30), torch.zeros(16, 6, 3, 3).to(memory_format=torch.channels_last)
+    one = fragment(engine, [weight, table], outer, "powersgd:2")
+    progress = torch.randn(12, 30), torch.randn(16, 6, 3, 3)
+    for last in (False, False, False, False, True):
+        weight += progress[0]
+        table += progress[1]
+        one.send(0)
+        if not (last and under_way):
+            one.receive(wait)
+            one.merge()
+    assert under_way or not torch.allclose(weight, 5 * outer.lr * progress[0], rtol=0, atol=1e-4)
+    one.settle(wait, 0)
+    torch.testing.assert_close(weight, 5 * outer.lr * progress[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(table, 5 * outer.lr * progress[1], rtol=0, atol=1e-5)
+
+
+def test_what_was_replaced_owes_nothing(engine) -> None:
+    weight = torch.zeros(12, 30)
+    one = fragment(engine, [weight], Outer(1.0, 0.0), "powersgd:2")
+    weight += torch.randn(12, 30)
+    one.send(0)
+    weight.fill_(5.0)
+    one.replaced = True
+    one.settle(wait, 0)
+    assert torch.equal(weight, torch.full((12, 30), 5.0))

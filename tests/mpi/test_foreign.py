@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -104,7 +105,8 @@ def test_a_rank_that_does_not_come_is_named(foreign, mpirun):
 def test_bad_input_is_one_sentence(foreign, mpirun):
     done = foreign(mpirun, "import torch, dadt", DADT_ALGORITHM="none")
     assert done.returncode == 2
-    assert "dadt: rank 0: --algorithm none: unknown" in done.stderr
+    # The launcher may end the other one before it has said so.
+    assert re.search(r"dadt: rank [01]: --algorithm none: unknown", done.stderr), done.stderr
     assert "import torch, dadt" not in done.stderr
 
 

@@ -177,6 +177,73 @@ def test_what_is_thawed_just_now_is_saved_and_garbage_at_the_end_harms_nobody(da
     assert_equal(one, other, "the last average")
 
 
+MIDDLE = """
+    import gc, rounds as t
+    torch.manual_seed(0)
+    model = t.mlp()
+    optimizer = t.optimizer(model)
+    (runtime,) = [o for o in gc.get_objects() if type(o).__name__ == "Runtime"]
+
+    def train(first, last, optimizer):
+        for step in range(first, last):
+            t.backward(model, rank, step)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def look():
+        a = runtime.attachments[0]
+        rows = [row for fragment in a.algorithm._fragments.values() for row in fragment.rows.values()]
+        anchors = {str(i): row.anchor.clone() for i, row in enumerate(rows)}
+        return anchors, t.values(model), sum(len(bucket.flats) for bucket in a.schema.buckets)
+
+    train(0, 9, optimizer)                                  # an average is under way
+    optimizer.load_state_dict(optimizer.state_dict())       # of which each rank knows its own part
+    train(9, 21, optimizer)
+    before = look()
+    train(21, 22, torch.optim.SGD(model.parameters(), lr=0.0))
+    after = look()
+    report([before, after])
+"""
+
+
+def test_what_scripts_do_in_the_middle_of_a_round(dadt_run) -> None:
+    options = ["--algorithm", "local", "--warmup-steps", "3", "--sync-every", "4", "--outer-momentum", "0.9"]
+    runs = dadt_run(MIDDLE, *options).ranks
+    (before, own, buffers), (_, other, _) = (run[0] for run in runs)
+    assert_equal(before, runs[1][0][0], "anchors, after each rank has loaded a state of its own")
+    assert buffers == 0, "gradients are not sent any more"
+    assert not torch.equal(own["0.weight"], other["0.weight"])
+    # A new optimizer begins with the same weights on all ranks, and nobody's work is lost.
+    assert_equal(runs[0][1][1], runs[1][1][1], "after the first step of another optimizer")
+    for name, value in runs[0][1][1].items():
+        torch.testing.assert_close(value, (own[name] + other[name]) / 2, msg=name)
+
+
+SCHEDULED = """
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(24):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 * (0.99 if rank == 0 else 0.98) ** step     # a scheduler loaded on rank 0 alone
+        loss = model(torch.randn(16, 6)).square().mean()
+        if step == 14 and rank == 1:
+            loss = loss * float("inf")                                      # which only this rank leaves out
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    report([scaler.get_scale(), optimizer.param_groups[0]["lr"]])
+"""
+
+
+def test_rates_that_differ_and_a_step_that_one_rank_leaves_out(dadt_run) -> None:
+    options = ["--algorithm", "local", "--warmup-steps", "6", "--sync-every", "8"]
+    run = dadt_run(SCHEDULED, *options)
+    assert [scale for scale, _ in run.ranks] == [4.0, 2.0]
+    assert "rank 0's are used on all" in run.output
+
+
 BEHIND = """
     import pathlib, time, rounds as t
     model = t.mlp()
