@@ -223,7 +223,7 @@ class Arrived:
         """What it has taught compression was forgotten with the checkpoint."""
 
     def norm(self) -> torch.Tensor:
-        return torch.tensor(self._norm, dtype=torch.float64)
+        return torch.tensor(self._norm, dtype=torch.float64, device="cpu")
 
     def deliver(self, ratio: torch.Tensor | float | None = None) -> None:
         hand_out(self._parameters, self._gradients, ratio)

@@ -66,11 +66,14 @@ class Line:
         return self._send(Head(Kind.WEIGHTS, tie.crc, tie.number, len(weights)), *torch.split(weights, _SLICE))
 
     def _send(self, head: Head, *slices: torch.Tensor) -> list[Transit]:
-        return [self._mail.send(each, self.peer, self._tag) for each in (torch.tensor(head), *slices)]
+        return [
+            self._mail.send(each, self.peer, self._tag)
+            for each in (torch.tensor(head, dtype=torch.int64, device="cpu"), *slices)
+        ]
 
     def receive_head(self, *, patient: bool = False) -> Head:
         """patient: the neighbour may say nothing for as long as it likes."""
-        head = torch.zeros(len(Head._fields), dtype=torch.int64)
+        head = torch.zeros(len(Head._fields), dtype=torch.int64, device="cpu")
         transit = self._mail.receive(head, self.peer, self._tag)
         if patient:
             while not _done_within(transit, _SEVERAL):
@@ -184,7 +187,7 @@ class Answering(End):
         published = self._weights()
         tie = None if published is None else self._tie_for(question, published)
         if published is None or tie is None:
-            self.line.receive(torch.empty(question.bytes, dtype=torch.uint8))
+            self.line.receive(torch.empty(question.bytes, dtype=torch.uint8, device="cpu"))
             self.line.wait(self.line.say(Kind.NOTHING))
             return
         mine, theirs = published.take(tie.size), published.take(tie.size)

@@ -335,7 +335,7 @@ def _print_of(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """Another one where they have changed, also through `.data` or numpy, which raise no version: their norms, and,
     as these have no sign, some elements."""
     if not gradients:
-        return torch.zeros(0)
+        return torch.zeros(0, dtype=torch.float32, device="cpu")
     plain = [g.detach() if g.layout == torch.strided else g.detach()._values() for g in gradients]
     plain = [torch.view_as_real(g) if g.is_complex() else g for g in plain]
     wide = torch.promote_types(plain[0].dtype, torch.float32)

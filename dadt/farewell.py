@@ -24,7 +24,7 @@ def await_all(runtime: Runtime, tag: int) -> None:
     where each rank is, PeerLost.
     """
     mail, world = runtime.mail, runtime.world
-    note = torch.zeros(world.world_size, dtype=torch.int64)
+    note = torch.zeros(world.world_size, dtype=torch.int64, device="cpu")
     if world.rank:
         transits = [mail.send(note[:1], 0, tag), mail.receive(note[1:2], 0, tag)]
         _wait(runtime, transits)

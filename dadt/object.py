@@ -46,4 +46,8 @@ def allgather_object(among: ProcessSet, value: Any, name: str) -> list[Any]:
 
 
 def _bytes(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )

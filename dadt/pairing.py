@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import threading
+import weakref
 from collections import Counter, deque
 from collections.abc import Sequence
 from time import monotonic
@@ -50,6 +51,11 @@ class Pairing:
         self._compression = compression
         self._published: Published | None = None
         self._token: list[Any] = []
+        self._parameters: list[weakref.ref[torch.Tensor]] = []
+        self._replaced: list[tuple[Published, list[weakref.ref[torch.Tensor]]]] = []
+        """Copies of what the script has changed since: differences may still come to them."""
+        self._step = 0
+        """Boundaries so far: unlike the script's steps, they go forward only."""
         self._error: Exception | None = None
         self._lock = threading.Lock()
         self._fresh = False
@@ -79,14 +85,21 @@ class Pairing:
         """Bytes to neighbours, and what they would be without compression."""
         return sum(edge.line.sent for edge in self._edges.values()), sum(edge.plain for edge in self._edges.values())
 
-    def publish(self, tensors: Sequence[torch.Tensor], step: int) -> None:
+    @torch.no_grad()
+    def publish(self, parameters: Sequence[torch.Tensor]) -> None:
         """At a step boundary: take over what has been averaged, and let others average with the weights as they are."""
+        self._step += 1
+        tensors = [p.data for p in parameters]
         token = [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
         published = self._published
+        self._replaced = [each for each in self._replaced if not self._take_over(*each)]
+        if published is not None and token != self._token:
+            self._take_over(published, self._parameters)
+            self._replaced.append((published, self._parameters))
         if published is None or token != self._token:
-            # What a peer answers to the old copy is left out: the script has changed what is trained.
             published = Published(tensors)
-        self.ages += published.publish(tensors, step)
+        self._parameters = [weakref.ref(p) for p in parameters]
+        self.ages += published.publish(tensors, self._step)
         self._published, self._token = published, token
         with self._lock:
             self._fresh = True
@@ -125,6 +138,16 @@ class Pairing:
         deadline = monotonic() + _STOP_SECONDS
         for thread in self._threads.values():
             thread.join(max(0.0, deadline - monotonic()))
+
+    @staticmethod
+    def _take_over(published: Published, parameters: Sequence[weakref.ref[torch.Tensor]]) -> bool:
+        """What has been added to a copy that is replaced: the neighbour has moved by as much. Whether no more comes."""
+        idle = published.is_idle
+        for index, ref in enumerate(parameters):
+            parameter = ref()
+            if parameter is not None and tuple(parameter.shape) == published.kinds[index].shape:
+                published.hand_over(index, parameter.data)
+        return idle
 
     def _tie(self, published: Published) -> Tie:
         return tie(self._compression, published, asks(self._world.rank))
@@ -173,4 +196,4 @@ class Pairing:
 
     def _let_go(self) -> None:
         if self._forsaken and not self._at_work:
-            self._published = None
+            self._published, self._replaced = None, []

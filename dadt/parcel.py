@@ -19,7 +19,7 @@ def pack(tensor: torch.Tensor) -> torch.Tensor:
     host = host_copy(tensor)
     head = json.dumps([str(host.dtype).removeprefix("torch."), list(host.shape)]).encode()
     data = -(-(_LENGTH.size + len(head)) // _ALIGNMENT) * _ALIGNMENT
-    packed = torch.zeros(data + host.numel() * host.element_size(), dtype=torch.uint8)
+    packed = torch.zeros(data + host.numel() * host.element_size(), dtype=torch.uint8, device="cpu")
     packed[: _LENGTH.size + len(head)] = torch.frombuffer(bytearray(_LENGTH.pack(len(head)) + head), dtype=torch.uint8)
     if host.numel():
         packed[data:] = host.reshape(-1).view(torch.uint8)
@@ -33,5 +33,5 @@ def unpack(memory: Any) -> torch.Tensor:
     dtype = getattr(torch, name)
     data = -(-(_LENGTH.size + length) // _ALIGNMENT) * _ALIGNMENT
     if memoryview(memory).nbytes == data:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(memory, dtype=dtype, offset=data).view(shape)

@@ -75,14 +75,16 @@ class Published:
             for tensor, first, end in part.pieces:
                 self._pieces[tensor].append((part, slice(start, start + end - first), slice(first, end)))
                 start += end - first
-        self._copy = torch.zeros(self.bytes, dtype=torch.uint8)
-        self._added = torch.zeros(self.bytes, dtype=torch.uint8)
+        self._copy = torch.zeros(self.bytes, dtype=torch.uint8, device="cpu")
+        self._added = torch.zeros(self.bytes, dtype=torch.uint8, device="cpu")
         self._step = 0
         self._lock = threading.Lock()
         self._waiting: list[int] = []
         """Guarded by the lock: steps of the copies of which the difference has not reached the live weights."""
         self._free: list[torch.Tensor] = []
         """Guarded by the lock: memory for one message each, all of one size."""
+        self._taken = 0
+        """Guarded by the lock: messages that are not given back."""
 
     # The training thread's -------------------------------------------------------------------------------------
 
@@ -103,6 +105,27 @@ class Published:
             if tensor.numel() and flat.data_ptr() != tensor.data_ptr():
                 tensor.copy_(flat.view(tensor.shape))  # it has holes
         return Counter(step - before for before in waiting)
+
+    @property
+    def is_idle(self) -> bool:
+        """No exchange with it is under way."""
+        with self._lock:
+            return not self._taken
+
+    def hand_over(self, index: int, live: torch.Tensor) -> None:
+        """In place of `publish`, where others have taken its place: what has been added to this tensor's copy. live:
+        of its shape, perhaps in another memory, of another kind."""
+        kind = self.kinds[index]
+        added = torch.empty(math.prod(kind.shape), dtype=kind.dtype, device="cpu")
+        changed = False
+        for part, inside, piece in self._pieces[index]:
+            with part.lock:
+                memory = part.of(self._added)[inside]
+                added[piece].copy_(memory)
+                memory.zero_()
+                changed |= part.changed
+        if changed:
+            live.add_(_shaped(added, kind).to(live))
 
     def _publish_part(self, part: Part, live: list[torch.Tensor]) -> None:
         copy, added = part.of(self._copy), part.of(self._added)
@@ -126,11 +149,13 @@ class Published:
     def take(self, size: int) -> torch.Tensor:
         """Memory for a message of so many bytes; give it back. What is free of another size is let go."""
         with self._lock:
+            self._taken += 1
             self._free = [message for message in self._free if len(message) == size]
-            return self._free.pop() if self._free else torch.empty(size, dtype=torch.uint8)
+            return self._free.pop() if self._free else torch.empty(size, dtype=torch.uint8, device="cpu")
 
     def give_back(self, *messages: torch.Tensor) -> None:
         with self._lock:
+            self._taken -= len(messages)
             self._free += messages
 
     @property
@@ -153,7 +178,7 @@ class Published:
 
     def read_tensor(self, index: int) -> torch.Tensor:
         """The copy's elements of this tensor."""
-        flat = torch.empty(math.prod(self.kinds[index].shape), dtype=self.kinds[index].dtype)
+        flat = torch.empty(math.prod(self.kinds[index].shape), dtype=self.kinds[index].dtype, device="cpu")
         for part, inside, piece in self._pieces[index]:
             with part.lock:
                 flat[piece].copy_(part.of(self._copy)[inside])
@@ -209,3 +234,10 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """Its elements in the order of its memory; a copy where it has holes."""
     dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
     return tensor.as_strided((tensor.numel(),), (1,)) if dense else tensor.contiguous().view(-1)
+
+
+def _shaped(flat: torch.Tensor, kind: Kind) -> torch.Tensor:
+    """The other way round."""
+    like = torch.empty_strided(kind.shape, kind.stride, device="meta", dtype=kind.dtype)
+    dense = torch.empty_like(like).stride() == kind.stride
+    return flat.as_strided(kind.shape, kind.stride) if dense else flat.view(kind.shape)

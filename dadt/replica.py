@@ -115,7 +115,7 @@ def _sketch(value: Any, tensors: list[Tensor]) -> Any:
 def _fill(sketch: Any, tensors: list[Tensor]) -> Any:
     """The same with new tensors in their places, of the host: load_state_dict brings them to their parameters."""
     if isinstance(sketch, _Tensor):
-        tensors.append(torch.empty(sketch.shape, dtype=sketch.dtype))
+        tensors.append(torch.empty(sketch.shape, dtype=sketch.dtype, device="cpu"))
         return tensors[-1]
     if isinstance(sketch, dict):
         return {key: _fill(each, tensors) for key, each in sketch.items()}

@@ -111,7 +111,7 @@ class Session:
             self.all.submit(verb.barrier(self.all.size), None).wait()
             return
         here = [rank for rank, host in enumerate(self._hosts) if host == self.world.cross_rank]
-        mail, sign = self.all.mail, torch.zeros(1, dtype=torch.uint8)
+        mail, sign = self.all.mail, torch.zeros(1, dtype=torch.uint8, device="cpu")
         with self.all.naming_ranks():
             first, others = here[0], here[1:]
             if self.world.rank != first:

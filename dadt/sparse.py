@@ -84,7 +84,7 @@ def _prepare(tensor: Tensor, reduction: str, name: str | None, process_set: Proc
         raise ValueError(f"coo_all_reduce: reduction {reduction}: choose mean or sum")
     mine = _Entries(tensor.detach().coalesce())
     name = among.name(name)
-    count = torch.tensor([mine.values.shape[0]])
+    count = torch.tensor([mine.values.shape[0]], dtype=torch.int64, device="cpu")
     signature = f"coo_all_reduce {reduction} {mine.describe()}"
     gathered = among.submit(_gather(count, signature, among.size), name)
 
@@ -106,7 +106,7 @@ class _Entries:
         self.dtype = tensor.dtype
         self.values = tensor.values().cpu()
         indices = tensor.indices().cpu()
-        self.flat = torch.zeros(indices.shape[1], dtype=torch.int64)
+        self.flat = torch.zeros(indices.shape[1], dtype=torch.int64, device="cpu")
         for size, row in zip(self.sparse, indices, strict=True):
             self.flat = self.flat * size + row
 
@@ -139,7 +139,7 @@ def _gather_entries(among: ProcessSet, mine: _Entries, reduction: str, name: str
     union, places = torch.unique(torch.cat(flats), return_inverse=True)
     # As the core does: 16-bit floats are summed in float32.
     wide = torch.float32 if mine.dtype in _HALF else mine.dtype
-    total = torch.zeros((len(union), *mine.values.shape[1:]), dtype=wide)
+    total = torch.zeros((len(union), *mine.values.shape[1:]), dtype=wide, device="cpu")
     for place, rows in zip(places.split([len(f) for f in flats]), values, strict=True):
         total[place] += rows  # a rank's own indices differ
     if reduction == "mean":
@@ -149,8 +149,8 @@ def _gather_entries(among: ProcessSet, mine: _Entries, reduction: str, name: str
 
 def _reduce_dense(among: ProcessSet, mine: _Entries, reduction: str, name: str) -> Tensor:
     """With a byte for each place that says whether any rank has it: a sum may be zero there."""
-    dense = torch.zeros((prod(mine.sparse), *mine.values.shape[1:]), dtype=mine.dtype)
-    there = torch.zeros(prod(mine.sparse), dtype=torch.bool)
+    dense = torch.zeros((prod(mine.sparse), *mine.values.shape[1:]), dtype=mine.dtype, device="cpu")
+    there = torch.zeros(prod(mine.sparse), dtype=torch.bool, device="cpu")
     dense[mine.flat] = mine.values
     there[mine.flat] = True
     calls = verb.all_reduce(dense, dense, reduction, among.size), verb.all_reduce(there, there, "max", among.size)

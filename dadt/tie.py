@@ -76,7 +76,12 @@ class Whole(Tie):
 
 
 def half_way(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
-    """(theirs - mine) / 2, in the place of theirs: the other end's own has the same bits, but for the sign."""
+    """(theirs - mine) / 2, in the place of theirs: the other end's own has the same bits, but for the sign.
+
+    0 where that is no number: what one rank has lost would else be lost by all, and come back to who restores it.
+    """
     torch._foreach_sub_(grains(theirs), grains(mine))
     torch._foreach_mul_(grains(theirs), 0.5)
+    for grain in grains(torch.view_as_real(theirs).view(-1) if theirs.is_complex() else theirs):
+        torch.nan_to_num_(grain, nan=0.0, posinf=0.0, neginf=0.0)
     return theirs

@@ -184,7 +184,7 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     detached = tensor.detach().resolve_conj().resolve_neg()
     if detached.device.type == "cpu":
         return detached.contiguous()
-    host = torch.empty(detached.shape, dtype=detached.dtype, pin_memory=detached.device.type == "cuda")
+    host = torch.empty(detached.shape, dtype=detached.dtype, pin_memory=detached.device.type == "cuda", device="cpu")
     return host.copy_(detached)
 
 
@@ -193,7 +193,7 @@ def host_target(output: torch.Tensor) -> torch.Tensor:
     own = output.detach()
     if own.device.type == "cpu" and own.is_contiguous() and not own.is_conj() and not own.is_neg():
         return own
-    return torch.empty(own.shape, dtype=own.dtype, pin_memory=own.device.type == "cuda")
+    return torch.empty(own.shape, dtype=own.dtype, pin_memory=own.device.type == "cuda", device="cpu")
 
 
 def deliver(target: torch.Tensor, output: torch.Tensor) -> torch.Tensor:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import weakref
+import zlib
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -20,8 +21,12 @@ if TYPE_CHECKING:
     from dadt.attachment import Attachment
     from dadt.runtime import Runtime
 
+_Place = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""Of a tensor: its address, shape and strides."""
 _TAG = 100
 """The first one; each optimizer has two."""
+_IDLE_STEPS = 64
+"""Of other optimizers, after which one that takes none leaves its weights to them."""
 _MOST_COPIES = 24
 """Of the weights, for compression; `exponential` has as many neighbours with 4,096 ranks."""
 
@@ -46,6 +51,7 @@ class Gossip(Algorithm):
             )
         config = runtime.config
         check_copies(config.compression, config.topology, runtime.world.world_size)
+        self._stepped = runtime.step
         self._pairing = Pairing(runtime.mail, runtime.world, config.topology, tag, config.timeout, config.compression)
         runtime.progress.senders.append(self._pairing)
         # The optimizer may be collected long before the end, on each rank when it likes.
@@ -63,7 +69,21 @@ class Gossip(Algorithm):
         self._pairing.check()
 
     def after_step(self) -> None:
-        self._pairing.publish(weights(self.attachment.optimizer), self.attachment.step + 1)
+        self._stepped = self.attachment.runtime.step
+        self._pairing.publish(self.weights())
+
+    def weights(self) -> list[torch.Tensor]:
+        """Those that no other optimizer averages: moved by two, they would go twice as far as their neighbours."""
+        a = self.attachment
+        taken: set[_Place] = set()
+        for other in a.runtime.attachments:
+            if other.index < a.index and other.alive and cast("Gossip", other.algorithm)._is_busy:
+                taken.update(weights(other.optimizer))
+        return [p for place, p in weights(a.optimizer).items() if place not in taken]
+
+    @property
+    def _is_busy(self) -> bool:
+        return self.attachment.runtime.step - self._stepped <= _IDLE_STEPS
 
 
 class End:
@@ -82,19 +102,27 @@ class End:
         self._pairing.close()
         attachment = self._attachment()
         optimizer = attachment._optimizer() if attachment is not None else None
+        shared: list[torch.Tensor] = []
         if attachment is not None and optimizer is not None:
-            self._pairing.publish(weights(optimizer), attachment.step)
+            self._pairing.publish(cast("Gossip", attachment.algorithm).weights())
+            shared = list(weights(optimizer).values())
         pairing = self._pairing
-        mine = [optimizer is not None, pairing.asked, pairing.in_vain, list(pairing.ages.items())]
+        kinds = zlib.crc32(repr([(tuple(p.shape), p.dtype) for p in shared]).encode())
+        mine = [optimizer is not None, kinds, pairing.asked, pairing.in_vain, list(pairing.ages.items())]
         work = self._runtime.allgather("the end of a gossip", json.dumps(mine).encode())
         self._runtime.wait(work)
         told = [json.loads(lane) for lane in work.lanes]
-        if attachment is not None and optimizer is not None and all(lives for lives, *_ in told):
-            self._average(attachment, weights(optimizer))
+        other = next((rank for rank, each in enumerate(told) if each[:2] != told[0][:2]), 0)
+        if attachment is not None and optimizer is not None and not other:
+            self._average(attachment, [p.data for p in shared])
+        elif other and all(lives for lives, *_ in told):
+            self._runtime.say(
+                f"the average at the end is left out: rank {other}'s weights have other shapes or dtypes than rank 0's"
+            )
         ages = Counter[int]()
         for *_, each in told:
             ages.update(dict(each))
-        self._runtime.say(describe(sum(each[1] for each in told), sum(each[2] for each in told), ages))
+        self._runtime.say(describe(sum(each[2] for each in told), sum(each[3] for each in told), ages))
 
     def _average(self, attachment: Attachment, tensors: list[torch.Tensor]) -> None:
         """The weights', and of buffers those that training has changed on any rank."""
@@ -122,23 +150,32 @@ def _has_group() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def weights(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """What is averaged: also what is frozen now, so that all ranks have the same whenever they freeze it."""
-    return [
-        p.data
+def weights(optimizer: torch.optim.Optimizer) -> dict[_Place, torch.Tensor]:
+    """What is averaged, each once: also what is frozen now, so that all ranks have the same whenever they freeze it."""
+    return {
+        (p.data_ptr(), tuple(p.shape), p.stride()): p
         for group in optimizer.param_groups
         for p in group["params"]
-        if (p.is_floating_point() or p.is_complex()) and p.layout == torch.strided
-    ]
+        if (p.is_floating_point() or p.is_complex()) and p.layout == torch.strided and p.numel()
+    }
 
 
 def describe(exchanges: int, in_vain: int, ages: Counter[int]) -> str:
     """The exchanges of all ranks, in a line. ages: differences that reached live weights, by steps since the copy."""
     text = f"gossip: {exchanges:,} exchanges"
     if ages:
-        ordered = sorted(ages.elements())
-        text += f", {_steps(ordered[len(ordered) // 2])} old at the median ({_steps(ordered[-1])} at most)"
+        text += f", {_steps(_median(ages))} old at the median ({_steps(max(ages))} at most)"
     return text + (f"; {in_vain:,} in vain, as the other rank had no such weights" if in_vain else "")
+
+
+def _median(ages: Counter[int]) -> int:
+    """Of the two in the middle the greater one."""
+    below = 0
+    for age, count in sorted(ages.items()):
+        below += count
+        if 2 * below > ages.total():
+            return age
+    raise ValueError("there are none")
 
 
 def _steps(count: int) -> str:

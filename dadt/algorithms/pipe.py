@@ -145,7 +145,7 @@ class Pipe(Algorithm):
         if state["measured"]:
             self.attachment.measure.load_state(state["measured"])
         self._pending = deque(Arrived(self.attachment, each) for each in state["in_flight"][-self.in_flight :])
-        self._norm = None if state["norm"] is None else torch.tensor(state["norm"], dtype=torch.float64)
+        self._norm = None if state["norm"] is None else torch.tensor(state["norm"], dtype=torch.float64, device="cpu")
         self._late = state["late"]
         if self._divergence is not None and state["divergence"]:
             self._divergence.load_state(state["divergence"])

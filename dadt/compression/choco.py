@@ -31,7 +31,7 @@ class Choco(Whole):
     def __init__(self, name: str, published: Published, codec: Codec) -> None:
         super().__init__(name, published)
         self._codec = codec.core
-        self._reference = torch.empty(0, dtype=torch.uint8)
+        self._reference = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._places: list[slice] = []
         """Of each part, in a message."""
         end = 0
@@ -54,7 +54,7 @@ class Choco(Whole):
             if not _rounds(part):
                 published.read(part, to.view(part.dtype))
                 continue
-            values = torch.empty(sum(part.sizes), dtype=part.dtype)
+            values = torch.empty(sum(part.sizes), dtype=part.dtype, device="cpu")
             published.read(part, values)
             torch._foreach_sub_(grains(values), grains(part.of(self._reference)))
             if part.dtype != torch.float32:
@@ -79,7 +79,7 @@ class Choco(Whole):
             published.add(part, half_way(own, other))
 
     def _begin(self, published: Published, mine: torch.Tensor, theirs: torch.Tensor) -> None:
-        self._reference = torch.empty(published.bytes, dtype=torch.uint8)
+        self._reference = torch.empty(published.bytes, dtype=torch.uint8, device="cpu")
         for part in published.parts:
             if _rounds(part):
                 reference = grains(part.of(self._reference))
@@ -93,7 +93,7 @@ class Choco(Whole):
         return -(-sum(part.sizes) // BLOCK) * self._codec.block_bytes
 
     def _values(self, part: Part, wire: torch.Tensor) -> torch.Tensor:
-        values = torch.empty(sum(part.sizes))
+        values = torch.empty(sum(part.sizes), dtype=torch.float32, device="cpu")
         _core.decompress(self._codec, wire.data_ptr(), values.data_ptr(), values.numel())
         return values
 
@@ -103,7 +103,7 @@ def _rounds(part: Part) -> bool:
 
 
 def _narrow(values: torch.Tensor) -> torch.Tensor:
-    narrow = torch.empty(values.numel())
+    narrow = torch.empty(values.numel(), dtype=torch.float32, device="cpu")
     torch._foreach_copy_(grains(narrow), grains(values))
     return narrow
 

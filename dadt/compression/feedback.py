@@ -50,7 +50,7 @@ class Feedback(Owing):
     def owed(self, total: int, device: torch.device | None = None) -> torch.Tensor:
         """For so many values. Made when it is first asked for, on that device (None: in memory of the host)."""
         if self._owed is None:
-            self._owed = torch.zeros(total, device=device)
+            self._owed = torch.zeros(total, device=device, dtype=torch.float32)
         assert len(self._owed) == total, "a Feedback is of one bucket"
         return self._owed
 

@@ -43,7 +43,7 @@ class PowerGossip(Tie):
         self._dtypes = [kind.dtype for kind in published.kinds]
         self._matrices = [_matrix(kind, rank) for kind in published.kinds]
         self._bases = [
-            _basis(torch.zeros(m.columns, m.rank, dtype=dtype), 0) if m.rank else None
+            _basis(torch.zeros(m.columns, m.rank, dtype=dtype, device="cpu"), 0) if m.rank else None
             for m, dtype in zip(self._matrices, self._dtypes, strict=True)
         ]
 
@@ -109,6 +109,6 @@ def _basis(found: torch.Tensor, number: int) -> torch.Tensor:
     empty = basis.eq(0).all(0)
     if bool(empty.any()):
         generator = torch.Generator().manual_seed(_SEED + number)
-        spare = torch.randn(basis.shape, generator=generator, dtype=basis.dtype)
+        spare = torch.randn(basis.shape, generator=generator, dtype=basis.dtype, device="cpu")
         basis = orthonormal(torch.where(empty, spare, basis))
     return basis

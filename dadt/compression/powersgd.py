@@ -63,7 +63,10 @@ class LowRank(Owing):
         """Random, and equal on all ranks."""
         generator = torch.Generator().manual_seed(_SEED)
         sizes = [(m, r) for (_, m), r in zip(self._shapes, self._ranks, strict=True)]
-        return [torch.randn(s, generator=generator).to(self.bucket.device, self._dtype) for s in sizes]
+        return [
+            torch.randn(s, generator=generator, dtype=torch.float32, device="cpu").to(self.bucket.device, self._dtype)
+            for s in sizes
+        ]
 
     def forget(self) -> None:
         super().forget()

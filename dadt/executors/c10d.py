@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import queue
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -153,6 +155,7 @@ class C10d:
         self._aborted = False
         self._kept = Kept(lambda: False)  # each ends by itself, be it by an error
         self._messages: weakref.WeakSet[Message] = weakref.WeakSet()
+        self._waiters = Waiters()
         self._lock = threading.Lock()
         self._letters = Letters(group, rank)
 
@@ -222,13 +225,13 @@ class C10d:
         self._check()
         if self._device is not None:
             return self._keep(self._send(tensor, peer, tag))
-        return self._keep(Message(self._letters.send(tensor, peer, tag), self._rank, tensor, tensor))
+        return self._keep(Message(self._waiters, self._letters.send(tensor, peer, tag), self._rank, tensor, tensor))
 
     def receive(self, tensor: torch.Tensor, peer: int | None, tag: int = 0) -> Message:
         self._check()
         if self._device is not None:
             return self._keep(self._receive(tensor, peer, tag))
-        message = Message(self._letters.receive(tensor, peer, tag), peer, tensor, tensor)
+        message = Message(self._waiters, self._letters.receive(tensor, peer, tag), peer, tensor, tensor)
         message.begin()
         return self._keep(message)
 
@@ -247,13 +250,13 @@ class C10d:
 
     def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
         moved = tensor if self._device is None else tensor.to(self._device)
-        return Message(self._group.send([moved], peer, tag), self._rank, moved, moved)
+        return Message(self._waiters, self._group.send([moved], peer, tag), self._rank, moved, moved)
 
     def _receive(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
         moved = tensor if self._device is None else torch.empty_like(tensor, device=self._device)
         if peer is None:
-            return Message(self._group.recv_anysource([moved], tag), None, moved, tensor)
-        return Message(self._group.recv([moved], peer, tag), peer, moved, tensor)
+            return Message(self._waiters, self._group.recv_anysource([moved], tag), None, moved, tensor)
+        return Message(self._waiters, self._group.recv([moved], peer, tag), peer, moved, tensor)
 
     def abort(self) -> None:
         self._aborted = True
@@ -269,14 +272,44 @@ class C10d:
                 messages = list(self._messages)
             for message in messages:
                 message.give_up(max(0.0, deadline - monotonic()))
+        self._waiters.close()
         self._letters.close()
         self._group = None
+
+
+class Waiters:
+    """Threads in which works are waited for: as many as wait at once. Each new thread that waits in Gloo costs memory
+    which is not given back, so they are used again."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._idle = threading.Semaphore(0)
+
+    def run(self, job: Callable[[], None]) -> None:
+        """Soon, in one of them. job: raises nothing."""
+        if not self._idle.acquire(blocking=False):
+            threading.Thread(target=self._work, name="dadt-message", daemon=True).start()
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """They end once nothing is waited for."""
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job  # it holds what was sent
+            self._idle.release()
+        self._jobs.put(None)  # for the next one
 
 
 class Message:
     """A torch.distributed Work as a Transit. What was moved goes to its target when it has come."""
 
-    def __init__(self, work: Any, source: int | None, moved: torch.Tensor, target: torch.Tensor) -> None:
+    def __init__(
+        self, waiters: Waiters, work: Any, source: int | None, moved: torch.Tensor, target: torch.Tensor
+    ) -> None:
+        self._waiters = waiters
         self._work = work
         self._source = source
         self._moved = moved
@@ -334,7 +367,7 @@ class Message:
         with self._lock:
             if self._ended is None:
                 self._ended = threading.Event()
-                threading.Thread(target=self._await, args=(self._ended,), name="dadt-message", daemon=True).start()
+                self._waiters.run(partial(self._await, self._ended))
             return self._ended
 
     def _await(self, ended: threading.Event) -> None:

@@ -54,7 +54,7 @@ class Sum(NamedTuple):
 def spread(executor: Executor, parts: Parts, rank: int, sum: Sum, every: torch.Tensor) -> None:
     """Make this rank's part of the sum, and bring all parts together in `every`."""
     begin, end = parts.of(rank)
-    mine = torch.empty(parts.bytes, dtype=torch.uint8)
+    mine = torch.empty(parts.bytes, dtype=torch.uint8, device="cpu")
     if begin < end:
         _core.combine(
             parts.codec,
@@ -76,7 +76,7 @@ def allreduce(
 ) -> None:
     """Sum of float32 over ranks, in place. owed, keep: as of Engine.allreduce."""
     parts = Parts(codec, flat.numel(), ranks)
-    wire, received = (torch.empty(parts.bytes * ranks, dtype=torch.uint8) for _ in range(2))
+    wire, received = (torch.empty(parts.bytes * ranks, dtype=torch.uint8, device="cpu") for _ in range(2))
     _core.compress(codec, flat.data_ptr(), parts.total, wire.data_ptr(), owed, keep)
     executor.exchange(torch.split(wire, parts.bytes), torch.split(received, parts.bytes))
     addresses = [received.data_ptr() + each * parts.bytes for each in range(ranks)]

@@ -28,14 +28,14 @@ class Letters:
         if peer == self._rank:
             raise ValueError(f"rank {peer} sends a message to itself: this executor has messages between ranks only")
         body = _BODY + next(self._numbers) % _BODY
-        head = torch.tensor([tensor.nbytes, body], dtype=_HEADS)
+        head = torch.tensor([tensor.nbytes, body], dtype=_HEADS, device="cpu")
         works = [self._group.send([head], peer, tag)]
         if tensor.nbytes:
             works.append(self._group.send([tensor], peer, body))
         return Sent(works, head, self._rank)
 
     def receive(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Received:
-        head = torch.zeros(2, dtype=_HEADS)
+        head = torch.zeros(2, dtype=_HEADS, device="cpu")
         if peer is None:
             return Received(self._group, self._group.recv_anysource([head], tag), head, tensor, None)
         return Received(self._group, self._group.recv([head], peer, tag), head, tensor, peer)
@@ -76,7 +76,7 @@ class Received:
         self._work.wait(timeout)
         length, tag = self._head.tolist()
         fits = length == self._tensor.nbytes
-        target = self._tensor if fits else torch.empty(length, dtype=torch.uint8)
+        target = self._tensor if fits else torch.empty(length, dtype=torch.uint8, device="cpu")
         if length:
             self._group.recv([target], self._source_rank(), tag).wait(timeout)
         if not fits:

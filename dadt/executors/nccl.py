@@ -157,7 +157,7 @@ class Device:
         owed = feedback.owed(total, flat.device)
         owed.mul_(keep)
         # Divided before, as a sum may be too large for 16 bits where the mean is not.
-        values = torch.zeros(blocks, BLOCK, device=flat.device)
+        values = torch.zeros(blocks, BLOCK, device=flat.device, dtype=torch.float32)
         values.view(-1)[:total] = flat.to(torch.float32) / size + owed
         wire = codec.encode(values)
         lost = (values - codec.decode(wire)).view(-1)[:total]

@@ -58,7 +58,7 @@ def connect(executor: Executor, rank: int, world_size: int, timeout: float) -> C
 def at(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     """The elements at an address, as a tensor."""
     if count == 0:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     memory = (ctypes.c_uint8 * (count * dtype.itemsize)).from_address(address)
     return torch.frombuffer(memory, dtype=dtype, count=count)
 
@@ -280,7 +280,7 @@ class Puller:
         assert layout is not None
         root = job.root == self._rank
         one = len(layout.counts) == 1
-        flat = torch.empty(0 if one else layout.total * layout.dtype.itemsize, dtype=torch.uint8)
+        flat = torch.empty(0 if one else layout.total * layout.dtype.itemsize, dtype=torch.uint8, device="cpu")
         if one:
             flat = at(job.outputs[0], layout.total * layout.dtype.itemsize, torch.uint8)
         elif root:
@@ -302,7 +302,7 @@ class Puller:
         return [lane[:n] for lane, n in zip(lanes, lengths, strict=True)], 0.0
 
     def _gather(self, data: bytes) -> list[bytes]:
-        every = torch.empty(len(data) * self._world_size, dtype=torch.uint8)
+        every = torch.empty(len(data) * self._world_size, dtype=torch.uint8, device="cpu")
         self._executor.allgather(torch.frombuffer(bytearray(data), dtype=torch.uint8), every)
         return [bytes(row.numpy().tobytes()) for row in every.view(self._world_size, len(data))]
 
@@ -335,14 +335,14 @@ class Puller:
         """A wire buffer, kept and made larger where need be: much the same comes every step."""
         flat = self._flats.get(dtype)
         if flat is None or len(flat) < count:
-            flat = self._flats[dtype] = torch.empty(count, dtype=dtype)
+            flat = self._flats[dtype] = torch.empty(count, dtype=dtype, device="cpu")
         return flat[:count]
 
     def _wire(self, size: int, which: str, room: int = 0) -> tuple[torch.Tensor, memoryview, int]:
         """The same for bytes, with what reads and writes them quickest, and the address; room: of no use, behind."""
         wire = self._wires.get(which)
         if wire is None or len(wire[0]) < size + room:
-            tensor = torch.empty(max(size + room, 2 * _SMALL), dtype=torch.uint8)
+            tensor = torch.empty(max(size + room, 2 * _SMALL), dtype=torch.uint8, device="cpu")
             view: Any = tensor.numpy()
             wire = self._wires[which] = (tensor, memoryview(view), tensor.data_ptr())
         tensor, contents, address = wire

@@ -139,3 +139,24 @@ def test_training_and_averaging_at_once_lose_nothing() -> None:
     other.publish(theirs, step + 1)
     assert sum(ages.values()) <= len(exchanged)
     assert_sums(mine, theirs, [total + step * 0.25 for total in begun])
+
+
+def test_what_was_added_goes_to_tensors_of_another_kind() -> None:
+    mine, theirs = weights(1), weights(2)
+    means = [(a.double() + b) / 2 for a, b in zip(mine, theirs, strict=True)]
+    one, other = Published(mine), Published(theirs)
+    one.publish(mine, 0)
+    other.publish(theirs, 0)
+    assert one.is_idle
+    (asking, question, step), (answering, answer, other_step) = begin(one), begin(other)
+    answering.settle(other, answer, question.clone(), other_step)
+    assert not one.is_idle  # an answer may come as long as this is so
+    asking.settle(one, question, answer, step)
+    one.give_back(question)
+    assert one.is_idle
+    for _ in range(2):  # once
+        for index, (tensor, mean) in enumerate(zip(mine, means, strict=True)):
+            live = tensor.double().contiguous()
+            mine[index] = live
+            one.hand_over(index, live)
+            torch.testing.assert_close(live, mean, atol=1e-6, rtol=0)

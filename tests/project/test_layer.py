@@ -99,3 +99,16 @@ except SystemExit as end:
     assert not end.code, end.code
 """
     assert not {"torch", "numpy"} & loaded(code)
+
+
+def test_tensors_do_not_depend_on_the_scripts_default_dtype_and_device() -> None:
+    factories = {"arange", "asarray", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "zeros"}
+    factories |= {"randint", "randperm", "scalar_tensor", "tensor"}
+    for path in (ROOT / "dadt").rglob("*.py"):
+        if path.relative_to(ROOT / "dadt").parts[0] in ("benchmarks", "checks"):
+            continue  # programs of their own
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            if ast.unparse(node.func).startswith("torch.") and node.func.attr in factories:
+                assert {"dtype", "device"} <= {k.arg for k in node.keywords}, f"{path}, line {node.lineno}"

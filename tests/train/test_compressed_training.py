@@ -204,3 +204,26 @@ def test_the_digits(compression, tmp_path):
         return float(found[0])
 
     assert accuracy(compression) > accuracy("none") - 0.005
+
+
+DEFAULTS = """
+    torch.manual_seed(0)
+    model = nn.Linear(300, 300)
+    torch.set_default_dtype(torch.{dtype})
+    torch.set_default_device("meta")        # stands for a GPU
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(12):
+        optimizer.zero_grad()
+        model(torch.randn(4, 300, dtype=torch.float32, device="cpu")).square().mean().backward()
+        optimizer.step()
+    report(dict(model.state_dict()))
+"""
+
+
+@pytest.mark.parametrize(
+    ("compression", "dtype"), [("int8", "bfloat16"), pytest.param("powersgd:2", "float64", marks=pytest.mark.slow)]
+)
+def test_the_scripts_default_dtype_and_device_are_its_own(compression, dtype, dadt_run):
+    run = dadt_run(DEFAULTS.format(dtype=dtype), "--warmup-steps", "4", "--compression", compression)
+    assert_equal(*run.ranks, "replicas")
+    assert all(value.isfinite().all() for value in run.ranks[0].values())

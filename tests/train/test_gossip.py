@@ -57,6 +57,51 @@ def test_compressed_ranks_come_together_as_well(dadt_run, compression, size, exe
     assert less >= least, run.output
 
 
+UNUSUAL = """
+    more = nn.Parameter(torch.zeros(3))
+    given_twice = [*model.parameters(), *model.parameters()]
+    optimizers = [torch.optim.SGD(each, lr=0.0) for each in (given_twice, model.parameters(), model[3].parameters())]
+    optimizer, others = optimizers[0], optimizers[1:]
+    scatter()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(float(rank))
+    torch.set_default_dtype(torch.bfloat16)             # as for another model
+    torch.set_default_device("meta")                    # stands for a GPU, where all that is made would be
+    inputs = torch.randn(2, 7, dtype=torch.float32, device="cpu")
+    seen = []
+
+    def train():
+        for each in optimizers:
+            each.zero_grad()
+            (model(inputs).sum() + more.sum().to(inputs)).backward()
+            time.sleep(0.002)
+            each.step()
+        seen.append(max(float(p.abs().max()) for p in model.parameters()))
+
+    while not all_told("enough"):
+        train()
+        if gossip().exchanges >= 40:
+            Path(f"enough{rank}").touch()
+    optimizer.add_param_group({"params": [more]})
+    for _ in range(10):
+        train()
+    if rank == 0:
+        model.half()                                    # as for a smaller file
+    worker.runtime.close()
+    report({"most": max(seen), "last": float(model[0].weight.float().mean())})
+"""
+
+
+@pytest.mark.parametrize("compression", ["int8", pytest.param("none", marks=pytest.mark.slow)])
+def test_weights_that_are_given_twice_and_defaults_that_the_script_sets(dadt_run, compression) -> None:
+    run = dadt_run(PRELUDE + UNUSUAL, "--algorithm", "gossip", "--compression", compression)
+    assert "the average at the end is left out: rank 1's weights have other shapes or dtypes" in run.output
+    for r in run.ranks:
+        assert r["most"] < 1.01  # between the two
+        assert r["last"] == pytest.approx(0.5, abs=0.01)
+
+
 STOPPED = """
     starts = scatter()
     Path(f"pid{rank}").write_text(str(os.getpid()))
