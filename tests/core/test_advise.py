@@ -185,6 +185,7 @@ def test_a_disturbed_measurement_is_refused():
         advise.fit([(MB, 2.0), (4 * MB, 1.0)])
 
 
+@pytest.mark.slow
 @ROOT_ONLY
 def test_workers_measure_the_link_between_them(tmp_path):
     ranks = run(probe, ("mlp", 4, "cpu", 0.2), np=2, link="200mbit", output="errors", log_dir=str(tmp_path))

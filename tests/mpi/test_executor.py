@@ -25,6 +25,10 @@ from test_conformance import RANKS, check, check_told
 
 pytest.importorskip("mpi4py")
 
+OPENMPI_FIRST = pytest.mark.parametrize(
+    "mpirun", ["mpirun.openmpi", pytest.param("mpirun.mpich", marks=pytest.mark.slow)], indirect=True
+)
+"""With MPICH among the slow tests."""
 TRAIN = f"""
 import os, sys
 sys.path.insert(0, {str(TESTS / "train")!r})
@@ -106,9 +110,7 @@ def launch(tmp_path: Path, mpirun: str, start):
     return run
 
 
-@pytest.mark.parametrize(
-    "mpirun", ["mpirun.openmpi", pytest.param("mpirun.mpich", marks=pytest.mark.slow)], indirect=True
-)
+@OPENMPI_FIRST
 def test_training_equals_the_definition(launch, tmp_path):
     torch.set_num_threads(1)
     result = launch(TRAIN.format(""), "-np", "2", "--warmup-steps", str(WARMUP))
@@ -150,9 +152,7 @@ def test_executor_agrees_with_numpy(mpirun, size, tmp_path):
     check(said)
 
 
-@pytest.mark.parametrize(
-    "mpirun", ["mpirun.openmpi", pytest.param("mpirun.mpich", marks=pytest.mark.slow)], indirect=True
-)
+@OPENMPI_FIRST
 def test_wrong_use_is_the_same_sentence_on_all_ranks(mpirun, tmp_path):
     """mpirun itself ends with an error: ranks that have failed do not wait for each other in MPI_Finalize."""
     check_told(conformance(mpirun, 2, tmp_path, "wrong")[1])
@@ -185,6 +185,7 @@ connection.close()
     assert sorted(said.split("\n")) == ["", "True", "[3.0]", "[3.0]"]
 
 
+@OPENMPI_FIRST
 def test_a_peer_that_does_not_come_ends_the_wait(ranks):
     """And the process, which does not wait for it in MPI_Finalize either."""
     said = ranks("""
@@ -203,6 +204,7 @@ mpi.process.begin().Finalize()
     assert "an allreduce was not done within 1 s: a peer did not come" in said
 
 
+@OPENMPI_FIRST
 def test_ranks_in_different_operations_are_told_so_on_all(ranks):
     said = ranks("""
 connection = connect()

@@ -77,7 +77,7 @@ def compare(folder: Path, family: str, method: str, flags: list[str], ranks: int
     ("family", "method", "flags"),
     [
         pytest.param("cnn", f"pipe:warmup={WARMUP}", [], marks=pytest.mark.slow),
-        ("mlp", "sync", ["--algorithm", "sync"]),
+        pytest.param("mlp", "sync", ["--algorithm", "sync"], marks=pytest.mark.slow),
         ("gpt", f"pipe:warmup={WARMUP}", []),
     ],
 )

@@ -72,6 +72,7 @@ def test_two_workers(tmp_path: Path, optimizer: str) -> None:
     assert [p.name for p in tmp_path.glob(".*")] == []
 
 
+@pytest.mark.slow  # tests/data/test_script.py has it of a smaller one
 def test_sync_divided_among_two_workers_learns_as_one_process_does(tmp_path: Path) -> None:
     seeded = ["--seed", "7"]  # dropout draws its numbers per rank
     command = [sys.executable, "-m", "dadt_cli", "run", "-np", "2", *seeded, "--algorithm", "sync", "--batch", "global"]

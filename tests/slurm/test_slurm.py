@@ -120,6 +120,7 @@ def test_an_array_has_a_job_for_each_of_its_tasks(cluster: Cluster, tmp_path: Pa
     assert len(list((tmp_path / "dadt-logs").iterdir())) == 3
 
 
+@pytest.mark.slow
 def test_the_example_trains_as_a_task_of_an_array(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     path = f"{Path(DADT[0]).parent}{os.pathsep}{os.environ['PATH']}"

@@ -234,7 +234,7 @@ def by_ddp(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("flags", "arguments"),
     [
-        (["--pass-local-rank"], []),
+        pytest.param(["--pass-local-rank"], [], marks=pytest.mark.slow),
         pytest.param(
             [],
             ["--init", "file://{folder}/meet", "--rank", "{rank}", "--world_size", "{world_size}"],

@@ -88,7 +88,9 @@ def assert_same_losses(whole: Path, resumed: Path) -> None:
         assert torch.equal(expected[-len(found) :], found), f"losses of rank {rank}"
 
 
-@pytest.mark.parametrize("passes", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
+@pytest.mark.parametrize(
+    "passes", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_pipe_goes_on_bit_for_bit(train: Train, whole: Path, passes: int) -> None:
     """From within the warm-up, from the step that applies nothing, and from long after."""
     in_flight = [len(o["dadt"]["state"]["in_flight"]) for o in load(whole, passes)["optimizers"]]
