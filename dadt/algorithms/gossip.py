@@ -77,8 +77,9 @@ class Gossip(Algorithm):
         a = self.attachment
         taken: set[_Place] = set()
         for other in a.runtime.attachments:
-            if other.index < a.index and other.alive and cast("Gossip", other.algorithm)._is_busy:
-                taken.update(weights(other.optimizer))
+            optimizer = other._optimizer() if other.index < a.index else None
+            if optimizer is not None and cast("Gossip", other.algorithm)._is_busy:
+                taken.update(weights(optimizer))
         return [p for place, p in weights(a.optimizer).items() if place not in taken]
 
     @property
