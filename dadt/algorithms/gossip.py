@@ -6,6 +6,7 @@ import json
 import weakref
 import zlib
 from collections import Counter
+from itertools import accumulate
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -171,12 +172,9 @@ def describe(exchanges: int, in_vain: int, ages: Counter[int]) -> str:
 
 def _median(ages: Counter[int]) -> int:
     """Of the two in the middle the greater one."""
-    below = 0
-    for age, count in sorted(ages.items()):
-        below += count
-        if 2 * below > ages.total():
-            return age
-    raise ValueError("there are none")
+    ordered = sorted(ages)
+    up_to = accumulate(ages[age] for age in ordered)
+    return next(age for age, count in zip(ordered, up_to, strict=True) if 2 * count > ages.total())
 
 
 def _steps(count: int) -> str:
