@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import queue
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -107,8 +108,13 @@ def _done_within(transit: Transit, seconds: float) -> bool:
 class End:
     """What both sides have."""
 
-    def __init__(self, line: Line, weights: Callable[[], Published | None], tie: Callable[[Published], Tie]) -> None:
-        """weights: those of now. tie: begins one with them."""
+    def __init__(
+        self,
+        line: Line,
+        weights: Callable[[], AbstractContextManager[Published | None]],
+        tie: Callable[[Published], Tie],
+    ) -> None:
+        """weights: those of now, for one exchange. tie: begins one with them."""
         self.line = line
         self.plain = 0
         """Bytes that `line` would have sent without compression."""
@@ -127,7 +133,7 @@ class Asking(End):
     def __init__(
         self,
         line: Line,
-        weights: Callable[[], Published | None],
+        weights: Callable[[], AbstractContextManager[Published | None]],
         tie: Callable[[Published], Tie],
         ended: Callable[[Asking, bool], None],
     ) -> None:
@@ -153,9 +159,10 @@ class Asking(End):
         self.line.wait(self.line.say(Kind.FAREWELL))
 
     def _ask(self) -> bool:
-        published = self._weights()
-        if published is None:
-            return False
+        with self._weights() as published:
+            return published is not None and self._average(published)
+
+    def _average(self, published: Published) -> bool:
         if self._tie is None or not self._tie.fits(published):
             self._tie = self._begin(published)
         tie = self._tie
@@ -184,12 +191,15 @@ class Answering(End):
         self._tie = None
 
     def _answer(self, question: Head) -> None:
-        published = self._weights()
-        tie = None if published is None else self._tie_for(question, published)
-        if published is None or tie is None:
-            self.line.receive(torch.empty(question.bytes, dtype=torch.uint8, device="cpu"))
-            self.line.wait(self.line.say(Kind.NOTHING))
-            return
+        with self._weights() as published:
+            tie = None if published is None else self._tie_for(question, published)
+            if published is None or tie is None:
+                self.line.receive(torch.empty(question.bytes, dtype=torch.uint8, device="cpu"))
+                self.line.wait(self.line.say(Kind.NOTHING))
+            else:
+                self._average(published, tie)
+
+    def _average(self, published: Published, tie: Tie) -> None:
         mine, theirs = published.take(tie.size), published.take(tie.size)
         self.line.receive(theirs)
         step = tie.say(published, mine)

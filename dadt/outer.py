@@ -186,10 +186,10 @@ class Fragment:
         self._send(groups, settles=False)
 
     def settle(self, wait: Wait, groups: int) -> None:
-        """Now, on all ranks: the mean of their weights, from which a round begins. What compression has lost of their
-        progress goes with them: there is no next round with which it could."""
+        """Now, on all ranks: the mean of their weights, from which a round begins. What low rank has lost of their
+        progress goes with them, as there is no next round with which it could. (By 8 or 16 bits it is a thousandth.)"""
         self.receive(wait)
-        if self._works and not self.replaced and any(self._forms):
+        if self._works and not self.replaced and any(isinstance(form, LowRank) for form in self._forms):
             self.merge()  # what is owed is what this has left out
         with torch.no_grad():
             for bucket, rows, form in zip(self._buckets, self._rows, self._forms, strict=True):
@@ -199,8 +199,9 @@ class Fragment:
                     elif row.velocity is not None and self._works:
                         row.velocity.mul_(self.outer.momentum).add_(bucket.deliver(i, _MEAN))
                     own = row.parameter.data
-                    if form is not None and not self.replaced and (owed := form.owes(bucket, i)) is not None:
-                        own = own.to(row.anchor).add(owed.to(row.anchor), alpha=self.outer.lr)
+                    owed = form.owes(i) if isinstance(form, LowRank) and not self.replaced else None
+                    if owed is not None:
+                        own = own.to(row.anchor).add(owed, alpha=self.outer.lr * (1 + self.outer.momentum))
                     bucket.views[_OWN][i].copy_(own, non_blocking=True)
         self._send(groups, settles=True)
         self.receive(wait)

@@ -6,7 +6,8 @@ import statistics
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -92,7 +93,7 @@ class Pairing:
         tensors = [p.data for p in parameters]
         token = [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
         published = self._published
-        self._replaced = [each for each in self._replaced if not self._take_over(*each)]
+        self._replaced = [each for each in self._replaced if self._take_over(*each)]
         if published is not None and token != self._token:
             self._take_over(published, self._parameters)
             self._replaced.append((published, self._parameters))
@@ -100,8 +101,9 @@ class Pairing:
             published = Published(tensors)
         self._parameters = [weakref.ref(p) for p in parameters]
         self.ages += published.publish(tensors, self._step)
-        self._published, self._token = published, token
+        self._token = token
         with self._lock:
+            self._published = published
             self._fresh = True
         self._ask()
 
@@ -139,21 +141,30 @@ class Pairing:
         for thread in self._threads.values():
             thread.join(max(0.0, deadline - monotonic()))
 
-    @staticmethod
-    def _take_over(published: Published, parameters: Sequence[weakref.ref[torch.Tensor]]) -> bool:
-        """What has been added to a copy that is replaced: the neighbour has moved by as much. Whether no more comes."""
-        idle = published.is_idle
-        for index, ref in enumerate(parameters):
-            parameter = ref()
-            if parameter is not None and tuple(parameter.shape) == published.kinds[index].shape:
-                published.hand_over(index, parameter.data)
-        return idle
+    def _take_over(self, published: Published, parameters: Sequence[weakref.ref[torch.Tensor]]) -> bool:
+        """What has been added to a copy that is replaced: the neighbour has moved by as much. Whether more may come."""
+        with self._lock:
+            used = published.users > 0
+        live = [ref() for ref in parameters]
+        published.hand_over([None if p is None else p.data for p in live])
+        return used
 
     def _tie(self, published: Published) -> Tie:
         return tie(self._compression, published, asks(self._world.rank))
 
-    def _weights(self) -> Published | None:
-        return self._published
+    @contextmanager
+    def _weights(self) -> Iterator[Published | None]:
+        """For one exchange: if they are replaced meanwhile, what it adds still counts."""
+        with self._lock:
+            published = self._published
+            if published is not None:
+                published.users += 1
+        try:
+            yield published
+        finally:
+            if published is not None:
+                with self._lock:
+                    published.users -= 1
 
     def _ask(self) -> None:
         """Order the next exchange, where the weights are new since the last one and no other one goes well."""

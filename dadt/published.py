@@ -83,8 +83,8 @@ class Published:
         """Guarded by the lock: steps of the copies of which the difference has not reached the live weights."""
         self._free: list[torch.Tensor] = []
         """Guarded by the lock: memory for one message each, all of one size."""
-        self._taken = 0
-        """Guarded by the lock: messages that are not given back."""
+        self.users = 0
+        """Exchanges under way with it; guarded by whoever hands it out."""
 
     # The training thread's -------------------------------------------------------------------------------------
 
@@ -106,26 +106,25 @@ class Published:
                 tensor.copy_(flat.view(tensor.shape))  # it has holes
         return Counter(step - before for before in waiting)
 
-    @property
-    def is_idle(self) -> bool:
-        """No exchange with it is under way."""
-        with self._lock:
-            return not self._taken
-
-    def hand_over(self, index: int, live: torch.Tensor) -> None:
-        """In place of `publish`, where others have taken its place: what has been added to this tensor's copy. live:
-        of its shape, perhaps in another memory, of another kind."""
-        kind = self.kinds[index]
-        added = torch.empty(math.prod(kind.shape), dtype=kind.dtype, device="cpu")
-        changed = False
-        for part, inside, piece in self._pieces[index]:
+    def hand_over(self, lives: Sequence[torch.Tensor | None]) -> None:
+        """In place of `publish`, where another copy has taken its place: what has been added to this one. lives: its
+        tensors, perhaps in other memory and of another kind by now; None: it is gone."""
+        flats: dict[int, torch.Tensor] = {}
+        for part in self.parts:
             with part.lock:
-                memory = part.of(self._added)[inside]
-                added[piece].copy_(memory)
+                if not part.changed:
+                    continue
+                memory, part.changed = part.of(self._added), False
+                for piece, added in zip(part.pieces, torch.split(memory, part.sizes), strict=True):
+                    if piece.tensor not in flats:
+                        count = math.prod(self.kinds[piece.tensor].shape)
+                        flats[piece.tensor] = torch.zeros(count, dtype=part.dtype, device="cpu")
+                    flats[piece.tensor][piece.start : piece.stop] = added
                 memory.zero_()
-                changed |= part.changed
-        if changed:
-            live.add_(_shaped(added, kind).to(live))
+        for index, flat in flats.items():
+            live = lives[index]
+            if live is not None and tuple(live.shape) == self.kinds[index].shape:
+                live.add_(_shaped(flat, self.kinds[index]).to(live))
 
     def _publish_part(self, part: Part, live: list[torch.Tensor]) -> None:
         copy, added = part.of(self._copy), part.of(self._added)
@@ -149,13 +148,11 @@ class Published:
     def take(self, size: int) -> torch.Tensor:
         """Memory for a message of so many bytes; give it back. What is free of another size is let go."""
         with self._lock:
-            self._taken += 1
             self._free = [message for message in self._free if len(message) == size]
             return self._free.pop() if self._free else torch.empty(size, dtype=torch.uint8, device="cpu")
 
     def give_back(self, *messages: torch.Tensor) -> None:
         with self._lock:
-            self._taken -= len(messages)
             self._free += messages
 
     @property

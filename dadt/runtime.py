@@ -378,12 +378,13 @@ class Runtime:
                 if tensor.data_ptr() != host_tensor.data_ptr():
                     tensor.copy_(host_tensor)
 
-    def average(self, tensors: Sequence[torch.Tensor], name: str) -> None:
-        """Overwrite the tensors of the host with their means over ranks."""
+    def average(self, tensors: Sequence[torch.Tensor], name: str, weight: float = 1.0) -> None:
+        """Overwrite the tensors of the host with their means over ranks. weight: 0 for a rank whose own do not count;
+        these have to be numbers all the same."""
         works: list[Work] = []
         for i, bucket in enumerate(split([t for t in tensors if t.numel() and t.is_contiguous()], 2**30)):
             pointers = [t.data_ptr() for t in bucket.tensors]
-            works.append(self.engine.allreduce(bucket.layout, pointers, pointers, f"{name} {i}"))
+            works.append(self.engine.allreduce(bucket.layout, pointers, pointers, f"{name} {i}", weight))
         for work in works:
             self.wait(work)
 

@@ -126,7 +126,13 @@ class _Entries:
         """A tensor like this one with other entries."""
         indices = torch.stack(torch.unravel_index(flat, self.sparse)) if self.sparse else flat.new_zeros((0, len(flat)))
         return torch.sparse_coo_tensor(
-            indices, values.to(self.dtype), self.shape, is_coalesced=True, check_invariants=False
+            indices,
+            values.to(self.dtype),
+            self.shape,
+            dtype=self.dtype,
+            device="cpu",
+            is_coalesced=True,
+            check_invariants=False,
         )
 
 

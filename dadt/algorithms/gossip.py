@@ -110,13 +110,14 @@ class End:
             shared = list(weights(optimizer).values())
         pairing = self._pairing
         kinds = zlib.crc32(repr([(tuple(p.shape), p.dtype) for p in shared]).encode())
-        mine = [optimizer is not None, kinds, pairing.asked, pairing.in_vain, list(pairing.ages.items())]
+        whole = all(bool(p.isfinite().all()) for p in shared)
+        mine = [optimizer is not None, kinds, whole, pairing.asked, pairing.in_vain, list(pairing.ages.items())]
         work = self._runtime.allgather("the end of a gossip", json.dumps(mine).encode())
         self._runtime.wait(work)
         told = [json.loads(lane) for lane in work.lanes]
         other = next((rank for rank, each in enumerate(told) if each[:2] != told[0][:2]), 0)
         if attachment is not None and optimizer is not None and not other:
-            self._average(attachment, [p.data for p in shared])
+            self._average(attachment, [p.data for p in shared], [each[2] for each in told])
         elif other and all(lives for lives, *_ in told):
             self._runtime.say(
                 f"the average at the end is left out: rank {other}'s weights have other shapes or dtypes than rank 0's"
@@ -124,14 +125,27 @@ class End:
         ages = Counter[int]()
         for *_, each in told:
             ages.update(dict(each))
-        self._runtime.say(describe(sum(each[2] for each in told), sum(each[3] for each in told), ages))
+        self._runtime.say(describe(sum(each[3] for each in told), sum(each[4] for each in told), ages))
 
-    def _average(self, attachment: Attachment, tensors: list[torch.Tensor]) -> None:
-        """The weights', and of buffers those that training has changed on any rank."""
+    def _average(self, attachment: Attachment, tensors: list[torch.Tensor], whole: list[bool]) -> None:
+        """The weights', and of buffers those that training has changed on any rank. whole: by rank, whether all of its
+        weights are numbers; the others take the average of these ranks."""
         attachment.settle_buffers()
+        if not any(whole):
+            return
+        lost = [rank for rank, finite in enumerate(whole) if not finite]
+        if lost and self._runtime.world.rank == 0:
+            self._runtime.say(
+                f"the average at the end is without rank {lost[0]}'s weights, which hold infinity or NaN: it takes over"
+                " the others'",
+                level="warning",
+            )
         tensors = [*tensors, *(buffer.data for _, _, buffer in attachment.buffers())]
         host = [t.to("cpu").contiguous() for t in tensors]
-        self._runtime.average(host, "the average at the end")
+        counts = whole[self._runtime.world.rank]
+        if not counts:
+            host = [torch.zeros_like(t) for t in host]
+        self._runtime.average(host, "the average at the end", float(counts))
         for tensor, average in zip(tensors, host, strict=True):
             if tensor.data_ptr() != average.data_ptr():
                 tensor.copy_(average)

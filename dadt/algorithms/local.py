@@ -47,20 +47,32 @@ class Local(Algorithm):
         self._steps = 0
         """That this rank has taken alone."""
         self._trained: tuple[Any, ...] = ()
-        attachment.runtime.on_end.append(End(attachment))
+        self._end = End(attachment)
+        attachment.runtime.on_end.append(self._end)
 
     @property
     def averages(self) -> bool:
         return not self._fragments
 
     def starting(self) -> None:
-        """What each rank has done alone with weights that other optimizers train would be lost: they average first."""
-        runtime = self.attachment.runtime
+        """What each rank has done alone with weights that other optimizers train or have trained would be lost: they
+        average first."""
+        a = self.attachment
+        others = [end for end in a.runtime.on_end if isinstance(end, End) and end.rounds]
+        if not others:
+            return
         # Held: an optimizer that the script has dropped lives on as garbage, on some ranks only.
-        mine = {a.index: (a, a._optimizer()) for a in runtime.attachments if a.alive and not a.algorithm.averages}
-        theirs = runtime.collect(f"local, rounds of others{self.attachment.name}", list(mine))
+        mine = {other.index: (other, other._optimizer()) for other in a.runtime.attachments if other.alive}
+        theirs = a.runtime.collect(f"local, optimizers before{a.name}", list(mine))
         for index in sorted(set(mine).intersection(*theirs)):
-            cast("Local", mine[index][0].algorithm).settle()
+            algorithm = cast("Local", mine[index][0].algorithm)
+            if algorithm is not self and algorithm._steps:
+                algorithm.settle()
+        trained = {id(p) for end in others for ref in end.trained if (p := ref()) is not None}
+        modules = a.runtime.root_modules(a.optimizer)
+        every = dict.fromkeys([*a.parameters, *(p for module in modules for p in module.parameters())])
+        known = [p for p in every if id(p) in trained]
+        self._settle([self._fragment("weights of a new optimizer", known, Outer(1.0, 0.0))] if known else [])
 
     def started(self) -> None:
         if self.attachment.step >= self.attachment.warmup_steps and not self._fragments:
@@ -81,6 +93,7 @@ class Local(Algorithm):
                 self._begin()
             return
         self._steps += 1
+        self._end.rounds = True
         if a.trained != self._trained:
             self._follow()
         for number, fragment in self._fragments.items():
@@ -120,6 +133,7 @@ class Local(Algorithm):
         a = self.attachment
         a.compress("none")  # gradients are not sent any more: what they took of memory goes
         self._trained = a.trained
+        self._end.trained = [weakref.ref(p) for p in a.parameters]
         divided = parts(a.parameters, a.runtime.config.fragments)
         self._fragments = {
             number: self._fragment(f"fragment {number + 1}" if len(divided) > 1 else "progress", part, self._outer)
@@ -221,11 +235,12 @@ class Local(Algorithm):
     def load_state(self, state: dict[str, Any]) -> None:
         if not state:
             return
-        rounds = self._steps > 0
+        if self._steps:  # in the middle, each rank has loaded one of its own
+            runtime = self.attachment.runtime
+            name = f"local, the state that was loaded{self.attachment.name}"
+            state = runtime.collect(name, state if runtime.world.rank == 0 else None)[0]
         self._divide()
         self._steps = state["steps"]
-        if rounds:  # each rank has loaded a state of its own
-            self.loaded()
         numbers = _numbers(self.attachment.optimizer)
         for row in (row for fragment in self._fragments.values() for row in fragment.rows.values()):
             # What was frozen when the checkpoint was saved begins a round at its weights.
@@ -243,6 +258,10 @@ class End:
         # The optimizer may be collected long before, on each rank when it likes.
         self._attachment = weakref.ref(attachment)
         self._name = f"local, the end{attachment.name}"
+        self.rounds = False
+        """This rank has trained alone."""
+        self.trained: list[weakref.ref[torch.Tensor]] = []
+        """By it, as long as it lives or after."""
         self._runtime = attachment.runtime
 
     def __call__(self) -> None:

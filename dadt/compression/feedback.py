@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import abc
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from dadt.bucket import Bucket
     from dadt.compression.base import Codec
 
 
-class Owing(abc.ABC):
+class Owing:
     """How much of what is owed from before still counts."""
 
     def __init__(self) -> None:
@@ -22,10 +20,6 @@ class Owing(abc.ABC):
     def forget(self) -> None:
         """The next exchange begins with nothing owed."""
         self._forgets = True
-
-    @abc.abstractmethod
-    def owes(self, bucket: Bucket, index: int) -> torch.Tensor | None:
-        """Of one of its bucket's tensors, in that one's shape; None: nothing. No exchange is under way."""
 
     def keep(self, scale: torch.Tensor | None) -> torch.Tensor | float:
         """For the next exchange, whose gradients carry this loss scale. A number, but for scales on a GPU."""
@@ -50,16 +44,9 @@ class Feedback(Owing):
     def owed(self, total: int, device: torch.device | None = None) -> torch.Tensor:
         """For so many values. Made when it is first asked for, on that device (None: in memory of the host)."""
         if self._owed is None:
-            self._owed = torch.zeros(total, device=device, dtype=torch.float32)
+            self._owed = torch.zeros(total, device=device or "cpu", dtype=torch.float32)
         assert len(self._owed) == total, "a Feedback is of one bucket"
         return self._owed
-
-    def owes(self, bucket: Bucket, index: int) -> torch.Tensor | None:
-        if self._owed is None or self._forgets:
-            return None
-        tensor, begin = bucket.tensors[index], sum(t.numel() for t in bucket.tensors[:index])
-        part = self._owed[begin : begin + tensor.numel()]
-        return part.as_strided(tensor.size(), bucket.strides[index])
 
     def arguments(self, total: int, scale: torch.Tensor | None = None) -> dict[str, Any]:
         """For the next `Engine.allreduce` of these so many values. This object must live until that is done."""

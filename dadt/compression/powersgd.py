@@ -74,9 +74,10 @@ class LowRank(Owing):
         self.owed = [None] * len(self.matrices)
         self.bases = self._begin()
 
-    def owes(self, bucket: Bucket, index: int) -> torch.Tensor | None:
+    def owes(self, index: int) -> torch.Tensor | None:
+        """Of one of the bucket's tensors, in its shape; None: nothing. No exchange is under way."""
         owed = self.owed[self.matrices.index(index)] if index in self.matrices else None
-        return None if owed is None else owed.view(bucket.tensors[index].shape)
+        return None if owed is None else owed.view(self.bucket.tensors[index].shape)
 
     def begin(
         self, gradients: Sequence[torch.Tensor | None], scale: torch.Tensor | None, turn: int, counts: bool = True

@@ -284,15 +284,20 @@ class Waiters:
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._idle = threading.Semaphore(0)
+        self._closed = False
 
     def run(self, job: Callable[[], None]) -> None:
         """Soon, in one of them. job: raises nothing."""
+        if self._closed:
+            threading.Thread(target=job, name="dadt-message", daemon=True).start()
+            return
         if not self._idle.acquire(blocking=False):
             threading.Thread(target=self._work, name="dadt-message", daemon=True).start()
         self._jobs.put(job)
 
     def close(self) -> None:
         """They end once nothing is waited for."""
+        self._closed = True
         self._jobs.put(None)
 
     def _work(self) -> None:

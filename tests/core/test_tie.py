@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import defaultdict
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -215,11 +216,11 @@ def test_ends_begin_anew_where_one_has_lost_what_both_knew() -> None:
     ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
     asking = Asking(
         Line(post, 0, 1, 0, 20.0),
-        lambda: one.published,
+        lambda: nullcontext(one.published),
         lambda published: tie("int8", published, True),
         lambda edge, averaged: ended.put(averaged),
     )
-    answering = Answering(Line(post, 1, 0, 0, 20.0), lambda: there[0], lambda p: tie("int8", p, False))
+    answering = Answering(Line(post, 1, 0, 0, 20.0), lambda: nullcontext(there[0]), lambda p: tie("int8", p, False))
     threads = [threading.Thread(target=end.run, daemon=True) for end in (asking, answering)]
     for thread in threads:
         thread.start()

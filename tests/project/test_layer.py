@@ -103,7 +103,7 @@ except SystemExit as end:
 
 def test_tensors_do_not_depend_on_the_scripts_default_dtype_and_device() -> None:
     factories = {"arange", "asarray", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "zeros"}
-    factories |= {"randint", "randperm", "scalar_tensor", "tensor"}
+    factories |= {"randint", "randperm", "scalar_tensor", "sparse_coo_tensor", "tensor"}
     for path in (ROOT / "dadt").rglob("*.py"):
         if path.relative_to(ROOT / "dadt").parts[0] in ("benchmarks", "checks"):
             continue  # programs of their own
