@@ -97,8 +97,8 @@ class Pairing:
         if published is not None and token != self._token:
             self._take_over(published, self._parameters)
             self._replaced.append((published, self._parameters))
-        if published is None or token != self._token:
-            published = Published(tensors)
+            published = None
+        published = published or Published(tensors)
         self._parameters = [weakref.ref(p) for p in parameters]
         self.ages += published.publish(tensors, self._step)
         self._token = token

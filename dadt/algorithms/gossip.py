@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from dadt.attachment import Attachment
     from dadt.runtime import Runtime
 
-_Place = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""Of a tensor: its address, shape and strides."""
+_Place = tuple[int, int]
+"""Of a tensor: its address, and how many elements it has."""
 _TAG = 100
 """The first one; each optimizer has two."""
 _IDLE_STEPS = 64
@@ -133,11 +133,11 @@ class End:
         attachment.settle_buffers()
         if not any(whole):
             return
-        lost = [rank for rank, finite in enumerate(whole) if not finite]
+        lost = ", ".join(str(rank) for rank, finite in enumerate(whole) if not finite)
         if lost and self._runtime.world.rank == 0:
             self._runtime.say(
-                f"the average at the end is without rank {lost[0]}'s weights, which hold infinity or NaN: it takes over"
-                " the others'",
+                f"the average at the end is without the weights of rank {lost}, which hold infinity or NaN: the others'"
+                " are taken over there",
                 level="warning",
             )
         tensors = [*tensors, *(buffer.data for _, _, buffer in attachment.buffers())]
@@ -169,7 +169,7 @@ def _has_group() -> bool:
 def weights(optimizer: torch.optim.Optimizer) -> dict[_Place, torch.Tensor]:
     """What is averaged, each once: also what is frozen now, so that all ranks have the same whenever they freeze it."""
     return {
-        (p.data_ptr(), tuple(p.shape), p.stride()): p
+        (p.data_ptr(), p.numel()): p
         for group in optimizer.param_groups
         for p in group["params"]
         if (p.is_floating_point() or p.is_complex()) and p.layout == torch.strided and p.numel()

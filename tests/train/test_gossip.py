@@ -100,7 +100,7 @@ def test_weights_that_are_given_twice_and_defaults_that_the_script_sets(dadt_run
     run = dadt_run(PRELUDE + UNUSUAL, "--algorithm", "gossip", "--compression", compression)
     told = "is left out: rank 1's weights have other shapes or dtypes"
     if compression == "none":
-        told = "is without rank 0's weights, which hold infinity or NaN"
+        told = "is without the weights of rank 0, which hold infinity or NaN"
     assert f"the average at the end {told}" in run.output
     for r in run.ranks:
         assert r["most"] < 1.01  # between the two
