@@ -247,7 +247,7 @@ def averaged_weights(rank: int) -> Trained:
     average = swa_utils.AveragedModel(model)
     schedule = swa_utils.SWALR(optimizer, swa_lr=0.02, anneal_epochs=10)
     step_of = plain(model, optimizer)
-    last = {}
+    true: list[torch.Tensor] = []  # the same average of the weights that `eval` shows
 
     def one(step: int, x: torch.Tensor, y: torch.Tensor) -> None:
         step_of(step, x, y)
@@ -255,12 +255,11 @@ def averaged_weights(rank: int) -> Trained:
         if step >= STEPS // 2:
             average.update_parameters(model)
             schedule.step()
-        if step == 2:  # of true weights: 0.81 w1 + 0.09 w2 + 0.1 w3
-            for name, value in moving.module.named_parameters():
-                w1, w2, w3 = (*last[name], dict(model.named_parameters())[name])
-                assert torch.allclose(value, 0.9 * (0.9 * w1 + 0.1 * w2) + 0.1 * w3, atol=1e-6)
-        for name, value in model.named_parameters():
-            last.setdefault(name, []).append(value.detach().clone()) if step < 2 else None
+        shown = [p.detach().clone() for p in model.eval().parameters()]
+        model.train()
+        true[:] = [0.9 * a + 0.1 * p for a, p in zip(true, shown)] if true else shown
+        for value, expected in zip(moving.module.parameters(), true):
+            assert torch.allclose(value, expected, atol=1e-6), step
 
     train(rank, model, one)
     assert loss_of(moving, points) < 1.0
@@ -365,7 +364,9 @@ def train_all(rank: int) -> dict[str, Trained]:
     for title, features in FEATURES.items():
         for feature in features:
             torch.manual_seed(rank)  # rank 0's weights are everybody's
-            found[feature.__name__] = feature(rank)
+            found[feature.__name__] = trained = feature(rank)
+            # Now: `local` averages all weights before the next one's optimizer is attached.
+            trained.seen["weights"] = weights(trained.model)
             print(f"rank {rank}: {title} ({feature.__name__})", flush=True)
     return found
 

@@ -7,16 +7,25 @@ from typing import Any
 
 import pytest
 import torch
-from features import FEATURES
+from features import FEATURES, STEPS
 
 DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"
 SCRIPT = """
-    import features
+    import collections, features
+    from dadt.attachment import Attachment
     from dadt.inject import worker
+    made = collections.Counter()
+    new_exchange = Attachment.new_exchange
+    def counted(self, **again):
+        made[id(self.optimizer)] += 1
+        return new_exchange(self, **again)
+    Attachment.new_exchange = counted
     found = features.train_all(rank)
-    own = {name: {"weights": features.weights(t.model), **t.seen} for name, t in found.items()}
+    exchanges = made[id(found["accumulation"].kept[0])]
+    own = {name: t.seen for name, t in found.items()}
     worker.runtime.close()                       # as at the end of the process
-    report({"own": own, "end": {name: t.model.state_dict() for name, t in found.items()}})
+    end = {name: t.model.state_dict() for name, t in found.items()}
+    report({"own": own, "end": end, "exchanges": exchanges})
 """
 OPTIONS = {
     "sync": ["--bucket-mb", "0.0002"],
@@ -59,6 +68,7 @@ def test_every_feature_works(dadt_run, algorithm) -> None:
     assert rates == ([0.05, 0.025] if algorithm == "gossip" else [0.05, 0.05])
     assert ("rank 0's are used on all" in run.output) == (algorithm != "gossip")
     if algorithm in IDENTICAL:
+        assert one["exchanges"] == other["exchanges"] == STEPS  # of four backwards each
         assert equal(*one["own"]["loading"]["reached twice"])
 
 
@@ -82,5 +92,6 @@ def test_synchronized_norm_over_a_process_group(dadt_run) -> None:
     refused = dadt_run(SYNCHRONIZED, "--algorithm", "gossip", check=False)
     assert refused.code == 2, refused.output
     assert "--algorithm gossip: SyncBatchNorm waits for all ranks in every forward" in refused.output
-    torchs = dadt_run(SYNCHRONIZED, check=False)
-    assert torchs.code == 1 and "ValueError: SyncBatchNorm expected input tensor to be on GPU" in torchs.output
+    for algorithm in ("sync", "pipe", "local"):
+        torchs = dadt_run(SYNCHRONIZED, "--algorithm", algorithm, check=False)
+        assert torchs.code == 1 and "ValueError: SyncBatchNorm expected input tensor to be on GPU" in torchs.output

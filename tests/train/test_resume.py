@@ -259,6 +259,7 @@ def test_random_states_survive_a_file(tmp_path: Path) -> None:
     "options",
     [
         ("--staleness", "2"),
+        ("--predict", "1.8,-0.9"),
         ("--executor", "gloo"),
         ("--compression", "int8"),
         ("--compression", "powersgd:1", "--executor", "gloo"),

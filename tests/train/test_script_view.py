@@ -74,8 +74,13 @@ WRITES = """
     model = mlp(); optimizer = s.optimizer(model.parameters())
     def weights(): return [p.detach().clone() for p in model.parameters()]
     start = {k: v.clone() for k, v in model.state_dict().items()}
+    own, applied = [], []
+    def gradients(): return [p.grad.clone() for p in model.parameters()]
+    optimizer.register_step_pre_hook(lambda *_: applied.append(gradients()) if step == 21 else None)
     for step in range(40):
         backward(s, model, rank, step)
+        if step == 20:
+            own = gradients()
         optimizer.step()
         optimizer.zero_grad()
         for p in model.parameters():              # WGAN's clipping
@@ -93,7 +98,7 @@ WRITES = """
             optimizer.add_param_group({"params": extra.parameters(), "lr": 0.01})
         if step != 20 and step != 25:
             assert max(p.abs().max() for p in weights()[:4]) <= 0.2
-    report({"state": snapshot(model, optimizer)})
+    report({"state": snapshot(model, optimizer), "own": own, "applied": applied[0]})
 """
 
 
@@ -362,6 +367,12 @@ def shared(shared_run) -> Run:
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_what_the_script_sees(shared, script) -> None:
     assert_replicas_equal(shared.of(script))
+
+
+def test_the_gradient_in_flight_comes_to_loaded_weights(shared) -> None:
+    one, other = shared.of("writes").ranks
+    for applied, *own in zip(one["applied"], one["own"], other["own"], strict=True):
+        torch.testing.assert_close(applied, sum(own) / 2)
 
 
 @pytest.fixture
