@@ -126,9 +126,15 @@ class Agent:
 
     def _serve(self, job: Frame) -> None:
         self._ranks = {worker["rank"]: worker["local_rank"] for worker in job["workers"]}
-        if job.body:
-            self._folder.function.write_bytes(job.body)
-        self._pulse = Pulse.create(self._folder.pulse, len(self._ranks))
+        try:
+            if job.body:
+                self._folder.function.write_bytes(job.body)
+            self._pulse = Pulse.create(self._folder.pulse, len(self._ranks))
+        except OSError as error:
+            self._send(Frame("unstarted", {"message": f"{self._folder.path}: cannot be written ({error.strerror})"}))
+            self._send(Frame("end", {"stuck": [], "signal": self._signal}))
+            self._take_leave()
+            return
         self._roster = Roster(self._folder.socket, self._pulse, self._hear)
         self._adoption = adoption.Adoption(self._folder.path, self._roster.answer)
         self._memory_kills = machine.memory_kills()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from dadt.errors import ConfigError
+from dadt.numbers import MOST, numbers
+from dadt.world import World
 
 EXECUTORS = ("auto", "shm", "null", "gloo", "nccl", "mpi", "mpicuda")
 """Beside them c10d:<name> and hierarchical:<cross>."""
@@ -272,14 +275,21 @@ class Config:
         for name in ("np", "accelerators", "nnodes", "simulate_hosts", "grace", *sizes):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)}: must be 0 or more")
+        for name in ("np", "accelerators", "nnodes", "simulate_hosts"):
+            if getattr(self, name) > MOST:
+                given = "-np" if name == "np" else flag(name)
+                raise ConfigError(f"{given} {getattr(self, name)}: give {MOST} at most")
+        if not -1 <= self.seed < 2**64:
+            raise ConfigError(f"--seed {self.seed}: give a whole number from 0 to 2**64 - 1, or leave it out")
         if not 0 <= self.ssh_port < 65536:
             raise ConfigError(f"--ssh-port {self.ssh_port}: give a port from 1 to 65535")
         for text in self.metrics:
             metrics_place(text)
         for name in ("executor", "broadcast_executor", "allreduce_executor"):
             _check_executor(flag(name), getattr(self, name), optional=name != "executor")
-        loader_numbers("--share", self.share)
-        loader_numbers("--no-share", self.no_share)
+        share, not_shared = loader_numbers("--share", self.share), loader_numbers("--no-share", self.no_share)
+        for both in sorted(share & not_shared if share and not_shared else ()):
+            raise ConfigError(f"--share and --no-share both name DataLoader {both}: name it once")
 
     def to_env(self) -> dict[str, str]:
         """What workers are told: the knobs that are theirs."""
@@ -299,7 +309,8 @@ def given_by_env(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
 def misspelt(env: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Variables that are no knob's but look like one's: to the one that was probably meant."""
     known = {variable(f.name) for f in fields(Config)}
-    near = {name: difflib.get_close_matches(name, known, 1, 0.85) for name in env if name.startswith("DADT_")}
+    own = World().to_env()  # where a worker's script calls dadt
+    near = {n: difflib.get_close_matches(n, known, 1, 0.85) for n in env if n.startswith("DADT_") and n not in own}
     return {name: found[0] for name, found in near.items() if found and name not in known}
 
 
@@ -332,7 +343,7 @@ def _check_algorithm(name: str) -> None:
 
 def _check_compression(name: str) -> None:
     family, _, rank = name.partition(":")
-    if name not in COMPRESSIONS and not (family == "powersgd" and rank.isdigit() and int(rank) > 0):
+    if name not in COMPRESSIONS and not (family == "powersgd" and re.fullmatch("[1-9][0-9]{0,5}", rank)):
         raise ConfigError(
             f"--compression {name}: unknown; choose one of {', '.join(COMPRESSIONS)}, or powersgd:<rank>, as powersgd:4"
         )
@@ -390,13 +401,10 @@ def loader_numbers(name: str, text: str) -> set[int] | None:
     """
     if text == "all":
         return None
-    numbers: set[int] = set()
-    for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        if not first.isdigit() or (last and not last.isdigit()) or int(first) < 1:
-            raise ConfigError(f"{name} {text}: give DataLoaders by number from 1, as 1,3, or all")
-        numbers.update(range(int(first), int(last or first) + 1))
-    return numbers
+    listed = numbers(text) if text else set()
+    if listed is None or 0 in listed:
+        raise ConfigError(f"{name} {text}: give DataLoaders by number from 1, as 1,3, or all")
+    return listed
 
 
 def parse(name: str, text: str) -> Any:
@@ -407,7 +415,9 @@ def parse(name: str, text: str) -> Any:
             raise ConfigError(f"{variable(name)}={text}: give 1 or 0")
         return text.lower() in ("1", "true")
     if isinstance(default, int):
-        value = _number(variable(name), text, "a whole number")
+        with suppress(ValueError):
+            return int(text)
+        value = _number(variable(name), text, "a whole number")  # 1e3
         if value != int(value):
             raise ConfigError(f"{variable(name)}={text}: give a whole number")
         return int(value)

@@ -108,5 +108,14 @@ def _run() -> int:
     except DadtError as error:
         console.error(str(error))
         return error.exit_code
+    except OSError as error:
+        if error.errno in console.FULL and error.filename is None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in its buffer
+            console.error(f"stdout: {error.strerror}")
+            return 1
+        if error.filename is None:
+            raise
+        console.error(f"{os.fsdecode(error.filename)}: {error.strerror}")
+        return 2
     except (KeyboardInterrupt, click.Abort):
         return 130

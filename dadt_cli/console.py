@@ -14,6 +14,7 @@ from dadt.errors import DadtError
 
 MEANWHILE_SECONDS = 0.2
 STREAMS = {"out": 1, "err": 2}
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class ReaderGone(DadtError):
@@ -35,6 +36,8 @@ _grows = False
 """Whether the last line that we wrote may get further parts."""
 _attended = 0.0
 _given_up = False
+_full: set[int] = set()
+"""Streams that lead to a file which takes no more."""
 
 
 def meanwhile(act: Callable[[], None]) -> None:
@@ -58,7 +61,20 @@ def lines(stream: str, data: bytes) -> None:
 
 
 def write(stream: int, data: bytes) -> None:
-    """All of the bytes, past the view: for the view itself."""
+    """All of the bytes, past the view: for the view itself. A file that is full ends no training."""
+    if stream in _full:
+        return
+    try:
+        _put(stream, data)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        _full.add(stream)
+        name, other = ("stdout", 2) if stream == 1 else ("stderr", 1)
+        write(other, f"dadt: warning: {name} is incomplete: {error.strerror}\n".encode())
+
+
+def _put(stream: int, data: bytes) -> None:
     rest = memoryview(b"" if _given_up else data)
     try:
         while rest:
@@ -129,4 +145,4 @@ def _write(text: str, loud: bool, end: str = "\n", stream: int = 2) -> None:
         _view.above(stream, data)
     else:
         to.flush()
-        write(stream, data)
+        (_put if stream == 1 else write)(stream, data)

@@ -26,7 +26,7 @@ def read(path: Path) -> dict[str, Setting]:
 
     try:
         content = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # no UTF-8, no such date, brackets without end
         raise ConfigError(f"--config {path}: cannot be read ({getattr(error, 'strerror', error)})") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -56,8 +56,7 @@ def _value(path: Path, key: str, value: Any, default: object) -> Any:
         return value
     if isinstance(default, int | float):
         number = type(default)
-        real = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not real or value != number(value):
+        if not _is_real(value) or value != number(value):
             what = "a whole number" if isinstance(default, int) else "a number"
             raise ConfigError(f"--config {path}: {key}: {value!r} is not {what}")
         return number(value)
@@ -67,3 +66,10 @@ def _value(path: Path, key: str, value: Any, default: object) -> Any:
         value = "on" if value else "off"  # which YAML takes for booleans
     values = value if isinstance(value, list) else [value]
     return tuple(map(str, values)) if isinstance(default, tuple) else ",".join(map(str, values))
+
+
+def _is_real(value: Any) -> bool:
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False  # of hundreds of digits

@@ -11,6 +11,7 @@ import click
 from dadt.errors import ConfigError, DadtError
 from dadt.launch.frame import Frame
 from dadt.launch.trace import Trace, traces
+from dadt.numbers import numbers
 from dadt_cli.options import paths
 
 
@@ -18,12 +19,9 @@ def _ranks(ctx: click.Context, parameter: click.Parameter, text: str | None) -> 
     """0,3-5; None: all."""
     if text is None:
         return None
-    ranks: set[int] = set()
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
-            raise ConfigError(f"--rank {text}: give ranks as 0,3-5")
-        ranks.update(range(int(first), int(last or first) + 1))
+    ranks = numbers(text)
+    if ranks is None:
+        raise ConfigError(f"--rank {text}: give ranks as 0,3-5")
     return ranks
 
 

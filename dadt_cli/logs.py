@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +16,7 @@ from dadt.launch.query import Line
 from dadt_cli import console
 from dadt_cli.find import folder_of, log_dir_option, rank_option, recorded_jobs
 
+LOG = re.compile(r"rank([0-9]{1,7})\.log")
 LOOK_SECONDS = 0.2
 """How often files are looked at that may have grown."""
 
@@ -70,7 +72,8 @@ class Tail:
 
 def _files(folder: Path, ranks: set[int] | None) -> list[Path]:
     """Raises ConfigError where there is none for a rank."""
-    found = {int(path.stem.removeprefix("rank")): path for path in folder.glob("rank*.log")}
+    logs = ((LOG.fullmatch(path.name), path) for path in folder.glob("rank*.log"))
+    found = {int(name[1]): path for name, path in logs if name}
     if missing := sorted((ranks or set()) - set(found)):
         raise ConfigError(
             f"--rank {missing[0]}: {folder} has ranks {min(found)} to {max(found)}" if found else f"{folder} is empty"

@@ -35,7 +35,7 @@ def report(job: str, output: str | None, log_dir: str) -> None:
     path = Path(output) if output else folder / "report.html"
     text = page(Record.read(folder, trace is not None), trace is not None)
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written ({error.strerror}); name another file with -o") from error
     click.echo(path)

@@ -99,7 +99,7 @@ def run(
 
 def _program(command: Sequence[str], module: bool, no_python: bool, config: Config) -> tuple[list[str], list[str]]:
     """The command line of a worker, and the files that it needs where it runs."""
-    if not command:
+    if not command or not command[0]:
         raise ConfigError("which script? Give its path, as in dadt run -np 2 train.py")
     first = command[0]
     python = config.python or sys.executable
@@ -144,6 +144,8 @@ def _find_script(path: str, config: Config) -> None:
 def _find_module(name: str, config: Config) -> None:
     """By its topmost package only: to look for the rest would import it."""
     top = name.partition(".")[0]
+    if not top or "/" in name:
+        raise ConfigError(f"-m {name}: give the name of a module, as in dadt run -np 2 -m package.train")
     try:
         installed = find_spec(top) is not None
     except ValueError:

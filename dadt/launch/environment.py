@@ -198,6 +198,8 @@ def _file(path: Path) -> dict[str, str]:
         name, equals, value = line.partition("=")
         if not equals or not NAME.fullmatch(name.strip()):
             raise ConfigError(f"--env-file {path}, line {number}: {line.strip()[:40]!r} is not NAME=VALUE")
+        if "\0" in value:
+            raise ConfigError(f"--env-file {path}, line {number}: a value cannot hold a NUL byte")
         found[name.strip()] = value
     return found
 

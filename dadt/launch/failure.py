@@ -14,6 +14,8 @@ from dadt import errors
 TRACEBACK = "Traceback (most recent call last):"
 FRAME_LINE = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+)(?:, in (?P<function>.+))?$')
 ERROR_LINE = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$")
+NO_PYTHON = re.compile(r'^  File ".+", line \d+\n(?:    .*\n)+(?=(?:Syntax|Indentation|Tab)Error: )', re.MULTILINE)
+CAUSE_LINES, CAUSE_LETTERS = 10, 4000
 MEMORY_TEXTS = ("out of memory", "can't allocate memory", "cannot allocate memory")
 EXIT_CODES = {"ConfigError": errors.ConfigError.exit_code, "StartTimeout": errors.StartTimeout.exit_code}
 """Of exceptions that have one of their own."""
@@ -39,10 +41,15 @@ class Record:
 
     @classmethod
     def from_stderr(cls, tail: bytes) -> Record | None:
-        """The last traceback in the last bytes of a worker's stderr; None if there is none."""
-        _, found, text = tail.decode(errors="replace").rpartition(TRACEBACK)
+        """The last traceback in the last bytes of a worker's stderr, or what stands for one where the script is no
+        Python; None if there is none."""
+        told = tail.decode(errors="replace")
+        _, found, text = told.rpartition(TRACEBACK)
         if not found:
-            return None
+            places = list(NO_PYTHON.finditer(told))
+            if not places:
+                return None
+            text = "\n" + told[places[-1].start() :]
         frames: list[dict[str, Any]] = []
         for line in text.splitlines()[1:]:
             if (frame := FRAME_LINE.match(line)) is not None:
@@ -149,7 +156,7 @@ class Failure:
     def _cause(self) -> str:
         if self.record is not None:
             where = f" (in thread {self.record.thread})" if self.record.thread else ""
-            return self.record.text.strip().replace("\n", "\n          ") + where
+            return "\n          ".join(_shortened(self.record.text.strip())) + where
         if self.ending.killed_for_memory:
             return "killed by the kernel for lack of memory"
         if self.ending.code < 0:
@@ -194,8 +201,8 @@ def find_cause(endings: Sequence[Ending], records: Mapping[int, Record]) -> tupl
 def last_line(tail: bytes) -> str:
     """The script's own: what dadt says of the rank's end is no cause."""
     lines = [line.strip() for line in tail.decode(errors="replace").splitlines()]
-    lines = [line for line in lines if line and not line.startswith("dadt: ")]
-    return lines[-1][:200] if lines else ""
+    lines = [line for line in lines if any(map(str.isalnum, line)) and not line.startswith("dadt: ")]
+    return printable(lines[-1][:200]) if lines else ""
 
 
 def signal_name(number: int) -> str:
@@ -215,8 +222,24 @@ def size(count: int) -> str:
 
 def _as_typed(file: str) -> str:
     """As the user names it: the interpreter may have made the script's path absolute."""
-    path = Path(file)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
+    try:
+        return str(Path(file).relative_to(Path.cwd()))
+    except (ValueError, OSError):  # it is elsewhere, or the current folder has been deleted
+        return file
+
+
+def printable(text: str) -> str:
+    """With what moves a terminal's cursor, or is no character, spelt out."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
+def _shortened(text: str) -> list[str]:
+    """The first lines, so that what stands above them stays on the screen."""
+    lines = printable(text[:CAUSE_LETTERS]).split("\n")
+    more = text.count("\n") + 1 - CAUSE_LINES
+    if more > 0:
+        return [*lines[:CAUSE_LINES], f"... and {more} more line{'s' if more > 1 else ''}, in the log"]
+    return [*lines[:-1], lines[-1] + "..."] if len(text) > CAUSE_LETTERS else lines
 
 
 def _is_memory_error(record: Record) -> bool:

@@ -10,8 +10,10 @@ from pathlib import Path
 
 from dadt.errors import ConfigError
 
-HOST = re.compile(r"(?:(?P<user>[^@\[\]:,\s]+)@)?(?:\[(?P<six>[\w:.%-]+)\]|(?P<name>[\w.-]+))(?::(?P<slots>\d+))?")
-SLOTS = re.compile(r"slots=(\d+)")
+HOST = re.compile(
+    r"(?:(?P<user>[^@\[\]:,\s]+)@)?(?:\[(?P<six>[\w:.%-]+)\]|(?P<name>[\w.-]+))(?::(?P<slots>[0-9]{1,9}))?"
+)
+SLOTS = re.compile(r"slots=([0-9]{1,9})")
 EXAMPLES = "give hosts as host1:2,user@host2:2,[::1]:2"
 
 

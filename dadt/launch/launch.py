@@ -12,7 +12,7 @@ from typing import Any
 
 from dadt.choice import Place, choose
 from dadt.config import Config, executors_of, mpi_executor
-from dadt.errors import ConfigError, DadtError
+from dadt.errors import ConfigError, DadtError, LaunchError
 from dadt.launch import environment, metrics, plan
 from dadt.launch.channel import Herald, Launcher
 from dadt.launch.crew import Crew, Node
@@ -207,9 +207,14 @@ def reserve(log_dir: Path) -> Folder:
     """The job's id, and the folder of its logs."""
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
-        folder = Folder.reserve(log_dir)
     except OSError as error:
         raise ConfigError(f"--log-dir {log_dir}: cannot be written ({error.strerror}); give another") from error
+    try:
+        folder = Folder.reserve(log_dir)
+    except OSError as error:
+        raise LaunchError(
+            f"{error.filename or 'a file'}: cannot be written ({error.strerror}); running jobs need it"
+        ) from error
     try:
         (log_dir / folder.job).mkdir()
     except OSError as error:

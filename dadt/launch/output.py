@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO
 
 from dadt.errors import ConfigError
+from dadt.numbers import numbers
 
 BAR_SECONDS = 0.5
 """A progress bar, redrawn after a carriage return, is shown this often."""
@@ -24,12 +25,9 @@ def ranks_shown(text: str, world_size: int) -> tuple[set[int], set[str]]:
     everyone = set(range(world_size))
     if text in ("all", "errors"):
         return everyone, {"err"} if text == "errors" else {"out", "err"}
-    ranks: set[int] = set()
-    for part in ("0" if text == "rank0" else text).split(","):
-        first, dash, last = part.partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
-            raise ConfigError(f"--output {text}: give all, rank0, errors, or ranks as 0,3-5")
-        ranks.update(range(int(first), int(last or first) + 1))
+    ranks = numbers("0" if text == "rank0" else text)
+    if ranks is None:
+        raise ConfigError(f"--output {text}: give all, rank0, errors, or ranks as 0,3-5")
     if not ranks & everyone:
         raise ConfigError(f"--output {text}: there is no such rank among {world_size}, they count from 0")
     return ranks, {"out", "err"}

@@ -94,6 +94,9 @@ def hosts_of(config: Config, env: Mapping[str, str] = os.environ) -> list[Host]:
         return [Host(name=name, slots=slots) for name, slots in link.hosts_and_slots(config).items()]
     if config.nnodes:
         return _by_hand(config)
+    if config.rendezvous or config.node_rank >= 0:
+        given = "--rendezvous" if config.rendezvous else "--node-rank"
+        raise ConfigError(f"{given}: of how many hosts? Give --nnodes N, or leave it out")
     if config.hosts and config.hostfile:
         raise ConfigError("-H and --hostfile exclude each other: give one")
     if config.launcher == "slurm" and (config.hosts or config.hostfile):

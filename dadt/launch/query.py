@@ -7,6 +7,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -198,7 +199,8 @@ class Line:
         """The answers, as they come. Ends with the connection; raises TimeoutError after so many seconds."""
         deadline = time.monotonic() + seconds
         self._socket.settimeout(seconds)
-        self._socket.sendall(frame.encode())
+        with suppress(BrokenPipeError, ConnectionResetError):  # it is ending; what it has sent before can be read
+            self._socket.sendall(frame.encode())
         while True:
             self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
             try:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import signal
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
+from run import DADT, SECONDS
 
-from dadt.launch.failure import Ending, Failure, Record, find_cause, size
+from dadt.launch.failure import Ending, Failure, Record, find_cause, last_line, size
 
 FAIL = "import os, sys, time\nif os.environ['RANK'] == '1':\n    {}\ntime.sleep(600)\n"
 
@@ -251,6 +253,37 @@ def test_a_traceback_on_stderr_is_understood():
     assert record.text == "E: x"
     assert record.frames[-1] == {"file": "a.py", "line": "9", "function": "f", "text": 'raise E("x")'}
     assert Record.from_stderr(b"no traceback") is None
+
+
+def test_a_script_that_is_no_python_is_named():
+    record = Record.from_stderr(
+        b"noise\n  File \"a.py\", line 2\n    f((x\n      ^\nSyntaxError: '(' was never closed\n"
+    )
+    assert record is not None
+    assert record.text == "SyntaxError: '(' was never closed"
+    assert record.frames == [{"file": "a.py", "line": "2", "function": None, "text": "f((x"}]
+
+
+def test_a_long_message_leaves_the_block_on_the_screen():
+    message = "\n".join(["sizes differ:", "\x1b[2J\udce9", *map(str, range(2000))])
+    text = block(ending(1, 1, 1.0), Record(type="RuntimeError", message=message))
+    assert r"\x1b[2J\udce9" in text and "\x1b" not in text
+    assert "... and 1992 more lines, in the log" in text and text.count("\n") < 16
+    assert "xxx..." in (text := block(ending(1, 1, 1.0), Record(type="E", message="x" * 9999))) and len(text) < 5000
+
+
+def test_last_words_are_words():
+    assert last_line(b"ValueError: \x1b[1mx\n  +-----------\ndadt: ended\n") == r"ValueError: \x1b[1mx"
+
+
+def test_a_folder_that_was_deleted_does_not_hide_the_cause(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import os, shutil\nshutil.rmtree(os.getcwd())\nraise ValueError('late')\n")
+    (tmp_path / "gone").mkdir()
+    command = [*DADT, "run", "-np", "1", "--log-dir", tmp_path / "logs", script]
+    done = subprocess.run(command, cwd=tmp_path / "gone", capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 1
+    assert done.stderr.endswith("not out of memory\n") and "  cause   ValueError: late\n" in done.stderr
 
 
 @pytest.mark.parametrize(

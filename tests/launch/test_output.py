@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import time
 
 import pytest
-from run import await_that, left_of
+from run import DADT, SECONDS, await_that, left_of
 
 from dadt.errors import ConfigError
 from dadt.launch.output import LINE_LIMIT, Assembler, ranks_shown
@@ -145,6 +146,30 @@ def test_a_line_without_end_is_cut():
 def test_a_filter_that_names_nobody_is_refused(text):
     with pytest.raises(ConfigError, match="--output"):
         ranks_shown(text, 4)
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_file_that_is_full_ends_no_training(tmp_path, stream):
+    (tmp_path / "train.py").write_text("print('trained')\n")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with open("/dev/full", "wb") as full:
+        command = [*DADT, "run", "-np", "2", "train.py"]
+        done = subprocess.run(command, cwd=tmp_path, timeout=SECONDS, text=True, **{**pipes, stream: full})
+    assert done.returncode == 0
+    other = done.stderr if stream == "stdout" else done.stdout
+    assert f"dadt: warning: {stream} is incomplete: No space left on device\n" in other
+    assert stream == "stdout" or "[1] trained\n" in other
+    assert len(list(tmp_path.glob("dadt-logs/*/rank1.log"))) == 1
+
+
+@pytest.mark.parametrize("arguments", [["config", "show"], ["ps"], ["run", "-np", "2", "--dry-run", "train.py"]])
+def test_what_cannot_be_shown_is_told(tmp_path, arguments):
+    (tmp_path / "train.py").write_text("")
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [*DADT, *arguments], cwd=tmp_path, timeout=SECONDS, text=True, stdout=full, stderr=subprocess.PIPE
+        )
+    assert (done.returncode, done.stderr) == (1, "dadt: stdout: No space left on device\n")
 
 
 def test_a_reader_who_pauses_does_not_end_the_job(start):

@@ -124,6 +124,8 @@ def test_workers_start_in_the_folder_that_was_asked_for(launch, tmp_path):
         ({"np": 2, "launcher": "ssh"}, "--launcher ssh: on which hosts?"),
         ({"np": 2, "launcher": "slurm"}, "this is no Slurm allocation"),
         ({"hosts": "far:2", "launcher": "local"}, "--launcher local: far is another host"),
+        ({"np": 2, "node_rank": 1}, "--node-rank: of how many hosts?"),
+        ({"np": 2, "rendezvous": "h:1", "node_rank": 0}, "--rendezvous: of how many hosts? Give --nnodes N"),
         ({"nnodes": 2, "node_rank": 0}, "where do the hosts meet?"),
         ({"nnodes": 2, "node_rank": 2, "rendezvous": "h:1"}, "--node-rank 2: give this host's number, from 0 to 1"),
         ({"nnodes": 2, "node_rank": 0, "rendezvous": "h:1", "np": 3}, "-np 3 is no multiple of --nnodes 2"),
@@ -136,10 +138,46 @@ def test_plans_that_do_not_fit(settings, said):
     assert said in str(error.value)
 
 
-@pytest.mark.parametrize("settings", [{"np": 10**14}, {"hosts": "a:99999999999999"}, {"accelerators": 10**6}])
+@pytest.mark.parametrize("settings", [{"np": 10**6}, {"hosts": "a:999999999"}, {"accelerators": 10**6}])
 def test_a_slip_of_the_finger_is_not_laid_out(settings):
     with pytest.raises(ConfigError, match=r"workers on \w+.*: give 65536 at most"):
         make(Config(**settings), ["true"])
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("-np", "9" * 30), ("--output", "0-99999999999"), ("--share", "1-99999999999")]
+)
+def test_a_slip_of_the_finger_fills_no_memory(tmp_path, flag, value):
+    (tmp_path / "train.py").write_text("")
+    given = [flag, value] if flag == "-np" else ["-np", "1", flag, value]
+    ended = dadt(tmp_path, "run", *given, "train.py")
+    assert ended.returncode == 2 and ended.stderr.startswith(f"dadt: {flag} {value}: give ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--share", "²"], "--share ²: give DataLoaders by number"),
+        (["--share", "1-3", "--no-share", "2"], "--share and --no-share both name DataLoader 2"),
+        (["--compression", "powersgd:²"], "--compression powersgd:²: unknown"),
+        (["--metrics", "prometheus:²"], "--metrics prometheus:²: give a port"),
+        (["--seed", str(2**64)], "--seed 18446744073709551616: give a whole number from 0 to 2**64 - 1"),
+        (["--seed", "-5"], "--seed -5: give a whole number"),
+        (["-m"], "-m ./train: give the name of a module"),
+        (["--mpi-args", "'x", "--launcher", "mpi"], "--mpi-args 'x: cannot be read (No closing quotation)"),
+    ],
+)
+def test_values_that_are_none(tmp_path, arguments, said):
+    (tmp_path / "train.py").write_text("")
+    ended = dadt(tmp_path, "run", "-np", "1", *arguments, "./train" if "-m" in arguments else "train.py")
+    assert ended.returncode == 2
+    assert said in ended.stderr and ended.stderr.count("\n") == 1
+
+
+def test_a_seed_reaches_workers_as_it_is(tmp_path):
+    for seed in (2**53 + 1, 2**64 - 1):
+        assert Config.from_env(Config(seed=seed).to_env()).seed == seed
+    assert Config.from_env({"DADT_NP": "1e3"}).np == 1000
 
 
 def test_paths_are_expanded_wherever_they_come_from(tmp_path, monkeypatch):
@@ -230,6 +268,9 @@ def test_a_file_counts_only_when_it_is_named(tmp_path):
         ("broadcast: maybe", "broadcast: 'maybe' is not true or false"),
         ("algorithm: pip", "--algorithm pip: unknown; choose one of pipe, sync"),
         ("hosts: {a: 2}", "hosts: give one value, or a list"),
+        ("seed: 2001-99-99", "cannot be read (month must be in 1..12)"),
+        ("seed: " + "1" * 400, " is not a whole number"),
+        ("[" * 5000, "cannot be read (maximum recursion depth exceeded"),
     ],
 )
 def test_a_file_with_a_mistake_is_refused(tmp_path, text, said):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from errno import EACCES, ENOENT, ENOEXEC
 
 from dadt.config import Config
 from dadt.errors import LaunchError
@@ -40,7 +41,8 @@ class LocalLauncher:
         try:
             future.set_result(LocalChannel(self._python))
         except OSError as error:
-            future.set_exception(LaunchError(f"{self._python}: cannot be run ({error.strerror}) -> --python PATH"))
+            hint = " -> --python PATH" if error.errno in (ENOENT, EACCES, ENOEXEC) else ""
+            future.set_exception(LaunchError(f"{self._python}: cannot be run ({error.strerror}){hint}"))
         return future
 
 

@@ -218,7 +218,10 @@ def command_line(path: str, flavour: str, config: Config, hosts: Sequence[Host],
     """Ranks go host by host, and are not bound to cores: `dadt run` shares out the cores."""
     shim = [config.python or sys.executable, "-u", "-m", "dadt.launch.shim"]
     places = [(_name(host), share) for host, share in zip(hosts, shares, strict=True)]
-    extra = shlex.split(config.mpi_args)
+    try:
+        extra = shlex.split(config.mpi_args)
+    except ValueError as error:
+        raise ConfigError(f"--mpi-args {config.mpi_args}: cannot be read ({error})") from error
     if flavour == "Open MPI":
         root = ["--allow-run-as-root"] if os.getuid() == 0 else []
         named = ["--host", ",".join(f"{name}:{share}" for name, share in places)]

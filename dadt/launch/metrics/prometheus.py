@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 
@@ -28,6 +29,9 @@ BOUNDS = range(-13, 7)
 LABELS = ("job", "rank", "host")
 
 
+PORT = re.compile(r"[0-9]{1,5}")
+
+
 class Prometheus(Collector):
     """One page for all ranks, for as long as the job runs. Read by the server's threads, written by the launcher's."""
 
@@ -35,7 +39,7 @@ class Prometheus(Collector):
         """place: PORT, or HOST:PORT."""
         host, _, port = place.rpartition(":")
         host = host.strip("[]") or LOOPBACK
-        if not port.isdigit() or int(port) > 65535:
+        if not PORT.fullmatch(port) or int(port) > 65535:
             raise ConfigError(f"--metrics prometheus:{place}: give a port, as prometheus:9100, or HOST:PORT")
         self._families: list[Metric] = []
         registry = CollectorRegistry()
