@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dadt import algorithms, fingerprint, predictions
+from dadt.buffer import buffer_of
 from dadt.errors import DadtError, Mismatch
 from dadt.exchange import Exchange, Schema
 from dadt.groups import group_values
@@ -75,7 +76,7 @@ class Attachment:
         self._hooked = WeakTensorKeyDictionary()
         self.prediction = predictions.choose(runtime.config, optimizer, self.parameters, runtime.world.world_size)
         # Collected between forward and step, it must not leave its prediction in the weights.
-        weakref.finalize(optimizer, self.prediction.undo).atexit = False
+        weakref.finalize(optimizer, self.prediction.end).atexit = False
         self.algorithm = algorithms.find(runtime.config.algorithm)(self)
 
     @property
@@ -175,13 +176,15 @@ class Attachment:
         """A training forward has run: buffers that it changed on any rank are averaged from now on."""
         if not self._candidates:
             return
-        changed = [
-            (now := m._buffers.get(n)) is not None and not torch.equal(now, before) for m, n, before in self._candidates
-        ]
-        work = self.runtime.allgather(f"buffers that change{self.name}", pack_flags(changed))
+        pairs = [(buffer_of(m, n), before) for m, n, before in self._candidates]
+        changed = [now is not None and not torch.equal(now, before) for now, before in pairs]
+        # As a table of positions that grows with the longest text: it says nothing of the training.
+        reshaped = [now is None or now.shape != before.shape for now, before in pairs]
+        work = self.runtime.allgather(f"buffers that change{self.name}", pack_flags(changed + reshaped))
         self.runtime.wait(work)
-        for (m, n, _), change in zip(self._candidates, any_flags(work.lanes, len(changed)), strict=True):
-            if change:
+        flags = any_flags(work.lanes, 2 * len(pairs))
+        for (m, n, _), change, reshape in zip(self._candidates, flags[: len(pairs)], flags[len(pairs) :], strict=True):
+            if change and not reshape:
                 self.runtime.buffers.add(m, n)
         self._candidates = []
 
@@ -206,8 +209,7 @@ class Attachment:
         self._token = token
 
     def _hook(self, parameters: list[torch.Tensor]) -> None:
-        """Notice gradients that grow: all where the algorithm wants it, else two to see a late backward."""
-        wanted = parameters if self.algorithm.wants_gradients else parameters[:1] + parameters[-1:]
+        """Notice gradients that grow."""
         this = weakref.ref(self)
 
         def grew(parameter: torch.Tensor) -> None:
@@ -216,7 +218,7 @@ class Attachment:
                 if a.algorithm.wants_gradients:
                     a.algorithm.gradient_ready(parameter)
 
-        for p in wanted:
+        for p in parameters:
             if p not in self._hooked and p.is_leaf:
                 p.register_post_accumulate_grad_hook(grew)  # type: ignore[no-untyped-call]
                 self._hooked[p] = True
@@ -268,7 +270,7 @@ class Attachment:
         if self.step > 0 and self.runtime.together:
             self.settle_buffers()
         self.runtime.take_over(self)
-        if len(self.prediction.parameters) != len(parameters := self.parameters):
+        if self.prediction.given != len(parameters := self.parameters):
             self.prediction.follow(parameters)
         if self.algorithm.tracks:
             self.prediction.before_step(late=self.algorithm.predicts, scale=self.scale)
@@ -284,8 +286,10 @@ class Attachment:
 
     def zero_gradients(self) -> None:
         """For a step that applies none. In memory of their own: the flat buffers may be under way."""
+        tables = {id(p) for p in self._tables}
         for p in self.parameters:
-            p.grad = torch.zeros_like(p)
+            zeros = torch.zeros_like(p)
+            p.grad = zeros.to_sparse(1) if id(p) in tables else zeros
 
     def hold_back(self) -> None:
         """Where no average has come yet: without gradients a step changes neither weights, momentum nor counters."""
@@ -411,8 +415,8 @@ class Attachment:
 
     def deliver(self, exchange: Exchange | Arrived) -> None:
         ratio = None
-        if self.scale is not None and exchange.scale is not None and self.scale is not exchange.scale:
-            ratio = self.scale / exchange.scale
+        if self.scale is not exchange.scale:
+            ratio = (1.0 if self.scale is None else self.scale) / (1.0 if exchange.scale is None else exchange.scale)
         absent = [p for p in self._tables if p.grad is None]
         exchange.deliver(ratio)
         for p in absent:

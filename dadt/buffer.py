@@ -10,6 +10,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 
+def buffer_of(module: nn.Module, name: str) -> torch.Tensor | None:
+    """None where it has none of this name any more."""
+    buffers = module._buffers
+    return buffers[name] if name in buffers else None  # noqa: SIM401 (a scripted module's have no get)
+
+
 class Buffers:
     """The floating buffers that training changes, of all modules that are trained. One per runtime.
 
@@ -44,7 +50,7 @@ class Buffers:
 
     def of(self, modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, torch.Tensor]]:
         """(module, name, the rank's own buffer), in the order of the modules."""
-        return [(m, n, b) for m in modules for n in self._names.get(m, ()) if (b := m._buffers.get(n)) is not None]
+        return [(m, n, b) for m in modules for n in self._names.get(m, ()) if (b := buffer_of(m, n)) is not None]
 
     def update(self, places: Sequence[tuple[nn.Module, str]], averages: Sequence[torch.Tensor]) -> None:
         """A new official copy has come."""
@@ -57,16 +63,16 @@ class Buffers:
             return
         own = {}
         for name, average in official.items():
-            buffer = module._buffers.get(name)
-            if buffer is not None:
+            buffer = buffer_of(module, name)
+            if buffer is not None and buffer.shape == average.shape:
                 own[name] = buffer.detach().clone()
                 buffer.data.copy_(average)
         self._own[module] = own
 
     def hide(self, module: nn.Module) -> None:
         for name, value in self._own.pop(module, {}).items():
-            buffer = module._buffers.get(name)
-            if buffer is not None:
+            buffer = buffer_of(module, name)
+            if buffer is not None and buffer.shape == value.shape:
                 buffer.data.copy_(value)
 
     def show_all(self) -> None:
@@ -88,7 +94,7 @@ class Buffers:
     def join(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
         """The rank's own becomes what all ranks have in common; what the script reads stays as it is."""
         self.add(module, name)
-        shown, buffer = self._own.get(module, {}), module._buffers.get(name)
+        shown, buffer = self._own.get(module, {}), buffer_of(module, name)
         if name in shown:
             shown[name] = value.to(shown[name].device, copy=True)
         elif buffer is not None:

@@ -262,8 +262,12 @@ class Exchange:
         try:
             for work in self.works:
                 wait(work)
-        except CommError:
+        except CommError as error:
             keep_for_good(self)  # with the gradients, which a library may still be at
+            if isinstance(error, Mismatch) and "buffers" in str(error):
+                raise Mismatch(
+                    f"{error}. If a forward gives buffers another shape on each rank: --no-buffers"
+                ) from error
             raise
 
     def _submit_second(self, index: int, staged: Staged, *, held: bool = False) -> Work | Averaging:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from dadt import algorithms, executors
 from dadt.attachment import Attachment
@@ -272,6 +273,11 @@ class Runtime:
 
     def _attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the optimizer train data-parallel, from rank 0's state."""
+        if any(is_lazy(p) for g in optimizer.param_groups for p in g["params"]):
+            raise DadtError(
+                f"{type(optimizer).__name__} has parameters of lazy modules, whose shapes are not known yet: send a"
+                " batch through the model under torch.no_grad() before training begins"
+            )
         attachment = Attachment(self, optimizer, self._registered[optimizer])
         self._attachments[optimizer] = attachment
         self.progress.measures.append(attachment.measure)
@@ -305,9 +311,14 @@ class Runtime:
         return chosen
 
     def let_go(self, ids: set[int]) -> None:
-        """The script drops gradients of these parameters: averages that no step has used are left out."""
+        """The script drops gradients of these parameters: averages that no step has used are left out, where nothing
+        is left of them."""
         for attachment in self.attachments:
-            if attachment.consumed and not attachment.stepping and any(id(p) in ids for p in attachment.parameters):
+            mine = attachment.parameters if attachment.consumed and not attachment.stepping else []
+            others = [p for p in mine if id(p) not in ids]
+            # Of a step that applies nothing all gradients are zeros.
+            kept = bool(others) and (attachment.algorithm.holds or any(map(_counts, others)))
+            if len(others) < len(mine) and not kept:
                 attachment.skipped()
 
     def take_over(self, attachment: Attachment) -> None:
@@ -545,6 +556,14 @@ class Runtime:
             for callback in self.on_stop:
                 callback()
             self.in_flight.clear()
+
+
+def _counts(parameter: torch.Tensor) -> bool:
+    """Its gradient is there and not zero."""
+    gradient = parameter.grad
+    if gradient is not None and gradient.layout != torch.strided:
+        gradient = gradient.coalesce().values()
+    return gradient is not None and bool(gradient.any())
 
 
 def _dump(value: Any) -> bytes:

@@ -18,6 +18,7 @@ class Window:
         self._runtime = runtime
         self._passes = 0
         """Training forwards and backwards under way."""
+        self._backwards = 0
         self._looks = 0
         """Forwards under way that train nothing."""
         self._stepped = False
@@ -30,6 +31,10 @@ class Window:
         if not self._stepped:
             for attachment in self._runtime.attachments:
                 attachment.prediction.suspend()
+
+    @property
+    def in_backward(self) -> bool:
+        return self._backwards > 0
 
     @contextmanager
     def amid(self) -> Iterator[None]:
@@ -52,10 +57,13 @@ class Window:
             mine = [a.prediction for a in self._runtime.attachments if a.prediction.suspended]
         for prediction in mine:
             prediction.resume()
+        here = self._runtime.on_training_thread
+        self._backwards += here
         try:
             with self.amid():
                 yield
         finally:
+            self._backwards -= here
             for prediction in mine:
                 prediction.suspend()
 

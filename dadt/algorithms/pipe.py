@@ -21,8 +21,11 @@ if TYPE_CHECKING:
     from dadt.attachment import Attachment
     from dadt.exchange import Exchange
 
-_BLOWN_UP, _CHANGED = 1.0, 2.0
-"""What a rank tells the others: late gradients have grown too much; the script changes predicted weights."""
+_PARTS, _PATIENCE = 4, 12
+"""Steps that each change of what is trained counts for, and how many are too many: changes in one of five steps."""
+_BLOWN_UP, _BARRED, _CHANGED = 1.0, 2.0, 3.0
+"""What a rank tells the others: late gradients have grown too much; weights cannot be predicted; the script changes
+those that are."""
 
 
 class Pipe(Algorithm):
@@ -50,6 +53,8 @@ class Pipe(Algorithm):
         """Of the last step's averages: read one step later, when a GPU has long computed it."""
         self._late = False
         """That norm is of averages that came late."""
+        self._changes = 0
+        """Of which parameters are trained, lately."""
         self._warmed_up = False
         """What was measured in the synchronous steps has been told, and acted on."""
         if self.in_flight > 1:
@@ -168,32 +173,39 @@ class Pipe(Algorithm):
             return
         oldest = self._pending.popleft()
         lanes = a.wait(oldest)
-        if alarm := max(lane.value for lane in lanes):
+        alarm = max(lane.value for lane in lanes)
+        applies = self._follow(oldest, exchange)
+        if alarm or self._changes >= _PATIENCE:
             a.agree(lanes, oldest)
             self._fall_back(exchange, alarm)
-            return
-        self._deliver(oldest, late=True)
-        a.agree(lanes, oldest)
+        elif applies:
+            self._deliver(oldest, late=True)
+            a.agree(lanes, oldest)
+        else:
+            a.agree(lanes, oldest)
+            self._holds = True
+            a.zero_gradients()
+
+    def _follow(self, oldest: Exchange | Arrived, latest: Exchange) -> bool:
+        """Whether any of what has arrived is still trained. All ranks train the same parameters: the lanes say so."""
+        self._changes = max(self._changes - 1, 0)
+        if oldest.schema is latest.schema:
+            return True
+        before = {id(p) for p in oldest.schema.parameters}
+        now = {id(p) for p in latest.schema.parameters}
+        self._changes += _PARTS * bool(now - before)
+        return bool(now & before)
 
     def _fall_back(self, exchange: Exchange, alarm: float) -> None:
         """Synchronous from this very step on: with its own gradients, which are the last under way."""
         a = self.attachment
         a.measure.delayed -= 1
         a.measure.fell_back += 1
-        reason = (
-            f"the gradients{a.name} have grown beyond {FACTOR:g} times what they were, since they come late: back to"
-            " synchronous steps on all ranks. Lower the learning rate or raise --warmup-steps (--no-fall-back goes on"
-            " regardless)"
-        )
-        if alarm == _CHANGED:
-            reason = (
-                f"the script changes weights{a.name} between a forward and its step, where they are predicted ones and"
-                " are put back: back to synchronous steps on all ranks, so that such changes last. Make them right"
-                " after optimizer.step() to train one step late"
-            )
-        a.runtime.say(f"step {a.step}: {reason}", level="warning")
+        a.runtime.say(f"step {a.step}: {_reason(alarm, a.name)}", level="warning")
         self.step_synchronously()
         a.agree(a.wait(exchange), exchange)
+        if alarm == _CHANGED:  # what ranks made of predicted weights may be in the true ones
+            a.runtime.adopt(a, weights=True)
         a.deliver(exchange)
 
     def _deliver(self, exchange: Exchange | Arrived, late: bool) -> None:
@@ -206,8 +218,10 @@ class Pipe(Algorithm):
 
     def _alarm(self) -> float:
         """Why all ranks are to go back to synchronous steps; 0: no reason is known."""
-        blown_up = self._blows_up()
-        return _CHANGED if self.attachment.prediction.changed else _BLOWN_UP * blown_up
+        blown_up, prediction = self._blows_up(), self.attachment.prediction
+        if prediction.changed or prediction.barred:
+            return _CHANGED if prediction.changed else _BARRED
+        return _BLOWN_UP * blown_up
 
     def _blows_up(self) -> bool:
         """By the norm of the last step's averages. Ranks may see it at different steps: a norm's last bits differ
@@ -221,6 +235,32 @@ class Pipe(Algorithm):
         if norm - norm != 0 and self.attachment.scale is not None:
             return False  # the gradient scaler has left that step out
         return self._divergence.see(norm)
+
+
+def _reason(alarm: float, name: str) -> str:
+    """Why ranks go back to synchronous steps."""
+    if alarm == _CHANGED:
+        return (
+            f"the script changes weights{name} between a forward and its step, where they are predicted ones and"
+            " are put back: back to synchronous steps on all ranks, so that such changes last. Make them right"
+            " after optimizer.step() to train one step late"
+        )
+    if alarm == _BARRED:
+        return (
+            f"the forward of the model{name} runs within the backward (a checkpoint of the whole model), where its"
+            " weights cannot be predicted: back to synchronous steps on all ranks. Give checkpoint use_reentrant=False"
+            " to train one step late"
+        )
+    if alarm == _BLOWN_UP:
+        return (
+            f"the gradients{name} have grown beyond {FACTOR:g} times what they were, since they come late: back to"
+            " synchronous steps on all ranks. Lower the learning rate or raise --warmup-steps (--no-fall-back goes on"
+            " regardless)"
+        )
+    return (
+        f"the script trains other parameters{name} every few steps, so late gradients come to what is frozen: back to"
+        " synchronous steps on all ranks"
+    )
 
 
 def _bears(optimizer: torch.optim.Optimizer, predict: str, delay: int, ranks: int) -> str:

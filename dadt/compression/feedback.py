@@ -27,10 +27,10 @@ class Owing:
         forgets, self._forgets = self._forgets, False
         if forgets:
             return 0.0
-        if before is None or scale is None or before is scale:
+        if before is scale:
             return 1.0
-        ratio = scale / before
-        return ratio if ratio.is_cuda else float(ratio)
+        ratio = (1.0 if scale is None else scale) / (1.0 if before is None else before)
+        return ratio if isinstance(ratio, torch.Tensor) and ratio.is_cuda else float(ratio)
 
 
 class Feedback(Owing):

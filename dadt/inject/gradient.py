@@ -41,9 +41,9 @@ def install(runtime: Runtime, modules: Modules) -> None:
 
     def scaled(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> Attachment | None:
         attachment = runtime.attachment(optimizer)
-        if attachment is not None and scaler.is_enabled():
-            attachment.scale = scaler._scale.clone() if scaler._scale is not None else None
         if attachment is not None:
+            scale = scaler._scale if scaler.is_enabled() else None
+            attachment.scale = None if scale is None else scale.clone()
             consume(attachment)
         return attachment
 

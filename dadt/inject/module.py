@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from dadt.attachment import Attachment
 from dadt.inject.ddp import Wrappers
+from dadt.predictions.base import traces
 from dadt.runtime import Runtime
 
 _UNSEEN_STEPS = 3
@@ -110,7 +111,7 @@ class Modules:
         self.runtime.roots[optimizer] = [weakref.ref(m) for m in ordered]
         for m in ordered:
             self.enter(m, optimizer)
-            if (inner := m._modules.get("_orig_mod")) is not None:
+            for inner in (child for name, child in m._modules.items() if name == "_orig_mod" and child is not None):
                 self._leave(inner, optimizer)
 
     def enter(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -174,12 +175,21 @@ class Modules:
         return [a for a in known if a.alive and a.optimizer in self._optimizers.get(module, ())]
 
     def forward_begins(self, module: nn.Module) -> None:
+        if traces():  # what is made of parameters there has no memory to exchange
+            return
         self.runtime.begin()
         self.runtime.buffers.hide_training()
         for attachment in self.attachments(module):
             attachment.welcome()
             if attachment.algorithm.predicts and not attachment.consumed:
-                attachment.prediction.apply()
+                self._predict(attachment)
+
+    def _predict(self, attachment: Attachment) -> None:
+        if not self.runtime.window.in_backward or attachment.prediction.applied:
+            attachment.prediction.apply()
+        else:
+            # Its first pass was without gradients, at true weights: this one is to be the same.
+            attachment.prediction.barred = attachment.prediction.wanted
 
     # What the script sees --------------------------------------------------------------------------------------
 
@@ -316,7 +326,8 @@ def _show_copies(runtime: Runtime) -> None:
     def patched_update(self: AveragedModel, model: nn.Module) -> None:
         for m in model.modules():
             runtime.buffers.show(m)
-        update(self, model)
+        with runtime.window.look(runtime.attachments):  # between a backward and its step, too
+            update(self, model)
 
     AveragedModel.update_parameters = patched_update  # type: ignore[method-assign]
     update_bn = swa_utils.update_bn

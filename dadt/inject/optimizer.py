@@ -58,6 +58,7 @@ class Steps:
             self._modules.find(optimizer)
         attachment = self._attachment(optimizer)
         if attachment is not None and not attachment.consumed:
+            attachment.scale = None  # a scaler would have used the gradients before
             self._modules.step_begins(attachment.optimizer)
         self._under_way.append((frame, optimizer, attachment))
         if attachment is None:

@@ -51,7 +51,9 @@ class Prediction:
     """It learns from gradients, also from those of a step that applies none."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self.parameters = list(parameters)
+        self.given = len(parameters)
+        """Of the optimizer's parameters, those that this is asked to predict."""
+        self.parameters = _apart(parameters)
         self._holds = Holds.NOTHING
         self._buffers: list[torch.Tensor] = []
         self._places: list[torch.Tensor] = []
@@ -64,6 +66,8 @@ class Prediction:
         self.changed = False
         """The script changes weights while they are predicted, as by a decay of its own before the step: that is lost,
         as predicted weights differ from rank to rank."""
+        self.barred = False
+        """The script computes gradients where weights are not to be predicted."""
 
     @property
     def wanted(self) -> bool:
@@ -80,7 +84,7 @@ class Prediction:
 
     def apply(self) -> None:
         """From true to predicted weights, at the first forward with gradients after a step."""
-        if self._holds is Holds.KNOWN:
+        if self._holds is Holds.KNOWN and not traces():
             self._go_ahead()
             self._holds = Holds.TRUE_WEIGHTS
             self._places = [p.data for p in self.parameters]
@@ -122,7 +126,7 @@ class Prediction:
 
         Not while torch traces or transforms a function: its copies would be part of that.
         """
-        if self.suspended and not _traces():
+        if self.suspended and not traces():
             places, predicted = self._places, self._predicted
             torch._foreach_copy_(self._buffers, places)
             if self.suspended:
@@ -147,7 +151,13 @@ class Prediction:
 
         `.grad` holds the rank's own gradients, which are about to be sent; scale: their loss scale.
         """
+        places = self._places if self.applied else []
         self.undo()
+        for p, place in zip(self.parameters, places, strict=False):
+            # The script has put what it made of predicted weights into other memory, and would train it.
+            if _replaced(p.data, place):
+                p.data.copy_(place)
+                self.changed = True
 
     def arrived(self, norm: torch.Tensor | None) -> None:
         """`.grad` holds the averages, of this norm (without their loss scale), before the script changes them."""
@@ -163,9 +173,14 @@ class Prediction:
     def follow(self, parameters: Sequence[torch.Tensor]) -> None:
         """The script froze, added or replaced parameters: those that stay keep what is known of them."""
         self.undo()
+        self.given, parameters = len(parameters), _apart(parameters)
+        self._keep(parameters)
+        self.parameters = parameters
+
+    def _keep(self, parameters: Sequence[torch.Tensor]) -> None:
+        """What is known of these; zeros for those that are new."""
         if self._buffers:
             self._buffers = self._kept(self._buffers, parameters, weights=self._holds is Holds.BEFORE)
-        self.parameters = list(parameters)
 
     def _kept(
         self, buffers: list[torch.Tensor], parameters: Sequence[torch.Tensor], *, weights: bool = False
@@ -197,7 +212,7 @@ class Prediction:
         self._buffers = []
 
 
-def _traces() -> bool:
+def traces() -> bool:
     """Inside make_fx, AOTAutograd, torch.func and their like."""
     return torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
@@ -216,6 +231,17 @@ def _moved(now: torch.Tensor, place: torch.Tensor) -> bool:
     if now.data_ptr() == place.data_ptr() or now.shape != place.shape:
         return False
     return torch.allclose(now.to(place), place, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def _replaced(now: torch.Tensor, place: torch.Tensor) -> bool:
+    """Whether these are other values in other memory."""
+    return now.data_ptr() != place.data_ptr() and now.shape == place.shape and not _moved(now, place)
+
+
+def _apart(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Without those that lie in the same memory as one before: what is true would be put back as the other's."""
+    first = {p.data_ptr(): id(p) for p in reversed(parameters) if p.numel()}
+    return [p for p in parameters if not p.numel() or first[p.data_ptr()] == id(p)]
 
 
 def tensors_of(parameters: Sequence[torch.Tensor], values: Tensors) -> list[torch.Tensor]:

@@ -72,10 +72,10 @@ class Displacement(Prediction):
         pairs = zip(self.parameters, self._buffers, strict=True)
         return [(p.data, b) for p, b in pairs if not in_core((p, b))]
 
-    def follow(self, parameters: Sequence[torch.Tensor]) -> None:
+    def _keep(self, parameters: Sequence[torch.Tensor]) -> None:
+        super()._keep(parameters)
         if self._older:
             self._older = self._kept(self._older, parameters)
-        super().follow(parameters)
 
     def state(self) -> dict[str, Any]:
         known = self._holds is Holds.KNOWN

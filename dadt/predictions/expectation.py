@@ -85,6 +85,8 @@ class Expectation(Prediction):
         self._came = [(p.grad, 0 if p.grad is None else p.grad._version) for p in self.parameters]
 
     def after_step(self, *, held: bool, scale: torch.Tensor | None) -> None:
+        if held and self._holds is Holds.OWN:
+            self.forget()  # what has come was of other parameters
         if held or not self._buffers:
             return
         changed = self._changed()
@@ -92,10 +94,12 @@ class Expectation(Prediction):
         if self._holds is not Holds.OWN:
             self._absent = self._copy_gradients(self._buffers)
             self._holds = Holds.AVERAGE
-        elif (changed or scale is not None) and not _finite(self._buffers):
-            self.forget()  # a gradient scaler will leave it out, or a script that looks at norms
-        else:
-            self._expect(1.0 if scale is None else scale)
+            return
+        self._expect(1.0 if scale is None else scale)
+        if (changed or scale is not None) and not _finite(self._buffers):
+            # A gradient scaler will leave the rank's own out, or a script that looks at norms; or a fused optimizer
+            # has just left the averages out, by itself.
+            self.forget()
 
     def _expect(self, scale: torch.Tensor | float) -> None:
         """From the own gradients in the buffers, of this loss scale, those before, and the averages in `.grad`."""
@@ -196,12 +200,12 @@ class Expectation(Prediction):
             self._absent = {id(p) for p in self.parameters if p not in average}
             self._holds = Holds.AVERAGE
 
-    def follow(self, parameters: Sequence[torch.Tensor]) -> None:
+    def _keep(self, parameters: Sequence[torch.Tensor]) -> None:
+        super()._keep(parameters)
         if self._previous:
             self._previous = self._kept(self._previous, parameters)
         if not self._previous:
             self._previous_scale = None
-        super().follow(parameters)
 
     def forget(self) -> None:
         super().forget()
