@@ -55,6 +55,8 @@ class Outcome:
     """What each rank's function returned or raised, where `dadt.run` has called one."""
     hooked: bool = False
     """At least one worker imported torch with DADT hooked in."""
+    stepped: bool = False
+    """An optimizer of theirs has made a step, also where the process has ended by os._exit and told nothing."""
     stuck: Sequence[int] = ()
     """Processes that did not die of SIGKILL."""
 
@@ -294,6 +296,7 @@ class Job:
     def _on_exit(self, node: Node, frame: Frame) -> None:
         ending = Ending(**{**frame.header, "time": frame["time"] - node.clock})
         self._endings[ending.rank] = ending
+        self._outcome.stepped |= ending.step > 0
         member = self._rendezvous.members[ending.rank]
         member.ended = True
         member.sign(f"has exited with code {ending.code}")

@@ -247,7 +247,8 @@ def not_distributed(outcome: Outcome, where: Placed) -> str | None:
             "is installed? try --inject sitecustomize)"
         )
     # A script that calls dadt.init does with its ranks what it likes.
-    if not any(summary.get("steps", 0) or summary.get("explicit") for summary in outcome.summaries.values()):
+    told = any(summary.get("steps", 0) or summary.get("explicit") for summary in outcome.summaries.values())
+    if not (told or outcome.stepped):
         return (
             "no torch.optim optimizer made a step in any worker, so every worker did the same work for itself "
             "(an optimizer that is not a torch.optim.Optimizer, or training in a child process?)"

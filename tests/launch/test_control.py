@@ -202,3 +202,9 @@ def test_training_that_was_not_distributed_is_told_loudly(launch, script, why):
     result = launch(script)
     assert result.code == 0
     assert f"dadt: warning: training was NOT distributed: {why}" in result.err
+
+
+def test_a_script_that_leaves_without_a_word_has_trained_all_the_same(launch):
+    result = launch(HEAD + "control.hello(torch='2')\ncontrol.progress(3, last=True)\nos._exit(0)")
+    assert result.code == 0
+    assert "NOT distributed" not in result.err
