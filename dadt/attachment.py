@@ -50,7 +50,9 @@ class Attachment:
         """Ids of the optimizer's parameters when they were last looked at, and how many were known then."""
         self._delivered: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self.scale: torch.Tensor | None = None
-        """Current loss scale, where the script has a GradScaler."""
+        """Loss scale of this step, where the script has a GradScaler."""
+        self.scale_token: tuple[int, int] | None = None
+        """What it is a copy of."""
         self.drawn = 0
         """Batches from shared loaders since the last exchange."""
         self._samples = 0.0
@@ -76,7 +78,7 @@ class Attachment:
         self._hooked = WeakTensorKeyDictionary()
         self.prediction = predictions.choose(runtime.config, optimizer, self.parameters, runtime.world.world_size)
         # Collected between forward and step, it must not leave its prediction in the weights.
-        weakref.finalize(optimizer, self.prediction.end).atexit = False
+        weakref.finalize(optimizer, self.prediction.undo).atexit = False
         self.algorithm = algorithms.find(runtime.config.algorithm)(self)
 
     @property
@@ -270,7 +272,7 @@ class Attachment:
         if self.step > 0 and self.runtime.together:
             self.settle_buffers()
         self.runtime.take_over(self)
-        if self.prediction.given != len(parameters := self.parameters):
+        if len(self.prediction.given) != len(parameters := self.parameters):
             self.prediction.follow(parameters)
         if self.algorithm.tracks:
             self.prediction.before_step(late=self.algorithm.predicts, scale=self.scale)
@@ -323,6 +325,7 @@ class Attachment:
         if self._fills_up:
             self._fill, self._fills_up = 1.0, False
         self._delivered = []
+        self.scale = None
         self.consumed = self.stepping = False
 
     def loaded(self) -> None:

@@ -361,11 +361,16 @@ class Runtime:
         if weights:
             # How far a rank's own weights moved says nothing of rank 0's.
             attachment.prediction.forget()
+            for other in self.attachments:  # the root may have their parameters, too
+                other.prediction.suspend()
             # Also what the optimizer does not train: a frozen part of the model.
             roots = self.root_modules(optimizer)
             every = dict.fromkeys([*parameters, *(p for m in roots for p in m.parameters())])
             self.broadcast([p.data for p in every], f"weights{attachment.name}")
-            self.broadcast([b.data for m in roots for b in m.buffers()], f"buffers{attachment.name}")
+            # Later on others may have come to differ in shape.
+            averaged = [b for _, _, b in attachment.buffers()]
+            buffers = averaged if attachment.step else [b for m in roots for b in m.buffers()]
+            self.broadcast([b.data for b in buffers], f"buffers{attachment.name}")
             if self.world.rank != 0 and theirs[0][2]:
                 groups = optimizer.state_dict()["param_groups"]
                 optimizer.load_state_dict({"state": _load(theirs[0][2]), "param_groups": groups})

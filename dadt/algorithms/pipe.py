@@ -136,6 +136,7 @@ class Pipe(Algorithm):
             "measured": {} if self._warmed_up else a.measure.state(),
             "norm": None if self._norm is None else float(self._norm),
             "late": self._late,
+            "changes": self._changes,
             "divergence": {} if self._divergence is None else self._divergence.state(),
         }
 
@@ -152,6 +153,7 @@ class Pipe(Algorithm):
         self._pending = deque(Arrived(self.attachment, each) for each in state["in_flight"][-self.in_flight :])
         self._norm = None if state["norm"] is None else torch.tensor(state["norm"], dtype=torch.float64, device="cpu")
         self._late = state["late"]
+        self._changes = state.get("changes", 0)
         if self._divergence is not None and state["divergence"]:
             self._divergence.load_state(state["divergence"])
 
@@ -166,6 +168,7 @@ class Pipe(Algorithm):
         # Launched before waiting: the wire stays busy where communication is slower than compute.
         a = self.attachment
         a.measure.delayed += 1
+        before = self._pending[-1] if self._pending else exchange
         self._pending.append(exchange)
         if len(self._pending) <= self.in_flight:
             self._holds = True
@@ -174,7 +177,8 @@ class Pipe(Algorithm):
         oldest = self._pending.popleft()
         lanes = a.wait(oldest)
         alarm = max(lane.value for lane in lanes)
-        applies = self._follow(oldest, exchange)
+        self._count_changes(before, exchange)
+        applies = _trains(oldest, exchange)
         if alarm or self._changes >= _PATIENCE:
             a.agree(lanes, oldest)
             self._fall_back(exchange, alarm)
@@ -186,15 +190,12 @@ class Pipe(Algorithm):
             self._holds = True
             a.zero_gradients()
 
-    def _follow(self, oldest: Exchange | Arrived, latest: Exchange) -> bool:
-        """Whether any of what has arrived is still trained. All ranks train the same parameters: the lanes say so."""
+    def _count_changes(self, before: Exchange | Arrived, latest: Exchange) -> None:
+        """All ranks train the same parameters: the lanes say so."""
         self._changes = max(self._changes - 1, 0)
-        if oldest.schema is latest.schema:
-            return True
-        before = {id(p) for p in oldest.schema.parameters}
-        now = {id(p) for p in latest.schema.parameters}
-        self._changes += _PARTS * bool(now - before)
-        return bool(now & before)
+        if before.schema is not latest.schema:
+            old = {id(p) for p in before.schema.parameters}
+            self._changes += _PARTS * any(id(p) not in old for p in latest.schema.parameters)
 
     def _fall_back(self, exchange: Exchange, alarm: float) -> None:
         """Synchronous from this very step on: with its own gradients, which are the last under way."""
@@ -203,9 +204,10 @@ class Pipe(Algorithm):
         a.measure.fell_back += 1
         a.runtime.say(f"step {a.step}: {_reason(alarm, a.name)}", level="warning")
         self.step_synchronously()
-        a.agree(a.wait(exchange), exchange)
-        if alarm == _CHANGED:  # what ranks made of predicted weights may be in the true ones
-            a.runtime.adopt(a, weights=True)
+        lanes = a.wait(exchange)
+        a.agree(lanes, exchange)
+        if _CHANGED in (alarm, *(lane.value for lane in lanes)):
+            a.runtime.adopt(a, weights=True)  # what ranks made of predicted weights may be in the true ones
         a.deliver(exchange)
 
     def _deliver(self, exchange: Exchange | Arrived, late: bool) -> None:
@@ -235,6 +237,14 @@ class Pipe(Algorithm):
         if norm - norm != 0 and self.attachment.scale is not None:
             return False  # the gradient scaler has left that step out
         return self._divergence.see(norm)
+
+
+def _trains(oldest: Exchange | Arrived, latest: Exchange) -> bool:
+    """Whether anything of what has arrived is still trained."""
+    if isinstance(oldest, Arrived):
+        return bool(oldest.averaged_gradients())
+    now = {id(p) for p in latest.schema.parameters} if oldest.schema is not latest.schema else set()
+    return not now or any(id(p) in now for p in oldest.schema.parameters)
 
 
 def _reason(alarm: float, name: str) -> str:

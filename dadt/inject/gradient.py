@@ -37,15 +37,29 @@ def install(runtime: Runtime, modules: Modules) -> None:
             _patch(name, _before_parameters(getattr(torch.nn.utils, name), consume_of))
     if hasattr(torch.nn.utils, "get_total_norm"):
         _patch("get_total_norm", _before_gradients(torch.nn.utils.get_total_norm, runtime, consume_of))
-    unscale, step = GradScaler.unscale_, GradScaler.step
+    scale, unscale, step = GradScaler.scale, GradScaler.unscale_, GradScaler.step
+
+    def tell(scaler: GradScaler, attachments: Iterable[Attachment]) -> None:
+        """Which loss scale the gradients of this step carry. They may be clipped, or sent, before they are unscaled."""
+        value = scaler._scale if scaler.is_enabled() else None
+        token = None if value is None else (id(value), value._version)
+        for attachment in attachments:
+            if attachment.scale is None or attachment.scale_token != token:
+                attachment.scale = None if value is None else value.clone()
+                attachment.scale_token = token
 
     def scaled(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> Attachment | None:
         attachment = runtime.attachment(optimizer)
         if attachment is not None:
-            scale = scaler._scale if scaler.is_enabled() else None
-            attachment.scale = None if scale is None else scale.clone()
+            tell(scaler, [attachment])
             consume(attachment)
         return attachment
+
+    @functools.wraps(scale)
+    def patched_scale(self: GradScaler, outputs: Any) -> Any:
+        result = scale(self, outputs)
+        tell(self, runtime.attachments)
+        return result
 
     @functools.wraps(unscale)
     def patched_unscale(self: GradScaler, optimizer: torch.optim.Optimizer) -> None:
@@ -60,6 +74,7 @@ def install(runtime: Runtime, modules: Modules) -> None:
             attachment.skipped()
         return result
 
+    GradScaler.scale = patched_scale  # type: ignore[method-assign]
     GradScaler.unscale_ = patched_unscale  # type: ignore[method-assign]
     GradScaler.step = patched_step  # type: ignore[method-assign]
 

@@ -206,7 +206,7 @@ class Modules:
     def reveal(self, module: nn.Module) -> list[Attachment]:
         """Before state_dict() or load_state_dict(): the weights and buffers below are the true and official ones."""
         ids = {id(p) for p in module.parameters()}
-        mine = [a for a in self.runtime.attachments if any(id(p) in ids for p in a.prediction.parameters)]
+        mine = [a for a in self.runtime.attachments if not ids.isdisjoint(a.prediction.given)]
         for attachment in mine:
             attachment.prediction.undo()
         for m in module.modules():
@@ -293,7 +293,7 @@ def _true_first(copy: Callable[..., Any], runtime: Runtime) -> Callable[..., Any
     @functools.wraps(copy)
     def patched(self: nn.Parameter, *args: Any) -> Any:
         for attachment in runtime.attachments:
-            if attachment.prediction.applied and any(p is self for p in attachment.prediction.parameters):
+            if attachment.prediction.applied and id(self) in attachment.prediction.given:
                 attachment.prediction.undo()
         return copy(self, *args)
 

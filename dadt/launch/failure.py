@@ -235,10 +235,10 @@ def printable(text: str) -> str:
 
 def _shortened(text: str) -> list[str]:
     """The first lines, so that what stands above them stays on the screen."""
-    lines = printable(text[:CAUSE_LETTERS]).split("\n")
-    more = text.count("\n") + 1 - CAUSE_LINES
+    lines = printable(text[:CAUSE_LETTERS]).split("\n")[:CAUSE_LINES]
+    more = text.count("\n") + 1 - len(lines)
     if more > 0:
-        return [*lines[:CAUSE_LINES], f"... and {more} more line{'s' if more > 1 else ''}, in the log"]
+        return [*lines, f"... and {more} more line{'s' if more > 1 else ''}, in the log"]
     return [*lines[:-1], lines[-1] + "..."] if len(text) > CAUSE_LETTERS else lines
 
 

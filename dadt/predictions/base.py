@@ -51,8 +51,8 @@ class Prediction:
     """It learns from gradients, also from those of a step that applies none."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self.given = len(parameters)
-        """Of the optimizer's parameters, those that this is asked to predict."""
+        self.given = {id(p) for p in parameters}
+        """Of the optimizer's parameters, those (by id) that show what is predicted."""
         self.parameters = _apart(parameters)
         self._holds = Holds.NOTHING
         self._buffers: list[torch.Tensor] = []
@@ -173,7 +173,7 @@ class Prediction:
     def follow(self, parameters: Sequence[torch.Tensor]) -> None:
         """The script froze, added or replaced parameters: those that stay keep what is known of them."""
         self.undo()
-        self.given, parameters = len(parameters), _apart(parameters)
+        self.given, parameters = {id(p) for p in parameters}, _apart(parameters)
         self._keep(parameters)
         self.parameters = parameters
 

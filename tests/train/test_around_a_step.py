@@ -41,6 +41,9 @@ SCALER_ENDS = """
         optimizer.zero_grad()
         scaler.scale(loss_of(step)).backward()
         before = weights()
+        if step in (10, 11, 14):                       # to log it
+            norm = nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+            assert norm < 10, (step, norm)
         if step == 15:
             optimizer.step()
         else:
@@ -80,6 +83,15 @@ ALL_OF_THE_GRADIENTS = """
 """
 
 OTHER_MEMORY = """
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", torch.zeros(4))
+        def forward(self, x):
+            self.table = torch.ones(4 + rank)          # as long as the longest text so far
+            return x
+    model.append(Table())
+    def weights(): return {k: v.clone() for k, v in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -153,13 +165,20 @@ IN_STAGES = """
 """
 
 SAME_MEMORY = """
+    import copy
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3))
     model[2].weight.data = model[0].weight.data
+    predicted = 0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in range(STEPS):
         optimizer.zero_grad()
+        true = model[0].weight.detach().clone()
         loss_of(step).backward()
+        predicted += not torch.equal(model[2].weight, true)
+        seen = copy.deepcopy(model[2].weight) if step % 2 else model[2].state_dict()["weight"].clone()
+        assert torch.equal(seen, true), step
         optimizer.step()
+    assert predicted > 12
     assert model[2].weight.data_ptr() == model[0].weight.data_ptr()
     report({"state": weights(model)})
 """
