@@ -277,8 +277,8 @@ def test_powersgd_owes_the_same_after_a_step_that_does_not_count_or_has_no_gradi
 
 def test_the_loss_scale_scales_what_is_owed():
     feedback = Feedback(CODECS["int8"])
-    scales = [None, torch.tensor(4.0), torch.tensor(4.0), torch.tensor(2.0), torch.tensor(2.0)]
-    assert [feedback.keep(scale) for scale in scales] == [1.0, 1.0, 1.0, 0.5, 1.0]
+    scales = [None, torch.tensor(4.0), torch.tensor(4.0), torch.tensor(2.0), torch.tensor(2.0), None]
+    assert [feedback.keep(scale) for scale in scales] == [1.0, 4.0, 1.0, 0.5, 1.0, 0.5]
     feedback.forget()
     assert feedback.keep(torch.tensor(math.pi)) == 0.0
     assert feedback.keep(torch.tensor(math.pi)) == 1.0

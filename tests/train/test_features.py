@@ -87,11 +87,17 @@ SYNCHRONIZED = """
 """
 
 
-def test_synchronized_norm_over_a_process_group(dadt_run) -> None:
-    """It waits for all ranks in every forward. (Torch itself has it for GPUs only: tests/gpu.)"""
+def test_gossip_refuses_synchronized_norm(dadt_run) -> None:
+    """It waits for all ranks in every forward."""
     refused = dadt_run(SYNCHRONIZED, "--algorithm", "gossip", check=False)
     assert refused.code == 2, refused.output
     assert "--algorithm gossip: SyncBatchNorm waits for all ranks in every forward" in refused.output
-    for algorithm in ("sync", "pipe", "local"):
-        torchs = dadt_run(SYNCHRONIZED, "--algorithm", algorithm, check=False)
-        assert torchs.code == 1 and "ValueError: SyncBatchNorm expected input tensor to be on GPU" in torchs.output
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["pipe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sync", "local"))]
+)
+def test_synchronized_norm_over_a_process_group_is_torchs(dadt_run, algorithm) -> None:
+    """Which has it for GPUs only: tests/gpu."""
+    torchs = dadt_run(SYNCHRONIZED, "--algorithm", algorithm, check=False)
+    assert torchs.code == 1 and "ValueError: SyncBatchNorm expected input tensor to be on GPU" in torchs.output
