@@ -50,8 +50,8 @@ convergence: .venv/testable
 	$(BIN)/python -m benchmarks.convergence --jobs 2
 	$(BIN)/python -m benchmarks.convergence --others gossip,local,local-32,diloco,diloco-0.5 --seeds 3
 	$(BIN)/python -m benchmarks.convergence --families cnn,mlp --others bf16,fp16,int8,powersgd --seeds 10
-	$(BIN)/python -m benchmarks.convergence --families gpt --others bf16 --seeds 10
-	$(BIN)/python -m benchmarks.convergence --families gpt --others fp16,int8,powersgd --seeds 3
+	$(BIN)/python -m benchmarks.convergence --families gpt --others bf16,fp16 --seeds 10
+	$(BIN)/python -m benchmarks.convergence --families gpt --others int8,powersgd --seeds 3
 	$(BIN)/python -m benchmarks.convergence --families cnn --ranks 4 --methods 'sync;pipe' --seeds 20 --jobs 2
 	$(BIN)/python -m benchmarks.convergence --families cnn --others bf16,fp16,int8 --seeds 20
 	$(BIN)/python -m benchmarks.convergence.straggler --json docs/results/straggler.json
