@@ -80,6 +80,7 @@ class MpiLauncher:
         except OSError as error:
             self._listener.close()
             raise LaunchError(f"{path}: cannot be run ({error.strerror}); give another by --mpirun") from error
+        self._mpirun.listen()
         return self._futures
 
     def command(self, host: Host) -> str:
@@ -143,6 +144,9 @@ class Mpirun:
             errors="replace",
         )
         self._thread = threading.Thread(target=self._read, name="dadt-mpirun", daemon=True)
+
+    def listen(self) -> None:
+        """Once whoever is told of its end knows it: it may end at once."""
         self._thread.start()
 
     def why(self, seconds: float) -> str:
