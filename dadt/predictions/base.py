@@ -155,7 +155,7 @@ class Prediction:
         self.undo()
         for p, place in zip(self.parameters, places, strict=False):
             # The script has put what it made of predicted weights into other memory, and would train it.
-            if _replaced(p.data, place):
+            if p.data_ptr() != place.data_ptr() and _replaced(p.data, place):
                 p.data.copy_(place)
                 self.changed = True
 
@@ -234,8 +234,8 @@ def _moved(now: torch.Tensor, place: torch.Tensor) -> bool:
 
 
 def _replaced(now: torch.Tensor, place: torch.Tensor) -> bool:
-    """Whether these are other values in other memory."""
-    return now.data_ptr() != place.data_ptr() and now.shape == place.shape and not _moved(now, place)
+    """Whether these, in other memory, are other values."""
+    return now.shape == place.shape and not _moved(now, place)
 
 
 def _apart(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
