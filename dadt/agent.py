@@ -1,4 +1,5 @@
-"""The one process per host that owns its workers: `python -m dadt.agent`, frames on stdin and stdout.
+"""The one process per host that owns its workers: `python -m dadt.agent`, frames on stdin and stdout, or on a
+connection that is its stdin.
 
 It tells what its host has, starts what the launcher asks for, passes on what the workers print and report, and ends
 them all when it is told to, when its input closes or falls silent (the launcher is gone), or when it is signalled. It
@@ -16,13 +17,16 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from dadt.errors import LaunchError
-from dadt.launch import adoption, environment, library, machine, network
+from dadt.errors import DadtError, LaunchError
+from dadt.launch import adoption, environment, library, machine, network, schema
+from dadt.launch.accept import Entrance
 from dadt.launch.folder import Folder
 from dadt.launch.frame import MAGIC, Frame, Link
 from dadt.launch.interrupt import Interrupts
+from dadt.launch.listen import handed_over
 from dadt.launch.roster import Line, Roster
 from dadt.launch.stop import Stop
 from dadt.launch.sweep import sweep
@@ -135,18 +139,22 @@ class Agent:
             self._send(Frame("end", {"stuck": [], "signal": self._signal}))
             self._take_leave()
             return
-        self._roster = Roster(self._folder.socket, self._pulse, self._hear)
+        speaker = schema.WORKER if job.body else schema.WORKER.without("result")
+        self._roster = Roster(self._folder.socket, self._ranks, self._pulse, self._hear, speaker)
         self._adoption = adoption.Adoption(self._folder.path, self._roster.answer)
         self._memory_kills = machine.memory_kills()
-        with self._roster.listen() as server:
-            self._watch(server.fileno(), lambda: self._accept(server))
-            try:
-                self._start(job)
-            except LaunchError as error:
-                self._fail_to_start(str(error))
-            while not self._is_over():
-                self._turn()
-            self._forget(server.fileno())
+        entrances = self._roster.listen(self._drop)
+        for rank, entrance in entrances.items():
+            self._watch(entrance.server.fileno(), partial(self._accept, rank, entrance))
+        try:
+            self._start(job)
+        except LaunchError as error:
+            self._fail_to_start(str(error))
+        while not self._is_over():
+            self._turn()
+        for entrance in entrances.values():
+            self._forget(entrance.server.fileno())
+            entrance.close()
         self._send(Frame("end", {"stuck": self._stop.stuck if self._stop else [], "signal": self._signal}))
         self._take_leave()
 
@@ -249,7 +257,7 @@ class Agent:
         try:
             self._orders.extend(self._launcher.receive())
             self._heard = time.monotonic()
-        except EOFError:
+        except (EOFError, DadtError):  # gone, or somebody on the way has changed what it said
             self._launcher_gone = True
             self._forget(self._launcher.reader)
 
@@ -297,9 +305,15 @@ class Agent:
         }
         self._send(Frame("exit", ending))
 
-    def _accept(self, server: socket.socket) -> None:
-        while (line := self._roster.accept(server)) is not None:
-            self._watch(line.link.reader, lambda line=line: self._read_line(line))  # type: ignore[misc]
+    def _accept(self, rank: int, entrance: Entrance) -> None:
+        while (line := self._roster.accept(rank, entrance)) is not None:
+            self._watch(line.link.reader, partial(self._read_line, line))
+
+    def _drop(self, connection: socket.socket) -> None:
+        """It has said nothing, and others want its place."""
+        for line in list(self._roster.lines.values()):
+            if line.socket is connection:
+                self._hang_up(line)
 
     def _read_line(self, line: Line) -> None:
         if line.number not in self._roster.lines:
@@ -307,10 +321,16 @@ class Agent:
         try:
             self._roster.receive(line)
         except EOFError:
-            self._selector.unregister(line.link.reader)
-            self._roster.hang_up(line)
-            if (worker := self._adoption.hung_up(line.number)) is not None:
-                self._report_end(worker, 0)
+            self._hang_up(line)
+        except DadtError as error:
+            self._send(Frame("refused", {"rank": line.rank, "why": str(error)[: schema.TEXT]}))
+            self._hang_up(line)
+
+    def _hang_up(self, line: Line) -> None:
+        self._selector.unregister(line.link.reader)
+        self._roster.hang_up(line)
+        if (worker := self._adoption.hung_up(line.number)) is not None:
+            self._report_end(worker, 0)
 
     def _watch_pipe(self, worker: Worker, stream: str) -> None:
         self._watch(worker.pipes[stream].fileno(), lambda: self._read_pipe(worker, stream))
@@ -376,7 +396,7 @@ class Agent:
 
     def _send(self, frame: Frame) -> None:
         if not self._launcher_gone:
-            self._launcher.unsent += frame.encode()
+            self._launcher.post(frame.encode())
             self._flush()
 
     def _take_leave(self) -> None:
@@ -404,14 +424,17 @@ def main() -> None:
         except LaunchError as error:
             sys.exit(f"dadt: {error}")
     # Frames keep descriptors of their own, so that nothing printed in this process can get between them.
-    reader, writer = os.dup(0), os.dup(1)
+    seal = handed_over()
+    reader, writer = os.dup(0), os.dup(1 if seal is None else 0)
     with open(os.devnull) as null:  # noqa: PTH123
         os.dup2(null.fileno(), 0)
     os.dup2(2, 1)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     with Interrupts([signal.SIGCHLD, *ENDING_SIGNALS]) as interrupts:
-        os.write(writer, MAGIC)
-        Agent(Link(reader, writer), interrupts).run()
+        launcher = Link(reader, writer, schema.LAUNCHER, seal=seal)
+        launcher.post(MAGIC)
+        launcher.flush()
+        Agent(launcher, interrupts).run()
     gc.freeze()  # or the interpreter, on its way out, goes through all that was ever imported
 
 

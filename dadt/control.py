@@ -13,12 +13,16 @@ from typing import Any
 
 from dadt import errors
 from dadt.errors import DadtError
+from dadt.launch import schema
+from dadt.launch.folder import line_of
 from dadt.launch.frame import CHUNK, Frame, Parser
 from dadt.pulse import Pulse
 from dadt.world import World
 
 REPORT_SECONDS = 0.2
 """Numbers that go with a step are sent at most this often."""
+SHOWN = 4096
+"""Letters of a path, or of a line of source."""
 ANSWER_SECONDS = 10.0
 """How long the agent may take to answer, on top of what the question itself may take."""
 
@@ -46,7 +50,7 @@ class Control:
         if not world.agent:
             return None
         try:
-            return cls(world, _dial(world.agent), Pulse(Path(world.agent).with_name("pulse")))
+            return cls(world, _dial(world), Pulse(Path(world.agent).with_name("pulse")))
         except OSError as error:
             raise _gone(world.agent, error) from error
 
@@ -81,7 +85,7 @@ class Control:
 
     def say(self, text: str, level: str = "info") -> None:
         """The launcher prints `dadt: text`, once however many ranks say it. level: info or warning."""
-        self._report("say", text=text, level=level)
+        self._report("say", text=text[: schema.TEXT], level=level)
 
     @property
     def due(self) -> bool:
@@ -113,11 +117,11 @@ class Control:
         self._report(
             "failed",
             type=type,
-            message=message,
-            frames=[dict(frame) for frame in frames],
+            message=message[: schema.TEXT],
+            frames=[{name: _shortened(value) for name, value in frame.items()} for frame in frames[-16:]],
             step=step,
             secondary=secondary,
-            thread=thread,
+            thread=thread[:SHOWN],
             time=time.time(),
         )
 
@@ -170,10 +174,12 @@ class Control:
 
     def _ask(self, kind: str, timeout: float, body: bytes = b"", **header: Any) -> Frame:
         self._check_process()
+        if len(body) > (most := schema.WORKER.kinds[kind].body):
+            raise DadtError(f"{kind} of {len(body):,} bytes: {most:,} are the most that ranks may give to each other")
         question = Frame(kind, {"rank": self.world.rank, "pid": self._pid, "timeout": timeout, **header}, body)
         deadline = time.monotonic() + timeout + ANSWER_SECONDS
         try:
-            with _dial(self.world.agent) as line:
+            with _dial(self.world) as line:
                 line.settimeout(timeout + ANSWER_SECONDS)
                 line.sendall(question.encode())
                 answer = _receive(line, deadline)
@@ -190,18 +196,22 @@ class Control:
             raise DadtError(f"process {os.getpid()} is a fork of worker {self.world.rank} and cannot speak for it")
 
 
-def _dial(path: str) -> socket.socket:
+def _dial(world: World) -> socket.socket:
     line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        line.connect(path)
+        line.connect(str(line_of(world.agent, world.local_rank)))
     except OSError:
         line.close()
         raise
     return line
 
 
+def _shortened(value: Any) -> Any:
+    return value[:SHOWN] if isinstance(value, str) else value
+
+
 def _receive(line: socket.socket, deadline: float) -> Frame:
-    parser = Parser()
+    parser = Parser(schema.ANSWERS)
     while True:
         line.settimeout(max(deadline - time.monotonic(), 0.001))
         data = line.recv(CHUNK)

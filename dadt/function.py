@@ -18,7 +18,7 @@ from dadt.config import Config, given_by_env
 from dadt.control import Control
 from dadt.errors import ConfigError, DadtError
 from dadt.launch.failure import size
-from dadt.launch.frame import BODY_LIMIT
+from dadt.launch.schema import RESULT
 from dadt.world import World
 
 FILE = "function"
@@ -108,8 +108,8 @@ def _pickled(value: Any, what: str) -> bytes:
     import cloudpickle  # type: ignore[import-untyped]
 
     blob: bytes = cloudpickle.dumps(value)
-    if len(blob) > BODY_LIMIT:
-        raise DadtError(f"{what}: {size(len(blob))} is more than {size(BODY_LIMIT)} -> pass it through a file")
+    if len(blob) > RESULT:
+        raise DadtError(f"{what}: {size(len(blob))} is more than {size(RESULT)} -> pass it through a file")
     return blob
 
 

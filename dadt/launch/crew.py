@@ -33,6 +33,8 @@ class Node:
     address: str = ""
     """At which the other hosts reach it; empty in a job of one host."""
     interface: str = ""
+    ranks: frozenset[int] = frozenset()
+    """Of its workers: it may speak of no other."""
     state: str = "is not connected"
     heard: float = 0.0
     """When its last frame came (time.monotonic)."""
@@ -133,7 +135,7 @@ class Crew:
 
     def send(self, node: Node, frame: Frame) -> None:
         if node.channel is not None and not node.ended:
-            node.channel.link.unsent += frame.encode()
+            node.channel.link.post(frame.encode())
             self._flush(node)
 
     def send_all(self, frame: Frame) -> None:
@@ -198,6 +200,9 @@ class Crew:
             return
         node.heard = time.monotonic()
         for frame in frames:
+            if others := _named(frame) - node.ranks:
+                self._lose(node, f"it spoke of rank {min(others)}, which is not on its host ({frame.kind!r})", 0.0)
+                return
             if "clock" in frame.header:
                 node.clock = max(node.clock, frame["clock"] - time.time())
             node.done = node.done or frame.kind == "end"
@@ -236,6 +241,12 @@ class Crew:
             self._wake.send(b"1")
         except OSError:
             pass  # closed: whoever connects now is hung up on
+
+
+def _named(frame: Frame) -> set[int]:
+    """The ranks that an agent's frame is about."""
+    ranks = {frame["rank"]} if "rank" in frame.header else set()
+    return ranks.union(*(map(int, frame.get(numbers, ())) for numbers in ("steps", "memory")))
 
 
 def _hang_up(future: Future[Channel]) -> None:

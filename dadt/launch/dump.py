@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dadt.launch.frame import Frame
+from dadt.launch.schema import OUTPUT
 from dadt.launch.sweep import is_alive, kill, state
 
 ANSWER_SECONDS = 2.0
@@ -51,7 +52,11 @@ class Dump:
         return [Stack(rank, pid, self._text(pid, path)) for pid, (rank, _, path) in self._offers.items()]
 
     def _text(self, pid: int, path: Path) -> bytes:
-        return path.read_bytes()[self._begins[pid] :] if path.exists() else b""
+        if not path.exists():
+            return b""
+        with path.open("rb") as file:
+            file.seek(self._begins[pid])
+            return file.read(OUTPUT)
 
 
 class Inquiry:
@@ -75,7 +80,7 @@ class Inquiry:
             problems = ["it has not imported torch yet, with dadt hooked in, and so cannot tell"]
         heads = [b"process %d:\n" % stack.pid if len(stacks) > 1 else b"" for stack in stacks]
         body = b"\n".join(head + stack.text for head, stack in zip(heads, stacks, strict=True) if stack.text)
-        return Frame("stack", {"number": self._number, "rank": rank, "problem": "; ".join(problems)}, body)
+        return Frame("stack", {"number": self._number, "rank": rank, "problem": "; ".join(problems)}, body[:OUTPUT])
 
 
 def _problem(pid: int) -> str:

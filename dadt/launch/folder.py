@@ -55,6 +55,7 @@ class Folder:
 
     @property
     def socket(self) -> Path:
+        """By which workers know their agent; each has a line of its own there."""
         return self.path / SOCKET
 
     @property
@@ -90,6 +91,11 @@ class Folder:
         shutil.rmtree(self.path, ignore_errors=True)
         if self._guard is not None:
             self._guard.release()
+
+
+def line_of(socket: Path | str, local_rank: int) -> Path:
+    """Where the agent with that socket listens to this one of its host's workers, and to nobody else."""
+    return Path(f"{socket}.{local_rank}")
 
 
 def _mark(path: Path) -> str:

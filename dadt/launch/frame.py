@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dadt.errors import DadtError
+from dadt.launch import schema
+from dadt.launch.schema import Speaker
+from dadt.launch.seal import Seal
 
 LENGTHS = struct.Struct(">II")
-HEADER_LIMIT = 64 << 20
-BODY_LIMIT = 1 << 30
 MAGIC = b"\n\0DADT1\0\n"
 """Comes before an agent's first frame: what a shell's or Python's start-up files print comes before it."""
 NOISE_LIMIT = 1 << 16
@@ -42,36 +43,53 @@ class Frame:
 
 
 class Parser:
-    """Bytes in, frames out; keeps what is not complete yet."""
+    """Bytes in, frames out; keeps what is not complete yet, and never more than the frame that comes may have."""
 
-    def __init__(self, noisy: bool = False) -> None:
-        """noisy: skip what comes before the first MAGIC."""
+    def __init__(self, speaker: Speaker, noisy: bool = False) -> None:
+        """speaker: who sends, and so what may come. noisy: skip what comes before the first MAGIC."""
         self.preface = b""
         """What came before the first MAGIC, once that has come."""
+        self._speaker = speaker
         self._buffer = bytearray()
         self._noisy = noisy
+        self._head: Frame | None = None
+        """Of the frame that is under way, once its header is there."""
+        self._left = 0
+        """Bytes of its body."""
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """Raises DadtError where the bytes are no frames (another program writes to the same pipe)."""
+        """Raises DadtError where the bytes are no frames (another program writes to the same pipe), or none that this
+        speaker may send."""
         self._buffer += data
         if self._noisy and not self._skip_noise():
             return
-        while len(self._buffer) >= LENGTHS.size:
-            header_size, body_size = LENGTHS.unpack_from(self._buffer)
-            if header_size > HEADER_LIMIT or body_size > BODY_LIMIT:
-                raise DadtError(f"expected a frame of dadt, got {bytes(self._buffer[:80])!r}")
-            end = LENGTHS.size + header_size + body_size
-            if len(self._buffer) < end:
-                return
-            header = json.loads(self._buffer[LENGTHS.size : LENGTHS.size + header_size])
-            body = bytes(self._buffer[LENGTHS.size + header_size : end])
-            del self._buffer[:end]
-            yield Frame(header.pop("kind"), header, body)
+        while self._begin() and self._head is not None and len(self._buffer) >= self._left:
+            head, self._head = self._head, None
+            body = bytes(self._buffer[: self._left])
+            del self._buffer[: self._left]
+            yield Frame(head.kind, head.header, body)
 
     @property
     def noise(self) -> bytes:
         """What has come, as long as no MAGIC has."""
         return bytes(self._buffer) if self._noisy else b""
+
+    def _begin(self) -> bool:
+        """Whether the header of the next frame is there."""
+        if self._head is not None:
+            return True
+        if len(self._buffer) < LENGTHS.size:
+            return False
+        header_size, body_size = LENGTHS.unpack_from(self._buffer)
+        if header_size > self._speaker.header:
+            raise DadtError(f"expected a frame of {self._speaker.name}, got {bytes(self._buffer[:80])!r}")
+        end = LENGTHS.size + header_size
+        if len(self._buffer) < end:
+            return False
+        self._head = _checked(self._speaker, bytes(self._buffer[LENGTHS.size : end]), body_size)
+        self._left = body_size
+        del self._buffer[:end]
+        return True
 
     def _skip_noise(self) -> bool:
         noise, magic, frames = self._buffer.partition(MAGIC)
@@ -91,12 +109,16 @@ class Link:
     `send` never blocks: what the other side does not take yet stays in `unsent` until `flush`.
     """
 
-    def __init__(self, reader: int, writer: int, noisy: bool = False) -> None:
-        """noisy: skip what comes before the first MAGIC."""
+    def __init__(
+        self, reader: int, writer: int, speaker: Speaker, noisy: bool = False, seal: Seal | None = None
+    ) -> None:
+        """speaker: the other side. noisy: skip what comes before the first MAGIC. seal: of a connection over a network
+        whose two sides have proved themselves to each other."""
         self.reader = reader
         self.writer = writer
         self.unsent = bytearray()
-        self._parser = Parser(noisy)
+        self._parser = Parser(speaker, noisy)
+        self._seal = seal
         os.set_blocking(reader, False)
         os.set_blocking(writer, False)
 
@@ -111,7 +133,8 @@ class Link:
         return self._parser.preface
 
     def receive(self) -> list[Frame]:
-        """The complete frames that have come. Raises EOFError once the other side has closed."""
+        """The complete frames that have come. Raises EOFError once the other side has closed, DadtError where what
+        came is nothing that it may send."""
         frames: list[Frame] = []
         for _ in range(CHUNKS):
             try:
@@ -124,11 +147,15 @@ class Link:
                 if frames:
                     break  # said again by the next read
                 raise EOFError
-            frames.extend(self._parser.feed(data))
+            frames.extend(self._parser.feed(data if self._seal is None else self._seal.opened(data)))
         return frames
 
+    def post(self, data: bytes) -> None:
+        """Bytes of frames, to be sent by `flush`."""
+        self.unsent += data if self._seal is None else self._seal.closed(data)
+
     def send(self, frame: Frame) -> None:
-        self.unsent += frame.encode()
+        self.post(frame.encode())
         self.flush()
 
     def flush(self) -> None:
@@ -141,3 +168,24 @@ class Link:
             except OSError as error:
                 raise BrokenPipeError(str(error)) from error
             del self.unsent[:written]
+
+
+def _checked(speaker: Speaker, data: bytes, body_size: int) -> Frame:
+    """A header as a frame without its bytes. Raises DadtError where the speaker may not say that."""
+    try:
+        header = json.loads(data)
+        kind = header.pop("kind")
+        known = speaker.kinds.get(kind)
+    except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
+        raise DadtError(f"expected a frame of {speaker.name}, got {data[:80]!r}") from None
+    if known is None:
+        raise DadtError(f"{kind[:80]!r} is nothing that {speaker.name} may say")
+    wrong = schema.misfit(known.facts, header) if known.facts is not None else None
+    if wrong is not None:
+        told = f"{header[wrong]!r:.80}" if wrong in header else "missing"
+        raise DadtError(f"{wrong!r:.80} of {kind!r} is not what {speaker.name} may say: {told}")
+    if known.facts is None and not schema.anything(header):
+        raise DadtError(f"{kind!r} of {speaker.name} nests too deep")
+    if body_size > known.body:
+        raise DadtError(f"{kind!r} of {speaker.name} announces {body_size:,} bytes; {known.body:,} is the most")
+    return Frame(kind, header)

@@ -122,7 +122,8 @@ class Job:
         """Tell each node's agent what to start."""
         self._begin = time.monotonic()
         self._begin_time = time.time()
-        for node, order in zip(self._crew.nodes, orders, strict=True):
+        for cross_rank, (node, order) in enumerate(zip(self._crew.nodes, orders, strict=True)):
+            node.ranks = frozenset(slot.rank for slot in self._slots if slot.cross_rank == cross_rank)
             self._crew.send(node, order)
             if node.ended:
                 self._lose(node, "was lost before it could start its workers")
@@ -147,7 +148,8 @@ class Job:
             while self._working:
                 for node, frame in self._crew.turn(self._patience()):
                     self.watch.see(frame)
-                    getattr(self, f"_on_{frame.kind}")(node, frame)
+                    # Kinds that only the beginning knows come too late.
+                    getattr(self, f"_on_{frame.kind}", _ignore)(node, frame)
                 self._turn()
         finally:
             if interrupts is not None:
@@ -393,6 +395,9 @@ class Job:
             stacks=[path for path in self._stacks if path != self._stacks_of(ending.rank)],
             last_words=last_line(self._output.tails[ending.rank].data),
         )
+
+
+def _ignore(node: Node, frame: Frame) -> None: ...
 
 
 def _time(ending: Ending, record: Record | None) -> float:

@@ -7,24 +7,28 @@ import json
 import os
 import secrets
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from dadt.errors import LaunchError
-from dadt.launch import network
+from dadt.errors import DadtError, LaunchError
+from dadt.launch import network, schema
+from dadt.launch.accept import Entrance
 from dadt.launch.channel import Channel
 from dadt.launch.frame import CHUNK, Link
+from dadt.launch.seal import LENGTH, RECORD, TAG_BYTES, Seal
 
-GREETING = b"\0DADT1 launcher\n"
+GREETING = b"\0DADT2 launcher\n"
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 TEXT_LIMIT = 1 << 20
-LENGTH = struct.Struct(">I")
+STRANGERS = 100
+"""So many that were turned away are told of."""
+SEAL = "DADT_SEAL"
+"""Tells an agent whose standard input is a connection how to open what comes over it."""
 MEET_SECONDS = 10.0
 """How long one that connects may take to prove who it is."""
 CONNECT_SECONDS = 3.0
@@ -33,6 +37,13 @@ PAUSES = (0.1, 1.0)
 KEEPALIVE_PROBES = 3
 
 Words = Mapping[str, Any]
+
+
+class Connection(NamedTuple):
+    """One whose two sides have proved themselves to each other."""
+
+    socket: socket.socket
+    seal: Seal
 
 
 class Refused(LaunchError):
@@ -69,25 +80,32 @@ class Reach:
 
 
 class Listener:
-    """Accepts in a thread, and meets each one that connects in a thread of its own: who says nothing, or nothing
-    sensible, or does not know the key, is dropped and disturbs nobody."""
+    """Accepts in a thread, and meets each one that connects in a thread of its own: who says nothing, or does not know
+    the key, is dropped and disturbs nobody. Until it has proved that it knows it, 64 bytes of it are read."""
 
     def __init__(
         self,
         key: bytes,
         silence: float,
         greet: Callable[[Words], Words],
-        take: Callable[[Words, socket.socket], None],
+        take: Callable[[Words, Connection], None],
         port: int = 0,
+        *,
+        turned_away: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """greet: answers one that has proven to know the key; {"refused": sentence} turns it away. take: gets the
-        connection of one that was not. Both are called by several threads. Raises OSError if the port is taken."""
+        """greet: answers one that has proved to know the key; {"refused": sentence} turns it away. take: gets the
+        connection of one that was not. turned_away: is told of strangers, once for each address and reason. All are
+        called by several threads. Raises OSError if the port is taken."""
         self._key, self._silence = key, silence
         self._greet, self._take = greet, take
+        self._turned_away = turned_away
+        self._told: set[str] = set()
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
-        self._socket = socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=1024)
-        self.port = int(self._socket.getsockname()[1])
+        server = socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=1024)
+        self.port = int(server.getsockname()[1])
+        self._entrance = Entrance(server, _shut)
+        self._closed = False
         self._thread = threading.Thread(target=self._accept, name="dadt-listen", daemon=True)
         self._thread.start()
 
@@ -99,50 +117,64 @@ class Listener:
 
     def close(self) -> None:
         """Idempotent."""
-        try:
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        except OSError:
-            return  # closed already
-        self._thread.join()
-        self._socket.close()
+        if not self._closed:
+            self._closed = True
+            _shut(self._entrance.server)  # wakes the thread
+            self._thread.join()
+            self._entrance.close()
 
     def _accept(self) -> None:
-        while True:
+        while not self._closed:
             try:
-                connection, _ = self._socket.accept()
-            except ConnectionAbortedError:
-                continue  # it has changed its mind
+                connection = self._entrance.accept()
             except OSError:
                 return  # closed
-            threading.Thread(target=self._meet, args=(connection,), name="dadt-meet", daemon=True).start()
+            if connection is None:
+                continue
+            try:
+                threading.Thread(target=self._meet, args=(connection,), name="dadt-meet", daemon=True).start()
+            except RuntimeError:  # no thread can be had now
+                self._entrance.settle(connection)
+                connection.close()
 
     def _meet(self, connection: socket.socket) -> None:
         try:
-            hello = self._hear(connection, time.monotonic() + MEET_SECONDS)
-        except (OSError, EOFError, ValueError):
-            connection.close()  # a stranger
-            return
-        if hello is None:
+            met = self._hear(connection, time.monotonic() + MEET_SECONDS)
+        except (OSError, EOFError, ValueError, DadtError) as error:
+            self._tell(connection, error)
+            met = None
+        finally:
+            self._entrance.settle(connection)
+        if met is None:
             connection.close()
         else:
             guard(connection, self._silence)
-            self._take(hello, connection)
+            self._take(met[0], Connection(connection, met[1]))
 
-    def _hear(self, connection: socket.socket, deadline: float) -> Words | None:
-        """What it says, once it has proven to know the key; None if it is not wanted."""
+    def _hear(self, connection: socket.socket, deadline: float) -> tuple[Words, Seal] | None:
+        """What it says, once it has proved to know the key; None if it is not wanted."""
         ours = GREETING + secrets.token_bytes(NONCE_BYTES)
         _write(connection, ours, deadline)
         theirs = _read(connection, NONCE_BYTES, deadline)
-        text = _read_text(connection, deadline)
-        _check(_read(connection, PROOF_BYTES, deadline), _proof(self._key, b"agent", ours, theirs, text))
-        hello = json.loads(text)
-        if not isinstance(hello, dict):
-            raise ValueError("it does not speak as dadt does")
+        _check(_read(connection, PROOF_BYTES, deadline), _proof(self._key, b"agent", ours, theirs))
+        self._entrance.settle(connection)
+        _write(connection, _proof(self._key, b"launcher", ours, theirs), deadline)
+        seal = Seal.between(self._key, ours + theirs, b"launcher", b"agent")
+        hello = _read_words(connection, seal, deadline)
         answer = self._greet(hello)
-        reply = json.dumps(answer).encode()
-        proof = _proof(self._key, b"launcher", ours, theirs, text, reply)
-        _write(connection, LENGTH.pack(len(reply)) + reply + proof, deadline)
-        return None if "refused" in answer else hello
+        _write_words(connection, seal, answer, deadline)
+        return None if "refused" in answer else (hello, seal)
+
+    def _tell(self, connection: socket.socket, error: Exception) -> None:
+        """Of a flood, the first of each address; of many addresses, some."""
+        try:
+            address = connection.getpeername()[0].removeprefix("::ffff:")
+        except OSError:
+            return  # it was dropped
+        text = f"a connection from {address} was turned away: {error or type(error).__name__}"
+        if text not in self._told and len(self._told) < STRANGERS:
+            self._told.add(text)
+            self._turned_away(text)
 
 
 class Arrivals:
@@ -175,14 +207,15 @@ class Arrivals:
 class SocketChannel:
     """The launcher's end of an agent that has connected by itself."""
 
-    def __init__(self, connection: socket.socket, explain: Callable[[float], str] = lambda seconds: "") -> None:
+    def __init__(self, connection: Connection, explain: Callable[[float], str] = lambda seconds: "") -> None:
         """explain: why the agent is gone, where something comes to know that within so many seconds."""
-        self._connection = connection
+        self._connection = connection.socket
         self._explain = explain
         self._hung_up = False
         self._end: str | None = None
-        self._writer = connection.dup()  # a selector takes a descriptor once, to read or to write
-        self.link = Link(connection.fileno(), self._writer.fileno(), noisy=True)
+        self._writer = connection.socket.dup()  # a selector takes a descriptor once, to read or to write
+        ends = connection.socket.fileno(), self._writer.fileno()
+        self.link = Link(*ends, schema.AGENT, noisy=True, seal=connection.seal)
 
     def hang_up(self) -> None:
         self._hung_up = True
@@ -216,7 +249,7 @@ class SocketChannel:
         return False
 
 
-def dial(find: Callable[[], Reach], hello: Words, deadline: float) -> tuple[socket.socket, Words, str]:
+def dial(find: Callable[[], Reach], hello: Words, deadline: float) -> tuple[Connection, Words, str]:
     """Connect to the launcher: the connection, its answer, and the address where it was.
 
     find: where it is; asked before each round of attempts, raises Unreached while that is not known. Raises Refused,
@@ -245,14 +278,20 @@ def guard(connection: socket.socket, silence: float) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silence * 1000))
 
 
-def become_standard(connection: socket.socket) -> None:
-    """From now on this process's standard input and output are the connection."""
-    os.dup2(connection.fileno(), 0)
-    os.dup2(connection.fileno(), 1)
-    connection.close()
+def become_standard(connection: Connection) -> None:
+    """From now on this process's standard input is the connection, in both directions."""
+    os.dup2(connection.socket.fileno(), 0)
+    os.environ[SEAL] = connection.seal.to_text()
+    connection.socket.close()
 
 
-def _attempt(reach: Reach, hello: Words, deadline: float) -> tuple[socket.socket, Words, str]:
+def handed_over() -> Seal | None:
+    """Of the connection that is this process's standard input; None where that is a pipe, or SSH's."""
+    text = os.environ.pop(SEAL, "")
+    return Seal.from_text(text) if text else None
+
+
+def _attempt(reach: Reach, hello: Words, deadline: float) -> tuple[Connection, Words, str]:
     """One round over all addresses."""
     failures = []
     for address in reach.addresses:
@@ -264,40 +303,38 @@ def _attempt(reach: Reach, hello: Words, deadline: float) -> tuple[socket.socket
             failures.append(f"{where} ({error.strerror or error})")
             continue
         try:
-            answer = _introduce(connection, reach.key, hello, time.monotonic() + MEET_SECONDS)
-        except (OSError, EOFError, ValueError) as error:
+            answer, seal = _introduce(connection, reach.key, hello, time.monotonic() + MEET_SECONDS)
+        except (OSError, EOFError, ValueError, DadtError) as error:
             connection.close()
             failures.append(f"{where} ({error})")
             continue
         if "refused" in answer:
             connection.close()
-            raise Refused(answer["refused"])
+            raise Refused(str(answer["refused"]))
         guard(connection, reach.silence)
-        return connection, answer, where
+        return Connection(connection, seal), answer, where
     raise Unreached(f"the launcher was not reached at {', '.join(failures)}")
 
 
-def _introduce(connection: socket.socket, key: bytes, hello: Words, deadline: float) -> Words:
+def _introduce(connection: socket.socket, key: bytes, hello: Words, deadline: float) -> tuple[Words, Seal]:
     ours = _read(connection, len(GREETING) + NONCE_BYTES, deadline)
     if not ours.startswith(GREETING):
         raise ValueError("not dadt listens there, or another version of it")
-    text = json.dumps(hello).encode()
     theirs = secrets.token_bytes(NONCE_BYTES)
-    proof = _proof(key, b"agent", ours, theirs, text)
-    _write(connection, theirs + LENGTH.pack(len(text)) + text + proof, deadline)
+    _write(connection, theirs + _proof(key, b"agent", ours, theirs), deadline)
     try:
-        reply = _read_text(connection, deadline)
+        proof = _read(connection, PROOF_BYTES, deadline)
     except (EOFError, ConnectionResetError) as error:
         raise ValueError("the launcher there has another key") from error
-    _check(_read(connection, PROOF_BYTES, deadline), _proof(key, b"launcher", ours, theirs, text, reply))
-    answer: Words = json.loads(reply)
-    return answer
+    _check(proof, _proof(key, b"launcher", ours, theirs))
+    seal = Seal.between(key, ours + theirs, b"agent", b"launcher")
+    _write_words(connection, seal, hello, deadline)
+    return _read_words(connection, seal, deadline), seal
 
 
-def _proof(key: bytes, role: bytes, *parts: bytes) -> bytes:
-    """Knows the key and all that was said; the role keeps one side's proof from being given back to it."""
-    said = b"".join(LENGTH.pack(len(part)) + part for part in (role, *parts))
-    return hmac.digest(key, said, "sha256")
+def _proof(key: bytes, role: bytes, ours: bytes, theirs: bytes) -> bytes:
+    """Knows the key and what both have drawn; the role keeps one side's proof from being given back to it."""
+    return hmac.digest(key, b"dadt proof " + role + b"\0" + ours + theirs, "sha256")
 
 
 def _check(proof: bytes, expected: bytes) -> None:
@@ -305,11 +342,30 @@ def _check(proof: bytes, expected: bytes) -> None:
         raise ValueError("it has another key")
 
 
-def _read_text(connection: socket.socket, deadline: float) -> bytes:
-    (size,) = LENGTH.unpack(_read(connection, LENGTH.size, deadline))
-    if size > TEXT_LIMIT:
+def _write_words(connection: socket.socket, seal: Seal, words: Words, deadline: float) -> None:
+    text = json.dumps(words).encode()
+    _write(connection, seal.closed(LENGTH.pack(len(text)) + text), deadline)
+
+
+def _read_words(connection: socket.socket, seal: Seal, deadline: float) -> Words:
+    """Of one that has proved itself. Raises ValueError, or DadtError where they were changed on their way."""
+    said = bytearray()
+    size = LENGTH.size
+    while len(said) < size:
+        length = _read(connection, LENGTH.size, deadline)
+        (count,) = LENGTH.unpack(length)
+        said += seal.opened(length + _read(connection, min(count, RECORD + TAG_BYTES), deadline))
+        if len(said) >= LENGTH.size:
+            size = LENGTH.size + LENGTH.unpack_from(said)[0]
+        if size > TEXT_LIMIT:
+            raise ValueError("it does not speak as dadt does")
+    try:
+        words = json.loads(said[LENGTH.size :])
+    except RecursionError:
+        words = None
+    if not isinstance(words, dict) or not schema.anything(words):
         raise ValueError("it does not speak as dadt does")
-    return _read(connection, size, deadline)
+    return words
 
 
 def _read(connection: socket.socket, count: int, deadline: float) -> bytes:
@@ -321,6 +377,14 @@ def _read(connection: socket.socket, count: int, deadline: float) -> bytes:
             raise EOFError("it closed the connection")
         data += part
     return bytes(data)
+
+
+def _shut(connection: socket.socket) -> None:
+    """Ends what waits for it in another thread, which closes it."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # it is gone already
 
 
 def _write(connection: socket.socket, data: bytes, deadline: float) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 from dadt.errors import ConfigError, LaunchError
+from dadt.launch.accept import Entrance
 
 VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "flannel", "cali", "lxc", "podman")
 """Interfaces that lead to containers of the same host."""
@@ -84,26 +85,25 @@ class Listener:
         self._token = token
         # One socket for both families, where the kernel knows the newer one.
         both = socket.has_dualstack_ipv6()
-        self._socket = socket.create_server(("", 0), family=_family(), backlog=BACKLOG, dualstack_ipv6=both)
-        self._socket.setblocking(False)
-        self.port = int(self._socket.getsockname()[1])
+        server = socket.create_server(("", 0), family=_family(), backlog=BACKLOG, dualstack_ipv6=both)
+        server.setblocking(False)
+        self._entrance = Entrance(server, lambda connection: connection.close())
+        self.port = int(server.getsockname()[1])
 
     def fileno(self) -> int:
-        return self._socket.fileno()
+        return self._entrance.server.fileno()
 
     def answer(self) -> None:
         while True:
-            try:
-                connection, _ = self._socket.accept()
-            except BlockingIOError:
-                return
-            except ConnectionError:
-                continue  # it has hung up already
-            with connection, suppress(ConnectionError):  # likewise
+            connection = self._entrance.accept()
+            if connection is None:
+                return  # or it could not be had now, and is seen again
+            self._entrance.settle(connection)
+            with connection, suppress(ConnectionError):  # it has hung up already
                 connection.send(self._token)  # 16 bytes always fit into a new socket's buffer
 
     def close(self) -> None:
-        self._socket.close()
+        self._entrance.close()
 
 
 @dataclass(slots=True)

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dadt.errors import DadtError
+from dadt.launch import schema
+from dadt.launch.accept import Entrance
 from dadt.launch.frame import CHUNK, Frame, Link, Parser
 
 if TYPE_CHECKING:
@@ -25,6 +27,9 @@ OWN_INQUIRY = 0
 STACKS_SECONDS = 4.0
 """Beyond the time that an agent gives its workers."""
 ANSWER_SECONDS = 3.0
+MOST_CALLERS = 256
+UNSENT_LIMIT = 4 << 20
+"""A caller that has not taken so many bytes of its answers may ask no more."""
 
 
 @dataclass(eq=False, slots=True)
@@ -35,11 +40,11 @@ class Caller:
     link: Link = field(init=False)
 
     def __post_init__(self) -> None:
-        self.link = Link(self.socket.fileno(), self.socket.fileno())
+        self.link = Link(self.socket.fileno(), self.socket.fileno(), schema.CALLER)
 
     def answer(self, frame: Frame) -> None:
         """Never blocks: what does not fit is sent by and by."""
-        self.link.unsent += frame.encode()
+        self.link.post(frame.encode())
 
 
 @dataclass(eq=False, slots=True)
@@ -65,11 +70,12 @@ class Query:
         self._callers: list[Caller] = []
         self._inquiries: dict[int, Inquiry] = {}
         self._numbered = 0
-        self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._server.bind(str(path))
-        self._server.listen(16)
-        self._server.setblocking(False)
-        crew.watch(self._server, self._accept)
+        server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        server.bind(str(path))
+        server.listen(16)
+        server.setblocking(False)
+        self._entrance = Entrance(server, self._drop)
+        crew.watch(server, self._accept)
 
     def turn(self) -> float:
         """Send what has not fitted yet, and end what takes too long. Returns the seconds until it is to be called
@@ -107,7 +113,7 @@ class Query:
                 pass  # it has hung up, too
             caller.socket.close()
         self._callers.clear()
-        self._server.close()
+        self._entrance.close()
 
     def _describe(self, caller: Caller, question: Frame) -> None:
         ranks = [gauge.describe() for gauge in self._watch.gauges]
@@ -134,9 +140,12 @@ class Query:
         caller.answer(Frame("killed", {"workers": names, "grace": self._end()}))
 
     def _accept(self) -> None:
-        try:
-            connection, _ = self._server.accept()
-        except BlockingIOError:
+        connection = self._entrance.accept()
+        if connection is None:
+            return
+        if len(self._callers) >= MOST_CALLERS:
+            self._entrance.settle(connection)
+            connection.close()
             return
         caller = Caller(connection)
         self._callers.append(caller)
@@ -145,13 +154,28 @@ class Query:
     def _read(self, caller: Caller) -> None:
         try:
             frames = caller.link.receive()
-        except (EOFError, DadtError):
+        except EOFError:
+            self._hang_up(caller)
+            return
+        except DadtError as error:
+            self._watch.refused(str(error))
             self._hang_up(caller)
             return
         for frame in frames:
-            if frame.kind in QUESTIONS:  # others: of another version of dadt
-                QUESTIONS[frame.kind](self, caller, frame)
+            waits = any(inquiry.caller is caller for inquiry in self._inquiries.values())
+            if waits or len(caller.link.unsent) > UNSENT_LIMIT:
+                self._watch.refused("a caller asked on without waiting for the answers")
+                self._hang_up(caller)
+                return
+            self._entrance.settle(caller.socket)
+            QUESTIONS[frame.kind](self, caller, frame)
         self._flush(caller)
+
+    def _drop(self, connection: socket.socket) -> None:
+        for caller in self._callers:
+            if caller.socket is connection:
+                self._hang_up(caller)
+                return
 
     def _flush(self, caller: Caller) -> None:
         try:
@@ -162,6 +186,8 @@ class Query:
     def _hang_up(self, caller: Caller) -> None:
         if caller in self._callers:
             self._callers.remove(caller)
+            self._inquiries = {n: each for n, each in self._inquiries.items() if each.caller is not caller}
+            self._entrance.settle(caller.socket)
             self._crew.forget(caller.socket)
             caller.socket.close()
 
@@ -181,7 +207,7 @@ class Line:
         except OSError:
             self._socket.close()
             raise
-        self._parser = Parser()
+        self._parser = Parser(schema.TOLD)
 
     def __enter__(self) -> Line:
         return self

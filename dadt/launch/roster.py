@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dadt.errors import DadtError
+from dadt.launch.accept import Entrance
 from dadt.launch.dump import Inquiry
+from dadt.launch.folder import line_of
 from dadt.launch.frame import Frame, Link
+from dadt.launch.schema import Speaker
 from dadt.launch.sweep import is_alive
 from dadt.pulse import Pulse
 
@@ -22,8 +26,11 @@ class Line:
     """One connection of a worker process."""
 
     number: int
+    rank: int
+    """Which it speaks for: by where it came in, whatever it says."""
     link: Link
     socket: socket.socket
+    entrance: Entrance
 
 
 @dataclass(slots=True)
@@ -42,8 +49,12 @@ class Roster:
     """Answers what one host can answer, and passes the rest on with the number of the line it came by."""
 
     path: Path
+    ranks: Mapping[int, int]
+    """Of this host's workers, to their local ranks."""
     pulse: Pulse
     forward: Callable[[Frame], None]
+    speaker: Speaker
+    """What workers may say."""
     lines: dict[int, Line] = field(default_factory=dict)
     claims: dict[int, int] = field(default_factory=dict)
     """Rank to the pid that trains as it."""
@@ -58,30 +69,38 @@ class Roster:
     """Where the launcher waits for stacks."""
     _numbered: int = 0
 
-    def listen(self) -> socket.socket:
-        server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        server.bind(str(self.path))
-        server.listen(128)
-        server.setblocking(False)
-        return server
+    def listen(self, drop: Callable[[socket.socket], None]) -> dict[int, Entrance]:
+        """Where each rank's processes come in. drop: is given a connection that is not worth its place any more."""
+        entrances = {}
+        for rank, local_rank in self.ranks.items():
+            server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            server.bind(str(line_of(self.path, local_rank)))
+            server.listen(128)
+            server.setblocking(False)
+            entrances[rank] = Entrance(server, drop)
+        return entrances
 
-    def accept(self, server: socket.socket) -> Line | None:
-        try:
-            connection, _ = server.accept()
-        except BlockingIOError:
+    def accept(self, rank: int, entrance: Entrance) -> Line | None:
+        connection = entrance.accept()
+        if connection is None:
             return None
         self._numbered += 1
-        line = Line(self._numbered, Link(connection.fileno(), connection.fileno()), connection)
+        link = Link(connection.fileno(), connection.fileno(), self.speaker)
+        line = Line(self._numbered, rank, link, connection, entrance)
         self.lines[line.number] = line
         return line
 
     def receive(self, line: Line) -> None:
-        """Handle what has come, and what could not be sent yet. Raises EOFError when the worker has hung up."""
+        """Handle what has come, and what could not be sent yet. Raises EOFError when the worker has hung up, DadtError
+        where it says what it may not say."""
         try:
             line.link.flush()
         except BrokenPipeError:
             raise EOFError from None
         for frame in line.link.receive():
+            if frame["rank"] != line.rank:
+                raise DadtError(f"{frame.kind!r} for rank {frame['rank']} came from a process of rank {line.rank}")
+            line.entrance.settle(line.socket)
             if frame.kind == "claim":
                 self._claim(line, frame)
             elif frame.kind in LOCAL:
@@ -101,6 +120,7 @@ class Roster:
     def hang_up(self, line: Line) -> None:
         self.lines.pop(line.number, None)
         self.waits = [wait for wait in self.waits if wait.line is not line]
+        line.entrance.settle(line.socket)
         line.socket.close()
 
     @property
@@ -140,11 +160,14 @@ class Roster:
             self.answer(line.number, Frame("error", {"type": "DadtError", "message": text}))
             return
         self.claims[rank] = pid
-        self.forward(frame)
+        self.forward(Frame(frame.kind, {**frame.header, "line": line.number}))
         self.answer(line.number, Frame("claimed"))
 
     def _stacks(self, line: Line, frame: Frame) -> None:
-        self.dumps[frame["pid"]] = (frame["rank"], frame["signal"], Path(frame["path"]))
+        path = Path(frame["path"])
+        if path.parent != self.path.parent:
+            raise DadtError(f"{path} is not in the folder of the job")
+        self.dumps[frame["pid"]] = (line.rank, frame["signal"], path)
 
     def _saved(self, line: Line, frame: Frame) -> None:
         self.saves[frame["path"]] = max(frame["count"], self.saves.get(frame["path"], 0))

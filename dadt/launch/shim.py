@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from dadt.errors import LaunchError
-from dadt.launch import library
-from dadt.launch.folder import root
+from dadt.launch import library, schema
+from dadt.launch.folder import SOCKET, line_of, root
 from dadt.launch.frame import Frame, Link
 from dadt.launch.interrupt import Interrupts
-from dadt.launch.listen import Reach, dial
+from dadt.launch.listen import SEAL, Reach, dial
 from dadt.launch.worker import spawn
 from dadt.world import World
 
@@ -44,7 +44,7 @@ class Shim:
         self._reach = Reach.from_text(note["reach"])
         self._deadline = time.monotonic() + note["timeout"]
         self._index, self._local_rank = _place(world, note["shares"])
-        self._socket = root() / f"{note['job']}.{self._index}" / "agent"
+        self._socket = line_of(root() / f"{note['job']}.{self._index}" / SOCKET, self._local_rank)
         known_by = (*MPI_VARIABLES, "SLURM_") if world.launcher == "srun" else MPI_VARIABLES
         self._own = {name: value for name, value in os.environ.items() if name.startswith(known_by)}
         self._agent: subprocess.Popen[bytes] | None = None
@@ -60,27 +60,28 @@ class Shim:
 
     def _serve(self) -> None:
         with Interrupts([signal.SIGCHLD]) as interrupts, self._connect() as line:
-            link = Link(line.fileno(), line.fileno())
+            link = Link(line.fileno(), line.fileno(), schema.ANSWERS)
             link.send(Frame("shim", {"rank": self._rank, "local_rank": self._local_rank, "pid": os.getpid()}))
             order = self._await_order(link)
             try:
                 worker = self._start_worker(order)
             except LaunchError as error:
-                link.send(Frame("unspawned", {"rank": self._rank, "message": str(error)}))
+                link.send(Frame("unspawned", {"rank": self._rank, "message": str(error)[: schema.TEXT]}))
                 return
             link.send(Frame("spawned", {"rank": self._rank, "pid": worker.pid}))
             self._watch(link, interrupts, worker)
 
     def _start_agent(self) -> None:
-        """Its input and output are the way to the launcher."""
+        """Its input is the way to the launcher."""
         hello = {"index": self._index}
         connection, _, _ = dial(lambda: self._reach, hello, self._deadline)
         env = {name: value for name, value in os.environ.items() if name not in self._own}
-        with connection:
+        env[SEAL] = connection.seal.to_text()
+        with connection.socket:
             self._agent = subprocess.Popen(
                 [sys.executable, "-u", "-m", "dadt.agent"],
-                stdin=connection.fileno(),
-                stdout=connection.fileno(),
+                stdin=connection.socket.fileno(),
+                stdout=subprocess.DEVNULL,
                 start_new_session=True,
                 env=env,
                 cwd="/",

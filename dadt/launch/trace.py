@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dadt.launch.folder import remove_stale, root
+from dadt.launch.folder import SOCKET, line_of, remove_stale, root
 from dadt.launch.query import Line
 from dadt.launch.sweep import is_alive, kill, members, sweep
 from dadt.pulse import Pulse
 
 NAME = re.compile(r"(?P<job>[a-z0-9]{4})(?:\.(?P<index>\d+))?")
 LAUNCHER = "launcher"
-AGENT = "agent"
 GRACE_SECONDS = 5.0
 END_SECONDS = 5.0
 
@@ -30,7 +29,7 @@ class Trace:
     launcher: Path | None = None
     """The socket of its launcher, which may be dead."""
     agents: list[Path] = field(default_factory=list)
-    """The sockets of its agents."""
+    """The first sockets of its agents."""
     pids: list[int] = field(default_factory=list)
     """Processes that carry its mark: the workers, and what they started."""
     workers: dict[int, int] = field(default_factory=dict)
@@ -89,7 +88,7 @@ def traces() -> list[Trace]:
         if name["index"] is None:
             trace.launcher = path / LAUNCHER
         else:
-            trace.agents.append(path / AGENT)
+            trace.agents.append(line_of(path / SOCKET, 0))
     for pid, marks in _marked():
         trace = found.setdefault(marks["DADT_JOB"], Trace(marks["DADT_JOB"]))
         trace.pids.append(pid)

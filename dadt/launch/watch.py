@@ -185,6 +185,10 @@ class Watch:
         self.state = "stopping"
         self._journal.write("stop", why=why, grace=grace)
 
+    def refused(self, why: str) -> None:
+        """A connection was closed for what came over it."""
+        self._journal.write("refused", why=why)
+
     def steps(self) -> tuple[int, int]:
         """The least and the most steps that a rank has done."""
         steps = [max(0, gauge.member.step) for gauge in self.gauges]

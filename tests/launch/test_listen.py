@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 import queue
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 from run import await_that
 
-from dadt.launch import listen
-from dadt.launch.frame import MAGIC, Frame
-from dadt.launch.listen import GREETING, Listener, Reach, Refused, SocketChannel, Unreached, Words, dial
+from dadt.launch import listen, schema
+from dadt.launch.frame import MAGIC, Frame, Link
+from dadt.launch.listen import GREETING, Connection, Listener, Reach, Refused, SocketChannel, Unreached, Words, dial
 
 KEY = b"k" * 32
 
@@ -24,14 +27,21 @@ class Door:
     """A listener, and who came in."""
 
     def __init__(self) -> None:
-        self.came: queue.Queue[tuple[Words, socket.socket]] = queue.Queue()
-        self.listener = Listener(KEY, 5.0, self.greet, lambda hello, connection: self.came.put((hello, connection)))
+        self.came: queue.Queue[tuple[Words, Connection]] = queue.Queue()
+        self.turned_away: queue.Queue[str] = queue.Queue()
+        self.listener = Listener(
+            KEY,
+            5.0,
+            self.greet,
+            lambda hello, connection: self.came.put((hello, connection)),
+            turned_away=self.turned_away.put,
+        )
         self.reach = replace(self.listener.reach(), addresses=["127.0.0.1"])
 
     def greet(self, hello: Words) -> Words:
         return {"refused": "nobody is wanted"} if hello.get("name") == "nobody" else {"hello": hello["name"]}
 
-    def dial(self, name: str = "n1", **changes: object) -> tuple[socket.socket, Words, str]:
+    def dial(self, name: str = "n1", **changes: object) -> tuple[Connection, Words, str]:
         return dial(lambda: replace(self.reach, **changes), {"name": name}, time.monotonic() + 0.5)
 
     def knock(self) -> socket.socket:
@@ -44,7 +54,7 @@ def door() -> Iterator[Door]:
     yield door
     door.listener.close()
     while not door.came.empty():
-        door.came.get()[1].close()
+        door.came.get()[1].socket.close()
 
 
 def test_frames_go_both_ways_over_the_connection(door: Door) -> None:
@@ -53,15 +63,20 @@ def test_frames_go_both_ways_over_the_connection(door: Door) -> None:
     assert (hello, answer) == ({"name": "n1"}, {"hello": "n1"})
     assert at == f"127.0.0.1:{door.listener.port}"
     channel = SocketChannel(ours)
-    with theirs:
-        theirs.sendall(b"noise" + MAGIC + Frame("ready", {"cores": 3}).encode())
+    with theirs.socket:
+        agent = Link(theirs.socket.fileno(), theirs.socket.fileno(), schema.LAUNCHER, seal=theirs.seal)
+        agent.post(b"noise" + MAGIC)
+        agent.send(Frame("end", {"stuck": [], "signal": 3}))
         frames: list[Frame] = []
         await_that(lambda: frames or frames.extend(channel.link.receive()), "a frame")
-        assert frames[0]["cores"] == 3
-        channel.link.send(Frame("look"))
-        assert b'"look"' in theirs.recv(4096)
+        assert frames[0]["signal"] == 3
+        channel.link.send(Frame("signal", {"number": 10}))
+        frames.clear()
+        await_that(lambda: frames or frames.extend(agent.receive()), "a frame")
+        assert frames[0]["number"] == 10
         channel.hang_up()
-        assert theirs.recv(1) == b""
+        with pytest.raises(EOFError):
+            await_that(agent.receive, "the end")
     assert channel.end(5.0) == ""
 
 
@@ -73,13 +88,13 @@ def test_end_waits_for_the_agent_and_no_longer_than_it_may(door: Door) -> None:
     assert channel.end(0.3) == "it sleeps"
     assert 0.2 < time.monotonic() - begin < 2.0
     assert channel.end(9.0) == "it sleeps"
-    theirs.close()
+    theirs.socket.close()
 
 
 def test_an_agent_that_is_lost_is_explained(door: Door) -> None:
     theirs, _, _ = door.dial()
     channel = SocketChannel(door.came.get(timeout=5)[1], lambda seconds: "it was killed")
-    theirs.close()
+    theirs.socket.close()
     with pytest.raises(EOFError):
         await_that(channel.link.receive, "the end")
     assert channel.end(2.0) == "it was killed"
@@ -108,8 +123,7 @@ def test_a_launcher_that_does_not_know_the_key_is_not_believed() -> None:
             connection, _ = impostor.accept()
             with connection:
                 connection.sendall(GREETING + b"n" * 32)
-                said = connection.recv(4096)
-                connection.sendall(b"\0\0\0\2{}" + said[-32:])  # the agent's own proof, given back
+                connection.sendall(connection.recv(4096)[-32:])  # the agent's own proof, given back
 
         thread = threading.Thread(target=answer)
         thread.start()
@@ -122,7 +136,7 @@ STRANGERS: list[Callable[[socket.socket], object]] = [
     lambda stranger: None,
     lambda stranger: stranger.sendall(b"GET / HTTP/1.1\r\nHost: h\r\n\r\n" * 10),
     lambda stranger: stranger.sendall(b"\xff" * 100_000),
-    lambda stranger: stranger.sendall(b"n" * 32 + b"\0\0\0\2{}" + b"p" * 32),
+    lambda stranger: stranger.sendall(b"n" * 32 + b"p" * 32),
     lambda stranger: stranger.sendall(b"half"),
 ]
 
@@ -138,19 +152,19 @@ def test_strangers_are_dropped_and_disturb_nobody(
         except OSError:
             pass  # dropped before it had said all
         theirs, _, _ = door.dial()
-        theirs.close()
+        theirs.socket.close()
         stranger.settimeout(5.0)
         try:
             while stranger.recv(4096):
                 pass
         except ConnectionResetError:
             pass
-    door.came.get(timeout=5)[1].close()
+    door.came.get(timeout=5)[1].socket.close()
 
 
 def test_the_addresses_are_tried_in_turn(door: Door) -> None:
     theirs, _, at = door.dial(addresses=["no.such.host.invalid", "127.0.0.2", "127.0.0.1"])
-    theirs.close()
+    theirs.socket.close()
     assert at.startswith("127.0.0.")
 
 
@@ -164,7 +178,7 @@ def test_who_is_early_waits(door: Door) -> None:
         return door.reach
 
     theirs, _, _ = dial(find, {"name": "n1"}, time.monotonic() + 5.0)
-    theirs.close()
+    theirs.socket.close()
     assert len(seen) == 3
 
 
@@ -181,7 +195,7 @@ def test_who_waits_in_vain_says_where_and_why() -> None:
 def test_both_sides_notice_a_silent_end(door: Door) -> None:
     theirs, _, _ = door.dial()
     ours = door.came.get(timeout=5)[1]
-    for end in (ours, theirs):
+    for end in (ours.socket, theirs.socket):
         assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 5000
         assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert not os.get_inheritable(end.fileno())
@@ -194,3 +208,70 @@ def test_a_reach_survives_being_written_down() -> None:
     for text in ("", "[]", "{}", '{"port": 1}', "no json"):
         with pytest.raises(ValueError):
             Reach.from_text(text)
+
+
+def test_a_flood_keeps_nobody_out_and_is_told_once(door: Door) -> None:
+    """Of connections that say nothing, from another address than the agent's: they take no more threads and
+    descriptors than so many, and whoever knows the key comes in meanwhile."""
+    flood = []
+    try:
+        for _ in range(300):
+            stranger = socket.create_connection(("127.0.0.1", door.listener.port), 5.0, ("127.0.0.9", 0))
+            flood.append(stranger)
+        theirs, _, _ = dial(lambda: door.reach, {"name": "n1"}, time.monotonic() + 5.0)
+        theirs.socket.close()
+        door.came.get(timeout=5)[1].socket.close()
+        # The newest is the last one taken: when it has been greeted, the others are in their places.
+        flood[-1].settimeout(5.0)
+        assert flood[-1].recv(4096).startswith(GREETING)
+        await_that(lambda: threading.active_count() < 64 + 20, "the threads of those that were dropped")
+    finally:
+        for stranger in flood:
+            stranger.close()
+
+
+def test_a_stranger_is_told_of_once(door: Door) -> None:
+    for _ in range(3):
+        with door.knock() as stranger:
+            stranger.sendall(b"n" * 32 + b"p" * 32)
+            stranger.settimeout(5.0)
+            with suppress(ConnectionResetError):
+                while stranger.recv(4096):
+                    pass
+    text = door.turned_away.get(timeout=5)
+    assert text == "a connection from 127.0.0.1 was turned away: it has another key"
+    assert door.turned_away.empty()
+
+
+FEW_DESCRIPTORS = """
+import resource, socket, sys, time
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+from dadt.launch.listen import Listener, dial
+came = []
+listener = Listener(b"k" * 32, 5.0, lambda hello: {}, lambda hello, connection: came.append(connection))
+print(listener.port, flush=True)
+sys.stdin.readline()  # the flood is over
+reach = listener.reach()
+sys.stdin.readline()  # the agent was there
+print(len(came), flush=True)
+"""
+
+
+def test_a_listener_without_descriptors_goes_on_when_there_are_some_again() -> None:
+    """Each process may have 64 here: accept fails with EMFILE, and must not end what accepts."""
+    with subprocess.Popen(
+        [sys.executable, "-c", FEW_DESCRIPTORS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        port = int(process.stdout.readline())
+        flood = [socket.create_connection(("127.0.0.1", port), 5.0) for _ in range(200)]
+        reach = Reach(addresses=["127.0.0.1"], port=port, key=KEY, silence=5.0)
+        theirs, _, _ = dial(lambda: reach, {}, time.monotonic() + 20.0)
+        for stranger in flood:
+            stranger.close()
+        print(file=process.stdin, flush=True)
+        again, _, _ = dial(lambda: reach, {}, time.monotonic() + 5.0)
+        print(file=process.stdin, flush=True)
+        assert process.stdout.readline() == "2\n"
+        theirs.socket.close()
+        again.socket.close()

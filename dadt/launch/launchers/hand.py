@@ -7,7 +7,6 @@ import os
 import select
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +14,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 
 from dadt.config import Config
-from dadt.errors import LaunchError, StartTimeout
+from dadt.errors import DadtError, LaunchError, StartTimeout
+from dadt.launch import schema
 from dadt.launch.channel import Channel
 from dadt.launch.failure import signal_name
 from dadt.launch.frame import Frame, Link
@@ -23,7 +23,7 @@ from dadt.launch.gather import Voice
 from dadt.launch.host import Host
 from dadt.launch.interrupt import Interrupts
 from dadt.launch.launchers.local import LocalLauncher
-from dadt.launch.listen import Arrivals, Listener, SocketChannel, Unreached, Words, dial
+from dadt.launch.listen import SEAL, Arrivals, Connection, Listener, SocketChannel, Unreached, Words, dial
 from dadt.launch.meeting import meeting_of
 
 END_SECONDS = 10.0
@@ -41,7 +41,7 @@ class HandLauncher:
         self._meeting = meeting_of(config)
         self._local = LocalLauncher(config)
         self._arrivals = Arrivals(f"node{rank}" for rank in range(1, config.nnodes))
-        self._watchers: dict[str, socket.socket] = {}
+        self._watchers: dict[str, Connection] = {}
         """The other nodes' `dadt run`, which wait for the verdict."""
         self._listener: Listener | None = None
 
@@ -75,7 +75,7 @@ class HandLauncher:
     def conclude(self, code: int, lines: Sequence[str]) -> None:
         verdict = Frame("verdict", {"code": code, "lines": list(lines)})
         for connection in self._watchers.values():
-            with connection:
+            with connection.socket:
                 _tell(connection, verdict)
         self._watchers.clear()
 
@@ -92,7 +92,7 @@ class HandLauncher:
             return {"refused": f"job {self._job} has a {name} already: give each host its own --node-rank"}
         return {"job": self._job}
 
-    def _take(self, hello: Words, connection: socket.socket) -> None:
+    def _take(self, hello: Words, connection: Connection) -> None:
         name = hello["node"]
         if hello["asks"] == "verdict":
             self._watchers[name] = connection
@@ -113,7 +113,7 @@ def join(config: Config, command: Sequence[str], voice: Voice) -> int:
     except Unreached as error:
         raise StartTimeout(f"node0 did not come within --start-timeout {config.start_timeout:g} s: {error}") from error
     voice.say(f"node {config.node_rank} of job {answer['job']} at {at}")
-    with Interrupts(numbers) as interrupts, watcher:
+    with Interrupts(numbers) as interrupts, watcher.socket:
         return _follow(watcher, _agent(config, agent), interrupts, voice)
 
 
@@ -124,9 +124,9 @@ def claims(config: Config, command: Sequence[str]) -> dict[str, object]:
     return {"--nnodes": config.nnodes, "-np": config.np, "--accelerators": config.accelerators, "the script": program}
 
 
-def _follow(watcher: socket.socket, agent: subprocess.Popen[bytes], interrupts: Interrupts, voice: Voice) -> int:
+def _follow(watcher: Connection, agent: subprocess.Popen[bytes], interrupts: Interrupts, voice: Voice) -> int:
     """Until the verdict has come. Ctrl-C here ends the job: its agent tells the launcher."""
-    link = Link(watcher.fileno(), watcher.fileno())
+    link = Link(watcher.socket.fileno(), watcher.socket.fileno(), schema.VERDICT, seal=watcher.seal)
     caught = 0
     with selectors.DefaultSelector() as selector:
         selector.register(interrupts, selectors.EVENT_READ)
@@ -140,7 +140,7 @@ def _follow(watcher: socket.socket, agent: subprocess.Popen[bytes], interrupts: 
                     continue
                 try:
                     verdicts = link.receive()
-                except EOFError:
+                except (EOFError, DadtError):
                     voice.say("node0 is gone, without a word on how the job ended", "error")
                     _await(agent)
                     return LaunchError.exit_code
@@ -150,21 +150,23 @@ def _follow(watcher: socket.socket, agent: subprocess.Popen[bytes], interrupts: 
                     return 128 + caught if caught else int(verdict["code"])
 
 
-def _tell(connection: socket.socket, verdict: Frame) -> None:
+def _tell(connection: Connection, verdict: Frame) -> None:
     try:
-        Link(connection.fileno(), connection.fileno()).send(verdict)
+        ends = connection.socket.fileno(), connection.socket.fileno()
+        Link(*ends, schema.VERDICT, seal=connection.seal).send(verdict)
     except BrokenPipeError:
         pass  # it did not wait
 
 
-def _is_gone(connection: socket.socket) -> bool:
+def _is_gone(connection: Connection) -> bool:
     """One that waits for the verdict sends nothing: what can be read is its end."""
-    return bool(select.select([connection], [], [], 0)[0])
+    return bool(select.select([connection.socket], [], [], 0)[0])
 
 
-def _agent(config: Config, connection: socket.socket) -> subprocess.Popen[bytes]:
-    """This host's agent, whose standard input and output are the connection."""
+def _agent(config: Config, connection: Connection) -> subprocess.Popen[bytes]:
+    """This host's agent, whose standard input is the connection."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("DADT_")}
+    env[SEAL] = connection.seal.to_text()
     libc, parent = ctypes.CDLL(None), os.getpid()
 
     def end_with_us() -> None:
@@ -173,12 +175,12 @@ def _agent(config: Config, connection: socket.socket) -> subprocess.Popen[bytes]
             os._exit(1)
 
     python = config.python or sys.executable
-    with connection:
+    with connection.socket:
         try:
             return subprocess.Popen[bytes](
                 [python, "-u", "-m", "dadt.agent"],
-                stdin=connection.fileno(),
-                stdout=connection.fileno(),
+                stdin=connection.socket.fileno(),
+                stdout=subprocess.DEVNULL,
                 start_new_session=True,
                 env=env,
                 cwd="/",  # python -m looks for modules in the current folder first, and there is the user's own

@@ -12,6 +12,7 @@ from errno import EACCES, ENOENT, ENOEXEC
 
 from dadt.config import Config
 from dadt.errors import LaunchError
+from dadt.launch import schema
 from dadt.launch.channel import Channel
 from dadt.launch.failure import signal_name
 from dadt.launch.frame import Link
@@ -66,7 +67,7 @@ class LocalChannel:
                 fcntl.fcntl(pipe, F_SETPIPE_SZ, PIPE_BYTES)
             except OSError:
                 pass  # this user's share of pipe memory is used up: a small pipe does as well
-        self.link = Link(self._process.stdout.fileno(), self._process.stdin.fileno(), noisy=True)
+        self.link = Link(self._process.stdout.fileno(), self._process.stdin.fileno(), schema.AGENT, noisy=True)
 
     def hang_up(self) -> None:
         assert self._process.stdin is not None

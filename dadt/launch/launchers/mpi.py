@@ -23,7 +23,7 @@ from dadt.launch import plan
 from dadt.launch.channel import Channel
 from dadt.launch.host import Host
 from dadt.launch.launchers import slurm
-from dadt.launch.listen import Listener, SocketChannel, Words
+from dadt.launch.listen import Connection, Listener, SocketChannel, Words
 from dadt.launch.shim import NOTE
 from dadt.launch.slot import Room, share_out
 
@@ -55,7 +55,7 @@ class MpiLauncher:
         self._hosts: Sequence[Host] = []
         self._listener: Listener | None = None
         self._mpirun: Mpirun | None = None
-        self._connections: list[socket.socket] = []
+        self._connections: list[Connection] = []
 
     def launch(self, hosts: list[Host]) -> list[Future[Channel]]:
         self._hosts = hosts
@@ -95,9 +95,12 @@ class MpiLauncher:
             self._mpirun.close(at_once=not all(future.done() for future in self._futures))
 
     def _greet(self, hello: Words) -> Words:
-        return {"refused": "this host has an agent already"} if self._futures[hello["index"]].done() else {}
+        index = hello.get("index")
+        if not isinstance(index, int) or not 0 <= index < len(self._futures):
+            return {"refused": f"there is no host {index} in this job"}
+        return {"refused": "this host has an agent already"} if self._futures[index].done() else {}
 
-    def _take(self, hello: Words, connection: socket.socket) -> None:
+    def _take(self, hello: Words, connection: Connection) -> None:
         assert self._mpirun is not None
         future = self._futures[hello["index"]]
         channel = SocketChannel(connection, self._mpirun.why)
@@ -118,7 +121,7 @@ class MpiLauncher:
         if not self._mpirun.closing.wait(END_SECONDS):
             for connection in self._connections:
                 try:
-                    connection.shutdown(socket.SHUT_RDWR)
+                    connection.socket.shutdown(socket.SHUT_RDWR)
                 except OSError:
                     pass  # closed by now
 

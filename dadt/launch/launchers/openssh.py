@@ -15,7 +15,7 @@ from concurrent.futures import Future
 
 from dadt.config import Config
 from dadt.errors import LaunchError
-from dadt.launch import remote
+from dadt.launch import remote, schema
 from dadt.launch.channel import Channel
 from dadt.launch.frame import CHUNK, Link
 from dadt.launch.host import Host
@@ -123,7 +123,7 @@ class OpensshChannel:
         )
         processes.add(self._process)
         assert self._process.stdin is not None and self._process.stdout is not None
-        self.link = Link(self._process.stdout.fileno(), self._process.stdin.fileno(), noisy=True)
+        self.link = Link(self._process.stdout.fileno(), self._process.stdin.fileno(), schema.AGENT, noisy=True)
         self._errors = threading.Thread(target=self._read_errors, name="dadt-ssh-err", daemon=True)
         self._errors.start()
 

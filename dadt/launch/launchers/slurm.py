@@ -7,7 +7,6 @@ import re
 import secrets
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,7 +21,7 @@ from dadt.errors import ConfigError, LaunchError
 from dadt.launch import library
 from dadt.launch.channel import Channel
 from dadt.launch.host import Host
-from dadt.launch.listen import Arrivals, Listener, Reach, SocketChannel, Words, become_standard, dial
+from dadt.launch.listen import Arrivals, Connection, Listener, Reach, SocketChannel, Words, become_standard, dial
 
 REACH = "DADT_REACH"
 """Tells an agent where its launcher is, and the key: on a command line, ps would show it."""
@@ -129,7 +128,7 @@ class SlurmLauncher:
             return {"refused": f"{name} is not among the hosts of this job"}
         return {"refused": f"{name} has an agent already"} if self._arrivals.has(name) else {}
 
-    def _take(self, hello: Words, connection: socket.socket) -> None:
+    def _take(self, hello: Words, connection: Connection) -> None:
         name = hello["name"]
         self._arrivals.admit(name, SocketChannel(connection, lambda seconds: self._explain(name, seconds)))
 

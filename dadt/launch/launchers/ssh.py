@@ -11,7 +11,7 @@ from concurrent.futures import Future
 import paramiko
 
 from dadt.config import Config
-from dadt.launch import remote
+from dadt.launch import remote, schema
 from dadt.launch.channel import Channel
 from dadt.launch.frame import CHUNK, Link
 from dadt.launch.host import Host
@@ -70,7 +70,7 @@ class SshChannel:
         """Why the connection ended before the agent did."""
         self._ours, self._theirs = socket.socketpair()
         self._writer = self._ours.dup()  # a selector takes a descriptor once, to read or to write
-        self.link = Link(self._ours.fileno(), self._writer.fileno(), noisy=True)
+        self.link = Link(self._ours.fileno(), self._writer.fileno(), schema.AGENT, noisy=True)
         self._errors = threading.Thread(target=self._carry_errors, name="dadt-ssh-err", daemon=True)
         self._out = threading.Thread(target=self._carry_out, name="dadt-ssh-out", daemon=True)
         self._in = threading.Thread(target=self._carry_in, name="dadt-ssh-in", daemon=True)

@@ -1,0 +1,309 @@
+"""What may be said on each line of a job: by whom, which kinds of frames, their facts, and how many bytes go with them.
+
+Every frame is checked against this before anything is done about it. One that does not fit ends its connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+Check = Callable[[Any], bool]
+
+TEXT = 1 << 16
+"""Most letters of what is said to people."""
+BLOB = 64 << 20
+"""Most bytes that a rank gives to the others at once while they meet."""
+RESULT = 1 << 30
+"""Most bytes of a function of `dadt.run` with its arguments, and of what it returns."""
+OUTPUT = 1 << 20
+"""Most bytes that a worker has printed, or of its stacks, in one frame."""
+MOST_RANKS = 1 << 20
+DEPTH = 6
+"""Of values within values that are passed on as they are."""
+
+
+def whole(least: int = 0, most: int = 1 << 62) -> Check:
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def number(value: Any) -> bool:
+    """Finite: what is no number compares as false."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
+
+
+def text(most: int = 4096) -> Check:
+    return lambda value: isinstance(value, str) and len(value) <= most
+
+
+def flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def one_of(*values: str) -> Check:
+    return lambda value: isinstance(value, str) and value in values
+
+
+def maybe(check: Check) -> Check:
+    return lambda value: value is None or check(value)
+
+
+def either(*checks: Check) -> Check:
+    return lambda value: any(check(value) for check in checks)
+
+
+def listed(check: Check, most: int) -> Check:
+    return lambda value: isinstance(value, list) and len(value) <= most and all(map(check, value))
+
+
+def mapped(check: Check, most: int = 4096) -> Check:
+    """By names."""
+    return lambda value: isinstance(value, dict) and len(value) <= most and all(map(check, value.values()))
+
+
+def by_rank(check: Check) -> Check:
+    """By numbers of ranks, which JSON writes as text."""
+    values = mapped(check, MOST_RANKS)
+    return lambda value: values(value) and all(name.isascii() and name.isdigit() and len(name) < 8 for name in value)
+
+
+def pair(first: Check, second: Check) -> Check:
+    return lambda value: isinstance(value, list) and len(value) == 2 and first(value[0]) and second(value[1])
+
+
+def record(**facts: Check) -> Check:
+    """Each fact is there, and no other; `name_` with an underscore behind it may be absent."""
+    return lambda value: isinstance(value, dict) and misfit(facts, value) is None
+
+
+def anything(value: Any, depth: int = DEPTH) -> bool:
+    """JSON that nests to a bounded depth: passed on, never looked into."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    return not isinstance(value, list) or (depth > 0 and all(anything(each, depth - 1) for each in value))
+
+
+def misfit(facts: Mapping[str, Check], header: Mapping[str, Any]) -> str | None:
+    """The name of the first fact that is missing, wrong or not known; None if all fit."""
+    for name, check in facts.items():
+        optional = name.endswith("_")
+        name = name.rstrip("_")
+        if name in header:
+            if not check(header[name]):
+                return name
+        elif not optional:
+            return name
+    known = {name.rstrip("_") for name in facts}
+    return next((name[:80] for name in header if name not in known), None)
+
+
+class Kind(NamedTuple):
+    facts: Mapping[str, Check] | None
+    """None: whatever does not nest too deep, as it is only shown."""
+    body: int = 0
+    """Most bytes that follow the header."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speaker:
+    """One side of a line."""
+
+    name: str
+    """As the rest of a sentence: "a worker"."""
+    kinds: Mapping[str, Kind]
+    header: int = 1 << 20
+    """Most bytes of a header."""
+
+    def without(self, *kinds: str) -> Speaker:
+        return replace(self, kinds={name: kind for name, kind in self.kinds.items() if name not in kinds})
+
+
+RANK = whole(0, MOST_RANKS)
+PID = whole(2, 1 << 31)  # never 0, 1 or negative: a process that is signalled is nobody else's
+SECONDS = number
+STEP = whole(-1)
+COUNT = whole()
+LINE = whole()
+KEY = text(1024)
+PATH = text(4096)
+NAMES = listed(text(), 1 << 16)
+VARIABLES = mapped(text(1 << 20), 1 << 16)
+
+_process: dict[str, Check] = {"rank": RANK, "pid": PID}
+_question: dict[str, Check] = {**_process, "timeout": SECONDS}
+_numbers = record(
+    samples=number, waited=number, clock=number, sent=number, plain=number, late=number, fell_back=number,
+    step_times=record(counts=mapped(COUNT, 4096), seconds=number),
+)  # fmt: skip
+_source = mapped(maybe(either(text(), whole(-1))), 8)
+
+_passed_on: dict[str, Kind] = {
+    "hello": Kind({**_process, "torch": text(100)}),
+    "claim": Kind(_question),
+    "exchange": Kind({**_question, "key": KEY}, BLOB),
+    "say": Kind({**_process, "text": text(TEXT), "level": one_of("info", "warning")}),
+    "numbers": Kind({**_process, "step": STEP, "numbers": _numbers}),
+    "failed": Kind(
+        {
+            **_process,
+            "type": text(),
+            "message": text(TEXT),
+            "frames": listed(_source, 16),
+            "step": maybe(STEP),
+            "secondary": flag,
+            "thread": text(),
+            "time": number,
+        }
+    ),
+    "ending": Kind({**_process, "steps": COUNT}),
+    "done": Kind({**_process, "summary": mapped(either(number, flag), 64)}),
+    "result": Kind(_question, RESULT),
+    "peers": Kind(_question),
+    "dump": Kind(_process),
+}
+"""What workers say to the launcher, through their agent."""
+
+WORKER = Speaker(
+    "a worker",
+    {
+        **_passed_on,
+        "stacks": Kind({**_process, "path": PATH, "signal": whole(1, 64)}),
+        "saved": Kind({**_process, "path": PATH, "count": COUNT}),
+        "await_save": Kind({**_question, "path": PATH, "count": COUNT, "step": STEP}),
+        "shim": Kind({**_process, "local_rank": RANK}),
+        "spawned": Kind(_process),
+        "unspawned": Kind({"rank": RANK, "message": text(TEXT)}),
+        "ended": Kind({"rank": RANK, "status": whole(0, 1 << 16), "peak_memory": COUNT}),
+    },
+)
+"""To the agent of its host."""
+
+_member = record(rank=RANK, host=text(), pid=COUNT, state=text(), step=STEP, seconds=number)
+
+ANSWERS = Speaker(
+    "the agent",
+    {
+        "claimed": Kind({}),
+        "exchanged": Kind({"sizes": listed(COUNT, MOST_RANKS)}, 4 << 30),
+        "taken": Kind({}),
+        "peers": Kind({"peers": listed(_member, MOST_RANKS)}),
+        "saved": Kind({"verdict": one_of("there", "write")}),
+        "error": Kind({"type": one_of("DadtError", "StartTimeout"), "message": text(1 << 22)}),
+        "order": Kind({"command": NAMES, "env": VARIABLES, "cwd": PATH, "out": PATH, "err": PATH}),
+    },
+    header=64 << 20,
+)
+"""To a worker, or to what mpirun has started in its place."""
+
+_address = record(interface=text(64), address=text(64), speed=number)
+
+AGENT = Speaker(
+    "the agent",
+    {
+        **{name: Kind({**(kind.facts or {}), "line": LINE}, kind.body) for name, kind in _passed_on.items()},
+        "ready": Kind(
+            {
+                "version": text(100),
+                "python": text(100),
+                "executable": PATH,
+                "torch": text(100),
+                "hostname": text(256),
+                "machine": text(256),
+                "cores": whole(1, 1 << 20),
+                "gpus": listed(text(100), 1024),
+                "addresses": listed(_address, 1 << 16),
+                "port": whole(1, 65535),
+                "pid": PID,
+                "problems": listed(text(TEXT), 100),
+                "probe_port_": whole(1, 65535),
+                "token_": text(64),
+                "clock": number,
+            }
+        ),
+        "probed": Kind({"reached": mapped(mapped(number), 1 << 16)}),
+        "beat": Kind({"steps_": by_rank(pair(STEP, number)), "memory_": by_rank(COUNT), "clock": number}),
+        "started": Kind(_process),
+        "unstarted": Kind({"message": text(TEXT)}),
+        "out": Kind({"rank": RANK}, OUTPUT),
+        "err": Kind({"rank": RANK}, OUTPUT),
+        "exit": Kind(
+            {
+                "rank": RANK,
+                "code": whole(-255, 255),
+                "time": number,
+                "step": STEP,
+                "peak_memory": COUNT,
+                "memory_limit": COUNT,
+                "memory_kills": COUNT,
+                "stopped": flag,
+            }
+        ),
+        "stacks": Kind(_process, OUTPUT),
+        "stack": Kind({"number": COUNT, "rank": RANK, "problem": text(TEXT)}, OUTPUT),
+        "refused": Kind({"rank": RANK, "why": text(TEXT)}),
+        "end": Kind({"stuck": listed(PID, 1 << 16), "signal": whole(0, 64)}),
+    },
+    header=8 << 20,
+)
+"""To the launcher."""
+
+_worker = record(rank=RANK, local_rank=RANK, env=VARIABLES, command=NAMES)
+_target = record(index=RANK, port=whole(1, 65535), token=text(64), addresses=listed(text(64), 1 << 16))
+
+LAUNCHER = Speaker(
+    "the launcher",
+    {
+        "look": Kind(
+            {
+                "job": text(64),
+                "index": RANK,
+                "hosts": RANK,
+                "cwd": PATH,
+                "files": listed(PATH, 1 << 16),
+                "prologue": text(1 << 20),
+                "mpi": flag,
+                "orphan_timeout": maybe(number),
+                "env": VARIABLES,
+            }
+        ),
+        "probe": Kind({"targets": listed(_target, 1 << 16)}),
+        "job": Kind(
+            {"job": text(64), "env": VARIABLES, "workers": listed(_worker, 1 << 16), "cwd": PATH, "adopt": number},
+            RESULT,
+        ),
+        "stop": Kind({"grace_": number, "stacks_": flag, "natural_": number}),
+        "answer": Kind({"line": LINE, "answer": anything}, 4 << 30),
+        "stacks": Kind({"number": COUNT, "ranks": listed(RANK, MOST_RANKS)}),
+        "signal": Kind({"number": whole(1, 64)}),
+        "beat": Kind({}),
+    },
+    header=64 << 20,
+)
+"""To an agent."""
+
+VERDICT = Speaker("node0", {"verdict": Kind({"code": whole(0, 255), "lines": listed(text(TEXT), 100)})})
+"""Of a job that was started by hand: to the other nodes' `dadt run`."""
+
+CALLER = Speaker(
+    "a caller",
+    {
+        "describe": Kind({}),
+        "stacks": Kind({"ranks": maybe(listed(RANK, MOST_RANKS))}),
+        "kill": Kind({}),
+    },
+    header=8 << 20,
+)
+"""Of a running job: `dadt ps`, `stacks`, `kill`."""
+
+TOLD = Speaker(
+    "the launcher",
+    {
+        "description": Kind(None),
+        "stack": Kind(None, OUTPUT),
+        "end": Kind({}),
+        "killed": Kind({"workers": NAMES, "grace": number}),
+    },
+    header=64 << 20,
+)
+"""To such a caller."""

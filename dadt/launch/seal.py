@@ -1,0 +1,94 @@
+"""What goes over a network between two sides that have proved themselves: encrypted, in records that count.
+
+A record is its length and then the text under ChaCha20-Poly1305 (RFC 8439), whose nonce is the record's number. So one
+that was changed, left out, repeated or put elsewhere on its way ends the connection.
+"""
+
+from __future__ import annotations
+
+import hmac
+import struct
+from dataclasses import dataclass, field
+
+from dadt.errors import DadtError
+
+LENGTH = struct.Struct(">I")
+RECORD = 1 << 16
+"""Most bytes of text in one record."""
+TAG_BYTES = 16
+NONCE = struct.Struct(">4xQ")
+
+
+@dataclass(slots=True)
+class Way:
+    """One direction: its key, and the number of its next record."""
+
+    key: bytes
+    number: int = 0
+
+    def nonce(self) -> bytes:
+        nonce = NONCE.pack(self.number)
+        self.number += 1
+        return nonce
+
+
+@dataclass(slots=True)
+class Seal:
+    """One side's view of a connection. Not thread-safe."""
+
+    sent: Way
+    received: Way
+    _buffer: bytearray = field(default_factory=bytearray)
+
+    @classmethod
+    def between(cls, key: bytes, transcript: bytes, mine: bytes, theirs: bytes) -> Seal:
+        """Of this connection alone: transcript has what both sides have drawn for it. mine, theirs: their names."""
+
+        def way(side: bytes) -> Way:
+            return Way(hmac.digest(key, b"dadt seal " + side + b"\0" + transcript, "sha256"))
+
+        return cls(way(mine), way(theirs))
+
+    def to_text(self) -> str:
+        """For another process that takes the connection over, between two records."""
+        return " ".join(f"{way.key.hex()} {way.number}" for way in (self.sent, self.received))
+
+    @classmethod
+    def from_text(cls, text: str) -> Seal:
+        sent, sent_number, received, received_number = text.split()
+        return cls(Way(bytes.fromhex(sent), int(sent_number)), Way(bytes.fromhex(received), int(received_number)))
+
+    def closed(self, data: bytes) -> bytes:
+        """As it goes over the network."""
+        from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305  # not before there is a network
+
+        cipher = ChaCha20Poly1305(self.sent.key)
+        records = bytearray()
+        for start in range(0, len(data), RECORD):
+            part = data[start : start + RECORD]
+            length = LENGTH.pack(len(part) + TAG_BYTES)
+            records += length + cipher.encrypt(self.sent.nonce(), bytes(part), length)
+        return bytes(records)
+
+    def opened(self, data: bytes) -> bytes:
+        """The text of the records that are complete. Raises DadtError where one is not the other side's next."""
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+
+        self._buffer += data
+        cipher = ChaCha20Poly1305(self.received.key)
+        text = bytearray()
+        while len(self._buffer) >= LENGTH.size:
+            length = bytes(self._buffer[: LENGTH.size])
+            (size,) = LENGTH.unpack(length)
+            if not TAG_BYTES <= size <= RECORD + TAG_BYTES:
+                raise DadtError("a record of the connection was changed on its way: its length cannot be")
+            end = LENGTH.size + size
+            if len(self._buffer) < end:
+                break
+            try:
+                text += cipher.decrypt(self.received.nonce(), bytes(self._buffer[LENGTH.size : end]), length)
+            except InvalidTag:
+                raise DadtError("a record of the connection was changed, repeated or left out on its way") from None
+            del self._buffer[:end]
+        return bytes(text)
