@@ -257,7 +257,9 @@ class Agent:
         try:
             self._orders.extend(self._launcher.receive())
             self._heard = time.monotonic()
-        except (EOFError, DadtError):  # gone, or somebody on the way has changed what it said
+        except (EOFError, DadtError) as error:
+            if isinstance(error, DadtError):
+                sys.stderr.write(f"dadt: the agent ends, as {error}\n")
             self._launcher_gone = True
             self._forget(self._launcher.reader)
 

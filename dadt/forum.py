@@ -7,7 +7,6 @@ import json
 import os
 import secrets
 import sys
-import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -15,14 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch.distributed import Store  # type: ignore[attr-defined]
-
 from dadt import store as stores
 from dadt import world as environment
 from dadt.choice import Place, choose, shown
 from dadt.config import Config
-from dadt.errors import DadtError, PeerLost, StartTimeout
+from dadt.errors import DadtError, StartTimeout
 from dadt.launch import machine, network
+from dadt.launch.values import Values
 from dadt.world import World
 
 LOOK_SECONDS = 0.5
@@ -30,7 +28,7 @@ LOOK_SECONDS = 0.5
 CAUSE_SECONDS = 1.0
 """How long a rank that another one's failure ended lets that one exit first: the first exit code is the job's."""
 PAUSES = (0.001, 0.05)
-"""Between looks for what others put into the store, growing."""
+"""Between looks for what others tell, growing."""
 BEGUN = "has imported torch, not begun to train"
 T = TypeVar("T")
 
@@ -39,15 +37,14 @@ class Forum:
     """Has Control's methods. Rank 0 prints what is to be said, once. Belongs to the process that connected: in a
     forked child every method raises DadtError."""
 
-    def __init__(self, world: World, store: Store) -> None:
+    def __init__(self, world: World, values: Values, secret: bytes) -> None:
+        """secret: that only ranks of this job know; empty where strangers may have learnt it."""
         self.world = world
-        self._store = store
+        self.secret = secret
+        self._values = values
         self._step = -1
         self._state = BEGUN
         self._pid = os.getpid()
-        self._lock = threading.Lock()
-        # Held for ever: in a forked child the store must not be destroyed, whose thread is not there.
-        os.register_at_fork(after_in_child=self._check_process_later)
 
     @classmethod
     def connect(cls, world: World, config: Config) -> tuple[Forum, Config]:
@@ -55,12 +52,12 @@ class Forum:
 
         Raises StartTimeout naming ranks that do not come, ConfigError where there is no way to meet.
         """
-        store, own, other = stores.connect(world, config.start_timeout)
-        forum = cls(world, store)
+        found = stores.connect(world, config.start_timeout, config.timeout)
+        forum = cls(world, found.values, found.secret)
         mine = {
             "machine": machine_id(),
-            "own": own,
-            "store": other,
+            "own": found.own,
+            "store": found.other,
             "gpus": len(machine.gpus()),
             "draw": secrets.randbelow(2**31),
             "config": config.to_env(),
@@ -84,7 +81,7 @@ class Forum:
 
     def claim(self) -> None:
         """This process trains as this rank; another process that does raises DadtError."""
-        first = self._use(lambda store: store.compare_set(f"claim/{self.world.rank}", "", str(self._pid))).decode()
+        first = self._use(lambda values: values.compare_set(f"claim/{self.world.rank}", "", str(self._pid)))
         if first != str(self._pid):
             raise DadtError(
                 f"rank {self.world.rank} is already claimed by pid {first}: of the processes of one rank only one may "
@@ -99,7 +96,7 @@ class Forum:
         """
         deadline = time.monotonic() + timeout
         keys = [f"exchange/{key}/{rank}" for rank in range(self.world.world_size)]
-        self._use(lambda store: store.set(keys[self.world.rank], blob))  # type: ignore[arg-type]  # takes bytes, too
+        self._use(lambda values: values.set(keys[self.world.rank], blob))
         while not self._arrive(keys, deadline):
             missing = [rank for rank, each in enumerate(keys) if not self._has(each)]
             states = {rank: self._peer(rank)["state"] for rank in missing}
@@ -115,7 +112,7 @@ class Forum:
         if level == "info":
             if self.world.rank == 0:
                 _print(text)
-        elif self._use(lambda store: store.add(f"said/{zlib.crc32(text.encode())}", 1)) == 1:
+        elif self._use(lambda values: values.add(f"said/{zlib.crc32(text.encode())}", 1)) == 1:
             _print(f"{level}: {text}")
 
     @property
@@ -149,7 +146,7 @@ class Forum:
         self._publish(f"has ended after {steps} steps")
 
     def done(self, summary: Mapping[str, float]) -> None:
-        """Training has ended well. The store may be gone by now."""
+        """Training has ended well. Rank 0 may be gone by now."""
         if self.world.rank or self._state.startswith("has failed"):
             return
         if not summary["steps"]:
@@ -175,7 +172,7 @@ class Forum:
 
     def saved(self, path: str, count: int) -> None:
         """Local rank 0 has written the file for the count-th time."""
-        self._use(lambda store: store.set(self._save_key(path, count), "1"))
+        self._use(lambda values: values.set(self._save_key(path, count), b"1"))
 
     def await_save(self, path: str, count: int, step: int, timeout: float) -> str:
         """ "there" once local rank 0 has written the file `count` times; "write" if not within `timeout` seconds."""
@@ -183,7 +180,7 @@ class Forum:
         return "there" if self._arrive([key], time.monotonic() + timeout, timeout) else "write"
 
     def close(self) -> None:
-        """The store ends with the process."""
+        """What rank 0 holds ends with the process."""
 
     def _save_key(self, path: str, count: int) -> str:
         return f"saved/{self.world.cross_rank}/{path}/{count}"
@@ -191,7 +188,7 @@ class Forum:
     def _publish(self, state: str) -> None:
         self._state = state
         mine = {"pid": self._pid, "state": state, "step": self._step, "time": time.time()}
-        self._use(lambda store: store.set(f"state/{self.world.rank}", json.dumps(mine)))
+        self._use(lambda values: values.set(f"state/{self.world.rank}", json.dumps(mine).encode()))
 
     def _peer(self, rank: int) -> dict[str, Any]:
         key = f"state/{rank}"
@@ -204,8 +201,7 @@ class Forum:
         """Wait for all keys, at most so long."""
         end = min(deadline, time.monotonic() + patience)
         pause = PAUSES[0]
-        # By looking: the store's own wait prints a warning whenever its time is over.
-        while not self._use(lambda store: store.check(keys)):
+        while not self._use(lambda values: values.check(keys)):
             if time.monotonic() >= end:
                 return False
             time.sleep(pause)
@@ -213,25 +209,18 @@ class Forum:
         return True
 
     def _has(self, key: str) -> bool:
-        return self._use(lambda store: store.check([key]))
+        return self._use(lambda values: values.check([key]))
 
     def _get(self, key: str) -> bytes:
-        return self._use(lambda store: store.get(key))
+        return self._use(lambda values: values.get(key))
 
-    def _use(self, action: Callable[[Store], T]) -> T:
+    def _use(self, action: Callable[[Values], T]) -> T:
         self._check_process()
-        with self._lock:
-            try:
-                return action(self._store)
-            except RuntimeError as error:
-                raise _lost(error) from error
+        return action(self._values)
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise DadtError(f"process {os.getpid()} is a fork of rank {self.world.rank} and cannot speak for it")
-
-    def _check_process_later(self) -> None:
-        """Nothing to do in the child: every method looks at the pid."""
 
 
 def placed(world: World, everyone: Sequence[Mapping[str, Any]], address: str) -> World:
@@ -280,7 +269,3 @@ def _resolved(everyone: Sequence[Mapping[str, Any]]) -> tuple[Config, str]:
 def _print(text: str) -> None:
     sys.stderr.write(f"dadt: {text}\n")
     sys.stderr.flush()
-
-
-def _lost(error: RuntimeError) -> PeerLost:
-    return PeerLost(f"the store of rank 0 or of torchrun is gone: {str(error).splitlines()[0]}")

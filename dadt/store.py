@@ -1,14 +1,21 @@
-"""A key-value store that all ranks reach, where no agent started them: found without the user's help where possible."""
+"""Values that all ranks reach, where no agent started them: found without the user's help where possible.
+
+Rank 0 holds them. The others come to it before training begins, by a way on which both sides prove themselves, and then
+it listens no more.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import secrets
 import socket
-import struct
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -18,29 +25,50 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from dadt import world as environment
 from dadt.errors import ConfigError, StartTimeout
-from dadt.launch import library, network
+from dadt.launch import library
+from dadt.launch.listen import Connection, Listener, Reach, Refused, Unreached, Words, dial
+from dadt.launch.meeting import SECRET
+from dadt.launch.values import Asked, Held, Server, Values, is_ours
 from dadt.world import LAUNCHERS, World
 
 RETRY_SECONDS = 0.02
 CONNECT_SECONDS = 3.0
 NOTE_BYTES = 4096
 LOOPBACK = "127.0.0.1"
+NOTE = "note"
+
+Tell = Callable[[Words], AbstractContextManager[Words]]
+"""Gives rank 0's note to all ranks, for as long as its context lasts."""
 
 
-def connect(world: World, timeout: float) -> tuple[Store, str, str]:
-    """The store, this host's own address on the way to it, and the store's.
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a rank has found."""
+
+    values: Values
+    own: str = LOOPBACK
+    """This host's address on the way to rank 0."""
+    other: str = LOOPBACK
+    """Rank 0's."""
+    secret: bytes = b""
+    """That only ranks of this job know; empty where strangers may have learnt it."""
+
+
+def connect(world: World, timeout: float, silence: float) -> Found:
+    """silence: seconds after which a way to rank 0 over which nothing comes counts as broken.
 
     Raises StartTimeout where ranks do not come within `timeout` seconds, ConfigError where none knows the others.
     """
-    master = environment.master()
-    if world.local_size == world.world_size and world.launcher != "torchrun":
-        return _on_this_host(world, timeout), LOOPBACK, LOOPBACK
-    if master is not None:
-        served, attempt = environment.torchrun_attempt()
-        store = _at(*master, world, timeout, serve=world.rank == 0 and not served)
-        return PrefixStore(f"dadt {attempt}", store), *ends(*master)
-    store, host, port = _by_mpi(world, timeout)
-    return store, *ends(host, port)
+    if world.local_size == world.world_size:
+        return _on_this_host(world, timeout)
+    key = hashlib.sha256(b"dadt ranks " + os.environ.get(SECRET, "").encode()).digest()  # noqa: TID251 (no knob)
+    known = bool(os.environ.get(SECRET))  # noqa: TID251
+    if (master := environment.master()) is None:
+        tell, proved = _by_mpi(world, timeout), True
+    else:
+        tell, proved = _by_torch(master, world, timeout), known
+    meet = _hold if world.rank == 0 else _come
+    return meet(world, tell, key if known else b"", proved, timeout, silence)
 
 
 def ends(host: str, port: int) -> tuple[str, str]:
@@ -51,91 +79,60 @@ def ends(host: str, port: int) -> tuple[str, str]:
         return way.getsockname()[0], way.getpeername()[0]
 
 
-def _at(host: str, port: int, world: World, timeout: float, *, serve: bool) -> Store:
-    """At a known address, which the script's own process group may use as well."""
-    try:
-        return TCPStore(host, port, None, serve, timedelta(seconds=timeout), wait_for_workers=False, multi_tenant=serve)
-    except RuntimeError as error:  # whatever torch calls it, no store came about
-        if serve:
-            raise ConfigError(f"rank 0 cannot serve at MASTER_PORT {port}: {error}; give another") from error
-        raise StartTimeout(f"rank {world.rank} reaches no rank 0 at {host}:{port} ({error})") from error
-
-
-def _served_here(address: str, timeout: float) -> TCPStore:
-    """By this process, at a port that the kernel chooses. address: where to listen; empty for everywhere."""
-    with socket.create_server((address, 0), backlog=1024) as listener:
-        port = listener.getsockname()[1]
-        return TCPStore(
-            address or LOOPBACK,
-            port,
-            None,
-            True,
-            timedelta(seconds=timeout),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-
-
 # All ranks on one host: they share an ancestor, after whom rank 0 names a socket that no file system sees. ------------
 
 
-def _on_this_host(world: World, timeout: float) -> Store:
+def _on_this_host(world: World, timeout: float) -> Found:
     deadline = time.monotonic() + timeout
-    name = f"\0dadt-{os.getuid()}-{_launcher_of(world)}"
+    name = f"\0dadt-{os.getuid()}-{_launcher_of(world)}-{environment.torchrun_attempt()[1]}"
     if world.rank == 0:
-        store = _served_here(LOOPBACK, timeout)
-        _tell(name, store.port, world, deadline, timeout)
-        return store
-    return TCPStore(LOOPBACK, _ask(name, world, deadline, timeout), None, False, timedelta(seconds=timeout))
+        values = _opened(secrets.token_bytes(32))
+        _accept(name, Server(values), world, deadline, timeout)
+        return Found(values, secret=values.get("secret"))
+    asked = Asked(_line_to(name, world, deadline, timeout), None, timeout)
+    return Found(asked, secret=asked.get("secret"))
 
 
-def _tell(name: str, port: int, world: World, deadline: float, timeout: float) -> None:
-    """The port, to every other rank."""
+def _accept(name: str, server: Server, world: World, deadline: float, timeout: float) -> None:
+    """Every other rank."""
     missing = set(range(1, world.world_size))
-    with socket.socket(socket.AF_UNIX) as server:
+    with socket.socket(socket.AF_UNIX) as listener:
         try:
-            server.bind(name)
+            listener.bind(name)
         except OSError as error:
             raise ConfigError(
                 f"another process has begun to meet the ranks of this {world.launcher}: only one program may train"
             ) from error
-        server.listen(world.world_size)
+        listener.listen(world.world_size)
         while missing:
-            server.settimeout(max(deadline - time.monotonic(), 0.001))
+            listener.settimeout(max(deadline - time.monotonic(), 0.001))
             try:
-                line, _ = server.accept()
-                with line:
-                    line.settimeout(CONNECT_SECONDS)
-                    if _is_ours(line):
-                        missing.discard(int.from_bytes(line.recv(4), "big"))
-                        line.sendall(port.to_bytes(4, "big"))
-            except TimeoutError:
+                line, _ = listener.accept()
+                line.settimeout(CONNECT_SECONDS)
+                if is_ours(line) and (rank := int.from_bytes(line.recv(4), "big")) in missing:
+                    missing.discard(rank)
+                    server.admit(line, None)
+                else:
+                    line.close()
+            except OSError:  # too late, or one that came has gone
                 if time.monotonic() >= deadline:
-                    raise StartTimeout(
-                        f"{_ranks(missing)} did not import dadt within {timeout:g} s: every rank must, with torch"
-                    ) from None
+                    raise _late(missing, timeout) from None
 
 
-def _ask(name: str, world: World, deadline: float, timeout: float) -> int:
+def _line_to(name: str, world: World, deadline: float, timeout: float) -> socket.socket:
     while time.monotonic() < deadline:
-        with socket.socket(socket.AF_UNIX) as line:
+        line = socket.socket(socket.AF_UNIX)
+        try:
             line.settimeout(CONNECT_SECONDS)
-            try:
-                line.connect(name)
-                if _is_ours(line):
-                    line.sendall(world.rank.to_bytes(4, "big"))
-                    if answer := line.recv(4):
-                        return int.from_bytes(answer, "big")
-            except OSError:
-                pass  # rank 0 is not there yet, and nobody tells when it is
+            line.connect(name)
+            if is_ours(line):
+                line.sendall(world.rank.to_bytes(4, "big"))
+                return line
+        except OSError:
+            pass  # rank 0 is not there yet, and nobody tells when it is
+        line.close()
         time.sleep(RETRY_SECONDS)
     raise StartTimeout(f"rank 0 did not import dadt within {timeout:g} s: every rank must, with torch")
-
-
-def _is_ours(line: socket.socket) -> bool:
-    """Whether the other side is a process of this user."""
-    credentials = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return bool(struct.unpack("3i", credentials)[1] == os.getuid())
 
 
 def _launcher_of(world: World) -> str:
@@ -159,10 +156,98 @@ def _stat(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
-# Several hosts, and MPI alone knows how they reach each other. --------------------------------------------------------
+# Several hosts: rank 0 listens, and tells the others where, and the key where they have none. -------------------------
 
 
-def _by_mpi(world: World, timeout: float) -> tuple[Store, str, int]:
+def _hold(world: World, tell: Tell, key: bytes, proved: bool, timeout: float, silence: float) -> Found:
+    """On rank 0: until all others have come."""
+    values = _opened(secrets.token_bytes(32) if proved else b"")
+    server = Server(values)
+    missing = set(range(1, world.world_size))
+    news = threading.Condition()
+
+    def greet(hello: Words) -> Words:
+        return {} if hello.get("rank") in missing else {"refused": f"rank {hello.get('rank')} is not awaited"}
+
+    def take(hello: Words, connection: Connection) -> None:
+        server.admit(connection.socket, connection.seal)
+        with news:
+            missing.discard(hello["rank"])
+            news.notify()
+
+    drawn = key or secrets.token_bytes(32)
+    listener = Listener(drawn, silence, greet, take)
+    try:
+        reach = listener.reach()
+        note = {"addresses": list(reach.addresses), "port": reach.port, "key": "" if key else drawn.hex()}
+        with tell(note), news:
+            if not news.wait_for(lambda: not missing, timeout):
+                raise _late(missing, timeout)
+    finally:
+        listener.close()
+    return Found(values, secret=values.get("secret"))
+
+
+def _come(world: World, tell: Tell, key: bytes, proved: bool, timeout: float, silence: float) -> Found:
+    """On every other rank."""
+    deadline = time.monotonic() + timeout
+    with tell({}) as note:
+        try:
+            drawn = key or bytes.fromhex(note["key"])
+            reach = Reach(addresses=note["addresses"], port=note["port"], key=drawn, silence=silence)
+            connection, _, _ = dial(lambda: reach, {"rank": world.rank}, deadline)
+        except (KeyError, TypeError, ValueError) as error:
+            raise StartTimeout("rank 0 told of its address as no dadt of this version does") from error
+        except Refused as error:
+            raise StartTimeout(f"rank 0: {error}") from error
+        except Unreached as error:
+            raise StartTimeout(
+                f"rank {world.rank} does not reach rank 0 ({error}) -> open the firewall between the hosts, and give "
+                f"all ranks the same {SECRET}, or none"
+            ) from error
+    asked = Asked(connection.socket, connection.seal, timeout)
+    own, other = connection.socket.getsockname()[0], connection.socket.getpeername()[0]
+    return Found(asked, own, other, asked.get("secret"))
+
+
+def _by_torch(master: tuple[str, int], world: World, timeout: float) -> Tell:
+    """Through the store that torch's ranks know, which asks nobody for a proof."""
+    served, attempt = environment.torchrun_attempt()
+
+    @contextmanager
+    def tell(mine: Words) -> Iterator[Words]:
+        store = PrefixStore(f"dadt {attempt}", _at(*master, world, timeout, serve=world.rank == 0 and not served))
+        if world.rank == 0:
+            store.set(NOTE, json.dumps(mine))
+            yield mine
+        else:
+            yield _read(store, world, timeout)
+
+    return tell
+
+
+def _read(store: Store, world: World, timeout: float) -> Words:
+    deadline = time.monotonic() + timeout
+    while not store.check([NOTE]):  # by looking: the store's own wait prints a warning whenever its time is over
+        if time.monotonic() >= deadline:
+            raise StartTimeout(f"rank 0 did not import dadt within {timeout:g} s: every rank must, with torch")
+        time.sleep(RETRY_SECONDS)
+    note: Words = json.loads(store.get(NOTE))
+    return note
+
+
+def _at(host: str, port: int, world: World, timeout: float, *, serve: bool) -> Store:
+    """At a known address, which the script's own process group may use as well."""
+    try:
+        return TCPStore(host, port, None, serve, timedelta(seconds=timeout), wait_for_workers=False, multi_tenant=serve)
+    except RuntimeError as error:  # whatever torch calls it, no store came about
+        if serve:
+            raise ConfigError(f"rank 0 cannot serve at MASTER_PORT {port}: {error}; give another") from error
+        raise StartTimeout(f"rank {world.rank} reaches no rank 0 at {host}:{port} ({error})") from error
+
+
+def _by_mpi(world: World, timeout: float) -> Tell:
+    """Through MPI, which knows its own ranks."""
     try:
         library.choose()
         mpi = import_module("mpi4py.MPI")
@@ -177,21 +262,15 @@ def _by_mpi(world: World, timeout: float) -> tuple[Store, str, int]:
             f"mpi4py is built for another MPI than {world.launcher}: it sees {mpi.COMM_WORLD.Get_size()} ranks of "
             f"{world.world_size} -> export MASTER_ADDR and MASTER_PORT instead"
         )
-    store = _served_here("", timeout) if world.rank == 0 else None
-    addresses = [entry["address"] for entry in network.addresses()]
-    note = _broadcast(mpi, {"addresses": addresses, "port": store.port} if store else {}, timeout)
-    port = note["port"]
-    if store is not None:
-        return store, LOOPBACK, port
-    for address in _reached(note["addresses"], port):
-        return TCPStore(address, port, None, False, timedelta(seconds=timeout)), address, port
-    raise StartTimeout(
-        f"rank {world.rank} reaches rank 0 at none of its addresses ({', '.join(note['addresses'])}, port "
-        f"{port}) -> open the firewall between the hosts, or export MASTER_ADDR and MASTER_PORT"
-    )
+
+    @contextmanager
+    def tell(mine: Words) -> Iterator[Words]:
+        yield _broadcast(mpi, mine, timeout)
+
+    return tell
 
 
-def _broadcast(mpi: Any, note: dict[str, Any], timeout: float) -> dict[str, Any]:
+def _broadcast(mpi: Any, note: Words, timeout: float) -> Words:
     """Rank 0's note, to all."""
     deadline = time.monotonic() + timeout
     buffer = bytearray(json.dumps(note).encode().ljust(NOTE_BYTES))
@@ -200,18 +279,16 @@ def _broadcast(mpi: Any, note: dict[str, Any], timeout: float) -> dict[str, Any]
         if time.monotonic() >= deadline:
             raise StartTimeout(f"some ranks did not import dadt within {timeout:g} s: every rank must, with torch")
         time.sleep(RETRY_SECONDS)  # MPI has no wait with a deadline
-    received: dict[str, Any] = json.loads(buffer)
+    received: Words = json.loads(buffer)
     return received
 
 
-def _reached(addresses: list[str], port: int) -> Iterator[str]:
-    for address in addresses:
-        try:
-            with closing(socket.create_connection((address, port), CONNECT_SECONDS)):
-                yield address
-        except OSError:
-            continue  # a network that these hosts do not share
+def _opened(secret: bytes) -> Held:
+    values = Held()
+    values.set("secret", secret)
+    return values
 
 
-def _ranks(ranks: set[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, sorted(ranks)))
+def _late(missing: set[int], timeout: float) -> StartTimeout:
+    ranks = ("rank " if len(missing) == 1 else "ranks ") + ", ".join(map(str, sorted(missing)))
+    return StartTimeout(f"{ranks} did not import dadt within {timeout:g} s: every rank must, with torch")

@@ -245,8 +245,9 @@ class Crew:
 
 def _named(frame: Frame) -> set[int]:
     """The ranks that an agent's frame is about."""
-    ranks = {frame["rank"]} if "rank" in frame.header else set()
-    return ranks.union(*(map(int, frame.get(numbers, ())) for numbers in ("steps", "memory")))
+    if frame.kind == "beat":
+        return {int(rank) for numbers in ("steps", "memory") for rank in frame.get(numbers, ())}
+    return {frame["rank"]} if "rank" in frame.header else set()
 
 
 def _hang_up(future: Future[Channel]) -> None:

@@ -85,7 +85,7 @@ def _record(the_plan: Plan, voice: Voice, placed: Told, signals: bool, exports: 
     interrupts = Interrupts([*ENDING_SIGNALS, *forwarded_signals(config)]) if signals else None
     report = Report(the_plan, Path(config.log_dir) / folder.job, lambda text: voice.say(text, "warning"))
     try:
-        launcher = plan.launcher_of(the_plan, folder.job)
+        launcher = plan.launcher_of(the_plan, folder.job, report.journal.refused)
         with interrupts or nullcontext():
             try:
                 outcome = _run(the_plan, launcher, folder, voice, _views(placed, exports, voice), report, interrupts)

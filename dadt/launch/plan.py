@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -120,8 +120,9 @@ def hosts_of(config: Config, env: Mapping[str, str] = os.environ) -> list[Host]:
     return [host.with_slots(each, config.accelerators) for each in chosen]
 
 
-def launcher_of(plan: Plan, job: str) -> Launcher:
-    """How the agents of these hosts are started."""
+def launcher_of(plan: Plan, job: str, turned_away: Callable[[str], None] = lambda text: None) -> Launcher:
+    """How the agents of these hosts are started. turned_away: is told, by any thread, of strangers who came to where
+    agents are awaited."""
     # Each one is imported where it is used: an SSH library takes longer to import than all else.
     config = plan.config
     if link.wanted(config):
@@ -131,15 +132,15 @@ def launcher_of(plan: Plan, job: str) -> Launcher:
     if config.nnodes:
         from dadt.launch.launchers.hand import HandLauncher
 
-        return HandLauncher(config, job, plan.command)
+        return HandLauncher(config, job, plan.command, turned_away)
     if config.launcher == "mpi":
         from dadt.launch.launchers.mpi import MpiLauncher
 
-        return MpiLauncher(config, job)
+        return MpiLauncher(config, job, turned_away)
     if plan.by_name and not (config.hosts or config.hostfile) and config.launcher in ("auto", "slurm"):
         from dadt.launch.launchers.slurm import SlurmLauncher
 
-        return SlurmLauncher(config, plan.hosts)
+        return SlurmLauncher(config, plan.hosts, turned_away)
     from dadt.launch.launchers.nearby import NearbyLauncher, ssh_launcher
 
     return ssh_launcher(config) if config.launcher == "ssh" else NearbyLauncher(config)

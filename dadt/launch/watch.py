@@ -187,7 +187,7 @@ class Watch:
 
     def refused(self, why: str) -> None:
         """A connection was closed for what came over it."""
-        self._journal.write("refused", why=why)
+        self._journal.refused(why)
 
     def steps(self) -> tuple[int, int]:
         """The least and the most steps that a rank has done."""

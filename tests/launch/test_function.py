@@ -141,7 +141,7 @@ def test_an_interrupt_before_the_workers_are_there_is_one_as_well(tmp_path):
 
 
 def test_what_is_too_large_for_one_message_is_refused(monkeypatch):
-    monkeypatch.setattr(sys.modules[dadt.run.__module__], "BODY_LIMIT", 1 << 10)
+    monkeypatch.setattr(sys.modules[dadt.run.__module__], "RESULT", 1 << 10)
     with pytest.raises(dadt.DadtError, match=r"arguments: 2\.\d KiB is more than 1\.0 KiB -> pass it through a file"):
         dadt.run(len, (b"x" * 2100,), np=1)
 

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from dadt.config import Config
@@ -34,7 +34,8 @@ PR_SET_PDEATHSIG = 1
 class HandLauncher:
     """Node 0: its agent is a child, the others' come."""
 
-    def __init__(self, config: Config, job: str, command: Sequence[str]) -> None:
+    def __init__(self, config: Config, job: str, command: Sequence[str], turned_away: Callable[[str], None]) -> None:
+        self._turned_away = turned_away
         self._config = config
         self._job = job
         self._claims = claims(config, command)
@@ -48,7 +49,9 @@ class HandLauncher:
     def launch(self, hosts: list[Host]) -> list[Future[Channel]]:
         config, meeting = self._config, self._meeting
         try:
-            self._listener = Listener(meeting.key, config.orphan_timeout, self._greet, self._take, meeting.port)
+            self._listener = Listener(
+                meeting.key, config.orphan_timeout, self._greet, self._take, meeting.port, turned_away=self._turned_away
+            )
         except OSError as error:
             reason = os.strerror(error.errno or 0)
             raise LaunchError(f"--rendezvous {config.rendezvous}: cannot listen there ({reason})") from error

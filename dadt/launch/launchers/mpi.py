@@ -48,7 +48,8 @@ NOISE = ("---", "===", "[proxy:", "Primary job  terminated normally", "a non-zer
 class MpiLauncher:
     """All agents by one mpirun, whose words explain what goes wrong."""
 
-    def __init__(self, config: Config, job: str) -> None:
+    def __init__(self, config: Config, job: str, turned_away: Callable[[str], None]) -> None:
+        self._turned_away = turned_away
         self._config = config
         self._job = job
         self._futures: list[Future[Channel]] = []
@@ -62,7 +63,9 @@ class MpiLauncher:
         shares = _shares(self._config, hosts)
         path, flavour = find(self._config.mpirun)
         self._futures = [Future() for _ in hosts]
-        self._listener = Listener(secrets.token_bytes(32), self._config.orphan_timeout, self._greet, self._take)
+        self._listener = Listener(
+            secrets.token_bytes(32), self._config.orphan_timeout, self._greet, self._take, turned_away=self._turned_away
+        )
         note = {
             "job": self._job,
             "shares": shares,

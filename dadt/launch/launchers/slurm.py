@@ -66,7 +66,8 @@ def tasks_per_node(text: str) -> list[int]:
 class SlurmLauncher:
     """All agents by one srun, whose words explain what goes wrong."""
 
-    def __init__(self, config: Config, hosts: Sequence[Host]) -> None:
+    def __init__(self, config: Config, hosts: Sequence[Host], turned_away: Callable[[str], None]) -> None:
+        self._turned_away = turned_away
         self._config = config
         self._python = config.python or sys.executable
         self._hosts = hosts
@@ -76,7 +77,9 @@ class SlurmLauncher:
 
     def launch(self, hosts: list[Host]) -> list[Future[Channel]]:
         key = secrets.token_bytes(32)
-        self._listener = Listener(key, self._config.orphan_timeout, self._greet, self._take)
+        self._listener = Listener(
+            key, self._config.orphan_timeout, self._greet, self._take, turned_away=self._turned_away
+        )
         env = {name: value for name, value in os.environ.items() if not name.startswith("DADT_")}
         forget_step(env)
         # By a variable, which srun before 20.11 does not mind: share the nodes with the step that we may be in.
