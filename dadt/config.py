@@ -187,7 +187,10 @@ class Config:
     nnodes: int = launch_knob(0, "Hosts, where `dadt run` is called on each by hand.", advanced=True)
     node_rank: int = launch_knob(-1, "Which of them this one is, from 0.", advanced=True)
     rendezvous: str = launch_knob(
-        "", "Where they meet: host:port on node 0, or file:///a/shared/path.", advanced=True, metavar="WHERE"
+        "",
+        "Where they meet: host:port on node 0 (with DADT_SECRET on all), or file:///a/shared/path.",
+        advanced=True,
+        metavar="WHERE",
     )
     link: str = launch_knob(
         "", "Workers on hosts simulated here, each behind a link of this speed, as 1gbit (root).", advanced=True

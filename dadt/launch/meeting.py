@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
 import secrets
+import stat
 import time
 from pathlib import Path
 
@@ -14,9 +16,13 @@ from dadt.errors import ConfigError, LaunchError
 from dadt.launch.listen import Reach, Refused, Unreached, dial
 
 SECRET = "DADT_SECRET"
-"""What all nodes know that meet at a port. Without it, whoever reaches the port may join."""
+"""The variable with what all nodes know that meet at a port, and nobody else."""
+SECRET_LENGTH = 16
+"""Characters. Who sees two nodes meet can try out shorter ones."""
+MAKE_SECRET = f"export {SECRET}=$(openssl rand -hex 32) on node 0 and the same value on the others, or give file://"
 ADDRESS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<name>[\w.-]+)):(?P<port>\d+)")
 FILE = "file://"
+FILE_LIMIT = 1 << 16
 ASK_SECONDS = 2.0
 """How long a launcher that may be using the same file has to answer."""
 
@@ -24,7 +30,7 @@ ASK_SECONDS = 2.0
 class PortMeeting:
     def __init__(self, host: str, port: int, silence: float) -> None:
         self.port = port
-        self.key = hashlib.sha256(os.environ.get(SECRET, "").encode()).digest()
+        self.key = hashlib.sha256(os.fsencode(os.environ[SECRET])).digest()
         self._reach = Reach(addresses=[host], port=port, key=self.key, silence=silence)
 
     def find(self) -> Reach:
@@ -49,21 +55,28 @@ class FileMeeting:
     def find(self) -> Reach:
         """What node 0 wrote. Raises Unreached while there is nothing, LaunchError if it is not from node 0."""
         try:
-            with self._path.open() as file:
-                owner, text = os.fstat(file.fileno()).st_uid, file.read()
+            self._check_folder()
+            # A link would have us believe a file of its maker's choice; a pipe would let us wait for its writer.
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            with os.fdopen(descriptor, "rb") as file:
+                self._check_file(os.fstat(descriptor))
+                data = file.read(FILE_LIMIT + 1)
         except FileNotFoundError as error:
             raise Unreached(f"there is no {self._path}") from error
-        except (OSError, UnicodeDecodeError) as error:
-            raise LaunchError(f"{self._name}: cannot be read ({getattr(error, 'strerror', error)})") from error
-        if owner != os.getuid():
-            raise LaunchError(f"{self._name}: belongs to another user; give another file")
+        except OSError as error:
+            why = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
+            raise LaunchError(f"{self._name}: cannot be read ({why})") from error
         try:
-            return Reach.from_text(text)
-        except ValueError as error:
+            if len(data) > FILE_LIMIT:
+                raise ValueError("too long")
+            return Reach.from_text(data.decode())
+        except (ValueError, RecursionError) as error:
             raise LaunchError(f"{self._name}: was not written by dadt; give another file") from error
 
     def open(self, reach: Reach) -> None:
         """Raises LaunchError where the file cannot be written, or another job meets there."""
+        if self._path.parent.is_dir():
+            self._check_folder()
         self._refuse_used()
         # All of it or nothing, as others may read it at any time.
         fresh = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}")
@@ -86,9 +99,25 @@ class FileMeeting:
         except LaunchError:
             pass  # removed or replaced by another
 
+    def _check_folder(self) -> None:
+        """Where everyone may replace files, this one says nothing of who wrote it."""
+        mode = self._path.parent.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            folder = self._path.parent
+            raise LaunchError(f"{self._name}: everyone may replace files in {folder}; chmod o-w it, or give another")
+
+    def _check_file(self, found: os.stat_result) -> None:
+        if not stat.S_ISREG(found.st_mode):
+            raise LaunchError(f"{self._name}: is not a file; give another name")
+        if found.st_uid != os.getuid():
+            raise LaunchError(f"{self._name}: belongs to another user; give another file")
+        if mode := found.st_mode & 0o077:
+            may = "read" if mode & 0o044 else "change"
+            raise LaunchError(f"{self._name}: others may {may} it, and it holds the job's key; remove it")
+
     def _refuse_used(self) -> None:
         """A file that is there was left by a launcher that was killed, unless that one answers."""
-        if not self._path.exists():
+        if not os.path.lexists(self._path):
             return
         try:
             dial(self.find, {}, time.monotonic() + ASK_SECONDS)
@@ -109,4 +138,14 @@ def meeting_of(config: Config) -> PortMeeting | FileMeeting:
     found = ADDRESS.fullmatch(text)
     if found is None or not 0 < int(found["port"]) < 65536:
         raise ConfigError(f"--rendezvous {text}: give host:port of node 0, as host1:29400, or file:///shared/meet")
+    _check_secret(text, os.environ.get(SECRET, ""))
     return PortMeeting(found["six"] or found["name"], int(found["port"]), config.orphan_timeout)
+
+
+def _check_secret(where: str, secret: str) -> None:
+    """Without one, whoever reaches the port could join, or be taken for node 0 and have its commands run here."""
+    if not secret:
+        raise ConfigError(f"--rendezvous {where}: a port needs a secret: {MAKE_SECRET}")
+    if len(secret) < SECRET_LENGTH:
+        short = f"{SECRET} has {len(secret)} characters, fewer than {SECRET_LENGTH}, and can be guessed"
+        raise ConfigError(f"--rendezvous {where}: {short}: {MAKE_SECRET}")

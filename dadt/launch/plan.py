@@ -15,6 +15,7 @@ from dadt.errors import ConfigError
 from dadt.launch import environment, host, link, network
 from dadt.launch.channel import Launcher
 from dadt.launch.host import Host
+from dadt.launch.meeting import meeting_of
 from dadt.launch.slot import Room, share_out
 
 FIELDS = ("rank", "local_rank", "world_size", "master_addr", "master_port")
@@ -183,6 +184,7 @@ def _by_hand(config: Config) -> list[Host]:
                 "of each host"
             )
         slots = config.np // config.nnodes
+    meeting_of(config)  # what is wrong with it is told before anything listens
     return [Host(name=f"node{index}", slots=slots) for index in range(config.nnodes)]
 
 

@@ -30,6 +30,7 @@ subprocess.Popen(["setsid", "sleep", "613"])
 pathlib.Path("up" + os.environ["RANK"]).touch()
 time.sleep(600)
 """
+SECRET = "what only the nodes of this job know"
 Node = Callable[..., "subprocess.Popen[str]"]
 
 
@@ -45,7 +46,7 @@ def node(hosts: Callable[[int], Network], tmp_path: Path) -> Iterator[Node]:
         started.append(
             subprocess.Popen(
                 command,
-                env={**os.environ, "HOME": str(machine.home)},
+                env={**os.environ, "HOME": str(machine.home), "DADT_SECRET": SECRET},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -35,12 +35,14 @@ def test_its_pods_meet_and_train(hosts: Callable[[int], Network], tmp_path: Path
         command = [part.replace("$(JOB_COMPLETION_INDEX)", str(index)) for part in container["command"]]
         assert "$(" not in " ".join(command)
         command[command.index("--epochs") + 1] = "1"
+        (variable,) = container["env"]
+        assert variable["name"] == "DADT_SECRET" and "secretKeyRef" in variable["valueFrom"]
         return subprocess.Popen(
             # In a container the first process is the command's.
             machine.enter(["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *command], tmp_path),
             env={
                 **os.environ,
-                **{entry["name"]: secret for entry in container["env"]},
+                variable["name"]: secret,
                 "PATH": f"{Path(DADT[0]).parent}{os.pathsep}{os.environ['PATH']}",
                 "HOME": str(machine.home),
                 "CUDA_VISIBLE_DEVICES": "-1",
@@ -52,7 +54,7 @@ def test_its_pods_meet_and_train(hosts: Callable[[int], Network], tmp_path: Path
             text=True,
         )
 
-    second, first = (start(network[index], index, "key") for index in (1, 0))
+    second, first = (start(network[index], index, "what openssl rand -hex 32 prints") for index in (1, 0))
     (out, _), (said, _) = first.communicate(timeout=SECONDS), second.communicate(timeout=SECONDS)
     assert (first.returncode, second.returncode) == (0, 0), out + said
     assert "dadt: 2 workers on 2 hosts" in out

@@ -12,9 +12,14 @@ from pathlib import Path
 import pytest
 from run import Result, Run, await_that, is_running
 
+from dadt.errors import LaunchError
 from dadt.launch.listen import Reach
+from dadt.launch.meeting import FileMeeting
 
 Start = Callable[..., Run]
+SECRET = "what only the nodes of this job know"
+ANOTHER = "what the nodes of another job know"
+REACH = Reach(addresses=["127.0.0.1"], port=1, key=b"k" * 32, silence=1.0)
 SHOW = "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], flush=True)\n"
 FAIL = SHOW + "import sys; sys.exit(7 if os.environ['RANK'] == '3' else 0)\n"
 SLEEP = (
@@ -31,7 +36,14 @@ def port() -> int:
 def node(start: Start, rank: int, where: object, script: str = SHOW, *more: str, **env: str) -> Run:
     arguments = ["--nnodes", "2", "--node-rank", str(rank), "--rendezvous", str(where), "-np", "4", *more, "train.py"]
     # One machine plays two: its GPUs, if it has any, are not for both.
-    return start(script, *arguments, **{"CUDA_VISIBLE_DEVICES": "-1", **env})
+    return start(script, *arguments, **{"CUDA_VISIBLE_DEVICES": "-1", "DADT_SECRET": SECRET, **env})
+
+
+def written(path: Path, text: str) -> Path:
+    """A file as node 0 makes it."""
+    path.write_text(text)
+    path.chmod(0o600)
+    return path
 
 
 def both(start: Start, where: object, script: str = SHOW) -> tuple[Result, Result]:
@@ -81,7 +93,7 @@ def test_a_file_that_a_dead_job_left_is_not_taken_for_a_new_one(start: Start, tm
     path = tmp_path / "meet"
     with socket.create_server(("127.0.0.1", 0)) as server:
         reach = Reach(addresses=["127.0.0.1"], port=server.getsockname()[1], key=b"old", silence=30.0)
-        path.write_text(reach.to_text())
+        written(path, reach.to_text())
         if left == "nobody":
             server.close()
         late = node(start, 1, f"file://{path}")
@@ -157,12 +169,32 @@ def test_a_node_0_that_is_missing_is_named(start: Start, tmp_path: Path, port: i
 
 def test_the_secret_must_be_the_same(start: Start, port: int) -> None:
     where, short = f"localhost:{port}", ("--start-timeout", "2")
-    first = node(start, 0, where, SHOW, *short, DADT_SECRET="one")
-    wrong = node(start, 1, where, SHOW, *short, DADT_SECRET="two").finish()
+    first = node(start, 0, where, SHOW, *short, DADT_SECRET=SECRET)
+    wrong = node(start, 1, where, SHOW, *short, DADT_SECRET=ANOTHER).finish()
     assert wrong.code == first.finish().code == 124
     assert "the launcher there has another key" in wrong.err
-    runs = [node(start, rank, where, SHOW, DADT_SECRET="one") for rank in (0, 1)]
+    runs = [node(start, rank, where, SHOW, DADT_SECRET=SECRET) for rank in (0, 1)]
     assert [run.finish().code for run in runs] == [0, 0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_without_a_secret_nothing_listens_and_nothing_connects(start: Start, port: int, rank: int) -> None:
+    """A stranger's node 0 would run what it likes here, and a stranger's node 1 would get our variables."""
+    where = f"localhost:{port}"
+    with socket.create_server(("127.0.0.1", port)) as stranger:
+        stranger.settimeout(0.0)
+        for secret, why in (
+            ("", "a port needs a secret"),
+            ("fifteen letters", "DADT_SECRET has 15 characters, fewer than 16, and can be guessed"),
+        ):
+            result = node(start, rank, where, SHOW, "--metrics", "prometheus:127.0.0.1:0", DADT_SECRET=secret).finish()
+            assert (result.code, result.err) == (
+                2,
+                f"dadt: --rendezvous {where}: {why}: export DADT_SECRET=$(openssl rand -hex 32) on node 0 and the same "
+                "value on the others, or give file://\n",
+            )
+        with pytest.raises(BlockingIOError):
+            stranger.accept()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -224,24 +256,58 @@ def test_a_meeting_point_that_is_none_is_refused(start: Start, where: str, sente
 
 def test_a_file_of_another_program_is_refused(start: Start, tmp_path: Path) -> None:
     path = tmp_path / "meet"
-    path.write_text("something else")
+    for text in ("something else", "[" * 60_000, " " * (1 << 17) + REACH.to_text()):
+        written(path, text)
+        with pytest.raises(LaunchError, match="was not written by dadt; give another file"):
+            FileMeeting(path).find()
     for rank in (0, 1):
         result = node(start, rank, f"file://{path}").finish()
         assert result.code == 3
         assert result.err == f"dadt: --rendezvous file://{path}: was not written by dadt; give another file\n"
-    assert path.read_text() == "something else"
+    assert path.read_text() == text
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make another user's file")
 def test_a_file_of_another_user_is_refused(start: Start, tmp_path: Path) -> None:
     path = tmp_path / "meet"
-    path.write_text(Reach(addresses=["127.0.0.1"], port=1, key=b"", silence=1.0).to_text())
+    written(path, REACH.to_text())
     os.chown(path, 12345, 12345)
     result = node(start, 1, f"file://{path}").finish()
     assert (result.code, result.err) == (
         3,
         f"dadt: --rendezvous file://{path}: belongs to another user; give another file\n",
     )
+
+
+def test_a_file_that_others_can_read_or_change_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "meet", REACH.to_text())
+    assert FileMeeting(path).find() == REACH
+    for mode, may in ((0o640, "read"), (0o604, "read"), (0o620, "change"), (0o602, "change")):
+        path.chmod(mode)
+        with pytest.raises(LaunchError, match=f"others may {may} it, and it holds the job's key; remove it"):
+            FileMeeting(path).find()
+
+
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
+    written(tmp_path / "real", REACH.to_text())
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with pytest.raises(LaunchError, match="it is a symbolic link"):
+        FileMeeting(tmp_path / "link").find()
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(LaunchError, match="is not a file"):
+        FileMeeting(tmp_path / "pipe").find()
+
+
+def test_a_folder_where_everyone_replaces_files_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "open"
+    folder.mkdir()
+    path = written(folder / "meet", REACH.to_text())
+    folder.chmod(0o1777)
+    assert FileMeeting(path).find() == REACH
+    folder.chmod(0o777)
+    for step in (FileMeeting(path).find, lambda: FileMeeting(path).open(REACH)):
+        with pytest.raises(LaunchError, match=f"everyone may replace files in {folder}; chmod o-w it"):
+            step()
 
 
 def test_a_folder_that_is_not_there_is_told(start: Start, tmp_path: Path) -> None:
