@@ -13,7 +13,7 @@ from dadt.launch.frame import Frame, Link
 from dadt.launch.sweep import is_alive
 from dadt.pulse import Pulse
 
-LOCAL = ("stacks", "saved", "await_save")
+LOCAL = ("stacks", "saved", "await_save", "listen")
 """Kinds that concern this host alone; all others are passed on to the launcher."""
 
 
@@ -24,6 +24,8 @@ class Line:
     number: int
     link: Link
     socket: socket.socket
+    listens: bool = False
+    """Its process wants to be told of other ranks' ends."""
 
 
 @dataclass(slots=True)
@@ -98,6 +100,11 @@ class Roster:
             except BrokenPipeError:
                 pass  # it died while it waited; its end is reported by itself
 
+    def tell(self, frame: Frame) -> None:
+        """To every process that listens."""
+        for line in [line for line in self.lines.values() if line.listens]:
+            self.answer(line.number, frame)
+
     def hang_up(self, line: Line) -> None:
         self.lines.pop(line.number, None)
         self.waits = [wait for wait in self.waits if wait.line is not line]
@@ -145,6 +152,9 @@ class Roster:
 
     def _stacks(self, line: Line, frame: Frame) -> None:
         self.dumps[frame["pid"]] = (frame["rank"], frame["signal"], Path(frame["path"]))
+
+    def _listen(self, line: Line, frame: Frame) -> None:
+        line.listens = True
 
     def _saved(self, line: Line, frame: Frame) -> None:
         self.saves[frame["path"]] = max(frame["count"], self.saves.get(frame["path"], 0))
