@@ -354,12 +354,12 @@ void bind_engine(py::module_& module) {
       .def("pull", &Engine::pull, py::arg("timeout"), Unlocked())
       .def(
           "abort",
-          [](Engine& engine, const py::str& reason) {
-            const Error error(Code::kAborted, utf8(reason));
+          [](Engine& engine, const py::str& reason, bool lost) {
+            const Error error(lost ? Code::kPeerLost : Code::kAborted, utf8(reason));
             const Unlock unlocked;
             engine.abort(error);
           },
-          py::arg("reason"))
+          py::arg("reason"), py::arg("lost") = false)
       .def("close", &Engine::close, py::arg("timeout"), Unlocked())
       .def("record", &Engine::record, py::arg("timeline"), py::arg("track"))
       .def_property_readonly("sent", &Engine::sent)

@@ -40,12 +40,12 @@ void bind_mailbox(py::module_& module) {
           py::arg("address"), py::arg("bytes"), py::arg("peer"), py::arg("tag"), Unlocked())
       .def(
           "abort",
-          [](Mailbox& mailbox, const py::str& reason) {
-            const Error error(Code::kAborted, utf8(reason));
+          [](Mailbox& mailbox, const py::str& reason, bool lost) {
+            const Error error(lost ? Code::kPeerLost : Code::kAborted, utf8(reason));
             const Unlock unlocked;
             mailbox.abort(error);
           },
-          py::arg("reason"))
+          py::arg("reason"), py::arg("lost") = false)
       .def("close", &Mailbox::close, Unlocked());
 }
 

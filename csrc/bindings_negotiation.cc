@@ -108,12 +108,12 @@ void bind_negotiation(py::module_& module) {
       .def("set_step", &Negotiation::set_step, py::arg("step"))
       .def(
           "abort",
-          [](Negotiation& negotiation, const py::str& reason) {
-            const Error error(Code::kAborted, utf8(reason));
+          [](Negotiation& negotiation, const py::str& reason, bool lost) {
+            const Error error(lost ? Code::kPeerLost : Code::kAborted, utf8(reason));
             const Unlock unlocked;
             negotiation.abort(error);
           },
-          py::arg("reason"))
+          py::arg("reason"), py::arg("lost") = false)
       .def("notices", &Negotiation::notices, py::arg("timeout"), Unlocked())
       .def("order", &Negotiation::order, py::arg("text"))
       .def("close", &Negotiation::close, py::arg("timeout"), Unlocked())

@@ -260,9 +260,10 @@ class Engine:
     def pull(self, timeout: float) -> Job | None:
         """Next operation, for a Python executor; None after timeout or at close (then `closed` is true). Waits
         without the GIL. RuntimeError while the job before is neither finished nor failed."""
-    def abort(self, reason: str) -> None:
-        """Fail everything pending and to come with Aborted(reason), here and (shm) on the peers. Any thread.
-        In pull mode the job that was pulled fails at once, and its pack and unpack raise from then on."""
+    def abort(self, reason: str, lost: bool = False) -> None:
+        """Fail everything pending and to come with Aborted(reason), here and (shm) on the peers; lost: with
+        PeerLost(reason). Any thread. In pull mode the job that was pulled fails at once, and its pack and unpack raise
+        from then on."""
     def close(self, timeout: float) -> None:
         """Wait for what is pending, then stop the thread. Idempotent. CommTimeout if that took longer than
         `timeout`: the rest was aborted, then, and the engine is closed all the same."""
@@ -387,8 +388,9 @@ class Negotiation:
     def join(self) -> Ticket:
         """This rank submits no more: it gives nothing to the others' allreduces, until all have joined."""
     def set_step(self, step: int) -> None: ...
-    def abort(self, reason: str) -> None:
-        """Fail everything pending and to come with Aborted(reason), on all ranks, and in the engines. Any thread."""
+    def abort(self, reason: str, lost: bool = False) -> None:
+        """Fail everything pending and to come with Aborted(reason), on all ranks and in the engines; lost: with
+        PeerLost(reason). Any thread."""
     def notices(self, timeout: float) -> list[Notice] | None:
         """Block without the GIL until there are some, or `timeout` seconds; None once closed."""
     def order(self, text: str) -> None:
@@ -434,8 +436,9 @@ class Mailbox:
     def receive(self, address: int, bytes: int, peer: int, tag: int) -> Transit:
         """As many bytes as are sent. The memory must live until the transit is done. peer -1: from whoever sends with
         this tag first."""
-    def abort(self, reason: str) -> None:
-        """Fail everything pending and to come with Aborted(reason), here and on the peers. Any thread."""
+    def abort(self, reason: str, lost: bool = False) -> None:
+        """Fail everything pending and to come with Aborted(reason), here and on the peers; lost: with
+        PeerLost(reason). Any thread."""
     def close(self) -> None:
         """Fail what is pending here, and stop the thread. Idempotent."""
 

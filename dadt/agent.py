@@ -238,6 +238,8 @@ class Agent:
             self._roster.answer(order["line"], Frame(answer.pop("kind"), answer, order.body))
         elif order.kind == "stacks":
             self._roster.inquire(order["number"], [rank for rank in order["ranks"] if rank in self._ranks])
+        elif order.kind == "death":
+            self._roster.tell(order)
         elif order.kind == "signal":
             for worker in self._workers.values():
                 worker.signal(order["number"])

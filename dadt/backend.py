@@ -23,6 +23,7 @@ from dadt.config import Config
 from dadt.delivery import Deliveries, Delivery, Parcel
 from dadt.errors import CommError
 from dadt.group import Group
+from dadt.inject import worker
 from dadt.meeting import Meeting
 from dadt.world import World
 
@@ -60,8 +61,17 @@ def create(options: Any, own: Any) -> Backend:
     group = Backend(options.store, options.group_rank, options.group_size, options.timeout.total_seconds())
     if not _live:
         atexit.register(_end)
+        if worker.runtime is not None:
+            worker.runtime.listen()
+            worker.runtime.deaths.watch(_lose)
     _live.add(group)
     return group
+
+
+def _lose(reason: str, lost: bool) -> None:
+    """A rank has ended: nobody shall wait for it."""
+    for group in list(_live):
+        group.lose(reason)
 
 
 def _end() -> None:
@@ -323,6 +333,11 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
         self._group.abort(f"rank {self._rank} has aborted the process group")
         if self._inner is not None:
             self._inner._get_backend(torch.device("cuda")).abort()
+
+    def lose(self, reason: str) -> None:
+        """A rank that it may need is gone."""
+        if not self._closed:
+            self._group.abort(reason, lost=True)
 
     def shutdown(self) -> None:
         """End the group, when what is pending is done or has had its time. Nothing in a forked child."""

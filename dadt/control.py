@@ -7,7 +7,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +158,20 @@ class Control:
         """
         return str(self._ask("await_save", timeout, path=path, count=count, step=step)["verdict"])
 
+    def listen(self, hear: Callable[[Frame], None]) -> bool:
+        """From now on what the agent tells of other ranks' ends goes to `hear`, in a thread of its own: `death` {text},
+        and {steps} where it ended well. Call it once. Whether there is anybody who tells."""
+        self._report("listen")
+        threading.Thread(target=self._listen, args=(hear,), name="dadt-control", daemon=True).start()
+        return True
+
+    def _listen(self, hear: Callable[[Frame], None]) -> None:
+        """Ends with the connection: also where the agent is gone, which whoever asks it is told."""
+        parser = Parser(schema.ANSWERS)
+        while data := _heard(self._reports):
+            for frame in parser.feed(data):
+                hear(frame)
+
     def close(self) -> None:
         """Hang up. Idempotent."""
         self._reports.close()
@@ -219,6 +233,13 @@ def _receive(line: socket.socket, deadline: float) -> Frame:
             raise ConnectionResetError("it closed the connection")
         for frame in parser.feed(data):
             return frame
+
+
+def _heard(line: socket.socket) -> bytes:
+    try:
+        return line.recv(CHUNK)
+    except OSError:
+        return b""
 
 
 def _gone(path: str, error: OSError) -> DadtError:

@@ -20,6 +20,7 @@ from dadt.choice import Place, choose, shown
 from dadt.config import Config
 from dadt.errors import DadtError, StartTimeout
 from dadt.launch import machine, network
+from dadt.launch.frame import Frame
 from dadt.launch.values import Values
 from dadt.world import World
 
@@ -178,6 +179,10 @@ class Forum:
         """ "there" once local rank 0 has written the file `count` times; "write" if not within `timeout` seconds."""
         key = self._save_key(path, count)
         return "there" if self._arrive([key], time.monotonic() + timeout, timeout) else "write"
+
+    def listen(self, hear: Callable[[Frame], None]) -> bool:
+        """Nobody tells: mpirun, srun and torchrun end all ranks when one of them dies."""
+        return False
 
     def close(self) -> None:
         """What rank 0 holds ends with the process."""

@@ -71,9 +71,13 @@ class Group:
         self._kept.add(work, call)
         return Pending(work, call)
 
-    def abort(self, reason: str) -> None:
-        """Fail everything pending and to come, here and, where the executor can, on the peers. Any thread."""
-        self._connection.engine.abort(reason)
+    def abort(self, reason: str, lost: bool = False) -> None:
+        """Fail everything pending and to come, here and, where the executor can, on the peers. lost: since one of them
+        is. Any thread."""
+        if lost:
+            self._connection.abort(reason, lost)
+        else:
+            self._connection.engine.abort(reason)
 
     def close(self, timeout: float) -> None:
         """Wait for what is pending, then end. Raises CommTimeout if that took longer."""

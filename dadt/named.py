@@ -113,9 +113,11 @@ class Named:
         """Which step this rank is in, for reports of stalls."""
         self._negotiation.set_step(step)
 
-    def abort(self, reason: str) -> None:
-        """Fail everything pending and to come, on all ranks. Any thread."""
-        self._negotiation.abort(reason)
+    def abort(self, reason: str, lost: bool = False) -> None:
+        """Fail everything pending and to come, on all ranks. lost: since one of them is. Any thread."""
+        self._negotiation.abort(reason, lost)
+        if lost:
+            self._connection.abort(reason, lost)
 
     def close(self, timeout: float) -> None:
         """Wait for what is pending, then end. Raises CommTimeout if that took longer."""

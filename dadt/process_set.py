@@ -13,6 +13,7 @@ from dadt.named import Named
 
 if TYPE_CHECKING:
     from dadt.config import Config
+    from dadt.death import Deaths
     from dadt.executors.base import Mail, Meet
     from dadt.verb import Call
     from dadt.world import World
@@ -79,11 +80,12 @@ class Handles:
 class ProcessSet:
     """Some ranks of the job, with a connection of their own. `dadt.add_process_set` makes one."""
 
-    def __init__(self, ranks: Sequence[int], world: World | None, config: Config, meet: Meet) -> None:
+    def __init__(self, ranks: Sequence[int], world: World | None, config: Config, meet: Meet, deaths: Deaths) -> None:
         """world: this rank's place among `ranks`; None where it is none of them."""
         self.ranks = tuple(ranks)
         """Of the job, ascending: the set's rank 0 is the first."""
         self.timeout = config.timeout
+        self.deaths = deaths
         self._calls = itertools.count(1)
         self._joins = 0
         self._lock = threading.Lock()
@@ -91,6 +93,7 @@ class ProcessSet:
         self._named: Named | None = None
         if world is not None:
             self._named = Named(executors.connect(config, world, meet), config, world, meet)
+            deaths.watch(self._named.abort)
 
     @property
     def included(self) -> bool:
@@ -160,6 +163,7 @@ class ProcessSet:
         """Wait for what is pending, or, with a reason, fail it on all ranks; then end. Idempotent."""
         named, self._named = self._named, None
         if named is not None:
+            self.deaths.forget(named.abort)
             if reason:
                 named.abort(reason)
             named.close(timeout)
@@ -179,6 +183,9 @@ class _NamingRanks:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        ranks = self._owner.ranks
-        if isinstance(error, CommError) and ranks[-1] != len(ranks) - 1:
+        ranks, deaths = self._owner.ranks, self._owner.deaths
+        if not isinstance(error, CommError) or str(error) == deaths.text:
+            return
+        deaths.name(error)
+        if ranks[-1] != len(ranks) - 1:
             raise type(error)(f"{error} (ranks counted within {self._owner})") from None

@@ -24,6 +24,7 @@ from dadt.bucket import DTYPES, split
 from dadt.buffer import Buffers
 from dadt.checkpoint import Checkpoints
 from dadt.config import Config
+from dadt.death import Abort, Deaths
 from dadt.errors import CommError, CommTimeout, DadtError, Mismatch
 from dadt.executors.mail import NoMail
 from dadt.groups import group_values, take_values
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from dadt.executors.base import Connection, Mail
     from dadt.executors.nccl import Averaging, Device
     from dadt.forum import Forum
+    from dadt.launch.frame import Frame
     from dadt.outer import Fragment
 
 _save = torch.save  # before it is patched: what is dumped here are no files of the script's
@@ -58,6 +60,7 @@ class Runtime:
         self.config = config
         self.control = control
         self.progress = Progress()
+        self.deaths = Deaths()
         self.began = False
         """A training forward or a gradient's consumption has happened."""
         self.on_claim: list[Callable[[], None]] = []
@@ -81,6 +84,7 @@ class Runtime:
         """Called last, also after a failure: messages under way have failed, and threads that use torch end here, as
         the interpreter aborts the process where it ends and they do not."""
         self._disconnect: Callable[[], None] = lambda: None
+        self._abort: Abort = lambda reason, lost: None
         self._ordinals = itertools.count()
         self._registered: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._attachments: weakref.WeakKeyDictionary[torch.optim.Optimizer, Attachment] = weakref.WeakKeyDictionary()
@@ -229,6 +233,7 @@ class Runtime:
             self._claimed = True
             if self.control is not None:
                 self.control.claim()
+                self.listen()
             timeline = self.timeline
             if self.config.timeline and timeline is None:  # else `dadt.init` has begun it
                 timeline = Timeline(self.config.timeline, self.world)
@@ -236,6 +241,8 @@ class Runtime:
             if not self.alone:
                 connection = executors.connect(self.config, self.world, self.meet)
                 self._engine, self._disconnect = connection.engine, connection.close
+                self._abort = connection.abort
+                self.deaths.watch(self._abort)
                 self.background = Background(connection.engine)
                 self._is_told, self.mail = connection.told, connection.mail
                 self._broadcaster, self.device = connection.engine_of("broadcast"), connection.device
@@ -431,10 +438,26 @@ class Runtime:
                 if stood and self.timeline is not None:
                     self.timeline.waited(work.name, begun)
                 return
-            except CommTimeout as timeout:
-                if self.engine.error is not None or self._broadcaster.error is not None:
+            except CommError as error:
+                if not isinstance(error, CommTimeout) or self._has_failed:
+                    self.deaths.name(error)
                     raise
-                self._stall.look(work, perf_counter() - begun, timeout, closing=self._closed)
+                self._stall.look(work, perf_counter() - begun, error, closing=self._closed)
+
+    @property
+    def _has_failed(self) -> bool:
+        return self.engine.error is not None or self._broadcaster.error is not None
+
+    def listen(self) -> None:
+        """Be told of other ranks' ends. Idempotent."""
+        if self.control is not None and not self.alone and not self.deaths.listening:
+            self.deaths.listening = self.control.listen(self._hear)
+
+    def _hear(self, frame: Frame) -> None:
+        if (steps := frame.get("steps")) is None:
+            self.deaths.tell(frame["text"])
+        elif self._attachments:  # else only the script knows what it still expects of that rank
+            self.deaths.tell_left(frame["text"], steps, self.step)
 
     # The script's view -----------------------------------------------------------------------------------------
 
@@ -471,6 +494,7 @@ class Runtime:
         self.window.stepped()
         if self.timeline is not None:
             self.timeline.step(self.step)
+        self.deaths.stepped(self.step)
         self.progress.stepped(perf_counter())
         if self.control is not None:
             self.control.progress(self.step, **(self.progress.numbers() if self.control.due else {}))
@@ -551,6 +575,7 @@ class Runtime:
         return Alone() if self._engine is None else Through(self._engine, self.world.world_size, timeout)
 
     def _stop(self, engine: Engine) -> None:
+        self.deaths.forget(self._abort)
         try:
             engine.close(5.0)
         finally:

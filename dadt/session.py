@@ -49,6 +49,7 @@ class Session:
         self.world = self.runtime.world
         if self.runtime.control is not None:
             self.runtime.control.claim()
+            self.runtime.listen()
         mine = {"host": self.world.cross_rank, "config": config.to_env()}
         told = [json.loads(blob) for blob in self.runtime.meet("dadt.init", json.dumps(mine).encode())]
         _agree([each["config"] for each in told])
@@ -135,7 +136,7 @@ class Session:
                 self.runtime.say(self.runtime.timeline.close(_Peers(self.all)))
 
     def _make(self, ranks: Sequence[int], meet: Meet) -> ProcessSet:
-        made = ProcessSet(ranks, self._world_of(ranks), self._config_of(ranks), meet)
+        made = ProcessSet(ranks, self._world_of(ranks), self._config_of(ranks), meet, self.runtime.deaths)
         self._sets.append(made)
         if self.config.timeline and made.included:
             self._record(made)

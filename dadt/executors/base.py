@@ -39,9 +39,12 @@ class Mail(Protocol):
     def receive(self, tensor: torch.Tensor, peer: int | None, tag: int = 0) -> Transit:
         """Overwrite the contiguous tensor. peer None: from whoever sends with this tag first."""
 
+    def abort(self) -> None:
+        """Any thread, more than once: make what waits raise, where the library can."""
+
 
 class Executor(Mail, Protocol):
-    """Moves bytes between ranks. One thread calls its verbs, but for Mail's and `abort`; all tensors are flat."""
+    """Moves bytes between ranks. One thread calls its verbs, but for Mail's; all tensors are flat."""
 
     name: str
 
@@ -55,9 +58,6 @@ class Executor(Mail, Protocol):
 
     def exchange(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> None:
         """Bytes to and from each rank. Both sides know the lengths. A rank's own are copied, too."""
-
-    def abort(self) -> None:
-        """Any thread: make what runs raise, where the library can."""
 
     def close(self) -> None: ...
 
@@ -90,6 +90,12 @@ class Connection:
     def engine_of(self, kind: str) -> Engine:
         """For operations of this kind, as "broadcast"."""
         return self.broadcaster or self.engine if kind == "broadcast" else self.engine
+
+    def abort(self, reason: str, lost: bool) -> None:
+        """Fail everything pending and to come. lost: since a peer is. Any thread; does not block."""
+        for engine in {self.engine, self.engine_of("broadcast")}:
+            engine.abort(reason, lost)
+        self.mail.abort()
 
     def abandon(self, reason: str) -> None:
         """End it, where it is not used any more because of an error."""

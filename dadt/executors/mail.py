@@ -25,6 +25,10 @@ class SharedMail:
     def receive(self, tensor: torch.Tensor, peer: int | None, tag: int = 0) -> _core.Transit:
         return self._keep(self._mailbox.receive(*_memory(tensor), -1 if peer is None else peer, tag), tensor)
 
+    def abort(self) -> None:
+        """Here and on the peers."""
+        self._mailbox.abort("a rank is lost", lost=True)
+
     def close(self) -> None:
         """What is not done fails."""
         self._mailbox.close()
@@ -42,6 +46,9 @@ class NoMail:
 
     def receive(self, tensor: torch.Tensor, peer: int | None, tag: int = 0) -> Unsent:
         return Unsent(peer or 0)
+
+    def abort(self) -> None:
+        """Nothing waits."""
 
 
 class Unsent:

@@ -91,6 +91,15 @@ class Ending:
     def killed_for_memory(self) -> bool:
         return self.code == -signal.SIGKILL and self.memory_kills > 0
 
+    @property
+    def text(self) -> str:
+        """The rest of a sentence that begins with the worker."""
+        if self.killed_for_memory:
+            return "was killed by the kernel for lack of memory"
+        if self.code < 0:
+            return f"was killed by signal {-self.code} ({signal_name(-self.code)})"
+        return f"has exited with code {self.code}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
@@ -109,9 +118,13 @@ class Failure:
     """Where the stacks of those stand."""
     last_words: str = field(default="")
     """Last line on stderr, where there is no record."""
+    early: bool = False
+    """It ended as if all were well, while others still needed it."""
 
     @property
     def exit_code(self) -> int:
+        if self.early:
+            return 1
         if self.record is not None and self.record.type in EXIT_CODES:
             return EXIT_CODES[self.record.type]
         code = self.ending.code
@@ -142,6 +155,8 @@ class Failure:
         return lines
 
     def _verdict(self) -> str:
+        if self.early:
+            return "ended too early" if self.ending.stopped else "ended too early, with exit code 0"
         if self.ending.stopped and self.record is not None:
             return f"exit code {self.exit_code}"  # stopped on its way there
         if self.ending.code < 0:
@@ -154,6 +169,9 @@ class Failure:
         return self.ending.step if self.ending.step >= 0 else None
 
     def _cause(self) -> str:
+        if self.early:
+            code = "" if self.ending.stopped else " with exit code 0"
+            return f"its script ended{code} after {steps_text(self.ending.step)}, while others went on"
         if self.record is not None:
             where = f" (in thread {self.record.thread})" if self.record.thread else ""
             return "\n          ".join(_shortened(self.record.text.strip())) + where
@@ -174,11 +192,14 @@ class Failure:
         return text + "not out of memory"
 
 
-def find_cause(endings: Sequence[Ending], records: Mapping[int, Record]) -> tuple[Ending, Record | None] | None:
+def find_cause(
+    endings: Sequence[Ending], records: Mapping[int, Record], left: Sequence[int] = ()
+) -> tuple[Ending, Record | None] | None:
     """The first failure by time that neither another one nor the stop caused; None if nothing failed.
 
     An exception counts from when it was raised, which is before the exit. Where all failures were caused by
-    others (one that left early and well), the first of them is taken.
+    others, it is the first rank that left its training as if all were well, or else the first of these failures.
+    left: such ranks, as they left.
     """
 
     def failed(ending: Ending) -> bool:
@@ -195,7 +216,15 @@ def find_cause(endings: Sequence[Ending], records: Mapping[int, Record]) -> tupl
         return record.secondary, record.time or ending.time
 
     first = min(filter(failed, endings), key=order, default=None)
-    return (first, records.get(first.rank)) if first is not None else None
+    if first is None:
+        return None
+    record = records.get(first.rank)
+    if record is not None and record.secondary and first.rank not in left:
+        of = {ending.rank: ending for ending in endings}
+        early = [of[rank] for rank in left if rank in of and of[rank].step <= first.step]
+        if early:
+            return early[0], None
+    return first, record
 
 
 def last_line(tail: bytes) -> str:
@@ -203,6 +232,11 @@ def last_line(tail: bytes) -> str:
     lines = [line.strip() for line in tail.decode(errors="replace").splitlines()]
     lines = [line for line in lines if any(map(str.isalnum, line)) and not line.startswith("dadt: ")]
     return printable(lines[-1][:200]) if lines else ""
+
+
+def steps_text(step: int) -> str:
+    """Of optimizer steps done; -1: none."""
+    return "1 step" if step == 1 else f"{max(0, step)} steps"
 
 
 def signal_name(number: int) -> str:

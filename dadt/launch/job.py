@@ -11,7 +11,7 @@ from typing import Any
 
 from dadt.errors import DadtError, LaunchError
 from dadt.launch.crew import Crew, Node
-from dadt.launch.failure import Ending, Failure, Record, find_cause, last_line, signal_name
+from dadt.launch.failure import Ending, Failure, Record, find_cause, last_line, signal_name, steps_text
 from dadt.launch.frame import Frame
 from dadt.launch.interrupt import Interrupts
 from dadt.launch.journal import Journal
@@ -117,6 +117,10 @@ class Job:
         self._error: str | None = None
         self._lost_time = float("inf")
         """When the first agent was lost."""
+        self._deaths: list[Frame] = []
+        """What all ranks are still to be told of one that has ended."""
+        self._left: list[int] = []
+        """Ranks that ended well while others went on, as they left."""
 
     def start(self, orders: Sequence[Frame]) -> None:
         """Tell each node's agent what to start."""
@@ -193,6 +197,9 @@ class Job:
         if now >= self._fail_at:
             self._fail_at = float("inf")
             self.terminate(FAILURE_GRACE, "a worker failed", stacks=True)
+        for death in self._deaths:  # once stacks are asked for, which show where each rank was
+            self._crew.send_all(death)
+        self._deaths.clear()
         if now >= self._end_by:
             # An agent is stuck: it is killed, and its workers with it.
             self._working.clear()
@@ -253,6 +260,7 @@ class Job:
     def _on_claim(self, node: Node, frame: Frame) -> None:
         member = self._rendezvous.members[frame["rank"]]
         member.pid = frame["pid"]
+        member.claimed = True
         member.sign("has begun to train")
 
     def _on_numbers(self, node: Node, frame: Frame) -> None:
@@ -276,7 +284,12 @@ class Job:
         member = self._rendezvous.members[frame["rank"]]
         member.went_to(frame["steps"], 0.0)
         member.finished = True
+        self._leave(member.rank)
         member.sign(f"has ended after {frame['steps']} steps")
+
+    def _leave(self, rank: int) -> None:
+        if rank not in self._left:
+            self._left.append(rank)
 
     def _on_done(self, node: Node, frame: Frame) -> None:
         self._outcome.summaries = {**self._outcome.summaries, frame["rank"]: frame["summary"]}
@@ -300,13 +313,22 @@ class Job:
         self._endings[ending.rank] = ending
         self._outcome.stepped |= ending.step > 0
         member = self._rendezvous.members[ending.rank]
+        trains = member.claimed and not member.finished
+        who = f"rank {member.rank} ({member.place}) {ending.text}"
         member.ended = True
-        member.sign(f"has exited with code {ending.code}")
+        member.sign(ending.text)
         if ending.code == 0:
             self._records.pop(ending.rank, None)  # an exception that did not end the process
+            if trains and not ending.stopped:
+                self._leave(ending.rank)
+                text = f"{who} after {steps_text(ending.step)}, while others went on"
+                self._deaths.append(Frame("death", {"text": text, "steps": max(0, ending.step)}))
         elif not ending.stopped:
             record = self._record(ending)
-            self._fail_by(PRIMARY_SECONDS if record is not None and record.secondary else 0.0)
+            secondary = record is not None and record.secondary
+            if not secondary:
+                self._deaths.append(Frame("death", {"text": f"{who} after {steps_text(ending.step)}"}))
+            self._fail_by(PRIMARY_SECONDS if secondary else 0.0)
         self._rendezvous.settle()
 
     def _stacks_of(self, rank: int) -> Path:
@@ -372,7 +394,7 @@ class Job:
     def _judge(self) -> Outcome:
         outcome = self._outcome
         outcome.seconds = time.monotonic() - self._begin
-        cause = find_cause(list(self._endings.values()), self._records)
+        cause = find_cause(list(self._endings.values()), self._records, self._left)
         if cause is not None and self._lost_time < _time(*cause):
             cause = None  # a scheduler, or silence, ended the others because of it
         if cause is not None and not outcome.signal:
@@ -394,6 +416,7 @@ class Job:
             stopped=sorted(each.rank for each in self._endings.values() if each.code and each is not ending),
             stacks=[path for path in self._stacks if path != self._stacks_of(ending.rank)],
             last_words=last_line(self._output.tails[ending.rank].data),
+            early=record is None and (ending.code == 0 or ending.stopped),
         )
 
 

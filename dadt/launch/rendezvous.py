@@ -23,6 +23,8 @@ class Member:
     step: int = -1
     seen: float = 0.0
     """When it last gave a sign of life (time.monotonic)."""
+    claimed: bool = False
+    """A process of it trains, or has."""
     ended: bool = False
     """Its process has exited."""
     finished: bool = False
@@ -38,6 +40,10 @@ class Member:
             if not (self.ended or self.finished):
                 self.state = f"at step {step}"
             self.seen = max(self.seen, time.monotonic() - age)
+
+    @property
+    def place(self) -> str:
+        return f"pid {self.pid}{f' on {self.host}' if self.host else ''}"
 
     @property
     def named(self) -> str:

@@ -17,7 +17,7 @@ from dadt.launch.schema import Speaker
 from dadt.launch.sweep import is_alive
 from dadt.pulse import Pulse
 
-LOCAL = ("stacks", "saved", "await_save")
+LOCAL = ("stacks", "saved", "await_save", "listen")
 """Kinds that concern this host alone; all others are passed on to the launcher."""
 
 
@@ -31,6 +31,8 @@ class Line:
     link: Link
     socket: socket.socket
     entrance: Entrance
+    listens: bool = False
+    """Its process wants to be told of other ranks' ends."""
 
 
 @dataclass(slots=True)
@@ -117,6 +119,11 @@ class Roster:
             except BrokenPipeError:
                 pass  # it died while it waited; its end is reported by itself
 
+    def tell(self, frame: Frame) -> None:
+        """To every process that listens."""
+        for line in [line for line in self.lines.values() if line.listens]:
+            self.answer(line.number, frame)
+
     def hang_up(self, line: Line) -> None:
         self.lines.pop(line.number, None)
         self.waits = [wait for wait in self.waits if wait.line is not line]
@@ -168,6 +175,9 @@ class Roster:
         if path.parent != self.path.parent:
             raise DadtError(f"{path} is not in the folder of the job")
         self.dumps[frame["pid"]] = (line.rank, frame["signal"], path)
+
+    def _listen(self, line: Line, frame: Frame) -> None:
+        line.listens = True
 
     def _saved(self, line: Line, frame: Frame) -> None:
         self.saves[frame["path"]] = max(frame["count"], self.saves.get(frame["path"], 0))

@@ -130,6 +130,9 @@ PATH = text(4096)
 NAMES = listed(text(), 1 << 16)
 VARIABLES = mapped(text(1 << 20), 1 << 16)
 
+DEATH = Kind({"text": text(TEXT), "steps_": COUNT})
+"""A rank has ended: who, and how; with its steps where it has ended well."""
+
 _process: dict[str, Check] = {"rank": RANK, "pid": PID}
 _question: dict[str, Check] = {**_process, "timeout": SECONDS}
 _numbers = record(
@@ -169,6 +172,7 @@ WORKER = Speaker(
     {
         **_passed_on,
         "stacks": Kind({**_process, "path": PATH, "signal": whole(1, 64)}),
+        "listen": Kind(_process),
         "saved": Kind({**_process, "path": PATH, "count": COUNT}),
         "await_save": Kind({**_question, "path": PATH, "count": COUNT, "step": STEP}),
         "shim": Kind({**_process, "local_rank": RANK}),
@@ -190,6 +194,7 @@ ANSWERS = Speaker(
         "peers": Kind({"peers": listed(_member, MOST_RANKS)}),
         "saved": Kind({"verdict": one_of("there", "write")}),
         "error": Kind({"type": one_of("DadtError", "StartTimeout"), "message": text(1 << 22)}),
+        "death": DEATH,
         "order": Kind({"command": NAMES, "env": VARIABLES, "cwd": PATH, "out": PATH, "err": PATH}),
     },
     header=64 << 20,
@@ -276,6 +281,7 @@ LAUNCHER = Speaker(
         "answer": Kind({"line": LINE, "answer": anything}, 4 << 30),
         "stacks": Kind({"number": COUNT, "ranks": listed(RANK, MOST_RANKS)}),
         "signal": Kind({"number": whole(1, 64)}),
+        "death": DEATH,
         "beat": Kind({}),
     },
     header=64 << 20,
