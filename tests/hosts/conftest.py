@@ -2,37 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import shutil
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hostrun import SECONDS, HostRun
-from machine import Network, await_that
-
-PROGRAMS = {
-    "openssh-server": "/usr/sbin/sshd",
-    "openssh-client": "ssh",
-    "iproute2": "ip",
-    "util-linux": "unshare",
-    "csh": "csh",
-}
-
-
-@functools.cache
-def missing() -> str:
-    """Why no machines can be simulated here; empty if they can."""
-    if os.geteuid() != 0:
-        return "simulated machines need root"
-    absent = [package for package, program in PROGRAMS.items() if shutil.which(program) is None]
-    if absent:
-        return f"simulated machines need {', '.join(absent)} (apt-get install)"
-    done = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, text=True)
-    return f"no namespaces can be made here: {done.stderr.strip()}" if done.returncode else ""
+from machine import Network, await_that, missing
 
 
 @pytest.fixture

@@ -19,8 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from conftest import missing
-from machine import Machine, Network, await_that
+from machine import Machine, Network, await_that, missing
 
 import dadt.benchmarks
 from dadt.benchmarks.ratio import Interval, interval, ratio

@@ -6,8 +6,10 @@ Nothing has a name on the real machine: all namespaces and links end with their 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -51,6 +53,27 @@ PermitRootLogin prohibit-password
 PrintMotd no
 LogLevel VERBOSE
 """
+
+
+PROGRAMS = {
+    "openssh-server": "/usr/sbin/sshd",
+    "openssh-client": "ssh",
+    "iproute2": "ip",
+    "util-linux": "unshare",
+    "csh": "csh",
+}
+
+
+@functools.cache
+def missing() -> str:
+    """Why no machines can be simulated here; empty if they can."""
+    if os.geteuid() != 0:
+        return "simulated machines need root"
+    absent = [package for package, program in PROGRAMS.items() if shutil.which(program) is None]
+    if absent:
+        return f"simulated machines need {', '.join(absent)} (apt-get install)"
+    done = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, text=True)
+    return f"no namespaces can be made here: {done.stderr.strip()}" if done.returncode else ""
 
 
 class Machine:

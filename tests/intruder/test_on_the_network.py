@@ -1,0 +1,90 @@
+"""A stranger on a third host of the network, while a job trains on two others."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from jobs import SEED, TRAIN, assert_flat, held, refusals, weights
+from machine import Machine, Network, await_that
+from run import DADT, SECONDS
+
+STRANGER = [sys.executable, Path(__file__).with_name("stranger.py")]
+SECRET = "0123456789abcdef" * 4
+Begin = Callable[..., list["subprocess.Popen[str]"]]
+
+
+@pytest.fixture
+def begin(network: Network, tmp_path: Path) -> Iterator[Begin]:
+    """begin(launcher, executor) -> its processes, node 0's first."""
+    started: list[subprocess.Popen[str]] = []
+
+    def one(machine: Machine, *flags: object) -> None:
+        env = {**os.environ, "HOME": str(machine.home), "DADT_SECRET": SECRET}
+        command = machine.enter([*DADT, "run", *SEED, *flags, "train.py"], tmp_path)
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        started.append(subprocess.Popen(command, env=env, text=True, **pipes))
+
+    def job(launcher: str, executor: str, where: str = "h0:29400") -> list[subprocess.Popen[str]]:
+        (tmp_path / "train.py").write_text(TRAIN.format(""))
+        common = ("--executor", executor, "-np", "2")
+        if launcher == "hand":
+            for rank, meeting in ((0, "h0:29400"), (1, where)):
+                one(network[rank], *common, "--nnodes", "2", "--node-rank", rank, "--rendezvous", meeting)
+        else:
+            hosts = ["-H", "h0:1,h1:1", "--ssh-config", network.config, "--launcher", launcher]
+            one(network.launcher, *common, *hosts)
+        return started
+
+    yield job
+    (tmp_path / "attacked").touch()
+    for each in started:
+        each.kill()
+        each.communicate(timeout=SECONDS)
+
+
+def finish(processes: list[subprocess.Popen[str]]) -> tuple[list[int], str, str]:
+    ended = [process.communicate(timeout=SECONDS) for process in processes]
+    return [process.returncode for process in processes], ended[0][0], "".join(err for _, err in ended)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "executor"),
+    [
+        ("hand", "gloo"),
+        pytest.param("ssh", "gloo", marks=pytest.mark.slow),
+        pytest.param("mpi", "mpi", marks=pytest.mark.slow),
+    ],
+)
+def test_a_stranger_changes_nothing(
+    network: Network, begin: Begin, tmp_path: Path, launcher: str, executor: str
+) -> None:
+    processes = begin(launcher, executor)
+    await_that(lambda: (tmp_path / "half0").exists() and (tmp_path / "half1").exists(), "half of the training", 60.0)
+    dadt = [process.pid for process in processes]
+    before = held(dadt)
+    stranger = network[2].enter([*STRANGER, network[0].address, network[1].address, network.launcher.address], tmp_path)
+    done = subprocess.run(stranger, capture_output=True, text=True, timeout=2 * SECONDS)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert not any(port["got in"] or port["store"] for port in found.values()), found
+    assert_flat(before, held(dadt))
+    (tmp_path / "attacked").touch()
+    codes, out, err = finish(processes)
+    assert set(codes) == {0}, err
+    (ended_with,) = weights(out)
+    if any(port["launcher"] for port in found.values()):
+        told = refusals(tmp_path)
+        assert f"a connection from {network[2].address} was turned away: it has another key" in told, told
+    # The same job, left alone: `attacked` is there already.
+    processes.clear()
+    for path in tmp_path.glob("half*"):
+        path.unlink()
+    codes, out, err = finish(begin(launcher, executor))
+    assert set(codes) == {0}, err
+    assert weights(out) == {ended_with}
