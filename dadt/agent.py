@@ -135,7 +135,7 @@ class Agent:
             self._send(Frame("end", {"stuck": [], "signal": self._signal}))
             self._take_leave()
             return
-        self._roster = Roster(self._folder.socket, self._pulse, self._hear)
+        self._roster = Roster(self._folder.socket, self._pulse, self._hear, bytes.fromhex(job.get("secret", "")))
         self._adoption = adoption.Adoption(self._folder.path, self._roster.answer)
         self._memory_kills = machine.memory_kills()
         with self._roster.listen() as server:

@@ -36,6 +36,8 @@ class Control:
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._reported = 0.0
+        self.secret = b""
+        """Of the job, known once the rank is claimed."""
 
     @classmethod
     def connect(cls, world: World) -> Control | None:
@@ -63,7 +65,7 @@ class Control:
 
         Raises DadtError if another living process has claimed the rank.
         """
-        self._ask("claim", 0.0)
+        self.secret = self._ask("claim", 0.0).body
 
     def exchange(self, key: str, blob: bytes, timeout: float) -> list[bytes]:
         """Every rank's blob for the key, by rank; each key once per job.
@@ -78,6 +80,15 @@ class Control:
             blobs.append(answer.body[start : start + size])
             start += size
         return blobs
+
+    def put(self, key: str, blob: bytes) -> None:
+        """For whichever rank asks for the key; each key once per job. Raises DadtError where it has been put, and
+        where this rank has put too much."""
+        self._ask("put", 0.0, blob, key=key)
+
+    def get(self, key: str, timeout: float) -> bytes:
+        """What some rank has put, or will. Raises StartTimeout as `exchange`, naming those that may not have."""
+        return self._ask("get", timeout, key=key).body
 
     def say(self, text: str, level: str = "info") -> None:
         """The launcher prints `dadt: text`, once however many ranks say it. level: info or warning."""

@@ -42,6 +42,7 @@ class Forum:
     def __init__(self, world: World, store: Store) -> None:
         self.world = world
         self._store = store
+        self.secret = b""
         self._step = -1
         self._state = BEGUN
         self._pid = os.getpid()
@@ -109,6 +110,16 @@ class Forum:
                 what = "cannot arrive any more" if gone else f"did not arrive within {timeout:g} s"
                 raise StartTimeout(f"{who} {what} for {key!r}")
         return [self._get(each) for each in keys]
+
+    def put(self, key: str, blob: bytes) -> None:
+        """For whichever rank asks for the key."""
+        self._use(lambda store: store.set(f"put/{key}", blob))  # type: ignore[arg-type]  # takes bytes, too
+
+    def get(self, key: str, timeout: float) -> bytes:
+        """What some rank has put, or will. Raises StartTimeout after `timeout` seconds."""
+        if not self._arrive([f"put/{key}"], time.monotonic() + timeout, timeout):
+            raise StartTimeout(f"no rank did its part within {timeout:g} s for {key!r}")
+        return self._get(f"put/{key}")
 
     def say(self, text: str, level: str = "info") -> None:
         """Print `dadt: text`: once if it is a warning, whichever rank says it; else if this is rank 0."""

@@ -44,6 +44,8 @@ class Roster:
     path: Path
     pulse: Pulse
     forward: Callable[[Frame], None]
+    secret: bytes = b""
+    """Of the job: its workers prove with it to each other that they belong to it."""
     lines: dict[int, Line] = field(default_factory=dict)
     claims: dict[int, int] = field(default_factory=dict)
     """Rank to the pid that trains as it."""
@@ -141,7 +143,7 @@ class Roster:
             return
         self.claims[rank] = pid
         self.forward(frame)
-        self.answer(line.number, Frame("claimed"))
+        self.answer(line.number, Frame("claimed", {}, self.secret))
 
     def _stacks(self, line: Line, frame: Frame) -> None:
         self.dumps[frame["pid"]] = (frame["rank"], frame["signal"], Path(frame["path"]))

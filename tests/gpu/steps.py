@@ -21,11 +21,30 @@ STEPS = 8
 WAITS = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy"}
 
 
+class Alone:
+    """A Meet of one rank."""
+
+    secret = b""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, bytes] = {}
+
+    def exchange(self, key: str, blob: bytes) -> list[bytes]:
+        return [blob]
+
+    def put(self, key: str, blob: bytes) -> None:
+        self._kept[key] = blob
+
+    def get(self, key: str) -> bytes:
+        return self._kept[key]
+
+
 class Exchanging(Runtime):
     alone = False
 
-    def meet(self, key: str, blob: bytes) -> list[bytes]:
-        return [blob]
+    @property
+    def meet(self) -> Alone:
+        return Alone()
 
 
 class Training:
