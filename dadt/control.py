@@ -73,22 +73,16 @@ class Control:
         Raises StartTimeout after `timeout` seconds, or as soon as a missing rank has exited, naming the
         missing ranks and how far they came.
         """
-        answer = self._ask("exchange", timeout, blob, key=key)
-        blobs: list[bytes] = []
-        start = 0
-        for size in answer["sizes"]:
-            blobs.append(answer.body[start : start + size])
-            start += size
-        return blobs
+        return _parts(self._ask("exchange", timeout, blob, key=key))
 
     def put(self, key: str, blob: bytes) -> None:
         """For whichever rank asks for the key; each key once per job. Raises DadtError where it has been put, and
         where this rank has put too much."""
         self._ask("put", 0.0, blob, key=key)
 
-    def get(self, key: str, timeout: float) -> bytes:
-        """What some rank has put, or will. Raises StartTimeout as `exchange`, naming those that may not have."""
-        return self._ask("get", timeout, key=key).body
+    def get(self, keys: Sequence[str], timeout: float) -> list[bytes]:
+        """What some ranks have put there, or will. Raises StartTimeout as `exchange`, naming those that have not."""
+        return _parts(self._ask("get", timeout, keys=list(keys)))
 
     def say(self, text: str, level: str = "info") -> None:
         """The launcher prints `dadt: text`, once however many ranks say it. level: info or warning."""
@@ -220,6 +214,16 @@ def _receive(line: socket.socket, deadline: float) -> Frame:
             raise ConnectionResetError("it closed the connection")
         for frame in parser.feed(data):
             return frame
+
+
+def _parts(answer: Frame) -> list[bytes]:
+    """Of a body that several blobs make."""
+    blobs: list[bytes] = []
+    start = 0
+    for size in answer["sizes"]:
+        blobs.append(answer.body[start : start + size])
+        start += size
+    return blobs
 
 
 def _gone(path: str, error: OSError) -> DadtError:

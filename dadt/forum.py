@@ -115,11 +115,12 @@ class Forum:
         """For whichever rank asks for the key."""
         self._use(lambda store: store.set(f"put/{key}", blob))  # type: ignore[arg-type]  # takes bytes, too
 
-    def get(self, key: str, timeout: float) -> bytes:
-        """What some rank has put, or will. Raises StartTimeout after `timeout` seconds."""
-        if not self._arrive([f"put/{key}"], time.monotonic() + timeout, timeout):
-            raise StartTimeout(f"no rank did its part within {timeout:g} s for {key!r}")
-        return self._get(f"put/{key}")
+    def get(self, keys: Sequence[str], timeout: float) -> list[bytes]:
+        """What some ranks have put there, or will. Raises StartTimeout after `timeout` seconds."""
+        if not self._arrive([f"put/{key}" for key in keys], time.monotonic() + timeout, timeout):
+            missing = next(key for key in keys if not self._has(f"put/{key}"))
+            raise StartTimeout(f"no rank did its part within {timeout:g} s for {missing!r}")
+        return [self._get(f"put/{key}") for key in keys]
 
     def say(self, text: str, level: str = "info") -> None:
         """Print `dadt: text`: once if it is a warning, whichever rank says it; else if this is rank 0."""

@@ -81,10 +81,11 @@ class Meeting:
         """For whichever rank asks for the key."""
         self._store.set(self._key(f"put/{key}", 0), blob)  # type: ignore[arg-type]  # takes bytes, too
 
-    def get(self, key: str) -> bytes:
-        """What some rank has put, or will. Raises StartTimeout."""
-        self._await([self._key(f"put/{key}", 0)], lambda keys: f"no rank did its part for {key!r}")
-        return self._store.get(self._key(f"put/{key}", 0))
+    def get(self, keys: Sequence[str]) -> list[bytes]:
+        """What some ranks have put there, or will. Raises StartTimeout."""
+        put = [self._key(f"put/{key}", 0) for key in keys]
+        self._await(put, lambda missing: f"no rank did its part for {missing[0]!r}")
+        return [self._store.get(each) for each in put]
 
     def look_around(self) -> Surroundings:
         """Which ranks share a machine, as they themselves see it."""

@@ -230,12 +230,12 @@ class _Rounds:
     def put(self, key: str, blob: bytes) -> None:
         self._tell(f"put {key}", blob, "")
 
-    def get(self, key: str) -> bytes:
+    def get(self, keys: Sequence[str]) -> list[bytes]:
         """Raises DadtError where one of the ranks has given up."""
         while True:
-            for rank in self._ranks:
-                if (rank, f"put {key}") in self._told:
-                    return self._told[rank, f"put {key}"]
+            put = {key: blob for (_, key), blob in self._told.items()}
+            if all(f"put {key}" in put for key in keys):
+                return [put[f"put {key}"] for key in keys]
             self._pass()
 
     def end(self, error: str = "") -> None:

@@ -21,7 +21,6 @@ from dadt.benchmarks.ratio import Interval, interval, ratio
 from dadt.config import Config
 from dadt.executors import c10d
 from dadt.executors.base import Connection
-from dadt.executors.keys import Keys
 from dadt.executors.meet import Apart, Meet
 from dadt.group import Pending, start
 from dadt.meeting import Meeting
@@ -210,7 +209,7 @@ def place(options: argparse.Namespace) -> tuple[World, Meet]:
 
 def library_group(name: str, world: World, meet: Meet) -> Any:
     """The library's own."""
-    return c10d.group(name, Keys(Apart(meet, "library")), world, range(world.world_size), TIMEOUT, "library")
+    return c10d.group(name, Apart(meet, "library"), world, range(world.world_size), TIMEOUT, "library")
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -23,7 +23,6 @@ from dadt.compression import forms
 from dadt.exchange import Exchange, Schema
 from dadt.executors import c10d
 from dadt.executors.base import Connection
-from dadt.executors.keys import Keys
 from dadt.executors.meet import Apart
 from dadt.inject import worker
 from dadt.lane import Lane
@@ -139,8 +138,7 @@ class _Ranks:
         still = replace(self._config, executor="null", broadcast_executor="", allreduce_executor="")
         self._still = executors.connect(still, world, Apart(runtime.meet, "still:"))
         """Moves no byte."""
-        keys = Keys(runtime.meet)
-        self._group = c10d.group("gloo", keys, world, range(world.world_size), TIMEOUT, "pairs")
+        self._group = c10d.group("gloo", runtime.meet, world, range(world.world_size), TIMEOUT, "pairs")
         self.executor = executors_name(self._config, world, hosts)
 
     def network(self, most: int) -> tuple[float, Times]:

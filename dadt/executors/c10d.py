@@ -88,7 +88,7 @@ def join(name: str, meet: Meet, world: World, ranks: Sequence[int], config: Conf
     """This rank's place among those of the world that are named, in their order, all of which have proved that they
     belong to the job. Raises as `proof.prove`."""
     own = f"{name} {' '.join(map(str, ranks))}"
-    made = group(name, Keys(meet), world, ranks, config.timeout, own)
+    made = group(name, meet, world, ranks, config.timeout, own)
     devices = Backend.backend_capability.get(name, ["cpu"])
     device = None if "cpu" in devices else torch.device(devices[0], _index(devices[0]))
     rank = ranks.index(world.rank)
@@ -97,9 +97,10 @@ def join(name: str, meet: Meet, world: World, ranks: Sequence[int], config: Conf
     return joined
 
 
-def group(name: str, store: Any, world: World, ranks: Sequence[int], timeout: float, own: str) -> Any:
-    """torch's process group of these ranks; `own` keeps the groups of one store apart."""
+def group(name: str, meet: Meet, world: World, ranks: Sequence[int], timeout: float, own: str) -> Any:
+    """torch's process group of these ranks; `own` keeps those of one Meet apart."""
     rank, size = ranks.index(world.rank), len(ranks)
+    store: Any = Keys(meet, rank, size)
     if name == "gloo":
         return gloo_group(store, world.address or "127.0.0.1", rank, size, timeout, own)
     return _other_group(name, PrefixStore(own, store), rank, size, timeout)

@@ -17,9 +17,12 @@ if TYPE_CHECKING:
 class Keys(Store):
     """One rank's. Waits as long as its Meet does, whatever the library says. Any thread."""
 
-    def __init__(self, meet: Meet) -> None:
+    def __init__(self, meet: Meet, rank: int, size: int) -> None:
+        """rank, size: of the group, as the library numbers it."""
         super().__init__()
         self._meet = meet
+        self._rank = rank
+        self._size = size
         self._known: dict[str, bytes] = {}
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -28,13 +31,13 @@ class Keys(Store):
         self._meet.put(key, blob)
 
     def get(self, key: str) -> bytes:
-        if key not in self._known:
-            self._known[key] = self._meet.get(key)
+        self.wait([key])
         return self._known[key]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        for key in keys:
-            self.get(key)
+        absent = [each for key in keys if key not in self._known for each in self._alike(key)]
+        if absent:
+            self._known.update(zip(absent, self._meet.get(absent), strict=True))
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether this rank knows them. The others are not asked: NCCL looks once a second, as long as it runs."""
@@ -45,13 +48,21 @@ class Keys(Store):
             self.set(key, value)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return [self.get(key) for key in keys]
+        self.wait(keys)
+        return [self._known[key] for key in keys]
 
     def has_extended_api(self) -> bool:
         return True
 
     def clone(self) -> Keys:
         return self
+
+    def _alike(self, key: str) -> list[str]:
+        """With those that other ranks put: Gloo asks for one after the other, and each way to the launcher counts."""
+        of_all = key.rpartition("/")[0]
+        if f"{of_all}/{self._rank}" not in self._known:
+            return [key]
+        return [each for rank in range(self._size) if (each := f"{of_all}/{rank}") not in self._known]
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Nothing: the start of a job has one deadline for all."""

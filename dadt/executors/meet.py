@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -26,8 +27,8 @@ class Meet(Protocol):
     def put(self, key: str, blob: bytes) -> None:
         """For whichever rank asks for the key. Does not wait for the others."""
 
-    def get(self, key: str) -> bytes:
-        """What some rank has put, or will."""
+    def get(self, keys: Sequence[str]) -> list[bytes]:
+        """What some ranks have put there, or will."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,8 @@ class Apart:
     def put(self, key: str, blob: bytes) -> None:
         self.meet.put(f"{self.name} {key}", blob)
 
-    def get(self, key: str) -> bytes:
-        return self.meet.get(f"{self.name} {key}")
+    def get(self, keys: Sequence[str]) -> list[bytes]:
+        return self.meet.get([f"{self.name} {key}" for key in keys])
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +71,8 @@ class AllRanks:
     def put(self, key: str, blob: bytes) -> None:
         self._line.put(key, blob)
 
-    def get(self, key: str) -> bytes:
-        return self._line.get(key, self.timeout)
+    def get(self, keys: Sequence[str]) -> list[bytes]:
+        return self._line.get(keys, self.timeout)
 
     @property
     def _line(self) -> Control | Forum:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import queue
 import secrets
 import struct
 import threading
@@ -39,64 +38,81 @@ def prove(
     """
     if not secret or len(ranks) == 1:
         return
-    title = _TITLES.get(library, library)
-    nonce = secrets.token_bytes(BYTES)
-    places = range(len(ranks))
-
-    def answer(of: int, to: int, nonces: tuple[bytes, bytes]) -> bytes:
-        return hmac.digest(secret, _LABEL + _PAIR.pack(of, to) + b"".join(nonces) + name.encode(), hashlib.sha256)
-
     try:
-        nonces = _exchanged(executor, [nonce for _ in places], rank, ranks, title, timeout)
-        mine = [answer(rank, place, (nonce, nonces[place])) for place in places]
-        theirs = _exchanged(executor, mine, rank, ranks, title, timeout)
-        expected = [answer(place, rank, (nonces[place], nonce)) for place in places]
-        false = [ranks[p] for p in places if p != rank and not hmac.compare_digest(theirs[p], expected[p])]
-        if false:
+        proof = Proof(executor, secret, rank, len(ranks), name)
+        title = _TITLES.get(library, library)
+        # Libraries wait as long as training does, which is longer.
+        threading.Thread(target=proof.run, name="dadt-proof", daemon=True).start()
+        if not proof.ended.wait(timeout):
+            raise StartTimeout(
+                f"{_named([ranks[each] for each in proof.silent])} of the {title} group did not prove within "
+                f"{timeout:g} s that it belongs to this job: it has stopped, or something else answered on its port; "
+                "see docs/security.md"
+            )
+        if proof.error is not None:
+            raise PeerLost(
+                f"the {title} group broke while its ranks proved that they belong to this job: {proof.error}"
+            ) from proof.error
+        if proof.false:
             raise Unproved(
-                f"{_named(false)} of the {title} group did not prove that it belongs to this job: something else "
-                "answered on its port, or called in its place; see docs/security.md"
+                f"{_named([ranks[each] for each in proof.false])} of the {title} group did not prove that it belongs "
+                "to this job: something else answered on its port, or called in its place; see docs/security.md"
             )
     except BaseException:
         executor.abort()
+        proof.ended.wait(_END_SECONDS)  # a thread that comes out of a library later would abort the process
         executor.close()
         raise
 
 
-def _exchanged(
-    executor: Executor, blobs: Sequence[bytes], rank: int, ranks: Sequence[int], title: str, timeout: float
-) -> list[bytes]:
-    """What each rank has sent to this one. Directly: what goes round a ring says nothing of the other connections."""
-    sends = [torch.frombuffer(bytearray(blob), dtype=torch.uint8) for blob in blobs]
-    receives = [torch.zeros(BYTES, dtype=torch.uint8, device="cpu") for _ in blobs]
-    ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+class Proof:
+    """One rank's side. What it has found counts once `ended` is set."""
 
-    def run() -> None:
+    def __init__(self, executor: Executor, secret: bytes, rank: int, size: int, name: str) -> None:
+        self._executor = executor
+        self._secret = secret
+        self._rank = rank
+        self._name = name.encode()
+        self._received = [torch.zeros(BYTES, dtype=torch.uint8, device="cpu") for _ in range(size)]
+        self.ended = threading.Event()
+        self.error: Exception | None = None
+        self.false: list[int] = []
+        """Whose answers were wrong."""
+
+    @property
+    def silent(self) -> list[int]:
+        """Of whom the last that was awaited has not come."""
+        return [peer for peer, each in enumerate(self._received) if peer != self._rank and not each.any()]
+
+    def run(self) -> None:
+        """Raises nothing."""
         try:
-            executor.exchange(sends, receives)
-        except Exception as error:  # noqa: BLE001 (whatever the library raises, told below)
-            ended.put(error)
-        else:
-            ended.put(None)
+            self._run()
+        except Exception as error:  # noqa: BLE001 (whatever the library raises; told by who waits)
+            self.error = error
+        self.ended.set()
 
-    # Libraries wait as long as training does.
-    thread = threading.Thread(target=run, name="dadt-proof", daemon=True)
-    thread.start()
-    try:
-        error = ended.get(timeout=timeout)
-    except queue.Empty:
-        silent = [ranks[place] for place, got in enumerate(receives) if place != rank and not got.any()]
-        executor.abort()
-        thread.join(_END_SECONDS)
-        raise StartTimeout(
-            f"{_named(silent)} of the {title} group did not prove within {timeout:g} s that it belongs to this job: "
-            "it has stopped, or something else answered on its port; see docs/security.md"
-        ) from None
-    if error is not None:
-        raise PeerLost(
-            f"the {title} group broke while its ranks proved that they belong to this job: {error}"
-        ) from error
-    return [bytes(got.numpy()) for got in receives]
+    def _run(self) -> None:
+        size = len(self._received)
+        mine = secrets.token_bytes(BYTES)
+        theirs = self._exchange([mine] * size)
+        answers = self._exchange([self._answer(self._rank, peer, mine, theirs[peer]) for peer in range(size)])
+        for peer, answer in enumerate(answers):
+            right = self._answer(peer, self._rank, theirs[peer], mine)
+            if peer != self._rank and not hmac.compare_digest(answer, right):
+                self.false.append(peer)
+
+    def _answer(self, of: int, to: int, nonce: bytes, other: bytes) -> bytes:
+        text = _LABEL + _PAIR.pack(of, to) + nonce + other + self._name
+        return hmac.digest(self._secret, text, hashlib.sha256)
+
+    def _exchange(self, blobs: Sequence[bytes]) -> list[bytes]:
+        """Directly with each: what goes round a ring says nothing of the other connections."""
+        for each in self._received:
+            each.zero_()
+        sends = [torch.frombuffer(bytearray(blob), dtype=torch.uint8) for blob in blobs]
+        self._executor.exchange(sends, self._received)
+        return [each.numpy().tobytes() for each in self._received]
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -291,7 +291,7 @@ class Job:
     def _on_get(self, node: Node, frame: Frame) -> None:
         line = frame["line"]
         self._rendezvous.get(
-            frame["key"], frame["rank"], frame["timeout"], lambda answer: self._answer(node, line, answer)
+            frame["keys"], frame["rank"], frame["timeout"], lambda answer: self._answer(node, line, answer)
         )
 
     def _on_result(self, node: Node, frame: Frame) -> None:

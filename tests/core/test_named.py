@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,8 @@ class Through:
         told = [each.partition(b" is ") for each in self.exchange("put", key.encode() + b" is " + blob)]
         self._known = {key.decode(): value for key, _, value in told}
 
-    def get(self, key: str) -> bytes:
-        return self._known[key]
+    def get(self, keys: Sequence[str]) -> list[bytes]:
+        return [self._known[key] for key in keys]
 
 
 class Alone(Through):

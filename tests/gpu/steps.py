@@ -6,6 +6,7 @@ One GPU takes one rank over NCCL, and a job of one exchanges nothing; so the run
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -35,8 +36,8 @@ class Alone:
     def put(self, key: str, blob: bytes) -> None:
         self._kept[key] = blob
 
-    def get(self, key: str) -> bytes:
-        return self._kept[key]
+    def get(self, keys: Sequence[str]) -> list[bytes]:
+        return [self._kept[key] for key in keys]
 
 
 class Exchanging(Runtime):
