@@ -140,7 +140,8 @@ class Agent:
             self._take_leave()
             return
         speaker = schema.WORKER if job.body else schema.WORKER.without("result")
-        self._roster = Roster(self._folder.socket, self._ranks, self._pulse, self._hear, speaker)
+        secret = bytes.fromhex(job["secret"])
+        self._roster = Roster(self._folder.socket, self._ranks, self._pulse, self._hear, speaker, secret)
         self._adoption = adoption.Adoption(self._folder.path, self._roster.answer)
         self._memory_kills = machine.memory_kills()
         entrances = self._roster.listen(self._drop)

@@ -116,7 +116,7 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
         around = self._meeting.look_around()
         config = replace(Config.from_env(), timeout=timeout, start_timeout=timeout, executor=_executor(around.workers))
         config = replace(config, broadcast_executor="", allreduce_executor="")
-        self._group = Group(executors.connect(config, around.world, self._meeting.exchange), rank, size)
+        self._group = Group(executors.connect(config, around.world, self._meeting), rank, size)
         self._deliveries = Deliveries(self._meeting)
         self._gpu_each = around.gpu_each
         self._inner: Any = None

@@ -40,6 +40,8 @@ class Control:
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._reported = 0.0
+        self.secret = b""
+        """Of the job, known once the rank is claimed."""
 
     @classmethod
     def connect(cls, world: World) -> Control | None:
@@ -67,7 +69,7 @@ class Control:
 
         Raises DadtError if another living process has claimed the rank.
         """
-        self._ask("claim", 0.0)
+        self.secret = self._ask("claim", 0.0).body
 
     def exchange(self, key: str, blob: bytes, timeout: float) -> list[bytes]:
         """Every rank's blob for the key, by rank; each key once per job.
@@ -75,13 +77,16 @@ class Control:
         Raises StartTimeout after `timeout` seconds, or as soon as a missing rank has exited, naming the
         missing ranks and how far they came.
         """
-        answer = self._ask("exchange", timeout, blob, key=key)
-        blobs: list[bytes] = []
-        start = 0
-        for size in answer["sizes"]:
-            blobs.append(answer.body[start : start + size])
-            start += size
-        return blobs
+        return _parts(self._ask("exchange", timeout, blob, key=key))
+
+    def put(self, key: str, blob: bytes) -> None:
+        """For whichever rank asks for the key; each key once per job. Raises DadtError where it has been put, and
+        where this rank has put too much."""
+        self._ask("put", 0.0, blob, key=key)
+
+    def get(self, keys: Sequence[str], timeout: float) -> list[bytes]:
+        """What some ranks have put there, or will. Raises StartTimeout as `exchange`, naming those that have not."""
+        return _parts(self._ask("get", timeout, keys=list(keys)))
 
     def say(self, text: str, level: str = "info") -> None:
         """The launcher prints `dadt: text`, once however many ranks say it. level: info or warning."""
@@ -240,6 +245,16 @@ def _heard(line: socket.socket) -> bytes:
         return line.recv(CHUNK)
     except OSError:
         return b""
+
+
+def _parts(answer: Frame) -> list[bytes]:
+    """Of a body that several blobs make."""
+    blobs: list[bytes] = []
+    start = 0
+    for size in answer["sizes"]:
+        blobs.append(answer.body[start : start + size])
+        start += size
+    return blobs
 
 
 def _gone(path: str, error: OSError) -> DadtError:

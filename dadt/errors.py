@@ -27,6 +27,10 @@ class StartTimeout(DadtError):
     exit_code = 124
 
 
+class Unproved(DadtError):
+    """Who has joined a group of ranks does not belong to the job; the message names the rank."""
+
+
 class CommError(DadtError):
     """An operation between ranks failed; raised where the training thread waits for it."""
 

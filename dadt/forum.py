@@ -108,6 +108,17 @@ class Forum:
                 raise StartTimeout(f"{who} {what} for {key!r}")
         return [self._get(each) for each in keys]
 
+    def put(self, key: str, blob: bytes) -> None:
+        """For whichever rank asks for the key."""
+        self._use(lambda values: values.set(f"put/{key}", blob))
+
+    def get(self, keys: Sequence[str], timeout: float) -> list[bytes]:
+        """What some ranks have put there, or will. Raises StartTimeout after `timeout` seconds."""
+        if not self._arrive([f"put/{key}" for key in keys], time.monotonic() + timeout, timeout):
+            missing = next(key for key in keys if not self._has(f"put/{key}"))
+            raise StartTimeout(f"no rank did its part within {timeout:g} s for {missing!r}")
+        return [self._get(f"put/{key}") for key in keys]
+
     def say(self, text: str, level: str = "info") -> None:
         """Print `dadt: text`: once if it is a warning, whichever rank says it; else if this is rank 0."""
         if level == "info":

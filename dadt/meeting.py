@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -51,18 +51,41 @@ class Meeting:
 
     def exchange(self, key: str, blob: bytes) -> list[bytes]:
         """Every rank's blob, by rank; each key once. Raises StartTimeout naming the ranks that do not come."""
-        deadline = time.monotonic() + self._timeout
         keys = [self._key(key, rank) for rank in range(self._size)]
         self._store.set(keys[self._rank], blob)  # type: ignore[arg-type]  # takes bytes, too
+
+        def joined(missing: Sequence[str]) -> str:
+            return f"{ranks([keys.index(each) for each in missing])} did not join the process group"
+
+        self._await(keys, joined)
+        return [self._store.get(each) for each in keys]
+
+    def _await(self, keys: Sequence[str], blame: Callable[[Sequence[str]], str]) -> None:
+        """blame: says of missing keys what has not happened."""
+        deadline = time.monotonic() + self._timeout
         pause = PAUSES[0]
         # By looking: the store's own wait prints a warning whenever its time is over.
-        while not self._store.check(keys):
+        while not self._store.check(list(keys)):
             if time.monotonic() >= deadline:
-                missing = [rank for rank, each in enumerate(keys) if not self._store.check([each])]
-                raise StartTimeout(f"{ranks(missing)} did not join the process group within {self._timeout:g} s")
+                missing = [each for each in keys if not self._store.check([each])]
+                raise StartTimeout(f"{blame(missing)} within {self._timeout:g} s")
             time.sleep(pause)
             pause = min(2 * pause, PAUSES[1])
-        return [self._store.get(each) for each in keys]
+
+    @property
+    def secret(self) -> bytes:
+        """None: who reaches the script's store is in its group."""
+        return b""
+
+    def put(self, key: str, blob: bytes) -> None:
+        """For whichever rank asks for the key."""
+        self._store.set(self._key(f"put/{key}", 0), blob)  # type: ignore[arg-type]  # takes bytes, too
+
+    def get(self, keys: Sequence[str]) -> list[bytes]:
+        """What some ranks have put there, or will. Raises StartTimeout."""
+        put = [self._key(f"put/{key}", 0) for key in keys]
+        self._await(put, lambda missing: f"no rank did its part for {missing[0]!r}")
+        return [self._store.get(each) for each in put]
 
     def look_around(self) -> Surroundings:
         """Which ranks share a machine, as they themselves see it."""

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dadt.config import Config
-    from dadt.executors.base import Connection, Mail, Meet
+    from dadt.executors.base import Connection, Mail
+    from dadt.executors.meet import Meet
     from dadt.verb import Call
     from dadt.world import World
 
@@ -184,11 +185,11 @@ def _connect(world: World, meet: Meet, timeout: float) -> list[int]:
         return []
     deadline = time.monotonic() + timeout
     if world.rank != 0:
-        offer = meet("named tensors", b"")[0]
+        offer = meet.exchange("named tensors", b"")[0]
         return [_call(offer, world.rank, deadline)]
     token = secrets.token_bytes(_TOKEN_BYTES)
     with _listener(world) as listener:
-        meet("named tensors", token + _name_of(listener))
+        meet.exchange("named tensors", token + _name_of(listener))
         return _accept(listener, token, world.world_size, deadline, timeout)
 
 

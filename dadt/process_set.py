@@ -14,7 +14,8 @@ from dadt.named import Named
 if TYPE_CHECKING:
     from dadt.config import Config
     from dadt.death import Deaths
-    from dadt.executors.base import Mail, Meet
+    from dadt.executors.base import Mail
+    from dadt.executors.meet import Meet
     from dadt.verb import Call
     from dadt.world import World
 

@@ -27,6 +27,7 @@ from dadt.config import Config
 from dadt.death import Abort, Deaths
 from dadt.errors import CommError, CommTimeout, DadtError, Mismatch
 from dadt.executors.mail import NoMail
+from dadt.executors.meet import AllRanks, Meet
 from dadt.groups import group_values, take_values
 from dadt.peers import Alone, Peers, Through
 from dadt.progress import Progress
@@ -270,13 +271,10 @@ class Runtime:
             callback()
         self.checkpoints.resume()
 
-    def meet(self, key: str, blob: bytes) -> list[bytes]:
-        """Every rank's bytes for the key, by rank; each key once per job. Raises StartTimeout naming who is missing."""
-        if self.alone:
-            return [blob]
-        if self.control is None:
-            raise DadtError(f"rank {self.world.rank} has no agent to meet its peers: start it with `dadt run`")
-        return self.control.exchange(key, blob, self.config.start_timeout)
+    @property
+    def meet(self) -> Meet:
+        """Where all ranks find each other."""
+        return AllRanks(self.world, self.control, self.config.start_timeout)
 
     def _attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the optimizer train data-parallel, from rank 0's state."""

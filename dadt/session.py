@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from dadt import verb
 from dadt.config import Config, flag
 from dadt.errors import CommError, ConfigError, DadtError
+from dadt.executors.meet import Apart
 from dadt.inject import worker
 from dadt.object import gather_bytes
 from dadt.process_set import ProcessSet
@@ -25,7 +26,7 @@ from dadt.timeline import Timeline
 from dadt.world import World
 
 if TYPE_CHECKING:
-    from dadt.executors.base import Meet
+    from dadt.executors.meet import Meet
     from dadt.runtime import Runtime
 
 KNOBS = {"all_reduce_executor": "allreduce_executor", "timeline_path": "timeline"}
@@ -51,7 +52,7 @@ class Session:
             self.runtime.control.claim()
             self.runtime.listen()
         mine = {"host": self.world.cross_rank, "config": config.to_env()}
-        told = [json.loads(blob) for blob in self.runtime.meet("dadt.init", json.dumps(mine).encode())]
+        told = [json.loads(blob) for blob in self.runtime.meet.exchange("dadt.init", json.dumps(mine).encode())]
         _agree([each["config"] for each in told])
         self.runtime.config = self.config = config
         self._hosts: list[int] = [each["host"] for each in told]
@@ -59,7 +60,7 @@ class Session:
         self._sets: list[ProcessSet] = []
         self._steps = 0
         self._numbers = itertools.count(1)
-        self.all = self._make(range(self.world.world_size), lambda key, blob: self.runtime.meet(f"all: {key}", blob))
+        self.all = self._make(range(self.world.world_size), Apart(self.runtime.meet, "all"))
         self._counting = register_optimizer_step_post_hook(self._stepped)
         atexit.register(self._exit)
 
@@ -83,7 +84,8 @@ class Session:
 
     def add(self, ranks: Sequence[int]) -> ProcessSet:
         """All ranks call this, with the same ranks."""
-        rounds = _Rounds(self.all, ranks, f"process set {next(self._numbers)}")  # which compares what the ranks give
+        name = f"process set {next(self._numbers)}"
+        rounds = _Rounds(self.all, ranks, name, self.runtime.meet.secret)  # which compares what the ranks give
         chosen = sorted(set(ranks))
         if len(chosen) != len(ranks) or not chosen or chosen[0] < 0 or chosen[-1] >= self.world.world_size:
             raise ValueError(
@@ -91,7 +93,7 @@ class Session:
                 f" {self.world.world_size - 1}"
             )
         try:
-            made = self._make(chosen, rounds.meet)
+            made = self._make(chosen, rounds)
         except Exception as error:
             rounds.end(f"{type(error).__name__}: {error}")
             raise
@@ -207,9 +209,10 @@ class _Peers:
 
 
 class _Rounds:
-    """Lets the ranks of a set meet that has no connection yet: in each round all ranks of the job tell what is new."""
+    """A Meet for the ranks of a set that has no connection yet: in each round all ranks of the job tell what is new."""
 
-    def __init__(self, all: ProcessSet, ranks: Sequence[int], name: str) -> None:
+    def __init__(self, all: ProcessSet, ranks: Sequence[int], name: str, secret: bytes) -> None:
+        self.secret = secret
         self._all = all
         self._ranks = sorted(ranks)
         self._name = name
@@ -218,13 +221,23 @@ class _Rounds:
         self._ended: dict[int, str] = {}
         self._compare()
 
-    def meet(self, key: str, blob: bytes) -> list[bytes]:
-        """As Meet, among the set's ranks. Raises DadtError where one of them has given up."""
+    def exchange(self, key: str, blob: bytes) -> list[bytes]:
+        """Raises DadtError where one of the ranks has given up."""
         self._tell(key, blob, "")
         while not all((rank, key) in self._told for rank in self._ranks):
-            self._check()
-            self._tell("", b"", "")
+            self._pass()
         return [self._told[rank, key] for rank in self._ranks]
+
+    def put(self, key: str, blob: bytes) -> None:
+        self._tell(f"put {key}", blob, "")
+
+    def get(self, keys: Sequence[str]) -> list[bytes]:
+        """Raises DadtError where one of the ranks has given up."""
+        while True:
+            put = {key: blob for (_, key), blob in self._told.items()}
+            if all(f"put {key}" in put for key in keys):
+                return [put[f"put {key}"] for key in keys]
+            self._pass()
 
     def end(self, error: str = "") -> None:
         """This rank has all it needs, or has failed; goes on until all ranks have."""
@@ -254,6 +267,11 @@ class _Rounds:
                 self._told[rank, key] = blob
             if ended:
                 self._ended[rank] = ended
+
+    def _pass(self) -> None:
+        """A round in which this rank has nothing to tell."""
+        self._check()
+        self._tell("", b"", "")
 
     def _check(self) -> None:
         for rank, text in sorted(self._ended.items()):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import random
 import sys
 import time
@@ -14,10 +13,9 @@ from typing import Any
 import torch
 
 from dadt import executors, verb
-from dadt.benchmarks.executor import TIMEOUT, arguments_of, leave, place
+from dadt.benchmarks.executor import TIMEOUT, arguments_of, library_group, place
 from dadt.benchmarks.ratio import interval, ratio
 from dadt.config import Config
-from dadt.executors import c10d
 from dadt.named import Named
 
 
@@ -52,10 +50,10 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    world, store, meet = place(options)
+    world, meet = place(options)
     config = Config(executor=options.executor, timeout=TIMEOUT, start_timeout=TIMEOUT)
     named = Named(executors.connect(config, world, meet), config, world, meet)
-    gloo = c10d.group("gloo", store, world, range(world.world_size), TIMEOUT, "library")
+    gloo = library_group("gloo", world, meet)
     burst = Burst(named, gloo, options.count, options.bytes // 4)
     ways: dict[str, Callable[[], None]] = {"dadt": burst.by_names, "gloo": burst.one_by_one}
     times: dict[str, list[float]] = {who: [] for who in ways}
@@ -66,14 +64,13 @@ def main(arguments: Sequence[str]) -> None:
             go()
             if turn >= 2:
                 times[who].append(time.perf_counter() - begun)
-    every = [pickle.loads(blob) for blob in meet("times", pickle.dumps(times))]
+    every = [json.loads(blob) for blob in meet.exchange("times", json.dumps(times).encode())]
     slowest = {who: [max(at) for at in zip(*(t[who] for t in every), strict=True)] for who in ways}
     if world.rank == 0:
         figures = {who: asdict(interval(values)) for who, values in slowest.items()}
         figures["gloo_per_dadt"] = asdict(ratio(slowest["gloo"], slowest["dadt"]))
         sys.stdout.write(json.dumps(figures) + "\n")
     named.close(TIMEOUT)
-    leave(store, world)
 
 
 if __name__ == "__main__":

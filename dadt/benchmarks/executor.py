@@ -1,29 +1,29 @@
 """What an executor's allreduce costs beside the library called directly: one rank of a run, contenders in turn.
 
-Ranks are started by whoever fits: processes on one host or several, or mpirun. They meet in a store of torch's.
+Ranks are started by whoever fits: processes on one host or several, or mpirun. They meet in a file that all see.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import pickle
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from dadt import _core, executors, verb
 from dadt.benchmarks.ratio import Interval, interval, ratio
 from dadt.config import Config
 from dadt.executors import c10d
-from dadt.executors.base import Connection, Meet
+from dadt.executors.base import Connection
+from dadt.executors.meet import Apart, Meet
 from dadt.group import Pending, start
+from dadt.meeting import Meeting
 from dadt.world import World
 
 TIMEOUT = 120.0
@@ -96,7 +96,7 @@ class Contest:
 def measure(
     contest_of: Callable[[int], Contest],
     engine: _core.Engine,
-    meet: Callable[[str, bytes], list[bytes]],
+    meet: Meet,
     sizes: Sequence[int],
     seconds: float,
 ) -> list[Row]:
@@ -109,19 +109,22 @@ def measure(
             for loaded in (False, True)
             for who, start in (("library", contest.start_library), ("dadt", contest.start_dadt))
         }
-        times: dict[tuple[str, bool], list[float]] = {way: [] for way in ways}
+        times: list[list[float]] = [[] for _ in ways]
         rounds = 3
         turn = 0
         while turn < rounds:
-            for way, (begin, loaded) in ways.items():
+            for taken, (begin, loaded) in zip(times, ways.values(), strict=True):
                 engine.allgather(b"", "together").wait(TIMEOUT)
-                times[way].append(contest.seconds(begin, loaded))
+                taken.append(contest.seconds(begin, loaded))
             turn += 1
             if turn == 3:  # the first three are not counted; how long they took says how many more there will be
-                taken = meet(f"{size} taken", pickle.dumps(sum(t[-1] for t in times.values())))
-                rounds = 3 + min(200, max(11, int(seconds / pickle.loads(taken[0]))))
-        every = [pickle.loads(blob) for blob in meet(f"{size} times", pickle.dumps(times))]
-        slowest = {way: [max(at) for at in zip(*(t[way][3:] for t in every), strict=True)] for way in ways}
+                round_ = float(meet.exchange(f"{size} taken", repr(sum(t[-1] for t in times)).encode())[0])
+                rounds = 3 + min(200, max(11, int(seconds / round_)))
+        every = [json.loads(blob) for blob in meet.exchange(f"{size} times", json.dumps(times).encode())]
+        slowest = {
+            way: [max(at) for at in zip(*(t[number][3:] for t in every), strict=True)]
+            for number, way in enumerate(ways)
+        }
         rows.append(_row(size, slowest))
     return rows
 
@@ -182,13 +185,13 @@ def arguments_of(program: str, description: str | None) -> argparse.ArgumentPars
     parser.add_argument("--rank", type=int, default=-1, help="-1: as the launcher says")
     parser.add_argument("--np", type=int, default=0)
     parser.add_argument("--local-size", type=int, default=0)
-    parser.add_argument("--store", default="127.0.0.1:29400", help="host:port of rank 0")
+    parser.add_argument("--store", required=True, help="a file that all ranks see; a new one for each run")
     parser.add_argument("--address", default="", help="at which others reach this host")
     return parser
 
 
-def place(options: argparse.Namespace) -> tuple[World, Any, Meet]:
-    """This rank, the store in which it meets the others, and how."""
+def place(options: argparse.Namespace) -> tuple[World, Meet]:
+    """This rank, and where it meets the others."""
     world = World.from_launcher()
     if options.rank >= 0:
         local_size = options.local_size or options.np
@@ -200,22 +203,13 @@ def place(options: argparse.Namespace) -> tuple[World, Any, Meet]:
             cross_rank=options.rank // local_size,
             address=options.address,
         )
-    host, _, port = options.store.rpartition(":")
-    timeout = timedelta(seconds=TIMEOUT)
-    store: Any = TCPStore(host, int(port), world.world_size, world.rank == 0, timeout)
-
-    def meet(key: str, blob: bytes) -> list[bytes]:
-        store.set(f"{key} {world.rank}", blob)
-        return [store.get(f"{key} {rank}") for rank in range(world.world_size)]
-
-    return world, store, meet
+    store = FileStore(options.store, world.world_size)
+    return world, Meeting(store, world.rank, world.world_size, TIMEOUT)
 
 
-def leave(store: Any, world: World) -> None:
-    """Rank 0, in which the store is, goes last."""
-    store.set(f"rank {world.rank} leaves", b"")
-    for rank in range(world.world_size) if world.rank == 0 else ():
-        store.get(f"rank {rank} leaves")
+def library_group(name: str, world: World, meet: Meet) -> Any:
+    """The library's own."""
+    return c10d.group(name, Apart(meet, "library"), world, range(world.world_size), TIMEOUT, "library")
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -232,13 +226,10 @@ def main(arguments: Sequence[str]) -> None:
     if options.device == "cpu" and options.against == "nccl":
         parser.error("--against nccl: moves tensors of GPUs only; give --device cuda, too")
     torch.set_num_threads(1)
-    world, store, meet = place(options)
+    world, meet = place(options)
     config = Config(executor=options.executor, timeout=TIMEOUT, start_timeout=TIMEOUT)
     connection = executors.connect(config, world, meet)
-    if options.against == "mpi4py":
-        library = by_mpi4py()
-    else:
-        library = by_group(c10d.group(options.against, store, world, range(world.world_size), TIMEOUT, "library"))
+    library = by_mpi4py() if options.against == "mpi4py" else by_group(library_group(options.against, world, meet))
 
     def contest_of(count: int) -> Contest:
         return Contest(connection, library, count, world.world_size, options.device)
@@ -253,7 +244,6 @@ def main(arguments: Sequence[str]) -> None:
     connection.close()
     if world.rank == 0:
         sys.stdout.write(json.dumps([asdict(row) for row in rows]) + "\n")
-    leave(store, world)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from dadt.compression import forms
 from dadt.exchange import Exchange, Schema
 from dadt.executors import c10d
 from dadt.executors.base import Connection
+from dadt.executors.meet import Apart
 from dadt.inject import worker
 from dadt.lane import Lane
 from dadt.runtime import Runtime
@@ -129,20 +130,16 @@ class _Ranks:
     def __init__(self, runtime: Runtime) -> None:
         self._world = world = runtime.world
         self._config = replace(runtime.config, timeout=TIMEOUT)
-        hosts = [int(blob) for blob in runtime.meet("probe: host", str(world.cross_rank).encode())]
+        hosts = [int(blob) for blob in runtime.meet.exchange("probe: host", str(world.cross_rank).encode())]
         self._peer = next((rank for rank, host in enumerate(hosts) if host != hosts[0]), 0)
         """With which rank 0 measures the network; 0: there is none."""
         self._numbers = count()
-        self._connection: Connection = executors.connect(
-            self._config, world, lambda key, blob: runtime.meet(f"probe: {key}", blob)
-        )
+        self._connection: Connection = executors.connect(self._config, world, Apart(runtime.meet, "probe:"))
         still = replace(self._config, executor="null", broadcast_executor="", allreduce_executor="")
-        self._still = executors.connect(still, world, lambda key, blob: runtime.meet(f"still: {key}", blob))
+        self._still = executors.connect(still, world, Apart(runtime.meet, "still:"))
         """Moves no byte."""
-        store = c10d.store_at_rank_0(self._config, world, lambda key, blob: runtime.meet(f"pairs: {key}", blob))
-        self._group = c10d.group("gloo", store, world, range(world.world_size), TIMEOUT, "pairs")
+        self._group = c10d.group("gloo", runtime.meet, world, range(world.world_size), TIMEOUT, "pairs")
         self.executor = executors_name(self._config, world, hosts)
-        runtime.meet("probe: ready", b"")  # rank 0 keeps the store until all have used it
 
     def network(self, most: int) -> tuple[float, Times]:
         """Between the first ranks of the first two hosts; the others wait."""

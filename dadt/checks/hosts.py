@@ -218,7 +218,9 @@ def _results(crew: Crew, asked: Asked, job: str) -> tuple[dict[Node, list[Check]
         command += [json.dumps(order.to_dict()) for order in orders[rank : rank + 1]]
         worker = {"rank": rank, "local_rank": 0, "command": command, "env": {"DADT_JOB": job, "DADT_THREADS": ""}}
         node.ranks = frozenset([rank])
-        crew.send(node, Frame("job", {"job": job, "env": {}, "workers": [worker], "cwd": "/", "adopt": 0.0}))
+        crew.send(
+            node, Frame("job", {"job": job, "env": {}, "workers": [worker], "cwd": "/", "adopt": 0.0, "secret": ""})
+        )
     deadline = time.monotonic() + seconds
     while waiting and (now := time.monotonic()) < deadline:
         for node, frame in crew.turn(deadline - now):

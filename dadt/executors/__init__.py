@@ -12,8 +12,9 @@ from dadt import _core
 from dadt.choice import Place, choose, pick_for_host_memory
 from dadt.config import Config, executors_of
 from dadt.executors import c10d, hierarchical, mpi, mpicuda, nccl
-from dadt.executors.base import Connection, Meet, together
+from dadt.executors.base import Connection, together
 from dadt.executors.mail import NoMail, SharedMail
+from dadt.executors.meet import Apart, Meet
 from dadt.world import World
 
 Connect = Callable[[Config, World, Meet], Connection]
@@ -21,13 +22,13 @@ Connect = Callable[[Config, World, Meet], Connection]
 
 def _shm(config: Config, world: World, meet: Meet) -> Connection:
     executor = _core.ShmExecutor(world.rank, world.world_size)
-    executor.connect(meet("shm endpoint", executor.endpoint()), config.start_timeout)
+    executor.connect(meet.exchange("shm endpoint", executor.endpoint()), config.start_timeout)
     mail = _shared_mail(config, world, meet)
     return Connection(_core.Engine(executor, world.rank, world.world_size, config.timeout), mail, mail.close)
 
 
 def _null(config: Config, world: World, meet: Meet) -> Connection:
-    meet("null endpoint", b"")  # it starts as others do, with everybody there
+    meet.exchange("null endpoint", b"")  # it starts as others do, with everybody there
     executor = _core.NullExecutor(world.rank, world.world_size)
     engine = _core.Engine(executor, world.rank, world.world_size, config.timeout)
     if world.world_size > 1:
@@ -38,7 +39,7 @@ def _null(config: Config, world: World, meet: Meet) -> Connection:
 
 def _shared_mail(config: Config, world: World, meet: Meet) -> SharedMail:
     mailbox = _core.Mailbox(world.rank, world.world_size)
-    mailbox.connect(meet("mailbox endpoint", mailbox.endpoint()), config.start_timeout)
+    mailbox.connect(meet.exchange("mailbox endpoint", mailbox.endpoint()), config.start_timeout)
     return SharedMail(mailbox)
 
 
@@ -77,7 +78,7 @@ def connect(config: Config, world: World, meet: Meet) -> Connection:
         return _connect(allreduce, config, world, meet)
     rest = _connect(allreduce, config, world, meet)
     try:
-        own = _connect(broadcast, config, world, lambda key, blob: meet(f"broadcast {key}", blob))
+        own = _connect(broadcast, config, world, Apart(meet, "broadcast"))
     except BaseException as error:
         rest.abandon(f"the executor for broadcasts did not start: {error}")
         raise
@@ -94,7 +95,7 @@ def _connect(name: str, config: Config, world: World, meet: Meet) -> Connection:
 def _places(world: World, meet: Meet, key: str) -> list[Place]:
     """What each host has, as its ranks see it."""
     gpus = torch.cuda.device_count() if distributed.is_nccl_available() else 0
-    told = [list(map(int, blob.split())) for blob in meet(key, f"{world.cross_rank} {gpus}".encode())]
+    told = [list(map(int, blob.split())) for blob in meet.exchange(key, f"{world.cross_rank} {gpus}".encode())]
     return [
         Place(f"host {host}", sum(each[0] == host for each in told), min(each[1] for each in told if each[0] == host))
         for host in sorted({host for host, _ in told})

@@ -12,9 +12,6 @@ if TYPE_CHECKING:
     from dadt._core import Codec, Engine
     from dadt.executors.nccl import Device
 
-Meet = Callable[[str, bytes], list[bytes]]
-"""(key, this rank's bytes) -> every rank's bytes, by rank."""
-
 
 class Transit(Protocol):
     """A message under way."""

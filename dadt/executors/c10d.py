@@ -21,7 +21,6 @@ from torch.distributed import (  # type: ignore[attr-defined]
     PrefixStore,
     ProcessGroupGloo,
     ReduceOp,
-    TCPStore,
 )
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     Backend,
@@ -29,9 +28,11 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
 )
 
 from dadt.errors import CommTimeout, ConfigError, Mismatch, PeerLost
-from dadt.executors import pull
-from dadt.executors.base import Connection, Meet
+from dadt.executors import proof, pull
+from dadt.executors.base import Connection
+from dadt.executors.keys import Keys
 from dadt.executors.letter import Letters
+from dadt.executors.meet import Meet
 from dadt.kept import Kept
 
 if TYPE_CHECKING:
@@ -48,8 +49,7 @@ _TAG = 1 << 30
 def connect(name: str, config: Config, world: World, meet: Meet) -> Connection:
     """name: as torch.distributed knows it. Raises ConfigError where there is no such backend."""
     check(name)
-    store = store_at_rank_0(config, world, meet)
-    executor = join(name, store, world, range(world.world_size), config.timeout)
+    executor = join(name, meet, world, range(world.world_size), config)
     return pull.connect(executor, world.rank, world.world_size, config.timeout)
 
 
@@ -84,29 +84,23 @@ _INSTALL = {
 }
 
 
-def store_at_rank_0(config: Config, world: World, meet: Meet) -> Any:
-    """A key-value store for the ranks of the world, served by its rank 0."""
-    timeout = datetime.timedelta(seconds=config.timeout)
-    address = world.address or "127.0.0.1"
-    port = 0
-    if world.rank == 0:
-        server = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        port = server.port
-    host, _, number = meet("store", f"{address}:{port}".encode())[0].decode().rpartition(":")
-    return server if world.rank == 0 else TCPStore(host, int(number), is_master=False, timeout=timeout)
-
-
-def join(name: str, store: Any, world: World, ranks: Sequence[int], timeout: float) -> C10d:
-    """This rank's place among those of the world that are named, in their order. Several sets may use one store."""
-    made = group(name, store, world, ranks, timeout, f"{name} {' '.join(map(str, ranks))}")
+def join(name: str, meet: Meet, world: World, ranks: Sequence[int], config: Config) -> C10d:
+    """This rank's place among those of the world that are named, in their order, all of which have proved that they
+    belong to the job. Raises as `proof.prove`."""
+    own = f"{name} {' '.join(map(str, ranks))}"
+    made = group(name, meet, world, ranks, config.timeout, own)
     devices = Backend.backend_capability.get(name, ["cpu"])
     device = None if "cpu" in devices else torch.device(devices[0], _index(devices[0]))
-    return C10d(name, made, ranks.index(world.rank), len(ranks), device)
+    rank = ranks.index(world.rank)
+    joined = C10d(name, made, rank, len(ranks), device)
+    proof.prove(joined, meet.secret, rank, ranks, name, own, config.start_timeout)
+    return joined
 
 
-def group(name: str, store: Any, world: World, ranks: Sequence[int], timeout: float, own: str) -> Any:
-    """torch's process group of these ranks; `own` keeps the groups of one store apart."""
+def group(name: str, meet: Meet, world: World, ranks: Sequence[int], timeout: float, own: str) -> Any:
+    """torch's process group of these ranks; `own` keeps those of one Meet apart."""
     rank, size = ranks.index(world.rank), len(ranks)
+    store: Any = Keys(meet, rank, size)
     if name == "gloo":
         return gloo_group(store, world.address or "127.0.0.1", rank, size, timeout, own)
     return _other_group(name, PrefixStore(own, store), rank, size, timeout)

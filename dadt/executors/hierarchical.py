@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby, pairwise
+from itertools import count, groupby, pairwise
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,8 @@ from dadt import _core
 from dadt.bucket import DTYPES
 from dadt.errors import CommError
 from dadt.executors import c10d, compressed, mpi, pull
-from dadt.executors.base import Connection, Executor, Meet, Transit
+from dadt.executors.base import Connection, Executor, Transit
+from dadt.executors.meet import Apart, Meet
 
 if TYPE_CHECKING:
     from dadt.config import Config
@@ -33,7 +34,7 @@ little."""
 
 def connect(cross: str, config: Config, world: World, meet: Meet) -> Connection:
     """cross: what goes between hosts: gloo, nccl, mpi or c10d:<name>. Raises ConfigError where it is not usable."""
-    places = meet("place", f"{world.cross_rank} {world.local_rank}".encode())
+    places = meet.exchange("place", f"{world.cross_rank} {world.local_rank}".encode())
     told = sorted((*map(int, place.split()), rank) for rank, place in enumerate(places))
     hosts = [[rank for *_, rank in ranks] for _, ranks in groupby(told, key=itemgetter(0))]
     join = _joiner(cross or "gloo", config, world, meet)
@@ -47,15 +48,15 @@ def _joiner(cross: str, config: Config, world: World, meet: Meet) -> Callable[[S
         return mpi.joiner(config, world, meet)
     name = cross.removeprefix("c10d:")
     c10d.check(name)
-    store = c10d.store_at_rank_0(config, world, meet)
-    return lambda ranks: c10d.join(name, store, world, ranks, config.timeout)
+    numbers = count()  # with one rank on each host, two groups have the same ranks
+    return lambda ranks: c10d.join(name, Apart(meet, f"group {next(numbers)}"), world, ranks, config)
 
 
 def _local(hosts: Sequence[Sequence[int]], config: Config, world: World, meet: Meet) -> _core.Engine | None:
     """Shared memory among the ranks of this host; None where there is one alone."""
     here = next(ranks for ranks in hosts if world.rank in ranks)
     executor = _core.ShmExecutor(here.index(world.rank), len(here))
-    endpoints = meet("shm endpoint", executor.endpoint())
+    endpoints = meet.exchange("shm endpoint", executor.endpoint())
     if len(here) == 1:
         return None
     executor.connect([endpoints[rank] for rank in here], config.start_timeout)

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dadt.errors import Aborted, CommTimeout, ConfigError, Mismatch, PeerLost
-from dadt.executors import pull
-from dadt.executors.base import Connection, Meet
+from dadt.executors import proof, pull
+from dadt.executors.base import Connection
+from dadt.executors.meet import Meet
 from dadt.kept import Kept, keep_for_good
 from dadt.launch import library
 
@@ -55,13 +56,19 @@ def joiner(config: Config, world: World, meet: Meet) -> Callable[[Sequence[int]]
     """What connects some ranks of the world, each of which calls it with the same ones. Raises ConfigError."""
     mpi = process.begin()
     ranks = _ranks(mpi, world, meet)
-    return lambda some: _joined(mpi, [ranks[rank] for rank in some], config.timeout)
+
+    def join(some: Sequence[int]) -> Mpi:
+        joined = _joined(mpi, [ranks[rank] for rank in some], config.timeout)
+        proof.prove(joined, meet.secret, some.index(world.rank), some, "mpi", f"mpi {list(some)}", config.start_timeout)
+        return joined
+
+    return join
 
 
 def _ranks(mpi: Any, world: World, meet: Meet) -> list[int]:
     """Of MPI, by rank of the world. Raises ConfigError where MPI sees another world."""
     everyone = mpi.COMM_WORLD
-    ranks = [int(rank) for rank in meet("mpi rank", str(everyone.rank).encode())]
+    ranks = [int(rank) for rank in meet.exchange("mpi rank", str(everyone.rank).encode())]
     if len(set(ranks)) < len(ranks):
         raise ConfigError(
             f"executor mpi: MPI does not know these {world.world_size} ranks as one world: mpirun has not started "

@@ -17,7 +17,8 @@ import torch
 
 from dadt.errors import CommTimeout, ConfigError
 from dadt.executors import mpi, nccl, pull
-from dadt.executors.base import Connection, Meet
+from dadt.executors.base import Connection
+from dadt.executors.meet import Meet
 
 if TYPE_CHECKING:
     from dadt import _core

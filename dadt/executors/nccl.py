@@ -18,7 +18,8 @@ from dadt.compression.base import BLOCK
 from dadt.compression.feedback import Feedback
 from dadt.compression.short import narrowed
 from dadt.executors import c10d
-from dadt.executors.base import Connection, Meet
+from dadt.executors.base import Connection
+from dadt.executors.meet import Apart, Meet
 
 if TYPE_CHECKING:
     from dadt.config import Config
@@ -27,8 +28,7 @@ if TYPE_CHECKING:
 
 def beside(host: Connection, config: Config, world: World, meet: Meet) -> Connection:
     """The connection, which also averages tensors of this rank's GPU."""
-    store = c10d.store_at_rank_0(config, world, lambda key, blob: meet(f"nccl {key}", blob))
-    executor = c10d.join("nccl", store, world, range(world.world_size), config.timeout)
+    executor = c10d.join("nccl", Apart(meet, "nccl"), world, range(world.world_size), config)
     device = Device(
         executor, host.engine, torch.device("cuda", torch.cuda.current_device()), world.rank, world.world_size
     )

@@ -300,6 +300,15 @@ class Job:
             frame["key"], frame["rank"], frame.body, frame["timeout"], lambda answer: self._answer(node, line, answer)
         )
 
+    def _on_put(self, node: Node, frame: Frame) -> None:
+        self._answer(node, frame["line"], self._rendezvous.put(frame["key"], frame["rank"], frame.body))
+
+    def _on_get(self, node: Node, frame: Frame) -> None:
+        line = frame["line"]
+        self._rendezvous.get(
+            frame["keys"], frame["rank"], frame["timeout"], lambda answer: self._answer(node, line, answer)
+        )
+
     def _on_result(self, node: Node, frame: Frame) -> None:
         self._outcome.results = {**self._outcome.results, frame["rank"]: frame.body}
         self._answer(node, frame["line"], Frame("taken"))

@@ -32,6 +32,9 @@ from dadt.launch.slot import Room, Slot, place, share_out
 from dadt.launch.sweep import sweep
 from dadt.launch.watch import View, Watch
 
+SECRET_BYTES = 32
+"""Of a job's secret, with which its workers prove to each other that they belong to it."""
+
 
 class Ended(DadtError):
     """By a signal, before the workers were started."""
@@ -200,7 +203,8 @@ def room(node: Node, config: Config) -> Room:
 
 def orders(where: Placed) -> list[Frame]:
     """What each node's agent is told to start."""
-    return [_order(where, cross_rank, node) for cross_rank, node in enumerate(where.nodes)]
+    secret = secrets.token_bytes(SECRET_BYTES).hex()
+    return [_order(where, cross_rank, node, secret) for cross_rank, node in enumerate(where.nodes)]
 
 
 def reserve(log_dir: Path) -> Folder:
@@ -288,7 +292,7 @@ def _look(the_plan: Plan, job: str, node: Node) -> Mapping[str, Any]:
     }
 
 
-def _order(where: Placed, cross_rank: int, node: Node) -> Frame:
+def _order(where: Placed, cross_rank: int, node: Node, secret: str) -> Frame:
     workers = [
         {
             "rank": slot.rank,
@@ -302,7 +306,7 @@ def _order(where: Placed, cross_rank: int, node: Node) -> Frame:
     env = {**environment.common(where.config), "DADT_INTERFACE": node.interface}
     # Seconds in which mpirun must have started the workers; 0 where the agent starts them.
     adopt = where.config.start_timeout if where.config.launcher == "mpi" else 0.0
-    header = {"job": where.job, "env": env, "workers": workers, "cwd": where.plan.cwd, "adopt": adopt}
+    header = {"job": where.job, "env": env, "workers": workers, "cwd": where.plan.cwd, "adopt": adopt, "secret": secret}
     return Frame("job", header, where.plan.blob)
 
 

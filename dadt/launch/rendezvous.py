@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dadt.launch.board import Board, Want, together
 from dadt.launch.frame import Frame
 
 Reply = Callable[[Frame], None]
@@ -77,6 +78,7 @@ class Rendezvous:
         """hosts: each rank's; empty in a job of one host."""
         self.members = [Member(rank, host, seen=time.monotonic()) for rank, host in enumerate(hosts)]
         self._exchanges: dict[str, Exchange] = {}
+        self._board = Board()
 
     def give(self, key: str, rank: int, blob: bytes, timeout: float, reply: Reply) -> None:
         exchange = self._exchanges.setdefault(key, Exchange())
@@ -84,8 +86,18 @@ class Rendezvous:
         exchange.waits.append((time.monotonic() + timeout, timeout, reply))
         self.settle()
 
+    def put(self, key: str, rank: int, blob: bytes) -> Frame:
+        """The answer."""
+        if refusal := self._board.put(key, rank, blob):
+            return Frame("error", {"type": "DadtError", "message": refusal})
+        return Frame("taken")
+
+    def get(self, keys: Sequence[str], rank: int, timeout: float, reply: Reply) -> None:
+        self._board.want(Want(rank, keys, time.monotonic() + timeout, timeout, reply))
+
     def settle(self) -> None:
         """Answer what can be answered now; call it after anything has changed and when time has passed."""
+        self._board.settle((member.rank for member in self.members if member.ended), self._refuse)
         now = time.monotonic()
         for key, exchange in self._exchanges.items():
             missing = [member for member in self.members if member.rank not in exchange.blobs]
@@ -102,11 +114,13 @@ class Rendezvous:
 
     @property
     def waiting(self) -> bool:
-        return any(exchange.waits for exchange in self._exchanges.values())
+        return self._board.waiting or any(exchange.waits for exchange in self._exchanges.values())
 
     def _complete(self, exchange: Exchange) -> Frame:
-        blobs = [exchange.blobs[member.rank] for member in self.members]
-        return Frame("exchanged", {"sizes": [len(blob) for blob in blobs]}, b"".join(blobs))
+        return together([exchange.blobs[member.rank] for member in self.members])
+
+    def _refuse(self, key: str, present: set[int], what: str) -> Frame:
+        return _refuse(key, [member for member in self.members if member.rank not in present], what)
 
 
 def _refuse(key: str, missing: list[Member], what: str) -> Frame:

@@ -57,6 +57,8 @@ class Roster:
     forward: Callable[[Frame], None]
     speaker: Speaker
     """What workers may say."""
+    secret: bytes
+    """Of the job: its workers prove with it to each other that they belong to it."""
     lines: dict[int, Line] = field(default_factory=dict)
     claims: dict[int, int] = field(default_factory=dict)
     """Rank to the pid that trains as it."""
@@ -168,7 +170,7 @@ class Roster:
             return
         self.claims[rank] = pid
         self.forward(Frame(frame.kind, {**frame.header, "line": line.number}))
-        self.answer(line.number, Frame("claimed"))
+        self.answer(line.number, Frame("claimed", {}, self.secret))
 
     def _stacks(self, line: Line, frame: Frame) -> None:
         path = Path(frame["path"])

@@ -145,6 +145,8 @@ _passed_on: dict[str, Kind] = {
     "hello": Kind({**_process, "torch": text(100)}),
     "claim": Kind(_question),
     "exchange": Kind({**_question, "key": KEY}, BLOB),
+    "put": Kind({**_question, "key": KEY}, 16 << 20),
+    "get": Kind({**_question, "keys": listed(KEY, 1 << 16)}),
     "say": Kind({**_process, "text": text(TEXT), "level": one_of("info", "warning")}),
     "numbers": Kind({**_process, "step": STEP, "numbers": _numbers}),
     "failed": Kind(
@@ -188,7 +190,7 @@ _member = record(rank=RANK, host=text(), pid=COUNT, state=text(), step=STEP, sec
 ANSWERS = Speaker(
     "the agent",
     {
-        "claimed": Kind({}),
+        "claimed": Kind({}, 64),
         "exchanged": Kind({"sizes": listed(COUNT, MOST_RANKS)}, 4 << 30),
         "taken": Kind({}),
         "peers": Kind({"peers": listed(_member, MOST_RANKS)}),
@@ -274,7 +276,14 @@ LAUNCHER = Speaker(
         ),
         "probe": Kind({"targets": listed(_target, 1 << 16)}),
         "job": Kind(
-            {"job": text(64), "env": VARIABLES, "workers": listed(_worker, 1 << 16), "cwd": PATH, "adopt": number},
+            {
+                "job": text(64),
+                "env": VARIABLES,
+                "workers": listed(_worker, 1 << 16),
+                "cwd": PATH,
+                "adopt": number,
+                "secret": text(64),
+            },
             RESULT,
         ),
         "stop": Kind({"grace_": number, "stacks_": flag, "natural_": number}),

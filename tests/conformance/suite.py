@@ -23,6 +23,7 @@ from dadt import executors, verb
 from dadt.config import Config
 from dadt.errors import CommError, Mismatch
 from dadt.group import Group
+from dadt.meeting import Meeting
 from dadt.world import World
 
 DTYPES = (
@@ -314,11 +315,7 @@ def world_of(executor: str, rank: int, size: int) -> World:
 def connect(executor: str, rank: int, size: int, folder: str, case: str = "") -> Group:
     world = World.from_launcher() if rank < 0 else world_of(executor, rank, size)
     store = FileStore(str(Path(folder) / f"store {case}"), world.world_size)
-
-    def meet(key: str, blob: bytes) -> list[bytes]:
-        store.set(f"{key} {world.rank}", blob)
-        return [store.get(f"{key} {r}") for r in range(world.world_size)]
-
+    meet = Meeting(store, world.rank, world.world_size, DEADLINE)
     config = Config(executor=executor, timeout=DEADLINE, start_timeout=DEADLINE)
     return Group(executors.connect(config, world, meet), world.rank, world.world_size)
 

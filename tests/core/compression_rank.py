@@ -11,8 +11,10 @@ from torch.distributed import FileStore
 from dadt import _core
 from dadt.bucket import DTYPES, Bucket
 from dadt.compression import CODECS, Codec, Feedback, forms
+from dadt.config import Config
 from dadt.executors import c10d, nccl
 from dadt.executors.base import Connection
+from dadt.meeting import Meeting
 from dadt.world import World
 
 from .executor_rank import DEADLINE, connect
@@ -166,7 +168,8 @@ def main(executor: str, hosts: str, rank: int, folder: str) -> None:
     device = None
     if executor == "nccl's way":  # with Gloo in place of NCCL and the CPU in that of a GPU
         store = FileStore(str(Path(folder) / "group"), world.world_size)
-        group = c10d.join("gloo", store, world, range(world.world_size), DEADLINE)
+        meet = Meeting(store, world.rank, world.world_size, DEADLINE)
+        group = c10d.join("gloo", meet, world, range(world.world_size), Config(timeout=DEADLINE))
         device = nccl.Device(group, connection.engine, torch.device("cpu"), rank, world.world_size)
     averages = Averages(connection, rank, world.world_size, device)
     averages.run()

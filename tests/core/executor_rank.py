@@ -15,6 +15,7 @@ from dadt import _core, executors
 from dadt.config import Config
 from dadt.executors import c10d, nccl
 from dadt.executors.base import Connection
+from dadt.meeting import Meeting
 from dadt.world import World
 
 DEADLINE = 30.0
@@ -29,11 +30,7 @@ def make_ours(store, rank, world_size, timeout):
 
 def connect(executor: str, world: World, folder: str) -> Connection:
     store = FileStore(str(Path(folder) / "store"), world.world_size)
-
-    def meet(key: str, blob: bytes) -> list[bytes]:
-        assert store.add(f"met {key} {world.rank}", 1) == 1, f"{key} was met before"
-        store.set(f"{key} {world.rank}", blob)
-        return [store.get(f"{key} {rank}") for rank in range(world.world_size)]
+    meet = Meeting(store, world.rank, world.world_size, DEADLINE)
 
     Backend.register_backend("ours", make_ours, devices="cpu")
     rest, _, broadcasts = executor.partition("+")
@@ -64,7 +61,8 @@ def sums(connection: Connection, rank: int, size: int) -> None:
 def averages(connection: Connection, world: World, folder: str) -> None:
     """NCCL's way, with Gloo's group in place of NCCL's and the CPU in that of a GPU."""
     store = FileStore(str(Path(folder) / "group"), world.world_size)
-    group = c10d.join("gloo", store, world, range(world.world_size), DEADLINE)
+    meet = Meeting(store, world.rank, world.world_size, DEADLINE)
+    group = c10d.join("gloo", meet, world, range(world.world_size), Config(timeout=DEADLINE))
     device = nccl.Device(group, connection.engine, torch.device("cpu"), world.rank, world.world_size)
     rank, size = world.rank, world.world_size
     digest = hashlib.sha256()

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
@@ -28,14 +28,42 @@ TIMEOUT = 60.0
 TENSORS = 1000
 
 
-def _main(body: Callable[..., Any], world: World, options: dict[str, Any], pipe: Pipe, args: Any) -> None:
-    def meet(key: str, blob: bytes) -> list[bytes]:
-        pipe.send((key, blob))
-        return pipe.recv()  # type: ignore[no-any-return]
+class Through:
+    """A Meet through whoever has started the ranks."""
 
+    secret = b""
+
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe = pipe
+
+    def exchange(self, key: str, blob: bytes) -> list[bytes]:
+        self._pipe.send((key, blob))
+        return self._pipe.recv()  # type: ignore[no-any-return]
+
+    def put(self, key: str, blob: bytes) -> None:
+        """As Gloo's ranks do: each puts once."""
+        told = [each.partition(b" is ") for each in self.exchange("put", key.encode() + b" is " + blob)]
+        self._known = {key.decode(): value for key, _, value in told}
+
+    def get(self, keys: Sequence[str]) -> list[bytes]:
+        return [self._known[key] for key in keys]
+
+
+class Alone(Through):
+    """One rank whose peers say nothing of their own."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def exchange(self, key: str, blob: bytes) -> list[bytes]:
+        return [blob] * self._size
+
+
+def _main(body: Callable[..., Any], world: World, options: dict[str, Any], pipe: Pipe, args: Any) -> None:
     try:
         torch.set_num_threads(1)
         config = Config(executor="shm", start_timeout=TIMEOUT, **options)
+        meet = Through(pipe)
         connection = executors.connect(config, world, meet)
         pipe.send((None, body(Named(connection, config, world, meet), *args)))
     except BaseException:
@@ -269,12 +297,12 @@ def test_broadcasts_go_over_the_executor_for_broadcasts() -> None:
 def test_ranks_that_do_not_come_are_named() -> None:
     world = World(rank=0, world_size=3, local_size=3)
     with pytest.raises(StartTimeout, match=r"ranks 1, 2 did not come to the start of named tensors within 0\.2 s"):
-        _connect(world, lambda key, blob: [blob] * 3, 0.2)
+        _connect(world, Alone(3), 0.2)
 
 
 def test_a_world_of_one_works() -> None:
     config, world = Config(executor="shm"), World()
-    named = Named(executors.connect(config, world, lambda key, blob: [blob]), config, world, lambda key, blob: [blob])
+    named = Named(executors.connect(config, world, Alone(1)), config, world, Alone(1))
     tensor = torch.full((3,), 2.0)
     named.submit(verb.all_reduce(tensor, tensor, "mean", 1), "x").wait(TIMEOUT)
     assert torch.all(tensor == 2)

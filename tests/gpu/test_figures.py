@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +15,9 @@ PROGRAM = [sys.executable, "-m", "dadt.benchmarks.executor"]
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("executor", "against", "ranks"), [("nccl", "nccl", 1), ("shm", "gloo", 2)])
-def test_a_row_for_each_size(executor: str, against: str, ranks: int, unused_port: int) -> None:
+def test_a_row_for_each_size(executor: str, against: str, ranks: int, tmp_path: Path) -> None:
     options = ["--device", "cuda", "--against", against, "--sizes", "4096,1048576", "--seconds", "0.5"]
-    where = ["--np", str(ranks), "--store", f"127.0.0.1:{unused_port}"]
+    where = ["--np", str(ranks), "--store", str(tmp_path / "store")]
     running = [
         subprocess.Popen([*PROGRAM, executor, "--rank", str(rank), *where, *options], stdout=subprocess.PIPE, text=True)
         for rank in range(ranks)

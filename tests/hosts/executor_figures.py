@@ -27,7 +27,6 @@ from dadt_cli.figure import conditions
 PROGRAM = [sys.executable, "-m", "dadt.benchmarks.executor"]
 SIZES = "64,4096,65536,1048576,8388608,67108864,268435456"
 SECONDS = 900.0
-PORT = 29471
 MEBIBYTE = 1 << 20
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -36,15 +35,16 @@ Rows = list[dict[str, Any]]
 
 def on_this_host(executor: str, ranks: int, sizes: str, seconds: float) -> Rows:
     """Against torch's Gloo."""
-    where = ["--np", ranks, "--store", f"127.0.0.1:{PORT}", "--sizes", sizes, "--seconds", seconds]
-    return ended([started([*PROGRAM, executor, "--rank", rank, *where]) for rank in range(ranks)])
+    with tempfile.TemporaryDirectory(prefix="dadt-figures-") as folder:
+        where = ["--np", ranks, "--store", f"{folder}/store", "--sizes", sizes, "--seconds", seconds]
+        return ended([started([*PROGRAM, executor, "--rank", rank, *where]) for rank in range(ranks)])
 
 
 def under_mpi(mpirun: str, sizes: str, seconds: float) -> Rows:
     """Against mpi4py, which asks for Debian's MPICH by another name."""
     command = [mpirun, "-np", 2, *PROGRAM, "mpi", "--against", "mpi4py"]
-    more = ["--store", f"127.0.0.1:{PORT}", "--sizes", sizes, "--seconds", seconds]
     with tempfile.TemporaryDirectory(prefix="dadt-figures-") as folder:
+        more = ["--store", f"{folder}/store", "--sizes", sizes, "--seconds", seconds]
         env = {**AS_ROOT, "DADT_INJECT": "none"}
         if mpirun == "mpirun.mpich":
             Path(folder, "libmpi.so.12").symlink_to(next(Path("/usr/lib").glob("*/libmpich.so.12")))
@@ -54,22 +54,24 @@ def under_mpi(mpirun: str, sizes: str, seconds: float) -> Rows:
 
 def burst(ranks: int) -> Any:
     """A thousand tensors of 4 KiB by name over shared memory, against one Gloo allreduce after the other."""
-    program = [sys.executable, "-m", "dadt.benchmarks.burst", "shm", "--np", ranks, "--store", f"127.0.0.1:{PORT}"]
-    return ended([started([*program, "--rank", rank]) for rank in range(ranks)])
+    with tempfile.TemporaryDirectory(prefix="dadt-figures-") as folder:
+        program = [sys.executable, "-m", "dadt.benchmarks.burst", "shm", "--np", ranks, "--store", f"{folder}/store"]
+        return ended([started([*program, "--rank", rank]) for rank in range(ranks)])
 
 
 def between_hosts(network: Network, executor: str, sizes: str, seconds: float, *more: object) -> Rows:
     """Two ranks on each host, against torch's Gloo."""
     hosts = network.hosts
     ranks = 2 * len(hosts)
-    where = ["--np", ranks, "--local-size", 2, "--store", f"{hosts[0].address}:{PORT}"]
     what = ["--sizes", sizes, "--seconds", seconds, *more]
     processes = []
-    for rank in range(ranks):
-        host = hosts[rank // 2]
-        command = [*PROGRAM, executor, "--rank", rank, "--address", host.address, *where, *what]
-        processes.append(started(host.enter(command)))
-    return ended(processes)
+    with tempfile.TemporaryDirectory(prefix="dadt-figures-") as folder:
+        where = ["--np", ranks, "--local-size", 2, "--store", f"{folder}/store"]
+        for rank in range(ranks):
+            host = hosts[rank // 2]
+            command = [*PROGRAM, executor, "--rank", rank, "--address", host.address, *where, *what]
+            processes.append(started(host.enter(command)))
+        return ended(processes)
 
 
 def bytes_on_the_wire(network: Network, executor: str, only: str) -> float:

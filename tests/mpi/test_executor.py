@@ -244,11 +244,13 @@ def test_the_way_of_a_gpu_with_the_cpu_in_its_place(ranks):
     """Several at once, unequal weights, a value that a rank does not have."""
     said = ranks("""
 from dadt.executors import mpicuda
-def meet(key, blob):
-    return everyone.allgather(blob)
+class Meet:
+    secret = b"a secret of the job"
+    def exchange(self, key, blob):
+        return everyone.allgather(blob)
 world = World(rank=rank, world_size=size)
 connection = connect()
-own = mpi.joiner(Config(timeout=60.0), world, meet)(range(size))
+own = mpi.joiner(Config(timeout=60.0), world, Meet())(range(size))
 device = mpicuda.Device(own, connection.engine, torch.device("cpu"), rank, size)
 flats = [torch.full((50_000,), torch.nan) for _ in range(3)]
 works = []
