@@ -62,7 +62,8 @@ class Parting:
         if np.random not in self._seeded:
             np.random.seed(seed % 2**32)
         if not self._torch_is_seeded():
-            of_gpus = torch.cuda.is_initialized() and torch.cuda.initial_seed() != self._initial
+            in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            of_gpus = in_use and torch.cuda.initial_seed() != self._initial  # which are the script's
             (torch.default_generator.manual_seed if of_gpus else self._manual_seed)(seed)
 
     def _torch_is_seeded(self) -> bool:
