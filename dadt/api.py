@@ -53,6 +53,11 @@ def init(
     other optimizers are the script's. All ranks call it, at the top of the script and with the same arguments; a second
     call does nothing.
 
+    Random numbers: under `dadt run` the generators of torch, numpy and random begin alike on all ranks, so that splits
+    and weights agree. When training begins (the first training forward of a model whose optimizer is wrapped, or the
+    first step of any optimizer of torch), each rank goes on with numbers of its own, derived from those. A generator
+    that the script has seeded after `init` stays as it is. `--no-seeding` leaves all of them to the script.
+
     cycle_duration_ms: longest time in milliseconds that a ready tensor waits for others to be fused with.
     executor, broadcast_executor, all_reduce_executor: what moves the bytes, as of `--executor`.
     all_reduce_buffer_size, group_buffer_size: bytes up to which tensors are fused; 0: none are.

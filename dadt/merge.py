@@ -8,6 +8,7 @@ import zlib
 from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any
 
+from dadt import access
 from dadt.clock import Clock, align
 from dadt.errors import CommError
 from dadt.timeline import HEAD, PART_HEAD, Timeline
@@ -111,7 +112,7 @@ class Merge:
 
     def _open(self) -> IO[bytes] | None:
         try:
-            file = self._beside.open("wb")
+            file = access.open_file(self._beside)
             file.write(HEAD)
         except OSError as error:
             self._error = f"{self._beside}: {error.strerror}"

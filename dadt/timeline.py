@@ -11,6 +11,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from dadt import access
 from dadt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def check(path: Path) -> None:
     try:
         if path.is_dir():
             raise ConfigError(f"--timeline {path}: this is a folder; give a file, as timeline.json")
-        path.parent.mkdir(parents=True, exist_ok=True)
+        access.make_folder(path.parent)
         if not os.access(path.parent, os.W_OK | os.X_OK):
             raise ConfigError(f"--timeline {path}: {path.parent} cannot be written to; give another place")
         if path.exists() and path.stat().st_size:
@@ -59,7 +60,7 @@ class Timeline:
         check(self.path)
         self.part = part(self.path, world.rank)
         try:
-            self._file = self.part.open("wb")
+            self._file = access.open_file(self.part)
             if world.rank == 0:
                 self._remove_older()
         except OSError as error:

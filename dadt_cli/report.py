@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from dadt import access
 from dadt.errors import ConfigError
 from dadt_cli.find import folder_of, log_dir_option, recorded_jobs
 from dadt_cli.options import paths
@@ -35,7 +36,8 @@ def report(job: str, output: str | None, log_dir: str) -> None:
     path = Path(output) if output else folder / "report.html"
     text = page(Record.read(folder, trace is not None), trace is not None)
     try:
-        path.write_text(text, encoding="utf-8", errors="backslashreplace")
+        with access.open_file(path, "w", inner=not output, encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written ({error.strerror}); name another file with -o") from error
     click.echo(path)

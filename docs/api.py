@@ -69,8 +69,8 @@ $ dadt run -np 2 train.py
 
 It runs under `dadt run -np 4 train.py`, under torchrun, mpirun and srun, and alone under plain `python`. From
 `dadt.init()` on nothing but the optimizers given to `DistributedOptimizer` is DADT's business: data, saving and other
-optimizers are the script's own. Under `dadt run` the random generators of all ranks start alike (`--no-seeding` leaves
-them): seed each rank's own where ranks are to differ. `examples/mnist_api.py` is a whole script.
+optimizers are the script's own. Under `dadt run` the random generators of all ranks start alike and part at the
+first step, unless the script seeds them (see `init`). `examples/mnist_api.py` is a whole script.
 
 """
 

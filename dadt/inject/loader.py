@@ -328,6 +328,8 @@ def install(runtime: Runtime, streams: Streams) -> None:
     def iterator_init(self: Any, loader: Loader) -> None:
         original_seed(self, loader)
         rank = loader.__dict__.get("_dadt_rank")
+        if rank is None and loader.generator is None and streams.parting is not None and streams.parting.ahead:
+            rank = streams.rank
         if rank is not None and streams.enabled:  # augmentation in the loader's workers differs by rank
             self._base_seed = mix(self._base_seed, rank)
 

@@ -89,6 +89,13 @@ def seed_all(seed: int, manual_seed: Callable[[int], Any] = torch.manual_seed) -
     manual_seed(seed)
 
 
+class Ahead(Protocol):
+    """What a rank's `Parting` from the others tells, in a script that calls `dadt.init`."""
+
+    @property
+    def ahead(self) -> bool: ...
+
+
 class Resumed(NamedTuple):
     """The streams of a checkpoint, until they part again."""
 
@@ -115,6 +122,7 @@ class Streams:
         self._resumed: Resumed | None = None
         self.seeded_anew = False
         """The same, after a checkpoint was loaded."""
+        self.parting: Ahead | None = None
         self._remembered: OrderedDict[bytes, torch.Tensor] = OrderedDict()
         self._lock = threading.RLock()
         self._pid = os.getpid()

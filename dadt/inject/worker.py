@@ -14,6 +14,7 @@ from dadt.control import Control
 from dadt.errors import CommError
 from dadt.forum import Forum
 from dadt.inject import compiler, download, failure, gradient, loader, module, optimizer, saving, seed
+from dadt.inject.parting import Parting
 from dadt.launch import machine
 from dadt.runtime import Runtime
 from dadt.world import World
@@ -21,6 +22,7 @@ from dadt.world import World
 runtime: Runtime | None = None
 """This process's, once it is a worker."""
 modules: module.Modules | None = None
+streams: seed.Streams | None = None
 
 
 def start(world: World, *, explicit: bool = False) -> None:
@@ -61,6 +63,9 @@ def ask() -> Runtime:
         start(world if world.job else World.from_launcher(), explicit=True)
     assert runtime is not None
     runtime.leave_to_script()
+    if streams is not None and streams.enabled:
+        streams.parting = parting = Parting(streams.rank)
+        runtime.on_begin.append(parting.part)
     return runtime
 
 
@@ -74,11 +79,12 @@ def wrap(chosen: torch.optim.Optimizer) -> None:
 
 def _install_around(runtime: Runtime) -> None:
     """What the script does beside training."""
-    streams = seed.install(runtime)
+    global streams
+    streams = mine = seed.install(runtime)
     if streams.enabled:
         runtime.checkpoints.streams = streams
     # A script that knows its rank, and has seeded, has seeded each rank as it wants it.
-    runtime.on_begin.append(lambda: None if streams.seeded and runtime.script_is_distributed else streams.split())
+    runtime.on_begin.append(lambda: None if mine.seeded and runtime.script_is_distributed else mine.split())
     if not runtime.alone:
         loader.install(runtime, streams)
         saving.install(runtime)

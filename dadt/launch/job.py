@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dadt import access
 from dadt.errors import DadtError, LaunchError
 from dadt.launch.crew import Crew, Node
 from dadt.launch.failure import Ending, Failure, Record, find_cause, last_line, signal_name, steps_text
@@ -346,7 +347,8 @@ class Job:
     def _on_stacks(self, node: Node, frame: Frame) -> None:
         path = self._stacks_of(frame["rank"])
         try:
-            path.write_bytes(frame.body)
+            with access.open_file(path, inner=True) as file:
+                file.write(frame.body)
         except OSError as error:
             self._say(f"{path} could not be written: {error.strerror}", "warning")
             return

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
+from dadt import access
 from dadt.launch.frame import Frame
 
 MOST_REFUSALS = 1000
@@ -60,7 +61,7 @@ class Journal:
                 return
             try:
                 if self._file is None:
-                    self._file = self._path.open("ab", buffering=0)
+                    self._file = access.open_file(self._path, "ab", inner=True, buffering=0)
                 self._file.write(json.dumps({"time": time.time(), "kind": kind, **facts}).encode() + b"\n")
                 return
             except OSError as error:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dadt import access
 from dadt.choice import Place, choose
 from dadt.config import Config, executors_of, mpi_executor
 from dadt.errors import ConfigError, DadtError, LaunchError
@@ -210,7 +211,7 @@ def orders(where: Placed) -> list[Frame]:
 def reserve(log_dir: Path) -> Folder:
     """The job's id, and the folder of its logs."""
     try:
-        log_dir.mkdir(parents=True, exist_ok=True)
+        access.make_folder(log_dir)
     except OSError as error:
         raise ConfigError(f"--log-dir {log_dir}: cannot be written ({error.strerror}); give another") from error
     try:
@@ -220,7 +221,7 @@ def reserve(log_dir: Path) -> Folder:
             f"{error.filename or 'a file'}: cannot be written ({error.strerror}); running jobs need it"
         ) from error
     try:
-        (log_dir / folder.job).mkdir()
+        access.make_inner_folder(log_dir / folder.job)
     except OSError as error:
         folder.remove()
         raise ConfigError(f"--log-dir {log_dir}: cannot be written ({error.strerror}); give another") from error

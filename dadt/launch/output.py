@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from dadt import access
 from dadt.errors import ConfigError
 from dadt.numbers import numbers
 
@@ -126,10 +127,13 @@ class Output:
         self._prefixes = [f"[{rank} {host}] " if many else f"[{rank}] " for rank, host in enumerate(hosts)]
         self.tails = {rank: Tail() for rank in range(len(hosts))}
         for rank in range(len(hosts)):
-            self.path(rank).touch()
+            self._open(rank).close()
 
     def path(self, rank: int) -> Path:
         return self.folder / f"rank{rank}.log"
+
+    def _open(self, rank: int) -> IO[bytes]:
+        return access.open_file(self.path(rank), "ab", inner=True, buffering=0)
 
     def write(self, rank: int, stream: str, data: bytes) -> None:
         self._log(rank, data)
@@ -163,7 +167,7 @@ class Output:
     def _log(self, rank: int, data: bytes) -> None:
         try:
             if rank not in self._files:
-                self._files[rank] = self.path(rank).open("ab", buffering=0)
+                self._files[rank] = self._open(rank)
             file = self._files[rank]
             if file is not None:
                 file.write(data)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import dadt
+from dadt import access
 from dadt.config import Config
 from dadt.errors import DadtError
 from dadt.launch.crew import Node
@@ -96,7 +97,8 @@ class Report:
         path = self._logs / "report.json"
         new = path.with_name(f"{path.name}.new")
         try:
-            new.write_text(json.dumps(self._data(), indent=2) + "\n")
+            with access.open_file(new, "w", inner=True) as file:
+                file.write(json.dumps(self._data(), indent=2) + "\n")
             new.replace(path)
         except OSError as error:
             if not self._warned:

@@ -9,6 +9,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import IO
 
+from dadt import access
 from dadt.launch.watch import Gauge, Watch
 
 SECONDS = 0.5
@@ -57,7 +58,7 @@ class Series:
             return
         try:
             if self._file is None:
-                self._file = self._path.open("wb", buffering=0)
+                self._file = access.open_file(self._path, inner=True, buffering=0)
             if len(self._ends) == self._most:
                 self._thin()
             self._file.write(lines)
@@ -72,7 +73,7 @@ class Series:
         content = self._path.read_bytes()
         moments = [content[a:b] for a, b in zip([0, *self._ends], self._ends, strict=False)][1::2]
         other = self._path.with_name(f"{self._path.name}.new")
-        file = other.open("wb", buffering=0)
+        file = access.open_file(other, inner=True, buffering=0)
         file.write(b"".join(moments))
         self._file.close()
         other.replace(self._path)

@@ -34,6 +34,7 @@ def test_a_job_leaves_one_file(launch, tmp_path, executor):
     path = tmp_path / "out" / "t.json"
     assert f"timeline: {path}" in result.err
     assert [p.name for p in path.parent.iterdir()] == ["t.json"]
+    assert (path.parent.stat().st_mode & 0o777, path.stat().st_mode & 0o777) == (0o700, 0o600)
     events = json.loads(path.read_text())["traceEvents"]
     check_format(events)
     stages = {"pack", "exchange", "wait"} if executor == "shm" else {"pack", "exchange", "unpack"}

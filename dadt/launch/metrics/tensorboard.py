@@ -12,6 +12,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SourceMetadata
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from dadt import access
 from dadt.errors import ConfigError
 from dadt.launch.metrics.metric import METRICS
 from dadt.launch.watch import Gauge, Mark, Watch
@@ -26,7 +27,7 @@ class TensorBoard:
         """place: DIR."""
         self._folder = Path(place)
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            access.make_folder(self._folder)
         except OSError as error:
             raise ConfigError(f"--metrics tensorboard:{place}: cannot be made ({error.strerror})") from error
         if not os.access(self._folder, os.W_OK | os.X_OK):
@@ -86,10 +87,12 @@ class _Run:
 
     def _add(self, event: Event) -> None:
         if self._writer is None:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            for folder in (self._folder.parent, self._folder):  # the job's, and the rank's
+                if not folder.exists():
+                    access.make_inner_folder(folder)
             # The pattern that TensorBoard looks for; the time in it orders the files of a run.
             name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.0"
-            self._writer = RecordWriter((self._folder / name).open("wb"))
+            self._writer = RecordWriter(access.open_file(self._folder / name, inner=True))
             source = SourceMetadata(writer="dadt")
             self._writer.write(
                 Event(wall_time=time.time(), file_version="brain.Event:2", source_metadata=source).SerializeToString()
