@@ -20,6 +20,7 @@ from typing import Any
 
 from dadt.errors import LaunchError
 from dadt.launch import adoption, environment, library, machine, network
+from dadt.launch.condition import STILL_SECONDS, Conditions
 from dadt.launch.folder import Folder
 from dadt.launch.frame import MAGIC, Frame, Link
 from dadt.launch.interrupt import Interrupts
@@ -53,6 +54,7 @@ class Agent:
         self._paused = False
         self._launcher_gone = False
         self._orders: list[Frame] = []
+        self._conditions = Conditions()
         self._ranks: dict[int, int] = {}
         """Rank to local rank."""
         self._heartbeat = 0.0
@@ -338,7 +340,10 @@ class Agent:
             living = [worker for worker in self._workers.values() if not worker.ended]
             pids = {worker.rank: self._roster.claims.get(worker.rank, worker.pid) for worker in living}
             memory = {str(rank): machine.resident(pid) for rank, pid in pids.items()}
-            self._send(Frame("beat", {"steps": steps, "memory": memory, "clock": time.time()}))
+            still = {rank: pid for rank, pid in pids.items() if steps[str(rank)][1] > STILL_SECONDS}
+            conditions = self._conditions.look(still)
+            told = {"steps": steps, "memory": memory, "conditions": conditions, "clock": time.time()}
+            self._send(Frame("beat", told))
 
     def _balance(self) -> None:
         """Read the workers only as fast as the launcher takes it."""

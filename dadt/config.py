@@ -142,12 +142,12 @@ class Config:
         60.0, "Seconds after which a tensor that some ranks have not submitted is told of.", advanced=True
     )
     on_stall: str = knob(
-        "warn",
+        "dump",
         "What happens then: a line, every rank's stacks too, or an end on all ranks.",
         choices=("warn", "dump", "abort"),
         advanced=True,
     )
-    timeout: float = knob(1800.0, "Seconds that a rank waits for a silent peer before it fails.", advanced=True)
+    timeout: float = knob(300.0, "Seconds that a rank waits for a silent peer before it fails.", advanced=True)
     start_timeout: float = knob(
         120.0,
         "Seconds in which all hosts must be ready, and all ranks once one of them begins to train.",

@@ -213,7 +213,9 @@ class Crew:
 
     def _lose(self, node: Node, why: str, seconds: float) -> None:
         at = time.time()  # what others do because of it must not seem to come first
-        self._events.append((node, Frame("lost", {"message": self._finish(node, seconds) or why, "time": at})))
+        told = self._finish(node, seconds)
+        # One that is given no time is ended by us, which says nothing of why.
+        self._events.append((node, Frame("lost", {"message": told or why if seconds else why, "time": at})))
 
     def _finish(self, node: Node, seconds: float) -> str:
         if node.channel is None:
