@@ -23,6 +23,7 @@ from dadt.launch import adoption, environment, library, machine, network
 from dadt.launch.condition import STILL_SECONDS, Conditions
 from dadt.launch.folder import Folder
 from dadt.launch.frame import MAGIC, Frame, Link
+from dadt.launch.heartbeat import Heartbeat
 from dadt.launch.interrupt import Interrupts
 from dadt.launch.roster import Line, Roster
 from dadt.launch.stop import Stop
@@ -55,6 +56,8 @@ class Agent:
         self._launcher_gone = False
         self._orders: list[Frame] = []
         self._conditions = Conditions()
+        self._heart: Heartbeat | None = None
+        """What tells whether data from the other hosts come through."""
         self._ranks: dict[int, int] = {}
         """Rank to local rank."""
         self._heartbeat = 0.0
@@ -142,6 +145,7 @@ class Agent:
         self._memory_kills = machine.memory_kills()
         with self._roster.listen() as server:
             self._watch(server.fileno(), lambda: self._accept(server))
+            self._listen_to_hosts(job)
             try:
                 self._start(job)
             except LaunchError as error:
@@ -149,8 +153,22 @@ class Agent:
             while not self._is_over():
                 self._turn()
             self._forget(server.fileno())
+            if self._heart is not None:
+                self._forget(self._heart.fileno())
+                self._heart.close()
         self._send(Frame("end", {"stuck": self._stop.stuck if self._stop else [], "signal": self._signal}))
         self._take_leave()
+
+    def _listen_to_hosts(self, job: Frame) -> None:
+        if (own := job.get("heartbeat")) is None:
+            return
+        try:
+            self._heart = Heartbeat(bytes.fromhex(job["secret"]), own["index"], own["address"], own["timeout"])
+        except OSError:  # its address is gone: the others will not hear this host
+            self._send(Frame("heartbeat", {"port": 0}))
+            return
+        self._watch(self._heart.fileno(), self._heart.read)
+        self._send(Frame("heartbeat", {"port": self._heart.port}))
 
     def _start(self, job: Frame) -> None:
         for slot in job["workers"]:
@@ -202,6 +220,8 @@ class Agent:
             self._obey(order)
         self._orders.clear()
         self._roster.settle()
+        for told in self._heart.turn() if self._heart is not None else []:
+            self._send(told)
         self._beat()
         self._balance()
         if self._launcher_gone and (self._stop is None or self._stop.natural):
@@ -232,6 +252,8 @@ class Agent:
             self._roster.answer(order["line"], Frame(answer.pop("kind"), answer, order.body))
         elif order.kind == "stacks":
             self._roster.inquire(order["number"], [rank for rank in order["ranks"] if rank in self._ranks])
+        elif order.kind == "heartbeat" and self._heart is not None:
+            self._heart.begin(order["hosts"])
         elif order.kind == "death":
             self._roster.tell(order)
         elif order.kind == "signal":

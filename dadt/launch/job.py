@@ -18,6 +18,7 @@ from dadt.launch.journal import Journal
 from dadt.launch.output import Output
 from dadt.launch.query import OWN_INQUIRY, Query
 from dadt.launch.rendezvous import Member, Rendezvous
+from dadt.launch.silence import Silences
 from dadt.launch.slot import Slot
 from dadt.launch.sweep import sweep
 from dadt.launch.watch import View, Watch
@@ -89,6 +90,7 @@ class Job:
         journal: Journal,
         say: Say,
         grace: float,
+        verbose: bool = False,
     ) -> None:
         """crew: all agents are ready. grace: from SIGTERM to SIGKILL when the user ends the job."""
         self._job = job
@@ -100,6 +102,10 @@ class Job:
         self._rendezvous = Rendezvous([slot.host for slot in slots])
         self.watch = Watch(self._rendezvous.members, journal)
         self._query: Query | None = None
+        self._silences = Silences(crew.nodes, say, journal)
+        self._ports: dict[int, int] = {}
+        """Where each host listens for the others' heartbeats."""
+        self._verbose = verbose
         self._views: list[View] = []
         self._said: set[str] = set()
         self._unsaid: list[str] = []
@@ -199,6 +205,7 @@ class Job:
             self._say(text, "info")
         self._unsaid.clear()
         self._rendezvous.settle()
+        self._silences.turn()
         if now >= self._fail_at:
             self._fail_at = float("inf")
             self.terminate(FAILURE_GRACE, "a worker failed", stacks=True)
@@ -286,7 +293,10 @@ class Job:
             self._records[frame["rank"]] = record
         if record.secondary and record.type != "Mismatch" and self._held is None:
             self._held = next((member for member in self._rendezvous.members if member.held), None)
-            self._blame = Blame.of_held(self._held.condition) if self._held is not None else None
+            if self._held is not None:
+                self._blame = Blame.of_held(self._held.condition)
+            elif text := self._silences.worst():
+                self._blame = self._blame or Blame("", text)
         if not record.thread:
             self._fail_by(EXIT_SECONDS)
 
@@ -315,8 +325,38 @@ class Job:
         self._answer(node, frame["line"], Frame("taken"))
 
     def _on_peers(self, node: Node, frame: Frame) -> None:
-        peers = [member.describe() for member in self._rendezvous.members]
+        peers = [self._seen_from(frame["rank"], member) for member in self._rendezvous.members]
         self._answer(node, frame["line"], Frame("peers", {"peers": peers}))
+
+    def _seen_from(self, rank: int, member: Member) -> dict[str, Any]:
+        told = member.describe()
+        text = self._silences.between(self._slots[rank].cross_rank, self._slots[member.rank].cross_rank)
+        return {**told, "state": f"is unreachable, as {text} ({told['state']})"} if text and not member.ended else told
+
+    def _on_heartbeat(self, node: Node, frame: Frame) -> None:
+        self._ports[self._crew.nodes.index(node)] = frame["port"]
+        if len(self._ports) == len(self._crew.nodes):
+            hosts = [
+                {"index": index, "address": self._crew.nodes[index].address, "port": port}
+                for index, port in self._ports.items()
+                if port
+            ]
+            self._crew.send_all(Frame("heartbeat", {"hosts": hosts}))
+
+    def _on_silent(self, node: Node, frame: Frame) -> None:
+        self._silences.silent(self._crew.nodes.index(node), frame["peer"], frame["seconds"])
+
+    def _on_heard(self, node: Node, frame: Frame) -> None:
+        self._silences.heard(self._crew.nodes.index(node), frame["peer"])
+
+    def _on_unheard(self, node: Node, frame: Frame) -> None:
+        other = self._crew.nodes[frame["peer"]]
+        if self._verbose:
+            self._say(
+                f"{node.name} hears no UDP from {other.name} at {other.address}, as where a firewall lets none "
+                "through: silence between them will not be noticed",
+                "info",
+            )
 
     def _on_exit(self, node: Node, frame: Frame) -> None:
         ending = Ending(**{**frame.header, "time": frame["time"] - node.clock})
@@ -439,6 +479,8 @@ class Job:
 
     def _blame_of(self, ending: Ending, record: Record | None) -> Blame | None:
         if record is None and self._held is not None and ending.rank == self._held.rank:
+            return self._blame
+        if record is not None and record.secondary and self._held is None:
             return self._blame
         if record is None and ending.rank in self._left:
             return Blame.of_early(ending)

@@ -24,6 +24,7 @@ from dadt.launch.interrupt import Interrupts
 from dadt.launch.job import ENDING_SIGNALS, HANG_UP_SECONDS, Job, Outcome
 from dadt.launch.launchers.local import LocalChannel
 from dadt.launch.metrics import Export
+from dadt.launch.network import SAME_MACHINE
 from dadt.launch.output import Output, ranks_shown
 from dadt.launch.plan import Plan
 from dadt.launch.report import Report
@@ -55,6 +56,8 @@ class Placed:
     nodes: Sequence[Node]
     slots: Sequence[Slot]
     master: tuple[str, int] | None
+    secret: str
+    """Random, in hex: known to the launcher, the agents and the workers."""
     why: str = ""
     """What was chosen, and the reason."""
 
@@ -129,7 +132,7 @@ def _run(
             voice.lines,
             lambda text: voice.say(text, "warning"),
         )
-        job = Job(folder.job, crew, where.slots, output, report.journal, voice.say, config.grace)
+        job = Job(folder.job, crew, where.slots, output, report.journal, voice.say, config.grace, config.verbose)
         voice.meanwhile(lambda: job.attend(interrupts))
         report.placed(where.config, where.nodes, where.slots, job.watch)
         job.serve(folder.query, _facts(where))
@@ -184,6 +187,7 @@ def settle(the_plan: Plan, crew: Crew, job: str, voice: Voice) -> Placed:
         nodes=crew.nodes,
         slots=slots,
         master=_master(config, crew.nodes[0]),
+        secret=secrets.token_hex(32),
     )
 
 
@@ -303,7 +307,16 @@ def _order(where: Placed, cross_rank: int, node: Node) -> Frame:
     # Seconds in which mpirun must have started the workers; 0 where the agent starts them.
     adopt = where.config.start_timeout if where.config.launcher == "mpi" else 0.0
     header = {"job": where.job, "env": env, "workers": workers, "cwd": where.plan.cwd, "adopt": adopt}
+    if heartbeats(where):
+        own = {"index": cross_rank, "address": node.address, "timeout": where.config.heartbeat_timeout}
+        header |= {"secret": where.secret, "heartbeat": own}
     return Frame("job", header, where.plan.blob)
+
+
+def heartbeats(where: Placed) -> bool:
+    """Whether the hosts give each other signs of life: of one machine they would say nothing."""
+    apart = len(where.nodes) > 1 and all(node.address != SAME_MACHINE for node in where.nodes)
+    return apart and where.config.heartbeat_timeout > 0
 
 
 def command_of(where: Placed, slot: Slot) -> list[str]:
