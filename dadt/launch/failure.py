@@ -106,7 +106,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """A cause that no worker has told."""
+    """A cause that no worker has told. If it is no worker's, the verdict is a sentence."""
 
     verdict: str
     cause: str
@@ -158,7 +158,10 @@ class Failure:
     def lines(self) -> list[str]:
         if self.record is not None and self.record.type in EXIT_CODES:
             return [self.record.message]  # the sentence says all, and this worker is not to blame
-        head = f"worker {self.ending.rank} failed ({self._verdict()}) after {self.seconds:.1f} s"
+        # A record beside it is that of one who waited.
+        whole = self.blame is not None and self.record is not None
+        head = self._verdict() if whole else f"worker {self.ending.rank} failed ({self._verdict()})"
+        head += f" after {self.seconds:.1f} s"
         step = self._step()
         if step is not None:
             head += f", at step {step}"
@@ -178,7 +181,7 @@ class Failure:
         return lines
 
     def _verdict(self) -> str:
-        if self.blame is not None and self.record is None:
+        if self.blame is not None:
             return self.blame.verdict
         if self.ending.stopped and self.record is not None:
             return f"exit code {self.exit_code}"  # stopped on its way there
@@ -193,10 +196,7 @@ class Failure:
 
     def _cause(self) -> str:
         if self.blame is not None:
-            return self.blame.cause + (f"\n          {self._told()}" if self.record is not None else "")
-        return self._told()
-
-    def _told(self) -> str:
+            return self.blame.cause
         if self.record is not None:
             where = f" (in thread {self.record.thread})" if self.record.thread else ""
             return "\n          ".join(_shortened(self.record.text.strip())) + where

@@ -295,8 +295,8 @@ class Job:
             self._held = next((member for member in self._rendezvous.members if member.held), None)
             if self._held is not None:
                 self._blame = Blame.of_held(self._held.condition)
-            elif text := self._silences.worst():
-                self._blame = self._blame or Blame("", text)
+            else:
+                self._blame = self._blame or self._silences.blame()
         if not record.thread:
             self._fail_by(EXIT_SECONDS)
 
@@ -480,11 +480,9 @@ class Job:
     def _blame_of(self, ending: Ending, record: Record | None) -> Blame | None:
         if record is None and self._held is not None and ending.rank == self._held.rank:
             return self._blame
-        if record is not None and record.secondary and self._held is None:
-            return self._blame
         if record is None and ending.rank in self._left:
             return Blame.of_early(ending)
-        return None
+        return self._blame if record is not None and record.secondary and self._held is None else None
 
 
 def _time(ending: Ending, record: Record | None) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from dadt.launch.crew import Node
+from dadt.launch.failure import Blame
 from dadt.launch.journal import Journal
 
 JOIN_SECONDS = 2.0
@@ -69,11 +70,14 @@ class Silences:
         outage = self._outages.get(_pair(one, other))
         return self._text(_pair(one, other), outage) if outage is not None else ""
 
-    def worst(self) -> str:
-        """Of the longest outage, among hosts that answer; empty if there is none."""
+    def blame(self) -> Blame | None:
+        """The longest outage, among hosts that answer."""
         found = {p: o for p, o in self._outages.items() if all(map(self._answers, p))}
         pair = min(found, key=lambda pair: found[pair].since, default=None)
-        return f"{self._text(pair, found[pair])}; {_BOTH}" if pair is not None else ""
+        if pair is None:
+            return None
+        first, second = (self._nodes[index].name for index in pair)
+        return Blame(f"the way between {first} and {second} failed", f"{self._text(pair, found[pair])}; {_BOTH}")
 
     def _text(self, pair: tuple[int, int], outage: Outage) -> str:
         first, second = (self._nodes[index] for index in pair)
