@@ -23,8 +23,10 @@ from typing import Any
 from dadt.errors import DadtError, LaunchError
 from dadt.launch import adoption, environment, library, machine, network, schema
 from dadt.launch.accept import Entrance
+from dadt.launch.condition import STILL_SECONDS, Conditions
 from dadt.launch.folder import Folder
 from dadt.launch.frame import MAGIC, Frame, Link
+from dadt.launch.heartbeat import Heartbeat
 from dadt.launch.interrupt import Interrupts
 from dadt.launch.listen import handed_over
 from dadt.launch.roster import Line, Roster
@@ -57,6 +59,9 @@ class Agent:
         self._paused = False
         self._launcher_gone = False
         self._orders: list[Frame] = []
+        self._conditions = Conditions()
+        self._heart: Heartbeat | None = None
+        """What tells whether data from the other hosts come through."""
         self._ranks: dict[int, int] = {}
         """Rank to local rank."""
         self._heartbeat = 0.0
@@ -147,6 +152,7 @@ class Agent:
         entrances = self._roster.listen(self._drop)
         for rank, entrance in entrances.items():
             self._watch(entrance.server.fileno(), partial(self._accept, rank, entrance))
+        self._listen_to_hosts(job)
         try:
             self._start(job)
         except LaunchError as error:
@@ -156,8 +162,22 @@ class Agent:
         for entrance in entrances.values():
             self._forget(entrance.server.fileno())
             entrance.close()
+        if self._heart is not None:
+            self._forget(self._heart.fileno())
+            self._heart.close()
         self._send(Frame("end", {"stuck": self._stop.stuck if self._stop else [], "signal": self._signal}))
         self._take_leave()
+
+    def _listen_to_hosts(self, job: Frame) -> None:
+        if (own := job.get("heartbeat")) is None:
+            return
+        try:
+            self._heart = Heartbeat(bytes.fromhex(job["secret"]), own["index"], own["address"], own["timeout"])
+        except OSError:  # its address is gone: the others will not hear this host
+            self._send(Frame("heartbeat", {"port": 0}))
+            return
+        self._watch(self._heart.fileno(), self._heart.read)
+        self._send(Frame("heartbeat", {"port": self._heart.port}))
 
     def _start(self, job: Frame) -> None:
         for slot in job["workers"]:
@@ -209,6 +229,8 @@ class Agent:
             self._obey(order)
         self._orders.clear()
         self._roster.settle()
+        for told in self._heart.turn() if self._heart is not None else []:
+            self._send(told)
         self._beat()
         self._balance()
         if self._launcher_gone and (self._stop is None or self._stop.natural):
@@ -239,6 +261,8 @@ class Agent:
             self._roster.answer(order["line"], Frame(answer.pop("kind"), answer, order.body))
         elif order.kind == "stacks":
             self._roster.inquire(order["number"], [rank for rank in order["ranks"] if rank in self._ranks])
+        elif order.kind == "heartbeat" and self._heart is not None:
+            self._heart.begin(order["hosts"])
         elif order.kind == "death":
             self._roster.tell(order)
         elif order.kind == "signal":
@@ -361,7 +385,10 @@ class Agent:
             living = [worker for worker in self._workers.values() if not worker.ended]
             pids = {worker.rank: self._roster.claims.get(worker.rank, worker.pid) for worker in living}
             memory = {str(rank): machine.resident(pid) for rank, pid in pids.items()}
-            self._send(Frame("beat", {"steps": steps, "memory": memory, "clock": time.time()}))
+            still = {rank: pid for rank, pid in pids.items() if steps[str(rank)][1] > STILL_SECONDS}
+            conditions = self._conditions.look(still)
+            told = {"steps": steps, "memory": memory, "conditions": conditions, "clock": time.time()}
+            self._send(Frame("beat", told))
 
     def _balance(self) -> None:
         """Read the workers only as fast as the launcher takes it."""

@@ -29,6 +29,7 @@ COMPRESSIONS = ("none", "bf16", "fp16", "int8")
 METRICS = ("tensorboard", "prometheus")
 TOPOLOGIES = ("ring", "exponential", "complete")
 LAUNCHERS = ("auto", "local", "ssh", "slurm", "mpi")
+LEAST_HEARTBEAT_TIMEOUT = 2.0
 LEAST_ORPHAN_TIMEOUT = 2.0
 """A few signs of life fit into it."""
 
@@ -142,12 +143,12 @@ class Config:
         60.0, "Seconds after which a tensor that some ranks have not submitted is told of.", advanced=True
     )
     on_stall: str = knob(
-        "warn",
+        "dump",
         "What happens then: a line, every rank's stacks too, or an end on all ranks.",
         choices=("warn", "dump", "abort"),
         advanced=True,
     )
-    timeout: float = knob(1800.0, "Seconds that a rank waits for a silent peer before it fails.", advanced=True)
+    timeout: float = knob(300.0, "Seconds that a rank waits for a silent peer before it fails.", advanced=True)
     start_timeout: float = knob(
         120.0,
         "Seconds in which all hosts must be ready, and all ranks once one of them begins to train.",
@@ -232,6 +233,9 @@ class Config:
     forward_signals: str = launch_knob(
         "USR1,USR2", "Signals that dadt passes on to all workers, by comma.", advanced=True, metavar="NAMES"
     )
+    heartbeat_timeout: float = launch_knob(
+        10.0, "Seconds without a sign of life between two hosts after which that is told; 0: none.", advanced=True
+    )
     orphan_timeout: float = launch_knob(
         30.0, "Seconds of silence after which launcher and agent give each other up.", advanced=True
     )
@@ -272,6 +276,10 @@ class Config:
         for name in ("timeout", "start_timeout", "stall_warning"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)}: must be above 0 seconds")
+        if 0 < self.heartbeat_timeout < LEAST_HEARTBEAT_TIMEOUT or self.heartbeat_timeout < 0:
+            raise ConfigError(
+                f"--heartbeat-timeout {self.heartbeat_timeout}: must be {LEAST_HEARTBEAT_TIMEOUT:g} s or more, or 0"
+            )
         if self.orphan_timeout < LEAST_ORPHAN_TIMEOUT:
             raise ConfigError(f"--orphan-timeout {self.orphan_timeout}: must be {LEAST_ORPHAN_TIMEOUT:g} s or more")
         sizes = ("cycle_duration_ms", "all_reduce_buffer_size", "group_buffer_size")

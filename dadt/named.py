@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
 from dadt import _core
@@ -22,7 +23,7 @@ from dadt.group import Pending
 from dadt.kept import Kept
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from dadt.config import Config
     from dadt.executors.base import Connection, Mail
@@ -49,12 +50,23 @@ class Named:
     An error of one tensor is that tensor's; any other sticks, and reaches all ranks.
     """
 
-    def __init__(self, connection: Connection, config: Config, world: World, meet: Meet) -> None:
-        """Connect to all ranks. The connection's engine gets no other user. Raises StartTimeout, CommError."""
+    def __init__(
+        self,
+        connection: Connection,
+        config: Config,
+        world: World,
+        meet: Meet,
+        dump: Callable[[], None] | None = None,
+    ) -> None:
+        """Connect to all ranks. The connection's engine gets no other user. Raises StartTimeout, CommError.
+
+        dump: has all ranks' stacks put into files; else each rank prints its own where a tensor stalls.
+        """
         self.rank = world.rank
         self.size = world.world_size
         self._connection = connection
         self._on_stall = config.on_stall
+        self._dump = dump
         try:
             sockets = _connect(world, meet, config.start_timeout)
         except BaseException as error:
@@ -148,11 +160,11 @@ class Named:
         text = describe(stall)
         if self._on_stall == "abort":
             self._negotiation.abort(text)
-        elif self._on_stall == "dump":
+        elif self._on_stall == "dump" and self._dump is None:
             self._negotiation.order(_DUMP)
         _say(text)
         if self._on_stall == "dump":
-            _dump(self.rank)
+            (self._dump or partial(_dump, self.rank))()
 
 
 def describe(stall: _core.Stall) -> str:

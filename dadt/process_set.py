@@ -13,9 +13,9 @@ from dadt.named import Named
 
 if TYPE_CHECKING:
     from dadt.config import Config
-    from dadt.death import Deaths
     from dadt.executors.base import Mail
     from dadt.executors.meet import Meet
+    from dadt.runtime import Runtime
     from dadt.verb import Call
     from dadt.world import World
 
@@ -81,20 +81,21 @@ class Handles:
 class ProcessSet:
     """Some ranks of the job, with a connection of their own. `dadt.add_process_set` makes one."""
 
-    def __init__(self, ranks: Sequence[int], world: World | None, config: Config, meet: Meet, deaths: Deaths) -> None:
+    def __init__(self, ranks: Sequence[int], world: World | None, config: Config, meet: Meet, runtime: Runtime) -> None:
         """world: this rank's place among `ranks`; None where it is none of them."""
         self.ranks = tuple(ranks)
         """Of the job, ascending: the set's rank 0 is the first."""
         self.timeout = config.timeout
-        self.deaths = deaths
+        self.deaths = runtime.deaths
         self._calls = itertools.count(1)
         self._joins = 0
         self._lock = threading.Lock()
         self._world = world
         self._named: Named | None = None
         if world is not None:
-            self._named = Named(executors.connect(config, world, meet), config, world, meet)
-            deaths.watch(self._named.abort)
+            dump = runtime.control.dump if runtime.deaths.listening and runtime.control is not None else None
+            self._named = Named(executors.connect(config, world, meet), config, world, meet, dump)
+            self.deaths.watch(self._named.abort)
 
     @property
     def included(self) -> bool:

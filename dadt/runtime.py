@@ -438,6 +438,7 @@ class Runtime:
                 return
             except CommError as error:
                 if not isinstance(error, CommTimeout) or self._has_failed:
+                    self._stall.overdue(work, perf_counter() - begun, error)
                     self.deaths.name(error)
                     raise
                 self._stall.look(work, perf_counter() - begun, error, closing=self._closed)

@@ -138,7 +138,7 @@ class Session:
                 self.runtime.say(self.runtime.timeline.close(_Peers(self.all)))
 
     def _make(self, ranks: Sequence[int], meet: Meet) -> ProcessSet:
-        made = ProcessSet(ranks, self._world_of(ranks), self._config_of(ranks), meet, self.runtime.deaths)
+        made = ProcessSet(ranks, self._world_of(ranks), self._config_of(ranks), meet, self.runtime)
         self._sets.append(made)
         if self.config.timeline and made.included:
             self._record(made)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from dadt.errors import CommTimeout, Mismatch
+from dadt.errors import CommError, CommTimeout, Mismatch
 
 if TYPE_CHECKING:
     from dadt._core import Work
@@ -29,9 +30,9 @@ class Stall:
         waited: seconds so far. closing: the rank itself is at its end, where others are, too.
         """
         runtime = self._runtime
-        control, config, rank = runtime.control, runtime.config, runtime.world.rank
-        peers = [p for p in control.peers() if p["rank"] != rank] if control else []
-        who = ", ".join(f"rank {p['rank']} {p['state']}" for p in peers) or "a peer did not come"
+        config, rank = runtime.config, runtime.world.rank
+        peers = self._peers()
+        who = _standing(peers)
         ended = [p for p in peers if str(p["state"]).startswith("has ended")]
         # One that went on after this rank has launched the work has launched it, too: its bytes are under way.
         if not closing and any(p["step"] <= runtime.steps_before(work) for p in ended):
@@ -43,6 +44,15 @@ class Stall:
         if waited > config.stall_warning and work is not self._told:
             self._told = work
             self._tell(f"rank {rank} waits in {work.name}{self._parameters_of(work)}: {who}", timeout)
+
+    def overdue(self, work: Work | Averaging, waited: float, error: CommError) -> None:
+        """Raises CommTimeout that says where the peers are, where the error is a library's own deadline."""
+        if "imed out" in str(error):
+            raise CommTimeout(f"waited {waited:.0f} s in {work.name}: {_standing(self._peers())}") from error
+
+    def _peers(self) -> list[dict[str, Any]]:
+        control, rank = self._runtime.control, self._runtime.world.rank
+        return [p for p in control.peers() if p["rank"] != rank] if control else []
 
     def _give_up(self) -> None:
         self._runtime.engine.abort(f"rank {self._runtime.world.rank} gave up waiting")
@@ -67,3 +77,7 @@ class Stall:
             if known:
                 return f" ({known[0]}" + (f" and {len(known) - 1} more)" if known[1:] else ")")
         return ""
+
+
+def _standing(peers: Sequence[Mapping[str, Any]]) -> str:
+    return ", ".join(f"rank {p['rank']} {p['state']}" for p in peers) or "a peer did not come"

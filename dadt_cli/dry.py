@@ -41,6 +41,7 @@ def describe(the_plan: Plan) -> list[str]:
         nodes=nodes,
         slots=slots,
         master=(nodes[0].address or "127.0.0.1", PORT),
+        secret="",
     )
     workers = "1 worker" if len(slots) == 1 else f"{len(slots)} workers"
     on = nodes[0].name or "this host" if len(nodes) == 1 else f"{len(nodes)} hosts"

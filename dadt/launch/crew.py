@@ -200,8 +200,10 @@ class Crew:
             return
         node.heard = time.monotonic()
         for frame in frames:
-            if others := _named(frame) - node.ranks:
-                self._lose(node, f"it spoke of rank {min(others)}, which is not on its host ({frame.kind!r})", 0.0)
+            others = _named(frame) - node.ranks
+            if others or frame.get("peer", 0) >= len(self.nodes):
+                what = f"rank {min(others)}, which is not on its host" if others else f"host {frame['peer']} of the job"
+                self._lose(node, f"it spoke of {what} ({frame.kind!r})", 0.0)
                 return
             if "clock" in frame.header:
                 node.clock = max(node.clock, frame["clock"] - time.time())
@@ -218,7 +220,9 @@ class Crew:
 
     def _lose(self, node: Node, why: str, seconds: float) -> None:
         at = time.time()  # what others do because of it must not seem to come first
-        self._events.append((node, Frame("lost", {"message": self._finish(node, seconds) or why, "time": at})))
+        told = self._finish(node, seconds)
+        # One that is given no time is ended by us, which says nothing of why.
+        self._events.append((node, Frame("lost", {"message": told or why if seconds else why, "time": at})))
 
     def _finish(self, node: Node, seconds: float) -> str:
         if node.channel is None:
@@ -246,7 +250,7 @@ class Crew:
 def _named(frame: Frame) -> set[int]:
     """The ranks that an agent's frame is about."""
     if frame.kind == "beat":
-        return {int(rank) for numbers in ("steps", "memory") for rank in frame.get(numbers, ())}
+        return {int(rank) for facts in ("steps", "memory", "conditions") for rank in frame[facts]}
     return {frame["rank"]} if "rank" in frame.header else set()
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dadt import errors
+from dadt.launch.condition import HELD
 
 TRACEBACK = "Traceback (most recent call last):"
 FRAME_LINE = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+)(?:, in (?P<function>.+))?$')
@@ -94,11 +95,33 @@ class Ending:
     @property
     def text(self) -> str:
         """The rest of a sentence that begins with the worker."""
+        if self.stopped and self.code < 0:
+            return "was ended with the job"
         if self.killed_for_memory:
             return "was killed by the kernel for lack of memory"
         if self.code < 0:
             return f"was killed by signal {-self.code} ({signal_name(-self.code)})"
         return f"has exited with code {self.code}"
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """A cause that no worker has told. If it is no worker's, the verdict is a sentence."""
+
+    verdict: str
+    cause: str
+
+    @classmethod
+    def of_early(cls, ending: Ending) -> Blame:
+        """It ended as if all were well, while others still needed it."""
+        code = "" if ending.stopped else " with exit code 0"
+        cause = f"its script ended{code} after {steps_text(ending.step)}, while others went on"
+        return cls(f"ended too early{',' if code else ''}{code}", cause)
+
+    @classmethod
+    def of_held(cls, condition: str) -> Blame:
+        """Something kept it from going on: a key of condition.HELD."""
+        return cls(condition, f"{HELD[condition]}, and the others waited for it")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,12 +141,12 @@ class Failure:
     """Where the stacks of those stand."""
     last_words: str = field(default="")
     """Last line on stderr, where there is no record."""
-    early: bool = False
-    """It ended as if all were well, while others still needed it."""
+    blame: Blame | None = None
+    """In place of a record, or what lies behind it."""
 
     @property
     def exit_code(self) -> int:
-        if self.early:
+        if self.blame is not None and self.record is None:
             return 1
         if self.record is not None and self.record.type in EXIT_CODES:
             return EXIT_CODES[self.record.type]
@@ -135,7 +158,10 @@ class Failure:
     def lines(self) -> list[str]:
         if self.record is not None and self.record.type in EXIT_CODES:
             return [self.record.message]  # the sentence says all, and this worker is not to blame
-        head = f"worker {self.ending.rank} failed ({self._verdict()}) after {self.seconds:.1f} s"
+        # A record beside it is that of one who waited.
+        whole = self.blame is not None and self.record is not None
+        head = self._verdict() if whole else f"worker {self.ending.rank} failed ({self._verdict()})"
+        head += f" after {self.seconds:.1f} s"
         step = self._step()
         if step is not None:
             head += f", at step {step}"
@@ -155,8 +181,8 @@ class Failure:
         return lines
 
     def _verdict(self) -> str:
-        if self.early:
-            return "ended too early" if self.ending.stopped else "ended too early, with exit code 0"
+        if self.blame is not None:
+            return self.blame.verdict
         if self.ending.stopped and self.record is not None:
             return f"exit code {self.exit_code}"  # stopped on its way there
         if self.ending.code < 0:
@@ -169,9 +195,8 @@ class Failure:
         return self.ending.step if self.ending.step >= 0 else None
 
     def _cause(self) -> str:
-        if self.early:
-            code = "" if self.ending.stopped else " with exit code 0"
-            return f"its script ended{code} after {steps_text(self.ending.step)}, while others went on"
+        if self.blame is not None:
+            return self.blame.cause
         if self.record is not None:
             where = f" (in thread {self.record.thread})" if self.record.thread else ""
             return "\n          ".join(_shortened(self.record.text.strip())) + where

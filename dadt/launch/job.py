@@ -12,13 +12,14 @@ from typing import Any
 from dadt import access
 from dadt.errors import DadtError, LaunchError
 from dadt.launch.crew import Crew, Node
-from dadt.launch.failure import Ending, Failure, Record, find_cause, last_line, signal_name, steps_text
+from dadt.launch.failure import Blame, Ending, Failure, Record, find_cause, last_line, signal_name, steps_text
 from dadt.launch.frame import Frame
 from dadt.launch.interrupt import Interrupts
 from dadt.launch.journal import Journal
 from dadt.launch.output import Output
 from dadt.launch.query import OWN_INQUIRY, Query
-from dadt.launch.rendezvous import Rendezvous
+from dadt.launch.rendezvous import Member, Rendezvous
+from dadt.launch.silence import Silences
 from dadt.launch.slot import Slot
 from dadt.launch.sweep import sweep
 from dadt.launch.watch import View, Watch
@@ -32,6 +33,8 @@ EXIT_SECONDS = 1.0
 """After an uncaught exception was reported: how long the worker may take to exit."""
 FAILURE_GRACE = 1.0
 """From SIGTERM to SIGKILL after a failure. After the user's Ctrl-C it is --grace."""
+DUMP_SECONDS = 30.0
+"""All stacks are written at most this often because of a stall."""
 END_SECONDS = 5.0
 """How long an agent may take beyond that until all is gone."""
 HANG_UP_SECONDS = 4.0
@@ -88,6 +91,7 @@ class Job:
         journal: Journal,
         say: Say,
         grace: float,
+        verbose: bool = False,
     ) -> None:
         """crew: all agents are ready. grace: from SIGTERM to SIGKILL when the user ends the job."""
         self._job = job
@@ -99,6 +103,10 @@ class Job:
         self._rendezvous = Rendezvous([slot.host for slot in slots])
         self.watch = Watch(self._rendezvous.members, journal)
         self._query: Query | None = None
+        self._silences = Silences(crew.nodes, say, journal)
+        self._ports: dict[int, int] = {}
+        """Where each host listens for the others' heartbeats."""
+        self._verbose = verbose
         self._views: list[View] = []
         self._said: set[str] = set()
         self._unsaid: list[str] = []
@@ -107,6 +115,8 @@ class Job:
         self._records: dict[int, Record] = {}
         self._outcome = Outcome(seconds=0.0)
         self._stacks: list[Path] = []
+        self._dumped = float("-inf")
+        """When a worker last asked for them."""
         self._working: set[Node] = set(crew.nodes)
         """Those whose workers are not all reported to have ended."""
         self._fail_at = float("inf")
@@ -120,6 +130,9 @@ class Job:
         """When the first agent was lost."""
         self._deaths: list[Frame] = []
         """What all ranks are still to be told of one that has ended."""
+        self._held: Member | None = None
+        """What could not go on when the first rank gave up waiting, and how that is told."""
+        self._blame: Blame | None = None
         self._left: list[int] = []
         """Ranks that ended well while others went on, as they left."""
 
@@ -195,6 +208,7 @@ class Job:
             self._say(text, "info")
         self._unsaid.clear()
         self._rendezvous.settle()
+        self._silences.turn()
         if now >= self._fail_at:
             self._fail_at = float("inf")
             self.terminate(FAILURE_GRACE, "a worker failed", stacks=True)
@@ -252,7 +266,9 @@ class Job:
 
     def _on_beat(self, node: Node, frame: Frame) -> None:
         for rank, (step, age) in frame["steps"].items():
-            self._rendezvous.members[int(rank)].went_to(step, age)
+            member = self._rendezvous.members[int(rank)]
+            member.went_to(step, age)
+            member.condition = frame["conditions"].get(rank, "")
 
     def _on_hello(self, node: Node, frame: Frame) -> None:
         self._outcome.hooked = True
@@ -278,6 +294,12 @@ class Job:
         # What ends the process is the main thread's exception; of several others the first counts.
         if known is None or (known.thread and not record.thread):
             self._records[frame["rank"]] = record
+        if record.secondary and record.type != "Mismatch" and self._held is None:
+            self._held = next((member for member in self._rendezvous.members if member.held), None)
+            if self._held is not None:
+                self._blame = Blame.of_held(self._held.condition)
+            else:
+                self._blame = self._blame or self._silences.blame()
         if not record.thread:
             self._fail_by(EXIT_SECONDS)
 
@@ -315,8 +337,38 @@ class Job:
         self._answer(node, frame["line"], Frame("taken"))
 
     def _on_peers(self, node: Node, frame: Frame) -> None:
-        peers = [member.describe() for member in self._rendezvous.members]
+        peers = [self._seen_from(frame["rank"], member) for member in self._rendezvous.members]
         self._answer(node, frame["line"], Frame("peers", {"peers": peers}))
+
+    def _seen_from(self, rank: int, member: Member) -> dict[str, Any]:
+        told = member.describe()
+        text = self._silences.between(self._slots[rank].cross_rank, self._slots[member.rank].cross_rank)
+        return {**told, "state": f"is unreachable, as {text} ({told['state']})"} if text and not member.ended else told
+
+    def _on_heartbeat(self, node: Node, frame: Frame) -> None:
+        self._ports[self._crew.nodes.index(node)] = frame["port"]
+        if len(self._ports) == len(self._crew.nodes):
+            hosts = [
+                {"index": index, "address": self._crew.nodes[index].address, "port": port}
+                for index, port in self._ports.items()
+                if port
+            ]
+            self._crew.send_all(Frame("heartbeat", {"hosts": hosts}))
+
+    def _on_silent(self, node: Node, frame: Frame) -> None:
+        self._silences.silent(self._crew.nodes.index(node), frame["peer"], frame["seconds"])
+
+    def _on_heard(self, node: Node, frame: Frame) -> None:
+        self._silences.heard(self._crew.nodes.index(node), frame["peer"])
+
+    def _on_unheard(self, node: Node, frame: Frame) -> None:
+        other = self._crew.nodes[frame["peer"]]
+        if self._verbose:
+            self._say(
+                f"{node.name} hears no UDP from {other.name} at {other.address}, as where a firewall lets none "
+                "through: silence between them will not be noticed",
+                "info",
+            )
 
     def _on_exit(self, node: Node, frame: Frame) -> None:
         ending = Ending(**{**frame.header, "time": frame["time"] - node.clock})
@@ -347,8 +399,8 @@ class Job:
     def _on_stacks(self, node: Node, frame: Frame) -> None:
         path = self._stacks_of(frame["rank"])
         try:
-            with access.open_file(path, inner=True) as file:
-                file.write(frame.body)
+            with access.open_file(path, "ab", inner=True) as file:  # those of a stall say more than what follows
+                file.write(b"\n" * bool(file.tell()) + frame.body)
         except OSError as error:
             self._say(f"{path} could not be written: {error.strerror}", "warning")
             return
@@ -356,7 +408,11 @@ class Job:
             self._stacks.append(path)
 
     def _on_dump(self, node: Node, frame: Frame) -> None:
-        """A worker that waits in vain wants to know where all are."""
+        """A worker that waits in vain wants to know where all are. Those that wait for the same ask together."""
+        now = time.monotonic()
+        if now - self._dumped < DUMP_SECONDS:
+            return
+        self._dumped = now
         living = [slot.rank for slot in self._slots if not self._rendezvous.members[slot.rank].ended]
         self._crew.send_all(Frame("stacks", {"number": OWN_INQUIRY, "ranks": living}))
         self._say(f"the stacks of all ranks go to {self._stacks_of(0).with_name('rank*.stacks')}", "warning")
@@ -406,6 +462,9 @@ class Job:
         outcome = self._outcome
         outcome.seconds = time.monotonic() - self._begin
         cause = find_cause(list(self._endings.values()), self._records, self._left)
+        if cause is not None and cause[1] is not None and cause[1].secondary and self._held is not None:
+            held = self._endings.get(self._held.rank)
+            cause = (held, None) if held is not None else cause
         if cause is not None and self._lost_time < _time(*cause):
             cause = None  # a scheduler, or silence, ended the others because of it
         if cause is not None and not outcome.signal:
@@ -427,8 +486,15 @@ class Job:
             stopped=sorted(each.rank for each in self._endings.values() if each.code and each is not ending),
             stacks=[path for path in self._stacks if path != self._stacks_of(ending.rank)],
             last_words=last_line(self._output.tails[ending.rank].data),
-            early=record is None and (ending.code == 0 or ending.stopped),
+            blame=self._blame_of(ending, record),
         )
+
+    def _blame_of(self, ending: Ending, record: Record | None) -> Blame | None:
+        if record is None and self._held is not None and ending.rank == self._held.rank:
+            return self._blame
+        if record is None and ending.rank in self._left:
+            return Blame.of_early(ending)
+        return self._blame if record is not None and record.secondary and self._held is None else None
 
 
 def _ignore(node: Node, frame: Frame) -> None: ...

@@ -26,6 +26,9 @@ KEPT = {
     "ending": ("steps",),
     "done": ("summary",),
     "exit": ("code", "step", "peak_memory", "memory_kills", "stopped"),
+    "silent": ("peer", "seconds"),
+    "heard": ("peer",),
+    "unheard": ("peer",),
     "end": ("stuck", "signal"),
 }
 """Of each kind of an agent's frames that is an event: the facts that are kept."""

@@ -25,6 +25,7 @@ from dadt.launch.interrupt import Interrupts
 from dadt.launch.job import ENDING_SIGNALS, HANG_UP_SECONDS, Job, Outcome
 from dadt.launch.launchers.local import LocalChannel
 from dadt.launch.metrics import Export
+from dadt.launch.network import SAME_MACHINE
 from dadt.launch.output import Output, ranks_shown
 from dadt.launch.plan import Plan
 from dadt.launch.report import Report
@@ -32,9 +33,6 @@ from dadt.launch.series import Series
 from dadt.launch.slot import Room, Slot, place, share_out
 from dadt.launch.sweep import sweep
 from dadt.launch.watch import View, Watch
-
-SECRET_BYTES = 32
-"""Of a job's secret, with which its workers prove to each other that they belong to it."""
 
 
 class Ended(DadtError):
@@ -59,6 +57,8 @@ class Placed:
     nodes: Sequence[Node]
     slots: Sequence[Slot]
     master: tuple[str, int] | None
+    secret: str
+    """Random, in hex: known to the launcher, the agents and the workers."""
     why: str = ""
     """What was chosen, and the reason."""
 
@@ -133,7 +133,7 @@ def _run(
             voice.lines,
             lambda text: voice.say(text, "warning"),
         )
-        job = Job(folder.job, crew, where.slots, output, report.journal, voice.say, config.grace)
+        job = Job(folder.job, crew, where.slots, output, report.journal, voice.say, config.grace, config.verbose)
         voice.meanwhile(lambda: job.attend(interrupts))
         report.placed(where.config, where.nodes, where.slots, job.watch)
         job.serve(folder.query, _facts(where))
@@ -188,6 +188,7 @@ def settle(the_plan: Plan, crew: Crew, job: str, voice: Voice) -> Placed:
         nodes=crew.nodes,
         slots=slots,
         master=_master(config, crew.nodes[0]),
+        secret=secrets.token_hex(32),
     )
 
 
@@ -204,8 +205,7 @@ def room(node: Node, config: Config) -> Room:
 
 def orders(where: Placed) -> list[Frame]:
     """What each node's agent is told to start."""
-    secret = secrets.token_bytes(SECRET_BYTES).hex()
-    return [_order(where, cross_rank, node, secret) for cross_rank, node in enumerate(where.nodes)]
+    return [_order(where, cross_rank, node) for cross_rank, node in enumerate(where.nodes)]
 
 
 def reserve(log_dir: Path) -> Folder:
@@ -293,7 +293,7 @@ def _look(the_plan: Plan, job: str, node: Node) -> Mapping[str, Any]:
     }
 
 
-def _order(where: Placed, cross_rank: int, node: Node, secret: str) -> Frame:
+def _order(where: Placed, cross_rank: int, node: Node) -> Frame:
     workers = [
         {
             "rank": slot.rank,
@@ -307,8 +307,24 @@ def _order(where: Placed, cross_rank: int, node: Node, secret: str) -> Frame:
     env = {**environment.common(where.config), "DADT_INTERFACE": node.interface}
     # Seconds in which mpirun must have started the workers; 0 where the agent starts them.
     adopt = where.config.start_timeout if where.config.launcher == "mpi" else 0.0
-    header = {"job": where.job, "env": env, "workers": workers, "cwd": where.plan.cwd, "adopt": adopt, "secret": secret}
+    header = {
+        "job": where.job,
+        "env": env,
+        "workers": workers,
+        "cwd": where.plan.cwd,
+        "adopt": adopt,
+        "secret": where.secret,
+    }
+    if heartbeats(where):
+        own = {"index": cross_rank, "address": node.address, "timeout": where.config.heartbeat_timeout}
+        header |= {"heartbeat": own}
     return Frame("job", header, where.plan.blob)
+
+
+def heartbeats(where: Placed) -> bool:
+    """Whether the hosts give each other signs of life: of one machine they would say nothing."""
+    apart = len(where.nodes) > 1 and all(node.address != SAME_MACHINE for node in where.nodes)
+    return apart and where.config.heartbeat_timeout > 0
 
 
 def command_of(where: Placed, slot: Slot) -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dadt.launch.board import Board, Want, together
+from dadt.launch.condition import HELD, TEXTS
 from dadt.launch.frame import Frame
 
 Reply = Callable[[Frame], None]
@@ -24,6 +25,8 @@ class Member:
     step: int = -1
     seen: float = 0.0
     """When it last gave a sign of life (time.monotonic)."""
+    condition: str = ""
+    """What the kernel says of it where it makes no steps: a key of condition.TEXTS."""
     claimed: bool = False
     """A process of it trains, or has."""
     ended: bool = False
@@ -47,8 +50,24 @@ class Member:
         return f"pid {self.pid}{f' on {self.host}' if self.host else ''}"
 
     @property
+    def held(self) -> str:
+        """What keeps it from going on, if anything does."""
+        return self._condition if self.condition in HELD and not self.ended else ""
+
+    @property
+    def standing(self) -> str:
+        """Its state and its condition."""
+        if self.held:
+            return f"{self.held}, {self.state}"
+        return f"{self.state} and {self._condition}" if self.condition and not self.ended else self.state
+
+    @property
+    def _condition(self) -> str:
+        return TEXTS[self.condition].format(place=self.place, pid=self.pid)
+
+    @property
     def named(self) -> str:
-        return f"rank {self.rank} ({f'on {self.host}, ' if self.host else ''}{self.state})"
+        return f"rank {self.rank} ({f'on {self.host}, ' if self.host else ''}{self.standing})"
 
     def describe(self) -> dict[str, Any]:
         seconds = time.monotonic() - self.seen
@@ -56,7 +75,7 @@ class Member:
             "rank": self.rank,
             "host": self.host,
             "pid": self.pid,
-            "state": self.state,
+            "state": self.standing,
             "step": self.step,
             "seconds": seconds,
         }

@@ -177,7 +177,7 @@ def _failure(failure: Failure) -> dict[str, Any]:
         "seconds": failure.seconds,
         "step": record.step if record is not None and record.step is not None else ending.step,
         "type": record.type if record is not None else None,
-        "message": record.message if record is not None else failure.last_words,
+        "message": _message(failure),
         "frames": [dict(frame) for frame in record.frames] if record is not None else [],
         "thread": record.thread if record is not None else "",
         "peak_memory": ending.peak_memory,
@@ -187,3 +187,9 @@ def _failure(failure: Failure) -> dict[str, Any]:
         "log": str(failure.log),
         "stacks": [str(path) for path in failure.stacks],
     }
+
+
+def _message(failure: Failure) -> str:
+    if failure.blame is not None:
+        return failure.blame.cause
+    return failure.record.message if failure.record is not None else failure.last_words

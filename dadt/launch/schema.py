@@ -125,6 +125,7 @@ SECONDS = number
 STEP = whole(-1)
 COUNT = whole()
 LINE = whole()
+PORT = whole(0, 65535)
 KEY = text(1024)
 PATH = text(4096)
 NAMES = listed(text(), 1 << 16)
@@ -203,6 +204,7 @@ ANSWERS = Speaker(
 )
 """To a worker, or to what mpirun has started in its place."""
 
+_about_a_peer: dict[str, Check] = {"peer": RANK, "seconds": number}
 _address = record(interface=text(64), address=text(64), speed=number)
 
 AGENT = Speaker(
@@ -229,7 +231,18 @@ AGENT = Speaker(
             }
         ),
         "probed": Kind({"reached": mapped(mapped(number), 1 << 16)}),
-        "beat": Kind({"steps_": by_rank(pair(STEP, number)), "memory_": by_rank(COUNT), "clock": number}),
+        "beat": Kind(
+            {
+                "steps": by_rank(pair(STEP, number)),
+                "memory": by_rank(COUNT),
+                "conditions": by_rank(one_of("stopped", "traced", "hanging", "swapping", "busy")),
+                "clock": number,
+            }
+        ),
+        "heartbeat": Kind({"port": PORT}),
+        "silent": Kind(_about_a_peer),
+        "heard": Kind(_about_a_peer),
+        "unheard": Kind(_about_a_peer),
         "started": Kind(_process),
         "unstarted": Kind({"message": text(TEXT)}),
         "out": Kind({"rank": RANK}, OUTPUT),
@@ -283,6 +296,7 @@ LAUNCHER = Speaker(
                 "cwd": PATH,
                 "adopt": number,
                 "secret": text(64),
+                "heartbeat_": record(index=RANK, address=text(64), timeout=number),
             },
             RESULT,
         ),
@@ -290,6 +304,7 @@ LAUNCHER = Speaker(
         "answer": Kind({"line": LINE, "answer": anything}, 4 << 30),
         "stacks": Kind({"number": COUNT, "ranks": listed(RANK, MOST_RANKS)}),
         "signal": Kind({"number": whole(1, 64)}),
+        "heartbeat": Kind({"hosts": listed(record(index=RANK, address=text(64), port=PORT), 1 << 16)}),
         "death": DEATH,
         "beat": Kind({}),
     },

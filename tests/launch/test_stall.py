@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -46,3 +47,18 @@ def test_a_late_rank_ends_the_job_where_that_is_wanted(launch: Callable[..., Res
     assert result.code == 1
     assert "CommTimeout: rank 0 waits in step 10, bucket 0 (1.bias and 3 more)" in result.err
     assert "in late" in (result.logs / result.job / "rank1.stacks").read_text()
+
+
+def test_a_stopped_rank_is_told_of_and_is_the_cause(launch: Callable[..., Result]) -> None:
+    stop = SCRIPT.replace("        late()", "        os.kill(os.getpid(), 19)")
+    result = launch(stop, *ARGUMENTS, "--stall-warning", "2", "--timeout", "5", "train.py")
+    assert result.code == 1, result.err
+    [pid] = {int(found) for found in re.findall(r"kill -CONT (\d+) lets it go on", result.err)}
+    assert f"rank 0 waits in step 10, bucket 0 (1.bias and 3 more): rank 1 is stopped (SIGSTOP, pid {pid}" in result.err
+    block = result.err[result.err.index("dadt: worker 1 failed (stopped) after ") :]
+    assert f"  host    this host, pid {pid}, log " in block
+    assert "  cause   it was stopped (SIGSTOP), and the others waited for it\n" in block
+    assert "signal 9" not in result.err
+    stacks = (result.logs / result.job / "rank1.stacks").read_text()
+    assert stacks == f"process {pid} did not answer within 2 s: it is stopped"
+    assert 'train.py", line ' in (result.logs / result.job / "rank0.stacks").read_text()
