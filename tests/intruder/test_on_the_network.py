@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -88,3 +89,33 @@ def test_a_stranger_changes_nothing(
     codes, out, err = finish(begin(launcher, executor))
     assert set(codes) == {0}, err
     assert weights(out) == {ended_with}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "change",
+        pytest.param("repeat", marks=pytest.mark.slow),
+        pytest.param("leave-out", marks=pytest.mark.slow),
+        pytest.param("swap", marks=pytest.mark.slow),
+    ],
+)
+def test_nobody_on_the_way_changes_what_is_said(network: Network, begin: Begin, tmp_path: Path, how: str) -> None:
+    """Node 1 reaches node 0 through a stranger, who passes on all that is said, and then not."""
+    command = [sys.executable, Path(__file__).with_name("relay.py"), "29400", network[0].address, "29400", how]
+    relay = subprocess.Popen(
+        network[2].enter([*command, tmp_path / "tamper"]), stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
+    )
+    try:
+        assert relay.stdout is not None and relay.stdout.readline() == "up\n"
+        processes = begin("hand", "gloo", where="h2:29400")
+        await_that(lambda: (tmp_path / "half0").exists() and (tmp_path / "half1").exists(), "the training", 60.0)
+        (tmp_path / "tamper").touch()
+        codes, _, err = finish(processes)
+        assert codes == [3, 3], err
+        assert "node1: a record of the connection was changed, repeated or left out on its way" in err
+        assert not weights(err)
+    finally:
+        for pid in network[2].processes():
+            os.kill(pid, signal.SIGKILL)
+        relay.communicate(timeout=SECONDS)
