@@ -136,7 +136,7 @@ class _Writer:
         where = "".join(self._path)
         raise DadtError(
             f"{self._what} holds {how}a {name}{f' at {where}' if where else ''}, and ranks tell each other plain "
-            "values and tensors only: make it one of these, or train with --algorithm none"
+            "values and tensors only -> keep it elsewhere, or make it one of these"
         )
 
 
