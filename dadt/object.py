@@ -1,4 +1,9 @@
-"""Objects of Python's between ranks, pickled."""
+"""Bytes and objects of Python's between ranks.
+
+Objects are pickled, since a script may send whatever it has; whoever sends a pickle runs code where it is read. So they
+travel only on the connection of a process set, whose ranks have proved the job's secret to each other before its first
+use, and no training goes this way: what its ranks tell each other is plain.
+"""
 
 from __future__ import annotations
 

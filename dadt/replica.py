@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dadt import _core, verb
+from dadt import _core, plain, verb
 from dadt.api import among_of, root_of
 from dadt.errors import Mismatch
 from dadt.object import allgather_object as gather
 from dadt.object import broadcast_object as spread
+from dadt.object import gather_bytes
 from dadt.verb import Call
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ def broadcast_object(
 ) -> Any:
     """The root's object, on all ranks; the others' arguments are ignored. root_rank: the root, as Horovod spells it.
 
-    Pickled: whoever can send to this job's ranks can run code in them. Raises what pickling raises.
+    Pickled, and read only from ranks that have proved that they belong to this job; under mpirun, srun and torchrun
+    without `dadt run` they have nothing to prove it by. Raises what pickling raises.
     """
     among = among_of(process_set)
     return spread(among, value, among.number_of(root_of(root, root_rank), "root"), among.name(name))
@@ -131,7 +133,8 @@ def _rebuilt(like: Any, items: list[Any]) -> Any:
 
 def _compare(among: ProcessSet, lines: Sequence[str]) -> None:
     """Raises the same Mismatch on all ranks where their lines differ."""
-    every = gather(among, list(lines), among.name(None))
+    told = plain.encode(list(lines), "what the ranks are to have alike")
+    every = [plain.decode(data) for data in gather_bytes(among, told, among.name(None))]
     for rank, theirs in zip(among.ranks, every, strict=True):
         if theirs != every[0]:
             pairs = zip([*every[0], "nothing more"], [*theirs, "nothing more"], strict=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import io
 import itertools
 import threading
 import weakref
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from dadt import algorithms, executors
+from dadt import algorithms, executors, plain
 from dadt.attachment import Attachment
 from dadt.background import Background
 from dadt.bucket import DTYPES, split
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
     from dadt.launch.frame import Frame
     from dadt.outer import Fragment
 
-_save = torch.save  # before it is patched: what is dumped here are no files of the script's
 _MERGE_SECONDS = 300.0  # that making one timeline of all ranks' may take
 
 
@@ -345,16 +343,18 @@ class Runtime:
 
     def collect(self, name: str, value: Any) -> list[Any]:
         """Every rank's value, by rank."""
-        work = self.engine.allgather(_dump(value), name)
+        work = self.engine.allgather(plain.encode(value, f"what ranks tell each other ({name})"), name)
         self.wait(work)
-        return [_load(lane) for lane in work.lanes]
+        return [plain.decode(lane) for lane in work.lanes]
 
     def _adopt(self, attachment: Attachment, weights: bool) -> None:
         optimizer = attachment.optimizer
         parameters = [p for g in optimizer.param_groups for p in g["params"]]
         shapes = [tuple(p.shape) for p in parameters]
-        state = _dump(optimizer.state_dict()["state"]) if weights and optimizer.state else b""
-        mine = (shapes, group_values(optimizer, wait=True), state if self.world.rank == 0 else b"")
+        state = b""
+        if self.world.rank == 0 and weights and optimizer.state:
+            state = plain.encode(optimizer.state_dict()["state"], f"the state of {type(optimizer).__name__}")
+        mine = (shapes, group_values(optimizer, wait=True), state)
         theirs = self.collect(f"start{attachment.name}", mine)
         for rank, (other, _, _) in enumerate(theirs):
             if other != theirs[0][0]:
@@ -378,7 +378,7 @@ class Runtime:
             self.broadcast([b.data for b in buffers], f"buffers{attachment.name}")
             if self.world.rank != 0 and theirs[0][2]:
                 groups = optimizer.state_dict()["param_groups"]
-                optimizer.load_state_dict({"state": _load(theirs[0][2]), "param_groups": groups})
+                optimizer.load_state_dict({"state": plain.decode(theirs[0][2]), "param_groups": groups})
             elif self.world.rank != 0:
                 optimizer.state.clear()
 
@@ -593,16 +593,6 @@ def _counts(parameter: torch.Tensor) -> bool:
     if gradient is not None and gradient.layout != torch.strided:
         gradient = gradient.coalesce().values()
     return gradient is not None and bool(gradient.any())
-
-
-def _dump(value: Any) -> bytes:
-    stream = io.BytesIO()
-    _save(value, stream)
-    return stream.getvalue()
-
-
-def _load(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=False)
 
 
 def _count(shapes: Sequence[tuple[int, ...]]) -> str:

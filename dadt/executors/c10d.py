@@ -254,7 +254,17 @@ class C10d:
 
     def abort(self) -> None:
         self._aborted = True
-        getattr(self._group, "abort", lambda: None)()  # earlier torches cannot end Gloo's waits
+        if self.name == "gloo":
+            self._hang_up()
+        getattr(self._group, "abort", lambda: None)()
+
+    def _hang_up(self) -> None:
+        """Gloo's own abort leaves alone who waits already. A wait that times out closes all connections, which ends
+        all others'."""
+        with suppress(Exception):  # that it failed is what it is for; or the group has ended
+            nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+            peer = (self._rank + 1) % self._world_size
+            self._group.recv([nothing], peer, _TAG + 1).wait(datetime.timedelta(milliseconds=1))
 
     def close(self) -> None:
         """The group's threads end here, and not in whatever order the interpreter ends in."""

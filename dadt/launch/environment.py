@@ -142,6 +142,8 @@ def of_worker(base: Mapping[str, str], given: Mapping[str, str], socket: Path) -
     if interface := result.pop("DADT_INTERFACE", ""):
         result.setdefault("GLOO_SOCKET_IFNAME", interface)
         result.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+        if "OMPI_MCA_btl_tcp_if_exclude" not in result:  # Open MPI takes one of the two
+            result.setdefault("OMPI_MCA_btl_tcp_if_include", interface)
     if needs_sitecustomize(result.get("DADT_INJECT", "auto"), result):
         result["PYTHONPATH"] = ":".join([str(SITE), *filter(None, [result.get("PYTHONPATH")])])
     return result

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from dadt.launch.board import MOST_BYTES, MOST_KEYS, Board
+
 HEAD = """\
 import os, sys, time
 from pathlib import Path
@@ -208,3 +210,74 @@ def test_a_script_that_leaves_without_a_word_has_trained_all_the_same(launch):
     result = launch(HEAD + "control.hello(torch='2')\ncontrol.progress(3, last=True)\nos._exit(0)")
     assert result.code == 0
     assert "NOT distributed" not in result.err
+
+
+def test_what_one_rank_puts_others_get(launch):
+    """In any order, several at once, each key once."""
+    script = HEAD + (
+        "blob = bytes(range(256)) * 4000\n"
+        "if rank == 1:\n"
+        "    late, early = control.get(['g/late', 'g/early'], 20)\n"
+        "    print(len(early), control.get(['g/late'], 20) == [late] == [blob])\n"
+        "    control.put('h/back', b'')\n"
+        "else:\n"
+        "    control.put('g/early', b'abc'); control.put('g/late', blob); control.get(['h/back'], 20)\n"
+        "    try: control.put('g/early', b'other')\n"
+        "    except DadtError as error: print(error)\n"
+        "meet('end')\n"
+    )
+    result = launch(script)
+    assert sorted(result.out.decode().splitlines()) == [
+        "[0] rank 0 puts 'g/early', which is there already: each key is put once in a job",
+        "[1] 3 True",
+    ]
+
+
+def test_who_has_not_put_is_named(launch):
+    script = HEAD + (
+        "if rank == 2: meet('end', 20)\n"
+        "control.put(f'group/{rank}', b'')\n"
+        "try: control.get(['group/0', 'group/1', 'group/2'], 0.5)\n"
+        "except StartTimeout as error: print(error)\n"
+        "meet('end')\n"
+    )
+    result = launch(script, "-np", "3", "train.py")
+    told = "rank 2 (has not imported torch) did not arrive within 0.5 s for 'group/2'"
+    assert sorted(result.out.decode().splitlines())[:2] == [f"[0] {told}", f"[1] {told}"]
+
+
+def test_a_rank_that_has_ended_puts_nothing_more(launch):
+    script = HEAD + "if rank == 0: control.put('group/0', b''); control.get(['group/1'], 600)"
+    result = launch(script)
+    assert result.code == 124
+    assert "rank 1 (has exited with code 0) cannot arrive any more for 'group/1'" in result.err
+
+
+def test_what_a_rank_may_put_is_bounded():
+    board = Board()
+    for number in range(MOST_KEYS):
+        assert board.put(f"group/{number}", 1, b"") == ""
+    assert board.put("group/one more", 1, b"").startswith("rank 1 puts 4,097 keys of ")
+    assert board.put("group/0 of rank 2", 2, b"") == ""
+    assert "are the most: its script makes too many groups of ranks" in board.put("group/large", 2, bytes(MOST_BYTES))
+    assert board.put("group/half", 2, bytes(MOST_BYTES // 2)) == ""
+
+
+def test_the_secret_is_the_jobs_own_and_stands_in_no_environment(launch):
+    """Its ranks know it once they have claimed their rank, and no other process of this user can read it of them."""
+    script = HEAD + (
+        "assert control.secret == b''\n"
+        "control.claim()\n"
+        "secret = control.secret\n"
+        "assert len(secret) == 32 and len(set(secret)) > 8\n"
+        "assert control.exchange('secret', secret, 20) == [secret, secret]\n"
+        "pid, seen = os.getpid(), b''\n"
+        "while pid > 1:\n"
+        "    for name in ('environ', 'cmdline'): seen += Path(f'/proc/{pid}/{name}').read_bytes()\n"
+        "    pid = int(Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[1])\n"
+        "assert secret not in seen and secret.hex().encode() not in seen\n"
+        "print(secret.hex())\n"
+        "meet('end')\n"
+    )
+    jobs = [{line.split()[-1] for line in launch(script).out.decode().splitlines()} for _ in range(2)]
+    assert [len(each) for each in jobs] == [1, 1] and jobs[0] != jobs[1]

@@ -57,9 +57,15 @@ from dadt.executors import mpi
 from dadt.world import World
 everyone = mpi.process.begin().COMM_WORLD
 rank, size = everyone.rank, everyone.size
+class Meet:
+    secret = b"of the job"
+    def __init__(self, members):
+        self.members = members
+    def exchange(self, key, blob):
+        return self.members.allgather(blob)
 def connect(timeout=60.0, rank=rank, size=size, members=everyone):
     world = World(rank=rank, world_size=size)
-    return mpi.connect(Config(timeout=timeout), world, lambda key, blob: members.allgather(blob))
+    return mpi.connect(Config(timeout=timeout), world, Meet(members))
 def allreduce(connection, flat):
     layout, address = _core.Layout(_core.DType.float32, [flat.numel()]), [flat.data_ptr()]
     return connection.engine.allreduce(layout, address, address, "a sum", reduction=_core.Reduction.sum)
@@ -244,13 +250,9 @@ def test_the_way_of_a_gpu_with_the_cpu_in_its_place(ranks):
     """Several at once, unequal weights, a value that a rank does not have."""
     said = ranks("""
 from dadt.executors import mpicuda
-class Meet:
-    secret = b"a secret of the job"
-    def exchange(self, key, blob):
-        return everyone.allgather(blob)
 world = World(rank=rank, world_size=size)
 connection = connect()
-own = mpi.joiner(Config(timeout=60.0), world, Meet())(range(size))
+own = mpi.joiner(Config(timeout=60.0), world, Meet(everyone))(range(size))
 device = mpicuda.Device(own, connection.engine, torch.device("cpu"), rank, size)
 flats = [torch.full((50_000,), torch.nan) for _ in range(3)]
 works = []
