@@ -40,6 +40,8 @@ ENDING_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 TICK_SECONDS = 0.05
 PROBE_TICK_SECONDS = 0.01
 HEARTBEAT_SECONDS = 0.5
+ADDRESS_SECONDS = 3.0
+"""How long a host without an address may take to get one."""
 UNSENT_LIMIT = 4 << 20
 """Workers are not read while this many bytes wait for the launcher."""
 NATURAL_SECONDS = 0.5
@@ -101,6 +103,7 @@ class Agent:
                 problems = library.missing(self._env, self._folder.path)
             report = machine.report(self._env) | {"problems": problems}
             if listener is not None:
+                report["addresses"] = self._await_address()
                 self._watch(listener.fileno(), listener.answer)
                 report |= {"probe_port": listener.port, "token": token.hex()}
             self._send(Frame("ready", report | {"clock": time.time()}))
@@ -111,6 +114,14 @@ class Agent:
             if listener is not None:
                 self._forget(listener.fileno())
                 listener.close()
+
+    def _await_address(self) -> list[dict[str, Any]]:
+        """A machine that has just booted may get its address only now."""
+        deadline = time.monotonic() + ADDRESS_SECONDS
+        while not (found := network.addresses()) and time.monotonic() < deadline:
+            self._select(PROBE_TICK_SECONDS)
+            self._beat()
+        return found
 
     def _probe(self, targets: list[dict[str, Any]]) -> None:
         probe = network.Probe(targets)

@@ -9,8 +9,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dadt import document
 from dadt.config import Config
 from dadt.errors import ConfigError
+
+LIMIT = 1 << 16
+"""Bytes."""
 
 
 class Setting(NamedTuple):
@@ -24,10 +28,21 @@ def read(path: Path) -> dict[str, Setting]:
     """The knobs that the file sets. Raises ConfigError."""
     import yaml  # not needed by those who have no such file
 
+    class Loader(yaml.SafeLoader):
+        """A few lines of aliases can stand for more than fits in memory, and no setting needs one."""
+
+        def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+            if self.check_event(yaml.AliasEvent):
+                event = self.peek_event()  # type: ignore[no-untyped-call]
+                where = f"--config {path}, line {event.start_mark.line + 1}"
+                raise ConfigError(f"{where}: an alias (*{event.anchor}) is not taken; write the value out")
+            return super().compose_node(parent, index)
+
+    text = document.read(path, "--config", LIMIT)
     try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:  # no UTF-8, no such date, brackets without end
-        raise ConfigError(f"--config {path}: cannot be read ({getattr(error, 'strerror', error)})") from error
+        content = yaml.load(text, Loader)
+    except (ValueError, RecursionError) as error:  # no such date, brackets without end
+        raise ConfigError(f"--config {path}: cannot be read ({error})") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
@@ -44,7 +59,10 @@ def read(path: Path) -> dict[str, Setting]:
             near = difflib.get_close_matches(name, defaults, 1)
             hint = f"; did you mean {near[0].replace('_', '-')}?" if near else "; `dadt config show` lists all"
             raise ConfigError(f"--config {path}: there is no setting {key}{hint}")
-        found[name] = Setting(_value(path, str(key), value, defaults[name]), f"{path}: {key}")
+        try:
+            found[name] = Setting(_value(path, str(key), value, defaults[name]), f"{path}: {key}")
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits
+            raise ConfigError(f"--config {path}: {key}: is no value of a setting ({error})") from error
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -156,8 +157,9 @@ def _find_module(name: str, config: Config) -> None:
 
 def _warnings(where: Placed) -> list[str]:
     texts = []
+    workers = Counter(slot.cross_rank for slot in where.slots)
     for cross_rank, node in enumerate(where.nodes):
-        count = sum(slot.cross_rank == cross_rank for slot in where.slots)
+        count = workers[cross_rank]
         cores = int(node.report["cores"])
         if count > cores:
             on = f" on {node.name}" if node.name else ""

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from dadt import document
 from dadt.config import Config
 from dadt.errors import ConfigError
 from dadt.launch.slot import Slot
@@ -189,12 +190,8 @@ def _named(text: str, env: Mapping[str, str]) -> dict[str, str]:
 
 def _file(path: Path) -> dict[str, str]:
     """NAME=VALUE a line, as docker's --env-file: nothing is unquoted; # begins a comment line."""
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--env-file {path}: cannot be read ({getattr(error, 'strerror', error)})") from error
     found = {}
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(document.read(path, "--env-file").splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         name, equals, value = line.partition("=")

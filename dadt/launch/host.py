@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import re
 import socket
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from dadt import document
 from dadt.errors import ConfigError
 
 HOST = re.compile(
     r"(?:(?P<user>[^@\[\]:,\s]+)@)?(?:\[(?P<six>[\w:.%-]+)\]|(?P<name>[\w.-]+))(?::(?P<slots>[0-9]{1,9}))?"
 )
 SLOTS = re.compile(r"slots=([0-9]{1,9})")
+SHOWN = 400
+"""Characters of a list of hosts that a message repeats."""
 EXAMPLES = "give hosts as host1:2,user@host2:2,[::1]:2"
 
 
@@ -39,17 +43,14 @@ class Host:
 
 def parse(text: str) -> list[Host]:
     """Hosts of -H. Raises ConfigError."""
-    return _without_duplicates([_host(part.strip(), f"-H {text}") for part in text.split(",")], f"-H {text}")
+    where = f"-H {_brief(text)}"
+    return _without_duplicates([_host(part.strip(), where) for part in text.split(",")], where)
 
 
 def read(path: Path) -> list[Host]:
     """Hosts of a hostfile. Raises ConfigError."""
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--hostfile {path}: cannot be read ({getattr(error, 'strerror', error)})") from error
     hosts = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(document.read(path, "--hostfile").splitlines(), 1):
         words = line.partition("#")[0].split()
         if not words:
             continue
@@ -58,7 +59,7 @@ def read(path: Path) -> list[Host]:
         for word in words[1:]:
             found = SLOTS.fullmatch(word)
             if found is None or host.slots:
-                raise ConfigError(f"{where}: {word!r} is not understood; a line is `host slots=N`")
+                raise ConfigError(f"{where}: {_brief(word)!r} is not understood; a line is `host slots=N`")
             host = replace(host, slots=_slots(found[1], where))
         hosts.append(host)
     if not hosts:
@@ -75,7 +76,8 @@ def choose(hosts: Sequence[Host], include: str, exclude: str) -> list[Host]:
         names = {part.strip() for part in text.split(",")}
         if unknown := names - {host.name for host in hosts}:
             raise ConfigError(
-                f"{name} {text}: {', '.join(sorted(unknown))} is not among the hosts {', '.join(map(str, hosts))}"
+                f"{name} {_brief(text)}: {_brief(', '.join(sorted(unknown)))} is not among the hosts"
+                f" {_brief(', '.join(map(str, hosts)))}"
             )
         chosen = [host for host in chosen if (host.name in names) == (name == "--include")]
     if not chosen:
@@ -88,10 +90,15 @@ def with_slots(host: Host, slots: int) -> Host:
     return host if host.slots else replace(host, slots=slots)
 
 
+def _brief(text: str) -> str:
+    """As much of it as a sentence can hold."""
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
 def _host(text: str, where: str) -> Host:
     found = HOST.fullmatch(text)
     if found is None:
-        raise ConfigError(f"{where}: {text!r} is no host; {EXAMPLES}")
+        raise ConfigError(f"{where}: {_brief(text)!r} is no host; {EXAMPLES}")
     slots = _slots(found["slots"], where) if found["slots"] else 0
     return Host(name=found["six"] or found["name"], user=found["user"] or "", slots=slots)
 
@@ -103,8 +110,8 @@ def _slots(text: str, where: str) -> int:
 
 
 def _without_duplicates(hosts: list[Host], where: str) -> list[Host]:
-    names = [host.name for host in hosts]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"{where}: {name} stands there twice; name each host once, as {name}:{names.count(name)}")
+    times = Counter(host.name for host in hosts)
+    for name, count in times.items():
+        if count > 1:
+            raise ConfigError(f"{where}: {name} stands there twice; name each host once, as {name}:{count}")
     return hosts

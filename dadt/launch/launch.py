@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import signal
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -205,7 +206,10 @@ def room(node: Node, config: Config) -> Room:
 
 def orders(where: Placed) -> list[Frame]:
     """What each node's agent is told to start."""
-    return [_order(where, cross_rank, node) for cross_rank, node in enumerate(where.nodes)]
+    slots: list[list[Slot]] = [[] for _ in where.nodes]
+    for slot in where.slots:
+        slots[slot.cross_rank].append(slot)
+    return [_order(where, mine, node) for mine, node in zip(slots, where.nodes, strict=True)]
 
 
 def reserve(log_dir: Path) -> Folder:
@@ -293,7 +297,7 @@ def _look(the_plan: Plan, job: str, node: Node) -> Mapping[str, Any]:
     }
 
 
-def _order(where: Placed, cross_rank: int, node: Node) -> Frame:
+def _order(where: Placed, slots: Sequence[Slot], node: Node) -> Frame:
     workers = [
         {
             "rank": slot.rank,
@@ -301,8 +305,7 @@ def _order(where: Placed, cross_rank: int, node: Node) -> Frame:
             "env": environment.own(slot, where.job, where.master if where.config.torch_env else None),
             "command": command_of(where, slot),
         }
-        for slot in where.slots
-        if slot.cross_rank == cross_rank
+        for slot in slots
     ]
     env = {**environment.common(where.config), "DADT_INTERFACE": node.interface}
     # Seconds in which mpirun must have started the workers; 0 where the agent starts them.
@@ -349,12 +352,12 @@ def _resolved(config: Config, slots: Sequence[Slot], nodes: Sequence[Node]) -> t
     """With what all ranks must choose alike: the executors, and why, and the seed where none is given."""
     if config.seed < 0:
         config = replace(config, seed=secrets.randbelow(2**31))
-    return choose(config, [_place(slots, index, node) for index, node in enumerate(nodes)])
+    workers = Counter(slot.cross_rank for slot in slots)
+    return choose(config, [_place(workers[index], node) for index, node in enumerate(nodes)])
 
 
-def _place(slots: Sequence[Slot], cross_rank: int, node: Node) -> Place:
+def _place(workers: int, node: Node) -> Place:
     usable = not str(node.report.get("torch", "")).endswith("+cpu")
-    workers = sum(slot.cross_rank == cross_rank for slot in slots)
     return Place(node.name, workers, len(node.report["gpus"]) if usable else 0)
 
 

@@ -32,21 +32,27 @@ SAME_MACHINE = "127.0.0.1"
 
 
 def addresses() -> list[dict[str, Any]]:
-    """This host's {interface, address, prefix, speed (Mbit/s, 0: unknown)} that others might reach."""
+    """This host's {interface, address, speed (Mbit/s, 0: unknown)} that others might reach."""
     states = psutil.net_if_stats()
-    found = []
+    running: list[dict[str, Any]] = []
+    others: list[dict[str, Any]] = []
     for name, entries in psutil.net_if_addrs().items():
         state = states.get(name)
-        if name.startswith(VIRTUAL) or state is None or not state.isup:
+        # The kernel may say only a second after an interface came up that it runs.
+        if name.startswith(VIRTUAL) or state is None or not (state.isup or _is_up(state)):
             continue
         for entry in entries:
             if entry.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
             address = ipaddress.ip_address(entry.address.partition("%")[0])
             if not (address.is_loopback or address.is_link_local):
-                speed = state.speed
-                found.append({"interface": name, "address": str(address), "speed": speed})
-    return found
+                told = {"interface": name, "address": str(address), "speed": state.speed}
+                (running if state.isup else others).append(told)
+    return running or others
+
+
+def _is_up(state: Any) -> bool:
+    return "up" in getattr(state, "flags", "").split(",")
 
 
 def interface_of(address: str) -> str:

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from dadt.errors import ConfigError
 from dadt.world import World
 
+SHOWN = 16
+"""Hosts of which a message tells the slots."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slot:
@@ -64,7 +67,8 @@ def share_out(count: int, rooms: Sequence[Room]) -> list[int]:
     """
     places = [room.places for room in rooms]
     if count > sum(places):
-        offers = ", ".join(f"{room.host or 'this host'}:{room.places}" for room in rooms)
+        offers = ", ".join(f"{room.host or 'this host'}:{room.places}" for room in rooms[:SHOWN])
+        offers += ", ..." if len(rooms) > SHOWN else ""
         raise ConfigError(
             f"-np {count}: the hosts have {sum(places)} slots ({offers}); start fewer workers, or give hosts more "
             "slots, as host:4"
@@ -100,12 +104,13 @@ def _check_owners(rooms: Sequence[Room], shares: Sequence[int]) -> None:
 def place(shares: Sequence[int], rooms: Sequence[Room], addresses: Sequence[str]) -> list[Slot]:
     """Ranks host by host: a GPU each where there are GPUs, and an equal part of the cores."""
     slots: list[Slot] = []
+    world_size = sum(shares)
     for cross_rank, (share, room, address) in enumerate(zip(shares, rooms, addresses, strict=True)):
         for local_rank in range(share):
             slots.append(
                 Slot(
                     rank=len(slots),
-                    world_size=sum(shares),
+                    world_size=world_size,
                     local_rank=local_rank,
                     local_size=share,
                     cross_rank=cross_rank,

@@ -20,6 +20,12 @@ import pyte
 from run import DADT, SECONDS
 
 
+def _become_first() -> None:
+    """What a terminal starts ends with it, also where the tests themselves were called by nohup."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 class Terminal:
     """A pseudo-terminal with a screen; the script's text is given, and its file is called train.py."""
 
@@ -48,7 +54,7 @@ class Terminal:
             stdin=slave,
             stdout=slave,
             stderr=slave,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_become_first,
             start_new_session=True,
         )
         os.close(slave)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -62,6 +64,28 @@ def test_a_hostfile_with_a_mistake_is_refused_with_its_line(tmp_path, text, said
     with pytest.raises(ConfigError) as error:
         read(path)
     assert said in str(error.value)
+
+
+def test_as_many_hosts_as_there_are_anywhere_are_read_at_once(tmp_path):
+    """Ten times as many take ten times as long, give or take; they took a hundred times as long."""
+
+    def seconds(count: int) -> float:
+        names = [f"host{number}" for number in range(count)]
+        (tmp_path / "hosts").write_text("".join(f"{name} slots=2\n" for name in names))
+        begin = time.process_time()
+        hosts = read(tmp_path / "hosts")
+        assert parse(",".join(names)) == [replace(host, slots=0) for host in hosts]
+        assert choose(hosts, ",".join(names), "host0") == hosts[1:]
+        slots = place([2] * count, [Room(host=name) for name in names], names)
+        assert len(slots) == 2 * count
+        return time.process_time() - begin
+
+    assert min(seconds(30_000) for _ in range(2)) < 40 * min(seconds(3_000) for _ in range(3))
+
+
+def test_a_hostfile_without_end_is_refused():
+    with pytest.raises(ConfigError, match="--hostfile /dev/zero: has more than 16384 KiB"):
+        read(Path("/dev/zero"))
 
 
 def test_a_hostfile_that_is_not_there(tmp_path):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import struct
+import subprocess
+import sys
 import time
 
 import pytest
 
 from dadt.launch import network
+from dadt.launch.frame import Frame
+from dadt.launch.launchers.local import LocalChannel
 from dadt.launch.network import Listener, Probe
 
 TOKEN = b"t" * network.TOKEN_BYTES
@@ -77,3 +82,32 @@ def answer(server: socket.socket) -> None:
     while select.select([server], [], [], 0.01)[0]:
         with server.accept()[0] as connection:
             connection.send(TOKEN)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a network of its own")
+def test_a_host_may_get_its_address_while_the_job_starts():
+    channel = LocalChannel(sys.executable, ["unshare", "--net"])
+    look = {"job": "late", "index": 0, "hosts": 2, "cwd": "/", "files": [], "prologue": "", "orphan_timeout": 30.0}
+
+    def heard() -> Frame:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            select.select([channel.link.reader], [], [], 0.1)
+            if frames := channel.link.receive():
+                return frames[0]
+        raise AssertionError("the agent says nothing")
+
+    def ip(*words: str) -> None:
+        subprocess.run(["nsenter", "--net", "-t", str(channel._process.pid), "ip", *words], check=True)
+
+    try:
+        channel.link.send(Frame("look", {**look, "env": {}}))
+        assert heard().kind == "beat"  # and not yet "ready"
+        ip("link", "add", "late0", "type", "veth", "peer", "name", "late1")
+        ip("link", "set", "late0", "up")  # its peer is not: there is no carrier yet
+        ip("addr", "add", "10.77.0.1/24", "dev", "late0")
+        ready = heard()
+        assert ready.kind == "ready"
+        assert [(each["interface"], each["address"]) for each in ready["addresses"]] == [("late0", "10.77.0.1")]
+    finally:
+        channel.end(20.0)

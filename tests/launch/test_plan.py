@@ -271,6 +271,13 @@ def test_a_file_counts_only_when_it_is_named(tmp_path):
         ("seed: 2001-99-99", "cannot be read (month must be in 1..12)"),
         ("seed: " + "1" * 400, " is not a whole number"),
         ("[" * 5000, "cannot be read (maximum recursion depth exceeded"),
+        ("hosts: [&a x, *a]", "line 1: an alias (*a) is not taken; write the value out"),
+        (
+            "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}' if n else 'x'] * 10)}]\n" for n in range(12)),
+            "line 2: an alias",
+        ),
+        ("hosts: " + "x" * (1 << 16), "has more than 64 KiB"),
+        ("hosts: [0x" + "f" * 9000 + "]", "hosts: is no value of a setting"),
     ],
 )
 def test_a_file_with_a_mistake_is_refused(tmp_path, text, said):
