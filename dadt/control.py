@@ -154,19 +154,19 @@ class Control:
         """
         return str(self._ask("await_save", timeout, path=path, count=count, step=step)["verdict"])
 
-    def listen(self, hear: Callable[[Frame], None]) -> bool:
-        """From now on what the agent tells of other ranks' ends goes to `hear`, in a thread of its own: `death` {text},
-        and {steps} where it ended well. Call it once. Whether there is anybody who tells."""
+    def listen(self, hear: Callable[[str, int | None], None]) -> bool:
+        """From now on what the agent tells of other ranks' ends goes to `hear`, in a thread of its own: what is to be
+        said of it, and after how many steps if it ended well. Call it once. Whether there is anybody who tells."""
         self._report("listen")
         threading.Thread(target=self._listen, args=(hear,), name="dadt-control", daemon=True).start()
         return True
 
-    def _listen(self, hear: Callable[[Frame], None]) -> None:
+    def _listen(self, hear: Callable[[str, int | None], None]) -> None:
         """Ends with the connection: also where the agent is gone, which whoever asks it is told."""
         parser = Parser()
         while data := _heard(self._reports):
             for frame in parser.feed(data):
-                hear(frame)
+                hear(frame["text"], frame.get("steps"))
 
     def close(self) -> None:
         """Hang up. Idempotent."""

@@ -23,7 +23,6 @@ from dadt.choice import Place, choose, shown
 from dadt.config import Config
 from dadt.errors import DadtError, PeerLost, StartTimeout
 from dadt.launch import machine, network
-from dadt.launch.frame import Frame
 from dadt.world import World
 
 LOOK_SECONDS = 0.5
@@ -183,7 +182,7 @@ class Forum:
         key = self._save_key(path, count)
         return "there" if self._arrive([key], time.monotonic() + timeout, timeout) else "write"
 
-    def listen(self, hear: Callable[[Frame], None]) -> bool:
+    def listen(self, hear: Callable[[str, int | None], None]) -> bool:
         """Nobody tells: mpirun, srun and torchrun end all ranks when one of them dies."""
         return False
 

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from dadt.executors.base import Connection, Mail
     from dadt.executors.nccl import Averaging, Device
     from dadt.forum import Forum
-    from dadt.launch.frame import Frame
     from dadt.outer import Fragment
 
 _save = torch.save  # before it is patched: what is dumped here are no files of the script's
@@ -262,8 +261,9 @@ class Runtime:
         return [o for o in self.optimizers if o not in self._attachments]
 
     def begin(self) -> None:
-        """A training forward or a consumption is next."""
+        """A training forward or a consumption is next. Raises PeerLost if a rank has ended."""
         self.claim()
+        self.deaths.check()
         self._training_threads.add(threading.current_thread())
         self.began = True
         for callback in self.on_begin:
@@ -454,11 +454,11 @@ class Runtime:
         if self.control is not None and not self.alone and not self.deaths.listening:
             self.deaths.listening = self.control.listen(self._hear)
 
-    def _hear(self, frame: Frame) -> None:
-        if (steps := frame.get("steps")) is None:
-            self.deaths.tell(frame["text"])
+    def _hear(self, text: str, steps: int | None) -> None:
+        if steps is None:
+            self.deaths.tell(text)
         elif self._attachments:  # else only the script knows what it still expects of that rank
-            self.deaths.tell_left(frame["text"], steps, self.step)
+            self.deaths.tell_left(text, steps, self.step)
 
     # The script's view -----------------------------------------------------------------------------------------
 
