@@ -186,6 +186,9 @@ class Forum:
         """Nobody tells: mpirun, srun and torchrun end all ranks when one of them dies."""
         return False
 
+    def stop_listening(self) -> None:
+        """Nobody tells."""
+
     def close(self) -> None:
         """The store ends with the process."""
 

@@ -577,6 +577,8 @@ class Runtime:
 
     def _stop(self, engine: Engine) -> None:
         self.deaths.forget(self._abort)
+        if self.control is not None:
+            self.control.stop_listening()
         try:
             engine.close(5.0)
         finally:
