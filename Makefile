@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Python files take effect at once; these need an install.
 BUILT := pyproject.toml $(wildcard CMakeLists.txt) $(shell find csrc -type f)
 
-.PHONY: demo test test-slow test-gpu machines browser figures convergence lint format docs native clean
+.PHONY: demo test test-slow test-gpu machines browser figures faults convergence lint format docs native clean
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -43,6 +43,10 @@ browser:
 figures: .venv/testable machines
 	$(BIN)/python tests/hosts/figures.py --json docs/results/launching.json
 	$(BIN)/python tests/hosts/executor_figures.py --json docs/results/executors.json
+
+# What users see of 30 faults, over simulated machines: ten minutes.
+faults: .venv/testable machines
+	$(BIN)/python tests/hosts/faults.py --write docs/results/faults.md
 
 # Whether training under DADT ends where training without it does: hours, the last part as root. What docs/results holds is not repeated.
 convergence: .venv/testable

@@ -23,6 +23,8 @@ REPORT_SECONDS = 0.2
 """Numbers that go with a step are sent at most this often."""
 SHOWN = 4096
 """Letters of a path, or of a line of source."""
+LISTENER_SECONDS = 1.0
+"""How long the thread that hears of other ranks' ends may take to end."""
 ANSWER_SECONDS = 10.0
 """How long the agent may take to answer, on top of what the question itself may take."""
 
@@ -42,6 +44,7 @@ class Control:
         self._reported = 0.0
         self.secret = b""
         """Of the job, known once the rank is claimed."""
+        self._listener: threading.Thread | None = None
 
     @classmethod
     def connect(cls, world: World) -> Control | None:
@@ -163,19 +166,27 @@ class Control:
         """
         return str(self._ask("await_save", timeout, path=path, count=count, step=step)["verdict"])
 
-    def listen(self, hear: Callable[[Frame], None]) -> bool:
-        """From now on what the agent tells of other ranks' ends goes to `hear`, in a thread of its own: `death` {text},
-        and {steps} where it ended well. Call it once. Whether there is anybody who tells."""
+    def listen(self, hear: Callable[[str, int | None], None]) -> bool:
+        """From now on what the agent tells of other ranks' ends goes to `hear`, in a thread of its own: what is to be
+        said of it, and after how many steps if it ended well. Call it once. Whether there is anybody who tells."""
         self._report("listen")
-        threading.Thread(target=self._listen, args=(hear,), name="dadt-control", daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, args=(hear,), name="dadt-control", daemon=True)
+        self._listener.start()
         return True
 
-    def _listen(self, hear: Callable[[Frame], None]) -> None:
+    def stop_listening(self) -> None:
+        """What this rank waited for is over. Idempotent."""
+        listener, self._listener = self._listener, None
+        if listener is not None and os.getpid() == self._pid:
+            self._reports.shutdown(socket.SHUT_RD)
+            listener.join(LISTENER_SECONDS)
+
+    def _listen(self, hear: Callable[[str, int | None], None]) -> None:
         """Ends with the connection: also where the agent is gone, which whoever asks it is told."""
         parser = Parser(schema.ANSWERS)
         while data := _heard(self._reports):
             for frame in parser.feed(data):
-                hear(frame)
+                hear(frame["text"], frame.get("steps"))
 
     def close(self) -> None:
         """Hang up. Idempotent."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from dadt.errors import CommError, CommTimeout, Mismatch, PeerLost
@@ -66,6 +68,20 @@ class Deaths:
         """This rank has taken so many steps."""
         if self._left is not None and mine >= self._left[0]:
             self.tell(self._left[1])
+
+    def check(self) -> None:
+        """Raises PeerLost if a rank has ended: also a rank that waits for nobody just now need not go on."""
+        if self._known.is_set():
+            raise PeerLost(self.text)
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Errors raised within name the rank whose end has caused them, where that is known in a moment."""
+        try:
+            yield
+        except CommError as error:
+            self.name(error)
+            raise
 
     def name(self, error: CommError) -> None:
         """Raises PeerLost that names the rank whose end has caused the error, where that is known in a moment."""

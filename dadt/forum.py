@@ -20,7 +20,6 @@ from dadt.choice import Place, choose, shown
 from dadt.config import Config
 from dadt.errors import DadtError, StartTimeout
 from dadt.launch import machine, network
-from dadt.launch.frame import Frame
 from dadt.launch.values import Values
 from dadt.world import World
 
@@ -191,9 +190,12 @@ class Forum:
         key = self._save_key(path, count)
         return "there" if self._arrive([key], time.monotonic() + timeout, timeout) else "write"
 
-    def listen(self, hear: Callable[[Frame], None]) -> bool:
+    def listen(self, hear: Callable[[str, int | None], None]) -> bool:
         """Nobody tells: mpirun, srun and torchrun end all ranks when one of them dies."""
         return False
+
+    def stop_listening(self) -> None:
+        """Nobody tells."""
 
     def close(self) -> None:
         """What rank 0 holds ends with the process."""

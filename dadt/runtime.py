@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from dadt.executors.base import Connection, Mail
     from dadt.executors.nccl import Averaging, Device
     from dadt.forum import Forum
-    from dadt.launch.frame import Frame
     from dadt.outer import Fragment
 
 _MERGE_SECONDS = 300.0  # that making one timeline of all ranks' may take
@@ -261,8 +260,9 @@ class Runtime:
         return [o for o in self.optimizers if o not in self._attachments]
 
     def begin(self) -> None:
-        """A training forward or a consumption is next."""
+        """A training forward or a consumption is next. Raises PeerLost if a rank has ended."""
         self.claim()
+        self.deaths.check()
         self._training_threads.add(threading.current_thread())
         self.began = True
         for callback in self.on_begin:
@@ -452,11 +452,11 @@ class Runtime:
         if self.control is not None and not self.alone and not self.deaths.listening:
             self.deaths.listening = self.control.listen(self._hear)
 
-    def _hear(self, frame: Frame) -> None:
-        if (steps := frame.get("steps")) is None:
-            self.deaths.tell(frame["text"])
+    def _hear(self, text: str, steps: int | None) -> None:
+        if steps is None:
+            self.deaths.tell(text)
         elif self._attachments:  # else only the script knows what it still expects of that rank
-            self.deaths.tell_left(frame["text"], steps, self.step)
+            self.deaths.tell_left(text, steps, self.step)
 
     # The script's view -----------------------------------------------------------------------------------------
 
@@ -575,6 +575,8 @@ class Runtime:
 
     def _stop(self, engine: Engine) -> None:
         self.deaths.forget(self._abort)
+        if self.control is not None:
+            self.control.stop_listening()
         try:
             engine.close(5.0)
         finally:

@@ -67,7 +67,8 @@ class Gossip(Algorithm):
         return sum(self._pairing.ages.values())
 
     def before_step(self) -> None:
-        self._pairing.check()
+        with self.attachment.runtime.deaths.naming():
+            self._pairing.check()
 
     def after_step(self) -> None:
         self._stepped = self.attachment.runtime.step

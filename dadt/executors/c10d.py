@@ -219,7 +219,11 @@ class C10d:
         self._check()
         if self._device is not None:
             return self._keep(self._send(tensor, peer, tag))
-        return self._keep(Message(self._waiters, self._letters.send(tensor, peer, tag), self._rank, tensor, tensor))
+        try:
+            letter = self._letters.send(tensor, peer, tag)
+        except RuntimeError as error:  # the connection is known to be closed
+            raise PeerLost(f"a message was not delivered: {error}") from error
+        return self._keep(Message(self._waiters, letter, self._rank, tensor, tensor))
 
     def receive(self, tensor: torch.Tensor, peer: int | None, tag: int = 0) -> Message:
         self._check()
