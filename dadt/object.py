@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dadt.errors import DadtError
 from dadt.verb import Call
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def broadcast_bytes(among: ProcessSet, data: bytes, root: int, name: str) -> byt
 
 def broadcast_object(among: ProcessSet, value: Any, root: int, name: str) -> Any:
     """The root's object on all ranks."""
+    _check(among)
     data = pickle.dumps(value) if among.rank == root else b""
     received = broadcast_bytes(among, data, root, name)
     return value if among.rank == root else pickle.loads(received)
@@ -47,7 +49,18 @@ def broadcast_object(among: ProcessSet, value: Any, root: int, name: str) -> Any
 
 def allgather_object(among: ProcessSet, value: Any, name: str) -> list[Any]:
     """Every rank's object, by rank of the set."""
+    _check(among)
     return [pickle.loads(data) for data in gather_bytes(among, pickle.dumps(value), name)]
+
+
+def _check(among: ProcessSet) -> None:
+    """Raises DadtError where the ranks had no secret to prove."""
+    if not among.proved:
+        raise DadtError(
+            "objects travel as pickles, which run code where they are read, and the ranks of this job met without a "
+            "secret -> export the same DADT_SECRET for all ranks (openssl rand -hex 32 makes one), or start them with "
+            "`dadt run`"
+        )
 
 
 def _bytes(data: bytes) -> torch.Tensor:

@@ -87,6 +87,8 @@ class ProcessSet:
         """Of the job, ascending: the set's rank 0 is the first."""
         self.timeout = config.timeout
         self.deaths = runtime.deaths
+        self.proved = len(ranks) == 1 or bool(meet.secret)
+        """Its ranks have proved to each other that they belong to this job."""
         self._calls = itertools.count(1)
         self._joins = 0
         self._lock = threading.Lock()

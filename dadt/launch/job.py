@@ -140,8 +140,11 @@ class Job:
         """Tell each node's agent what to start."""
         self._begin = time.monotonic()
         self._begin_time = time.time()
+        ranks: dict[int, set[int]] = {}
+        for slot in self._slots:
+            ranks.setdefault(slot.cross_rank, set()).add(slot.rank)
         for cross_rank, (node, order) in enumerate(zip(self._crew.nodes, orders, strict=True)):
-            node.ranks = frozenset(slot.rank for slot in self._slots if slot.cross_rank == cross_rank)
+            node.ranks = frozenset(ranks[cross_rank])
             self._crew.send(node, order)
             if node.ended:
                 self._lose(node, "was lost before it could start its workers")

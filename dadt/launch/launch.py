@@ -319,7 +319,7 @@ def _order(where: Placed, slots: Sequence[Slot], node: Node) -> Frame:
         "secret": where.secret,
     }
     if heartbeats(where):
-        own = {"index": cross_rank, "address": node.address, "timeout": where.config.heartbeat_timeout}
+        own = {"index": slots[0].cross_rank, "address": node.address, "timeout": where.config.heartbeat_timeout}
         header |= {"heartbeat": own}
     return Frame("job", header, where.plan.blob)
 

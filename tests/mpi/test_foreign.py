@@ -194,3 +194,28 @@ def test_several_hosts_that_know_no_way_are_told_what_to_do(tmp_path):
         assert code == 2
         assert "dadt run --launcher mpi" in text and "MASTER_ADDR" in text
         assert "Traceback" not in text
+
+
+OBJECTS = f"""
+{RANK}
+import os, torch, dadt
+dadt.init()
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.Adam(model.parameters())
+optimizer.step()
+dadt.broadcast_optimizer_state(optimizer)
+print(dadt.broadcast_object({{"rank": rank}}))
+"""
+
+
+def test_objects_travel_between_hosts_only_under_a_secret(tmp_path):
+    """Whoever reaches torch's store learns all that is in it, and a pickle runs code where it is read."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "DADT_EXECUTOR": "gloo"}
+    for code, text in two_hosts(tmp_path, OBJECTS, **env):
+        assert code == 1
+        assert "met without a secret -> export the same DADT_SECRET" in text
+    ends = two_hosts(tmp_path, OBJECTS, **env, DADT_SECRET="0123456789abcdef")
+    assert [code for code, _ in ends] == [0, 0], ends
