@@ -21,6 +21,7 @@ from dadt import _core
 from dadt.errors import CommError, StartTimeout
 from dadt.group import Pending
 from dadt.kept import Kept
+from dadt.launch.accept import MOST_UNPROVED, Entrance
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -245,7 +246,15 @@ def _accept(listener: socket.socket, token: bytes, world_size: int, deadline: fl
     """One connection of each rank. Whoever does not know the token is dropped."""
     ranks: list[socket.socket | None] = [None] * world_size
     listener.setblocking(False)
-    with selectors.DefaultSelector() as selector, ExitStack() as on_error:
+    with selectors.DefaultSelector() as selector, ExitStack() as at_end:
+
+        def drop(connection: socket.socket) -> None:
+            selector.unregister(connection)
+            connection.close()
+
+        # As many more than strangers may have as there are ranks: those all come at once.
+        entrance = Entrance(listener, drop, MOST_UNPROVED + world_size)
+        at_end.callback(entrance.close)
         selector.register(listener, selectors.EVENT_READ)
         while absent := [str(r) for r in range(1, world_size) if ranks[r] is None]:
             if time.monotonic() >= deadline:
@@ -253,17 +262,21 @@ def _accept(listener: socket.socket, token: bytes, world_size: int, deadline: fl
                 raise StartTimeout(f"{who} did not come to the start of named tensors within {timeout:g} s")
             for key, _ in selector.select(deadline - time.monotonic()):
                 if key.fileobj is listener:
-                    connection, _ = listener.accept()
-                    connection.settimeout(0)
-                    selector.register(connection, selectors.EVENT_READ, bytearray())
-                    on_error.callback(connection.close)
+                    if (connection := entrance.accept()) is not None:
+                        connection.settimeout(0)
+                        selector.register(connection, selectors.EVENT_READ, bytearray())
                     continue
-                assert isinstance(key.fileobj, socket.socket)
-                rank = _greeted(key.fileobj, key.data, token, ranks)
-                if rank is not None:
-                    selector.unregister(key.fileobj)
-                    if rank:
-                        ranks[rank] = key.fileobj
+                caller = key.fileobj
+                assert isinstance(caller, socket.socket)
+                if caller.fileno() < 0 or (rank := _greeted(caller, key.data, token, ranks)) is None:
+                    continue  # dropped in this turn, or not all is said yet
+                entrance.settle(caller)
+                if rank:
+                    selector.unregister(caller)
+                    ranks[rank] = caller
+                    at_end.callback(caller.close)
+                else:
+                    drop(caller)
         return [-1 if connection is None else _detach(connection) for connection in ranks]
 
 
