@@ -23,6 +23,7 @@ test: lint docs native machines
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
 
 test-slow: .venv/testable browser
+	DADT_FUZZ_INPUTS=250000 $(MAKE) native-address
 	$(BIN)/python -m pytest -m slow --timeout 1800
 
 # On a machine with a GPU, with a torch built for it: make test-gpu TORCH=torch. Elsewhere each test is skipped.

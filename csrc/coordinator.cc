@@ -178,8 +178,11 @@ void Coordinator::complete(Entry& entry, Time now) {
   if (const auto id = ids_.find(entry.name); id != ids_.end() && *cache_.at(id->second).request == request)
     entry.id = id->second;
   if (!request.group.empty()) {
-    auto& rounds = groups_[request.group].rounds;
-    const auto round = rounds.find(entry.round());
+    // It is gone where members of one round do not agree on how many they are.
+    Group& group = groups_[request.group];
+    group.progress.resize(world_size_);
+    auto& rounds = group.rounds;
+    const auto round = rounds.try_emplace(entry.round()).first;
     std::vector<Entry*>& members = round->second.complete;
     members.push_back(&entry);
     if (members.size() < request.group_size) return;
@@ -244,10 +247,12 @@ void Coordinator::fail(Entry& entry, Code code, const std::string& text) {
 }
 
 void Coordinator::fail_round(const std::string& name, uint64_t number, Code code, const std::string& text) {
-  Group& group = groups_.at(name);
-  Round& round = group.rounds[number];
-  if (round.error) return;
-  round = {{}, {{code, text}}};
+  // Where all ranks are through with the group, nobody is still to come to the round.
+  if (const auto group = groups_.find(name); group != groups_.end()) {
+    Round& round = group->second.rounds[number];
+    if (round.error) return;
+    round = {{}, {{code, text}}};
+  }
   std::vector<std::string> members;
   for (const auto& [other, entry] : pending_) {
     for (int rank = 0; rank < world_size_; ++rank) {
@@ -265,7 +270,9 @@ void Coordinator::fail_round(const std::string& name, uint64_t number, Code code
 
 // A rank that has put one of a round's tensors elsewhere, and has not begun the round, is not to come to it.
 void Coordinator::pass_over(int rank, const std::string& name, uint64_t number) {
-  Group::Progress& progress = groups_.at(name).progress[rank];
+  const auto group = groups_.find(name);
+  if (group == groups_.end()) return;
+  Group::Progress& progress = group->second.progress[rank];
   if (progress.round == number && progress.members == 0) ++progress.round;
 }
 
@@ -453,9 +460,11 @@ Stall Coordinator::describe_stall(const Entry& entry, Time now) const {
   Stall stall{entry.name, seconds_between(entry.first, now), {}, {}, steps_, {}, 0, 0};
   if (entry.complete) {
     const Request& request = entry.request();
-    const Round& round = groups_.at(request.group).rounds.at(entry.round());
     stall.group = request.group;
-    stall.group_has = round.complete.size();
+    if (const auto group = groups_.find(request.group); group != groups_.end()) {
+      const auto round = group->second.rounds.find(entry.round());
+      if (round != group->second.rounds.end()) stall.group_has = round->second.complete.size();
+    }
     stall.group_size = request.group_size;
   }
   for (int rank = 0; rank < world_size_; ++rank) {

@@ -221,7 +221,7 @@ std::string encode(const Decision& decision) {
     to.numbers(ranks);
   }
   to.numbers(decision.evicted);
-  to.number(static_cast<uint64_t>(decision.last_joined + 1));
+  to.number(static_cast<uint64_t>(decision.last_joined) + 1);
   return to.framed(MessageType::kDecision);
 }
 
@@ -241,13 +241,13 @@ Decision decode_decision(const std::string& body) {
     decision.failures.push_back({code, std::move(name), std::move(text), from.numbers<int>()});
   }
   decision.evicted = from.numbers<uint64_t>();
-  decision.last_joined = static_cast<int64_t>(from.number()) - 1;
+  decision.last_joined = static_cast<int64_t>(from.number() - 1);  // before the cast, where it wraps
   return decision;
 }
 
 std::string encode(const GivingUp& giving_up) {
   Writer to;
-  to.number(static_cast<uint64_t>(giving_up.rank + 1));
+  to.number(static_cast<uint64_t>(giving_up.rank) + 1);
   to.number(static_cast<uint64_t>(giving_up.code));
   to.text(giving_up.text);
   return to.framed(MessageType::kGivingUp);
@@ -256,7 +256,7 @@ std::string encode(const GivingUp& giving_up) {
 GivingUp decode_giving_up(const std::string& body) {
   Reader from(body);
   GivingUp giving_up;
-  giving_up.rank = static_cast<int64_t>(from.number()) - 1;
+  giving_up.rank = static_cast<int64_t>(from.number() - 1);
   giving_up.code = from.choice<Code>(kCodes);
   giving_up.text = from.text();
   return giving_up;

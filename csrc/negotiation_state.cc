@@ -228,10 +228,14 @@ std::vector<NegotiationState::Pending> NegotiationState::take(const std::vector<
   taken.reserve(ids.size());
   const std::lock_guard lock(mutex);
   for (uint64_t id : ids) {
-    const std::string& name = names.at(id);
-    auto node = pending.extract(name);
-    if (node.empty())
-      throw Error(Code::kInternal, "rank 0 has decided \"" + name + "\", which is not pending here");
+    const auto named = names.find(id);
+    auto node = named == names.end() ? decltype(pending)::node_type() : pending.extract(named->second);
+    if (node.empty()) {
+      const std::string what = named == names.end() ? std::to_string(id) : "\"" + named->second + "\"";
+      const Error error(Code::kInternal, "rank 0 has decided " + what + ", which is not pending here");
+      for (Pending& one : taken) one.ticket->fail(error);  // nobody else knows of them any more
+      throw error;
+    }
     taken.push_back(std::move(node.mapped()));
   }
   return taken;
@@ -239,6 +243,8 @@ std::vector<NegotiationState::Pending> NegotiationState::take(const std::vector<
 
 // Gives its engine one operation of the batch's tensors.
 void NegotiationState::start(const Batch& batch) {
+  if (batch.ids.empty() || batch.missing.size() >= static_cast<size_t>(world_size))
+    throw Error(Code::kComm, "rank 0 has decided on an operation without tensors or ranks");
   const bool is_missing = std::find(batch.missing.begin(), batch.missing.end(),
                                     static_cast<uint64_t>(rank)) != batch.missing.end();
   Operation operation;

@@ -106,6 +106,10 @@ bool Post::read_frame(int peer) {
   if (line.in.unread() == 0) return false;
   Frame frame;
   line.in.peek(&frame, 0, sizeof frame);
+  if (!is_sound(line, frame)) {
+    refuse(peer);
+    return true;
+  }
   switch (frame.type) {
     case FrameType::kMessage:
       take_message(peer, frame);
@@ -125,7 +129,40 @@ bool Post::read_frame(int peer) {
   return true;
 }
 
+// Whether a peer that is well would send this frame now: what it says of lengths is not believed before.
+bool Post::is_sound(const Line& line, const Frame& frame) const {
+  const size_t unread = line.in.unread();
+  if (unread > pipe_bytes_ || unread < sizeof frame || unread - sizeof frame < frame.payload) return false;
+  switch (frame.type) {
+    case FrameType::kMessage:
+      return frame.payload == frame.bytes && frame.bytes <= longest_message() && frame.id > line.last_id;
+    case FrameType::kOffer:
+      return frame.payload == 0 && frame.bytes > longest_message() && frame.id > line.last_id;
+    case FrameType::kAccept:
+    case FrameType::kRefuse:
+      return frame.payload == 0;
+    case FrameType::kData: {
+      if (frame.payload == 0 || frame.payload > chunk()) return false;
+      const auto found = line.receiving.find(frame.id);
+      if (found == line.receiving.end()) return true;  // it has failed in the meantime
+      const Course& course = found->second;
+      return frame.payload <= course.transit->bytes - course.offset;
+    }
+  }
+  return false;
+}
+
+// A peer has sent what is no frame: nothing that follows has a meaning.
+void Post::refuse(int peer) {
+  const Error reason(Code::kComm, "rank " + std::to_string(peer) + " sent what is no message of DADT's");
+  lines_[peer]->in.pop(lines_[peer]->in.unread());
+  if (error_) return;
+  fail(reason);
+  neighbours_.abort(reason);
+}
+
 void Post::take_message(int peer, const Frame& frame) {
+  lines_[peer]->last_id = frame.id;
   if (error_) return;  // nobody can ever receive it
   Pipe& in = lines_[peer]->in;
   const Handle receive = take_posted(peer, frame.tag);
@@ -140,6 +177,7 @@ void Post::take_message(int peer, const Frame& frame) {
 }
 
 void Post::take_offer(int peer, const Frame& frame) {
+  lines_[peer]->last_id = frame.id;
   if (error_) return;
   const Handle receive = take_posted(peer, frame.tag);
   if (receive == nullptr) {

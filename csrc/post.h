@@ -58,6 +58,7 @@ struct Line {
   std::map<uint64_t, Handle> offered;  // sends, by id
   std::deque<Course> sending;
   std::map<uint64_t, Course> receiving;
+  uint64_t last_id = 0;          // of the messages and offers that have come
   bool lost = false;             // nothing can be sent to it any more, and nothing more will come
   bool lives = true;             // lost: it has closed, but not died
   std::atomic<size_t> needs{0};  // room for the next frame that waits
@@ -106,6 +107,8 @@ class Post {
   void start_send(const Handle& transit);
   void start_receive(const Handle& transit);
   void accept(const Handle& receive, int source, const Frame& offer);
+  bool is_sound(const Line& line, const Frame& frame) const;
+  void refuse(int peer);
   bool fits(const Handle& receive, int source, const Frame& frame);
   Handle take_posted(int source, int64_t tag);
   void take_message(int peer, const Frame& frame);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import zlib
 from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from dadt.timeline import HEAD, PART_HEAD, Timeline
 if TYPE_CHECKING:
     from dadt.peers import Peers
 
+_EVENT = re.compile(rb'\{"ts":(-?[0-9]{1,20}(?:\.[0-9]{1,20})?),(.*)', re.DOTALL)
 _PIECE_BYTES = 4 * 2**20
 _ALL_PIECES_BYTES = 64 * 2**20
 """That rank 0 holds at a time."""
@@ -123,9 +125,11 @@ class Merge:
         if file is None or self._error:
             return
         try:
-            file.write(zlib.decompress(compressed))
+            file.write(_unpacked(compressed))
         except OSError as error:
             self._error = f"{file.name}: {error.strerror}"
+        except zlib.error as error:
+            self._error = f"a rank's part is damaged ({error})"
 
     def _finish(self, file: IO[bytes], ranks: int) -> None:
         last = {"ts": 0, "ph": "M", "pid": 0, "tid": 0, "name": "dadt", "args": {"ranks": ranks}}
@@ -141,6 +145,15 @@ class Merge:
             self._beside.unlink()
 
 
+def _unpacked(compressed: bytes) -> bytes:
+    """A few KiB could stand for GiB. Raises zlib.error."""
+    unpacking = zlib.decompressobj()
+    data = unpacking.decompress(compressed, _ALL_PIECES_BYTES)
+    if not unpacking.eof:
+        raise zlib.error("it is cut short, or its lines have no end")
+    return data
+
+
 def _shifted(lines: bytes, begin: Clock, end: Clock) -> bytes:
     """The events in the time that rank 0's clock has shown, where the two have gone unlike since the beginning."""
     drift = end.offset - begin.offset
@@ -149,8 +162,11 @@ def _shifted(lines: bytes, begin: Clock, end: Clock) -> bytes:
     rate = drift / (end.at - begin.at)
     shifted = []
     for line in lines.splitlines(keepends=True):
-        ts, _, rest = line.removeprefix(b'{"ts":').partition(b",")
-        at = float(ts)
+        found = _EVENT.fullmatch(line)
+        if found is None:  # the file is damaged there: whoever reads the timeline is told of it
+            shifted.append(line)
+            continue
+        at = float(found[1])
         elapsed = at - (begin.at - begin.origin) * 1e6
-        shifted.append(b'{"ts":%.3f,%b' % (at + rate * elapsed, rest))
+        shifted.append(b'{"ts":%.3f,%b' % (at + rate * elapsed, found[2]))
     return b"".join(shifted)

@@ -102,7 +102,7 @@ def _check_archive(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             parts = {name.partition("/")[2] for name in archive.namelist()}
-    except zipfile.BadZipFile as error:
+    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:  # also names that are no UTF-8
         raise ConfigError(f"{path}: is damaged or cut short ({error})") from error
     if "constants.pkl" in parts:
         raise ConfigError(f"{path}: is a TorchScript program; give a file of its state_dict")

@@ -74,7 +74,7 @@ def events(path: Path) -> Iterator[dict[str, Any]]:
                     return
                 try:
                     yield json.loads(line.rstrip(b",\n"))
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     if line.endswith(b"\n"):
                         raise ConfigError(f"{path}, line {number}: this is no event ({error})") from error
                     # The last one of a rank that was ended while it wrote.

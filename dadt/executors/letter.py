@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
-from dadt.errors import Mismatch
+from dadt.errors import CommError, Mismatch
 
 _BODY = 1 << 29
 """Tags of what follows a length: one for each message under way. The callers' are below."""
 _HEADS = torch.int64
+_LONGEST = 1 << 40
+"""Bytes: more is no message, but would be asked of the memory."""
 
 
 class Letters:
@@ -75,6 +77,8 @@ class Received:
         """Raises Mismatch; the message has been taken, then, so that its sender ends."""
         self._work.wait(timeout)
         length, tag = self._head.tolist()
+        if not (0 <= length <= _LONGEST and _BODY <= tag < 2 * _BODY):
+            raise CommError(f"rank {self._source_rank()} sent what is no message of DADT's")
         fits = length == self._tensor.nbytes
         target = self._tensor if fits else torch.empty(length, dtype=torch.uint8, device="cpu")
         if length:

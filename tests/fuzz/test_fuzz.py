@@ -1,0 +1,230 @@
+"""What users and peers give, changed at random: it is taken, or refused by one sentence, and nothing else happens."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import struct
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mutation import Mutator
+from safetensors.torch import save_file
+
+from dadt import timeline
+from dadt.clock import Clock
+from dadt.config import Config, variable
+from dadt.errors import DadtError
+from dadt.launch import host
+from dadt.launch.frame import Frame, Parser
+from dadt.merge import _shifted
+from dadt_cli import file, stored
+from dadt_cli.timeline import Summary
+from dadt_cli.timeline import read as read_timeline
+
+SEED = int(os.environ.get("DADT_FUZZ_SEED", "1"))
+SECONDS = 10
+"""Of one input: what takes longer hangs."""
+GROWTH = 512 << 20
+"""Bytes of memory that all inputs together may need at a time."""
+
+Take = Callable[[bytes], object]
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    """Of a file in memory: a disk would take most of the time."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder) / "given"
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """No input may take long, or much memory."""
+
+    def late(*_: object) -> None:
+        raise AssertionError(f"one input took longer than {SECONDS} s")
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    handler = signal.signal(signal.SIGALRM, late)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10 < GROWTH
+
+
+def go(what: str, inputs: int, mutate: Mutator, take: Take) -> None:
+    """take: returns, or raises DadtError with a sentence."""
+    taken = 0
+    with bounded():
+        for number in range(inputs):
+            data = mutate()
+            signal.setitimer(signal.ITIMER_REAL, SECONDS)
+            try:
+                take(data)
+                taken += 1
+            except DadtError as error:
+                assert str(error).strip(), data
+            except Exception as error:
+                raise AssertionError(f"input {number} of seed {SEED}: {data[:2000]!r}") from error
+    print(f"{what}: {inputs} inputs, {taken} taken")
+    assert inputs // 50 < taken < inputs, "what is always refused, or never, shows nothing"
+
+
+def amounts(few: int, many: int) -> pytest.MarkDecorator:
+    """How many inputs: in each run of the tests, and in the slow one."""
+    return pytest.mark.parametrize("inputs", [few, pytest.param(many, marks=pytest.mark.slow)])
+
+
+@pytest.mark.xfail(strict=True, reason="frames are not checked by a schema yet")
+@amounts(20_000, 200_000)
+def test_frames(inputs: int) -> None:
+    known = [
+        Frame("beat", {"steps": {"0": [1, 0.5]}, "memory": {"0": 1 << 30}, "clock": 1.5}),
+        Frame("output", {"rank": 1, "stream": "out"}, b"a line\n"),
+        Frame("exit", {"rank": 0, "code": -9, "step": 3, "time": 2.5, "stopped": False}),
+        Frame("exchange", {"rank": 0, "key": "hosts", "timeout": 5.0}, b"\0" * 40),
+    ]
+
+    def take(data: bytes) -> None:
+        parser, half = Parser(), len(data) // 2
+        for part in (data[:half], data[half:]):
+            for frame in parser.feed(part):
+                assert isinstance(frame.kind, str) and isinstance(frame.header, dict)
+
+    tokens = [b'{"kind":', b'"kind"', b"null", struct.pack(">II", 2, 1 << 30), struct.pack(">II", 1 << 31, 0)]
+    go("frames", inputs, Mutator(SEED, [frame.encode() for frame in known], tokens), take)
+
+
+@amounts(3_000, 40_000)
+def test_variables(inputs: int) -> None:
+    values = [str(part) for value in Config().to_env().values() for part in [value, f"{value}1"]]
+    words = [
+        "powersgd:4",
+        "own:0.5",
+        "hierarchical:gloo",
+        "prometheus:9100",
+        "h0:2,h1:2",
+        "0,3-5",
+        "package.module:Class",
+        "nan",
+    ]
+    names = [variable(field.name) for field in fields(Config)]
+    samples = [(f"{name}={value}").encode() for name in names for value in words] + [
+        f"{name}={value}".encode() for name, value in Config().to_env().items()
+    ]
+    samples += [f"{name}={value}".encode() for name in names for value in values[:20]]
+
+    def take(data: bytes) -> None:
+        pairs = (os.fsdecode(part).partition("=") for part in data.split(b"\n"))
+        config = Config.from_env({name: value for name, _, value in pairs})
+        assert Config.from_env(config.to_env()).to_env() == config.to_env()
+
+    go("variables", inputs, Mutator(SEED, samples, [b"\nDADT_NP=", b"\nDADT_ALGORITHM=", b"1e400", b"-1"]), take)
+
+
+HOSTS = [b"a,b:2,user@c:3,[::1]:4", b"host1:2", b"localhost", b"10.0.0.1:8,10.0.0.2:8", b"[fe80::1%eth0]:2"]
+
+
+@amounts(20_000, 300_000)
+def test_hosts_of_the_command_line(inputs: int) -> None:
+    def take(data: bytes) -> None:
+        for each in host.parse(os.fsdecode(data)):
+            assert each.name and each.slots >= 0
+
+    go("hosts of -H", inputs, Mutator(SEED, HOSTS, [b",", b":2", b"@", b"[", b"]", b"slots=4"]), take)
+
+
+@amounts(10_000, 200_000)
+def test_hostfiles(inputs: int, path: Path) -> None:
+    samples = [b"host1 slots=2\nhost2 slots=4 # the big one\n\nuser@host3\n", b"a:2\n[::1] slots=1\n", *HOSTS]
+
+    def take(data: bytes) -> None:
+        path.write_bytes(data)
+        for each in host.read(path):
+            assert each.name and each.slots >= 0
+
+    go("hostfiles", inputs, Mutator(SEED, samples, [b" slots=", b"slots=0", b"slots=99999", b"\nb"]), take)
+
+
+@amounts(300, 5_000)
+def test_config_files(inputs: int, path: Path) -> None:
+    samples = [
+        b"np: 2\nhosts: [h1:2, h2:2]\nwarmup-steps: 7\nbroadcast: off\n",
+        b"forward:\n  - COLOUR=blue\n  - 'A=1'\ntimeout: 1e3\n",
+        b"algorithm: &a sync\noutput: *a\nseed: 0x1f\n",
+    ]
+    tokens = [
+        b"&a ",
+        b"*a",
+        b"<<: ",
+        b"!!python/object/apply:os.system [true]",
+        b"2001-99-99",
+        b"1:2:3",
+        b"!!binary ",
+        b"? ",
+        b"|\n ",
+    ]
+
+    def take(data: bytes) -> None:
+        path.write_bytes(data)
+        Config(**{name: setting.value for name, setting in file.read(path).items()})
+
+    go("config files", inputs, Mutator(SEED, samples, tokens), take)
+
+
+def _parts() -> list[bytes]:
+    events: list[dict[str, Any]] = [
+        {"ts": 0, "ph": "M", "pid": 0, "tid": 0, "name": "process_name", "args": {"name": "rank 0 on h0"}},
+        {"ts": 12.5, "ph": "X", "pid": 0, "tid": 1, "dur": 40.25, "name": "step 1", "cat": "step", "args": {"step": 1}},
+        {"ts": 13.5, "ph": "X", "pid": 0, "tid": 2, "dur": 4.0, "name": "pack", "cat": "stage", "args": {"step": 1}},
+        {"ts": 14.5, "ph": "X", "pid": 0, "tid": 1, "dur": 2.0, "name": "wait", "cat": "wait", "args": {"step": 1}},
+        {"ts": 15.5, "ph": "b", "pid": 0, "tid": 2, "id": 3, "name": "step 1, bucket 0", "cat": "queue"},
+    ]
+    lines = [json.dumps(event, separators=(",", ":")).encode() + b",\n" for event in events]
+    return [
+        timeline.PART_HEAD + b"".join(lines),
+        timeline.HEAD + b"".join(lines) + b"]}\n",
+        timeline.PART_HEAD + lines[1],
+    ]
+
+
+@amounts(5_000, 100_000)
+def test_timelines(inputs: int, path: Path) -> None:
+    begin, end = Clock(0.0, 0.0, 1.0, 1e-6), Clock(0.5, 0.0, 9.0, 1e-6)
+
+    def take(data: bytes) -> None:
+        lines = data.partition(b"\n")[2]
+        assert _shifted(lines, begin, end).count(b"\n") == lines.count(b"\n")
+        path.write_bytes(data)
+        summary = Summary()
+        read_timeline([path], summary)
+
+    tokens = [b'"args":{}', b'"ts":', b"null", b"1e400", b"NaN", b"[" * 50, b'{"ts":1', b'"dur":"x"']
+    go("parts of timelines", inputs, Mutator(SEED, _parts(), tokens), take)
+
+
+@amounts(300, 5_000)
+def test_files_to_compare(inputs: int, tmp_path: Path, path: Path) -> None:
+    tensors = {"net.weight": torch.arange(6.0).reshape(2, 3), "net.bias": torch.zeros(2, dtype=torch.bfloat16)}
+    torch.save({"model": tensors, "epoch": 3}, tmp_path / "a.pt")
+    torch.save(tensors, tmp_path / "b.pt", _use_new_zipfile_serialization=False)
+    save_file(tensors, tmp_path / "c.safetensors", {"net.tied": "net.weight"})
+    samples = [(tmp_path / name).read_bytes() for name in ("a.pt", "b.pt", "c.safetensors")]
+
+    def take(data: bytes) -> None:
+        path.write_bytes(data)
+        stored.read(str(path))
+
+    tokens = [b"PK\x03\x04", b"cos\nsystem\n", b"\x80\x02", b'{"a":', b"[0,6]", b"F32", struct.pack("<Q", 1 << 40)]
+    go("files to compare", inputs, Mutator(SEED, samples, tokens), take)
