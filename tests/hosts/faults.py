@@ -1,7 +1,7 @@
 """What a user sees of each fault: `python tests/hosts/faults.py --write docs/results/faults.md` (as root).
 
-Each fault strikes a job that trains. Told: from the fault to the line that names it; over: to the end of the job. What is
-left is looked for on all hosts after the end.
+Each fault strikes a job that trains. Told: from the fault to the line that names it; over: to the end of the job. What
+is left is looked for on all hosts after the end.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ SHORT = ("--timeout", "12", "--stall-warning", "5", "--heartbeat-timeout", "4", 
 """In place of 300, 60, 10 and 30 s, so that the table is made in minutes."""
 NOWHERE = "lladdr 02:00:00:00:00:99 dev eth0 nud permanent"
 TELL_LETTERS = 220
+CGROUP = Path(f"/sys/fs/cgroup/memory/dadt-faults-{os.getpid()}")
 
 
 class Job:
@@ -158,6 +159,10 @@ def send(number: int, rank: int = 1) -> Callable[[Job], None]:
     return lambda job: os.kill(job.worker(rank), number)
 
 
+def kill_agent(job: Job) -> None:
+    os.kill(job.agent(1), signal.SIGKILL)
+
+
 def script(code: str) -> Callable[[Job], None]:
     return lambda job: job.strike(code)
 
@@ -204,15 +209,15 @@ def mpi() -> str:
 
 
 def memory_cgroup() -> str:
-    return "" if os.access("/sys/fs/cgroup/memory", os.W_OK) else "no memory cgroup can be made here"
+    return "" if os.access(CGROUP.parent, os.W_OK) else "no memory cgroup can be made here"
 
 
 def out_of_memory(job: Job) -> None:
-    """Rank 1 goes into a cgroup that has not enough for what it then takes."""
-    group = Path("/sys/fs/cgroup/memory") / f"dadt-faults-{os.getpid()}"
-    group.mkdir(exist_ok=True)
-    (group / "memory.limit_in_bytes").write_text(str(64 << 20))
-    (group / "cgroup.procs").write_text(str(job.worker(1)))
+    """The job goes into a cgroup that has not enough for what rank 1 then takes."""
+    CGROUP.mkdir(exist_ok=True)
+    (CGROUP / "memory.limit_in_bytes").write_text(str(256 << 20))
+    for pid in (job.agent(0), job.worker(0), job.worker(1)):
+        (CGROUP / "cgroup.procs").write_text(str(pid))
     job.strike("taken = bytearray(os.urandom(1 << 20) * 1024)")
 
 
@@ -226,7 +231,7 @@ WAS_STOPPED = r"stopped \(SIGSTOP"
 KILLED = r"worker 1 failed \(killed by signal 9, SIGKILL\)"
 EARLY = r"worker 1 failed \(ended too early"
 LINK = r"sim0 and sim1 have heard nothing from each other"
-TAKE = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)); kept = [open('train.py') for _ in range(99)]"
+TAKE = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)); [os.open('.', 0) for _ in [0] * 99]"
 
 
 def faults() -> Iterator[Fault]:
@@ -248,19 +253,15 @@ def faults() -> Iterator[Fault]:
     silent = "no sign of life for"
     yield Fault("SIGSTOP of the agent", HERE, "gloo", lambda job: os.kill(job.agent(0), 19), silent, 3)
     yield Fault("kill -9 of the launcher", HERE, "gloo", lambda job: job.process.kill(), "", -9)
-    yield Fault(
-        "a step of the clock", HERE, "gloo", stop, "", 0, needs=lambda: "the machine's clock is not ours to set"
-    )
+    yield Fault("a step of the clock", HERE, "gloo", stop, "", 0, needs=lambda: "the clock is the whole machine's")
     yield Fault("kill -9 of a worker", SIMULATED, "gloo", kill, KILLED, 137)
     yield Fault("SIGSTOP of a worker", SIMULATED, "gloo", stop, WAS_STOPPED, 1)
-    yield Fault(
-        "kill -9 of an agent", SIMULATED, "gloo", lambda job: os.kill(job.agent(1), 9), "sim1: .* was killed", 3
-    )
+    yield Fault("kill -9 of an agent", SIMULATED, "gloo", kill_agent, "sim1: .* was killed", 3)
     yield Fault("data cut for 3 s", SIMULATED, "gloo", for_a_while(3, cut_data, heal_data), "", 0)
     yield Fault("data cut for 6 s", SIMULATED, "gloo", for_a_while(6, cut_data, heal_data), LINK, 0)
     yield Fault("data cut for good", SIMULATED, "gloo", cut_data, LINK, 1)
     yield Fault("os._exit(0) on one host", SSH, "gloo", leave, EARLY, 1)
-    yield Fault("kill -9 of an agent", SSH, "gloo", lambda job: os.kill(job.agent(1), 9), "h1: ", 3)
+    yield Fault("kill -9 of an agent", SSH, "gloo", kill_agent, "h1: ", 3)
     yield Fault("control cut for 5 s", SSH, "gloo", for_a_while(5, cut("launcher"), heal("launcher")), "", 0)
     yield Fault("control cut for good", SSH, "gloo", cut("launcher"), silent, 3)
     yield Fault("both cut for 3 s", SSH, "gloo", for_a_while(3, cut("h1"), heal("h1")), "", 0)
@@ -324,12 +325,12 @@ def page(rows: Sequence[Row]) -> str:
     lines = [
         "# Faults, and what the user sees of them",
         "",
-        f"Made on {date.today()} with `make faults` (as root), on a shared virtual machine of {os.cpu_count()} cores, with",
-        "simulated hosts. Each fault strikes a job of two ranks that train. Told: from the fault to the first line that",
-        "names it; over: to the end of the job. Waits were shortened:",
+        f"Made on {date.today()} with `make faults` (as root), on a shared virtual machine of {os.cpu_count()} cores,",
+        "with simulated hosts. Each fault strikes a job of two ranks. Told: from the fault to the first line",
+        "that names it; over: to the end of the job. Waits were shortened:",
         f"`{' '.join(SHORT)}`;",
-        "with the defaults (300, 60, 10 and 30 s) what hangs on one of them takes as much longer. What is left was looked",
-        "for on all hosts after the end.",
+        "with the defaults (300, 60, 10 and 30 s) what hangs on one of them takes as much longer. What is left was",
+        "looked for on all hosts after the end.",
         "",
         "| Where | Executor | Fault | What the user sees | Told (s) | Over (s) | Exit code | Left |",
         "|---|---|---|---|---|---|---|---|",
@@ -367,6 +368,8 @@ def main() -> None:
         came = row.skipped or (row.line, row.told, row.over, row.code, row.left)
         verdict = "as expected" if row.as_expected else "NOT as expected"
         print(f"{title}: {verdict}: {came}", file=sys.stderr, flush=True)
+    if CGROUP.exists():
+        CGROUP.rmdir()
     print(page(rows))
     if options.write:
         options.write.write_text(page(rows))

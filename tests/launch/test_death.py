@@ -68,3 +68,34 @@ def test_ranks_that_all_leave_without_a_word_have_done_their_work(launch: Callab
     leave = "pass\n        if step == 60: os._exit(0)"
     result = launch(SCRIPT.format(end=leave), "-np", "2", "--executor", "gloo", "--algorithm", "sync", "train.py")
     assert result.code == 0, result.err
+
+
+SETS = """
+import json, os, signal, time, torch, dadt
+from dadt.errors import CommError
+dadt.init()
+rank = dadt.rank()
+apart = dadt.add_process_set([0, 2])
+try:
+    for number in range(1_000_000):
+        if rank == 1 and number == 20:
+            with open("ended", "w") as file: file.write(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        if apart.included and number >= 20: dadt.all_reduce(torch.ones(4), process_set=apart, name="apart")
+        else: dadt.all_reduce(torch.ones(4), name="all")
+except CommError as error:
+    with open(f"told{rank}", "w") as file:
+        json.dump([type(error).__name__, str(error), time.time()], file)
+    raise
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_exchange_tensors_by_name_are_told_too(launch: Callable[..., Result]) -> None:
+    """Also in a set to which the dead rank does not belong: the job is over."""
+    result = launch(SETS, "-np", "4", "--executor", "gloo", "train.py")
+    assert result.code == 137, result.err
+    for kind, text, seconds in told(result, 4):
+        assert kind == "PeerLost"
+        assert text.startswith("rank 1 (pid ") and ") was killed by signal 9 (SIGKILL) after 0 steps" in text
+        assert seconds < 5.0

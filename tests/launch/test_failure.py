@@ -193,6 +193,15 @@ def test_a_failure_that_another_one_caused_is_not_the_cause():
     assert find_cause(endings[:1], {0: lost}) == (endings[0], lost)
 
 
+def test_a_rank_that_left_is_the_cause_of_what_others_waited_for_in_vain():
+    lost = Record(type="PeerLost", time=9.0, secondary=True)
+    endings = [ending(0, 1, 10.0), ending(1, 0, 11.0), ending(2, 0, 8.0, step=4)]
+    assert find_cause(endings, {0: lost}, [2, 1]) == (endings[1], None)  # rank 2 has taken a step that rank 0 has not
+    assert find_cause(endings, {0: lost}, [0, 2]) == (endings[0], lost)
+    own = Record(type="ValueError", time=9.0)
+    assert find_cause(endings, {0: own}, [1]) == (endings[0], own)
+
+
 def test_an_exception_in_a_thread_does_not_make_a_stopped_worker_the_cause():
     endings = [ending(0, -15, 12.0, stopped=True), ending(1, 3, 11.0)]
     record = Record(type="ZeroDivisionError", time=1.0, thread="loader")
