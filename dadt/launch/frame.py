@@ -174,10 +174,12 @@ def _checked(speaker: Speaker, data: bytes, body_size: int) -> Frame:
     """A header as a frame without its bytes. Raises DadtError where the speaker may not say that."""
     try:
         header = json.loads(data)
-        kind = header.pop("kind")
-        known = speaker.kinds.get(kind)
-    except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
-        raise DadtError(f"expected a frame of {speaker.name}, got {data[:80]!r}") from None
+    except (ValueError, RecursionError):
+        header = None
+    kind = header.pop("kind", None) if isinstance(header, dict) else None
+    if not isinstance(kind, str):
+        raise DadtError(f"expected a frame of {speaker.name}, got {data[:80]!r}")
+    known = speaker.kinds.get(kind)
     if known is None:
         raise DadtError(f"{kind[:80]!r} is nothing that {speaker.name} may say")
     wrong = schema.misfit(known.facts, header) if known.facts is not None else None

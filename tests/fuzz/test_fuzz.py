@@ -9,6 +9,7 @@ import signal
 import struct
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -24,7 +25,17 @@ from dadt.clock import Clock
 from dadt.config import Config, variable
 from dadt.errors import DadtError
 from dadt.launch import host
-from dadt.launch.frame import Frame, Parser
+from dadt.launch.channel import Channel
+from dadt.launch.crew import Crew, Node
+from dadt.launch.crew import _named as named
+from dadt.launch.frame import LENGTHS, Frame, Parser
+from dadt.launch.host import Host
+from dadt.launch.job import Job
+from dadt.launch.journal import Journal
+from dadt.launch.output import Output
+from dadt.launch.schema import AGENT
+from dadt.launch.seal import Seal
+from dadt.launch.slot import Slot
 from dadt.merge import _shifted
 from dadt_cli import file, stored
 from dadt_cli.timeline import Summary
@@ -37,6 +48,67 @@ GROWTH = 512 << 20
 """Bytes of memory that all inputs together may need at a time."""
 
 Take = Callable[[bytes], object]
+
+
+WORKER = {"rank": 0, "pid": 7}
+ASKS = {**WORKER, "timeout": 5.0, "line": 1}
+STEPS = {"counts": {"-3": 4}, "seconds": 1.5}
+NUMBERS = {"samples": 8, "waited": 0.1, "clock": 9.0, "sent": 8, "plain": 8, "late": 0, "fell_back": 0}
+FRAMES = [{"file": "train.py", "line": 3, "function": "f", "text": "f()"}]
+FROM_AGENTS = [
+    Frame("beat", {"steps": {"0": [1, 0.5]}, "memory": {"0": 1 << 30}, "conditions": {"0": "busy"}, "clock": 1.5}),
+    Frame("out", {"rank": 0}, b"a line\n"),
+    Frame("started", WORKER),
+    Frame("hello", {**WORKER, "torch": "2.13.0", "line": 1}),
+    Frame("claim", ASKS),
+    Frame("exchange", {**ASKS, "key": "hosts"}, b"\0" * 40),
+    Frame("put", {**ASKS, "key": "group/0"}, b"\0" * 40),
+    Frame("get", {**ASKS, "keys": ["group/0", "group/1"]}),
+    Frame("say", {**WORKER, "text": "a warning", "level": "warning", "line": 1}),
+    Frame("numbers", {**WORKER, "step": 3, "numbers": {**NUMBERS, "step_times": STEPS}, "line": 1}),
+    Frame(
+        "failed",
+        {
+            **WORKER,
+            "type": "ValueError",
+            "message": "no",
+            "frames": FRAMES,
+            "step": 3,
+            "secondary": False,
+            "thread": "",
+            "time": 5.0,
+            "line": 1,
+        },
+    ),
+    Frame("ending", {**WORKER, "steps": 5, "line": 1}),
+    Frame("done", {**WORKER, "summary": {"steps": 5, "explicit": False}, "line": 1}),
+    Frame("result", ASKS, b"pickled"),
+    Frame("peers", ASKS),
+    Frame("dump", {**WORKER, "line": 1}),
+    Frame("stack", {"number": 1, "rank": 0, "problem": ""}, b"stack"),
+    Frame("stacks", WORKER, b"stack"),
+    Frame("heartbeat", {"port": 4000}),
+    Frame("silent", {"peer": 0, "seconds": 10.5}),
+    Frame("heard", {"peer": 0, "seconds": 0.5}),
+    Frame("unheard", {"peer": 0, "seconds": 10.5}),
+    Frame("refused", {"rank": 0, "why": "it said too much"}),
+    Frame("unstarted", {"message": "there is no such file"}),
+    Frame(
+        "exit",
+        {
+            "rank": 0,
+            "code": -9,
+            "step": 3,
+            "time": 2.5,
+            "stopped": False,
+            "peak_memory": 1 << 30,
+            "memory_limit": 1 << 34,
+            "memory_kills": 0,
+        },
+    ),
+    Frame("end", {"stuck": [7], "signal": 15}),
+]
+"""Each kind that an agent may say once its job runs."""
 
 
 @pytest.fixture
@@ -63,6 +135,32 @@ def bounded() -> Iterator[None]:
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10 < GROWTH
 
 
+class Idle:
+    """Starts an agent that says nothing."""
+
+    def launch(self, hosts: list[Host]) -> list[Future[Channel]]:
+        return [Future() for _ in hosts]
+
+    def command(self, host: Host) -> str:
+        return ""
+
+    def close(self) -> None: ...
+
+
+def a_job(folder: Path) -> tuple[Job, Node]:
+    """Of two ranks on one host."""
+    slots = [Slot(rank=rank, local_rank=rank, world_size=2, local_size=2, host="h0") for rank in range(2)]
+    journal = Journal(folder / "events.jsonl", lambda text: None)
+    crew = Crew(Idle(), [Host(name="h0")], 30.0, journal.see)
+    output = Output(folder, ["h0", "h0"], (set(), set()), lambda stream, data: None, lambda text: None)
+    job = Job("fuzz", crew, slots, output, journal, lambda text, level: None, 1.0)
+    (node,) = crew.nodes
+    node.ranks = frozenset({0, 1})
+    node.report = {"pid": 9}
+    job.start([Frame("job")])
+    return job, node
+
+
 def go(what: str, inputs: int, mutate: Mutator, take: Take) -> None:
     """take: returns, or raises DadtError with a sentence."""
     taken = 0
@@ -86,24 +184,63 @@ def amounts(few: int, many: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("inputs", [few, pytest.param(many, marks=pytest.mark.slow)])
 
 
-@pytest.mark.xfail(strict=True, reason="frames are not checked by a schema yet")
 @amounts(20_000, 200_000)
 def test_frames(inputs: int) -> None:
-    known = [
-        Frame("beat", {"steps": {"0": [1, 0.5]}, "memory": {"0": 1 << 30}, "clock": 1.5}),
-        Frame("output", {"rank": 1, "stream": "out"}, b"a line\n"),
-        Frame("exit", {"rank": 0, "code": -9, "step": 3, "time": 2.5, "stopped": False}),
-        Frame("exchange", {"rank": 0, "key": "hosts", "timeout": 5.0}, b"\0" * 40),
+    """As bytes: lengths, headers, bodies, cut in two."""
+    known = [frame.encode() for frame in FROM_AGENTS]
+
+    def take(data: bytes) -> None:
+        parser, half = Parser(AGENT), len(data) // 2
+        for part in (data[:half], data[half:]):
+            for frame in parser.feed(part):
+                assert frame.kind in AGENT.kinds
+
+    tokens = [b'{"kind":', b'"kind"', b"null", struct.pack(">II", 2, 1 << 30), struct.pack(">II", 1 << 31, 0)]
+    go("frames", inputs, Mutator(SEED, known, tokens), take)
+
+
+@amounts(20_000, 250_000)
+def test_what_agents_say_to_the_launcher(inputs: int, tmp_path: Path) -> None:
+    """A frame that the schema lets through does no harm either: a job, its watch and its journal take it."""
+    job, node = a_job(tmp_path)
+    tokens = [
+        b'"rank": 1',
+        b'"rank": 0',
+        b'"steps": {"1": [5, 0.0]}',
+        b'"line": 3',
+        b"-1",
+        b"1e9",
+        b"true",
+        b"{}",
+        b"[]",
     ]
 
     def take(data: bytes) -> None:
-        parser, half = Parser(), len(data) // 2
-        for part in (data[:half], data[half:]):
-            for frame in parser.feed(part):
-                assert isinstance(frame.kind, str) and isinstance(frame.header, dict)
+        for frame in Parser(AGENT).feed(LENGTHS.pack(len(data), 0) + data):
+            if set(named(frame)) <= node.ranks and frame.get("peer", 0) < 1:
+                job._crew._see(node.name, frame)
+                job.watch.see(frame)
+                getattr(job, f"_on_{frame.kind}", lambda *_: None)(node, frame)
+                job._turn()
+                json.dumps([gauge.describe() for gauge in job.watch.gauges])
 
-    tokens = [b'{"kind":', b'"kind"', b"null", struct.pack(">II", 2, 1 << 30), struct.pack(">II", 1 << 31, 0)]
-    go("frames", inputs, Mutator(SEED, [frame.encode() for frame in known], tokens), take)
+    headers = [json.dumps({"kind": frame.kind, **frame.header}).encode() for frame in FROM_AGENTS]
+    go("what agents say", inputs, Mutator(SEED, headers, tokens), take)
+
+
+@amounts(10_000, 100_000)
+def test_sealed_records(inputs: int) -> None:
+    """Of a connection whose two sides know each other: whatever is changed on the way is noticed."""
+    said = [b"one", b"", b"x" * 300, b"{}"]
+    records = [Seal.between(b"k" * 32, b"", b"a", b"b").closed(text) for text in said]
+    whole = Seal.between(b"k" * 32, b"", b"a", b"b")
+    records.append(b"".join(whole.closed(text) for text in said))
+
+    def take(data: bytes) -> None:
+        opened = Seal.between(b"k" * 32, b"", b"b", b"a").opened(data)
+        assert any(text.startswith(opened) for text in [*said, b"".join(said)])
+
+    go("sealed records", inputs, Mutator(SEED, records), take)
 
 
 @amounts(3_000, 40_000)

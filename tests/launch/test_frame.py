@@ -73,6 +73,7 @@ WRONG = {
     "no kind": b"{}",
     "an unknown kind": b'{"kind": "lost", "message": "the host is gone"}',
     "a kind that is no text": b'{"kind": ["end"]}',
+    "a kind that is a number": b'{"kind": 5.0}',
     "a missing fact": b'{"kind": "end", "stuck": []}',
     "a wrong type": b'{"kind": "end", "stuck": [], "signal": "9"}',
     "a number out of bounds": b'{"kind": "end", "stuck": [], "signal": 65}',
