@@ -25,7 +25,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from dadt import world as environment
 from dadt.errors import ConfigError, StartTimeout
-from dadt.launch import library
+from dadt.launch import library, schema
 from dadt.launch.listen import Connection, Listener, Reach, Refused, Unreached, Words, dial
 from dadt.launch.meeting import SECRET
 from dadt.launch.values import Asked, Held, Server, Values, is_ours
@@ -34,8 +34,12 @@ from dadt.world import LAUNCHERS, World
 RETRY_SECONDS = 0.02
 CONNECT_SECONDS = 3.0
 NOTE_BYTES = 4096
+KEY_BYTES = 32
 LOOPBACK = "127.0.0.1"
 NOTE = "note"
+IS_NOTE = schema.record(
+    addresses=schema.listed(schema.text(64), 1024), port=schema.whole(1, 65535), key=schema.text(2 * KEY_BYTES)
+)
 
 Tell = Callable[[Words], AbstractContextManager[Words]]
 """Gives rank 0's note to all ranks, for as long as its context lasts."""
@@ -86,7 +90,7 @@ def _on_this_host(world: World, timeout: float) -> Found:
     deadline = time.monotonic() + timeout
     name = f"\0dadt-{os.getuid()}-{_launcher_of(world)}-{environment.torchrun_attempt()[1]}"
     if world.rank == 0:
-        values = _opened(secrets.token_bytes(32))
+        values = _opened(secrets.token_bytes(KEY_BYTES))
         _accept(name, Server(values), world, deadline, timeout)
         return Found(values, secret=values.get("secret"))
     asked = Asked(_line_to(name, world, deadline, timeout), None, timeout)
@@ -161,7 +165,7 @@ def _stat(pid: int) -> list[str]:
 
 def _hold(world: World, tell: Tell, key: bytes, proved: bool, timeout: float, silence: float) -> Found:
     """On rank 0: until all others have come."""
-    values = _opened(secrets.token_bytes(32) if proved else b"")
+    values = _opened(secrets.token_bytes(KEY_BYTES) if proved else b"")
     server = Server(values)
     missing = set(range(1, world.world_size))
     news = threading.Condition()
@@ -175,7 +179,7 @@ def _hold(world: World, tell: Tell, key: bytes, proved: bool, timeout: float, si
             missing.discard(hello["rank"])
             news.notify()
 
-    drawn = key or secrets.token_bytes(32)
+    drawn = key or secrets.token_bytes(KEY_BYTES)
     listener = Listener(drawn, silence, greet, take)
     try:
         reach = listener.reach()
@@ -192,12 +196,10 @@ def _come(world: World, tell: Tell, key: bytes, proved: bool, timeout: float, si
     """On every other rank."""
     deadline = time.monotonic() + timeout
     with tell({}) as note:
+        drawn = key or bytes.fromhex(note["key"])
+        reach = Reach(addresses=note["addresses"], port=note["port"], key=drawn, silence=silence)
         try:
-            drawn = key or bytes.fromhex(note["key"])
-            reach = Reach(addresses=note["addresses"], port=note["port"], key=drawn, silence=silence)
             connection, _, _ = dial(lambda: reach, {"rank": world.rank}, deadline)
-        except (KeyError, TypeError, ValueError) as error:
-            raise StartTimeout("rank 0 told of its address as no dadt of this version does") from error
         except Refused as error:
             raise StartTimeout(f"rank 0: {error}") from error
         except Unreached as error:
@@ -232,8 +234,19 @@ def _read(store: Store, world: World, timeout: float) -> Words:
         if time.monotonic() >= deadline:
             raise StartTimeout(f"rank 0 did not import dadt within {timeout:g} s: every rank must, with torch")
         time.sleep(RETRY_SECONDS)
-    note: Words = json.loads(store.get(NOTE))
-    return note
+    return _checked(store.get(NOTE))
+
+
+def _checked(data: bytes) -> Words:
+    """What rank 0 has told, or a stranger in its place."""
+    try:
+        note = json.loads(data)
+        if IS_NOTE(note):
+            bytes.fromhex(note["key"])
+            return dict(note)
+    except (ValueError, RecursionError):
+        pass
+    raise StartTimeout("rank 0 told of its address as no dadt of this version does: who else is at MASTER_ADDR?")
 
 
 def _at(host: str, port: int, world: World, timeout: float, *, serve: bool) -> Store:

@@ -75,7 +75,7 @@ class Reach:
             words = json.loads(text)
             key, silence = bytes.fromhex(words["key"]), float(words["silence"])
             return cls(addresses=list(words["addresses"]), port=int(words["port"]), key=key, silence=silence)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"no {error}") from error
 
 
