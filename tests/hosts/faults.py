@@ -262,7 +262,7 @@ def faults() -> Iterator[Fault]:
     yield Fault("data cut for good", SIMULATED, "gloo", cut_data, LINK, 1)
     yield Fault("os._exit(0) on one host", SSH, "gloo", leave, EARLY, 1)
     yield Fault("kill -9 of an agent", SSH, "gloo", kill_agent, "h1: ", 3)
-    yield Fault("control cut for 5 s", SSH, "gloo", for_a_while(5, cut("launcher"), heal("launcher")), "", 0)
+    yield Fault("control cut for 3 s", SSH, "gloo", for_a_while(3, cut("launcher"), heal("launcher")), "", 0)
     yield Fault("control cut for good", SSH, "gloo", cut("launcher"), silent, 3)
     yield Fault("both cut for 3 s", SSH, "gloo", for_a_while(3, cut("h1"), heal("h1")), "", 0)
     yield Fault("both cut for good", SSH, "gloo", cut("h1"), rf"h1: {silent}", 3)
