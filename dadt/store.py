@@ -6,7 +6,6 @@ it listens no more.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import secrets
@@ -27,7 +26,7 @@ from dadt import world as environment
 from dadt.errors import ConfigError, StartTimeout
 from dadt.launch import library, schema
 from dadt.launch.listen import Connection, Listener, Reach, Refused, Unreached, Words, dial
-from dadt.launch.meeting import SECRET
+from dadt.launch.meeting import SECRET, shared_key
 from dadt.launch.values import Asked, Held, Server, Values, is_ours
 from dadt.world import LAUNCHERS, World
 
@@ -65,14 +64,13 @@ def connect(world: World, timeout: float, silence: float) -> Found:
     """
     if world.local_size == world.world_size:
         return _on_this_host(world, timeout)
-    key = hashlib.sha256(b"dadt ranks " + os.environ.get(SECRET, "").encode()).digest()  # noqa: TID251 (no knob)
-    known = bool(os.environ.get(SECRET))  # noqa: TID251
+    key = shared_key(f"{world.launcher} on several hosts")
     if (master := environment.master()) is None:
         tell, proved = _by_mpi(world, timeout), True
     else:
-        tell, proved = _by_torch(master, world, timeout), known
+        tell, proved = _by_torch(master, world, timeout), bool(key)
     meet = _hold if world.rank == 0 else _come
-    return meet(world, tell, key if known else b"", proved, timeout, silence)
+    return meet(world, tell, key, proved, timeout, silence)
 
 
 def ends(host: str, port: int) -> tuple[str, str]:

@@ -27,10 +27,20 @@ ASK_SECONDS = 2.0
 """How long a launcher that may be using the same file has to answer."""
 
 
+def shared_key(what: str) -> bytes:
+    """What the secret makes; empty without one. what: needs it, for the sentence. Raises ConfigError where the secret
+    can be guessed."""
+    secret = os.environ.get(SECRET, "")
+    if 0 < len(secret) < SECRET_LENGTH:
+        short = f"{SECRET} has {len(secret)} characters, fewer than {SECRET_LENGTH}, and can be guessed"
+        raise ConfigError(f"{what}: {short}: {MAKE_SECRET}")
+    return hashlib.sha256(os.fsencode(secret)).digest() if secret else b""
+
+
 class PortMeeting:
-    def __init__(self, host: str, port: int, silence: float) -> None:
+    def __init__(self, key: bytes, host: str, port: int, silence: float) -> None:
         self.port = port
-        self.key = hashlib.sha256(os.fsencode(os.environ[SECRET])).digest()
+        self.key = key
         self._reach = Reach(addresses=[host], port=port, key=self.key, silence=silence)
 
     def find(self) -> Reach:
@@ -138,14 +148,7 @@ def meeting_of(config: Config) -> PortMeeting | FileMeeting:
     found = ADDRESS.fullmatch(text)
     if found is None or not 0 < int(found["port"]) < 65536:
         raise ConfigError(f"--rendezvous {text}: give host:port of node 0, as host1:29400, or file:///shared/meet")
-    _check_secret(text, os.environ.get(SECRET, ""))
-    return PortMeeting(found["six"] or found["name"], int(found["port"]), config.orphan_timeout)
-
-
-def _check_secret(where: str, secret: str) -> None:
-    """Without one, whoever reaches the port could join, or be taken for node 0 and have its commands run here."""
-    if not secret:
-        raise ConfigError(f"--rendezvous {where}: a port needs a secret: {MAKE_SECRET}")
-    if len(secret) < SECRET_LENGTH:
-        short = f"{SECRET} has {len(secret)} characters, fewer than {SECRET_LENGTH}, and can be guessed"
-        raise ConfigError(f"--rendezvous {where}: {short}: {MAKE_SECRET}")
+    # Without one, whoever reaches the port could join, or be taken for node 0 and have its commands run here.
+    if not (key := shared_key(f"--rendezvous {text}")):
+        raise ConfigError(f"--rendezvous {text}: a port needs a secret: {MAKE_SECRET}")
+    return PortMeeting(key, found["six"] or found["name"], int(found["port"]), config.orphan_timeout)
