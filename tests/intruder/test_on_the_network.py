@@ -33,13 +33,17 @@ def begin(network: Network, tmp_path: Path) -> Iterator[Begin]:
 
     def job(launcher: str, executor: str, where: str = "h0:29400") -> list[subprocess.Popen[str]]:
         (tmp_path / "train.py").write_text(TRAIN.format(""))
-        common = ("--executor", executor, "-np", "2")
+        common = ("--executor", executor, "-np", "4" if executor.startswith("hierarchical") else "2")
         if launcher == "hand":
             for rank, meeting in ((0, "h0:29400"), (1, where)):
                 one(network[rank], *common, "--nnodes", "2", "--node-rank", rank, "--rendezvous", meeting)
+        elif launcher == "local":
+            one(network[0], *common)
         else:
-            hosts = ["-H", "h0:1,h1:1", "--ssh-config", network.config, "--launcher", launcher]
-            one(network.launcher, *common, *hosts)
+            how = ("--ssh-config", network.config)
+            how += ("--ssh-backend", launcher) if launcher == "openssh" else ("--launcher", launcher)
+            each = int(common[-1]) // 2
+            one(network.launcher, *common, "-H", f"h0:{each},h1:{each}", *how)
         return started
 
     yield job
@@ -58,8 +62,13 @@ def finish(processes: list[subprocess.Popen[str]]) -> tuple[list[int], str, str]
     ("launcher", "executor"),
     [
         ("hand", "gloo"),
+        pytest.param("local", "gloo", marks=pytest.mark.slow),
+        pytest.param("local", "shm", marks=pytest.mark.slow),
         pytest.param("ssh", "gloo", marks=pytest.mark.slow),
+        pytest.param("openssh", "gloo", marks=pytest.mark.slow),
+        pytest.param("ssh", "hierarchical:gloo", marks=pytest.mark.slow),
         pytest.param("mpi", "mpi", marks=pytest.mark.slow),
+        pytest.param("mpi", "gloo", marks=pytest.mark.slow),
     ],
 )
 def test_a_stranger_changes_nothing(
@@ -69,7 +78,11 @@ def test_a_stranger_changes_nothing(
     await_that(lambda: (tmp_path / "half0").exists() and (tmp_path / "half1").exists(), "half of the training", 60.0)
     dadt = [process.pid for process in processes]
     before = held(dadt)
-    stranger = network[2].enter([*STRANGER, network[0].address, network[1].address, network.launcher.address], tmp_path)
+    if launcher == "local":  # the stranger is on the same host, where a job of one host is all there is
+        stranger = network[0].enter([*STRANGER, "127.0.0.1", network[0].address], tmp_path)
+    else:
+        all_hosts = (network[0].address, network[1].address, network.launcher.address)
+        stranger = network[2].enter([*STRANGER, *all_hosts], tmp_path)
     done = subprocess.run(stranger, capture_output=True, text=True, timeout=2 * SECONDS)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
