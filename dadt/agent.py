@@ -22,14 +22,14 @@ from typing import Any
 
 from dadt.errors import DadtError, LaunchError
 from dadt.launch import adoption, environment, library, machine, network, schema
-from dadt.launch.accept import Entrance
+from dadt.launch.accept import MOST_AT_ONCE, Entrance
 from dadt.launch.condition import STILL_SECONDS, Conditions
 from dadt.launch.folder import Folder
 from dadt.launch.frame import MAGIC, Frame, Link
 from dadt.launch.heartbeat import Heartbeat
 from dadt.launch.interrupt import Interrupts
 from dadt.launch.listen import handed_over
-from dadt.launch.roster import Line, Roster
+from dadt.launch.roster import SHIMS, Line, Roster
 from dadt.launch.stop import Stop
 from dadt.launch.sweep import sweep
 from dadt.launch.worker import Worker
@@ -101,7 +101,7 @@ class Agent:
                 self._env, problems = environment.base(look["env"], look["prologue"], self._folder.mark, look["cwd"])
             if look.get("mpi") and not problems:
                 problems = library.missing(self._env, self._folder.path)
-            report = machine.report(self._env) | {"problems": problems}
+            report = machine.report(self._env) | {"problems": [text[: schema.TEXT] for text in problems[:100]]}
             if listener is not None:
                 report["addresses"] = self._await_address()
                 self._watch(listener.fileno(), listener.answer)
@@ -155,7 +155,7 @@ class Agent:
             self._send(Frame("end", {"stuck": [], "signal": self._signal}))
             self._take_leave()
             return
-        speaker = schema.WORKER if job.body else schema.WORKER.without("result")
+        speaker = schema.WORKER.without(*(() if job.body else ("result",)), *(() if job["adopt"] else SHIMS))
         secret = bytes.fromhex(job["secret"])
         self._roster = Roster(self._folder.socket, self._ranks, self._pulse, self._hear, speaker, secret)
         self._adoption = adoption.Adoption(self._folder.path, self._roster.answer)
@@ -215,13 +215,13 @@ class Agent:
             self._own(worker)
         elif frame.kind == "ended" and (ended := self._adoption.ended(frame)) is not None:
             self._report_end(*ended)
-        elif frame.kind == "unspawned":
+        elif frame.kind == "unspawned" and self._adoption.admitted(frame["line"]):
             self._fail_to_start(frame["message"])
-        elif frame.kind not in adoption.KINDS:
+        elif frame.kind not in SHIMS:
             self._send(frame)
 
     def _fail_to_start(self, why: str) -> None:
-        self._send(Frame("unstarted", {"message": why}))
+        self._send(Frame("unstarted", {"message": why[: schema.TEXT]}))
         self._begin_stop(Frame("stop"))
 
     def _is_over(self) -> bool:
@@ -346,7 +346,9 @@ class Agent:
         self._send(Frame("exit", ending))
 
     def _accept(self, rank: int, entrance: Entrance) -> None:
-        while (line := self._roster.accept(rank, entrance)) is not None:
+        for _ in range(MOST_AT_ONCE):
+            if (line := self._roster.accept(rank, entrance)) is None:
+                return
             self._watch(line.link.reader, partial(self._read_line, line))
 
     def _drop(self, connection: socket.socket) -> None:

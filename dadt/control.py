@@ -194,7 +194,7 @@ class Control:
 
     def _report(self, kind: str, droppable: bool = False, **header: Any) -> None:
         self._check_process()
-        data = Frame(kind, {"rank": self.world.rank, "pid": self._pid, **header}).encode()
+        data = _checked(Frame(kind, {"rank": self.world.rank, "pid": self._pid, **header})).encode()
         with self._lock:
             try:
                 if not droppable or select.select([], [self._reports], [], 0.0)[1]:
@@ -204,9 +204,8 @@ class Control:
 
     def _ask(self, kind: str, timeout: float, body: bytes = b"", **header: Any) -> Frame:
         self._check_process()
-        if len(body) > (most := schema.WORKER.kinds[kind].body):
-            raise DadtError(f"{kind} of {len(body):,} bytes: {most:,} are the most that ranks may give to each other")
-        question = Frame(kind, {"rank": self.world.rank, "pid": self._pid, "timeout": timeout, **header}, body)
+        told = {"rank": self.world.rank, "pid": self._pid, "timeout": timeout, **header}
+        question = _checked(Frame(kind, told, body))
         deadline = time.monotonic() + timeout + ANSWER_SECONDS
         try:
             with _dial(self.world) as line:
@@ -234,6 +233,13 @@ def _dial(world: World) -> socket.socket:
         line.close()
         raise
     return line
+
+
+def _checked(frame: Frame) -> Frame:
+    """Raises DadtError for what the agent would refuse, where it can still be told why."""
+    if refusal := schema.WORKER.refusal(frame.kind, frame.header, len(frame.body)):
+        raise DadtError(refusal)
+    return frame
 
 
 def _shortened(value: Any) -> Any:

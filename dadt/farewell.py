@@ -42,9 +42,10 @@ def _wait(runtime: Runtime, transits: list[Transit]) -> None:
     for transit in transits:
         while not _done(runtime, transit):
             now, peers = monotonic(), _peers(runtime)
-            if peers != known:
-                known, moved = peers, now
-            who = ", ".join(f"rank {rank} {state}" for rank, state in known if rank != runtime.world.rank)
+            if [said for _, said, _ in peers] != [said for _, said, _ in known]:
+                moved = now
+            known = peers
+            who = ", ".join(f"rank {rank} {state}" for rank, _, state in known if rank != runtime.world.rank)
             if now - moved > config.timeout:
                 raise CommTimeout(f"waited {now - moved:.0f} s at the end: {who or 'a peer did not come'}")
             if now - begun > config.stall_warning and not told:
@@ -64,6 +65,6 @@ def _done(runtime: Runtime, transit: Transit) -> bool:
     return True
 
 
-def _peers(runtime: Runtime) -> list[tuple[int, str]]:
-    """Each rank's state, in which its step is."""
-    return [(p["rank"], f"{p['state']}") for p in runtime.control.peers()] if runtime.control else []
+def _peers(runtime: Runtime) -> list[tuple[int, str, str]]:
+    """Each rank, how far it has come by its own word, and how that is told, with what the kernel says of it."""
+    return [(p["rank"], f"{p['said']}", f"{p['state']}") for p in runtime.control.peers()] if runtime.control else []

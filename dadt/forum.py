@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 from dadt import store as stores
 from dadt import world as environment
 from dadt.choice import Place, choose, shown
-from dadt.config import Config
-from dadt.errors import DadtError, StartTimeout
+from dadt.config import Config, flag
+from dadt.errors import ConfigError, DadtError, StartTimeout
 from dadt.launch import machine, network
 from dadt.launch.values import Values
 from dadt.world import World
@@ -29,6 +29,7 @@ CAUSE_SECONDS = 1.0
 """How long a rank that another one's failure ended lets that one exit first: the first exit code is the job's."""
 PAUSES = (0.001, 0.05)
 """Between looks for what others tell, growing."""
+ABSENT = "has not imported dadt"
 BEGUN = "has imported torch, not begun to train"
 T = TypeVar("T")
 
@@ -68,6 +69,8 @@ class Forum:
         forum.world = replace(placed(world, everyone, _address(everyone, world.rank)), job=job)
         if interface := network.interface_of(forum.world.address):
             environment.speak_over(interface)
+        if not found.secret:
+            _refuse_code(config, everyone[0]["config"])
         config, why = _resolved(everyone)
         size = f"{world.world_size} ranks by {world.launcher}"
         forum.say(f"{size}, executor {shown(config)}, algorithm {config.algorithm}")
@@ -211,9 +214,9 @@ class Forum:
     def _peer(self, rank: int) -> dict[str, Any]:
         key = f"state/{rank}"
         if not self._has(key):
-            return {"rank": rank, "pid": 0, "state": "has not imported dadt", "step": -1, "seconds": 0.0}
+            return {"rank": rank, "pid": 0, "state": ABSENT, "said": ABSENT, "step": -1, "seconds": 0.0}
         known = json.loads(self._get(key))
-        return {"rank": rank, "seconds": time.time() - known.pop("time"), **known}
+        return {"rank": rank, "seconds": time.time() - known.pop("time"), "said": known["state"], **known}
 
     def _arrive(self, keys: list[str], deadline: float, patience: float = LOOK_SECONDS) -> bool:
         """Wait for all keys, at most so long."""
@@ -282,6 +285,19 @@ def _resolved(everyone: Sequence[Mapping[str, Any]]) -> tuple[Config, str]:
     for each in everyone:
         gpus.setdefault(each["machine"], []).append(each["gpus"])
     return choose(config, [Place(f"host {host}", len(each), min(each)) for host, each in enumerate(gpus.values())])
+
+
+def _refuse_code(own: Config, first: Mapping[str, str]) -> None:
+    """What rank 0 has chosen holds for all ranks; but where strangers can be rank 0, nothing that loads code or names
+    files does. Raises ConfigError."""
+    theirs = Config.from_env(first)
+    for name in ("algorithm", "timeline"):
+        chosen = str(getattr(theirs, name))
+        if chosen != getattr(own, name) and (name == "timeline" or ":" in chosen):
+            raise ConfigError(
+                f"{flag(name)} {chosen}: rank 0 asks for it, this rank does not, and they met without a secret -> give "
+                f"it to all ranks, or export the same DADT_SECRET for all"
+            )
 
 
 def _print(text: str) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import mmap
+import os
 import struct
 import time
+import weakref
 from pathlib import Path
 
 RECORD = struct.Struct("@qd")
@@ -17,8 +20,11 @@ class Pulse:
     """
 
     def __init__(self, path: Path) -> None:
-        with path.open("r+b") as file:
-            self._records = mmap.mmap(file.fileno(), 0)
+        self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self.close = weakref.finalize(self, os.close, self._file)
+        """Idempotent."""
+        self._records: mmap.mmap | None = None
+        """Of a rank that writes. Who reads does not map it: another process could cut the file short under it."""
 
     @classmethod
     def create(cls, path: Path, local_size: int) -> Pulse:
@@ -27,12 +33,18 @@ class Pulse:
 
     @property
     def local_size(self) -> int:
-        return len(self._records) // RECORD.size
+        return os.fstat(self._file).st_size // RECORD.size
 
     def write(self, local_rank: int, step: int) -> None:
+        if self._records is None:
+            self._records = mmap.mmap(self._file, 0)
         RECORD.pack_into(self._records, local_rank * RECORD.size, step, time.monotonic())
 
     def read(self, local_rank: int) -> tuple[int, float]:
-        """The step, and the seconds since it was written."""
-        step, written = RECORD.unpack_from(self._records, local_rank * RECORD.size)
-        return step, time.monotonic() - written
+        """The step, and the seconds since it was written; -1 and 0 where the rank has written what cannot be."""
+        data = os.pread(self._file, RECORD.size, local_rank * RECORD.size)
+        if len(data) < RECORD.size:
+            return -1, 0.0
+        step, written = RECORD.unpack(data)
+        age = time.monotonic() - written
+        return (step, age) if step >= -1 and math.isfinite(age) else (-1, 0.0)

@@ -11,8 +11,8 @@ from dadt import _core, plain, verb
 from dadt.api import among_of, root_of
 from dadt.errors import Mismatch
 from dadt.object import allgather_object as gather
-from dadt.object import broadcast_bytes, gather_bytes
 from dadt.object import broadcast_object as spread
+from dadt.object import gather_bytes
 from dadt.verb import Call
 
 if TYPE_CHECKING:
@@ -54,17 +54,22 @@ def broadcast_optimizer_state(
 ) -> None:
     """Take the root's optimizer state and settings (learning rate, momentum, ...), also where there is no state yet.
 
-    optimizer: of the same kind, for the same parameters in the same order, on all ranks; else Mismatch.
+    optimizer: of the same kind, for the same parameters in the same order, on all ranks; else Mismatch. What is no
+    tensor in it is pickled, as in broadcast_object.
     root_rank: the root, as Horovod spells it.
     """
     among = among_of(process_set)
     number = among.number_of(root_of(root, root_rank), "root")
     groups = [[list(p.shape) for p in group["params"]] for group in optimizer.param_groups]
     _compare(among, [type(optimizer).__name__, *(f"group of parameters {shapes}" for shapes in groups)])
-    mine = plain.encode(optimizer.state_dict(), "the optimizer's state") if among.rank == number else b""
-    told = broadcast_bytes(among, mine, number, among.name(None))
+    tensors: list[Tensor] = []
+    state = optimizer.state_dict()
+    sketch = spread(among, _sketch(state, tensors) if among.rank == number else None, number, among.name(None))
     if among.rank != number:
-        optimizer.load_state_dict(plain.decode(told))
+        state = _fill(sketch, tensors)
+    _overwrite(among, tensors, number)
+    if among.rank != number:
+        optimizer.load_state_dict(state)
 
 
 def broadcast_object(
@@ -88,6 +93,43 @@ def allgather_object(value: Any, *, name: str | None = None, process_set: Proces
     """Every rank's object, by rank. Pickled, as in broadcast_object."""
     among = among_of(process_set)
     return gather(among, value, among.name(name))
+
+
+class _Tensor:
+    """Stands for a tensor of the root's in what is pickled."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.shape = tuple(like.shape)
+        self.dtype = like.dtype
+
+
+def _sketch(value: Any, tensors: list[Tensor]) -> Any:
+    """The value with tensors replaced, which are collected."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return _Tensor(value)
+    if isinstance(value, dict):
+        return {key: _sketch(each, tensors) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return _rebuilt(value, [_sketch(each, tensors) for each in value])
+    return value
+
+
+def _fill(sketch: Any, tensors: list[Tensor]) -> Any:
+    """The same with new tensors in their places, of the host: load_state_dict brings them to their parameters."""
+    if isinstance(sketch, _Tensor):
+        tensors.append(torch.empty(sketch.shape, dtype=sketch.dtype, device="cpu"))
+        return tensors[-1]
+    if isinstance(sketch, dict):
+        return {key: _fill(each, tensors) for key, each in sketch.items()}
+    if isinstance(sketch, (list, tuple)):
+        return _rebuilt(sketch, [_fill(each, tensors) for each in sketch])
+    return sketch
+
+
+def _rebuilt(like: Any, items: list[Any]) -> Any:
+    """A list or tuple of its type; a named one takes its items one by one."""
+    return type(like)(*items) if hasattr(like, "_fields") else type(like)(items)
 
 
 def _compare(among: ProcessSet, lines: Sequence[str]) -> None:

@@ -24,7 +24,7 @@ from dadt.buffer import Buffers
 from dadt.checkpoint import Checkpoints
 from dadt.config import Config
 from dadt.death import Abort, Deaths
-from dadt.errors import CommError, CommTimeout, DadtError, Mismatch
+from dadt.errors import CommError, CommTimeout, DadtError, Mismatch, StartTimeout
 from dadt.executors.mail import NoMail
 from dadt.executors.meet import AllRanks, Meet
 from dadt.groups import group_values, take_values
@@ -557,7 +557,10 @@ class Runtime:
         Once all are there, what is still in flight ends, too: the engine runs in order.
         """
         if self.control is not None and not self._is_told:
-            self.control.exchange("the end", self._end.encode(), self.config.timeout)
+            try:
+                self.control.exchange("the end", self._end.encode(), self.config.timeout)
+            except StartTimeout as error:
+                raise CommTimeout(str(error)) from error
 
     def _record(self, timeline: Timeline, connection: Connection | None) -> None:
         if self.timeline is None:

@@ -33,7 +33,7 @@ class Stall:
         config, rank = runtime.config, runtime.world.rank
         peers = self._peers()
         who = _standing(peers)
-        ended = [p for p in peers if str(p["state"]).startswith("has ended")]
+        ended = [p for p in peers if str(p["said"]).startswith("has ended")]
         # One that went on after this rank has launched the work has launched it, too: its bytes are under way.
         if not closing and any(p["step"] <= runtime.steps_before(work) for p in ended):
             self._give_up()
@@ -46,8 +46,8 @@ class Stall:
             self._tell(f"rank {rank} waits in {work.name}{self._parameters_of(work)}: {who}", timeout)
 
     def overdue(self, work: Work | Averaging, waited: float, error: CommError) -> None:
-        """Raises CommTimeout that says where the peers are, where the error is a library's own deadline."""
-        if "imed out" in str(error):
+        """Raises CommTimeout that says where the peers are, where the error is an executor's own deadline."""
+        if isinstance(error, CommTimeout) or "imed out" in str(error):
             raise CommTimeout(f"waited {waited:.0f} s in {work.name}: {_standing(self._peers())}") from error
 
     def _peers(self) -> list[dict[str, Any]]:

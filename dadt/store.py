@@ -25,9 +25,11 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from dadt import world as environment
 from dadt.errors import ConfigError, StartTimeout
 from dadt.launch import library, schema
+from dadt.launch.accept import peer_of
+from dadt.launch.folder import root
 from dadt.launch.listen import Connection, Listener, Reach, Refused, Unreached, Words, dial
 from dadt.launch.meeting import SECRET, shared_key
-from dadt.launch.values import Asked, Held, Server, Values, is_ours
+from dadt.launch.values import Asked, Held, Server, Values
 from dadt.world import LAUNCHERS, World
 
 RETRY_SECONDS = 0.02
@@ -81,55 +83,61 @@ def ends(host: str, port: int) -> tuple[str, str]:
         return way.getsockname()[0], way.getpeername()[0]
 
 
-# All ranks on one host: they share an ancestor, after whom rank 0 names a socket that no file system sees. ------------
+# All ranks on one host: they share an ancestor, after whom rank 0 names a socket in the folder of this user. ----------
 
 
 def _on_this_host(world: World, timeout: float) -> Found:
     deadline = time.monotonic() + timeout
-    name = f"\0dadt-{os.getuid()}-{_launcher_of(world)}-{environment.torchrun_attempt()[1]}"
+    path = root() / f"meet-{_launcher_of(world)}-{environment.torchrun_attempt()[1]}"
     if world.rank == 0:
-        values = _opened(secrets.token_bytes(KEY_BYTES))
-        _accept(name, Server(values), world, deadline, timeout)
-        return Found(values, secret=values.get("secret"))
-    asked = Asked(_line_to(name, world, deadline, timeout), None, timeout)
-    return Found(asked, secret=asked.get("secret"))
+        values, secret = Held(), secrets.token_bytes(KEY_BYTES)
+        _accept(path, Server(values), secret, world, deadline, timeout)
+        return Found(values, secret=secret)
+    line, secret = _line_to(path, world, deadline, timeout)
+    return Found(Asked(line, None, timeout), secret=secret)
 
 
-def _accept(name: str, server: Server, world: World, deadline: float, timeout: float) -> None:
-    """Every other rank."""
+def _accept(path: Path, server: Server, secret: bytes, world: World, deadline: float, timeout: float) -> None:
+    """Every other rank, which is given the secret."""
     missing = set(range(1, world.world_size))
     with socket.socket(socket.AF_UNIX) as listener:
         try:
-            listener.bind(name)
+            listener.bind(str(path))
         except OSError as error:
             raise ConfigError(
                 f"another process has begun to meet the ranks of this {world.launcher}: only one program may train"
             ) from error
-        listener.listen(world.world_size)
-        while missing:
-            listener.settimeout(max(deadline - time.monotonic(), 0.001))
-            try:
-                line, _ = listener.accept()
-                line.settimeout(CONNECT_SECONDS)
-                if is_ours(line) and (rank := int.from_bytes(line.recv(4), "big")) in missing:
-                    missing.discard(rank)
-                    server.admit(line, None)
-                else:
-                    line.close()
-            except OSError:  # too late, or one that came has gone
-                if time.monotonic() >= deadline:
-                    raise _late(missing, timeout) from None
+        try:
+            listener.listen(world.world_size)
+            while missing:
+                listener.settimeout(max(deadline - time.monotonic(), 0.001))
+                try:
+                    line, _ = listener.accept()
+                    line.settimeout(CONNECT_SECONDS)
+                    if peer_of(line).uid == os.getuid() and (rank := int.from_bytes(line.recv(4), "big")) in missing:
+                        line.sendall(secret)
+                        missing.discard(rank)
+                        server.admit(line, None)
+                    else:
+                        line.close()
+                except OSError:  # too late, or one that came has gone
+                    if time.monotonic() >= deadline:
+                        raise _late(missing, timeout) from None
+        finally:
+            path.unlink(missing_ok=True)
 
 
-def _line_to(name: str, world: World, deadline: float, timeout: float) -> socket.socket:
+def _line_to(path: Path, world: World, deadline: float, timeout: float) -> tuple[socket.socket, bytes]:
+    """To rank 0, and the secret."""
     while time.monotonic() < deadline:
         line = socket.socket(socket.AF_UNIX)
         try:
             line.settimeout(CONNECT_SECONDS)
-            line.connect(name)
-            if is_ours(line):
+            line.connect(str(path))
+            if peer_of(line).uid == os.getuid():
                 line.sendall(world.rank.to_bytes(4, "big"))
-                return line
+                if len(secret := line.recv(KEY_BYTES, socket.MSG_WAITALL)) == KEY_BYTES:
+                    return line, secret
         except OSError:
             pass  # rank 0 is not there yet, and nobody tells when it is
         line.close()
@@ -163,13 +171,16 @@ def _stat(pid: int) -> list[str]:
 
 def _hold(world: World, tell: Tell, key: bytes, proved: bool, timeout: float, silence: float) -> Found:
     """On rank 0: until all others have come."""
-    values = _opened(secrets.token_bytes(KEY_BYTES) if proved else b"")
+    values = Held()
     server = Server(values)
+    # What strangers can learn proves nothing.
+    secret = secrets.token_bytes(KEY_BYTES) if proved else b""
     missing = set(range(1, world.world_size))
     news = threading.Condition()
 
     def greet(hello: Words) -> Words:
-        return {} if hello.get("rank") in missing else {"refused": f"rank {hello.get('rank')} is not awaited"}
+        awaited = hello.get("rank") in list(missing)
+        return {"secret": secret.hex()} if awaited else {"refused": f"rank {hello.get('rank')} is not awaited"}
 
     def take(hello: Words, connection: Connection) -> None:
         server.admit(connection.socket, connection.seal)
@@ -187,7 +198,7 @@ def _hold(world: World, tell: Tell, key: bytes, proved: bool, timeout: float, si
                 raise _late(missing, timeout)
     finally:
         listener.close()
-    return Found(values, secret=values.get("secret"))
+    return Found(values, secret=secret)
 
 
 def _come(world: World, tell: Tell, key: bytes, proved: bool, timeout: float, silence: float) -> Found:
@@ -197,7 +208,8 @@ def _come(world: World, tell: Tell, key: bytes, proved: bool, timeout: float, si
         drawn = key or bytes.fromhex(note["key"])
         reach = Reach(addresses=note["addresses"], port=note["port"], key=drawn, silence=silence)
         try:
-            connection, _, _ = dial(lambda: reach, {"rank": world.rank}, deadline)
+            connection, answer, _ = dial(lambda: reach, {"rank": world.rank}, deadline)
+            secret = bytes.fromhex(answer["secret"]) if proved else b""
         except Refused as error:
             raise StartTimeout(f"rank 0: {error}") from error
         except Unreached as error:
@@ -207,7 +219,7 @@ def _come(world: World, tell: Tell, key: bytes, proved: bool, timeout: float, si
             ) from error
     asked = Asked(connection.socket, connection.seal, timeout)
     own, other = connection.socket.getsockname()[0], connection.socket.getpeername()[0]
-    return Found(asked, own, other, asked.get("secret"))
+    return Found(asked, own, other, secret)
 
 
 def _by_torch(master: tuple[str, int], world: World, timeout: float) -> Tell:
@@ -292,12 +304,6 @@ def _broadcast(mpi: Any, note: Words, timeout: float) -> Words:
         time.sleep(RETRY_SECONDS)  # MPI has no wait with a deadline
     received: Words = json.loads(buffer)
     return received
-
-
-def _opened(secret: bytes) -> Held:
-    values = Held()
-    values.set("secret", secret)
-    return values
 
 
 def _late(missing: set[int], timeout: float) -> StartTimeout:

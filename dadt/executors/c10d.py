@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import queue
 import threading
 import weakref
@@ -87,7 +88,8 @@ _INSTALL = {
 def join(name: str, meet: Meet, world: World, ranks: Sequence[int], config: Config) -> C10d:
     """This rank's place among those of the world that are named, in their order, all of which have proved that they
     belong to the job. Raises as `proof.prove`."""
-    own = f"{name} {' '.join(map(str, ranks))}"
+    # The same on all of them, and short however many they are: it stands in each key.
+    own = f"{name} {hashlib.sha256(' '.join(map(str, ranks)).encode()).hexdigest()[:16]}"
     made = group(name, meet, world, ranks, config.timeout, own)
     devices = Backend.backend_capability.get(name, ["cpu"])
     device = None if "cpu" in devices else torch.device(devices[0], _index(devices[0]))

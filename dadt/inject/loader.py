@@ -326,6 +326,10 @@ def install(runtime: Runtime, streams: Streams) -> None:
         return loaders.length(self) if os.getpid() == loaders.pid else loaders.original_len(self)
 
     def iterator_init(self: Any, loader: Loader) -> None:
+        sampler, parting = inner_sampler(loader), streams.parting
+        drawn = type(sampler) is RandomSampler and loader.generator is None and sampler.generator is None
+        if drawn and parting is not None and parting.ahead and os.getpid() == loaders.pid:
+            parting.part()  # or all ranks would go through the same order until the first step
         original_seed(self, loader)
         rank = loader.__dict__.get("_dadt_rank")
         if rank is None and loader.generator is None and streams.parting is not None and streams.parting.ahead:

@@ -95,6 +95,8 @@ class Ahead(Protocol):
     @property
     def ahead(self) -> bool: ...
 
+    def part(self) -> None: ...
+
 
 class Resumed(NamedTuple):
     """The streams of a checkpoint, until they part again."""

@@ -5,12 +5,20 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import struct
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
+from typing import NamedTuple
 
+PEER = struct.Struct("3i")
 FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 """No descriptor or no memory is left: for now."""
+CLOSED = (errno.EBADF, errno.EINVAL, errno.ENOTSOCK)
+FULL_SECONDS = 0.01
+MOST_AT_ONCE = 64
+"""Accepted before others get their turn."""
 MOST_UNPROVED = 64
 """Connections at once that have not shown yet that they belong here."""
 
@@ -34,14 +42,12 @@ class Entrance:
         """The next connection; None where none can be had now. Raises OSError where the server is closed."""
         try:
             connection, address = self.server.accept()
-        except (BlockingIOError, ConnectionError):
-            return None  # nobody is there, or it has changed its mind
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno in CLOSED:
                 raise
-            if not self._drop_one(0):
+            if error.errno in FULL and not self._drop_one(0):
                 self._turn_away()
-            return None
+            return None  # nobody is there, it has changed its mind, or its network has failed
         with self._lock:
             self._unproved[connection] = str(address[0]) if isinstance(address, tuple) else ""
         self._drop_one(self._most)
@@ -76,11 +82,25 @@ class Entrance:
         """Whoever waits longest: it would be seen again and again, and cannot be taken."""
         if self._spare is not None:
             os.close(self._spare)
-        try:
-            self.server.accept()[0].close()
-        except OSError:
-            pass  # it has gone, or another thread has taken the descriptor
+            try:
+                self.server.accept()[0].close()
+            except OSError:
+                pass  # it has gone, or another thread has taken the descriptor
+        else:
+            time.sleep(FULL_SECONDS)  # nobody tells when there are descriptors again
         self._spare = _spare()
+
+
+class Peer(NamedTuple):
+    """The other side of a Unix socket, as the kernel knows it."""
+
+    pid: int
+    uid: int
+    gid: int
+
+
+def peer_of(line: socket.socket) -> Peer:
+    return Peer(*PEER.unpack(line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size)))
 
 
 def _spare() -> int | None:

@@ -12,9 +12,6 @@ from typing import Any
 from dadt.launch.frame import Frame
 from dadt.launch.worker import STREAMS, Worker
 
-KINDS = ("shim", "spawned", "unspawned", "ended")
-"""Frames of shims."""
-
 
 class Adoption:
     """The agent's side. A worker's pipes are named ones, of which the shim opens the other end."""
@@ -68,9 +65,14 @@ class Adoption:
     def spawned(self, frame: Frame) -> Worker | None:
         """The shim has started the worker."""
         worker = self._admitted.get(frame["line"])
-        if worker is not None:
-            worker.pid = frame["pid"]
+        if worker is None or worker.pid:
+            return None
+        worker.pid = frame["pid"]
         return worker
+
+    def admitted(self, line: int) -> bool:
+        """Whether a shim is there that was told what to run."""
+        return line in self._admitted
 
     def ended(self, frame: Frame) -> tuple[Worker, int] | None:
         """The shim says how the worker ended: it, and its peak memory."""

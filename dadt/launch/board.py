@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from dadt.launch.frame import Frame
 
 MOST_KEYS = 4096
+MOST_TOGETHER = 1 << 30
+"""Bytes of one answer."""
 MOST_BYTES = 16 << 20
 """Of one rank. Its addresses in a group of 10,000 ranks are less than 1 MB."""
 
@@ -65,7 +67,12 @@ class Board:
         """Answered as soon as all its keys are there."""
         absent = next((key for key in want.keys if key not in self._blobs), None)
         if absent is None:
-            want.reply(together([self._blobs[key] for key in want.keys]))
+            blobs = [self._blobs[key] for key in dict.fromkeys(want.keys)]
+            if len(blobs) < len(want.keys) or sum(map(len, blobs)) > MOST_TOGETHER:
+                text = f"rank {want.rank} asks for more at once than {MOST_TOGETHER:,} bytes, or for a key twice"
+                want.reply(Frame("error", {"type": "DadtError", "message": text}))
+            else:
+                want.reply(together(blobs))
         else:
             self._wants.setdefault(absent, []).append(want)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -52,11 +54,16 @@ class Dump:
         return [Stack(rank, pid, self._text(pid, path)) for pid, (rank, _, path) in self._offers.items()]
 
     def _text(self, pid: int, path: Path) -> bytes:
-        if not path.exists():
+        try:
+            # What a worker has put there instead must not keep the agent waiting, nor lead elsewhere.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            with os.fdopen(descriptor, "rb") as file:
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    return b""
+                file.seek(self._begins[pid])
+                return file.read(OUTPUT)
+        except OSError:
             return b""
-        with path.open("rb") as file:
-            file.seek(self._begins[pid])
-            return file.read(OUTPUT)
 
 
 class Inquiry:

@@ -115,7 +115,10 @@ def remove_stale() -> None:
     """The folders that nobody holds any more."""
     for path in root().iterdir():
         if not is_held(path):
-            shutil.rmtree(path, ignore_errors=True)
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)  # where ranks have met that were killed meanwhile
 
 
 def is_held(path: Path) -> bool:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dadt.errors import DadtError
-from dadt.launch import schema
 from dadt.launch.schema import Speaker
 from dadt.launch.seal import Seal
 
@@ -179,15 +178,6 @@ def _checked(speaker: Speaker, data: bytes, body_size: int) -> Frame:
     kind = header.pop("kind", None) if isinstance(header, dict) else None
     if not isinstance(kind, str):
         raise DadtError(f"expected a frame of {speaker.name}, got {data[:80]!r}")
-    known = speaker.kinds.get(kind)
-    if known is None:
-        raise DadtError(f"{kind[:80]!r} is nothing that {speaker.name} may say")
-    wrong = schema.misfit(known.facts, header) if known.facts is not None else None
-    if wrong is not None:
-        told = f"{header[wrong]!r:.80}" if wrong in header else "missing"
-        raise DadtError(f"{wrong!r:.80} of {kind!r} is not what {speaker.name} may say: {told}")
-    if known.facts is None and not schema.anything(header):
-        raise DadtError(f"{kind!r} of {speaker.name} nests too deep")
-    if body_size > known.body:
-        raise DadtError(f"{kind!r} of {speaker.name} announces {body_size:,} bytes; {known.body:,} is the most")
+    if refusal := speaker.refusal(kind, header, body_size):
+        raise DadtError(refusal)
     return Frame(kind, header)

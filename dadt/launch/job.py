@@ -27,6 +27,8 @@ from dadt.launch.watch import View, Watch
 UNCAUGHT = 1
 """Python's exit code after an uncaught exception."""
 TURN_SECONDS = 0.5
+MOST_SAID = 10_000
+"""Different lines of the workers, each of which is printed once."""
 PRIMARY_SECONDS = 1.0
 """After a failure that another one caused: how long to wait for that other one to show itself."""
 EXIT_SECONDS = 1.0
@@ -92,8 +94,12 @@ class Job:
         say: Say,
         grace: float,
         verbose: bool = False,
+        timeout: float = float("inf"),
     ) -> None:
-        """crew: all agents are ready. grace: from SIGTERM to SIGKILL when the user ends the job."""
+        """crew: all agents are ready. grace: from SIGTERM to SIGKILL when the user ends the job. timeout: seconds for
+        which ranks wait for one that cannot go on."""
+        self._timeout = timeout
+        self._held_since = 0.0
         self._job = job
         self._crew = crew
         self._slots = slots
@@ -215,6 +221,7 @@ class Job:
         if now >= self._fail_at:
             self._fail_at = float("inf")
             self.terminate(FAILURE_GRACE, "a worker failed", stacks=True)
+        self._look_for_held(now)
         for death in self._deaths:  # once stacks are asked for, which show where each rank was
             self._crew.send_all(death)
         self._deaths.clear()
@@ -222,6 +229,16 @@ class Job:
             # An agent is stuck: it is killed, and its workers with it.
             self._working.clear()
             self._hang_up = 0.0
+
+    def _look_for_held(self, now: float) -> None:
+        """Where all ranks have ended but some that cannot go on, nobody else gives up on those."""
+        living = [member for member in self._rendezvous.members if not member.ended]
+        if not living or len(living) == len(self._rendezvous.members) or not all(member.held for member in living):
+            self._held_since = now
+        elif now - self._held_since > self._timeout and self._held is None:
+            self._held = living[0]
+            self._blame = Blame.of_held(living[0].condition)
+            self._fail_by(0.0)
 
     def _patience(self) -> float:
         now = time.monotonic()
@@ -287,7 +304,7 @@ class Job:
         self._rendezvous.members[frame["rank"]].went_to(frame["step"], 0.0)
 
     def _on_say(self, node: Node, frame: Frame) -> None:
-        if frame["text"] not in self._said:
+        if frame["text"] not in self._said and len(self._said) < MOST_SAID:
             self._said.add(frame["text"])
             self._say(frame["text"], frame["level"])
 
@@ -298,7 +315,8 @@ class Job:
         if known is None or (known.thread and not record.thread):
             self._records[frame["rank"]] = record
         if record.secondary and record.type != "Mismatch" and self._held is None:
-            self._held = next((member for member in self._rendezvous.members if member.held), None)
+            others = (member for member in self._rendezvous.members if member.rank != frame["rank"])
+            self._held = next((member for member in others if member.held), None)
             if self._held is not None:
                 self._blame = Blame.of_held(self._held.condition)
             else:
@@ -345,7 +363,7 @@ class Job:
         self._answer(node, frame["line"], Frame("peers", {"peers": peers}))
 
     def _seen_from(self, rank: int, member: Member) -> dict[str, Any]:
-        told = member.describe()
+        told = {**member.describe(), "said": member.state}
         text = self._silences.between(self._slots[rank].cross_rank, self._slots[member.rank].cross_rank)
         return {**told, "state": f"is unreachable, as {text} ({told['state']})"} if text and not member.ended else told
 
@@ -469,12 +487,16 @@ class Job:
         if cause is not None and cause[1] is not None and cause[1].secondary and self._held is not None:
             held = self._endings.get(self._held.rank)
             cause = (held, None) if held is not None else cause
+        if cause is None and self._held is not None and (ending := self._endings.get(self._held.rank)) is not None:
+            cause = (ending, None)
         if cause is not None and self._lost_time < _time(*cause):
             cause = None  # a scheduler, or silence, ended the others because of it
         if cause is not None and not outcome.signal:
             outcome.failure = self._failure(*cause)
         elif self._error is not None and not outcome.signal:
             raise LaunchError(self._error)
+        elif not outcome.signal and (lost := [slot.rank for slot in self._slots if slot.rank not in self._endings]):
+            raise LaunchError(f"it is not known how rank {lost[0]} has ended: its agent has not told")
         return outcome
 
     def _failure(self, ending: Ending, record: Record | None) -> Failure:

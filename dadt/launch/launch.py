@@ -134,7 +134,17 @@ def _run(
             voice.lines,
             lambda text: voice.say(text, "warning"),
         )
-        job = Job(folder.job, crew, where.slots, output, report.journal, voice.say, config.grace, config.verbose)
+        job = Job(
+            folder.job,
+            crew,
+            where.slots,
+            output,
+            report.journal,
+            voice.say,
+            config.grace,
+            verbose=config.verbose,
+            timeout=config.timeout,
+        )
         voice.meanwhile(lambda: job.attend(interrupts))
         report.placed(where.config, where.nodes, where.slots, job.watch)
         job.serve(folder.query, _facts(where))

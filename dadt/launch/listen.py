@@ -138,18 +138,20 @@ class Listener:
                 connection.close()
 
     def _meet(self, connection: socket.socket) -> None:
+        taken = False
         try:
             met = self._hear(connection, time.monotonic() + MEET_SECONDS)
-        except (OSError, EOFError, ValueError, DadtError) as error:
+            self._entrance.settle(connection)
+            if met is not None:
+                guard(connection, self._silence)
+                self._take(met[0], Connection(connection, met[1]))
+                taken = True
+        except Exception as error:  # noqa: BLE001 (whatever is wrong with one that connects ends its connection only)
             self._tell(connection, error)
-            met = None
         finally:
             self._entrance.settle(connection)
-        if met is None:
-            connection.close()
-        else:
-            guard(connection, self._silence)
-            self._take(met[0], Connection(connection, met[1]))
+            if not taken:
+                connection.close()
 
     def _hear(self, connection: socket.socket, deadline: float) -> tuple[Words, Seal] | None:
         """What it says, once it has proved to know the key; None if it is not wanted."""

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from dadt.errors import ConfigError, LaunchError
-from dadt.launch.accept import Entrance
+from dadt.launch.accept import MOST_AT_ONCE, Entrance
 
 VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "flannel", "cali", "lxc", "podman")
 """Interfaces that lead to containers of the same host."""
@@ -100,7 +100,7 @@ class Listener:
         return self._entrance.server.fileno()
 
     def answer(self) -> None:
-        while True:
+        for _ in range(MOST_AT_ONCE):
             connection = self._entrance.accept()
             if connection is None:
                 return  # or it could not be had now, and is seen again

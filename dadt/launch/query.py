@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import select
 import socket
-import struct
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dadt.errors import DadtError
 from dadt.launch import schema
-from dadt.launch.accept import Entrance
+from dadt.launch.accept import Entrance, peer_of
 from dadt.launch.frame import CHUNK, Frame, Link, Parser
 
 if TYPE_CHECKING:
@@ -218,8 +217,7 @@ class Line:
     @property
     def pid(self) -> int:
         """Of the process that listens, as the kernel knows it."""
-        peer = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        return int(struct.unpack("3i", peer)[0])
+        return peer_of(self._socket).pid
 
     def ask(self, frame: Frame, seconds: float = ANSWER_SECONDS) -> Iterator[Frame]:
         """The answers, as they come. Ends with the connection; raises TimeoutError after so many seconds."""

@@ -12,6 +12,10 @@ from dadt.launch.condition import HELD, TEXTS
 from dadt.launch.frame import Frame
 
 Reply = Callable[[Frame], None]
+MOST_EXCHANGES = 1 << 16
+MOST_GIVEN = 256 << 20
+"""Bytes of one rank that wait for the others'."""
+OVER = Frame("exchanged")
 
 
 @dataclass(slots=True)
@@ -86,6 +90,8 @@ class Exchange:
     """Blobs under one key, and the ranks that wait for all of them."""
 
     blobs: dict[int, bytes] = field(default_factory=dict)
+    complete: Frame | None = None
+    """The answer to all; nothing of it is kept once it was given."""
     waits: list[tuple[float, float, Reply]] = field(default_factory=list)
     """Deadline, its timeout, and where the answer goes."""
 
@@ -101,6 +107,11 @@ class Rendezvous:
 
     def give(self, key: str, rank: int, blob: bytes, timeout: float, reply: Reply) -> None:
         exchange = self._exchanges.setdefault(key, Exchange())
+        given = sum(len(each.blobs.get(rank, b"")) for each in self._exchanges.values())
+        if exchange.complete or len(self._exchanges) > MOST_EXCHANGES or given + len(blob) > MOST_GIVEN:
+            text = f"rank {rank} gives {len(blob):,} bytes for {key!r}: each key comes once, and there are bounds"
+            reply(Frame("error", {"type": "DadtError", "message": text}))
+            return
         exchange.blobs[rank] = blob
         exchange.waits.append((time.monotonic() + timeout, timeout, reply))
         self.settle()
@@ -119,17 +130,22 @@ class Rendezvous:
         self._board.settle((member.rank for member in self.members if member.ended), self._refuse)
         now = time.monotonic()
         for key, exchange in self._exchanges.items():
+            if exchange.complete:
+                continue
             missing = [member for member in self.members if member.rank not in exchange.blobs]
             waits, exchange.waits = exchange.waits, []
             for deadline, timeout, reply in waits:
                 if not missing:
-                    reply(self._complete(exchange))
+                    exchange.complete = exchange.complete or self._complete(exchange)
+                    reply(exchange.complete)
                 elif any(member.ended for member in missing):
                     reply(_refuse(key, missing, "cannot arrive any more"))
                 elif now >= deadline:
                     reply(_refuse(key, missing, f"did not arrive within {timeout:g} s"))
                 else:
                     exchange.waits.append((deadline, timeout, reply))
+            if exchange.complete and exchange.blobs:
+                exchange.blobs, exchange.complete = {}, OVER  # all that were to come have been answered
 
     @property
     def waiting(self) -> bool:

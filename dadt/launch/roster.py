@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dadt.errors import DadtError
-from dadt.launch.accept import Entrance
+from dadt.launch.accept import Entrance, peer_of
 from dadt.launch.dump import Inquiry
 from dadt.launch.folder import line_of
 from dadt.launch.frame import Frame, Link
@@ -19,6 +20,11 @@ from dadt.pulse import Pulse
 
 LOCAL = ("stacks", "saved", "await_save", "listen")
 """Kinds that concern this host alone; all others are passed on to the launcher."""
+SHIMS = ("shim", "spawned", "unspawned", "ended")
+"""Kinds of those that mpirun starts: they speak of another process than their own."""
+STACKS_FILE = re.compile(r"stacks-[0-9]+")
+UNSENT_LIMIT = 64 << 20
+"""Bytes of answers that a process may leave unread."""
 
 
 @dataclass(slots=True)
@@ -28,6 +34,8 @@ class Line:
     number: int
     rank: int
     """Which it speaks for: by where it came in, whatever it says."""
+    pid: int
+    """Of who connected; 0 where the kernel cannot tell."""
     link: Link
     socket: socket.socket
     entrance: Entrance
@@ -90,7 +98,7 @@ class Roster:
             return None
         self._numbered += 1
         link = Link(connection.fileno(), connection.fileno(), self.speaker)
-        line = Line(self._numbered, rank, link, connection, entrance)
+        line = Line(self._numbered, rank, peer_of(connection).pid, link, connection, entrance)
         self.lines[line.number] = line
         return line
 
@@ -105,6 +113,8 @@ class Roster:
             if frame["rank"] != line.rank:
                 raise DadtError(f"{frame.kind!r} for rank {frame['rank']} came from a process of rank {line.rank}")
             line.entrance.settle(line.socket)
+            if "pid" in frame.header and frame.kind not in SHIMS and line.pid > 1:
+                frame.header["pid"] = line.pid  # as the kernel says: it may come to be signalled
             if frame.kind == "claim":
                 self._claim(line, frame)
             elif frame.kind in LOCAL:
@@ -115,11 +125,17 @@ class Roster:
     def answer(self, number: int, frame: Frame) -> None:
         """To the line with that number, if its process still is there."""
         line = self.lines.get(number)
-        if line is not None:
-            try:
-                line.link.send(frame)
-            except BrokenPipeError:
-                pass  # it died while it waited; its end is reported by itself
+        if line is None:
+            return
+        try:
+            line.link.send(frame)
+        except BrokenPipeError:
+            # It died while it waited, or hears nothing more: what it has still said is read.
+            line.link.unsent.clear()
+            line.listens = False
+        if len(line.link.unsent) > UNSENT_LIMIT + len(frame.body):
+            line.link.unsent.clear()
+            line.socket.shutdown(socket.SHUT_RDWR)  # it asks on without reading
 
     def tell(self, frame: Frame) -> None:
         """To every process that listens."""
@@ -174,8 +190,8 @@ class Roster:
 
     def _stacks(self, line: Line, frame: Frame) -> None:
         path = Path(frame["path"])
-        if path.parent != self.path.parent:
-            raise DadtError(f"{path} is not in the folder of the job")
+        if path.parent != self.path.parent or not STACKS_FILE.fullmatch(path.name):
+            raise DadtError(f"{path} is no file for stacks in the folder of the job")
         self.dumps[frame["pid"]] = (line.rank, frame["signal"], path)
 
     def _listen(self, line: Line, frame: Frame) -> None:

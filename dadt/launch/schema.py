@@ -5,6 +5,7 @@ Every frame is checked against this before anything is done about it. One that d
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ RESULT = 1 << 30
 OUTPUT = 1 << 20
 """Most bytes that a worker has printed, or of its stacks, in one frame."""
 MOST_RANKS = 1 << 20
+SIZE = re.compile(r"-?[0-9]{1,6}")
 DEPTH = 6
 """Of values within values that are passed on as they are."""
 
@@ -66,6 +68,12 @@ def by_rank(check: Check) -> Check:
     """By numbers of ranks, which JSON writes as text."""
     values = mapped(check, MOST_RANKS)
     return lambda value: values(value) and all(name.isascii() and name.isdigit() and len(name) < 8 for name in value)
+
+
+def by_size(check: Check) -> Check:
+    """By whole numbers, as text."""
+    values = mapped(check)
+    return lambda value: values(value) and all(SIZE.fullmatch(str(name)) for name in value)
 
 
 def pair(first: Check, second: Check) -> Check:
@@ -115,6 +123,21 @@ class Speaker:
     header: int = 1 << 20
     """Most bytes of a header."""
 
+    def refusal(self, kind: str, header: Mapping[str, Any], body: int) -> str:
+        """Why this may not be said, with so many bytes; empty if it may."""
+        known = self.kinds.get(kind)
+        if known is None:
+            return f"{kind[:80]!r} is nothing that {self.name} may say"
+        wrong = misfit(known.facts, header) if known.facts is not None else None
+        if wrong is not None:
+            told = f"{header[wrong]!r:.80}" if wrong in header else "missing"
+            return f"{wrong!r:.80} of {kind!r} is not what {self.name} may say: {told}"
+        if known.facts is None and not anything(header):
+            return f"{kind!r} of {self.name} nests too deep"
+        if body > known.body:
+            return f"{kind!r} of {self.name} announces {body:,} bytes; {known.body:,} is the most"
+        return ""
+
     def without(self, *kinds: str) -> Speaker:
         return replace(self, kinds={name: kind for name, kind in self.kinds.items() if name not in kinds})
 
@@ -128,7 +151,7 @@ LINE = whole()
 PORT = whole(0, 65535)
 KEY = text(1024)
 PATH = text(4096)
-NAMES = listed(text(), 1 << 16)
+ARGUMENTS = listed(text(1 << 20), 1 << 16)
 VARIABLES = mapped(text(1 << 20), 1 << 16)
 
 DEATH = Kind({"text": text(TEXT), "steps_": COUNT})
@@ -137,10 +160,10 @@ DEATH = Kind({"text": text(TEXT), "steps_": COUNT})
 _process: dict[str, Check] = {"rank": RANK, "pid": PID}
 _question: dict[str, Check] = {**_process, "timeout": SECONDS}
 _numbers = record(
-    samples=number, waited=number, clock=number, sent=number, plain=number, late=number, fell_back=number,
-    step_times=record(counts=mapped(COUNT, 4096), seconds=number),
+    samples_=number, waited_=number, clock_=number, sent_=number, plain_=number, late_=number, fell_back_=number,
+    step_times_=record(counts=by_size(COUNT), seconds=number),
 )  # fmt: skip
-_source = mapped(maybe(either(text(), whole(-1))), 8)
+_source = record(file=text(), line=maybe(COUNT), function_=maybe(text()), text_=maybe(text()))
 
 _passed_on: dict[str, Kind] = {
     "hello": Kind({**_process, "torch": text(100)}),
@@ -186,7 +209,7 @@ WORKER = Speaker(
 )
 """To the agent of its host."""
 
-_member = record(rank=RANK, host=text(), pid=COUNT, state=text(), step=STEP, seconds=number)
+_member = record(rank=RANK, host=text(), pid=COUNT, state=text(TEXT), said=text(), step=STEP, seconds=number)
 
 ANSWERS = Speaker(
     "the agent",
@@ -198,7 +221,7 @@ ANSWERS = Speaker(
         "saved": Kind({"verdict": one_of("there", "write")}),
         "error": Kind({"type": one_of("DadtError", "StartTimeout"), "message": text(1 << 22)}),
         "death": DEATH,
-        "order": Kind({"command": NAMES, "env": VARIABLES, "cwd": PATH, "out": PATH, "err": PATH}),
+        "order": Kind({"command": ARGUMENTS, "env": VARIABLES, "cwd": PATH, "out": PATH, "err": PATH}),
     },
     header=64 << 20,
 )
@@ -268,7 +291,7 @@ AGENT = Speaker(
 )
 """To the launcher."""
 
-_worker = record(rank=RANK, local_rank=RANK, env=VARIABLES, command=NAMES)
+_worker = record(rank=RANK, local_rank=RANK, env=VARIABLES, command=ARGUMENTS)
 _target = record(index=RANK, port=whole(1, 65535), token=text(64), addresses=listed(text(64), 1 << 16))
 
 LAUNCHER = Speaker(
@@ -332,7 +355,7 @@ TOLD = Speaker(
         "description": Kind(None),
         "stack": Kind(None, OUTPUT),
         "end": Kind({}),
-        "killed": Kind({"workers": NAMES, "grace": number}),
+        "killed": Kind({"workers": listed(text(), MOST_RANKS), "grace": number}),
     },
     header=64 << 20,
 )

@@ -48,6 +48,7 @@ class Trace:
             except (OSError, ValueError):
                 continue  # there is none yet, or no more
             steps += [pulse.read(rank)[0] for rank in range(pulse.local_size)]
+            pulse.close()
         return steps
 
     @property

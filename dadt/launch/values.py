@@ -6,10 +6,8 @@ key of the connection.
 
 from __future__ import annotations
 
-import os
 import selectors
 import socket
-import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -153,8 +151,8 @@ class Server:
     def _answer(self, question: Frame) -> Frame:
         try:
             return QUESTIONS[question.kind](self._values, question)
-        except DadtError as error:
-            return Frame("error", {"message": str(error)})
+        except (DadtError, ValueError) as error:  # also of letters that are none
+            return Frame("error", {"message": str(error)[:4096]})
 
 
 def _set(values: Held, question: Frame) -> Frame:
@@ -203,6 +201,8 @@ class Asked:
         if len(question.body) > BLOB:
             raise DadtError(f"{question['key']!r}: {len(question.body):,} bytes are more than {BLOB:,}")
         with self._lock, selectors.DefaultSelector() as selector:
+            if self._socket.fileno() < 0:
+                raise PeerLost("rank 0, which holds what the ranks tell each other, did not answer before")
             selector.register(self._socket, selectors.EVENT_READ)
             try:
                 self._link.send(question)
@@ -216,12 +216,9 @@ class Asked:
                         break
             except (BrokenPipeError, EOFError):
                 raise PeerLost("rank 0, which holds what the ranks tell each other, is gone") from None
+            except BaseException:
+                self._socket.close()  # a late answer is none to the next question
+                raise
         if answers[0].kind == "error":
             raise DadtError(answers[0]["message"])
         return answers[0]
-
-
-def is_ours(line: socket.socket) -> bool:
-    """Whether the other side of a Unix socket is a process of this user."""
-    credentials = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return bool(struct.unpack("3i", credentials)[1] == os.getuid())

@@ -38,6 +38,7 @@ def test_a_row_for_each_size(executor: str, against: str, ranks: int, tmp_path: 
     ("options", "said"),
     [(["--device", "cuda"], "needs a CUDA device"), (["--against", "nccl"], "moves tensors of GPUs only")],
 )
-def test_what_cannot_be_measured_is_refused(options: list[str], said: str) -> None:
-    done = subprocess.run([*PROGRAM, "shm", *options], capture_output=True, text=True, timeout=60)
+def test_what_cannot_be_measured_is_refused(options: list[str], said: str, tmp_path: Path) -> None:
+    store = ["--store", str(tmp_path / "store")]
+    done = subprocess.run([*PROGRAM, "shm", *store, *options], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and said in done.stderr

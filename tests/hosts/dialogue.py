@@ -59,7 +59,7 @@ def outcome(network: Network, backend: str, name: str = "h0", **knobs: Any) -> s
 
 def ask(channel: Channel) -> Frame:
     """What the agent says of its host."""
-    look = {"job": "test", "index": 0, "hosts": 1, "env": {}, "prologue": "", "cwd": "/", "files": []}
+    look = {"job": "test", "index": 0, "hosts": 1, "env": {}, "prologue": "", "cwd": "/", "files": [], "mpi": ""}
     try:
         channel.link.send(Frame("look", {**look, "orphan_timeout": 30.0}))
     except BrokenPipeError:

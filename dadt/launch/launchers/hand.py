@@ -76,7 +76,7 @@ class HandLauncher:
         self._local.close()
 
     def conclude(self, code: int, lines: Sequence[str]) -> None:
-        verdict = Frame("verdict", {"code": code, "lines": list(lines)})
+        verdict = Frame("verdict", {"code": code, "lines": [line[: schema.TEXT] for line in lines[:100]]})
         for connection in self._watchers.values():
             with connection.socket:
                 _tell(connection, verdict)
