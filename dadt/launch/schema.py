@@ -305,7 +305,7 @@ LAUNCHER = Speaker(
                 "cwd": PATH,
                 "files": listed(PATH, 1 << 16),
                 "prologue": text(1 << 20),
-                "mpi": text(100),
+                "mpi_": text(100),
                 "orphan_timeout": maybe(number),
                 "env": VARIABLES,
             }

@@ -60,6 +60,7 @@ def test_leftovers_are_seen(hosts: Callable[[int], Network]) -> None:
     assert network.leftovers() == []
     command = "mkdir /tmp/dadt-0/abcd; setsid sleep 60 >/dev/null 2>&1 </dev/null & echo"
     assert ssh(network, "h0", command).returncode == 0
+    await_that(lambda: len(network.leftovers()) == 2, "both")  # the shell may be quicker than what it has started
     left = network.leftovers()
     assert len(left) == 2 and "abcd" in left[0] and "sleep 60" in left[1]
     for pid in network[0].processes():
