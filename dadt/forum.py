@@ -38,11 +38,12 @@ class Forum:
     """Has Control's methods. Rank 0 prints what is to be said, once. Belongs to the process that connected: in a
     forked child every method raises DadtError."""
 
-    def __init__(self, world: World, values: Values, secret: bytes) -> None:
-        """secret: that only ranks of this job know; empty where strangers may have learnt it."""
+    def __init__(self, world: World, found: stores.Found) -> None:
         self.world = world
-        self.secret = secret
-        self._values = values
+        self.secret = found.secret
+        """That only ranks of this job know; empty where strangers may have learnt it."""
+        self._found = found
+        self._values = found.values
         self._step = -1
         self._state = BEGUN
         self._pid = os.getpid()
@@ -54,7 +55,7 @@ class Forum:
         Raises StartTimeout naming ranks that do not come, ConfigError where there is no way to meet.
         """
         found = stores.connect(world, config.start_timeout, config.timeout)
-        forum = cls(world, found.values, found.secret)
+        forum = cls(world, found)
         mine = {
             "machine": machine_id(),
             "own": found.own,

@@ -29,7 +29,7 @@ from dadt.launch.accept import peer_of
 from dadt.launch.folder import root
 from dadt.launch.listen import Connection, Listener, Reach, Refused, Unreached, Words, dial
 from dadt.launch.meeting import SECRET, shared_key
-from dadt.launch.values import Asked, Held, Server, Values
+from dadt.launch.values import Asked, Server, Values
 from dadt.world import LAUNCHERS, World
 
 RETRY_SECONDS = 0.02
@@ -57,6 +57,8 @@ class Found:
     """Rank 0's."""
     secret: bytes = b""
     """That only ranks of this job know; empty where strangers may have learnt it."""
+    server: Server | None = None
+    """On rank 0: what holds the values, for as long as this is there."""
 
 
 def connect(world: World, timeout: float, silence: float) -> Found:
@@ -90,9 +92,9 @@ def _on_this_host(world: World, timeout: float) -> Found:
     deadline = time.monotonic() + timeout
     path = root() / f"meet-{_launcher_of(world)}-{environment.torchrun_attempt()[1]}"
     if world.rank == 0:
-        values, secret = Held(), secrets.token_bytes(KEY_BYTES)
-        _accept(path, Server(values), secret, world, deadline, timeout)
-        return Found(values, secret=secret)
+        server, secret = Server(), secrets.token_bytes(KEY_BYTES)
+        _accept(path, server, secret, world, deadline, timeout)
+        return Found(server.asked(timeout), secret=secret, server=server)
     line, secret = _line_to(path, world, deadline, timeout)
     return Found(Asked(line, None, timeout), secret=secret)
 
@@ -171,8 +173,7 @@ def _stat(pid: int) -> list[str]:
 
 def _hold(world: World, tell: Tell, key: bytes, proved: bool, timeout: float, silence: float) -> Found:
     """On rank 0: until all others have come."""
-    values = Held()
-    server = Server(values)
+    server = Server()
     # What strangers can learn proves nothing.
     secret = secrets.token_bytes(KEY_BYTES) if proved else b""
     missing = set(range(1, world.world_size))
@@ -198,7 +199,7 @@ def _hold(world: World, tell: Tell, key: bytes, proved: bool, timeout: float, si
                 raise _late(missing, timeout)
     finally:
         listener.close()
-    return Found(values, secret=secret)
+    return Found(server.asked(timeout), secret=secret, server=server)
 
 
 def _come(world: World, tell: Tell, key: bytes, proved: bool, timeout: float, silence: float) -> Found:

@@ -7,9 +7,11 @@ key of the connection.
 from __future__ import annotations
 
 import selectors
+import signal
 import socket
+import subprocess
+import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
@@ -23,6 +25,8 @@ MOST_KEYS = 1 << 20
 MOST_BYTES = 1 << 30
 """Of all values together."""
 UNSENT_LIMIT = BLOB + (1 << 20)
+PLAIN = "plain"
+"""In place of a seal's text: the connection is a socket of this host."""
 ASKS = Speaker(
     "a rank",
     {
@@ -105,33 +109,70 @@ class Held:
 
 
 class Server:
-    """Answers the other processes, in a thread of its own, until this process ends."""
+    """Holds the values and answers, in a process of its own: a rank that is in a library with the interpreter locked, as
+    in MPI_Init until all ranks are, could not."""
 
-    def __init__(self, values: Held) -> None:
-        self._values = values
-        self._selector = selectors.DefaultSelector()
-        self._new: deque[tuple[socket.socket, Seal | None]] = deque()
-        self._woken, self._wake = socket.socketpair()
-        self._woken.setblocking(False)
-        self._selector.register(self._woken, selectors.EVENT_READ, self._admit)
-        threading.Thread(target=self._serve, name="dadt-values", daemon=True).start()
+    def __init__(self) -> None:
+        """It ends with this process, or with `close`. Raises DadtError where it cannot be started."""
+        self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "dadt.launch.values", str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # Ctrl-C is for the ranks
+                    cwd="/",  # python -m looks for modules in the current folder first, and there is the user's own
+                )
+            except OSError as error:
+                self._line.close()
+                raise DadtError(f"{sys.executable}: cannot be run ({error.strerror})") from error
 
     def admit(self, connection: socket.socket, seal: Seal | None) -> None:
-        """One that has proved itself. Any thread."""
-        self._new.append((connection, seal))
-        self._wake.send(b"1")
+        """Give it one that has proved itself. Any thread."""
+        with connection:
+            socket.send_fds(
+                self._line, [(seal.to_text() if seal is not None else PLAIN).encode()], [connection.fileno()]
+            )
 
-    def _serve(self) -> None:
-        while True:
+    def asked(self, timeout: float) -> Asked:
+        """This process's own way to the values."""
+        ours, theirs = socket.socketpair()
+        self.admit(theirs, None)
+        return Asked(ours, None, timeout)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._line.close()
+        self._process.wait()
+
+
+class Service:
+    """The process's one thread."""
+
+    def __init__(self, line: socket.socket) -> None:
+        """line: by which whoever is to be answered comes; its end is that of the process."""
+        self._values = Held()
+        self._line = line
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(line, selectors.EVENT_READ)
+        self._over = False
+
+    def run(self) -> None:
+        while not self._over:
             for key, events in self._selector.select():
-                key.data() if key.fileobj is self._woken else key.data(events)
+                self._admit() if key.fileobj is self._line else key.data(events)
 
     def _admit(self) -> None:
-        self._woken.recv(4096)
-        while self._new:
-            connection, seal = self._new.popleft()
-            link = Link(connection.fileno(), connection.fileno(), ASKS, seal=seal)
-            self._selector.register(connection, selectors.EVENT_READ, partial(self._turn, connection, link))
+        text, descriptors, _, _ = socket.recv_fds(self._line, 4096, 1)
+        if not text:
+            self._over = True
+            return
+        connection = socket.socket(fileno=descriptors[0])
+        seal = Seal.from_text(text.decode()) if text.decode() != PLAIN else None
+        link = Link(connection.fileno(), connection.fileno(), ASKS, seal=seal)
+        self._selector.register(connection, selectors.EVENT_READ, partial(self._turn, connection, link))
 
     def _turn(self, connection: socket.socket, link: Link, events: int) -> None:
         try:
@@ -222,3 +263,12 @@ class Asked:
         if answers[0].kind == "error":
             raise DadtError(answers[0]["message"])
         return answers[0]
+
+
+def main() -> None:
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    Service(socket.socket(fileno=int(sys.argv[1]))).run()
+
+
+if __name__ == "__main__":
+    main()
