@@ -109,8 +109,8 @@ class Held:
 
 
 class Server:
-    """Holds the values and answers, in a process of its own: a rank that is in a library with the interpreter locked, as
-    in MPI_Init until all ranks are, could not."""
+    """Holds the values and answers, in a process of its own: a rank in a library that keeps the interpreter locked, as
+    MPI_Init does until all ranks are in it, could not."""
 
     def __init__(self) -> None:
         """It ends with this process, or with `close`. Raises DadtError where it cannot be started."""
@@ -131,10 +131,9 @@ class Server:
 
     def admit(self, connection: socket.socket, seal: Seal | None) -> None:
         """Give it one that has proved itself. Any thread."""
+        text = seal.to_text() if seal is not None else PLAIN
         with connection:
-            socket.send_fds(
-                self._line, [(seal.to_text() if seal is not None else PLAIN).encode()], [connection.fileno()]
-            )
+            socket.send_fds(self._line, [text.encode()], [connection.fileno()])
 
     def asked(self, timeout: float) -> Asked:
         """This process's own way to the values."""

@@ -117,7 +117,7 @@ def test_rank_0_may_save_and_load_alone(train: Train, whole: Path) -> None:
     before, expected, found = load(saved, 3), load(saved, 4), load(resumed, 4)
     for model in range(len(expected["models"])):
         a, b, c = (weights(state["models"][model]) for state in (before, expected, found))
-        assert 0 < (c - b).norm() < 0.1 * (b - a).norm()
+        assert 0 < (c - b).norm() < 0.25 * (b - a).norm()
 
 
 def weights(state: dict[str, torch.Tensor]) -> torch.Tensor:
