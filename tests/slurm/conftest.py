@@ -11,6 +11,7 @@ import pytest
 from cluster import Cluster, missing
 
 sys.path.append(str(Path(__file__).parents[1] / "launch"))
+sys.path.append(str(Path(__file__).parents[1] / "intruder"))
 from run import FOLDERS, await_that, left_of
 
 

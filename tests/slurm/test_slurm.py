@@ -11,7 +11,10 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import jobs
+import psutil
 import pytest
+import stranger
 from cluster import CORES, SECONDS, Cluster, await_that
 from run import DADT, is_running, left_of
 
@@ -235,6 +238,30 @@ def test_a_signal_that_slurm_sends_reaches_the_workers(cluster: Cluster, tmp_pat
     assert all(map(is_running, workers))
     os.kill(launcher(process.pid), signal.SIGTERM)
     process.communicate(timeout=SECONDS)
+
+
+@pytest.mark.slow
+def test_a_stranger_changes_nothing(cluster: Cluster, tmp_path: Path) -> None:
+    """Who speaks to the port at which the launcher awaits its agents, as well as one can without the key."""
+    (tmp_path / "train.py").write_text(jobs.TRAIN.format(""))
+    process = cluster.start("salloc", "--quiet", *TWO, *DADT, "run", *jobs.SEED, "train.py", cwd=tmp_path)
+    await_that(lambda: all((tmp_path / f"half{rank}").exists() for rank in range(4)), "half of the training")
+    try:
+        dadt = launcher(process.pid)
+        before = jobs.held([dadt])
+        listening = [each for each in psutil.Process(dadt).net_connections("inet") if each.status == psutil.CONN_LISTEN]
+        ports = {each.laddr.port for each in listening}  # also of salloc, which has left some open
+        (port,) = (port for port in ports if stranger.greeted("127.0.0.1", port))
+        assert not stranger.knock("127.0.0.1", port) and not stranger.reflect("127.0.0.1", port)
+        stranger.flood("127.0.0.1", port)
+        await_that(lambda: jobs.held([dadt])[0][0] <= before[0][0] + 3, "the end of the flood")
+        jobs.assert_flat(before, jobs.held([dadt]))
+    finally:
+        (tmp_path / "attacked").touch()
+    out, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, err
+    assert len(jobs.weights(out)) == 1
+    assert "a connection from 127.0.0.1 was turned away: it has another key" in jobs.refusals(tmp_path)
 
 
 def launcher(salloc: int) -> int:
