@@ -88,8 +88,7 @@ _INSTALL = {
 def join(name: str, meet: Meet, world: World, ranks: Sequence[int], config: Config) -> C10d:
     """This rank's place among those of the world that are named, in their order, all of which have proved that they
     belong to the job. Raises as `proof.prove`."""
-    # The same on all of them, and short however many they are: it stands in each key.
-    own = f"{name} {hashlib.sha256(' '.join(map(str, ranks)).encode()).hexdigest()[:16]}"
+    own = name_of(name, ranks)
     made = group(name, meet, world, ranks, config.timeout, own)
     devices = Backend.backend_capability.get(name, ["cpu"])
     device = None if "cpu" in devices else torch.device(devices[0], _index(devices[0]))
@@ -97,6 +96,11 @@ def join(name: str, meet: Meet, world: World, ranks: Sequence[int], config: Conf
     joined = C10d(name, made, rank, len(ranks), device)
     proof.prove(joined, meet.secret, rank, ranks, name, own, config.start_timeout)
     return joined
+
+
+def name_of(name: str, ranks: Sequence[int]) -> str:
+    """Of these ranks' group, the same on all of them, and short however many they are: it stands in each key."""
+    return f"{name} {hashlib.sha256(' '.join(map(str, ranks)).encode()).hexdigest()[:16]}"
 
 
 def group(name: str, meet: Meet, world: World, ranks: Sequence[int], timeout: float, own: str) -> Any:

@@ -18,6 +18,7 @@ from torch.distributed import FileStore
 from dadt.config import Config
 from dadt.errors import DadtError
 from dadt.executors import c10d, hierarchical
+from dadt.launch.schema import WORKER
 from dadt.meeting import Meeting
 from dadt.world import World
 
@@ -143,7 +144,7 @@ def start(rank: int, folder: str, stranger: str) -> None:
     world = world_of(rank, 3, 3)
     meet = meet_of(Keyed, folder, rank, 3)
     if rank == 2:
-        group = c10d.group("gloo", meet, world, range(3), SECONDS, "gloo 0 1 2")
+        group = c10d.group("gloo", meet, world, range(3), SECONDS, c10d.name_of("gloo", range(3)))
         STRANGERS[stranger](group)
         return
     seconds = 1.0 if stranger == "silent" else SECONDS
@@ -161,3 +162,9 @@ def test_a_stranger_in_a_late_ranks_place_ends_the_start_on_all_ranks(tmp_path: 
     expected = f"StartTimeout: {SILENT}\n" if stranger == "silent" else f"Unproved: {UNPROVED}\n"
     assert [each.said for each in ended[:2]] == [expected] * 2
     assert not (tmp_path / "ran").exists()
+
+
+def test_the_keys_of_large_groups_fit_into_what_ranks_may_say() -> None:
+    key = f"1/put/{c10d.name_of('gloo', range(10_000))}/9999/9998"
+    told = {"rank": 0, "pid": 7, "timeout": 1.0, "key": key}
+    assert not WORKER.refusal("put", told, 100)
