@@ -86,7 +86,7 @@ def test_a_worker_speaks_for_nobody_else_and_ends_nothing(start: Callable[..., R
         "'failed' for rank 0 came from a process of rank 1",
         "'ending' for rank 0 came from a process of rank 1",
         "'timeout' of 'exchange' is not what a worker may say: 'soon'",
-        "/etc/passwd is not in the folder of the job",
+        "/etc/passwd is no file for stacks in the folder of the job",
         "'pid' of 'stacks' is not what a worker may say: -1",
         "'exchange' of a worker announces 1,073,741,824 bytes; 67,108,864 is the most",
         "'result' is nothing that a worker may say",

@@ -252,7 +252,10 @@ listener = Listener(b"k" * 32, 5.0, lambda hello: {}, lambda hello, connection: 
 print(listener.port, flush=True)
 sys.stdin.readline()  # the flood is over
 reach = listener.reach()
-sys.stdin.readline()  # the agent was there
+sys.stdin.readline()  # the agent was there twice, and may be taken a moment after it has heard so
+deadline = time.monotonic() + 10.0
+while len(came) < 2 and time.monotonic() < deadline:
+    time.sleep(0.01)
 print(len(came), flush=True)
 """
 
