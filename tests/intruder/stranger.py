@@ -153,7 +153,10 @@ def main() -> None:
         for port in listening(address):
             if port == 22:
                 continue
-            launcher = greeted(address, port)
+            try:
+                launcher = greeted(address, port)
+            except ConnectionRefusedError:
+                continue  # it was open for a moment only: a connection's own end, or a probe
             found[f"{address}:{port}"] = {
                 "launcher": launcher,
                 "got in": knock(address, port) + reflect(address, port) if launcher else 0,
