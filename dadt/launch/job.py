@@ -487,8 +487,9 @@ class Job:
         if cause is not None and cause[1] is not None and cause[1].secondary and self._held is not None:
             held = self._endings.get(self._held.rank)
             cause = (held, None) if held is not None else cause
-        if cause is None and self._held is not None and (ending := self._endings.get(self._held.rank)) is not None:
-            cause = (ending, None)
+        if cause is None and self._held is not None:
+            held = self._endings.get(self._held.rank)
+            cause = (held, None) if held is not None and held.stopped else None  # or it went on, and all ended well
         if cause is not None and self._lost_time < _time(*cause):
             cause = None  # a scheduler, or silence, ended the others because of it
         if cause is not None and not outcome.signal:

@@ -109,7 +109,8 @@ class Rendezvous:
         exchange = self._exchanges.setdefault(key, Exchange())
         given = sum(len(each.blobs.get(rank, b"")) for each in self._exchanges.values())
         if exchange.complete or len(self._exchanges) > MOST_EXCHANGES or given + len(blob) > MOST_GIVEN:
-            text = f"rank {rank} gives {len(blob):,} bytes for {key!r}: each key comes once, and there are bounds"
+            what = "which all have given already" if exchange.complete else f"beside {given:,} that others have not met"
+            text = f"rank {rank} gives {len(blob):,} bytes for {key!r}, {what}: {MOST_GIVEN:,} at once are the most"
             reply(Frame("error", {"type": "DadtError", "message": text}))
             return
         exchange.blobs[rank] = blob
