@@ -93,6 +93,8 @@ class Connection:
         for engine in {self.engine, self.engine_of("broadcast")}:
             engine.abort(reason, lost)
         self.mail.abort()
+        if self.device is not None:
+            self.device.abort()
 
     def abandon(self, reason: str) -> None:
         """End it, where it is not used any more because of an error."""

@@ -270,11 +270,12 @@ class C10d:
 
     def _hang_up(self) -> None:
         """Gloo's own abort leaves alone who waits already. A wait that times out closes all connections, which ends
-        all others'."""
-        with suppress(Exception):  # that it failed is what it is for; or the group has ended
-            nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
-            peer = (self._rank + 1) % self._world_size
-            self._group.recv([nothing], peer, _TAG + 1).wait(datetime.timedelta(milliseconds=1))
+        all others'. One for a peer that is gone fails at once and closes none, so each peer is tried."""
+        nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+        for offset in range(1, self._world_size):
+            with suppress(Exception):  # that it failed is what it is for; or the group has ended
+                peer = (self._rank + offset) % self._world_size
+                self._group.recv([nothing], peer, _TAG + 1).wait(datetime.timedelta(milliseconds=1))
 
     def close(self) -> None:
         """The group's threads end here, and not in whatever order the interpreter ends in."""

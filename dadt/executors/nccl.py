@@ -6,6 +6,7 @@ host, over the executor that would move the tensors of a job without GPUs; it sa
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -187,6 +188,11 @@ class Device:
 
     def _event(self, timing: bool = False) -> Any:
         return self._module.Event(enable_timing=True) if timing and self._module is torch.cuda else self._module.Event()
+
+    def abort(self) -> None:
+        """End what is under way: a script that waits for the device would wait for a rank that is gone. Any thread;
+        does not block, though the library may."""
+        threading.Thread(target=self._executor.abort, name="dadt-abort", daemon=True).start()
 
     def close(self, failed: bool) -> None:
         """failed: peers may never do their part of what is under way."""

@@ -94,3 +94,21 @@ def test_without_seeding_and_alone_nothing_is_touched(tmp_path: Path) -> None:
     (alone,) = run(tmp_path, script(after=after), launcher="python", np=1).ranks
     a, b = run(tmp_path, script(after=after), "--no-seeding").ranks
     assert a == b == alone
+
+
+SHUFFLED = """
+    from torch.utils.data import DataLoader
+    dadt.init(algorithm="sync")
+    {after}
+    ahead = torch.rand(()).item()
+    order = [sample.item() for sample in DataLoader(torch.arange(64), shuffle=True, batch_size=None)]
+    report((ahead, order))
+"""
+
+
+def test_ranks_part_at_the_first_order_that_is_drawn(tmp_path: Path) -> None:
+    """Or all of them would go through the same samples until the first step."""
+    (mine, a), (other, b) = run(tmp_path, SHUFFLED.format(after="")).ranks
+    assert mine == other and a != b and sorted(a) == sorted(b) == list(range(64))
+    (mine, a), (other, b) = run(tmp_path, SHUFFLED.format(after="torch.manual_seed(5)")).ranks
+    assert mine == other and a == b

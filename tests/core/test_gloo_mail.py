@@ -13,25 +13,27 @@ import pytest
 import torch
 from torch.distributed import FileStore
 
-from dadt.errors import CommTimeout, Mismatch
-from dadt.executors import c10d
+from dadt import _core
+from dadt.errors import CommTimeout, Mismatch, PeerLost
+from dadt.executors import c10d, nccl
+from dadt.executors.base import Connection
 
 
-def both(action: Callable[[int], Any]) -> list[Any]:
-    with ThreadPoolExecutor(2) as threads:
-        return list(threads.map(action, (0, 1)))
+def both(action: Callable[[int], Any], ranks: int = 2) -> list[Any]:
+    with ThreadPoolExecutor(ranks) as threads:
+        return list(threads.map(action, range(ranks)))
 
 
 @pytest.fixture
-def connected(tmp_path: Path) -> Callable[[float], list[c10d.C10d]]:
-    """Two ranks, both in this process, of a group with a timeout."""
+def connected(tmp_path: Path) -> Callable[..., list[c10d.C10d]]:
+    """Ranks, all in this process, of a group with a timeout."""
 
-    def connect(timeout: float) -> list[c10d.C10d]:
+    def connect(timeout: float, ranks: int = 2) -> list[c10d.C10d]:
         def make(rank: int) -> c10d.C10d:
-            group = c10d.gloo_group(FileStore(str(tmp_path / "store"), 2), "127.0.0.1", rank, 2, timeout)
-            return c10d.C10d("gloo", group, rank, 2)
+            group = c10d.gloo_group(FileStore(str(tmp_path / "store"), ranks), "127.0.0.1", rank, ranks, timeout)
+            return c10d.C10d("gloo", group, rank, ranks)
 
-        return both(make)
+        return both(make, ranks)
 
     return connect
 
@@ -76,3 +78,37 @@ def test_a_message_of_another_length_is_an_error_and_the_next_one_arrives(connec
     for send in sends:
         send.wait(30)
     assert got.tolist() == [2.0] * 5 and right.source == 0
+
+
+def test_an_abort_ends_waits_for_others_than_the_rank_that_is_gone(connected):
+    """Whose connection fails at once, so that no wait for it times out and closes the others."""
+    mails = connected(60.0, 3)
+    receive = mails[0].receive(torch.zeros(4), 2, 3)
+    mails[1].close()  # the next of rank 0
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError):
+        mails[0].broadcast(torch.zeros(4), 1)
+    mails[0].abort()
+    with pytest.raises((PeerLost, CommTimeout)):
+        receive.wait(30)
+    assert time.monotonic() - begun < 20
+
+
+def test_an_abort_ends_what_waits_in_the_executor_of_a_device(connected, tmp_path: Path):
+    """A script that waits for its GPU does not look at the engine. Here Gloo is NCCL, and the CPU the GPU."""
+    mails = connected(60.0)
+    engine = _core.Engine(None, 0, 2, 60.0)
+    device = nccl.Device(mails[0], engine, torch.device("cpu"), 0, 2)
+    alone = c10d.gloo_group(FileStore(str(tmp_path / "alone"), 1), "127.0.0.1", 0, 1, 60.0)
+    connection = Connection(engine, c10d.C10d("gloo", alone, 0, 1), lambda: None, device=device)
+    flat = torch.zeros(4)
+    with ThreadPoolExecutor(1) as threads:
+        waits = threads.submit(device.average, [torch.ones(4)], [flat], flat, name="step 0", weight=1.0, lane=b"")
+        with pytest.raises(TimeoutError):
+            waits.result(0.5)  # rank 1 does not come
+        begun = time.monotonic()
+        connection.abort("rank 1 is gone", lost=True)
+        with pytest.raises(RuntimeError):
+            waits.result(30)
+    assert time.monotonic() - begun < 20
+    connection.engine.close(5.0)

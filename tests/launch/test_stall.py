@@ -62,3 +62,15 @@ def test_a_stopped_rank_is_told_of_and_is_the_cause(launch: Callable[..., Result
     stacks = (result.logs / result.job / "rank1.stacks").read_text()
     assert stacks == f"process {pid} did not answer within 2 s: it is stopped"
     assert 'train.py", line ' in (result.logs / result.job / "rank0.stacks").read_text()
+
+
+def test_a_rank_that_is_stopped_when_all_others_have_ended_is_the_cause(launch: Callable[..., Result]) -> None:
+    """Nobody waits for it in an exchange any more."""
+    result = launch(
+        "import atexit, os\nif os.environ['RANK'] == '1': atexit.register(os.kill, os.getpid(), 19)\n"
+        + SCRIPT.replace("        late()", "        pass"),
+        *("-np", "2", "--timeout", "5", "--executor", "gloo", "train.py"),
+    )
+    assert result.code == 1, result.err
+    assert "dadt: worker 1 failed (stopped) after " in result.err
+    assert "  cause   it was stopped (SIGSTOP), and the others waited for it\n" in result.err

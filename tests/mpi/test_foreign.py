@@ -219,3 +219,32 @@ def test_objects_travel_between_hosts_only_under_a_secret(tmp_path):
         assert "met without a secret -> export the same DADT_SECRET" in text
     ends = two_hosts(tmp_path, OBJECTS, **env, DADT_SECRET="0123456789abcdef")
     assert [code for code, _ in ends] == [0, 0], ends
+
+
+CODE = f"""
+{RANK}
+import os
+if rank == 0:
+    os.environ["DADT_ALGORITHM"] = "stranger:Algorithm"
+import torch, dadt
+{STEP}
+step()
+"""
+
+
+def test_rank_0_names_no_code_for_others_without_a_secret(tmp_path):
+    """A stranger may have taken its place."""
+    (tmp_path / "stranger.py").write_text(
+        "open('loaded', 'a').close()\nfrom dadt.algorithms.sync import Sync as Algorithm"
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "DADT_EXECUTOR": "gloo", "DADT_START_TIMEOUT": "10"}
+    code, text = two_hosts(tmp_path, CODE, **env)[1]
+    assert code == 2
+    assert (
+        "--algorithm stranger:Algorithm: rank 0 asks for it, this rank does not, and they met without a secret" in text
+    )
+    ends = two_hosts(tmp_path, CODE, **env, DADT_SECRET="0123456789abcdef")
+    assert [code for code, _ in ends] == [0, 0], ends

@@ -23,7 +23,7 @@ from dadt.launch import plan
 from dadt.launch.channel import Channel
 from dadt.launch.host import Host
 from dadt.launch.launchers import slurm
-from dadt.launch.listen import Connection, Listener, SocketChannel, Words
+from dadt.launch.listen import Arrivals, Connection, Listener, SocketChannel, Words
 from dadt.launch.shim import NOTE
 from dadt.launch.slot import Room, share_out
 
@@ -52,8 +52,9 @@ class MpiLauncher:
         self._turned_away = turned_away
         self._config = config
         self._job = job
-        self._futures: list[Future[Channel]] = []
         self._hosts: Sequence[Host] = []
+        self._arrivals = Arrivals([])
+        """Of agents, by the index of their host."""
         self._listener: Listener | None = None
         self._mpirun: Mpirun | None = None
         self._connections: list[Connection] = []
@@ -62,7 +63,7 @@ class MpiLauncher:
         self._hosts = hosts
         shares = _shares(self._config, hosts)
         path, flavour = find(self._config.mpirun)
-        self._futures = [Future() for _ in hosts]
+        self._arrivals = Arrivals(str(index) for index in range(len(hosts)))
         self._listener = Listener(
             secrets.token_bytes(32), self._config.orphan_timeout, self._greet, self._take, turned_away=self._turned_away
         )
@@ -84,7 +85,7 @@ class MpiLauncher:
             self._listener.close()
             raise LaunchError(f"{path}: cannot be run ({error.strerror}); give another by --mpirun") from error
         self._mpirun.listen()
-        return self._futures
+        return list(self._arrivals.futures.values())
 
     def command(self, host: Host) -> str:
         hosts = self._hosts or plan.hosts_of(self._config)
@@ -95,31 +96,26 @@ class MpiLauncher:
         if self._listener is not None:
             self._listener.close()
         if self._mpirun is not None:
-            self._mpirun.close(at_once=not all(future.done() for future in self._futures))
+            self._mpirun.close(at_once=not all(map(self._arrivals.has, self._arrivals.futures)))
 
     def _greet(self, hello: Words) -> Words:
         index = hello.get("index")
-        if not isinstance(index, int) or not 0 <= index < len(self._futures):
+        if not isinstance(index, int) or str(index) not in self._arrivals.futures:
             return {"refused": f"there is no host {index} in this job"}
-        return {"refused": "this host has an agent already"} if self._futures[index].done() else {}
+        return {"refused": "this host has an agent already"} if self._arrivals.has(str(index)) else {}
 
     def _take(self, hello: Words, connection: Connection) -> None:
         assert self._mpirun is not None
-        future = self._futures[hello["index"]]
-        channel = SocketChannel(connection, self._mpirun.why)
         self._connections.append(connection)
-        if future.set_running_or_notify_cancel():
-            future.set_result(channel)
-        else:
-            channel.end(0.0)
+        self._arrivals.admit(str(hello["index"]), SocketChannel(connection, self._mpirun.why))
 
     def _give_up(self) -> None:
         """mpirun has ended: who has not connected will not, and who has no workers by now gets none."""
         assert self._mpirun is not None
         why = self._mpirun.why(0.0)
-        for future in self._futures:
-            if not future.done() and future.set_running_or_notify_cancel():
-                future.set_exception(LaunchError(why or "mpirun ended before this agent had connected"))
+        for index in self._arrivals.futures:
+            if not self._arrivals.has(index):
+                self._arrivals.refuse(index, LaunchError(why or "mpirun ended before this agent had connected"))
                 why = "mpirun did not start it either"
         if not self._mpirun.closing.wait(END_SECONDS):
             for connection in self._connections:
