@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from dadt import timeline
 from dadt.clock import Clock
 from dadt.config import Config, variable
-from dadt.errors import DadtError
+from dadt.errors import DadtError, LaunchError
 from dadt.launch import host
 from dadt.launch.channel import Channel
 from dadt.launch.crew import Crew, Node
@@ -226,6 +226,13 @@ def test_what_agents_say_to_the_launcher(inputs: int, tmp_path: Path) -> None:
 
     headers = [json.dumps({"kind": frame.kind, **frame.header}).encode() for frame in FROM_AGENTS]
     go("what agents say", inputs, Mutator(SEED, headers, tokens), take)
+
+
+def test_an_agent_that_ends_and_has_not_told_how_its_workers_have_is_no_success(tmp_path: Path) -> None:
+    job, node = a_job(tmp_path)
+    job._on_end(node, Frame("end", {"stuck": [], "signal": 0}))
+    with pytest.raises(LaunchError, match="it is not known how rank 0 has ended: its agent has not told"):
+        job.wait(None)
 
 
 @amounts(10_000, 100_000)
