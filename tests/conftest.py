@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import leftover
@@ -12,6 +13,9 @@ LEFT = pytest.StashKey[list[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_IGN:  # as under nohup: what the tests start would inherit that
+            signal.signal(number, lambda *_: None)
     if not hasattr(config, "workerinput"):  # xdist's workers inherit the mark
         config.stash[SESSION] = leftover.Session()
 

@@ -21,9 +21,8 @@ from run import DADT, SECONDS
 
 
 def _become_first() -> None:
-    """What a terminal starts ends with it, also where the tests themselves were called by nohup."""
+    """What a terminal starts ends with it."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 class Terminal:

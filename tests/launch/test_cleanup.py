@@ -7,8 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -40,20 +38,9 @@ while not os.path.exists("daemon" + rank): time.sleep(0.01)
 """
 
 
-@contextmanager
-def standard(number: int) -> Iterator[None]:
-    """What is started inside gets the signal's usual effect: whoever runs the tests may have called them by nohup."""
-    before = signal.signal(number, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(number, before)
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_to_dadt_run_ends_all(start, number, code):
-    with standard(number):  # whoever runs the tests may have called them by nohup
-        run = start(WAIT.format(""))
+    run = start(WAIT.format(""))
     workers = run.wait_for("ready0", "ready1")
     run.process.send_signal(number)
     result = run.finish()
