@@ -21,7 +21,7 @@ from dadt.world import World
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from dadt.api import (
+    from dadt.api.collectives import (
         add_process_set,
         all_gather,
         all_gather_async,
@@ -66,16 +66,16 @@ if TYPE_CHECKING:
         size,
         synchronize,
     )
-    from dadt.function import run
-    from dadt.optimizer import DistributedOptimizer
-    from dadt.process_set import Handle, ProcessSet
-    from dadt.replica import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
-    from dadt.sampler import DistributedSampler
-    from dadt.sparse import coo_all_reduce, coo_all_reduce_async
+    from dadt.api.optimizer import DistributedOptimizer
+    from dadt.api.run import run
+    from dadt.api.sampler import DistributedSampler
+    from dadt.api.sparse import coo_all_reduce, coo_all_reduce_async
+    from dadt.api.state import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
+    from dadt.comm.collectives.process_set import Handle, ProcessSet
 
 # What only some programs need is imported when they do, and torch with it.
 _HOMES = {
-    "dadt.api": (
+    "dadt.api.collectives": (
         "init initialized shutdown rank size local_rank local_size cross_rank cross_size add_process_set"
         " remove_process_set all_reduce all_reduce_async all_reduce_ all_reduce_async_ grouped_all_reduce"
         " grouped_all_reduce_async grouped_all_reduce_ join broadcast broadcast_async broadcast_ broadcast_async_"
@@ -83,12 +83,12 @@ _HOMES = {
         " all_to_all_async reduce_scatter reduce_scatter_async barrier local_barrier send isend recv irecv"
         " synchronize poll"
     ),
-    "dadt.sparse": "coo_all_reduce coo_all_reduce_async",
-    "dadt.replica": "broadcast_parameters broadcast_optimizer_state broadcast_object allgather_object",
-    "dadt.optimizer": "DistributedOptimizer",
-    "dadt.sampler": "DistributedSampler",
-    "dadt.process_set": "Handle ProcessSet",
-    "dadt.function": "run",
+    "dadt.api.sparse": "coo_all_reduce coo_all_reduce_async",
+    "dadt.api.state": "broadcast_parameters broadcast_optimizer_state broadcast_object allgather_object",
+    "dadt.api.optimizer": "DistributedOptimizer",
+    "dadt.api.sampler": "DistributedSampler",
+    "dadt.comm.collectives.process_set": "Handle ProcessSet",
+    "dadt.api.run": "run",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 

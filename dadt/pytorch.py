@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from dadt import api, optimizer, sparse
-from dadt.api import (
+from dadt.api import collectives, optimizer, sparse
+from dadt.api.collectives import (
     barrier,
     cross_rank,
     cross_size,
@@ -22,15 +22,15 @@ from dadt.api import (
     rank,
     size,
 )
+from dadt.api.state import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from dadt.errors import ConfigError
-from dadt.replica import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from dadt.process_set import Handle
+    from dadt.comm.collectives.process_set import Handle
 
 __all__ = [
     "Config",
@@ -83,7 +83,7 @@ def init(
     **knobs: Any,
 ) -> None:
     """`dadt.init`."""
-    api.init(
+    collectives.init(
         cycle_duration_ms=cycle_duration_ms,
         broadcast_executor=_lower(broad_cast_executor),
         all_reduce_executor=_lower(all_reduce_executor),
@@ -123,26 +123,26 @@ def shutdown() -> None:
         for handle in handles:
             handle.wait()
     finally:
-        api.shutdown()
+        collectives.shutdown()
 
 
 def broad_cast(x: Any, name: Any) -> Tensor:
     """Rank 0's tensor, on all ranks."""
     tensor, name = _ordered(x, name)
-    return api.broadcast(tensor, name=f"broad_cast {name}")
+    return collectives.broadcast(tensor, name=f"broad_cast {name}")
 
 
 def all_reduce(x: Any, name: Any, multiplier: float = 1.0) -> Tensor:
     """The sum over ranks, times the multiplier."""
     tensor, name = _ordered(x, name)
-    return _times(api.all_reduce(tensor, "sum", name=f"all_reduce {name}"), multiplier)
+    return _times(collectives.all_reduce(tensor, "sum", name=f"all_reduce {name}"), multiplier)
 
 
 def all_reduce_async(x: Any, name: Any, multiplier: float = 1.0) -> Tensor:
     """The sum of the call before, times the multiplier; the sum of this one comes with the next."""
     tensor, name = _ordered(x, name)
     copy = tensor.detach().clone()  # the caller goes on to use it
-    before = _previous(f"all_reduce_async {name}", lambda key: api.all_reduce_async(copy, "sum", name=key))
+    before = _previous(f"all_reduce_async {name}", lambda key: collectives.all_reduce_async(copy, "sum", name=key))
     return _times(before, multiplier) if before is not None else torch.zeros_like(tensor, requires_grad=False)
 
 

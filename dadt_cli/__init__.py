@@ -12,20 +12,20 @@ from click.shell_completion import CompletionItem
 
 import dadt
 from dadt.errors import DadtError
-from dadt_cli import console
+from dadt_cli.terminal import console
 
 COMMANDS = {
-    "run": ("dadt_cli.run", "Train a script on several workers."),
+    "run": ("dadt_cli.run.command", "Train a script on several workers."),
     "check-env": ("dadt_cli.check_env", "Check whether training can work here, and on other hosts."),
     "config": ("dadt_cli.config", "Show the settings and where they come from."),
-    "ps": ("dadt_cli.ps", "List your jobs on this machine, or the ranks of one."),
-    "logs": ("dadt_cli.logs", "Print what the workers of a job have printed."),
-    "stacks": ("dadt_cli.stacks", "Print where every rank of a running job is, in Python."),
-    "timeline": ("dadt_cli.timeline", "Sum up what --timeline has recorded."),
-    "report": ("dadt_cli.report", "Write a page on how a job went."),
-    "compare": ("dadt_cli.compare", "Compare the weights in two files."),
-    "kill": ("dadt_cli.kill", "End a job."),
-    "bench": ("dadt_cli.bench", "Measure how fast a model trains, and what communication costs."),
+    "ps": ("dadt_cli.jobs.ps", "List your jobs on this machine, or the ranks of one."),
+    "logs": ("dadt_cli.jobs.logs", "Print what the workers of a job have printed."),
+    "stacks": ("dadt_cli.jobs.stacks", "Print where every rank of a running job is, in Python."),
+    "timeline": ("dadt_cli.report.timeline", "Sum up what --timeline has recorded."),
+    "report": ("dadt_cli.report.command", "Write a page on how a job went."),
+    "compare": ("dadt_cli.compare.command", "Compare the weights in two files."),
+    "kill": ("dadt_cli.jobs.kill", "End a job."),
+    "bench": ("dadt_cli.bench.command", "Measure how fast a model trains, and what communication costs."),
 }
 
 

@@ -15,10 +15,10 @@ import dadt
 from dadt.checks import SUBJECTS, probe
 from dadt.checks.check import FAIL, PASS, VERDICTS, WARN, Asked, Check, worst
 from dadt.checks.hosts import REACHED_BY, Found, is_checked, look
-from dadt.config import here
+from dadt.config.config import here
 from dadt.launch import plan
-from dadt_cli import console
-from dadt_cli.options import Brief, config_of, some_knobs
+from dadt_cli.terminal import console
+from dadt_cli.terminal.options import Brief, config_of, some_knobs
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -7,8 +7,8 @@ from typing import Any
 import click
 
 from dadt.config import Config
-from dadt_cli import console
-from dadt_cli.options import Brief, knobs, settings_of
+from dadt_cli.terminal import console
+from dadt_cli.terminal.options import Brief, knobs, settings_of
 
 
 @click.group()

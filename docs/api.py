@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import dadt
-import dadt.api
+import dadt.api.collectives
 import dadt.pytorch
 
 PAGE = Path(__file__).with_suffix(".md")
@@ -104,7 +104,7 @@ one step late by default: `dadt.init(algorithm="sync")` computes what Horovod do
 
 
 def page() -> str:
-    parts = [HEAD + _text(dadt.api.__doc__)]
+    parts = [HEAD + _text(dadt.api.collectives.__doc__)]
     for title, names in SECTIONS.items():
         entries = "\n\n".join("\n\n".join(entry(name, getattr(dadt, name))) for name in names.split())
         parts.append(f"## {title}\n\n{entries}")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from dadt.config import Config, flag, variable
+from dadt.config import Config
+from dadt.config.config import flag, variable
 
 PAGE = Path(__file__).with_suffix(".md")
 GROUPS = (

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dadt.predictions.displacement import auto_factors
-from dadt.predictions.expectation import DAMPING, share_of
+from dadt.train.prediction.displacement import auto_factors
+from dadt.train.prediction.expectation import DAMPING, share_of
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.convergence.family import Batch, Family
 from benchmarks.convergence.method import Method, own_step
-from dadt.divergence import Divergence
+from dadt.algorithms.pipe.divergence import Divergence
 
 Tensors = list[torch.Tensor]
 EVERY = 25

@@ -6,14 +6,14 @@ import traceback
 from importlib import import_module
 from types import ModuleType
 
-from dadt.algorithms.base import Algorithm
 from dadt.errors import ConfigError
+from dadt.train.algorithm import Algorithm
 
 BUILT_IN = {
-    "pipe": "dadt.algorithms.pipe:Pipe",
+    "pipe": "dadt.algorithms.pipe.pipe:Pipe",
     "sync": "dadt.algorithms.sync:Sync",
-    "local": "dadt.algorithms.local:Local",
-    "gossip": "dadt.algorithms.gossip:Gossip",
+    "local": "dadt.algorithms.local.local:Local",
+    "gossip": "dadt.algorithms.gossip.gossip:Gossip",
     "auto": "dadt.algorithms.auto:Auto",
 }
 

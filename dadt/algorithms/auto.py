@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-from dadt.algorithms.pipe import Pipe
-from dadt.measure import LARGE, SMALL, found, ratio
+from dadt.algorithms.pipe.pipe import Pipe
+from dadt.train.measure import LARGE, SMALL, found, ratio
 
 _TIMES = struct.Struct("<dd")
 _LIGHTER = "int8"

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dadt.algorithms.base import Algorithm
-from dadt.exchange import Exchange
+from dadt.train.algorithm import Algorithm
+from dadt.train.exchange.exchange import Exchange
 
 if TYPE_CHECKING:
-    from dadt.attachment import Attachment
+    from dadt.train.attachment import Attachment
 
 
 class Sync(Algorithm):

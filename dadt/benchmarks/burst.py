@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from dadt import executors, verb
 from dadt.benchmarks.executor import TIMEOUT, arguments_of, library_group, place
 from dadt.benchmarks.ratio import interval, ratio
+from dadt.comm import executors
+from dadt.comm.collectives import operation
+from dadt.comm.collectives.named import Named
 from dadt.config import Config
-from dadt.named import Named
 
 
 class Burst:
@@ -32,7 +33,7 @@ class Burst:
         order = list(enumerate(self._tensors))
         self._order.shuffle(order)
         pending = [
-            self._named.submit(verb.all_reduce(tensor, tensor, "sum", self._named.size), f"tensor {number}")
+            self._named.submit(operation.all_reduce(tensor, tensor, "sum", self._named.size), f"tensor {number}")
             for number, tensor in order
         ]
         for each in pending:

@@ -5,7 +5,7 @@ each direction (Hockney 1994). Of h hosts, with a byte's handling g and an opera
 
     allreduce, ring (Patarasuk and Yuan 2009)    T(M) = o + 2 (h - 1) alpha + 2 (h - 1) / h  M / B + g M
     compressed: alltoall, then allgather         T(M) = o + h alpha + 2 (h - 1) / h  w M / B + g' M
-                                                 w: bf16, fp16 1/2; int8 (256 + 4) / 1024 (dadt/executors/compressed.py)
+                                                 w: bf16, fp16 1/2; int8 (256 + 4) / 1024 (comm/executors/compressed.py)
     up to 32 KiB: everybody gets everything      T(M) = o + (h - 1) alpha + (h - 1) M / B + g M
     hierarchical: the same with hosts as ranks, as a host's workers share its link; alpha counts for each 4 MiB
 
@@ -30,7 +30,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 SMALL = 32 * 1024
-"""Bytes up to which an allreduce is an allgather (dadt/executors/pull.py)."""
+"""Bytes up to which an allreduce is an allgather (dadt/comm/executors/pull.py)."""
 WIRE = {"none": 1.0, "bf16": 0.5, "fp16": 0.5, "int8": (256 + 4) / 1024}
 """Bytes that travel for a byte of float32."""
 CHUNK = 4 << 20

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import torch
 
+from dadt.algorithms.gossip.snapshot import Published
 from dadt.benchmarks.cost import Tie
-from dadt.compression import tie
-from dadt.published import Published
+from dadt.comm.compression import tie
 
 TIES = 3
 

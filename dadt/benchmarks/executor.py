@@ -16,14 +16,16 @@ from typing import Any
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from dadt import _core, executors, verb
+from dadt import _core
 from dadt.benchmarks.ratio import Interval, interval, ratio
+from dadt.comm import executors
+from dadt.comm.backend.rendezvous import Meeting
+from dadt.comm.collectives import operation
+from dadt.comm.collectives.ordered import Pending, start
+from dadt.comm.executors import c10d
+from dadt.comm.executors.base import Connection
+from dadt.comm.executors.meet import Apart, Meet
 from dadt.config import Config
-from dadt.executors import c10d
-from dadt.executors.base import Connection
-from dadt.executors.meet import Apart, Meet
-from dadt.group import Pending, start
-from dadt.meeting import Meeting
 from dadt.world import World
 
 TIMEOUT = 120.0
@@ -72,7 +74,7 @@ class Contest:
             averaging = device.average([tensor], [tensor], tensor, name="bench", weight=1.0, lane=b"")
             self._wait = lambda: averaging.wait(TIMEOUT)
             return lambda: averaging.done
-        call = verb.all_reduce(tensor, tensor, "sum", self._world_size)
+        call = operation.all_reduce(tensor, tensor, "sum", self._world_size)
         staged = Pending(start(engine, call, "bench"), call)
         self._wait = lambda: staged.wait(TIMEOUT)
         return lambda: staged.done

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from dadt.launch.guard import Guard
+from dadt.control.guard import Guard
 
 
 @contextmanager

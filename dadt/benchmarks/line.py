@@ -86,7 +86,7 @@ def listen(remote: bool, ranks: int) -> Iterator[Reception]:
     key = token_hex(16)
     with folder() as place:
         if remote:
-            from dadt.launch.network import addresses
+            from dadt.control.network import addresses
 
             listener = Listener(("0.0.0.0", 0), "AF_INET", backlog=ranks, authkey=key.encode())
             names = [entry["address"] for entry in addresses() if ":" not in entry["address"]]

@@ -12,21 +12,21 @@ from typing import Any
 
 import torch
 
-from dadt import executors
 from dadt.benchmarks import models
 from dadt.benchmarks.cost import Tie
 from dadt.benchmarks.ends import ties
 from dadt.benchmarks.trainer import RATE, device_of
-from dadt.bucket import split
-from dadt.compression import LowRank as Form
-from dadt.compression import forms
-from dadt.exchange import Exchange, Schema
-from dadt.executors import c10d
-from dadt.executors.base import Connection
-from dadt.executors.meet import Apart
+from dadt.comm import executors
+from dadt.comm.bucket import split
+from dadt.comm.compression import LowRank as Form
+from dadt.comm.compression import forms
+from dadt.comm.executors import c10d
+from dadt.comm.executors.base import Connection
+from dadt.comm.executors.meet import Apart
 from dadt.inject import worker
-from dadt.lane import Lane
-from dadt.runtime import Runtime
+from dadt.train.exchange.exchange import Exchange, Schema
+from dadt.train.exchange.lane import Lane
+from dadt.train.runtime import Runtime
 
 TIMEOUT = 120.0
 ROUND_TRIPS = 100
@@ -341,7 +341,7 @@ def executors_name(config: Any, world: Any, hosts: list[int]) -> str:
     """For the user: what `auto` has become."""
     if config.executor != "auto":
         return str(config.executor)
-    from dadt.choice import Place, pick
+    from dadt.config.executor import Place, pick
 
     gpus = torch.cuda.device_count()
     return pick([Place("", hosts.count(host), gpus) for host in sorted(set(hosts))])[0]
@@ -370,7 +370,7 @@ def _run_and_waited() -> tuple[float, float]:
 
 
 def _cores() -> int:
-    from dadt.launch.machine import cores
+    from dadt.control.machine import cores
 
     return cores()
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 from dadt.benchmarks.training import Contender, alone, limit
-from dadt.config import Config, flag, parse
+from dadt.config import Config
+from dadt.config.config import flag, parse
 from dadt.errors import ConfigError
 
 PEERS = ("ddp", "horovod", "sync")

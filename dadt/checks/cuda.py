@@ -16,7 +16,7 @@ from pathlib import Path
 
 from dadt.checks import gpu_links
 from dadt.checks.check import Asked, Check, fail, good, said, warn
-from dadt.launch import machine
+from dadt.control import machine
 from dadt.launch.failure import last_line
 
 MODES = ("index", "persistence_mode", "mig.mode.current")

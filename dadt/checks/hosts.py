@@ -20,18 +20,18 @@ from dadt.checks.check import WARN, Asked, Check, fail, good, refused, warn
 from dadt.checks.pairs import TOKEN_BYTES, Order, Way
 from dadt.checks.probe import longest
 from dadt.config import Config
+from dadt.control.frame import Frame
+from dadt.control.job_folder import Folder
 from dadt.errors import LaunchError
-from dadt.launch import gather, plan
+from dadt.launch import plan, startup
 from dadt.launch.crew import Crew, Node
 from dadt.launch.failure import last_line
-from dadt.launch.folder import Folder
-from dadt.launch.frame import Frame
-from dadt.launch.gather import Voice
-from dadt.launch.host import Host
+from dadt.launch.hosts.host import Host
 from dadt.launch.job import HANG_UP_SECONDS
 from dadt.launch.launchers.local import LocalChannel
 from dadt.launch.plan import Plan
-from dadt.launch.sweep import sweep
+from dadt.launch.processes import sweep
+from dadt.launch.startup import Voice
 
 REACHED_BY = (
     "ssh_backend",
@@ -101,7 +101,7 @@ def look(config: Config, asked: Asked, voice: Voice) -> Found:
 def _look(the_plan: Plan, asked: Asked, crew: Crew, job: str, voice: Voice, ready: Mapping[str, float]) -> Found:
     config = the_plan.config
     nodes = list(crew.nodes)
-    failures, _ = gather.await_agents(crew, lambda node: _order(the_plan, job, node), config.start_timeout, job, voice)
+    failures, _ = startup.await_agents(crew, lambda node: _order(the_plan, job, node), config.start_timeout, job, voice)
     found = Found({node.name: [] for node in nodes})
     for node, reason in failures.items():
         found.hosts[node.name] = [refused("agent", reason, SSH).of("ssh")]
@@ -183,7 +183,7 @@ def _addresses(crew: Crew, wanted: str) -> list[Check]:
             hint = "name it once, with all of its slots"
             found.append(warn("machines", f"{' and '.join(names)} are one machine", hint).of("hosts"))
     try:
-        gather.agree(crew, wanted)
+        startup.agree(crew, wanted)
     except LaunchError as error:
         return [*found, refused("connections", str(error), "open the firewall between them").of("hosts")]
     return [*found, good("connections", f"each of {len(crew.nodes)} hosts reaches all others").of("hosts")]

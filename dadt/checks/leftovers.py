@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 from dadt.checks.check import Asked, Check, good, warn
-from dadt.launch.trace import Trace, traces
+from dadt.launch.local_jobs import Trace, traces
 
 ENDING_SECONDS = 6.0
 """How long a job that is just ending may take until its last process is gone."""

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from dadt.checks import rdma
 from dadt.checks.check import Asked, Check, fail, good, refused, warn
+from dadt.control import machine
+from dadt.control.job_folder import root
 from dadt.errors import LaunchError
-from dadt.launch import machine
 from dadt.launch.failure import size
-from dadt.launch.folder import root
 
 SHARED = Path("/dev/shm")
 LEAST_SHARED, ENOUGH_SHARED = 64 << 20, 1 << 30

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from dadt.checks.check import Asked, Check, good, warn
-from dadt.launch import machine
+from dadt.control import machine
 from dadt.launch.failure import size
 
 LEAST_FREE = 1 << 30

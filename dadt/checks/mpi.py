@@ -14,8 +14,8 @@ from pathlib import Path
 
 from dadt.checks import training
 from dadt.checks.check import Asked, Check, good, refused, warn
+from dadt.control import mpi_library
 from dadt.errors import ConfigError
-from dadt.launch import library
 from dadt.launch.launchers import mpi
 
 PATTERNS = ("mpirun", "mpirun.*", "mpiexec", "mpiexec.*")
@@ -33,7 +33,7 @@ def checks(asked: Asked) -> Iterator[Check]:
         yield _implementation(path, chosen is not None and path == Path(chosen).resolve())
     usable = yield from _chosen(asked.mpirun, chosen, bool(found))
     if find_spec("mpi4py") is None:
-        yield good("mpi4py", UNUSED, "" if chosen is None else f"for --executor mpi: {library.INSTALL}")
+        yield good("mpi4py", UNUSED, "" if chosen is None else f"for --executor mpi: {mpi_library.INSTALL}")
     elif usable:
         yield from _mpi4py(asked, Path(chosen or "").resolve())
     else:
@@ -57,7 +57,7 @@ def _implementation(path: Path, is_chosen: bool) -> Check:
     except ConfigError as error:
         return warn(name, error, "not taken by dadt run unless --mpirun names it")
     version = VERSION.search(mpi.said_version(str(path)))
-    libraries = list(dict.fromkeys(library.beside(path)))
+    libraries = list(dict.fromkeys(mpi_library.beside(path)))
     aware = _cuda(libraries[0]) if libraries else "its library is not beside it"
     value = f"{flavour} {version[0] if version else ''}, {aware}, {path}"
     return good(name, value + (", taken by dadt run" if is_chosen else ""), alike="warn" if is_chosen else "")
@@ -70,7 +70,9 @@ def _chosen(name: str, chosen: str | None, others: bool) -> Generator[Check, Non
     if name != "mpirun":
         yield refused("mpirun", f"there is no {name}", "give the right path by --mpirun")
     elif find_spec("mpi4py") is not None:
-        hint = f"for --executor mpi: {library.INSTALL}" + ("; or name one of those above by --mpirun" if others else "")
+        hint = f"for --executor mpi: {mpi_library.INSTALL}" + (
+            "; or name one of those above by --mpirun" if others else ""
+        )
         yield warn("mpirun", "none in PATH, though mpi4py is installed", hint)
     else:
         yield good("mpirun", UNUSED)
@@ -79,20 +81,20 @@ def _chosen(name: str, chosen: str | None, others: bool) -> Generator[Check, Non
 
 def _mpi4py(asked: Asked, mpirun: Path) -> Iterator[Check]:
     """Under this mpirun, as `dadt run` would let it load its library."""
-    libraries = list(library.beside(mpirun))
+    libraries = list(mpi_library.beside(mpirun))
     with tempfile.TemporaryDirectory() as folder:
         if libraries:
-            os.environ.setdefault(library.CHOICE, str(libraries[0]))
-        os.environ.update(library.variables(os.environ, Path(folder)))
+            os.environ.setdefault(mpi_library.CHOICE, str(libraries[0]))
+        os.environ.update(mpi_library.variables(os.environ, Path(folder)))
         try:
-            loaded = library.loaded().strip().splitlines()[0]
+            loaded = mpi_library.loaded().strip().splitlines()[0]
         except ConfigError as error:
-            yield refused("mpi4py", str(error), library.INSTALL)
+            yield refused("mpi4py", str(error), mpi_library.INSTALL)
             return
     value = f"{_version('mpi4py')}, loads {loaded.partition(', package')[0]}"
     flavour = mpi.find(str(mpirun))[1]
     if flavour in mpi.FLAVOURS and flavour != "Slurm" and not any(mark in loaded for mark in mpi.FLAVOURS[flavour]):
-        hint = f"unset {library.CHOICE}, or let it name the library of {mpirun}: with another, each rank is alone"
+        hint = f"unset {mpi_library.CHOICE}, or let it name the library of {mpirun}: with another, each rank is alone"
         yield warn("mpi4py", f"{value}, but {mpirun} is {flavour}", hint)
         return
     yield good("mpi4py", value, alike="warn")

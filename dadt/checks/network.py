@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from dadt.checks.check import Asked, Check, fail, good, warn
-from dadt.launch import network
+from dadt.control import network
 
 PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 LEAST_PORTS = 1000

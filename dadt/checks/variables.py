@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.request import getproxies_environment, proxy_bypass
 
 from dadt.checks.check import Asked, Check, fail, good, warn
-from dadt.config import given_by_env, misspelt, variable
+from dadt.config.config import given_by_env, misspelt, variable
 from dadt.errors import ConfigError
 
 RANKS = re.compile(

@@ -37,9 +37,9 @@ def _offer_backend() -> None:
     import torch.distributed as dist
 
     def create(options: Any, own: Any) -> Any:
-        from dadt import backend
+        from dadt.comm.backend import process_group
 
-        return backend.create(options, own)
+        return process_group.create(options, own)
 
     if dist.is_available():
         dist.Backend.register_backend("dadt", create, extended_api=True, devices=["cpu", "cuda"])

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dadt.errors import DadtError
-from dadt.runtime import Runtime
+from dadt.train.runtime import Runtime
 
 _SHARDING = ("FullyShardedDataParallel", "FSDPModule", "DistributedDataParallel")
 """By name, and the last one for other libraries' classes of that name."""

@@ -29,8 +29,8 @@ from typing import Any, Protocol
 import torch.hub
 
 from dadt.config import Config
+from dadt.control.job_folder import Folder
 from dadt.errors import CommTimeout
-from dadt.launch.folder import Folder
 from dadt.world import World
 
 POLL_SECONDS = 0.05

@@ -13,9 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dadt.control import Control
+from dadt.comm.rendezvous.store_client import Forum
+from dadt.control.agent_client import Control
 from dadt.errors import Aborted, CommError, CommTimeout, ConfigError, DadtError, PeerLost, StartTimeout
-from dadt.forum import Forum
 
 STACKS_SIGNAL = signal.SIGRTMAX - 3
 """One that scripts do not use, unlike SIGUSR1 and SIGUSR2."""

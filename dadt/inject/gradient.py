@@ -10,9 +10,9 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad
 
-from dadt.attachment import Attachment
 from dadt.inject.module import Modules
-from dadt.runtime import Runtime
+from dadt.train.attachment import Attachment
+from dadt.train.runtime import Runtime
 
 _OF_PARAMETERS = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grads_with_norm_")
 

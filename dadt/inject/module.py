@@ -13,10 +13,10 @@ from torch import nn
 from torch.optim import swa_utils
 from torch.optim.swa_utils import AveragedModel
 
-from dadt.attachment import Attachment
 from dadt.inject.ddp import Wrappers
-from dadt.predictions.base import traces
-from dadt.runtime import Runtime
+from dadt.train.attachment import Attachment
+from dadt.train.prediction.base import traces
+from dadt.train.runtime import Runtime
 
 _UNSEEN_STEPS = 3
 _PASSING_ON = ("OptimizedModule", "DistributedDataParallel", "DataParallel")

@@ -16,10 +16,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from dadt.attachment import Attachment
-from dadt.checkpoint import KEY, Checkpoints
 from dadt.inject.module import Modules
-from dadt.runtime import Runtime
+from dadt.train.attachment import Attachment
+from dadt.train.checkpoint import KEY, Checkpoints
+from dadt.train.runtime import Runtime
 
 
 class Steps:

@@ -9,14 +9,15 @@ import sys
 import torch
 
 from dadt import world as environment
+from dadt.comm.rendezvous.store_client import Forum
 from dadt.config import Config
-from dadt.control import Control
+from dadt.control import machine
+from dadt.control.agent_client import Control
 from dadt.errors import CommError
-from dadt.forum import Forum
-from dadt.inject import compiler, download, failure, gradient, loader, module, optimizer, saving, seed
-from dadt.inject.parting import Parting
-from dadt.launch import machine
-from dadt.runtime import Runtime
+from dadt.inject import compiler, download, failure, gradient, module, optimizer, saving
+from dadt.inject.data import loader, seed
+from dadt.inject.data.parting import Parting
+from dadt.train.runtime import Runtime
 from dadt.world import World
 
 runtime: Runtime | None = None

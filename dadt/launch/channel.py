@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Protocol, runtime_checkable
 
-from dadt.launch.frame import Link
-from dadt.launch.host import Host
+from dadt.control.frame import Link
+from dadt.launch.hosts.host import Host
 
 
 class Channel(Protocol):

@@ -10,10 +10,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from dadt.control.frame import Frame
 from dadt.errors import DadtError, LaunchError
 from dadt.launch.channel import Channel, Launcher
-from dadt.launch.frame import Frame
-from dadt.launch.host import Host
+from dadt.launch.hosts.host import Host
 
 BEATS = 6
 """Signs of life that each side sends within the time after which the other gives it up."""

@@ -11,10 +11,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dadt import document
-from dadt.config import Config
+from dadt.config import Config, document
 from dadt.errors import ConfigError
-from dadt.launch.slot import Slot
+from dadt.launch.hosts.slot import Slot
 
 SITE = Path(__file__).with_name("site")
 """Its sitecustomize.py hooks DADT into a torch that knows no entry points."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dadt import errors
-from dadt.launch.condition import HELD
+from dadt.control.condition import HELD
 
 TRACEBACK = "Traceback (most recent call last):"
 FRAME_LINE = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+)(?:, in (?P<function>.+))?$')

@@ -9,20 +9,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dadt import access
+from dadt.control import private_files
+from dadt.control.frame import Frame
 from dadt.errors import DadtError, LaunchError
 from dadt.launch.crew import Crew, Node
 from dadt.launch.failure import Blame, Ending, Failure, Record, find_cause, last_line, signal_name, steps_text
-from dadt.launch.frame import Frame
-from dadt.launch.interrupt import Interrupts
-from dadt.launch.journal import Journal
-from dadt.launch.output import Output
+from dadt.launch.hosts.slot import Slot
+from dadt.launch.monitor.journal import Journal
+from dadt.launch.monitor.members import Member, Rendezvous
+from dadt.launch.monitor.output import Output
+from dadt.launch.monitor.silence import Silences
+from dadt.launch.monitor.watch import View, Watch
+from dadt.launch.processes import sweep
 from dadt.launch.query import OWN_INQUIRY, Query
-from dadt.launch.rendezvous import Member, Rendezvous
-from dadt.launch.silence import Silences
-from dadt.launch.slot import Slot
-from dadt.launch.sweep import sweep
-from dadt.launch.watch import View, Watch
+from dadt.launch.signals import Interrupts
 
 UNCAUGHT = 1
 """Python's exit code after an uncaught exception."""
@@ -421,7 +421,7 @@ class Job:
     def _on_stacks(self, node: Node, frame: Frame) -> None:
         path = self._stacks_of(frame["rank"])
         try:
-            with access.open_file(path, "ab", inner=True) as file:  # those of a stall say more than what follows
+            with private_files.open_file(path, "ab", inner=True) as file:  # those of a stall say more than what follows
                 file.write(b"\n" * bool(file.tell()) + frame.body)
         except OSError as error:
             self._say(f"{path} could not be written: {error.strerror}", "warning")

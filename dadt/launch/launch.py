@@ -11,29 +11,31 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dadt import access
-from dadt.choice import Place, choose
-from dadt.config import Config, executors_of, mpi_executor
+from dadt.config import Config
+from dadt.config.config import executors_of, mpi_executor
+from dadt.config.executor import Place, choose
+from dadt.control import private_files
+from dadt.control.frame import Frame
+from dadt.control.job_folder import Folder
+from dadt.control.network import SAME_MACHINE
 from dadt.errors import ConfigError, DadtError, LaunchError
-from dadt.launch import environment, metrics, plan
+from dadt.launch import environment, plan
 from dadt.launch.channel import Herald, Launcher
 from dadt.launch.crew import Crew, Node
 from dadt.launch.failure import signal_name
-from dadt.launch.folder import Folder
-from dadt.launch.frame import Frame
-from dadt.launch.gather import Voice, agree, differences, gather
-from dadt.launch.interrupt import Interrupts
+from dadt.launch.hosts.slot import Room, Slot, place, share_out
 from dadt.launch.job import ENDING_SIGNALS, HANG_UP_SECONDS, Job, Outcome
 from dadt.launch.launchers.local import LocalChannel
-from dadt.launch.metrics import Export
-from dadt.launch.network import SAME_MACHINE
-from dadt.launch.output import Output, ranks_shown
+from dadt.launch.monitor import metrics
+from dadt.launch.monitor.metrics import Export
+from dadt.launch.monitor.output import Output, ranks_shown
+from dadt.launch.monitor.series import Series
+from dadt.launch.monitor.watch import View, Watch
 from dadt.launch.plan import Plan
+from dadt.launch.processes import sweep
 from dadt.launch.report import Report
-from dadt.launch.series import Series
-from dadt.launch.slot import Room, Slot, place, share_out
-from dadt.launch.sweep import sweep
-from dadt.launch.watch import View, Watch
+from dadt.launch.signals import Interrupts
+from dadt.launch.startup import Voice, agree, differences, gather
 
 
 class Ended(DadtError):
@@ -225,7 +227,7 @@ def orders(where: Placed) -> list[Frame]:
 def reserve(log_dir: Path) -> Folder:
     """The job's id, and the folder of its logs."""
     try:
-        access.make_folder(log_dir)
+        private_files.make_folder(log_dir)
     except OSError as error:
         raise ConfigError(f"--log-dir {log_dir}: cannot be written ({error.strerror}); give another") from error
     try:
@@ -235,7 +237,7 @@ def reserve(log_dir: Path) -> Folder:
             f"{error.filename or 'a file'}: cannot be written ({error.strerror}); running jobs need it"
         ) from error
     try:
-        access.make_inner_folder(log_dir / folder.job)
+        private_files.make_inner_folder(log_dir / folder.job)
     except OSError as error:
         folder.remove()
         raise ConfigError(f"--log-dir {log_dir}: cannot be written ({error.strerror}); give another") from error

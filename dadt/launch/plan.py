@@ -9,14 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from dadt import timeline
-from dadt.config import Config, here, mpi_executor
+from dadt.comm.trace import recorder
+from dadt.config import Config
+from dadt.config.config import here, mpi_executor
+from dadt.control import network
 from dadt.errors import ConfigError
-from dadt.launch import environment, host, link, network
+from dadt.launch import environment
 from dadt.launch.channel import Launcher
-from dadt.launch.host import Host
-from dadt.launch.meeting import meeting_of
-from dadt.launch.slot import Room, share_out
+from dadt.launch.hosts import host, simulated
+from dadt.launch.hosts.host import Host
+from dadt.launch.hosts.slot import Room, share_out
+from dadt.launch.launchers.node_rendezvous import meeting_of
 
 FIELDS = ("rank", "local_rank", "world_size", "master_addr", "master_port")
 MOST_SLOTS = 1 << 16
@@ -55,7 +58,7 @@ def make(config: Config, command: Sequence[str], files: Sequence[str] = (), blob
     elsewhere, named = environment.forwarded(config)
     hosts = _enough(config.np, _within_reason(hosts_of(config)))
     if config.timeline and (not hosts[0].name or hosts[0].is_local):
-        timeline.check(Path(config.timeline))
+        recorder.check(Path(config.timeline))
     return Plan(
         config=config,
         command=command,
@@ -91,8 +94,8 @@ def _enough(count: int, hosts: list[Host]) -> list[Host]:
 
 def hosts_of(config: Config, env: Mapping[str, str] = os.environ) -> list[Host]:
     """Where the job runs. One host without a name is this one. Raises ConfigError."""
-    if link.wanted(config):
-        return [Host(name=name, slots=slots) for name, slots in link.hosts_and_slots(config).items()]
+    if simulated.wanted(config):
+        return [Host(name=name, slots=slots) for name, slots in simulated.hosts_and_slots(config).items()]
     if config.nnodes:
         return _by_hand(config)
     if config.rendezvous or config.node_rank >= 0:
@@ -126,12 +129,12 @@ def launcher_of(plan: Plan, job: str, turned_away: Callable[[str], None] = lambd
     agents are awaited."""
     # Each one is imported where it is used: an SSH library takes longer to import than all else.
     config = plan.config
-    if link.wanted(config):
+    if simulated.wanted(config):
         from dadt.launch.launchers.simulated import SimulatedLauncher
 
         return SimulatedLauncher(config)
     if config.nnodes:
-        from dadt.launch.launchers.hand import HandLauncher
+        from dadt.launch.launchers.manual import HandLauncher
 
         return HandLauncher(config, job, plan.command, turned_away)
     if config.launcher == "mpi":

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dadt.control import schema
+from dadt.control.accept import Entrance, peer_of
+from dadt.control.frame import CHUNK, Frame, Link, Parser
 from dadt.errors import DadtError
-from dadt.launch import schema
-from dadt.launch.accept import Entrance, peer_of
-from dadt.launch.frame import CHUNK, Frame, Link, Parser
 
 if TYPE_CHECKING:
     from dadt.launch.crew import Crew
-    from dadt.launch.watch import Watch
+    from dadt.launch.monitor.watch import Watch
 
 WRITE_SECONDS = 0.05
 OWN_INQUIRY = 0

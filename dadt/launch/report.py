@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import dadt
-from dadt import access
 from dadt.config import Config
+from dadt.control import private_files
 from dadt.errors import DadtError
 from dadt.launch.crew import Node
 from dadt.launch.failure import Failure
+from dadt.launch.hosts.slot import Slot
 from dadt.launch.job import Outcome
-from dadt.launch.journal import Journal
+from dadt.launch.monitor.journal import Journal
+from dadt.launch.monitor.watch import Gauge, Watch
 from dadt.launch.plan import Plan
-from dadt.launch.slot import Slot
-from dadt.launch.watch import Gauge, Watch
 
 VERSION = 1
 """Of the format: raised when a name changes its meaning or goes."""
@@ -97,7 +97,7 @@ class Report:
         path = self._logs / "report.json"
         new = path.with_name(f"{path.name}.new")
         try:
-            with access.open_file(new, "w", inner=True) as file:
+            with private_files.open_file(new, "w", inner=True) as file:
                 file.write(json.dumps(self._data(), indent=2) + "\n")
             new.replace(path)
         except OSError as error:

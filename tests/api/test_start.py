@@ -12,9 +12,9 @@ sys.path.append(str(Path(__file__).parent))
 from api_run import run
 
 import dadt
+from dadt.api.session import configured
 from dadt.config import Config
 from dadt.errors import ConfigError
-from dadt.session import configured
 
 SMALL = """
     dadt.init()

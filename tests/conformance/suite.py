@@ -19,11 +19,12 @@ import numpy as np
 import torch
 from torch.distributed import FileStore
 
-from dadt import executors, verb
+from dadt.comm import executors
+from dadt.comm.backend.rendezvous import Meeting
+from dadt.comm.collectives import operation
+from dadt.comm.collectives.ordered import Group
 from dadt.config import Config
 from dadt.errors import CommError, Mismatch
-from dadt.group import Group
-from dadt.meeting import Meeting
 from dadt.world import World
 
 DTYPES = (
@@ -113,7 +114,7 @@ class Suite:
                 f"WRONG rank {self.rank}: {case}: {have.ravel()[:4]} {have.shape} not {want.ravel()[:4]} {want.shape}"
             )
 
-    def run(self, call: verb.Call) -> object:
+    def run(self, call: operation.Call) -> object:
         return self.group.submit(call).wait(DEADLINE)
 
     def all(self) -> None:
@@ -154,29 +155,29 @@ class Suite:
                 yield dtype, name
 
     def reductions(self, kind: str, own: torch.Tensor, arrays: list[np.ndarray], dtype: torch.dtype) -> None:
-        for reduction in verb.REDUCTIONS:
+        for reduction in operation.REDUCTIONS:
             if not defined(reduction, dtype):
                 continue
             close = 0.01 if reduction == "mean" else 0.0
             want = reduced(arrays, reduction, dtype)
             before = own.clone()
             output = torch.empty_like(own)
-            self.run(verb.all_reduce(own, output, reduction, self.size))
+            self.run(operation.all_reduce(own, output, reduction, self.size))
             self.check(f"all_reduce {reduction} {kind}", output, want, close)
             self.check(f"all_reduce {reduction} {kind}: input", own, array(before))
             self.digest.update(output.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
             in_place = own.clone()
-            self.run(verb.all_reduce(in_place, in_place, reduction, self.size))
+            self.run(operation.all_reduce(in_place, in_place, reduction, self.size))
             self.check(f"all_reduce {reduction} {kind} in place", in_place, want, close)
 
             root = self.size - 1
             output = torch.zeros_like(own)
-            self.run(verb.reduce(own, output, reduction, root, self.rank, self.size))
+            self.run(operation.reduce(own, output, reduction, root, self.rank, self.size))
             self.check(f"reduce {reduction} {kind}", output, want if self.rank == root else want * 0, close)
 
             pieces = [own.roll(r) for r in range(self.size)]
             output = torch.empty_like(own)
-            self.run(verb.reduce_scatter(pieces, output, reduction, self.rank, self.size))
+            self.run(operation.reduce_scatter(pieces, output, reduction, self.rank, self.size))
             rolled = [array(torch.from_numpy(a).roll(self.rank)) for a in arrays]
             self.check(f"reduce_scatter {reduction} {kind}", output, reduced(rolled, reduction, dtype), close)
 
@@ -184,45 +185,45 @@ class Suite:
         ranks = range(self.size)
         for root in {0, self.size - 1}:
             tensor = own.clone()
-            self.run(verb.broadcast(tensor, root, self.rank, self.size))
+            self.run(operation.broadcast(tensor, root, self.rank, self.size))
             self.check(f"broadcast {kind}", tensor, arrays[root])
             outputs = [torch.empty_like(own) for _ in ranks] if self.rank == root else None
-            self.run(verb.gather(own, root, self.rank, self.size, outputs))
+            self.run(operation.gather(own, root, self.rank, self.size, outputs))
             for r, output in enumerate(outputs or ()):
                 self.check(f"gather {kind}", output, arrays[r])
             output = torch.empty_like(own)
             pieces = [own.roll(r) for r in ranks] if self.rank == root else None
-            self.run(verb.scatter(output, pieces, root, self.rank, self.size))
+            self.run(operation.scatter(output, pieces, root, self.rank, self.size))
             self.check(f"scatter {kind}", output, array(torch.from_numpy(arrays[root]).roll(self.rank)))
         outputs = [torch.empty_like(own) for _ in ranks]
-        self.run(verb.all_gather(own, self.size, outputs))
+        self.run(operation.all_gather(own, self.size, outputs))
         for r, output in enumerate(outputs):
             self.check(f"all_gather {kind}", output, arrays[r])
-        self.run(verb.all_to_all([own.roll(r) for r in ranks], self.size, outputs))
+        self.run(operation.all_to_all([own.roll(r) for r in ranks], self.size, outputs))
         for r, output in enumerate(outputs):
             self.check(f"all_to_all {kind}", output, array(torch.from_numpy(arrays[r]).roll(self.rank)))
         if name != "0-d":
-            gathered = self.run(verb.all_gather(own, self.size))
+            gathered = self.run(operation.all_gather(own, self.size))
             assert isinstance(gathered, list)
             for r, tensor in enumerate(gathered):
                 self.check(f"all_gather {kind}, new", tensor, arrays[r])
-        self.run(verb.barrier(self.size))
+        self.run(operation.barrier(self.size))
 
     def unequal(self) -> None:
         """First sizes that differ between ranks, none among them."""
         for dtype in DTYPES:
             own = self.here(value(self.rank, dtype, "odd"))[: self.rank]
-            gathered = self.run(verb.all_gather(own, self.size))
+            gathered = self.run(operation.all_gather(own, self.size))
             assert isinstance(gathered, list)
             for r, tensor in enumerate(gathered):
                 self.check(f"all_gather {dtype} unequal", tensor, array(value(r, dtype, "odd")[:r]))
-            gathered = self.run(verb.gather(own, 0, self.rank, self.size))
+            gathered = self.run(operation.gather(own, 0, self.rank, self.size))
             assert (gathered is None) == (self.rank != 0)
             for r, tensor in enumerate(gathered or ()):
                 self.check(f"gather {dtype} unequal", tensor, array(value(r, dtype, "odd")[:r]))
             long = self.here(value(self.rank, dtype, "long"))
             pieces = [long[: 1000 * r + self.rank] for r in range(self.size)]
-            moved = self.run(verb.all_to_all(pieces, self.size))
+            moved = self.run(operation.all_to_all(pieces, self.size))
             assert isinstance(moved, list)
             for r, tensor in enumerate(moved):
                 want = array(value(r, dtype, "long")[: 1000 * self.rank + r])
@@ -234,7 +235,7 @@ class Suite:
             arrays = [array(value(r, dtype, "odd")) for r in range(self.size)]
             for reduction, function in {"band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor}.items():
                 output = torch.empty_like(own)
-                self.run(verb.all_reduce(own, output, reduction, self.size))
+                self.run(operation.all_reduce(own, output, reduction, self.size))
                 self.check(f"all_reduce {reduction} {dtype}", output, functools.reduce(function, arrays))
 
     def fractions(self) -> None:
@@ -252,7 +253,7 @@ class Suite:
                 ]
                 own = self.here(every[self.rank])
                 output = torch.empty_like(own)
-                self.run(verb.all_reduce(own, output, "sum", self.size))
+                self.run(operation.all_reduce(own, output, "sum", self.size))
                 self.check(f"all_reduce of fractions {dtype}", output, sum(map(array, every)), close)
                 self.digest.update(output.view(torch.uint8).cpu().numpy().tobytes())
 
@@ -280,23 +281,23 @@ class Suite:
         self.check("message from anybody", got, array(value(before, torch.int64, "odd")).ravel())
 
 
-WRONG: dict[str, Callable[[int, int], verb.Call]] = {
+WRONG: dict[str, Callable[[int, int], operation.Call]] = {
     "lengths": lambda rank, size: _sum(torch.ones(3 + rank), size),
     "long lengths": lambda rank, size: _sum(torch.ones(LONG + rank), size),
     "dtypes": lambda rank, size: _sum(torch.ones(3, dtype=torch.float64 if rank else torch.float32), size),
     "shapes": lambda rank, size: _sum(torch.ones(2, 3) if rank else torch.ones(3, 2), size),
-    "reductions": lambda rank, size: verb.all_reduce(torch.ones(3), torch.ones(3), "max" if rank else "min", size),
-    "verbs": lambda rank, size: verb.barrier(size) if rank else _sum(torch.ones(3), size),
-    "roots": lambda rank, size: verb.broadcast(torch.ones(3), rank, rank, size),
-    "pieces": lambda rank, size: verb.all_gather(
+    "reductions": lambda rank, size: operation.all_reduce(torch.ones(3), torch.ones(3), "max" if rank else "min", size),
+    "verbs": lambda rank, size: operation.barrier(size) if rank else _sum(torch.ones(3), size),
+    "roots": lambda rank, size: operation.broadcast(torch.ones(3), rank, rank, size),
+    "pieces": lambda rank, size: operation.all_gather(
         torch.ones(3 + rank), size, [torch.empty(3 + r + (r == 1 != rank)) for r in range(size)]
     ),
 }
 """What ranks may do that do not agree."""
 
 
-def _sum(tensor: torch.Tensor, size: int) -> verb.Call:
-    return verb.all_reduce(tensor, tensor, "sum", size)
+def _sum(tensor: torch.Tensor, size: int) -> operation.Call:
+    return operation.all_reduce(tensor, tensor, "sum", size)
 
 
 def world_of(executor: str, rank: int, size: int) -> World:

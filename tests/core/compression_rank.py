@@ -9,12 +9,12 @@ import torch
 from torch.distributed import FileStore
 
 from dadt import _core
-from dadt.bucket import DTYPES, Bucket
-from dadt.compression import CODECS, Codec, Feedback, forms
+from dadt.comm.backend.rendezvous import Meeting
+from dadt.comm.bucket import DTYPES, Bucket
+from dadt.comm.compression import CODECS, Codec, Feedback, forms
+from dadt.comm.executors import c10d, nccl
+from dadt.comm.executors.base import Connection
 from dadt.config import Config
-from dadt.executors import c10d, nccl
-from dadt.executors.base import Connection
-from dadt.meeting import Meeting
 from dadt.world import World
 
 from .executor_rank import DEADLINE, connect

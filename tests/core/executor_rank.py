@@ -11,11 +11,12 @@ import torch
 from torch.distributed import FileStore, ProcessGroupGloo
 from torch.distributed.distributed_c10d import Backend
 
-from dadt import _core, executors
+from dadt import _core
+from dadt.comm import executors
+from dadt.comm.backend.rendezvous import Meeting
+from dadt.comm.executors import c10d, nccl
+from dadt.comm.executors.base import Connection
 from dadt.config import Config
-from dadt.executors import c10d, nccl
-from dadt.executors.base import Connection
-from dadt.meeting import Meeting
 from dadt.world import World
 
 DEADLINE = 30.0

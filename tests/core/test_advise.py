@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from dadt.api.run import run
 from dadt.benchmarks import advise, cost
 from dadt.benchmarks.cost import Bucket, Figures, Handling, LowRank, Network, Tie, Way
 from dadt.benchmarks.probe import Found, probe
 from dadt.errors import ConfigError
-from dadt.function import run
 
 FREE = Handling(0.0, 0.0, 0.0)
 MB = 1_000_000

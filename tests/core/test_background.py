@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from dadt import _core
-from dadt.background import Background
+from dadt.comm.executors.nccl import Averaging
 from dadt.errors import Aborted
-from dadt.exchange import Exchange, Schema
-from dadt.executors.nccl import Averaging
-from dadt.lane import Lane
+from dadt.train.exchange.background import Background
+from dadt.train.exchange.exchange import Exchange, Schema
+from dadt.train.exchange.lane import Lane
 
 DEADLINE = 30.0
 STEPS = 6

@@ -23,8 +23,8 @@ from dadt.benchmarks.sweep import blocks, parse_sweep
 from dadt.benchmarks.training import Contender, Task, alone, limit, rows
 from dadt.config import Config
 from dadt.errors import ConfigError
-from dadt_cli.bench import _place, bench
-from dadt_cli.options import config_of
+from dadt_cli.bench.command import _place, bench
+from dadt_cli.terminal.options import config_of
 
 DADT = [sys.executable, "-m", "dadt_cli", "bench"]
 FACTORY = """

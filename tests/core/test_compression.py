@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from dadt import _core
-from dadt.bucket import Bucket
-from dadt.compression import CODECS, Feedback, LowRank, forms
-from dadt.compression.powersgd import orthonormal
+from dadt.comm.bucket import Bucket
+from dadt.comm.compression import CODECS, Feedback, LowRank, forms
+from dadt.comm.compression.powersgd import orthonormal
 from dadt.config import Config
 from dadt.errors import ConfigError
 

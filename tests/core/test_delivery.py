@@ -10,10 +10,10 @@ import pytest
 from torch import distributed
 
 from dadt import _core
-from dadt.delivery import Deliveries, Delivery
-from dadt.group import Pending
-from dadt.meeting import Meeting
-from dadt.verb import Call
+from dadt.comm.backend.rendezvous import Meeting
+from dadt.comm.backend.work import Deliveries, Delivery
+from dadt.comm.collectives.operation import Call
+from dadt.comm.collectives.ordered import Pending
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dadt.edge import _done_within
+from dadt.algorithms.gossip.edge import _done_within
 from dadt.errors import CommTimeout
 
 

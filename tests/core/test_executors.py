@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dadt.choice import Place, choose
 from dadt.config import Config
+from dadt.config.executor import Place, choose
 from dadt.errors import ConfigError
 
 from .executor_rank import main

@@ -14,9 +14,9 @@ import torch
 from torch.distributed import FileStore
 
 from dadt import _core
+from dadt.comm.executors import c10d, nccl
+from dadt.comm.executors.base import Connection
 from dadt.errors import CommTimeout, Mismatch, PeerLost
-from dadt.executors import c10d, nccl
-from dadt.executors.base import Connection
 
 
 def both(action: Callable[[int], Any], ranks: int = 2) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dadt.groups import group_values, take_values
+from dadt.train.param_groups import group_values, take_values
 
 MADE = {
     "SGD": [{"lr": 0.1, "momentum": 0.9}, {"lr": 0.2, "momentum": 0.5, "dampening": 0.1, "weight_decay": 0.3}],

@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from dadt import _core, verb
+from dadt import _core
+from dadt.comm.collectives import operation as verb
+from dadt.comm.collectives.named import Named
+from dadt.comm.collectives.ordered import Group
+from dadt.comm.executors.base import Connection
+from dadt.comm.executors.mail import NoMail
+from dadt.comm.keepalive import Kept
 from dadt.config import Config
 from dadt.errors import Aborted
-from dadt.executors.base import Connection
-from dadt.executors.mail import NoMail
-from dadt.group import Group
-from dadt.kept import Kept
-from dadt.named import Named
 from dadt.world import World
 
 SUBMITTERS: dict[str, Callable[[Connection], Any]] = {

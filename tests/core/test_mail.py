@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dadt import _core
+from dadt.comm.executors.mail import NoMail, SharedMail
 from dadt.errors import Aborted, CommTimeout, Mismatch, PeerLost
-from dadt.executors.mail import NoMail, SharedMail
 
 LONG = 100_000
 """Elements that do not go at once."""

@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from dadt import _core, executors, verb
+from dadt import _core
+from dadt.comm import executors
+from dadt.comm.collectives import operation
+from dadt.comm.collectives.named import Named, _connect, describe
 from dadt.config import Config
 from dadt.errors import Aborted, CommTimeout, Mismatch, PeerLost, StartTimeout
-from dadt.named import Named, _connect, describe
 from dadt.world import World
 
 from .ranks import fresh_processes
@@ -122,7 +124,8 @@ def shuffled_sums(named: Named) -> list[int]:
         for i in order:
             tensors[i].fill_(float(i + named.rank))
         pending = {
-            i: named.submit(verb.all_reduce(tensors[i], tensors[i], "sum", named.size), f"tensor {i}") for i in order
+            i: named.submit(operation.all_reduce(tensors[i], tensors[i], "sum", named.size), f"tensor {i}")
+            for i in order
         }
         for i, one in pending.items():
             one.wait(TIMEOUT)
@@ -144,9 +147,9 @@ def verbs(named: Named) -> bool:
     mean = torch.full((3, 4), float(rank))
     sent = torch.full((5,), rank, dtype=torch.int64)
     calls = {
-        "mean": verb.all_reduce(mean, mean, "mean", size),
-        "sent": verb.broadcast(sent, 1, rank, size),
-        "rows": verb.all_gather(torch.full((rank + 1, 2), rank), size),
+        "mean": operation.all_reduce(mean, mean, "mean", size),
+        "sent": operation.broadcast(sent, 1, rank, size),
+        "rows": operation.all_gather(torch.full((rank + 1, 2), rank), size),
     }
     names = list(calls)
     names = names[rank:] + names[:rank]
@@ -167,11 +170,11 @@ def test_verbs_in_any_order_within_a_host_and_over_tcp(address: str) -> None:
 
 def differ(named: Named) -> str:
     tensor = torch.ones(3, dtype=torch.float64 if named.rank == 1 else torch.float32)
-    pending = named.submit(verb.all_reduce(tensor, tensor, "mean", named.size), "grad")
+    pending = named.submit(operation.all_reduce(tensor, tensor, "mean", named.size), "grad")
     with pytest.raises(Mismatch) as caught:
         pending.wait(TIMEOUT)
     again = torch.ones(3)
-    named.submit(verb.all_reduce(again, again, "sum", named.size), "grad").wait(TIMEOUT)
+    named.submit(operation.all_reduce(again, again, "sum", named.size), "grad").wait(TIMEOUT)
     assert torch.all(again == named.size)
     named.close(TIMEOUT)
     return str(caught.value)
@@ -185,14 +188,15 @@ def test_tensors_that_differ_fail_alone_and_name_both_ranks() -> None:
 def group_and_join(named: Named) -> int:
     pair = [torch.ones(3), torch.ones(4)]
     pending = [
-        named.submit(verb.all_reduce(t, t, "sum", named.size), f"member {i}", "pair", 2) for i, t in enumerate(pair)
+        named.submit(operation.all_reduce(t, t, "sum", named.size), f"member {i}", "pair", 2)
+        for i, t in enumerate(pair)
     ]
     for one in pending:
         one.wait(TIMEOUT)
     assert len({one._work.operation for one in pending}) == 1  # type: ignore[attr-defined]
     for batch in range(2 * (named.rank + 1)):
         tensor = torch.full((2,), float(named.rank))
-        named.submit(verb.all_reduce(tensor, tensor, "mean", named.size), "loss").wait(TIMEOUT)
+        named.submit(operation.all_reduce(tensor, tensor, "mean", named.size), "loss").wait(TIMEOUT)
         assert torch.all(tensor == (1.0 if batch >= 2 else 0.5))
     ticket = named.join()
     ticket.wait(TIMEOUT)
@@ -209,7 +213,7 @@ def die(named: Named) -> str | None:
         os._exit(1)
     tensor = torch.ones(3)
     with pytest.raises(PeerLost) as caught:
-        named.submit(verb.all_reduce(tensor, tensor, "mean", named.size), "grad").wait(TIMEOUT)
+        named.submit(operation.all_reduce(tensor, tensor, "mean", named.size), "grad").wait(TIMEOUT)
     return str(caught.value)
 
 
@@ -226,8 +230,8 @@ def stall(named: Named, record: str) -> str:
         named.set_step(5 + named.rank)
         tensor = torch.ones(3)
         if named.rank == 1:
-            named.submit(verb.all_reduce(tensor, tensor, "mean", named.size), "other")
-        pending = named.submit(verb.all_reduce(tensor, tensor, "mean", named.size), f"only {named.rank}")
+            named.submit(operation.all_reduce(tensor, tensor, "mean", named.size), "other")
+        pending = named.submit(operation.all_reduce(tensor, tensor, "mean", named.size), f"only {named.rank}")
         with pytest.raises(Aborted) as caught:
             pending.wait(TIMEOUT)
         deadline = time.monotonic() + TIMEOUT
@@ -253,12 +257,12 @@ def dump(named: Named, record: str) -> bool:
         tensor = torch.ones(3)
         deadline = time.monotonic() + TIMEOUT
         if named.rank == 0:
-            early = named.submit(verb.all_reduce(tensor, tensor, "mean", named.size), "late")
+            early = named.submit(operation.all_reduce(tensor, tensor, "mean", named.size), "late")
         while "most recent call first" not in Path(log.name).read_text():  # the other's thread writes it
             assert time.monotonic() < deadline
             threading.Event().wait(0.01)
         if named.rank == 1:
-            early = named.submit(verb.all_reduce(tensor, tensor, "mean", named.size), "late")
+            early = named.submit(operation.all_reduce(tensor, tensor, "mean", named.size), "late")
         early.wait(TIMEOUT)
         named.close(TIMEOUT)
     return True
@@ -277,8 +281,8 @@ def on_two_engines(named: Named) -> list[bool]:
     broadcaster.record(timeline, 1)
     told, summed = torch.full((5,), float(named.rank)), torch.ones(5)
     calls = {
-        "told": verb.broadcast(told, 1, named.rank, named.size),
-        "summed": verb.all_reduce(summed, summed, "sum", named.size),
+        "told": operation.broadcast(told, 1, named.rank, named.size),
+        "summed": operation.all_reduce(summed, summed, "sum", named.size),
     }
     for one in [named.submit(call, name) for name, call in calls.items()]:
         one.wait(TIMEOUT)
@@ -304,10 +308,10 @@ def test_a_world_of_one_works() -> None:
     config, world = Config(executor="shm"), World()
     named = Named(executors.connect(config, world, Alone(1)), config, world, Alone(1))
     tensor = torch.full((3,), 2.0)
-    named.submit(verb.all_reduce(tensor, tensor, "mean", 1), "x").wait(TIMEOUT)
+    named.submit(operation.all_reduce(tensor, tensor, "mean", 1), "x").wait(TIMEOUT)
     assert torch.all(tensor == 2)
     with pytest.raises(ValueError, match="has a name and a size"):
-        named.submit(verb.all_reduce(tensor, tensor, "mean", 1), "x", "group")
+        named.submit(operation.all_reduce(tensor, tensor, "mean", 1), "x", "group")
     named.close(TIMEOUT)
 
 
@@ -335,10 +339,10 @@ def test_a_wait_that_takes_too_long_says_whether_ranks_are_to_blame() -> None:
 
 def wait_for_the_rest(named: Named) -> str:
     tensor = torch.ones(3)
-    pending = named.submit(verb.all_reduce(tensor, tensor, "mean", 1), "x", "pair", 2)
+    pending = named.submit(operation.all_reduce(tensor, tensor, "mean", 1), "x", "pair", 2)
     with pytest.raises(CommTimeout) as caught:
         pending.wait(0.05)
-    named.submit(verb.all_reduce(tensor, tensor, "mean", 1), "y", "pair", 2)
+    named.submit(operation.all_reduce(tensor, tensor, "mean", 1), "y", "pair", 2)
     ticket = named.join()
     ticket.wait(TIMEOUT)
     assert ticket.received == []

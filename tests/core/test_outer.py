@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dadt import _core
-from dadt.outer import Fragment, Outer, parts
+from dadt.algorithms.local.outer import Fragment, Outer, parts
 
 
 @pytest.fixture

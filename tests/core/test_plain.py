@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from dadt import plain
+from dadt.comm import plain
 from dadt.errors import DadtError, Mismatch
 
 NAN = struct.unpack("<d", struct.pack("<Q", 0x7FF8_0000_DEAD_BEEF))[0]

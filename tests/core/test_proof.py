@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch.distributed import FileStore
 
+from dadt.comm.backend.rendezvous import Meeting
+from dadt.comm.executors import c10d, hierarchical
 from dadt.config import Config
+from dadt.control.schema import WORKER
 from dadt.errors import DadtError
-from dadt.executors import c10d, hierarchical
-from dadt.launch.schema import WORKER
-from dadt.meeting import Meeting
 from dadt.world import World
 
 from .ranks import printed

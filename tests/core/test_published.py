@@ -8,9 +8,9 @@ from time import monotonic
 import pytest
 import torch
 
-from dadt import published
-from dadt.published import Published
-from dadt.tie import Tie, Whole
+from dadt.algorithms.gossip import snapshot
+from dadt.algorithms.gossip.link_state import Tie, Whole
+from dadt.algorithms.gossip.snapshot import Published
 
 
 def weights(seed: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -35,7 +35,7 @@ def test_parts_are_small_and_hold_every_element_once() -> None:
     tensors = weights(0)
     seen = [torch.zeros(t.numel(), dtype=torch.long) for t in tensors]
     for part in Published(tensors).parts:
-        assert part.stop - part.start <= published.PART_BYTES
+        assert part.stop - part.start <= snapshot.PART_BYTES
         for piece in part.pieces:
             seen[piece.tensor][piece.start : piece.stop] += 1
     assert all(bool((count == 1).all()) for count in seen)

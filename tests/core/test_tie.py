@@ -10,12 +10,12 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from dadt.algorithms.gossip import check_copies
-from dadt.compression import tie
-from dadt.edge import Answering, Asking, Line
+from dadt.algorithms.gossip.edge import Answering, Asking, Line
+from dadt.algorithms.gossip.gossip import check_copies
+from dadt.algorithms.gossip.link_state import Tie
+from dadt.algorithms.gossip.snapshot import Published
+from dadt.comm.compression import tie
 from dadt.errors import CommTimeout, ConfigError
-from dadt.published import Published
-from dadt.tie import Tie
 
 LEAST = {"bf16": 1.99, "fp16": 1.99, "int8": 3.9, "powersgd:2": 4.9}
 """Times fewer bytes."""

@@ -14,13 +14,14 @@ import pytest
 from click.testing import CliRunner
 
 from core.ranks import spawn
-from dadt import _core, clock, merge
-from dadt.clock import Clock, align
+from dadt import _core
+from dadt.comm.trace import clock, merge
+from dadt.comm.trace.clock import Clock, align
+from dadt.comm.trace.gather import Through
+from dadt.comm.trace.recorder import HEAD, PART_HEAD, Timeline, check, part
 from dadt.errors import ConfigError
-from dadt.peers import Through
-from dadt.timeline import HEAD, PART_HEAD, Timeline, check, part
 from dadt.world import World
-from dadt_cli.timeline import events, timeline
+from dadt_cli.report.timeline import events, timeline
 
 AHEAD = 1000.0
 """Seconds that each rank's clock shows more than that of the rank before, where ranks stand for hosts."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dadt.config import TOPOLOGIES
-from dadt.topology import asks, complete, exponential, neighbours, partner, ring
+from dadt.algorithms.gossip.topology import asks, complete, exponential, neighbours, partner, ring
+from dadt.config.config import TOPOLOGIES
 
 SIZES = [*range(2, 10), 15, 16, 17, 33]
 

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from dadt.config import Config
-from dadt.inject import loader, saving, seed
+from dadt.inject import saving
+from dadt.inject.data import loader, seed
 from dadt.world import World
 
 DEADLINE = 60.0

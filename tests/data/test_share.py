@@ -7,16 +7,7 @@ import random
 
 import pytest
 
-from dadt.share import (
-    Batches,
-    Divided,
-    Items,
-    PerRank,
-    Spare,
-    every_nth,
-    portion,
-    stream_steps,
-)
+from dadt.inject.data.share import Batches, Divided, Items, PerRank, Spare, every_nth, portion, stream_steps
 
 SIZES = (1, 2, 3, 4, 7)
 COUNTS = (0, 1, 2, 3, 5, 8, 13, 24, 25, 97)

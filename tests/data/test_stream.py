@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from dadt.errors import DadtError
-from dadt.inject.stream import EveryNth, Split, first_dimension
+from dadt.inject.data.stream import EveryNth, Split, first_dimension
 
 
 class Numbers(IterableDataset):

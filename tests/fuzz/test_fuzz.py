@@ -20,26 +20,28 @@ import torch
 from mutation import Mutator
 from safetensors.torch import save_file
 
-from dadt import timeline
-from dadt.clock import Clock
-from dadt.config import Config, variable
+from dadt.comm.trace import recorder
+from dadt.comm.trace.clock import Clock
+from dadt.comm.trace.merge import _shifted
+from dadt.config import Config
+from dadt.config.config import variable
+from dadt.control.frame import LENGTHS, Frame, Parser
+from dadt.control.schema import AGENT
+from dadt.control.seal import Seal
 from dadt.errors import DadtError, LaunchError
-from dadt.launch import host
 from dadt.launch.channel import Channel
 from dadt.launch.crew import Crew, Node
 from dadt.launch.crew import _named as named
-from dadt.launch.frame import LENGTHS, Frame, Parser
-from dadt.launch.host import Host
+from dadt.launch.hosts import host
+from dadt.launch.hosts.host import Host
+from dadt.launch.hosts.slot import Slot
 from dadt.launch.job import Job
-from dadt.launch.journal import Journal
-from dadt.launch.output import Output
-from dadt.launch.schema import AGENT
-from dadt.launch.seal import Seal
-from dadt.launch.slot import Slot
-from dadt.merge import _shifted
-from dadt_cli import file, stored
-from dadt_cli.timeline import Summary
-from dadt_cli.timeline import read as read_timeline
+from dadt.launch.monitor.journal import Journal
+from dadt.launch.monitor.output import Output
+from dadt_cli.compare import stored
+from dadt_cli.report.timeline import Summary
+from dadt_cli.report.timeline import read as read_timeline
+from dadt_cli.terminal import file
 
 SEED = int(os.environ.get("DADT_FUZZ_SEED", "1"))
 SECONDS = 10
@@ -337,9 +339,9 @@ def _parts() -> list[bytes]:
     ]
     lines = [json.dumps(event, separators=(",", ":")).encode() + b",\n" for event in events]
     return [
-        timeline.PART_HEAD + b"".join(lines),
-        timeline.HEAD + b"".join(lines) + b"]}\n",
-        timeline.PART_HEAD + lines[1],
+        recorder.PART_HEAD + b"".join(lines),
+        recorder.HEAD + b"".join(lines) + b"]}\n",
+        recorder.PART_HEAD + lines[1],
     ]
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from dadt.config import Config
-from dadt.runtime import Runtime
+from dadt.train.runtime import Runtime
 from dadt.world import World
 
 BEFORE = 25

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore
 
 import dadt  # noqa: F401 (makes the backend known)
-from dadt.executors import c10d
+from dadt.comm.executors import c10d
 
 SCRIPT = """
 import sys, torch, torch.distributed as dist
@@ -89,13 +89,13 @@ def test_collectives_and_ddp(size: int, tmp_path: Path) -> None:
 
 def test_verbs_of_gpus_are_those_of_a_process_group() -> None:
     """What NCCL is asked for exists in this torch by one of its names."""
-    from dadt import backend
+    from dadt.comm.backend import process_group
 
-    verbs = [name for name, each in vars(backend.Backend).items() if hasattr(each, "__wrapped__")]
+    verbs = [name for name, each in vars(process_group.Backend).items() if hasattr(each, "__wrapped__")]
     assert len(verbs) > 20
     for name in verbs:
-        name = getattr(backend.Backend, name).__name__
-        assert hasattr(dist.ProcessGroup, name) or hasattr(dist.ProcessGroup, backend._EARLIER[name]), name
+        name = getattr(process_group.Backend, name).__name__
+        assert hasattr(dist.ProcessGroup, name) or hasattr(dist.ProcessGroup, process_group._EARLIER[name]), name
 
 
 def test_an_exchange_by_way_of_a_device(tmp_path: Path) -> None:

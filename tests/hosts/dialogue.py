@@ -12,10 +12,10 @@ from typing import Any
 from machine import Network
 
 from dadt.config import Config
+from dadt.control.frame import Frame
 from dadt.errors import LaunchError
 from dadt.launch.channel import Channel, Launcher
-from dadt.launch.frame import Frame
-from dadt.launch.host import Host
+from dadt.launch.hosts.host import Host
 from dadt.launch.launchers.nearby import ssh_launcher
 
 BACKENDS = ("paramiko", "openssh")

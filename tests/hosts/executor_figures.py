@@ -22,7 +22,7 @@ from machine import Network
 
 from dadt.benchmarks import ddp
 from dadt.benchmarks.ratio import Interval
-from dadt_cli.figure import conditions
+from dadt_cli.bench.figure import conditions
 
 PROGRAM = [sys.executable, "-m", "dadt.benchmarks.executor"]
 SIZES = "64,4096,65536,1048576,8388608,67108864,268435456"

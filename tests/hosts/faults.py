@@ -89,7 +89,7 @@ class Job:
 
     def agent(self, rank: int) -> int:
         if self.network is not None:
-            return self._on(self.network[rank], "dadt.agent")
+            return self._on(self.network[rank], "dadt.launch.agent")
         return int(Path(f"/proc/{self.worker(rank)}/stat").read_text().rpartition(")")[2].split()[1])
 
     def strike(self, code: str) -> None:

@@ -23,7 +23,7 @@ from machine import Machine, Network, await_that, missing
 
 import dadt.benchmarks
 from dadt.benchmarks.ratio import Interval, interval, ratio
-from dadt_cli.figure import conditions
+from dadt_cli.bench.figure import conditions
 
 DADT = [sys.executable, "-m", "dadt_cli", "run"]
 FIRST_STEP = Path(dadt.benchmarks.__file__).with_name("first_step.py")
@@ -327,7 +327,7 @@ def agent_pids(hosts: Bench, launcher: int) -> list[int]:
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     everywhere = [pid for host in hosts.network.hosts for pid in host.processes()]
     named = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in [*map(int, children), *everywhere]}
-    return [pid for pid, command in named.items() if b"dadt.agent" in command]
+    return [pid for pid, command in named.items() if b"dadt.launch.agent" in command]
 
 
 def check_lines(found: Sequence[bytes], lines: int, where: str) -> list[tuple[float, float]]:

@@ -99,7 +99,7 @@ def test_an_agent_that_was_killed_is_told_everywhere(
     network = hosts(2)
     first, second = (node(network[rank], rank, "h0:29400", SLEEP) for rank in (0, 1))
     await_that(lambda: (tmp_path / "up0").exists() and (tmp_path / "up1").exists(), "the workers")
-    (agent,) = (pid for pid, command in network[1].processes().items() if command.endswith("-m dadt.agent"))
+    (agent,) = (pid for pid, command in network[1].processes().items() if command.endswith("-m dadt.launch.agent"))
     os.kill(agent, 9)
     (_, err), (_, said) = first.communicate(timeout=SECONDS), second.communicate(timeout=SECONDS)
     assert (first.returncode, second.returncode) == (3, 3)

@@ -198,7 +198,7 @@ def test_kill_9_leaves_nothing_on_any_host(hosts, start, whom, extra):
         run.process.kill()
         run.process.wait()
     else:
-        wanted = "dadt.agent" if whom == "agent" else "train.py"
+        wanted = "dadt.launch.agent" if whom == "agent" else "train.py"
         os.kill(next(pid for pid, line in network[1].processes().items() if wanted in line), signal.SIGKILL)
         result = run.finish()
         assert result.code == (3 if whom == "agent" else 137), result.err
@@ -348,7 +348,7 @@ def test_another_version_on_a_host_is_refused_and_another_torch_is_told(hosts, s
     result = start(network, "", "-np", 2, "-H", network.list(1), "--python", python, "train.py").finish()
     assert result.code == 3
     assert f"dadt: h1: dadt 9.9 is installed there, {dadt.__version__} here -> install the same version" in result.err
-    python = differ("import dadt.launch.machine as m; m._version = lambda package: '2.2.0'")
+    python = differ("import dadt.control.machine as m; m._version = lambda package: '2.2.0'")
     result = start(network, "", "-np", 2, "-H", network.list(1), "--python", python, "train.py").finish()
     assert result.code == 0
     assert "hosts differ in torch: h0 2." in result.err and "h1 2.2" in result.err
@@ -368,7 +368,7 @@ def test_a_host_that_is_lost_while_others_get_ready_ends_the_start(hosts, start,
     await_that(lambda: (tmp_path / "slow").exists(), "the prologue on h1")
     events = tmp_path / "dadt-logs" / run.job / "events.jsonl"
     await_that(lambda: '"agent ready"' in events.read_text(), "h0")
-    agent = next(pid for pid, line in network[0].processes().items() if "dadt.agent" in line)
+    agent = next(pid for pid, line in network[0].processes().items() if "dadt.launch.agent" in line)
     os.kill(agent, signal.SIGKILL)
     result = run.finish()
     assert result.code == 3

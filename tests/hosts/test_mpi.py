@@ -79,7 +79,7 @@ def test_kill_9_leaves_nothing_on_any_host(hosts, start, mpirun, tmp_path, who):
     if who == "the launcher":
         run.process.kill()
     else:
-        agents = [pid for pid, command in network.hosts[1].processes().items() if "-m dadt.agent" in command]
+        agents = [pid for pid, command in network.hosts[1].processes().items() if "-m dadt.launch.agent" in command]
         os.kill(agents[0], signal.SIGKILL)
     result = run.finish()
     assert result.code != 0

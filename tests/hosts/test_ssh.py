@@ -143,7 +143,7 @@ def test_end_gives_an_agent_up_that_does_not_end(hosts: Hosts, backend: str) -> 
     with launched(network, backend) as (future,):
         channel = future.result()
         ask(channel)
-        (pid,) = (pid for pid, command in network[0].processes().items() if "dadt.agent" in command)
+        (pid,) = (pid for pid, command in network[0].processes().items() if "dadt.launch.agent" in command)
         os.kill(pid, 19)
         begin = time.monotonic()
         assert channel.end(0.5) == "the agent has not ended in time; the connection to it was closed"
@@ -155,7 +155,7 @@ ABANDON = """
 import sys, time
 sys.path[:0] = sys.argv[1:2]
 from dadt.config import Config
-from dadt.launch.host import Host
+from dadt.launch.hosts.host import Host
 from dadt.launch.launchers.nearby import ssh_launcher
 launcher = ssh_launcher(Config(ssh_config=sys.argv[2], ssh_backend=sys.argv[3], start_timeout=60.0))
 futures = launcher.launch([Host(name="h0")] + [Host(name=f"10.7.0.{100 + n}") for n in range(40)])

@@ -15,7 +15,7 @@ import pytest
 from dialogue import BACKENDS, ask, launched, outcome, read
 from machine import Machine, Network, await_that, new_key
 
-from dadt.launch.frame import Frame
+from dadt.control.frame import Frame
 
 Hosts = Callable[[int], Network]
 
@@ -253,7 +253,7 @@ def test_a_user_who_may_not_have_a_shell(hosts: Hosts, backend: str) -> None:
 
 
 def agents(machine: Machine) -> list[int]:
-    return [pid for pid, command in machine.processes().items() if "-m dadt.agent" in command]
+    return [pid for pid, command in machine.processes().items() if "-m dadt.launch.agent" in command]
 
 
 def test_an_agent_that_is_killed(hosts: Hosts, backend: str) -> None:

@@ -9,7 +9,7 @@ from dialogue import ask, launched
 from machine import Network
 
 from dadt.config import Config
-from dadt.launch.host import Host
+from dadt.launch.hosts.host import Host
 from dadt.launch.launchers.ssh import SshLauncher
 
 Hosts = Callable[[int], Network]

@@ -15,7 +15,7 @@ import pytest
 from jobs import SEED, TRAIN, assert_flat, held, refusals, weights
 from run import FOLDERS, Run, await_that
 
-from dadt.launch.frame import LENGTHS, Frame
+from dadt.control.frame import LENGTHS, Frame
 
 # Rank 1 does this in the middle of its training; `agent` is its own line, `told(text)` says it there and waits until
 # the agent has hung up.

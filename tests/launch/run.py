@@ -69,7 +69,7 @@ class Run:
     def agent(self) -> int:
         threads = Path(f"/proc/{self.process.pid}/task").glob("*/children")
         children = [int(pid) for thread in threads for pid in thread.read_text().split()]
-        agents = [pid for pid in children if b"dadt.agent" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        agents = [pid for pid in children if b"dadt.launch.agent" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         assert len(agents) == 1
         return agents[0]
 

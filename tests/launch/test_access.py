@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from run import Result, Run
 
-from dadt import access
+from dadt.control import private_files
 
 SCRIPT = "import os; os.umask(u := os.umask(0)); print(oct(u)); open('own', 'w').close(); os.makedirs('folder')\n"
 
@@ -51,9 +51,9 @@ def test_a_folder_that_was_there_says_who_else_may_read(start: Callable[..., Run
 
 def test_where_all_users_make_files_nobody_is_let_in(tmp_path: Path) -> None:
     tmp_path.chmod(0o1777)
-    access.make_inner_folder(tmp_path / "job")
-    access.open_file(tmp_path / "job" / "log", inner=True).close()
-    access.open_file(tmp_path / "timeline").close()
+    private_files.make_inner_folder(tmp_path / "job")
+    private_files.open_file(tmp_path / "job" / "log", inner=True).close()
+    private_files.open_file(tmp_path / "timeline").close()
     assert modes(tmp_path) == {".": 0o1777, "job": 0o700, "job/log": 0o600, "timeline": 0o600}
 
 
@@ -64,10 +64,10 @@ def test_the_umask_neither_adds_nor_takes_and_older_files_stay(tmp_path: Path, u
     (tmp_path / "older").chmod(0o644)
     before = os.umask(umask)
     try:
-        access.make_inner_folder(tmp_path / "job")
-        access.open_file(tmp_path / "job" / "log", inner=True).close()
-        access.make_folder(tmp_path / "new" / "deeper")
-        access.open_file(tmp_path / "older", "a", inner=True).close()
+        private_files.make_inner_folder(tmp_path / "job")
+        private_files.open_file(tmp_path / "job" / "log", inner=True).close()
+        private_files.make_folder(tmp_path / "new" / "deeper")
+        private_files.open_file(tmp_path / "older", "a", inner=True).close()
     finally:
         assert os.umask(before) == umask
     wanted = {".": 0o770, "job": 0o770, "job/log": 0o660, "new": 0o700, "new/deeper": 0o700, "older": 0o644}

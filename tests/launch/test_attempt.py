@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dadt.errors import LaunchError
-from dadt.launch.host import Host
+from dadt.launch.hosts.host import Host
 from dadt.launch.ssh.attempt import AT_ONCE, Attempts, Transient
 
 HOSTS = [Host(name=f"h{number}") for number in range(100)]

@@ -15,7 +15,7 @@ from run import SECONDS
 from dadt.checks import pairs
 from dadt.checks.matrix import as_pairs, judged
 from dadt.checks.pairs import Order, Way, measure, rounds
-from dadt.launch.machine import free_port
+from dadt.control.machine import free_port
 
 NAMES = ("a", "b", "c", "d")
 UP = "ip link set lo up mtu 1500"

@@ -18,7 +18,8 @@ import pytest
 from run import DADT
 
 import dadt
-from dadt.config import Config, flag
+from dadt.config import Config
+from dadt.config.config import flag
 from dadt_cli import COMMANDS, dadt_command
 
 
@@ -164,7 +165,7 @@ def test_completion_imports_neither_torch_nor_a_command():
     program = (
         "import os, sys\nfrom dadt_cli import main\nsys.argv = ['dadt']\n"
         "os.environ.update(_DADT_COMPLETE='bash_complete', COMP_WORDS='dadt ', COMP_CWORD='1')\n"
-        "try: main()\nfinally: print(sorted({'torch', 'numpy', 'rich', 'dadt_cli.run'} & set(sys.modules)))"
+        "try: main()\nfinally: print(sorted({'torch', 'numpy', 'rich', 'dadt_cli.run.command'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from run import await_that
 
-from dadt.launch.condition import HELD, TEXTS, Conditions
+from dadt.control.condition import HELD, TEXTS, Conditions
 
 TRACED = "import ctypes, os; ctypes.CDLL(None).ptrace(0, 0, 0, 0); print(flush=True); os.kill(os.getpid(), 19)"
 """Asks its parent to trace it, and stops as under a debugger's breakpoint."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from dadt.launch.board import MOST_BYTES, MOST_KEYS, Board
+from dadt.launch.monitor.board import MOST_BYTES, MOST_KEYS, Board
 
 HEAD = """\
 import os, sys, time
 from pathlib import Path
-from dadt.control import Control
+from dadt.control.agent_client import Control
 from dadt.errors import DadtError, StartTimeout
 from dadt.world import World
 world = World.from_env()
@@ -84,7 +84,7 @@ def test_a_rank_is_claimed_by_one_living_process(launch):
         "control.claim(); control.claim()\n"
         "import subprocess\n"
         "again = '''import sys\n"
-        "from dadt.control import Control\n"
+        "from dadt.control.agent_client import Control\n"
         "from dadt.world import World\n"
         "from dadt.errors import DadtError\n"
         "try: Control.connect(World.from_env()).claim()\n"
@@ -99,7 +99,7 @@ def test_a_rank_is_claimed_by_one_living_process(launch):
 def test_the_claim_of_a_dead_process_is_free(launch):
     script = HEAD + (
         "import subprocess\n"
-        "claim = 'from dadt.control import Control; from dadt.world import World; "
+        "claim = 'from dadt.control.agent_client import Control; from dadt.world import World; "
         'Control.connect(World.from_env()).claim(); print("claimed")\'\n'
         "for _ in range(2): subprocess.run([sys.executable, '-c', claim], check=True)\n"
         "control.claim()\n"

@@ -6,10 +6,10 @@ import os
 
 import pytest
 
+from dadt.control.frame import LENGTHS, MAGIC, NOISE_LIMIT, Frame, Link, Parser
+from dadt.control.schema import AGENT, WORKER, Kind, Speaker, anything, listed
+from dadt.control.seal import Seal
 from dadt.errors import DadtError
-from dadt.launch.frame import LENGTHS, MAGIC, NOISE_LIMIT, Frame, Link, Parser
-from dadt.launch.schema import AGENT, WORKER, Kind, Speaker, anything, listed
-from dadt.launch.seal import Seal
 
 SPEAKER = Speaker("a tester", {"a": Kind({"x": listed(anything, 9)}, 1000), "b": Kind({}), "c": Kind({}, 1)})
 FRAMES = [Frame("a", {"x": [1, None, "é"]}, b"\0\xff" * 50), Frame("b"), Frame("c", {}, b"x")]

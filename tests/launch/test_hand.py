@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from run import Result, Run, await_that, is_running
 
+from dadt.control.connection import Reach
 from dadt.errors import LaunchError
-from dadt.launch.listen import Reach
-from dadt.launch.meeting import FileMeeting
+from dadt.launch.launchers.node_rendezvous import FileMeeting
 
 Start = Callable[..., Run]
 SECRET = "what only the nodes of this job know"

@@ -20,7 +20,7 @@ from run import Run, await_that
 
 from dadt.config import Config
 from dadt.errors import ConfigError
-from dadt.launch.heartbeat import Heartbeat
+from dadt.launch.agent.heartbeat import Heartbeat
 
 SECRET = bytes(range(32))
 ADDRESSES = ("127.0.0.1", "127.0.0.2")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from dadt.errors import ConfigError
-from dadt.launch.host import Host, choose, parse, read
-from dadt.launch.slot import Room, place, share_out
+from dadt.launch.hosts.host import Host, choose, parse, read
+from dadt.launch.hosts.slot import Room, place, share_out
 
 
 def test_hosts_as_users_write_them():

@@ -16,9 +16,20 @@ from dataclasses import replace
 import pytest
 from run import await_that
 
-from dadt.launch import listen, schema
-from dadt.launch.frame import MAGIC, Frame, Link
-from dadt.launch.listen import GREETING, Connection, Listener, Reach, Refused, SocketChannel, Unreached, Words, dial
+from dadt.control import connection as listen
+from dadt.control import schema
+from dadt.control.connection import (
+    GREETING,
+    Connection,
+    Listener,
+    Reach,
+    Refused,
+    SocketChannel,
+    Unreached,
+    Words,
+    dial,
+)
+from dadt.control.frame import MAGIC, Frame, Link
 
 KEY = b"k" * 32
 
@@ -246,7 +257,7 @@ def test_a_stranger_is_told_of_once(door: Door) -> None:
 FEW_DESCRIPTORS = """
 import resource, socket, sys, time
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-from dadt.launch.listen import Listener, dial
+from dadt.control.connection import Listener, dial
 came = []
 listener = Listener(b"k" * 32, 5.0, lambda hello: {}, lambda hello, connection: came.append(connection))
 print(listener.port, flush=True)

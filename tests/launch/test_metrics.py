@@ -13,20 +13,20 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import dadt_cli.page
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from run import DADT, Run, await_that
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import dadt_cli
-import dadt_cli.page
-from dadt.launch import series
-from dadt.launch.journal import Journal
-from dadt.launch.metrics.metric import METRICS
-from dadt.launch.rendezvous import Rendezvous
-from dadt.launch.watch import Watch
-from dadt.step_time import StepTimes, bound
-from dadt_cli.record import Record
+from dadt.control.step_times import StepTimes, bound
+from dadt.launch.monitor import series
+from dadt.launch.monitor.journal import Journal
+from dadt.launch.monitor.members import Rendezvous
+from dadt.launch.monitor.metrics.metric import METRICS
+from dadt.launch.monitor.watch import Watch
+from dadt_cli.report.record import Record
 
 ROOT = Path(__file__).parents[2]
 STEPS = 60
@@ -48,7 +48,7 @@ for step, (inputs, wanted) in enumerate(loader):
 """
 CONTROL = """\
 import os, time
-from dadt.control import Control
+from dadt.control.agent_client import Control
 from dadt.world import World
 control = Control.connect(World.from_env())
 rank = control.world.rank
@@ -181,7 +181,7 @@ def _report_of_a_running_job(run: Run) -> None:
         return len(last) == 2 and min(last.values()) > 0
 
     await_that(written, "samples in progress.jsonl, which is written twice a second")
-    words = Words(dadt_cli.page.page(Record.read(folder, True), True))
+    words = Words(dadt_cli.report.page.page(Record.read(folder, True), True))
     for word in ("still runs", "rank: samples per second", "Step times: steps of all ranks", "Hosts", "--warmup-steps"):
         assert word in words.text, word
     assert words.tags.count("figure") == 3 and "Not all of it is there" not in words.text

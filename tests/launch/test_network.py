@@ -12,11 +12,11 @@ import time
 
 import pytest
 
-from dadt.launch import network
-from dadt.launch.accept import MOST_AT_ONCE
-from dadt.launch.frame import Frame
+from dadt.control import network
+from dadt.control.accept import MOST_AT_ONCE
+from dadt.control.frame import Frame
+from dadt.control.network import Listener, Probe
 from dadt.launch.launchers.local import LocalChannel
-from dadt.launch.network import Listener, Probe
 
 TOKEN = b"t" * network.TOKEN_BYTES
 

@@ -12,7 +12,7 @@ import pytest
 from run import DADT, SECONDS, await_that, left_of
 
 from dadt.errors import ConfigError
-from dadt.launch.output import LINE_LIMIT, Assembler, ranks_shown
+from dadt.launch.monitor.output import LINE_LIMIT, Assembler, ranks_shown
 
 
 def test_lines_carry_their_rank_and_keep_their_order(launch):

@@ -299,7 +299,7 @@ def test_a_dry_run_starts_nothing(launch, tmp_path):
     result = launch("open('started', 'w')", "-np", "3", "-H", "node1:2,node2:2", "--dry-run", "-x", "A=1", "train.py")
     assert result.code == 0, result.err
     text = result.out.decode()
-    assert "node1: " in text and "node2: " in text and "dadt.agent" in text
+    assert "node1: " in text and "node2: " in text and "dadt.launch.agent" in text
     assert [line.split()[1] for line in text.splitlines() if line.startswith("  rank ")] == ["0:", "1:", "2:"]
     assert "    A=1" in text and "    RANK=2" in text and "    DADT_ALGORITHM=pipe" in text
     assert not (tmp_path / "started").exists() and not (tmp_path / "dadt-logs").exists()

@@ -8,28 +8,28 @@ import pytest
 
 from dadt.config import Config
 from dadt.errors import ConfigError
-from dadt.launch import remote
-from dadt.launch.host import Host
+from dadt.launch.hosts.host import Host
+from dadt.launch.launchers import remote_shell
 
 
 def test_only_pythons_path_is_part_of_the_command() -> None:
-    assert remote.command("/opt/v/bin/python3.11") == "cd /; exec /opt/v/bin/python3.11 -u -m dadt.agent"
-    assert remote.command("~/v/bin/python") == "cd /; exec ~/v/bin/python -u -m dadt.agent"
-    assert remote.command("/my python") == "cd /; exec '/my python' -u -m dadt.agent"
-    assert remote.command("$(touch x);`y`") == "cd /; exec '$(touch x);`y`' -u -m dadt.agent"
+    assert remote_shell.command("/opt/v/bin/python3.11") == "cd /; exec /opt/v/bin/python3.11 -u -m dadt.launch.agent"
+    assert remote_shell.command("~/v/bin/python") == "cd /; exec ~/v/bin/python -u -m dadt.launch.agent"
+    assert remote_shell.command("/my python") == "cd /; exec '/my python' -u -m dadt.launch.agent"
+    assert remote_shell.command("$(touch x);`y`") == "cd /; exec '$(touch x);`y`' -u -m dadt.launch.agent"
 
 
 @pytest.mark.parametrize("python", ["it's", "a\nb", "!x", "a\\b"])
 def test_a_python_that_no_quotes_can_hold_is_refused(python: str) -> None:
     with pytest.raises(ConfigError, match="--python"):
-        remote.command(python)
+        remote_shell.command(python)
 
 
 def test_what_is_shown_can_be_typed() -> None:
     config = Config(ssh_port=2222, ssh_identity_file="~/.ssh/key", ssh_config="my config")
-    shown = remote.shown(config, Host(name="node1", user="me"), remote.command("python3"))
+    shown = remote_shell.shown(config, Host(name="node1", user="me"), remote_shell.command("python3"))
     key = Path("~/.ssh/key").expanduser()
-    expected = f"ssh -F 'my config' -p 2222 -i {key} me@node1 'cd /; exec python3 -u -m dadt.agent'"
+    expected = f"ssh -F 'my config' -p 2222 -i {key} me@node1 'cd /; exec python3 -u -m dadt.launch.agent'"
     assert shown == expected
 
 
@@ -54,5 +54,5 @@ def test_what_is_shown_can_be_typed() -> None:
     ],
 )
 def test_how_an_agent_ended(code: int | None, noise: str, stderr: str, text: str) -> None:
-    said = remote.explain(code, noise.encode(), stderr.encode(), "/p")
+    said = remote_shell.explain(code, noise.encode(), stderr.encode(), "/p")
     assert said.startswith(text) and bool(said) == bool(text)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from dadt.launch import board, rendezvous
-from dadt.launch.board import Board, Want
-from dadt.launch.frame import Frame
-from dadt.launch.rendezvous import Rendezvous
+from dadt.control.frame import Frame
+from dadt.launch.monitor import board, members
+from dadt.launch.monitor.board import Board, Want
+from dadt.launch.monitor.members import Rendezvous
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def test_all_ranks_get_what_all_have_given_and_nothing_of_it_stays(answers: list
 def test_a_rank_gives_no_more_than_the_bound_while_others_are_awaited(
     answers: list[Frame], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rendezvous, "MOST_GIVEN", 100)
+    monkeypatch.setattr(members, "MOST_GIVEN", 100)
     meeting = Rendezvous(["", ""])
     meeting.give("one", 0, bytes(60), 10.0, answers.append)
     meeting.give("two", 0, bytes(41), 10.0, answers.append)

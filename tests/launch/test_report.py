@@ -18,13 +18,13 @@ import pytest
 from run import DADT
 
 import dadt_cli
-from dadt_cli.page import page
-from dadt_cli.record import REPORT, Record
+from dadt_cli.report.page import page
+from dadt_cli.report.record import REPORT, Record
 
 EVIL = "<script>alert('&amp;')</script>\"'>"
 FAILING = """\
 import os, sys, time
-from dadt.control import Control
+from dadt.control.agent_client import Control
 from dadt.world import World
 control = Control.connect(World.from_env())
 rank = control.world.rank

@@ -14,10 +14,10 @@ from dataclasses import replace
 
 import pytest
 
+from dadt.comm.rendezvous.values import Asked, Held, Server
+from dadt.control.connection import Listener, dial
+from dadt.control.frame import LENGTHS, Frame
 from dadt.errors import DadtError, PeerLost
-from dadt.launch.frame import LENGTHS, Frame
-from dadt.launch.listen import Listener, dial
-from dadt.launch.values import Asked, Held, Server
 
 Ask = Callable[[], Asked]
 
@@ -80,7 +80,7 @@ def test_many_ask_at_once(ask: Ask) -> None:
 
 
 def test_what_is_too_large_is_refused_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dadt.launch.values.MOST_BYTES", 1000)
+    monkeypatch.setattr("dadt.comm.rendezvous.values.MOST_BYTES", 1000)
     asked = Held()
     with pytest.raises(DadtError, match="'a': 2,000 bytes are more than ranks may give"):
         asked.set("a", b"x" * 2000)
@@ -91,7 +91,7 @@ def test_what_is_too_large_is_refused_and_nothing_else(monkeypatch: pytest.Monke
 
 ASKER = """
 import socket, sys, time
-from dadt.launch.values import Asked
+from dadt.comm.rendezvous.values import Asked
 asked = Asked(socket.socket(fileno=int(sys.argv[1])), None, 9.0)
 asked.set("a", b"b")
 print(time.monotonic())

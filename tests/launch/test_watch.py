@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from dadt.launch import watch as module
-from dadt.launch.frame import Frame
-from dadt.launch.journal import Journal
-from dadt.launch.rendezvous import Member
-from dadt.launch.watch import Watch
+from dadt.control.frame import Frame
+from dadt.launch.monitor import watch as module
+from dadt.launch.monitor.journal import Journal
+from dadt.launch.monitor.members import Member
+from dadt.launch.monitor.watch import Watch
 
 
 class Clock:

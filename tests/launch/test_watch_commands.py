@@ -15,7 +15,7 @@ from run import DADT, FOLDERS, Run, await_that, is_running, left_of
 
 TRAIN = """\
 import os, signal, sys, time
-from dadt.control import Control
+from dadt.control.agent_client import Control
 from dadt.world import World
 control = Control.connect(World.from_env())
 rank = control.world.rank

@@ -15,7 +15,7 @@ from terminal import Terminal
 
 STEPS = """\
 import os, sys, time
-from dadt.control import Control
+from dadt.control.agent_client import Control
 from dadt.world import World
 control = Control.connect(World.from_env())
 rank = control.world.rank

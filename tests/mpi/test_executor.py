@@ -14,10 +14,10 @@ from mpis import AS_ROOT, MPICH_LIBRARY, TESTS, installed
 from run import Run
 from scenarios import WARMUP, simulate
 
+from dadt.comm.executors import mpicuda
 from dadt.config import Config
+from dadt.control import mpi_library
 from dadt.errors import ConfigError
-from dadt.executors import mpicuda
-from dadt.launch import library
 from dadt.world import World
 
 sys.path.append(str(TESTS / "conformance"))
@@ -53,7 +53,7 @@ import sys, time, torch
 from dadt import _core
 from dadt.config import Config
 from dadt.errors import CommError, ConfigError
-from dadt.executors import mpi
+from dadt.comm.executors import mpi
 from dadt.world import World
 everyone = mpi.process.begin().COMM_WORLD
 rank, size = everyone.rank, everyone.size
@@ -249,7 +249,7 @@ connection.close()
 def test_the_way_of_a_gpu_with_the_cpu_in_its_place(ranks):
     """Several at once, unequal weights, a value that a rank does not have."""
     said = ranks("""
-from dadt.executors import mpicuda
+from dadt.comm.executors import mpicuda
 world = World(rank=rank, world_size=size)
 connection = connect()
 own = mpi.joiner(Config(timeout=60.0), world, Meet(everyone))(range(size))
@@ -276,7 +276,7 @@ connection.close()
 def test_what_is_compressed_is_near_the_mean_and_the_same_on_all_ranks(ranks):
     said = ranks("""
 import hashlib
-from dadt.compression import CODECS, Feedback
+from dadt.comm.compression import CODECS, Feedback
 connection = connect()
 digest = hashlib.sha256()
 for codec in CODECS.values():
@@ -375,4 +375,4 @@ def test_gpus_are_needed_for_mpicuda(tmp_path):
 def test_a_library_is_found_beside_its_mpirun(program, there, expected, tmp_path):
     (tmp_path / there).parent.mkdir(parents=True)
     (tmp_path / there).touch()
-    assert list(library.beside(tmp_path / program)) == [tmp_path / there] * expected
+    assert list(mpi_library.beside(tmp_path / program)) == [tmp_path / there] * expected

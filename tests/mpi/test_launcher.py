@@ -143,7 +143,7 @@ def test_kill_9_of_what_is_between_leaves_nothing(start, mpirun, who):
 
 
 def process_of(run, mpirun: str, who: str) -> int:
-    mark = {"agent": b"dadt.agent", "mpirun": mpirun.encode(), "shim": b"dadt.launch.shim"}[who]
+    mark = {"agent": b"dadt.launch.agent", "mpirun": mpirun.encode(), "shim": b"dadt.launch.agent.shim"}[who]
     own = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in [*shims(run.job), *descendants(run.process.pid)]}
     exact = [pid for pid, line in own.items() if mark in line.split(b"\0")[0 if who == "mpirun" else slice(None)]]
     return min(exact)
@@ -203,4 +203,4 @@ def test_bad_input_is_told(launch, arguments, words):
 def test_a_dry_run_shows_mpirun(launch, mpirun):
     result = launch("", "--dry-run", "-np", "2", "train.py")
     assert result.code == 0
-    assert mpirun in result.out.decode() and "dadt.launch.shim" in result.out.decode()
+    assert mpirun in result.out.decode() and "dadt.launch.agent.shim" in result.out.decode()

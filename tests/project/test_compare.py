@@ -409,5 +409,5 @@ def test_as_a_process_and_without_torch_until_it_is_needed(tmp_path: Path) -> No
     done = subprocess.run([dadt, "compare", "a.pth", "b.pth"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout.endswith("a.pth and b.pth differ\n")
-    code = "import sys; import dadt_cli.compare; assert not {'torch', 'numpy'} & set(sys.modules)"
+    code = "import sys; import dadt_cli.compare.command; assert not {'torch', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -55,11 +55,11 @@ def test_the_lowest_layer_needs_the_standard_library_alone(name: str) -> None:
 
 def test_the_launcher_does_not_know_the_runtime() -> None:
     upper = (
-        "dadt.runtime",
+        "dadt.train.runtime",
         "dadt.inject",
         "dadt.algorithms",
-        "dadt.attachment",
-        "dadt.executors",
+        "dadt.train.attachment",
+        "dadt.comm.executors",
         "dadt._core",
         "torch",
     )
@@ -88,7 +88,9 @@ def loaded(code: str) -> set[str]:
 
 def test_import_dadt_leaves_torch_alone() -> None:
     assert "torch" in loaded("import torch")
-    assert not {"torch", "numpy"} & loaded("import dadt, dadt.config, dadt.world, dadt.control, dadt._core")
+    assert not {"torch", "numpy"} & loaded(
+        "import dadt, dadt.config.config, dadt.world, dadt.control.agent_client, dadt._core"
+    )
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["--version"]], ids=" ".join)

@@ -19,7 +19,7 @@ from cluster import CORES, SECONDS, Cluster, await_that
 from run import DADT, is_running, left_of
 
 from dadt.errors import ConfigError
-from dadt.launch.host import Host
+from dadt.launch.hosts.host import Host
 from dadt.launch.launchers import slurm
 from dadt.launch.launchers.slurm import slurm_hosts, tasks_per_node
 

@@ -33,7 +33,7 @@ def at_the_end(call) -> None:
     """After the ranks have made their last average."""
     import gc
 
-    from dadt.runtime import Runtime
+    from dadt.train.runtime import Runtime
 
     (runtime,) = [o for o in gc.get_objects() if type(o) is Runtime]
     runtime.on_end.append(call)

@@ -263,7 +263,7 @@ ALONE = """
     for step in range(3):
         backward(SCENARIOS["momentum"], model, rank, step)
         optimizer.step()
-    report({"hooked": "dadt.runtime" in sys.modules, "state": dict(model.state_dict())})
+    report({"hooked": "dadt.train.runtime" in sys.modules, "state": dict(model.state_dict())})
 """
 
 

@@ -9,7 +9,7 @@ import torch
 from checks import assert_equal, assert_near
 from scenarios import STEPS, simulate
 
-from dadt.measure import Measure
+from dadt.train.measure import Measure
 
 WARMUP = 10
 
@@ -36,16 +36,16 @@ def test_sync_where_the_exchange_is_short(dadt_run) -> None:
 
 
 TIMES = """
-    import dadt.measure, gc, scenarios
+    import dadt.train.measure, gc, scenarios
     made = []
-    first = dadt.measure.Measure.__init__
+    first = dadt.train.measure.Measure.__init__
     def noted(self):
         first(self)
         made.append(self)
-    dadt.measure.Measure.__init__ = noted
+    dadt.train.measure.Measure.__init__ = noted
     # Rank 1 computes faster: by its own clock alone it would decide otherwise.
-    dadt.measure.Measure.compute = property(lambda self: 0.010 if rank == 0 else 0.002)
-    dadt.measure.Measure.exchange = property(lambda self: [0.003, 0.018, 0.025][made.index(self)])
+    dadt.train.measure.Measure.compute = property(lambda self: 0.010 if rank == 0 else 0.002)
+    dadt.train.measure.Measure.exchange = property(lambda self: [0.003, 0.018, 0.025][made.index(self)])
     found = []
     for _ in range(3):
         found.append(scenarios.train("momentum", rank))
@@ -75,9 +75,9 @@ def test_ranks_agree_by_the_slowest(dadt_run) -> None:
 
 
 CHOSEN = """
-    import dadt.measure, pathlib
-    dadt.measure.Measure.compute = property(lambda self: 0.010)
-    dadt.measure.Measure.exchange = property(lambda self: 0.025)
+    import dadt.train.measure, pathlib
+    dadt.train.measure.Measure.compute = property(lambda self: 0.010)
+    dadt.train.measure.Measure.exchange = property(lambda self: 0.025)
     torch.manual_seed(rank)
     model = nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)

@@ -13,7 +13,7 @@ import pytest
 from job import Run, joined
 from test_script_view import assert_replicas_equal
 
-from dadt.divergence import PATIENCE, Divergence
+from dadt.algorithms.pipe.divergence import PATIENCE, Divergence
 
 BACK = "back to synchronous steps on all ranks"
 

@@ -12,7 +12,7 @@ from features import FEATURES, STEPS
 DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"
 SCRIPT = """
     import collections, features
-    from dadt.attachment import Attachment
+    from dadt.train.attachment import Attachment
     from dadt.inject import worker
     made = collections.Counter()
     new_exchange = Attachment.new_exchange

@@ -267,7 +267,7 @@ def test_what_a_rank_does_concerns_no_other(dadt_run) -> None:
 def test_a_failure_ends_all_ranks(dadt_run, executor) -> None:
     script = """
     import threading
-    from dadt.pairing import Pairing
+    from dadt.algorithms.gossip.pairing import Pairing
     def left():
         names = [t.name for t in threading.enumerate() if t.name.startswith("dadt-")]
         print(f"rank {rank} ends with", names, flush=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dadt.predictions.expectation import Expectation
-from dadt.predictions.next_step import known
+from dadt.train.prediction.expectation import Expectation
+from dadt.train.prediction.next_step import known
 
 ADAM = {"lr": 0.01, "betas": (0.8, 0.95)}
 SGD = {"lr": 0.1, "momentum": 0.9}

@@ -7,9 +7,9 @@ import torch
 from checks import assert_equal
 from scenarios import STEPS, WARMUP, simulate
 
-from dadt import stability
-from dadt.predictions.displacement import auto_factors
-from dadt.predictions.expectation import DAMPING, Expectation
+from dadt.algorithms.pipe import stability
+from dadt.train.prediction.displacement import auto_factors
+from dadt.train.prediction.expectation import DAMPING, Expectation
 
 NAMES = ("sgd", "momentum", "nesterov", "zero", "adam", "accumulate", "clip", "unused", "frozen")
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from dadt.inject import seed
+from dadt.inject.data import seed
 
 SCRIPT = Path(__file__).parent / "resume_script.py"
 STEPS = 6

@@ -8,7 +8,7 @@ from checks import assert_equal
 from job import Run, joined
 from torch import nn
 
-from dadt.predictions.base import Holds, Prediction
+from dadt.train.prediction.base import Holds, Prediction
 
 
 def assert_replicas_equal(run) -> None:

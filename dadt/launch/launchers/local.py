@@ -11,12 +11,12 @@ from concurrent.futures import Future
 from errno import EACCES, ENOENT, ENOEXEC
 
 from dadt.config import Config
+from dadt.control import schema
+from dadt.control.frame import Link
 from dadt.errors import LaunchError
-from dadt.launch import schema
 from dadt.launch.channel import Channel
 from dadt.launch.failure import signal_name
-from dadt.launch.frame import Link
-from dadt.launch.host import Host
+from dadt.launch.hosts.host import Host
 
 PIPE_BYTES = 1 << 20
 F_SETPIPE_SZ = 1031
@@ -32,7 +32,7 @@ class LocalLauncher:
         return [self._start() for _ in hosts]
 
     def command(self, host: Host) -> str:
-        return f"{self._python} -u -m dadt.agent"
+        return f"{self._python} -u -m dadt.launch.agent"
 
     def close(self) -> None:
         pass  # an agent ends with its channel
@@ -54,7 +54,7 @@ class LocalChannel:
         """place: what goes before the command line, and execs it. more: variables. Raises OSError."""
         env = {name: value for name, value in os.environ.items() if not name.startswith("DADT_")}
         self._process = subprocess.Popen(
-            [*place, python, "-u", "-m", "dadt.agent"],
+            [*place, python, "-u", "-m", "dadt.launch.agent"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,

@@ -18,14 +18,14 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from dadt.config import Config
+from dadt.control.connection import Arrivals, Connection, Listener, SocketChannel, Words
 from dadt.errors import ConfigError, LaunchError
 from dadt.launch import plan
+from dadt.launch.agent.shim import NOTE
 from dadt.launch.channel import Channel
-from dadt.launch.host import Host
+from dadt.launch.hosts.host import Host
+from dadt.launch.hosts.slot import Room, share_out
 from dadt.launch.launchers import slurm
-from dadt.launch.listen import Arrivals, Connection, Listener, SocketChannel, Words
-from dadt.launch.shim import NOTE
-from dadt.launch.slot import Room, share_out
 
 FLAVOURS = {
     "Open MPI": ("Open MPI", "OpenRTE", "PRRTE"),
@@ -222,7 +222,7 @@ def said_version(path: str) -> str:
 
 def command_line(path: str, flavour: str, config: Config, hosts: Sequence[Host], shares: Sequence[int]) -> list[str]:
     """Ranks go host by host, and are not bound to cores: `dadt run` shares out the cores."""
-    shim = [config.python or sys.executable, "-u", "-m", "dadt.launch.shim"]
+    shim = [config.python or sys.executable, "-u", "-m", "dadt.launch.agent.shim"]
     places = [(_name(host), share) for host, share in zip(hosts, shares, strict=True)]
     try:
         extra = shlex.split(config.mpi_args)

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 from dadt.config import Config
 from dadt.launch.channel import Channel, Launcher
-from dadt.launch.host import Host
+from dadt.launch.hosts.host import Host
 from dadt.launch.launchers.local import LocalLauncher
 
 

@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 
 from dadt.config import Config
+from dadt.control import schema
+from dadt.control.frame import CHUNK, Link
 from dadt.errors import LaunchError
-from dadt.launch import remote, schema
 from dadt.launch.channel import Channel
-from dadt.launch.frame import CHUNK, Link
-from dadt.launch.host import Host
+from dadt.launch.hosts.host import Host
+from dadt.launch.launchers import remote_shell
 from dadt.launch.ssh import route as routes
 from dadt.launch.ssh.attempt import Attempts
 from dadt.launch.ssh.gate import Gates
@@ -48,7 +49,7 @@ class OpensshLauncher:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._python = config.python or sys.executable
-        self._command = remote.command(self._python)
+        self._command = remote_shell.command(self._python)
         self._attempts = Attempts(self._attempt)
         self._gates = Gates()
         self._processes: set[subprocess.Popen[bytes]] = set()
@@ -57,7 +58,7 @@ class OpensshLauncher:
         return self._attempts.begin(hosts, self._config.start_timeout)
 
     def command(self, host: Host) -> str:
-        return remote.shown(self._config, host, self._command)
+        return remote_shell.shown(self._config, host, self._command)
 
     def close(self) -> None:
         self._attempts.close()
@@ -180,7 +181,7 @@ class OpensshChannel:
             code = None
         elif code == SSH_FAILED:
             return f"the connection was lost ({report.last_words or 'closed by the other side'})"
-        return remote.explain(code, self.link.noise, report.others.encode(), self._python)
+        return remote_shell.explain(code, self.link.noise, report.others.encode(), self._python)
 
     def _read_errors(self) -> None:
         assert self._process.stderr is not None

@@ -7,12 +7,12 @@ import sys
 from concurrent.futures import Future
 
 from dadt.config import Config
+from dadt.control import machine
 from dadt.errors import LaunchError
-from dadt.launch import machine
 from dadt.launch.channel import Channel
-from dadt.launch.host import Host
+from dadt.launch.hosts.host import Host
+from dadt.launch.hosts.simulated import Network, link_of
 from dadt.launch.launchers.local import LocalChannel
-from dadt.launch.link import Network, link_of
 
 
 class SimulatedLauncher:
@@ -43,7 +43,7 @@ class SimulatedLauncher:
         return futures
 
     def command(self, host: Host) -> str:
-        return f"nsenter --net=<network of {host}> {self._python} -u -m dadt.agent"
+        return f"nsenter --net=<network of {host}> {self._python} -u -m dadt.launch.agent"
 
     def close(self) -> None:
         if self._network is not None:

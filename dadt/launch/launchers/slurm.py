@@ -17,11 +17,11 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from dadt.config import Config
+from dadt.control import mpi_library
+from dadt.control.connection import Arrivals, Connection, Listener, Reach, SocketChannel, Words, become_standard, dial
 from dadt.errors import ConfigError, LaunchError
-from dadt.launch import library
 from dadt.launch.channel import Channel
-from dadt.launch.host import Host
-from dadt.launch.listen import Arrivals, Connection, Listener, Reach, SocketChannel, Words, become_standard, dial
+from dadt.launch.hosts.host import Host
 
 REACH = "DADT_REACH"
 """Tells an agent where its launcher is, and the key: on a command line, ps would show it."""
@@ -121,7 +121,7 @@ class SlurmLauncher:
             self._python,
             "-u",
             "-m",
-            "dadt.agent",
+            "dadt.launch.agent",
             "--connect",
         ]
 
@@ -153,7 +153,7 @@ def ranks_of_mpi(
     srun: str, names: Sequence[str], shares: Sequence[int], extra: Sequence[str], command: Sequence[str]
 ) -> list[str]:
     """The srun that starts ranks of the MPI that mpi4py loads here. Raises ConfigError."""
-    kind = "pmix" if library.loaded().startswith("Open MPI") else "pmi2"
+    kind = "pmix" if mpi_library.loaded().startswith("Open MPI") else "pmi2"
     return [
         srun,
         "--job-name=dadt",

@@ -11,10 +11,11 @@ from concurrent.futures import Future
 import paramiko
 
 from dadt.config import Config
-from dadt.launch import remote, schema
+from dadt.control import schema
+from dadt.control.frame import CHUNK, Link
 from dadt.launch.channel import Channel
-from dadt.launch.frame import CHUNK, Link
-from dadt.launch.host import Host
+from dadt.launch.hosts.host import Host
+from dadt.launch.launchers import remote_shell
 from dadt.launch.ssh.attempt import Attempts, Transient
 from dadt.launch.ssh.connection import Connection, Connector
 
@@ -30,7 +31,7 @@ class SshLauncher:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._python = config.python or sys.executable
-        self._command = remote.command(self._python)
+        self._command = remote_shell.command(self._python)
         self._connector = Connector(config)
         self._attempts = Attempts(self._attempt)
 
@@ -38,7 +39,7 @@ class SshLauncher:
         return self._attempts.begin(hosts, self._config.start_timeout)
 
     def command(self, host: Host) -> str:
-        return remote.shown(self._config, host, self._command)
+        return remote_shell.shown(self._config, host, self._command)
 
     def close(self) -> None:
         self._attempts.close()
@@ -102,7 +103,7 @@ class SshChannel:
         code = self._channel.exit_status
         if code < 0 and self._lost is not None:
             return f"the connection was lost ({self._lost})"
-        return remote.explain(None if code < 0 else code, self.link.noise, self._stderr, self._python)
+        return remote_shell.explain(None if code < 0 else code, self.link.noise, self._stderr, self._python)
 
     def _carry_in(self) -> None:
         try:
@@ -139,4 +140,4 @@ class SshChannel:
 
     def _carry_errors(self) -> None:
         while data := self._channel.recv_stderr(CHUNK):
-            self._stderr = (self._stderr + data)[-remote.STDERR_BYTES :]
+            self._stderr = (self._stderr + data)[-remote_shell.STDERR_BYTES :]

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 
 from dadt.errors import LaunchError
 from dadt.launch.channel import Channel
-from dadt.launch.host import Host
+from dadt.launch.hosts.host import Host
 
 AT_ONCE = 32
 RETRY_SECONDS = (0.3, 1.5)

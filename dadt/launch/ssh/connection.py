@@ -13,7 +13,7 @@ import paramiko
 
 from dadt.config import Config
 from dadt.errors import LaunchError
-from dadt.launch.host import Host
+from dadt.launch.hosts.host import Host
 from dadt.launch.ssh import route as routes
 from dadt.launch.ssh import verdict
 from dadt.launch.ssh.attempt import Transient, left

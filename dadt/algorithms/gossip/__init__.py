@@ -1,0 +1,1 @@
+"""Gossip: each rank averages weights with a neighbour."""

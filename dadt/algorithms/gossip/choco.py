@@ -1,0 +1,113 @@
+"""Differences in place of weights (CHOCO-Gossip, arXiv:1902.00340): what rounding loses shrinks as ranks come together.
+
+CHOCO's ends keep a public copy of each end's weights. Here both know how each moves, so they move the copies as well;
+then both copies are the mean of the two, and one is enough: the reference r. With d = round(x - r) of either end,
+
+    x(i) = x(i) + (d(j) - d(i)) / 2,     r = r + (d(i) + d(j)) / 2
+
+and what rounding has left out of x(i) - r is in the next difference.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from dadt import _core
+from dadt.algorithms.gossip.link_state import Whole, half_way
+from dadt.algorithms.gossip.snapshot import grains
+from dadt.comm.compression.base import BLOCK, WIDE, Codec
+
+if TYPE_CHECKING:
+    from dadt.algorithms.gossip.snapshot import Part, Published
+
+_ALIGNMENT = 64
+
+
+class Choco(Whole):
+    """The first message is of the weights as they are: rounding them would move ranks that are equal apart."""
+
+    def __init__(self, name: str, published: Published, codec: Codec) -> None:
+        super().__init__(name, published)
+        self._codec = codec.core
+        self._reference = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._places: list[slice] = []
+        """Of each part, in a message."""
+        end = 0
+        for part in published.parts:
+            start = -(-end // _ALIGNMENT) * _ALIGNMENT
+            end = start + (self._wire_bytes(part) if _rounds(part) else part.stop - part.start)
+            self._places.append(slice(start, end))
+        self._short = end
+
+    @property
+    def size(self) -> int:
+        return self._short if self.number else super().size
+
+    def say(self, published: Published, message: torch.Tensor) -> int:
+        if not self.number:
+            return super().say(published, message)
+        step = published.step
+        for part, place in zip(published.parts, self._places, strict=True):
+            to = message[place]
+            if not _rounds(part):
+                published.read(part, to.view(part.dtype))
+                continue
+            values = torch.empty(sum(part.sizes), dtype=part.dtype, device="cpu")
+            published.read(part, values)
+            torch._foreach_sub_(grains(values), grains(part.of(self._reference)))
+            if part.dtype != torch.float32:
+                values = _narrow(values)
+            _core.compress(self._codec, values.data_ptr(), values.numel(), to.data_ptr())
+        return step
+
+    def _settle(self, published: Published, mine: torch.Tensor, theirs: torch.Tensor) -> None:
+        if not self.number:
+            self._begin(published, mine, theirs)
+            super()._settle(published, mine, theirs)
+            return
+        for part, place in zip(published.parts, self._places, strict=True):
+            if not _rounds(part):
+                published.add(part, half_way(mine[place].view(part.dtype), theirs[place].view(part.dtype)))
+                continue
+            own, other = self._values(part, mine[place]), self._values(part, theirs[place])
+            mean = own.clone()
+            torch._foreach_add_(grains(mean), grains(other))
+            torch._foreach_mul_(grains(mean), 0.5)
+            torch._foreach_add_(grains(part.of(self._reference)), [_known(grain) for grain in grains(mean)])
+            published.add(part, half_way(own, other))
+
+    def _begin(self, published: Published, mine: torch.Tensor, theirs: torch.Tensor) -> None:
+        self._reference = torch.empty(published.bytes, dtype=torch.uint8, device="cpu")
+        for part in published.parts:
+            if _rounds(part):
+                reference = grains(part.of(self._reference))
+                torch._foreach_copy_(reference, grains(part.of(mine)))
+                torch._foreach_add_(reference, grains(part.of(theirs)))
+                torch._foreach_mul_(reference, 0.5)
+                torch._foreach_copy_(reference, [_known(grain) for grain in reference])
+
+    def _wire_bytes(self, part: Part) -> int:
+        """In whole blocks, as the core writes and reads them."""
+        return -(-sum(part.sizes) // BLOCK) * self._codec.block_bytes
+
+    def _values(self, part: Part, wire: torch.Tensor) -> torch.Tensor:
+        values = torch.empty(sum(part.sizes), dtype=torch.float32, device="cpu")
+        _core.decompress(self._codec, wire.data_ptr(), values.data_ptr(), values.numel())
+        return values
+
+
+def _rounds(part: Part) -> bool:
+    return part.dtype in WIDE
+
+
+def _narrow(values: torch.Tensor) -> torch.Tensor:
+    narrow = torch.empty(values.numel(), dtype=torch.float32, device="cpu")
+    torch._foreach_copy_(grains(narrow), grains(values))
+    return narrow
+
+
+def _known(values: torch.Tensor) -> torch.Tensor:
+    """Without infinity and NaN: they reach the weights, which the script may replace, but no later difference."""
+    return torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)

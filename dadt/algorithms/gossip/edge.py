@@ -1,0 +1,218 @@
+"""One edge of a gossip, as each of its two ranks sees it: the one asks, the other answers. Each has a thread."""
+
+from __future__ import annotations
+
+import enum
+import queue
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from time import monotonic
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from dadt.errors import CommTimeout
+
+if TYPE_CHECKING:
+    from dadt.algorithms.gossip.link_state import Tie
+    from dadt.algorithms.gossip.snapshot import Published
+    from dadt.comm.executors.base import Mail, Transit
+
+_SLICE = 1 << 28
+"""Bytes of one message: some libraries count in 32 bits."""
+_SEVERAL = 60.0
+"""Seconds after which a thread that waits for a question begins to wait for it anew."""
+
+
+class Kind(enum.IntEnum):
+    """What a message says."""
+
+    FAREWELL = 0
+    """Nothing will be asked any more. Also what a receive leaves that receives nothing (the null executor's)."""
+    WEIGHTS = 1
+    NOTHING = 2
+    """There are no weights yet, or they are of another kind than those of the question, or this end has not had the
+    exchanges before. The end that asks begins anew."""
+
+
+class Head(NamedTuple):
+    """What goes before the weights."""
+
+    kind: Kind
+    crc: int
+    number: int
+    """Of the exchange, since the two ends have begun; 0: they begin."""
+    bytes: int
+
+
+class Line:
+    """Messages between this rank and one neighbour, in order. One thread."""
+
+    def __init__(self, mail: Mail, rank: int, peer: int, tag: int, timeout: float) -> None:
+        self.peer = peer
+        self._mail = mail
+        self._rank = rank
+        self._tag = tag
+        self._timeout = timeout
+        self.sent = 0
+        """Bytes of weights."""
+
+    def say(self, kind: Kind) -> list[Transit]:
+        """A message of a head alone."""
+        return self._send(Head(kind, 0, 0, 0))
+
+    def send(self, tie: Tie, weights: torch.Tensor) -> list[Transit]:
+        """Does not wait. The weights must not change until all is done."""
+        self.sent += len(weights)
+        return self._send(Head(Kind.WEIGHTS, tie.crc, tie.number, len(weights)), *torch.split(weights, _SLICE))
+
+    def _send(self, head: Head, *slices: torch.Tensor) -> list[Transit]:
+        return [
+            self._mail.send(each, self.peer, self._tag)
+            for each in (torch.tensor(head, dtype=torch.int64, device="cpu"), *slices)
+        ]
+
+    def receive_head(self, *, patient: bool = False) -> Head:
+        """patient: the neighbour may say nothing for as long as it likes."""
+        head = torch.zeros(len(Head._fields), dtype=torch.int64, device="cpu")
+        transit = self._mail.receive(head, self.peer, self._tag)
+        if patient:
+            while not _done_within(transit, _SEVERAL):
+                pass
+        else:
+            self.wait([transit])
+        kind, *rest = head.tolist()
+        return Head(Kind(kind), *rest)
+
+    def receive(self, weights: torch.Tensor) -> None:
+        self.wait([self._mail.receive(each, self.peer, self._tag) for each in torch.split(weights, _SLICE)])
+
+    def wait(self, transits: list[Transit]) -> None:
+        """Until all are done. Raises CommTimeout that names the neighbour, and PeerLost."""
+        deadline = monotonic() + self._timeout
+        for transit in transits:
+            if not _done_within(transit, max(0.0, deadline - monotonic())):
+                raise CommTimeout(f"rank {self._rank} waited {self._timeout:g} s for rank {self.peer} in a gossip")
+
+
+def _done_within(transit: Transit, seconds: float) -> bool:
+    try:
+        transit.wait(seconds)
+    except CommTimeout:
+        if not transit.done:
+            return False
+        transit.wait(0.0)  # its own error, or it has come just now
+    return True
+
+
+class End:
+    """What both sides have."""
+
+    def __init__(
+        self,
+        line: Line,
+        weights: Callable[[], AbstractContextManager[Published | None]],
+        tie: Callable[[Published], Tie],
+    ) -> None:
+        """weights: those of now, for one exchange. tie: begins one with them."""
+        self.line = line
+        self.plain = 0
+        """Bytes that `line` would have sent without compression."""
+        self._weights = weights
+        self._begin = tie
+        self._tie: Tie | None = None
+
+    def _send(self, published: Published, tie: Tie, mine: torch.Tensor) -> list[Transit]:
+        self.plain += published.bytes
+        return self.line.send(tie, mine)
+
+
+class Asking(End):
+    """The side that asks, once for each order."""
+
+    def __init__(
+        self,
+        line: Line,
+        weights: Callable[[], AbstractContextManager[Published | None]],
+        tie: Callable[[Published], Tie],
+        ended: Callable[[Asking, bool], None],
+    ) -> None:
+        """ended: called after each exchange, with whether there was an average."""
+        super().__init__(line, weights, tie)
+        self.asked: float | None = None
+        """Since when it is under way; for whoever gives the orders."""
+        self._orders: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._ended = ended
+
+    def order(self) -> None:
+        """Average once more. Any thread."""
+        self._orders.put(True)
+
+    def retire(self) -> None:
+        """Say farewell after what is ordered. Any thread, at any time: takes no lock."""
+        self._orders.put(False)
+
+    def run(self) -> None:
+        while self._orders.get():
+            self._ended(self, self._ask())
+        self._tie = None
+        self.line.wait(self.line.say(Kind.FAREWELL))
+
+    def _ask(self) -> bool:
+        with self._weights() as published:
+            return published is not None and self._average(published)
+
+    def _average(self, published: Published) -> bool:
+        if self._tie is None or not self._tie.fits(published):
+            self._tie = self._begin(published)
+        tie = self._tie
+        mine, theirs = published.take(tie.size), published.take(tie.size)
+        step = tie.say(published, mine)
+        transits = self._send(published, tie, mine)
+        averaged = self.line.receive_head().kind is Kind.WEIGHTS
+        if averaged:
+            self.line.receive(theirs)
+        self.line.wait(transits)
+        if averaged:
+            tie.settle(published, mine, theirs, step)
+        else:
+            self._tie = None
+        published.give_back(mine, theirs)
+        return averaged
+
+
+class Answering(End):
+    """The side that answers, and never asks."""
+
+    def run(self) -> None:
+        """Until the neighbour says farewell."""
+        while (question := self.line.receive_head(patient=True)).kind is not Kind.FAREWELL:
+            self._answer(question)
+        self._tie = None
+
+    def _answer(self, question: Head) -> None:
+        with self._weights() as published:
+            tie = None if published is None else self._tie_for(question, published)
+            if published is None or tie is None:
+                self.line.receive(torch.empty(question.bytes, dtype=torch.uint8, device="cpu"))
+                self.line.wait(self.line.say(Kind.NOTHING))
+            else:
+                self._average(published, tie)
+
+    def _average(self, published: Published, tie: Tie) -> None:
+        mine, theirs = published.take(tie.size), published.take(tie.size)
+        self.line.receive(theirs)
+        step = tie.say(published, mine)
+        transits = self._send(published, tie, mine)
+        tie.settle(published, mine, theirs, step)
+        self.line.wait(transits)
+        published.give_back(mine, theirs)
+
+    def _tie_for(self, question: Head, published: Published) -> Tie | None:
+        """What both ends know; None where this one does not know what the other one does."""
+        if question.number == 0:
+            self._tie = self._begin(published)
+        tie = self._tie
+        if tie is None or not tie.fits(published):
+            return None
+        return tie if (tie.crc, tie.number) == (question.crc, question.number) else None

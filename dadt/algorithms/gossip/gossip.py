@@ -1,0 +1,196 @@
+"""AD-PSGD (arXiv:1710.06952): each rank trains at its own speed, and averages its weights with one other at a time."""
+
+from __future__ import annotations
+
+import json
+import weakref
+import zlib
+from collections import Counter
+from itertools import accumulate
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import nn
+
+from dadt.algorithms.gossip.finish import await_all
+from dadt.algorithms.gossip.pairing import Pairing
+from dadt.comm.compression import CODECS
+from dadt.errors import ConfigError
+from dadt.train.algorithm import Algorithm
+
+if TYPE_CHECKING:
+    from dadt.train.attachment import Attachment
+    from dadt.train.runtime import Runtime
+
+_Place = tuple[int, int]
+"""Of a tensor: its address, and how many elements it has."""
+_TAG = 100
+"""The first one; each optimizer has two."""
+_IDLE_STEPS = 64
+"""Of other optimizers, after which one that takes none leaves its weights to them."""
+_MOST_COPIES = 24
+"""Of the weights, for compression; `exponential` has as many neighbours with 4,096 ranks."""
+
+
+class Gossip(Algorithm):
+    """w(i) = optimizer(w(i), g(i)); in the background, w(i) and w(j) each go half the way to the other, for pairs of
+    ranks i, j. What has been averaged meanwhile reaches the live weights at the next step boundary.
+
+    Gradients are the rank's own. Nobody waits for anybody before the end of the process.
+    """
+
+    identical = False
+    together = False
+
+    def __init__(self, attachment: Attachment) -> None:
+        super().__init__(attachment)
+        runtime, tag = attachment.runtime, _TAG + 2 * attachment.index
+        if _has_group() and any(isinstance(m, nn.SyncBatchNorm) for m in attachment.modules):
+            raise ConfigError(
+                "--algorithm gossip: SyncBatchNorm waits for all ranks in every forward, and with gossip no rank waits"
+                " for another: use BatchNorm, or another algorithm"
+            )
+        config = runtime.config
+        check_copies(config.compression, config.topology, runtime.world.world_size)
+        self._stepped = runtime.step
+        self._pairing = Pairing(runtime.mail, runtime.world, config.topology, tag, config.timeout, config.compression)
+        runtime.progress.senders.append(self._pairing)
+        # The optimizer may be collected long before the end, on each rank when it likes.
+        weakref.finalize(attachment.optimizer, self._pairing.forsake).atexit = False
+        end = End(runtime, weakref.ref(attachment), self._pairing, tag + 1)
+        runtime.on_end.append(end)
+        runtime.on_stop.append(self._pairing.stop)
+
+    @property
+    def exchanges(self) -> int:
+        """So many have reached this rank's weights."""
+        return sum(self._pairing.ages.values())
+
+    def before_step(self) -> None:
+        with self.attachment.runtime.deaths.naming():
+            self._pairing.check()
+
+    def after_step(self) -> None:
+        self._stepped = self.attachment.runtime.step
+        self._pairing.publish(self.weights())
+
+    def weights(self) -> list[torch.Tensor]:
+        """Those that no other optimizer averages: moved by two, they would go twice as far as their neighbours."""
+        a = self.attachment
+        taken: set[_Place] = set()
+        for other in a.runtime.attachments:
+            optimizer = other._optimizer() if other.index < a.index else None
+            if optimizer is not None and cast("Gossip", other.algorithm)._is_busy:
+                taken.update(weights(optimizer))
+        return [p for place, p in weights(a.optimizer).items() if place not in taken]
+
+    @property
+    def _is_busy(self) -> bool:
+        return self.attachment.runtime.step - self._stepped <= _IDLE_STEPS
+
+
+class End:
+    """What all ranks do at the end of the process, each when it is there."""
+
+    def __init__(self, runtime: Runtime, attachment: weakref.ref[Attachment], pairing: Pairing, tag: int) -> None:
+        self._runtime = runtime
+        self._attachment = attachment
+        self._pairing = pairing
+        self._tag = tag
+
+    def __call__(self) -> None:
+        """Go on answering until all are here; then the exact average, where the optimizers still live. CommError."""
+        self._pairing.retire()
+        await_all(self._runtime, self._tag)
+        self._pairing.close()
+        attachment = self._attachment()
+        optimizer = attachment._optimizer() if attachment is not None else None
+        shared: list[torch.Tensor] = []
+        if attachment is not None and optimizer is not None:
+            self._pairing.publish(cast("Gossip", attachment.algorithm).weights())
+            shared = list(weights(optimizer).values())
+        pairing = self._pairing
+        kinds = zlib.crc32(repr([(tuple(p.shape), p.dtype) for p in shared]).encode())
+        whole = all(bool(p.isfinite().all()) for p in shared)
+        mine = [optimizer is not None, kinds, whole, pairing.asked, pairing.in_vain, list(pairing.ages.items())]
+        work = self._runtime.allgather("the end of a gossip", json.dumps(mine).encode())
+        self._runtime.wait(work)
+        told = [json.loads(lane) for lane in work.lanes]
+        other = next((rank for rank, each in enumerate(told) if each[:2] != told[0][:2]), 0)
+        if attachment is not None and optimizer is not None and not other:
+            self._average(attachment, [p.data for p in shared], [each[2] for each in told])
+        elif other and all(lives for lives, *_ in told):
+            self._runtime.say(
+                f"the average at the end is left out: rank {other}'s weights have other shapes or dtypes than rank 0's"
+            )
+        ages = Counter[int]()
+        for *_, each in told:
+            ages.update(dict(each))
+        self._runtime.say(describe(sum(each[3] for each in told), sum(each[4] for each in told), ages))
+
+    def _average(self, attachment: Attachment, tensors: list[torch.Tensor], whole: list[bool]) -> None:
+        """The weights', and of buffers those that training has changed on any rank. whole: by rank, whether all of its
+        weights are numbers; the others take the average of these ranks."""
+        attachment.settle_buffers()
+        if not any(whole):
+            return
+        lost = ", ".join(str(rank) for rank, finite in enumerate(whole) if not finite)
+        if lost and self._runtime.world.rank == 0:
+            self._runtime.say(
+                f"the average at the end is without the weights of rank {lost}, which hold infinity or NaN: the others'"
+                " are taken over there",
+                level="warning",
+            )
+        tensors = [*tensors, *(buffer.data for _, _, buffer in attachment.buffers())]
+        host = [t.to("cpu").contiguous() for t in tensors]
+        counts = whole[self._runtime.world.rank]
+        if not counts:
+            host = [torch.zeros_like(t) for t in host]
+        self._runtime.average(host, "the average at the end", float(counts))
+        for tensor, average in zip(tensors, host, strict=True):
+            if tensor.data_ptr() != average.data_ptr():
+                tensor.copy_(average)
+
+
+def check_copies(compression: str, topology: str, world_size: int) -> None:
+    """Compression by differences takes memory for each neighbour. Raises ConfigError, on all ranks alike."""
+    copies = (world_size + 1) // 2
+    if compression in CODECS and topology == "complete" and copies > _MOST_COPIES:
+        raise ConfigError(
+            f"--compression {compression} with --topology complete keeps a copy of the weights for each of {copies}"
+            f" neighbours, and {_MOST_COPIES} is the most: use --topology exponential, or --compression powersgd:4"
+        )
+
+
+def _has_group() -> bool:
+    """Whether the script has a process group; without one SyncBatchNorm is BatchNorm."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def weights(optimizer: torch.optim.Optimizer) -> dict[_Place, torch.Tensor]:
+    """What is averaged, each once: also what is frozen now, so that all ranks have the same whenever they freeze it."""
+    return {
+        (p.data_ptr(), p.numel()): p
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if (p.is_floating_point() or p.is_complex()) and p.layout == torch.strided and p.numel()
+    }
+
+
+def describe(exchanges: int, in_vain: int, ages: Counter[int]) -> str:
+    """The exchanges of all ranks, in a line. ages: differences that reached live weights, by steps since the copy."""
+    text = f"gossip: {exchanges:,} exchanges"
+    if ages:
+        text += f", {_steps(_median(ages))} old at the median ({_steps(max(ages))} at most)"
+    return text + (f"; {in_vain:,} in vain, as the other rank had no such weights" if in_vain else "")
+
+
+def _median(ages: Counter[int]) -> int:
+    """Of the two in the middle the greater one."""
+    ordered = sorted(ages)
+    up_to = accumulate(ages[age] for age in ordered)
+    return next(age for age, count in zip(ordered, up_to, strict=True) if 2 * count > ages.total())
+
+
+def _steps(count: int) -> str:
+    return f"{count} step" + "s" * (count != 1)

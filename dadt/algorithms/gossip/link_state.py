@@ -1,0 +1,87 @@
+"""What two neighbours of a gossip know of each other from the exchanges before, and so need not say again."""
+
+from __future__ import annotations
+
+import abc
+import zlib
+from typing import TYPE_CHECKING
+
+import torch
+
+from dadt.algorithms.gossip.snapshot import grains
+
+if TYPE_CHECKING:
+    from dadt.algorithms.gossip.snapshot import Published
+
+
+class Tie(abc.ABC):
+    """One end of it. Each end computes it from the same messages, so both have the same bits; where one has lost it,
+    both begin anew. One thread.
+
+    An exchange is a message each way, of one size. Then both ends move by the same numbers with opposite signs.
+    """
+
+    def __init__(self, name: str, published: Published) -> None:
+        """name: as given to --compression."""
+        self._name = name.encode()
+        self.crc = zlib.crc32(self._name, published.crc)
+        """Equal on ranks that can exchange."""
+        self.number = 0
+        """Exchanges so far."""
+
+    def fits(self, published: Published) -> bool:
+        """These are weights of the kind that it began with."""
+        return self.crc == zlib.crc32(self._name, published.crc)
+
+    @property
+    @abc.abstractmethod
+    def size(self) -> int:
+        """Bytes of the next message."""
+
+    @abc.abstractmethod
+    def say(self, published: Published, message: torch.Tensor) -> int:
+        """Fill this end's message; the step of the copy that it is of."""
+
+    def settle(self, published: Published, mine: torch.Tensor, theirs: torch.Tensor, step: int) -> None:
+        """Both messages are known: go half the way to the other end. mine: what `say` gave, at this step. Overwrites
+        theirs."""
+        self._settle(published, mine, theirs)
+        self.number += 1
+        published.moved(step)
+
+    @abc.abstractmethod
+    def _settle(self, published: Published, mine: torch.Tensor, theirs: torch.Tensor) -> None: ...
+
+
+class Whole(Tie):
+    """The weights as they are."""
+
+    def __init__(self, name: str, published: Published) -> None:
+        super().__init__(name, published)
+        self._bytes = published.bytes
+
+    @property
+    def size(self) -> int:
+        return self._bytes
+
+    def say(self, published: Published, message: torch.Tensor) -> int:
+        step = published.step
+        for part in published.parts:
+            published.read(part, part.of(message))
+        return step
+
+    def _settle(self, published: Published, mine: torch.Tensor, theirs: torch.Tensor) -> None:
+        for part in published.parts:
+            published.add(part, half_way(part.of(mine), part.of(theirs)))
+
+
+def half_way(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    """(theirs - mine) / 2, in the place of theirs: the other end's own has the same bits, but for the sign.
+
+    0 where that is no number: what one rank has lost would else be lost by all, and come back to who restores it.
+    """
+    torch._foreach_sub_(grains(theirs), grains(mine))
+    torch._foreach_mul_(grains(theirs), 0.5)
+    for grain in grains(torch.view_as_real(theirs).view(-1) if theirs.is_complex() else theirs):
+        torch.nan_to_num_(grain, nan=0.0, posinf=0.0, neginf=0.0)
+    return theirs

@@ -1,0 +1,210 @@
+"""One rank's pairwise averages, in the background: with whom, when, and how many."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dadt.algorithms.gossip.edge import Answering, Asking, Line
+from dadt.algorithms.gossip.snapshot import Published
+from dadt.algorithms.gossip.topology import asks, neighbours, partner
+from dadt.comm.compression import tie
+from dadt.errors import CommTimeout
+
+if TYPE_CHECKING:
+    from dadt.algorithms.gossip.link_state import Tie
+    from dadt.comm.executors.base import Mail
+    from dadt.world import World
+
+_LATE_SECONDS = 1.0
+"""The least that an answer may take before somebody else is asked as well."""
+_LATE_TIMES = 3.0
+"""The same, in terms of what it usually takes."""
+_STOP_SECONDS = 5.0
+"""That threads may take to end, once nothing is to be waited for."""
+
+
+class Pairing:
+    """Averages with a rank's neighbours, each time with one; with another one meanwhile where an answer is late.
+
+    One thread trains and calls `publish` and `check` between steps; it waits for nobody there.
+    """
+
+    def __init__(
+        self, mail: Mail, world: World, topology: str, tag: int, timeout: float, compression: str = "none"
+    ) -> None:
+        self.ages: Counter[int] = Counter()
+        """Exchanges whose difference has reached the live weights, by how many steps these had made meanwhile."""
+        self.asked = 0
+        """Exchanges that this rank has asked for and got."""
+        self.in_vain = 0
+        """Exchanges in which the neighbour had no weights of the kind."""
+        self._world = world
+        self._topology = topology
+        self._compression = compression
+        self._published: Published | None = None
+        self._token: list[Any] = []
+        self._parameters: list[weakref.ref[torch.Tensor]] = []
+        self._replaced: list[tuple[Published, list[weakref.ref[torch.Tensor]]]] = []
+        """Copies of what the script has changed since: differences may still come to them."""
+        self._step = 0
+        """Boundaries so far: unlike the script's steps, they go forward only."""
+        self._error: Exception | None = None
+        self._lock = threading.Lock()
+        self._fresh = False
+        self._turn = 0
+        self._seconds: deque[float] = deque(maxlen=50)
+        self._timeout = timeout
+        self._asking: dict[int, Asking] = {}
+        self._edges: dict[int, Asking | Answering] = {}
+        for peer in neighbours(topology, world.rank, world.world_size):
+            line = Line(mail, world.rank, peer, tag, timeout)
+            if asks(world.rank):
+                self._edges[peer] = self._asking[peer] = Asking(line, self._weights, self._tie, self._ended)
+            else:
+                self._edges[peer] = Answering(line, self._weights, self._tie)
+        # Daemons: a peer that never answers must not keep the process from ending.
+        self._threads = {
+            peer: threading.Thread(target=self._run, args=(edge,), name=f"dadt-gossip-{peer}", daemon=True)
+            for peer, edge in self._edges.items()
+        }
+        self._at_work = len(self._edges)
+        self._forsaken = False
+        for thread in self._threads.values():
+            thread.start()
+
+    @property
+    def sent(self) -> tuple[int, int]:
+        """Bytes to neighbours, and what they would be without compression."""
+        return sum(edge.line.sent for edge in self._edges.values()), sum(edge.plain for edge in self._edges.values())
+
+    @torch.no_grad()
+    def publish(self, parameters: Sequence[torch.Tensor]) -> None:
+        """At a step boundary: take over what has been averaged, and let others average with the weights as they are."""
+        self._step += 1
+        tensors = [p.data for p in parameters]
+        token = [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
+        published = self._published
+        self._replaced = [each for each in self._replaced if self._take_over(*each)]
+        if published is not None and token != self._token:
+            self._take_over(published, self._parameters)
+            self._replaced.append((published, self._parameters))
+            published = None
+        published = published or Published(tensors)
+        self._parameters = [weakref.ref(p) for p in parameters]
+        self.ages += published.publish(tensors, self._step)
+        self._token = token
+        with self._lock:
+            self._published = published
+            self._fresh = True
+        self._ask()
+
+    def check(self) -> None:
+        """Raise what has ended a thread."""
+        if self._error is not None:
+            raise self._error
+
+    def retire(self) -> None:
+        """Ask nobody any more; go on answering. Any thread, at any time: takes no lock."""
+        for edge in self._asking.values():
+            edge.retire()
+
+    def forsake(self) -> None:
+        """The same, where nobody needs the weights any more. Their memory is let go once no neighbour asks."""
+        self._forsaken = True
+        self.retire()
+        self._let_go()
+
+    def close(self) -> None:
+        """Wait until nobody asks or is asked any more. Raises CommTimeout that names who is missing."""
+        deadline = monotonic() + self._timeout
+        for peer, thread in self._threads.items():
+            thread.join(max(0.0, deadline - monotonic()))
+            if thread.is_alive():
+                raise CommTimeout(
+                    f"rank {self._world.rank} waited {self._timeout:g} s for rank {peer} at the end of a gossip"
+                )
+        self.check()
+
+    def stop(self) -> None:
+        """After the end, or a failure, which has ended all messages."""
+        self.retire()
+        deadline = monotonic() + _STOP_SECONDS
+        for thread in self._threads.values():
+            thread.join(max(0.0, deadline - monotonic()))
+
+    def _take_over(self, published: Published, parameters: Sequence[weakref.ref[torch.Tensor]]) -> bool:
+        """What has been added to a copy that is replaced: the neighbour has moved by as much. Whether more may come."""
+        with self._lock:
+            used = published.users > 0
+        live = [ref() for ref in parameters]
+        published.hand_over([None if p is None else p.data for p in live])
+        return used
+
+    def _tie(self, published: Published) -> Tie:
+        return tie(self._compression, published, asks(self._world.rank))
+
+    @contextmanager
+    def _weights(self) -> Iterator[Published | None]:
+        """For one exchange: if they are replaced meanwhile, what it adds still counts."""
+        with self._lock:
+            published = self._published
+            if published is not None:
+                published.users += 1
+        try:
+            yield published
+        finally:
+            if published is not None:
+                with self._lock:
+                    published.users -= 1
+
+    def _ask(self) -> None:
+        """Order the next exchange, where the weights are new since the last one and no other one goes well."""
+        with self._lock:
+            now = monotonic()
+            under_way = [now - edge.asked for edge in self._asking.values() if edge.asked is not None]
+            if not self._fresh or any(seconds < self._late_after() for seconds in under_way):
+                return
+            for _ in self._asking:
+                edge = self._asking[partner(self._topology, self._world.rank, self._world.world_size, self._turn)]
+                self._turn += 1
+                if edge.asked is None:
+                    self._fresh = False
+                    edge.asked = now
+                    edge.order()
+                    return
+
+    def _late_after(self) -> float:
+        usual = statistics.median(self._seconds) if self._seconds else 0.0
+        return max(_LATE_SECONDS, _LATE_TIMES * usual)
+
+    def _ended(self, edge: Asking, averaged: bool) -> None:
+        with self._lock:
+            if averaged and edge.asked is not None:
+                self._seconds.append(monotonic() - edge.asked)
+            self.asked += averaged
+            self.in_vain += not averaged
+            edge.asked = None
+        if averaged:
+            self._ask()
+
+    def _run(self, edge: Asking | Answering) -> None:
+        try:
+            edge.run()
+        except Exception as error:  # noqa: BLE001 (raised on the training thread)
+            self._error = self._error or error
+        with self._lock:
+            self._at_work -= 1
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._forsaken and not self._at_work:
+            self._published, self._replaced = None, []

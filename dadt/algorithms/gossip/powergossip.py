@@ -1,0 +1,114 @@
+"""PowerGossip (arXiv:2008.01425): two ranks find the greatest directions of their difference by power iteration.
+
+X(i) and X(j) are a matrix of theirs (n x m), V has few orthonormal columns of m, the same on both ends. Each sends
+X V. Then both know D V, with D = X(j) - X(i), go half of D V V' towards each other, and make D V orthonormal: the
+next exchange sends X' U with that U, of n rows. What they have in common cancels, so no copy of it is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from dadt.algorithms.gossip.link_state import Tie, half_way
+from dadt.comm.compression.base import WIDE
+from dadt.comm.compression.powersgd import orthonormal
+
+if TYPE_CHECKING:
+    from dadt.algorithms.gossip.snapshot import Kind, Published
+
+_ALIGNMENT = 64
+_SEED = 2008_01425
+
+
+class Matrix(NamedTuple):
+    """One tensor's elements, in its memory's order."""
+
+    rows: int
+    columns: int
+    rank: int
+    """0: it travels as it is."""
+
+
+class PowerGossip(Tie):
+    """One side in odd exchanges, the other in even ones. Ranks must have processors of one kind: each multiplies itself
+    what all are to move by."""
+
+    def __init__(self, name: str, published: Published, rank: int, asks: bool) -> None:
+        super().__init__(name, published)
+        self._asks = asks
+        self._dtypes = [kind.dtype for kind in published.kinds]
+        self._matrices = [_matrix(kind, rank) for kind in published.kinds]
+        self._bases = [
+            _basis(torch.zeros(m.columns, m.rank, dtype=dtype, device="cpu"), 0) if m.rank else None
+            for m, dtype in zip(self._matrices, self._dtypes, strict=True)
+        ]
+
+    @property
+    def _by_columns(self) -> bool:
+        """The next message is X' U."""
+        return self.number % 2 == 1
+
+    @property
+    def size(self) -> int:
+        return max((place.stop for place in self._places()), default=0)
+
+    def say(self, published: Published, message: torch.Tensor) -> int:
+        step = published.step
+        for index, place in enumerate(self._places()):
+            flat, matrix, base = published.read_tensor(index), self._matrices[index], self._bases[index]
+            to = message[place].view(flat.dtype)
+            if base is None:
+                to.copy_(flat)
+                continue
+            values = flat.view(matrix.rows, matrix.columns)
+            torch.mm(values.T if self._by_columns else values, base, out=to.view(-1, matrix.rank))
+        return step
+
+    def _settle(self, published: Published, mine: torch.Tensor, theirs: torch.Tensor) -> None:
+        for index, place in enumerate(self._places()):
+            own, other = (message[place].view(self._dtypes[index]) for message in (mine, theirs))
+            base, rank = self._bases[index], self._matrices[index].rank
+            if base is None:
+                published.add_to_tensor(index, half_way(own, other))
+                continue
+            # The same on both ends, with its sign.
+            found = (other - own if self._asks else own - other).view(-1, rank)
+            half = half_way(own, other).view(-1, rank)
+            moved = base @ half.T if self._by_columns else half @ base.T
+            published.add_to_tensor(index, moved.view(-1))
+            self._bases[index] = _basis(found, self.number + 1)
+
+    def _places(self) -> Iterator[slice]:
+        """Of each tensor, in the next message."""
+        end = 0
+        for matrix, dtype in zip(self._matrices, self._dtypes, strict=True):
+            start = -(-end // _ALIGNMENT) * _ALIGNMENT
+            side = matrix.columns if self._by_columns else matrix.rows
+            end = start + (side * matrix.rank or matrix.rows * matrix.columns) * dtype.itemsize
+            yield slice(start, end)
+
+
+def _matrix(kind: Kind, rank: int) -> Matrix:
+    """Rows are of the dimension that is outermost in memory. Vectors, and matrices small for the rank, stay whole."""
+    total = math.prod(kind.shape)
+    if len(kind.shape) < 2 or not total or kind.dtype not in WIDE:
+        return Matrix(1, total, 0)
+    rows = max(zip(kind.stride, kind.shape, strict=True))[1]
+    columns = total // rows
+    rank = min(rank, rows, columns)
+    return Matrix(rows, columns, rank if rank * (rows + columns) < total else 0)
+
+
+def _basis(found: torch.Tensor, number: int) -> torch.Tensor:
+    """Orthonormal columns that span those found; random ones, the same on all ranks, where there is nothing to span."""
+    basis = orthonormal(found) if bool(found.isfinite().all()) else torch.zeros_like(found)
+    empty = basis.eq(0).all(0)
+    if bool(empty.any()):
+        generator = torch.Generator().manual_seed(_SEED + number)
+        spare = torch.randn(basis.shape, generator=generator, dtype=basis.dtype, device="cpu")
+        basis = orthonormal(torch.where(empty, spare, basis))
+    return basis

@@ -1,0 +1,1 @@
+"""Local SGD: weights are averaged once in many steps."""

@@ -1,0 +1,284 @@
+"""Local SGD, post-local SGD and DiLoCo: each rank takes steps of its own; now and then the ranks average."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, cast
+
+from dadt.algorithms.local.outer import Fragment, Outer, parts
+from dadt.train.algorithm import Algorithm
+
+if TYPE_CHECKING:
+    import torch
+
+    from dadt.train.attachment import Attachment
+
+
+class Local(Algorithm):
+    """Synchronous for `warmup_steps` (post-local SGD, arXiv:1808.07217), then in rounds of H = `sync_every` steps.
+
+    The anchor a and the outer momentum v are the same on all ranks. At the end of round n rank i, at weights w_i, sends
+    its progress p_i and goes on from u_i, where the anchor would be if all ranks had made this progress. H/2 steps
+    later the mean P of all p_i is there (it is waited for if need be), and moves the anchor by the outer optimizer
+    (DiLoCo, arXiv:2311.08105); what the rank has added since stays on top:
+
+        p_i = w_i - a,     u_i = a + lr (p_i + m (m v + p_i)),     w_i <- u_i
+        v <- m v + P,      a <- a + lr (P + m v),                  w_i <- a + (w_i - u_i)
+
+    The mean of all u_i is the new anchor: the ranks' mean follows DiLoCo without delay. With lr = 1, m = 0 it is Local
+    SGD, merged as w += average - copy. With `fragments` F, part f of the parameters ends its rounds f H / F steps
+    later (Streaming DiLoCo, arXiv:2501.18512).
+    """
+
+    identical = False
+
+    def __init__(self, attachment: Attachment) -> None:
+        super().__init__(attachment)
+        config = attachment.runtime.config
+        self._every = config.sync_every
+        self._delay = (self._every + 1) // 2
+        """Steps that an exchange may take. At a whole round ranks would be apart for two."""
+        self._outer = Outer(config.outer_lr, config.outer_momentum)
+        self._fragments: dict[int, Fragment] = {}
+        """By number; there are none before the first round."""
+        self._steps = 0
+        """That this rank has taken alone."""
+        self._trained: tuple[Any, ...] = ()
+        self._end = End(attachment)
+        attachment.runtime.on_end.append(self._end)
+
+    @property
+    def averages(self) -> bool:
+        return not self._fragments
+
+    def starting(self) -> None:
+        """What each rank has done alone with weights that other optimizers train or have trained would be lost: they
+        average first."""
+        a = self.attachment
+        others = [end for end in a.runtime.on_end if isinstance(end, End) and end.rounds]
+        if not others:
+            return
+        # Held: an optimizer that the script has dropped lives on as garbage, on some ranks only.
+        mine = {other.index: (other, other._optimizer()) for other in a.runtime.attachments if other.alive}
+        theirs = a.runtime.collect(f"local, optimizers before{a.name}", list(mine))
+        for index in sorted(set(mine).intersection(*theirs)):
+            algorithm = cast("Local", mine[index][0].algorithm)
+            if algorithm is not self and algorithm._steps:
+                algorithm.settle()
+        trained = {id(p) for end in others for ref in end.trained if (p := ref()) is not None}
+        modules = a.runtime.root_modules(a.optimizer)
+        every = dict.fromkeys([*a.parameters, *(p for module in modules for p in module.parameters())])
+        known = [p for p in every if id(p) in trained]
+        self._settle([self._fragment("weights of a new optimizer", known, Outer(1.0, 0.0))] if known else [])
+
+    def started(self) -> None:
+        if self.attachment.step >= self.attachment.warmup_steps and not self._fragments:
+            self._begin()
+
+    def before_step(self) -> None:
+        if self.averages:
+            a = self.attachment
+            exchange = a.new_exchange()
+            a.close(exchange)
+            a.agree(a.wait(exchange), exchange)
+            a.deliver(exchange)
+
+    def after_step(self) -> None:
+        a = self.attachment
+        if self.averages:
+            if a.step + 1 >= a.warmup_steps:
+                self._begin()
+            return
+        self._steps += 1
+        self._end.rounds = True
+        if a.trained != self._trained:
+            self._follow()
+        for number, fragment in self._fragments.items():
+            into = (self._steps - number * self._every // a.runtime.config.fragments) % self._every
+            if fragment.under_way and into == self._delay % self._every:
+                self._merge(fragment)
+            if into == 0:
+                self._send(fragment)
+
+    def loaded(self) -> None:
+        for fragment in self._fragments.values():
+            fragment.replaced = True
+
+    def settle(self) -> None:
+        """Now, on all ranks: the mean of their weights and buffers."""
+        a = self.attachment
+        self._settle(self._fragments.values())
+        a.settle_buffers()
+        if a.runtime.config.buffers:
+            buffers = [b for _, _, b in a.runtime.buffers.of(a.modules)]
+            self._settle([self._fragment("buffers", buffers, Outer(1.0, 0.0))])
+
+    # Rounds ----------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """The weights are the same on all ranks."""
+        a = self.attachment
+        self._divide()
+        for module in a.modules:
+            # From here on a rank's statistics belong to its own weights; those of the last step would grow old.
+            a.runtime.buffers.forget(module)
+        if not a.runtime.config.broadcast:
+            self._settle(self._fragments.values())
+        a.runtime.say(self._sentence())
+
+    def _divide(self) -> None:
+        a = self.attachment
+        a.compress("none")  # gradients are not sent any more: what they took of memory goes
+        self._trained = a.trained
+        self._end.trained = [weakref.ref(p) for p in a.parameters]
+        divided = parts(a.parameters, a.runtime.config.fragments)
+        self._fragments = {
+            number: self._fragment(f"fragment {number + 1}" if len(divided) > 1 else "progress", part, self._outer)
+            for number, part in enumerate(divided)
+            if part
+        }
+
+    def _fragment(self, what: str, tensors: list[torch.Tensor], outer: Outer) -> Fragment:
+        runtime = self.attachment.runtime
+        name = f"local, {what}{self.attachment.name}"
+        size, compression = int(runtime.config.bucket_mb * 2**20), runtime.config.compression
+        return Fragment(name, tensors, outer, runtime.engine, runtime.device, size, compression)
+
+    def _follow(self) -> None:
+        """The script has added, frozen or moved parameters, in this step on all ranks: they begin a round together."""
+        velocities = {key: row.velocity for f in self._fragments.values() for key, row in f.rows.items()}
+        self._settle(self._fragments.values())
+        new = [p for p in self.attachment.parameters if id(p) not in velocities]
+        self._settle([self._fragment("new parameters", new, Outer(1.0, 0.0))])
+        self._divide()
+        for fragment in self._fragments.values():
+            for key, row in fragment.rows.items():
+                before = velocities.get(key)
+                if row.velocity is not None and before is not None:
+                    row.velocity.copy_(before)
+
+    def _send(self, fragment: Fragment) -> None:
+        a = self.attachment
+        if fragment.replaced:
+            self._settle([fragment])
+            return
+        fragment.send(a.groups)
+        a.runtime.keep(fragment)
+
+    def _merge(self, fragment: Fragment) -> None:
+        a = self.attachment
+        begun = perf_counter()
+        told = fragment.receive(a.runtime.wait)
+        a.measure.exchanged(fragment.seconds, perf_counter() - begun)
+        if fragment.replaced:
+            return  # the weights that this belongs to are gone
+        fragment.merge()
+        if len({each.groups for each in told}) > 1:
+            a.take_groups()
+
+    def _settle(self, fragments: Iterable[Fragment]) -> None:
+        a = self.attachment
+        begun = perf_counter()
+        for fragment in fragments:
+            a.runtime.keep(fragment)
+            fragment.settle(a.runtime.wait, a.groups)
+        a.measure.exchanged(0.0, perf_counter() - begun)
+
+    def _sentence(self) -> str:
+        runtime, measure = self.attachment.runtime, self.attachment.measure
+        size = sum(fragment.size for fragment in self._fragments.values())
+        parts = f" in {len(self._fragments)} fragments" if len(self._fragments) > 1 else ""
+        text = (
+            f"local{self.attachment.name}: from here on each rank takes steps of its own; every {self._every} steps"
+            f" {_megabytes(size)} are averaged{parts}, {_megabytes(size / self._every)} per step"
+        )
+        if runtime.config.compression != "none":
+            text += " before compression"
+        if measure.exchange and measure.compute:
+            steps = measure.exchange / measure.compute
+            text += f"; an average takes as long as {steps:.2g} steps"
+            # Several fragments fill what one leaves idle of a round.
+            hidden = self._every if len(self._fragments) > 1 else self._delay
+            if steps > hidden:
+                text += (
+                    f", of which {hidden} are hidden: --sync-every {math.ceil(self._every * steps / hidden)} hides all"
+                )
+        return text
+
+    # Checkpoints -----------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What is in flight is left out: its mean is not known here. This rank's progress stands for it."""
+        if not self._fragments:
+            return {}
+        numbers = _numbers(self.attachment.optimizer)
+        resumed = [
+            (number, a, v)
+            for f in self._fragments.values()
+            for row, a, v in f.resumed()
+            # The script may have taken it out since the last step.
+            if (number := numbers.get(id(row.parameter))) is not None
+        ]
+        return {
+            "steps": self._steps,
+            "anchors": {number: a.to("cpu", copy=True) for number, a, _ in resumed},
+            "velocities": {number: v.to("cpu", copy=True) for number, _, v in resumed if v is not None},
+        }
+
+    def by_parameter(self, state: dict[str, Any]) -> dict[int, torch.Tensor]:
+        anchors: dict[int, torch.Tensor] = state.get("anchors", {})
+        return anchors
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        if not state:
+            return
+        if self._steps:  # in the middle, each rank has loaded one of its own
+            runtime = self.attachment.runtime
+            name = f"local, the state that was loaded{self.attachment.name}"
+            state = runtime.collect(name, state if runtime.world.rank == 0 else None)[0]
+        self._divide()
+        self._steps = state["steps"]
+        numbers = _numbers(self.attachment.optimizer)
+        for row in (row for fragment in self._fragments.values() for row in fragment.rows.values()):
+            # What was frozen when the checkpoint was saved begins a round at its weights.
+            number = numbers[id(row.parameter)]
+            if (anchor := state["anchors"].get(number)) is not None:
+                row.anchor.copy_(anchor)
+            if row.velocity is not None and (velocity := state["velocities"].get(number)) is not None:
+                row.velocity.copy_(velocity)
+
+
+class End:
+    """What all ranks do at the end of the process: the exact average, of what all ranks still have."""
+
+    def __init__(self, attachment: Attachment) -> None:
+        # The optimizer may be collected long before, on each rank when it likes.
+        self._attachment = weakref.ref(attachment)
+        self._name = f"local, the end{attachment.name}"
+        self.rounds = False
+        """This rank has trained alone."""
+        self.trained: list[weakref.ref[torch.Tensor]] = []
+        """By it, as long as it lives or after."""
+        self._runtime = attachment.runtime
+
+    def __call__(self) -> None:
+        a = self._attachment()
+        optimizer = a._optimizer() if a is not None else None  # held: garbage may be collected while this waits
+        mine = a is not None and optimizer is not None and not a.algorithm.averages
+        work = self._runtime.allgather(self._name, bytes([mine]))
+        self._runtime.wait(work)
+        if a is not None and all(lane == b"\x01" for lane in work.lanes):
+            cast("Local", a.algorithm).settle()
+
+
+def _numbers(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    """Each parameter's number by its id: frozen ones count, too, so that it is the same whatever is trained."""
+    every = dict.fromkeys(id(p) for group in optimizer.param_groups for p in group["params"])
+    return {key: number for number, key in enumerate(every)}
+
+
+def _megabytes(size: float) -> str:
+    return f"{size / 1e6:.3g} MB" if size >= 1e3 else f"{size:.0f} bytes"

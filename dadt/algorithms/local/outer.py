@@ -1,0 +1,308 @@
+"""What ranks that train apart have in common: anchors, the outer optimizer that moves them, parts of a model."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from dadt.comm.bucket import Bucket, Staged, split
+from dadt.comm.compression import Feedback, LowRank, forms
+from dadt.comm.keepalive import keep_for_good
+from dadt.errors import CommError, Mismatch
+
+if TYPE_CHECKING:
+    from dadt._core import Engine, Work
+    from dadt.comm.compression.powersgd import Round
+    from dadt.comm.executors.nccl import Averaging, Device
+
+Wait = Callable[["Work | Averaging"], None]
+
+_OWN, _MEAN = 0, 1
+"""The bucket's flat buffers: what this rank sends, and what comes."""
+_LANE = struct.Struct("<IIII")
+
+
+class Told(NamedTuple):
+    """What each rank tells the others in the same exchange."""
+
+    layout: int
+    """crc32 of shapes and dtypes."""
+    number: int
+    """Exchanges of this fragment so far, modulo 2**32."""
+    settles: int
+    """Weights are averaged, not progress."""
+    groups: int
+    """crc32 of the optimizer's param_group values."""
+
+
+class Outer:
+    """SGD with Nesterov momentum on what a round has changed, as torch.optim.SGD computes it (arXiv:2311.08105)."""
+
+    def __init__(self, lr: float, momentum: float) -> None:
+        self.lr = lr
+        self.momentum = momentum
+
+    def velocity(self, before: torch.Tensor | None, progress: torch.Tensor) -> torch.Tensor | None:
+        return None if before is None else before.mul(self.momentum).add_(progress)
+
+    def moved(
+        self, anchor: torch.Tensor, velocity: torch.Tensor | None, progress: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Anchor and velocity after one step. velocity: None where there is no momentum."""
+        after = self.velocity(velocity, progress)
+        step = progress if after is None else progress.add(after, alpha=self.momentum)
+        return anchor.add(step, alpha=self.lr), after
+
+
+class Row(NamedTuple):
+    """One parameter. Of 16 bits, its anchor and what is sent have 32: a round's progress would drown in rounding."""
+
+    parameter: torch.Tensor
+    anchor: torch.Tensor
+    velocity: torch.Tensor | None
+
+
+class Fragment:
+    """Parameters that are exchanged together: `send` begins an exchange, `receive` and `merge` end it, later.
+
+    While one is in flight, a rank goes on from where its own progress alone would lead the anchor; what it has added to
+    that by then stays its own, on top of the anchor that all have moved together.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameters: Sequence[torch.Tensor],
+        outer: Outer,
+        engine: Engine,
+        device: Device | None,
+        bucket_bytes: int,
+        compression: str = "none",
+    ) -> None:
+        """Begins a round at the parameters' values, which are the same on all ranks.
+
+        compression: how progress travels.
+        """
+        self.name = name
+        self.outer = outer
+        self._engine = engine
+        self._device = device
+        self._number = 0
+        self._works: list[Work | Averaging] = []
+        self._second: list[Work | Averaging] = []
+        """Of those that take two allreduces."""
+        self._rounds: list[tuple[int, Round]] = []
+        """Buckets of which the second one is not submitted yet."""
+        self._alive: list[list[torch.Tensor | None]] = []
+        """What is under way."""
+        self.replaced = False
+        """The script has set the weights since the last exchange: the next one settles them."""
+        with torch.no_grad():
+            rows = [Row(p, a := _wide(p), torch.zeros_like(a) if outer.momentum else None) for p in parameters]
+        self._buckets = split([r.anchor for r in rows], bucket_bytes, None if device is None else device.device)
+        self._forms = forms(compression, self._buckets)
+        by_anchor = {id(r.anchor): r for r in rows}
+        self._rows = [[by_anchor[id(a)] for a in bucket.tensors] for bucket in self._buckets]
+        self.rows = {id(r.parameter): r for r in rows}
+        self._layout = zlib.crc32(repr([(tuple(r.anchor.shape), str(r.anchor.dtype)) for r in rows]).encode())
+
+    @property
+    def size(self) -> int:
+        """Bytes of one exchange, uncompressed."""
+        return sum(a.numel() * a.element_size() for bucket in self._buckets for a in bucket.tensors)
+
+    @property
+    def under_way(self) -> bool:
+        """An exchange is not merged yet."""
+        return bool(self._works)
+
+    @property
+    def works(self) -> list[Work | Averaging]:
+        return self._works + self._second
+
+    @property
+    def done(self) -> bool:
+        return all(w.done for w in self.works)
+
+    @property
+    def seconds(self) -> float:
+        """Of the exchange that has come."""
+        return sum(w.seconds for w in self.works)
+
+    def tensors_of(self, work: Work | Averaging) -> list[torch.Tensor]:
+        """The parameters that it moves; none if it is not one of these works."""
+        index = next((i for i, mine in enumerate(self._works) if mine is work), None)
+        return [] if index is None else [r.parameter for r in self._rows[index]]
+
+    # One exchange ----------------------------------------------------------------------------------------------
+
+    def receive(self, wait: Wait) -> list[Told]:
+        """Until what is in flight has come; what every rank told with it. None is in flight: nothing."""
+        try:
+            for work in self._works:
+                wait(work)
+            self._go_on(wait)
+        except CommError:
+            keep_for_good(self)  # a library may still be at its memory
+            raise
+        self._alive.clear()
+        if not self._works:
+            return []
+        told = [Told(*_LANE.unpack(lane[-_LANE.size :])) for lane in self._works[-1].lanes]
+        for rank, theirs in enumerate(told):
+            if theirs[:3] != told[0][:3]:
+                cause = "the ranks do not run the same steps"
+                if theirs.settles != told[0].settles:
+                    cause = "load_state_dict() was not called on all of them"
+                raise Mismatch(f"{self._works[-1].name}: rank 0 {_told(told[0])}, rank {rank} {_told(theirs)}: {cause}")
+        return told
+
+    def merge(self) -> None:
+        """After `receive`: move the anchor by the mean of what the ranks sent."""
+        with torch.no_grad():
+            for bucket, rows in zip(self._buckets, self._rows, strict=True):
+                for i, row in enumerate(rows):
+                    unsent = row.parameter.data.to(row.anchor) - self._start(bucket, i, row)
+                    anchor, velocity = self.outer.moved(row.anchor, row.velocity, bucket.deliver(i, _MEAN))
+                    row.anchor.copy_(anchor)
+                    if row.velocity is not None and velocity is not None:
+                        row.velocity.copy_(velocity)
+                    row.parameter.data.copy_(unsent.add_(row.anchor))
+        self._works = []
+
+    def send(self, groups: int) -> None:
+        """After `merge`: this rank's progress from the anchor. Does not wait for the others'."""
+        with torch.no_grad():
+            for bucket, rows in zip(self._buckets, self._rows, strict=True):
+                for i, row in enumerate(rows):
+                    progress = row.parameter.data.to(row.anchor) - row.anchor
+                    bucket.views[_OWN][i].copy_(progress, non_blocking=True)
+                    ahead, _ = self.outer.moved(row.anchor, row.velocity, progress)
+                    row.parameter.data.copy_(ahead)
+        self._send(groups, settles=False)
+
+    def settle(self, wait: Wait, groups: int) -> None:
+        """Now, on all ranks: the mean of their weights, from which a round begins. What low rank has lost of their
+        progress goes with them, as there is no next round with which it could. (By 8 or 16 bits it is a thousandth.)"""
+        self.receive(wait)
+        if self._works and not self.replaced and any(isinstance(form, LowRank) for form in self._forms):
+            self.merge()  # what is owed is what this has left out
+        with torch.no_grad():
+            for bucket, rows, form in zip(self._buckets, self._rows, self._forms, strict=True):
+                for i, row in enumerate(rows):
+                    if row.velocity is not None and self.replaced:
+                        row.velocity.zero_()
+                    elif row.velocity is not None and self._works:
+                        row.velocity.mul_(self.outer.momentum).add_(bucket.deliver(i, _MEAN))
+                    own = row.parameter.data
+                    owed = form.owes(i) if isinstance(form, LowRank) and not self.replaced else None
+                    if owed is not None:
+                        own = own.to(row.anchor).add(owed, alpha=self.outer.lr * (1 + self.outer.momentum))
+                    bucket.views[_OWN][i].copy_(own, non_blocking=True)
+        self._send(groups, settles=True)
+        self.receive(wait)
+        with torch.no_grad():
+            for bucket, rows in zip(self._buckets, self._rows, strict=True):
+                for i, row in enumerate(rows):
+                    row.anchor.copy_(bucket.deliver(i, _MEAN))
+                    row.parameter.data.copy_(row.anchor)
+        self._works = []
+        self.replaced = False
+        for form in self._forms:
+            if form is not None:
+                form.forget()
+
+    def resumed(self) -> Iterator[tuple[Row, torch.Tensor, torch.Tensor | None]]:
+        """For each parameter, anchor and velocity as if all ranks had made this one's progress in what is in flight."""
+        for bucket, rows in zip(self._buckets, self._rows, strict=True):
+            for i, row in enumerate(rows):
+                anchor, velocity = self._start(bucket, i, row), row.velocity
+                if self.replaced:
+                    anchor, velocity = _wide(row.parameter), None if velocity is None else torch.zeros_like(velocity)
+                elif self._works:
+                    velocity = self.outer.velocity(velocity, bucket.deliver(i, _OWN))
+                yield row, anchor, velocity
+
+    def _start(self, bucket: Bucket, index: int, row: Row) -> torch.Tensor:
+        """Where this rank's round began: computed again, the same bits, rather than kept."""
+        if not self._works:
+            return row.anchor
+        start, _ = self.outer.moved(row.anchor, row.velocity, bucket.deliver(index, _OWN))
+        return start.to(row.parameter.dtype).to(start.dtype)
+
+    def _send(self, groups: int, *, settles: bool) -> None:
+        self._number += 1
+        told = _LANE.pack(*Told(self._layout, self._number % 2**32, settles, groups))
+        last = len(self._buckets) - 1
+        self._works = [
+            self._launch(index, told if index == last else b"", settles=settles) for index in range(last + 1)
+        ]
+
+    def _launch(self, index: int, lane: bytes, *, settles: bool) -> Work | Averaging:
+        bucket, form = self._buckets[index], None if settles else self._forms[index]
+        name = f"{self.name}, bucket {index}"
+        if not isinstance(form, LowRank):
+            return self._submit(bucket, bucket.stage(bucket.views[_OWN], _OWN), name, lane, form)
+        round_ = form.begin([bucket.deliver(i, _OWN) for i in range(len(bucket.tensors))], None, _MEAN)
+        self._rounds.append((index, round_))
+        plain = bucket.layout.total * bucket.layout.dtype.itemsize
+        return self._submit(form.first, round_.staged, name, lane, plain=plain)
+
+    def _go_on(self, wait: Wait) -> None:
+        """The second half of what takes two allreduces. Every rank comes here at the same step."""
+        rounds, self._rounds = self._rounds, []
+        for _, round_ in rounds:
+            round_.halfway()
+        self._second = [
+            self._submit(round_.form.second, round_.then, f"{self.name}, bucket {index}, second half", b"", plain=0)
+            for index, round_ in rounds
+        ]
+        for (_, round_), work in zip(rounds, self._second, strict=True):
+            wait(work)
+            round_.finish()
+            round_.learn()
+
+    def _submit(
+        self, bucket: Bucket, staged: Staged, name: str, lane: bytes, form: Feedback | None = None, plain: int = -1
+    ) -> Work | Averaging:
+        """plain: bytes of what it stands for, where it is something else."""
+        self._alive.append(staged.values)
+        if self._device is not None and bucket.direct:
+            places, flat = bucket.views[_MEAN], bucket.flats[_MEAN]
+            coding = None if form is None else (form, form.keep(None))
+            beside = {"name": name, "weight": 1.0, "lane": lane, "plain": plain}
+            return self._device.average(staged.values, places, flat, coding, **beside)
+        if staged.ready is not None:
+            staged.ready.synchronize()
+        compressed = {} if form is None else form.arguments(bucket.layout.total)
+        own = [0 if t is None else t.data_ptr() for t in staged.values]
+        mean = bucket.pointers[_MEAN]
+        return self._engine.allreduce(bucket.layout, own, mean, name, 1.0, lane, plain=plain, **compressed)
+
+
+def parts(parameters: Sequence[torch.Tensor], count: int) -> list[list[torch.Tensor]]:
+    """In their order, in `count` parts of about equal bytes, some of which may be empty."""
+    sizes = [p.numel() * p.element_size() for p in parameters]
+    total = sum(sizes) or 1
+    found: list[list[torch.Tensor]] = [[] for _ in range(count)]
+    before = 0
+    for p, size in zip(parameters, sizes, strict=True):
+        found[min(count - 1, (2 * before + size) * count // (2 * total))].append(p)
+        before += size
+    return found
+
+
+def _wide(parameter: torch.Tensor) -> torch.Tensor:
+    """A copy, of 32 bits at least, with the parameter's order in memory."""
+    narrow = parameter.dtype in (torch.float16, torch.bfloat16)
+    wide = torch.empty_like(parameter.data, dtype=torch.float32 if narrow else parameter.dtype)
+    return wide.copy_(parameter.data)
+
+
+def _told(told: Told) -> str:
+    what = "averages weights" if told.settles else "sends a round's progress"
+    return f"{what}, exchange {told.number} of parameters {told.layout:08x}"

@@ -1,0 +1,1 @@
+"""Pipe-SGD: gradients are applied one step late."""

@@ -1,0 +1,291 @@
+"""Pipe-SGD (arXiv:1811.03619): gradients are averaged `staleness` steps late, behind the next steps' compute."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dadt.algorithms.pipe import stability
+from dadt.algorithms.pipe.divergence import FACTOR, Divergence
+from dadt.algorithms.sync import Sync
+from dadt.config.config import predict_factors
+from dadt.train.algorithm import Algorithm
+from dadt.train.checkpoint import Arrived, flights
+from dadt.train.prediction.displacement import auto_factors, momentum_of
+from dadt.train.prediction.expectation import DAMPING, share_of
+from dadt.train.prediction.next_step import known
+
+if TYPE_CHECKING:
+    from dadt.train.attachment import Attachment
+    from dadt.train.exchange.exchange import Exchange
+
+_PARTS, _PATIENCE = 4, 12
+"""Steps that each change of what is trained counts for, and how many are too many: changes in one of five steps."""
+_BLOWN_UP, _BARRED, _CHANGED = 1.0, 2.0, 3.0
+"""What a rank tells the others: late gradients have grown too much; weights cannot be predicted; the script changes
+those that are."""
+
+
+class Pipe(Algorithm):
+    """w(t+1) = optimizer(w(t), mean of g(t-K)), where g(t) was computed at predicted weights; K is the staleness.
+
+    The first `warmup_steps` steps are synchronous. The K steps after them launch their exchanges and apply nothing
+    (not zeros: momentum, decay and counters stand still); from then on each step applies what the one K steps before
+    launched. The last K gradients of the training are averaged and dropped, on all ranks.
+
+    Once it is late, each rank watches the averages' norm. One that sees it blow up says so in the lane of its next
+    exchange; when that exchange is applied, all ranks go back to synchronous steps, for good.
+    """
+
+    def __init__(self, attachment: Attachment) -> None:
+        super().__init__(attachment)
+        config = attachment.runtime.config
+        self.in_flight = config.staleness
+        self._pending: deque[Exchange | Arrived] = deque()
+        """Under way, oldest first."""
+        self._holds = False
+        self._sync: Sync | None = None
+        """What takes the steps where they are synchronous for good."""
+        self._divergence = Divergence() if config.fall_back else None
+        self._norm: torch.Tensor | None = None
+        """Of the last step's averages: read one step later, when a GPU has long computed it."""
+        self._late = False
+        """That norm is of averages that came late."""
+        self._changes = 0
+        """Of which parameters are trained, lately."""
+        self._warmed_up = False
+        """What was measured in the synchronous steps has been told, and acted on."""
+        if self.in_flight > 1:
+            bears = _bears(attachment.optimizer, config.predict, self.in_flight, attachment.runtime.world.world_size)
+            attachment.runtime.say(bears, level="warning")
+
+    @property
+    def _warming_up(self) -> bool:
+        return self.attachment.step < self.attachment.warmup_steps or self.attachment.has_closure
+
+    @property
+    def _full(self) -> bool:
+        """The next step applies what is under way longest."""
+        return len(self._pending) == self.in_flight
+
+    @property
+    def predicts(self) -> bool:
+        return self._full and not self._warming_up
+
+    @property
+    def tracks(self) -> bool:
+        # From the last synchronous steps on; the steps that apply nothing must not erase what is known.
+        a = self.attachment
+        last = a.warmup_steps - a.prediction.needs <= a.step < a.warmup_steps
+        first = a.step >= a.warmup_steps and a.prediction.sees_gradients
+        return not a.has_closure and self._sync is None and (self._full or last or first)
+
+    @property
+    def holds(self) -> bool:
+        return self._holds
+
+    def gradient_ready(self, parameter: torch.Tensor) -> None:
+        if self._sync is not None:
+            self._sync.gradient_ready(parameter)
+
+    def before_step(self) -> None:
+        a = self.attachment
+        if not self._warmed_up and a.step >= a.warmup_steps and not a.has_closure:
+            self._warmed_up = True
+            self.warmed_up()
+        if self._sync is not None:
+            self._sync.before_step()
+            return
+        if self._full:
+            # Else its second half would queue behind the new exchange.
+            self._pending[0].go_on(a.runtime.wait)
+        exchange = a.new_exchange()
+        a.close(exchange, value=self._alarm())
+        if self._warming_up:
+            self._step_synchronously(exchange)
+        else:
+            self._step_late(exchange)
+
+    def after_step(self) -> None:
+        self._holds = False
+
+    def warmed_up(self) -> None:
+        """The synchronous steps are over, on all ranks at the same step."""
+        a = self.attachment
+        if a.index == 0 and a.step > 1:
+            a.runtime.say(a.measure.verdict(a.step))
+
+    def step_synchronously(self) -> None:
+        """From now on, for good: what `sync` does."""
+        self._pending.clear()
+        self.attachment.prediction.end()
+        self.attachment.measure.late = 0
+        self._sync = Sync(self.attachment)
+        self._divergence = None
+        self._warmed_up = True
+        self.wants_gradients = True
+        self.attachment.watch_gradients()
+
+    def state(self) -> dict[str, Any]:
+        a = self.attachment
+        return {
+            "synchronous": self._sync is not None,
+            "in_flight": flights(a, self._pending),
+            "measured": {} if self._warmed_up else a.measure.state(),
+            "norm": None if self._norm is None else float(self._norm),
+            "late": self._late,
+            "changes": self._changes,
+            "divergence": {} if self._divergence is None else self._divergence.state(),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        if state["synchronous"] and self._sync is None:
+            self.step_synchronously()
+        if self._sync is not None:
+            # For good: also where the state is of before. What was in flight then is of no use, nor where it led.
+            self.attachment.prediction.end()
+            return
+        self._warmed_up = not state["measured"]
+        if state["measured"]:
+            self.attachment.measure.load_state(state["measured"])
+        self._pending = deque(Arrived(self.attachment, each) for each in state["in_flight"][-self.in_flight :])
+        self._norm = None if state["norm"] is None else torch.tensor(state["norm"], dtype=torch.float64, device="cpu")
+        self._late = state["late"]
+        self._changes = state.get("changes", 0)
+        if self._divergence is not None and state["divergence"]:
+            self._divergence.load_state(state["divergence"])
+
+    def _step_synchronously(self, exchange: Exchange) -> None:
+        a = self.attachment
+        # Where a closure comes late, what is in flight is older than what it has computed.
+        self._pending.clear()
+        a.agree(a.wait(exchange), exchange)
+        self._deliver(exchange, late=False)
+
+    def _step_late(self, exchange: Exchange) -> None:
+        # Launched before waiting: the wire stays busy where communication is slower than compute.
+        a = self.attachment
+        a.measure.delayed += 1
+        before = self._pending[-1] if self._pending else exchange
+        self._pending.append(exchange)
+        if len(self._pending) <= self.in_flight:
+            self._holds = True
+            a.zero_gradients()
+            return
+        oldest = self._pending.popleft()
+        lanes = a.wait(oldest)
+        alarm = max(lane.value for lane in lanes)
+        self._count_changes(before, exchange)
+        applies = _trains(oldest, exchange)
+        if alarm or self._changes >= _PATIENCE:
+            a.agree(lanes, oldest)
+            self._fall_back(exchange, alarm)
+        elif applies:
+            self._deliver(oldest, late=True)
+            a.agree(lanes, oldest)
+        else:
+            a.agree(lanes, oldest)
+            self._holds = True
+            a.zero_gradients()
+
+    def _count_changes(self, before: Exchange | Arrived, latest: Exchange) -> None:
+        """All ranks train the same parameters: the lanes say so."""
+        self._changes = max(self._changes - 1, 0)
+        if before.schema is not latest.schema:
+            old = {id(p) for p in before.schema.parameters}
+            self._changes += _PARTS * any(id(p) not in old for p in latest.schema.parameters)
+
+    def _fall_back(self, exchange: Exchange, alarm: float) -> None:
+        """Synchronous from this very step on: with its own gradients, which are the last under way."""
+        a = self.attachment
+        a.measure.delayed -= 1
+        a.measure.fell_back += 1
+        a.runtime.say(f"step {a.step}: {_reason(alarm, a.name)}", level="warning")
+        self.step_synchronously()
+        lanes = a.wait(exchange)
+        a.agree(lanes, exchange)
+        if _CHANGED in (alarm, *(lane.value for lane in lanes)):
+            a.runtime.adopt(a, weights=True)  # what ranks made of predicted weights may be in the true ones
+        a.deliver(exchange)
+
+    def _deliver(self, exchange: Exchange | Arrived, late: bool) -> None:
+        prediction = self.attachment.prediction
+        norm = exchange.norm() if self._divergence is not None or prediction.sees_gradients else None
+        self._norm, self._late = norm, late
+        self.attachment.measure.late = self.in_flight if late else 0
+        self.attachment.deliver(exchange)
+        prediction.arrived(norm)
+
+    def _alarm(self) -> float:
+        """Why all ranks are to go back to synchronous steps; 0: no reason is known."""
+        blown_up, prediction = self._blows_up(), self.attachment.prediction
+        if prediction.changed or prediction.barred:
+            return _CHANGED if prediction.changed else _BARRED
+        return _BLOWN_UP * blown_up
+
+    def _blows_up(self) -> bool:
+        """By the norm of the last step's averages. Ranks may see it at different steps: a norm's last bits differ
+        between processors."""
+        if self._divergence is None or self._norm is None:
+            return False
+        norm, self._norm = float(self._norm), None
+        if not self._late:
+            self._divergence.learn(norm)
+            return False
+        if norm - norm != 0 and self.attachment.scale is not None:
+            return False  # the gradient scaler has left that step out
+        return self._divergence.see(norm)
+
+
+def _trains(oldest: Exchange | Arrived, latest: Exchange) -> bool:
+    """Whether anything of what has arrived is still trained."""
+    if isinstance(oldest, Arrived):
+        return bool(oldest.averaged_gradients())
+    now = {id(p) for p in latest.schema.parameters} if oldest.schema is not latest.schema else set()
+    return not now or any(id(p) in now for p in oldest.schema.parameters)
+
+
+def _reason(alarm: float, name: str) -> str:
+    """Why ranks go back to synchronous steps."""
+    if alarm == _CHANGED:
+        return (
+            f"the script changes weights{name} between a forward and its step, where they are predicted ones and"
+            " are put back: back to synchronous steps on all ranks, so that such changes last. Make them right"
+            " after optimizer.step() to train one step late"
+        )
+    if alarm == _BARRED:
+        return (
+            f"the forward of the model{name} runs within the backward (a checkpoint of the whole model), where its"
+            " weights cannot be predicted: back to synchronous steps on all ranks. Give checkpoint use_reentrant=False"
+            " to train one step late"
+        )
+    if alarm == _BLOWN_UP:
+        return (
+            f"the gradients{name} have grown beyond {FACTOR:g} times what they were, since they come late: back to"
+            " synchronous steps on all ranks. Lower the learning rate or raise --warmup-steps (--no-fall-back goes on"
+            " regardless)"
+        )
+    return (
+        f"the script trains other parameters{name} every few steps, so late gradients come to what is frozen: back to"
+        " synchronous steps on all ranks"
+    )
+
+
+def _bears(optimizer: torch.optim.Optimizer, predict: str, delay: int, ranks: int) -> str:
+    """What learning rate a long delay leaves."""
+    momentum, nesterov = momentum_of(optimizer)
+
+    def limit(late: int) -> float:
+        factors = predict_factors(predict)
+        if late == 1 and factors is None and known(optimizer):
+            return stability.limit_by_own(momentum, share_of(ranks), DAMPING, nesterov=nesterov)
+        factors = factors or auto_factors(optimizer, late)
+        return stability.limit(momentum, late, *(factors if late else (0.0, 0.0)), nesterov=nesterov)
+
+    return (
+        f"--staleness {delay}: with momentum {momentum:g} learning rates are stable up to {limit(delay):.2g}/curvature,"
+        f" against {limit(1):.2g} at staleness 1 and {limit(0):.2g} with sync: lower the learning rate accordingly, or"
+        " leave --staleness at 1"
+    )

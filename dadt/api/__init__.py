@@ -1,0 +1,1 @@
+"""What a script calls: init, collectives, messages, DistributedOptimizer, run."""

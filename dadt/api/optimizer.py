@@ -1,0 +1,67 @@
+"""Optimizers that train data-parallel where the script says which."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from dadt.api.collectives import session, size
+from dadt.inject import worker
+
+T = TypeVar("T", bound=torch.optim.Optimizer)
+_sums: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def DistributedOptimizer(
+    optimizer: T, named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None, *, reduction: str = "mean"
+) -> T:
+    """Train with this optimizer on all ranks: the very object, so its class, state_dict, schedulers, GradScaler and
+    add_param_group are what they were.
+
+    Its gradients are averaged as `--algorithm` says: `pipe` one step late behind the computation, with weight
+    prediction (after Pipe-SGD, arXiv 1811.03619), or `sync` at once. Before the first step all ranks take rank 0's
+    weights, buffers and optimizer state (`--no-broadcast` leaves them). Clipping and gradient accumulation see what
+    they see in one process. All ranks wrap the same optimizers, in the same order.
+
+    named_parameters: taken for the sake of scripts written for Horovod; parameters go by their order.
+    reduction: mean, or sum, which multiplies the averages by the number of ranks just before the step; of a closure,
+    gradients and loss at each evaluation.
+
+    Raises TypeError for what is no torch.optim.Optimizer, DadtError before `init`.
+    """
+    session()
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"DistributedOptimizer: give a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"DistributedOptimizer: reduction {reduction}: choose mean or sum")
+    worker.wrap(optimizer)
+    if reduction == "sum" and optimizer not in _sums:
+        _sums.add(optimizer)
+        optimizer.register_step_pre_hook(partial(_sum, size()))
+    return optimizer
+
+
+def _sum(ranks: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """After the averages have come: DADT's own hook is one of all optimizers, and those run first."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        _multiply(optimizer, ranks)
+        return None
+
+    def summed() -> Any:
+        loss = closure()
+        _multiply(optimizer, ranks)
+        return loss * ranks
+
+    return ((args[0], summed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": summed})
+
+
+def _multiply(optimizer: torch.optim.Optimizer, ranks: int) -> None:
+    with torch.no_grad():
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if parameter.grad is not None:
+                parameter.grad.mul_(ranks)

@@ -1,0 +1,168 @@
+"""`dadt.run`: a function instead of a script, on all workers, from Python or a notebook.
+
+In a worker (`python -m dadt.api.run`) it calls the function and sends back what it returned or raised.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from dadt.config import Config
+from dadt.config.config import given_by_env
+from dadt.control.agent_client import Control
+from dadt.control.schema import RESULT
+from dadt.errors import ConfigError, DadtError
+from dadt.launch.failure import size
+from dadt.world import World
+
+FILE = "function"
+"""In the agent's folder."""
+
+
+class WorkerTraceback(Exception):
+    """Stands as the cause of a worker's exception, so that its own traceback is printed, too."""
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(f"\n\nin worker {rank}:\n{text}")
+
+
+def run(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    np: int = 0,
+    hosts: str | Sequence[str] = "",
+    **settings: Any,
+) -> list[Any]:
+    """Call `function(*args, **kwargs)` in `np` worker processes, on this host or on `hosts` ("host1:2,host2:2" or a
+    list), and return what each rank returned, by rank.
+
+    Inside, training is distributed as under `dadt run`. settings: the knobs of Config, as algorithm="sync". What
+    goes in and out must be picklable; functions and classes of a notebook are.
+
+    Raises what the worker raised that failed first, with the worker's traceback as its cause; DadtError where a
+    worker ended without an exception or could not be started; KeyboardInterrupt after Ctrl-C.
+    """
+    from dadt.launch import launch, plan
+
+    config = _config(np, hosts, settings)
+    blob = _pickled((function, tuple(args), dict(kwargs or {})), "the function and its arguments")
+    the_plan = plan.make(config, [config.python or sys.executable, "-m", "dadt.api.run"], blob=blob)
+    placed: list[launch.Placed] = []
+    # Only the main thread may take over signals, and it gives them back.
+    signals = threading.current_thread() is threading.main_thread()
+    try:
+        outcome = launch.run(the_plan, _Streams(), lambda where, watch: placed.append(where), signals)
+    except launch.Ended as error:
+        raise KeyboardInterrupt from error
+    if outcome.signal:
+        raise KeyboardInterrupt
+    if outcome.failure is not None:
+        _reraise(outcome.failure.ending.rank, outcome.results.get(outcome.failure.ending.rank))
+        raise DadtError("\n".join(outcome.failure.lines()))
+    missing = [slot.rank for slot in placed[0].slots if slot.rank not in outcome.results]
+    if missing:
+        raise DadtError(f"rank {missing[0]} ended well but returned nothing: the function ended its process")
+    return [pickle.loads(outcome.results[slot.rank])[1] for slot in placed[0].slots]
+
+
+def main() -> None:
+    """One worker's part."""
+    world = World.from_env()
+    sys.path.insert(0, str(Path.cwd()))
+    function, args, kwargs = pickle.loads(Path(world.agent).with_name(FILE).read_bytes())
+    try:
+        value = function(*args, **kwargs)
+    except Exception as error:
+        _send(world, False, (_picklable(error), traceback.format_exc()))
+        raise
+    _send(world, True, value)
+
+
+def _config(np: int, hosts: str | Sequence[str], settings: Mapping[str, Any]) -> Config:
+    known = {field.name for field in fields(Config)}
+    if unknown := set(settings) - known:
+        raise ConfigError(f"dadt.run: {', '.join(sorted(unknown))} is no setting; `dadt config show` lists all")
+    listed = hosts if isinstance(hosts, str) else ",".join(hosts)
+    given = {"np": np, "hosts": listed}
+    return Config(**{**given_by_env(), **{name: value for name, value in given.items() if value}, **settings})
+
+
+def _send(world: World, well: bool, value: Any) -> None:
+    control = Control.connect(world)
+    if control is None:
+        raise DadtError("dadt.api.run runs under dadt.run only")
+    control.result(_pickled((well, value), "what the function returned"))
+    control.close()
+
+
+def _pickled(value: Any, what: str) -> bytes:
+    """Raises DadtError for more than goes into one message."""
+    import cloudpickle  # type: ignore[import-untyped]
+
+    blob: bytes = cloudpickle.dumps(value)
+    if len(blob) > RESULT:
+        raise DadtError(f"{what}: {size(len(blob))} is more than {size(RESULT)} -> pass it through a file")
+    return blob
+
+
+def _picklable(error: Exception) -> Exception | None:
+    """The exception itself, if it survives the journey."""
+    import cloudpickle
+
+    try:
+        copy: Exception = pickle.loads(cloudpickle.dumps(error))
+    except Exception:  # noqa: BLE001 (whatever a class of the user's raises: then its text goes alone)
+        return None
+    return copy
+
+
+def _reraise(rank: int, result: bytes | None) -> None:
+    if result is None:
+        return
+    well, value = pickle.loads(result)
+    if well:
+        return  # it failed after the function had returned
+    error, text = value
+    if error is None:
+        raise DadtError(f"worker {rank} failed\n{text}")
+    raise error from WorkerTraceback(rank, text)
+
+
+class _Streams:
+    """Speaks through Python's streams, which notebooks show."""
+
+    def __init__(self) -> None:
+        self._grows = False
+
+    def say(self, text: str, level: str = "info") -> None:
+        self._err(f"dadt: warning: {text}\n" if level == "warning" else f"dadt: {text}\n")
+
+    def part(self, text: str, last: bool = False) -> None:
+        beginning = "" if self._grows else "dadt: "
+        self._grows = not last
+        self._err(beginning + text + ("\n" if last else ""))
+
+    def lines(self, stream: str, data: bytes) -> None:
+        to = sys.stdout if stream == "out" else sys.stderr
+        to.write(data.decode(errors="replace"))
+        to.flush()
+
+    def meanwhile(self, act: Callable[[], None]) -> None:
+        """A notebook takes what it is given."""
+
+    def _err(self, text: str) -> None:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    main()

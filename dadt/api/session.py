@@ -1,0 +1,311 @@
+"""What `dadt.init` begins and `dadt.shutdown` ends: this rank's place, and the sets of ranks that exchange tensors."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from dadt.comm.collectives import operation
+from dadt.comm.collectives.object import gather_bytes
+from dadt.comm.collectives.process_set import ProcessSet
+from dadt.comm.executors.meet import Apart
+from dadt.comm.trace.recorder import Timeline
+from dadt.config import Config
+from dadt.config.config import flag
+from dadt.errors import CommError, ConfigError, DadtError
+from dadt.inject import worker
+from dadt.world import World
+
+if TYPE_CHECKING:
+    from dadt.comm.executors.meet import Meet
+    from dadt.train.runtime import Runtime
+
+KNOBS = {"all_reduce_executor": "allreduce_executor", "timeline_path": "timeline"}
+"""Of `init`: spelt otherwise in Config."""
+CLOSE_SECONDS = 10.0
+"""At exit, for what is still pending."""
+MOST_TAG = 1 << 18
+"""Of the caller's messages. Some MPIs take tags up to 2**19 only."""
+_LOCAL_TAG = MOST_TAG + 1
+
+
+class Session:
+    """One per process. All ranks make theirs together."""
+
+    def __init__(self, knobs: Mapping[str, Any]) -> None:
+        """knobs: arguments of `init`. Raises ConfigError where they are wrong or differ between ranks, StartTimeout
+        naming the ranks that do not come."""
+        self.runtime: Runtime = worker.ask()
+        self.knobs = dict(knobs)
+        config = configured(self.runtime.config, knobs)
+        self.world = self.runtime.world
+        if self.runtime.control is not None:
+            self.runtime.control.claim()
+            self.runtime.listen()
+        mine = {"host": self.world.cross_rank, "config": config.to_env()}
+        told = [json.loads(blob) for blob in self.runtime.meet.exchange("dadt.init", json.dumps(mine).encode())]
+        _agree([each["config"] for each in told])
+        self.runtime.config = self.config = config
+        self._hosts: list[int] = [each["host"] for each in told]
+        self._pid = os.getpid()
+        self._sets: list[ProcessSet] = []
+        self._steps = 0
+        self._numbers = itertools.count(1)
+        self.all = self._make(range(self.world.world_size), Apart(self.runtime.meet, "all"))
+        self._counting = register_optimizer_step_post_hook(self._stepped)
+        atexit.register(self._exit)
+
+    @property
+    def cross_size(self) -> int:
+        """How many hosts there are."""
+        return len(set(self._hosts))
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a child of the one that has begun it."""
+        return os.getpid() != self._pid
+
+    def check_process(self) -> None:
+        """Raises DadtError in a forked child."""
+        if self.forked:
+            raise DadtError(
+                f"process {os.getpid()} is a fork of rank {self.world.rank}: only the process that called dadt.init()"
+                " may exchange tensors"
+            )
+
+    def add(self, ranks: Sequence[int]) -> ProcessSet:
+        """All ranks call this, with the same ranks."""
+        name = f"process set {next(self._numbers)}"
+        rounds = _Rounds(self.all, ranks, name, self.runtime.meet.secret)  # which compares what the ranks give
+        chosen = sorted(set(ranks))
+        if len(chosen) != len(ranks) or not chosen or chosen[0] < 0 or chosen[-1] >= self.world.world_size:
+            raise ValueError(
+                f"add_process_set({list(ranks)}): give one or more different ranks from 0 to"
+                f" {self.world.world_size - 1}"
+            )
+        try:
+            made = self._make(chosen, rounds)
+        except Exception as error:
+            rounds.end(f"{type(error).__name__}: {error}")
+            raise
+        rounds.end()
+        return made
+
+    def remove(self, chosen: ProcessSet) -> None:
+        """Close it. Idempotent."""
+        if chosen is self.all:
+            raise ValueError("remove_process_set: the set of all ranks ends with dadt.shutdown()")
+        if chosen in self._sets:
+            self._sets.remove(chosen)
+        chosen.close(self.config.timeout)
+
+    def local_barrier(self) -> None:
+        """Until all ranks of this host are here: by messages, as other hosts need not call it now."""
+        if self.world.local_size == self.world.world_size:
+            self.all.submit(operation.barrier(self.all.size), None).wait()
+            return
+        here = [rank for rank, host in enumerate(self._hosts) if host == self.world.cross_rank]
+        mail, sign = self.all.mail, torch.zeros(1, dtype=torch.uint8, device="cpu")
+        with self.all.naming_ranks():
+            first, others = here[0], here[1:]
+            if self.world.rank != first:
+                mail.send(sign, first, _LOCAL_TAG).wait(self.config.timeout)
+                mail.receive(sign, first, _LOCAL_TAG).wait(self.config.timeout)
+                return
+            for transit in [mail.receive(torch.zeros_like(sign), rank, _LOCAL_TAG) for rank in others]:
+                transit.wait(self.config.timeout)
+            for transit in [mail.send(sign, rank, _LOCAL_TAG) for rank in others]:
+                transit.wait(self.config.timeout)
+
+    def close(self, timeout: float, reason: str = "") -> None:
+        """End the sets, newest first, then what trains. reason: fail what is pending, on all ranks. Idempotent."""
+        sets, self._sets = self._sets, []
+        self._counting.remove()
+        with ExitStack() as stack:  # each, whatever becomes of the others
+            stack.callback(self.runtime.close, failed=bool(reason))
+            for each in sets:
+                stack.callback(each.close, timeout, reason)
+            if sets and self.runtime.timeline is not None and not reason:
+                self.runtime.say(self.runtime.timeline.close(_Peers(self.all)))
+
+    def _make(self, ranks: Sequence[int], meet: Meet) -> ProcessSet:
+        made = ProcessSet(ranks, self._world_of(ranks), self._config_of(ranks), meet, self.runtime)
+        self._sets.append(made)
+        if self.config.timeline and made.included:
+            self._record(made)
+        return made
+
+    def _record(self, made: ProcessSet) -> None:
+        """The first is that of all ranks, in which they also agree on the time."""
+        timeline = self.runtime.timeline
+        if timeline is None:
+            timeline = self.runtime.timeline = Timeline(self.config.timeline, self.world)
+            timeline.start(_Peers(made))
+        timeline.record(made.named.connection, f"named tensors of {made}")
+
+    def _world_of(self, ranks: Sequence[int]) -> World | None:
+        """This rank's place among these."""
+        if self.world.rank not in ranks:
+            return None
+        hosts = [self._hosts[rank] for rank in ranks]
+        rank = ranks.index(self.world.rank)
+        here = hosts[rank]
+        return replace(
+            self.world,
+            rank=rank,
+            world_size=len(ranks),
+            local_rank=hosts[:rank].count(here),
+            local_size=hosts.count(here),
+            cross_rank=sorted(set(hosts)).index(here),
+            address=self.world.address if len(set(hosts)) > 1 else "",
+        )
+
+    def _config_of(self, ranks: Sequence[int]) -> Config:
+        """Some ranks may be on fewer hosts than all: what was chosen for all is chosen anew."""
+        if len(ranks) == 1:
+            return replace(self.config, executor="null", broadcast_executor="", allreduce_executor="")
+        if len(ranks) < self.world.world_size and self.config.executor.partition(":")[0] in ("shm", "hierarchical"):
+            return replace(self.config, executor="auto")
+        return self.config
+
+    def _stepped(self, *_: object) -> None:
+        """So that a report of a stall tells how far each rank has come."""
+        self._steps += 1
+        self.all.named.set_step(self._steps)
+
+    def _exit(self) -> None:
+        """The script has ended without `shutdown`."""
+        if self.forked:
+            return
+        failed = isinstance(getattr(sys, "last_value", None), BaseException)
+        try:
+            self.close(CLOSE_SECONDS, f"rank {self.world.rank} failed" if failed else "")
+        except CommError as error:
+            # The peers raise the same where they stand; this rank's exit code is its script's own.
+            if failed:
+                return  # and Python has told why
+            sys.stderr.write(f"dadt: rank {self.world.rank} ended: {error}\n")
+
+
+class _Peers:
+    """The ranks of a set, where a timeline needs them."""
+
+    def __init__(self, among: ProcessSet) -> None:
+        self._among = among
+
+    def allgather(self, data: bytes, name: str) -> list[bytes]:
+        return gather_bytes(self._among, data, name)
+
+    gather = allgather
+
+
+class _Rounds:
+    """A Meet for the ranks of a set that has no connection yet: in each round all ranks of the job tell what is new."""
+
+    def __init__(self, all: ProcessSet, ranks: Sequence[int], name: str, secret: bytes) -> None:
+        self.secret = secret
+        self._all = all
+        self._ranks = sorted(ranks)
+        self._name = name
+        self._round = 0
+        self._told: dict[tuple[int, str], bytes] = {}
+        self._ended: dict[int, str] = {}
+        self._compare()
+
+    def exchange(self, key: str, blob: bytes) -> list[bytes]:
+        """Raises DadtError where one of the ranks has given up."""
+        self._tell(key, blob, "")
+        while not all((rank, key) in self._told for rank in self._ranks):
+            self._pass()
+        return [self._told[rank, key] for rank in self._ranks]
+
+    def put(self, key: str, blob: bytes) -> None:
+        self._tell(f"put {key}", blob, "")
+
+    def get(self, keys: Sequence[str]) -> list[bytes]:
+        """Raises DadtError where one of the ranks has given up."""
+        while True:
+            put = {key: blob for (_, key), blob in self._told.items()}
+            if all(f"put {key}" in put for key in keys):
+                return [put[f"put {key}"] for key in keys]
+            self._pass()
+
+    def end(self, error: str = "") -> None:
+        """This rank has all it needs, or has failed; goes on until all ranks have."""
+        self._tell("", b"", error or "done")
+        while len(self._ended) < self._all.size:
+            self._tell("", b"", error or "done")
+        if not error:
+            self._check()
+
+    def _compare(self) -> None:
+        every = gather_bytes(self._all, json.dumps(list(self._ranks)).encode(), f"ranks of {self._name}")
+        for rank, ranks in enumerate(every):
+            if ranks != every[0]:
+                raise ValueError(
+                    f"add_process_set: rank 0 gives {every[0].decode()} and rank {rank} {ranks.decode()};"
+                    " every rank must call it with the same ranks"
+                )
+
+    def _tell(self, key: str, blob: bytes, ended: str) -> None:
+        self._round += 1
+        head = json.dumps([key, ended]).encode() + b"\n"
+        every = gather_bytes(self._all, head + blob, f"{self._name}, round {self._round}")
+        for rank, data in enumerate(every):
+            head, _, blob = data.partition(b"\n")
+            key, ended = json.loads(head)
+            if key:
+                self._told[rank, key] = blob
+            if ended:
+                self._ended[rank] = ended
+
+    def _pass(self) -> None:
+        """A round in which this rank has nothing to tell."""
+        self._check()
+        self._tell("", b"", "")
+
+    def _check(self) -> None:
+        for rank, text in sorted(self._ended.items()):
+            if text != "done":
+                raise DadtError(f"{self._name} of ranks {list(self._ranks)} was not made: rank {rank}: {text}")
+
+
+def configured(config: Config, knobs: Mapping[str, Any]) -> Config:
+    """The configuration with the arguments of `init` that are not None. Raises ConfigError."""
+    known = {f.name: f for f in fields(Config) if not f.metadata["launch"]}
+    given = {KNOBS.get(name, name): value for name, value in knobs.items() if value is not None}
+    for name, value in given.items():
+        if name not in known:
+            raise ConfigError(f"dadt.init({name}=): unknown; choose of {', '.join(known)}")
+        default = known[name].default
+        wanted = (int, float) if isinstance(default, float) else type(default)
+        if not isinstance(value, wanted) or isinstance(value, bool) != isinstance(default, bool):
+            raise ConfigError(f"dadt.init({name}={value!r}): give {_article(type(default).__name__)}")
+        if isinstance(default, float):
+            given[name] = float(given[name])
+    return replace(config, **given)
+
+
+def _article(name: str) -> str:
+    return {"int": "a whole number", "float": "a number", "str": "text", "bool": "True or False"}.get(name, name)
+
+
+def _agree(configs: Sequence[Mapping[str, str]]) -> None:
+    for rank, config in enumerate(configs):
+        for variable, value in config.items():
+            if value != configs[0][variable]:
+                name = variable.removeprefix("DADT_").lower()
+                raise ConfigError(
+                    f"{flag(name)} (dadt.init({name}=)) is {configs[0][variable]} on rank 0 and {value} on rank {rank}:"
+                    " every rank must give the same"
+                )

@@ -1,0 +1,179 @@
+"""Allreduce of sparse tensors: what ranks have is gathered, or reduced as a dense tensor where that moves less."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dadt.api.collectives import among_of
+from dadt.comm.collectives import operation
+from dadt.comm.collectives.operation import Call
+from dadt.comm.collectives.process_set import Handle
+from dadt.errors import CommTimeout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dadt.comm.collectives.process_set import ProcessSet
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def coo_all_reduce(
+    tensor: Tensor, reduction: str = "mean", *, name: str | None = None, process_set: ProcessSet | None = None
+) -> Tensor:
+    """The sum or mean of all ranks' sparse tensors, the same bits on each.
+
+    tensor: a torch.sparse_coo tensor, coalesced or not, of the same shape, dtype and number of sparse dimensions on all
+    ranks; they may have any indices, or none. reduction: mean or sum. Returns a coalesced one whose indices are those
+    that any rank has. All entries are gathered and summed in rank order; where together they take more memory than the
+    dense tensor, that is reduced instead. Raises TypeError and ValueError for another layout or reduction.
+    """
+    return _prepare(tensor, reduction, name, process_set)()
+
+
+def coo_all_reduce_async(
+    tensor: Tensor, reduction: str = "mean", *, name: str | None = None, process_set: ProcessSet | None = None
+) -> Handle:
+    """As coo_all_reduce; the handle gives the result."""
+    return Handle(among_of(process_set), _Later(_prepare(tensor, reduction, name, process_set)))
+
+
+class _Later:
+    """What comes to pass on a thread of its own: the second half depends on what the first one brings."""
+
+    def __init__(self, action: Callable[[], Tensor]) -> None:
+        self._action = action
+        self._result: Tensor | None = None
+        self._error: Exception | None = None
+        # A daemon: a peer that never comes must not keep the process from ending.
+        self._thread = threading.Thread(target=self._run, name="dadt-sparse", daemon=True)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self, timeout: float) -> Any:
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise CommTimeout(f"coo_all_reduce was not done within {timeout:g} s")
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def _run(self) -> None:
+        try:
+            self._result = self._action()
+        except Exception as error:  # noqa: BLE001 (raised where the caller waits)
+            self._error = error
+
+
+def _prepare(tensor: Tensor, reduction: str, name: str | None, process_set: ProcessSet | None) -> Callable[[], Tensor]:
+    """Start, and what is left to do."""
+    among = among_of(process_set)
+    if tensor.layout != torch.sparse_coo:
+        raise TypeError(
+            f"coo_all_reduce: the tensor is {tensor.layout}; give a torch.sparse_coo one, or see all_reduce"
+        )
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"coo_all_reduce: reduction {reduction}: choose mean or sum")
+    mine = _Entries(tensor.detach().coalesce())
+    name = among.name(name)
+    count = torch.tensor([mine.values.shape[0]], dtype=torch.int64, device="cpu")
+    signature = f"coo_all_reduce {reduction} {mine.describe()}"
+    gathered = among.submit(_gather(count, signature, among.size), name)
+
+    def finish() -> Tensor:
+        total = int(torch.cat(gathered.wait()).sum())
+        exchange = _reduce_dense if total * mine.entry_bytes > mine.dense_bytes else _gather_entries
+        result: Tensor = exchange(among, mine, reduction, name).to(tensor.device)
+        return result
+
+    return finish
+
+
+class _Entries:
+    """A coalesced tensor's entries: flat indices, ascending, and a value (a row) for each."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape = tuple(tensor.shape)
+        self.sparse = self.shape[: tensor.sparse_dim()]
+        self.dtype = tensor.dtype
+        self.values = tensor.values().cpu()
+        indices = tensor.indices().cpu()
+        self.flat = torch.zeros(indices.shape[1], dtype=torch.int64, device="cpu")
+        for size, row in zip(self.sparse, indices, strict=True):
+            self.flat = self.flat * size + row
+
+    @property
+    def entry_bytes(self) -> int:
+        return 8 + prod(self.shape[len(self.sparse) :]) * self.dtype.itemsize
+
+    @property
+    def dense_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def describe(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype} {list(self.shape)} with {len(self.sparse)} sparse dimensions"
+
+    def tensor(self, flat: Tensor, values: Tensor) -> Tensor:
+        """A tensor like this one with other entries."""
+        indices = torch.stack(torch.unravel_index(flat, self.sparse)) if self.sparse else flat.new_zeros((0, len(flat)))
+        return torch.sparse_coo_tensor(
+            indices,
+            values.to(self.dtype),
+            self.shape,
+            dtype=self.dtype,
+            device="cpu",
+            is_coalesced=True,
+            check_invariants=False,
+        )
+
+
+def _gather_entries(among: ProcessSet, mine: _Entries, reduction: str, name: str) -> Tensor:
+    handles = [
+        among.submit(_gather(values, f"{what} of coo_all_reduce {mine.describe()}", among.size), f"{name}, {what}")
+        for what, values in (("indices", mine.flat), ("values", mine.values))
+    ]
+    flats, values = (handle.wait() for handle in handles)
+    union, places = torch.unique(torch.cat(flats), return_inverse=True)
+    # As the core does: 16-bit floats are summed in float32.
+    wide = torch.float32 if mine.dtype in _HALF else mine.dtype
+    total = torch.zeros((len(union), *mine.values.shape[1:]), dtype=wide, device="cpu")
+    for place, rows in zip(places.split([len(f) for f in flats]), values, strict=True):
+        total[place] += rows  # a rank's own indices differ
+    if reduction == "mean":
+        total = total / among.size if wide.is_floating_point or wide.is_complex else _truncated(total, among.size)
+    return mine.tensor(union, total)
+
+
+def _reduce_dense(among: ProcessSet, mine: _Entries, reduction: str, name: str) -> Tensor:
+    """With a byte for each place that says whether any rank has it: a sum may be zero there."""
+    dense = torch.zeros((prod(mine.sparse), *mine.values.shape[1:]), dtype=mine.dtype, device="cpu")
+    there = torch.zeros(prod(mine.sparse), dtype=torch.bool, device="cpu")
+    dense[mine.flat] = mine.values
+    there[mine.flat] = True
+    calls = (
+        operation.all_reduce(dense, dense, reduction, among.size),
+        operation.all_reduce(there, there, "max", among.size),
+    )
+    for handle in [among.submit(call, f"{name}, dense {i}") for i, call in enumerate(calls)]:
+        handle.wait()
+    union = there.nonzero().flatten()
+    return mine.tensor(union, dense[union])
+
+
+def _gather(tensor: Tensor, signature: str, size: int) -> Call:
+    call = operation.all_gather(tensor, size)
+    call.signature = signature
+    return call
+
+
+def _truncated(total: Tensor, size: int) -> Tensor:
+    return torch.div(total, size, rounding_mode="trunc")

@@ -1,0 +1,1 @@
+"""Moves tensors and bytes between ranks; knows nothing of training."""

@@ -1,0 +1,442 @@
+"""The torch.distributed backend `dadt`: its collectives and messages as operations of DADT's engine and executors."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial, wraps
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ReduceOp  # type: ignore[attr-defined]
+
+from dadt.comm import executors
+from dadt.comm.backend.rendezvous import Meeting
+from dadt.comm.backend.work import Deliveries, Delivery, Parcel
+from dadt.comm.collectives import operation
+from dadt.comm.collectives.ordered import Group
+from dadt.config import Config, executor
+from dadt.errors import CommError
+from dadt.inject import worker
+from dadt.world import World
+
+CLOSE_SECONDS = 5.0
+"""How long the end of a group waits for what nobody has waited for."""
+_REDUCTIONS = {
+    ReduceOp.SUM: "sum",
+    ReduceOp.AVG: "mean",
+    ReduceOp.PRODUCT: "product",
+    ReduceOp.MIN: "min",
+    ReduceOp.MAX: "max",
+    ReduceOp.BAND: "band",
+    ReduceOp.BOR: "bor",
+    ReduceOp.BXOR: "bxor",
+}
+_EARLIER = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+}
+"""What torch called its verbs before."""
+_ProcessGroup: Any = dist.ProcessGroup
+"""Its types differ between versions of torch."""
+Tensors = Sequence[torch.Tensor]
+_Verb = TypeVar("_Verb", bound=Callable[..., Any])
+_live: weakref.WeakSet[Backend] = weakref.WeakSet()
+
+
+def create(options: Any, own: Any) -> Backend:
+    """For torch: one rank's side of a group that init_process_group or new_group makes."""
+    if own is not None:
+        raise ValueError(f"backend dadt has no options of its own, but pg_options is {own!r}; leave it out")
+    group = Backend(options.store, options.group_rank, options.group_size, options.timeout.total_seconds())
+    if not _live:
+        atexit.register(_end)
+        if worker.runtime is not None:
+            worker.runtime.listen()
+            worker.runtime.deaths.watch(_lose)
+    _live.add(group)
+    return group
+
+
+def _lose(reason: str, lost: bool) -> None:
+    """A rank has ended: nobody shall wait for it."""
+    for group in list(_live):
+        group.lose(reason)
+
+
+def _end() -> None:
+    """Close what the script has left open, while Python still works."""
+    failed = isinstance(getattr(sys, "last_value", None), BaseException)
+    with ExitStack() as stack:  # each, whatever becomes of the others
+        for group in list(_live):
+            stack.callback(group.shutdown)
+            if failed:
+                stack.callback(group.abort)
+
+
+def _verb(method: _Verb) -> _Verb:
+    """Tensors of a GPU go to NCCL's verb of the same name, where each rank has a GPU."""
+
+    @wraps(method)
+    def either(self: Backend, *args: Any, **options: Any) -> Any:
+        if self._gpu_each and _first(args).is_cuda:
+            name, nccl = method.__name__, self._nccl()
+            return getattr(nccl, name if hasattr(nccl, name) else _EARLIER[name])(*args, **options)
+        return method(self, *args, **options)
+
+    return cast(_Verb, either)
+
+
+class Backend(_ProcessGroup):  # type: ignore[misc]
+    """What torch.distributed calls. Ranks are those of the group; tensors come in lists, mostly of one.
+
+    All ranks make the same calls in the same order, as torch.distributed demands; a rank that makes another one is
+    told, and so are those that it meets there.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
+        """Raises StartTimeout naming the ranks that do not come within `timeout` seconds."""
+        super().__init__(rank, size)
+        self._rank = rank
+        self._size = size
+        self._timeout = timeout
+        self._limit = 0.0  # the executor's own, which is the same until the script sets another
+        self._store = store
+        self._meeting = Meeting(store, rank, size, timeout)
+        around = self._meeting.look_around()
+        config = replace(Config.from_env(), timeout=timeout, start_timeout=timeout, executor=_executor(around.workers))
+        config = replace(config, broadcast_executor="", allreduce_executor="")
+        self._group = Group(executors.connect(config, around.world, self._meeting), rank, size)
+        self._deliveries = Deliveries(self._meeting)
+        self._gpu_each = around.gpu_each
+        self._inner: Any = None
+        self._name = self._description = ""
+        self._batch: list[Delivery] | None = None
+        self._closed = False
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+
+    # Reductions -------------------------------------------------------------------------------------------------------
+
+    @_verb
+    def allreduce(self, tensors: Any, opts: Any = None) -> Delivery:
+        tensors, reduction = _listed(tensors), _reduction(opts)
+        return self._run(tensors, opts, [operation.all_reduce(t, t, reduction, self._size) for t in tensors])
+
+    @_verb
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Delivery:
+        return self.allreduce(tensors, opts)
+
+    @_verb
+    def reduce(self, tensors: Any, opts: Any) -> Delivery:
+        tensors, reduction, root = _listed(tensors), _reduction(opts), opts.rootRank
+        calls = [operation.reduce(t, t, reduction, root, self._rank, self._size) for t in tensors]
+        return self._run(tensors, opts, calls)
+
+    @_verb
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Delivery:
+        return self._reduce_scatter(outputs, inputs, opts)
+
+    @_verb
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Delivery:
+        return self._reduce_scatter([output], [_parts(tensor, output, self._size)], opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    @_verb
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, tensors: Tensors, opts: Any = None) -> Delivery:
+        parts = [_parts(t, o, self._size) for t, o in zip(tensors, outputs, strict=True)]
+        return self._reduce_scatter(outputs, parts, opts)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Delivery:
+        reduction = _reduction(opts)
+        pairs = zip(inputs, outputs, strict=True)
+        calls = [operation.reduce_scatter(i, o, reduction, self._rank, self._size) for i, o in pairs]
+        return self._run(outputs, opts, calls)
+
+    # From one to all, and from all to one -----------------------------------------------------------------------------
+
+    @_verb
+    def broadcast(self, tensors: Any, opts: Any) -> Delivery:
+        tensors = _listed(tensors)
+        calls = [operation.broadcast(t, opts.rootRank, self._rank, self._size) for t in tensors]
+        return self._run(tensors, opts, calls)
+
+    @_verb
+    def gather(self, outputs: Sequence[Tensors], tensors: Tensors, opts: Any) -> Delivery:
+        root = opts.rootRank
+        places: Sequence[Tensors | None] = outputs if root == self._rank else [None] * len(tensors)
+        calls = [operation.gather(t, root, self._rank, self._size, o) for t, o in zip(tensors, places, strict=True)]
+        return self._run(outputs, opts, calls)
+
+    @_verb
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Delivery:
+        root = opts.rootRank
+        given: Sequence[Tensors | None] = inputs if root == self._rank else [None] * len(outputs)
+        calls = [operation.scatter(o, i, root, self._rank, self._size) for o, i in zip(outputs, given, strict=True)]
+        return self._run(outputs, opts, calls)
+
+    # Everybody to everybody -------------------------------------------------------------------------------------------
+
+    @_verb
+    def allgather(self, outputs: Sequence[Tensors], tensors: Tensors, opts: Any = None) -> Delivery:
+        return self._all_gather(outputs, tensors, opts)
+
+    @_verb
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Delivery:
+        return self._all_gather([_parts(output, tensor, self._size)], [tensor], opts)
+
+    _allgather_base = all_gather_single
+
+    @_verb
+    def all_gather_single_coalesced(self, outputs: Tensors, tensors: Tensors, opts: Any = None) -> Delivery:
+        parts = [_parts(o, t, self._size) for o, t in zip(outputs, tensors, strict=True)]
+        return self._all_gather(parts, tensors, opts)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    @_verb
+    def allgather_coalesced(self, outputs: Sequence[Tensors], tensors: Tensors, opts: Any = None) -> Delivery:
+        """outputs: for each rank, one for each tensor."""
+        return self._all_gather(list(zip(*outputs, strict=True)), tensors, opts)
+
+    def _all_gather(self, outputs: Sequence[Tensors], tensors: Tensors, opts: Any) -> Delivery:
+        pairs = zip(outputs, tensors, strict=True)
+        return self._run(outputs, opts, [operation.all_gather(t, self._size, o) for o, t in pairs])
+
+    @_verb
+    def alltoall(self, outputs: Tensors, tensors: Tensors, opts: Any = None) -> Delivery:
+        return self._run(outputs, opts, [operation.all_to_all(tensors, self._size, outputs)])
+
+    @_verb
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int],
+        splits: Sequence[int],
+        opts: Any = None,
+    ) -> Delivery:
+        """Splits: rows to and from each rank; empty: equally many."""
+        outputs, tensors = _rows(output, output_splits, self._size), _rows(tensor, splits, self._size)
+        return self._run([output], opts, [operation.all_to_all(tensors, self._size, outputs)])
+
+    alltoall_base = all_to_all_single
+
+    def barrier(self, opts: Any = None) -> Delivery:
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # as NCCL's does, also for what the stream has yet to do
+            torch.cuda.current_stream().synchronize()
+        return self._run([], opts, [operation.barrier(self._size)])
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """As every barrier of this backend, it names all ranks that have not come."""
+        self._run([], None, [operation.barrier(self._size)]).wait(timeout)
+
+    # Messages ---------------------------------------------------------------------------------------------------------
+
+    @_verb
+    def send(self, tensors: Tensors, peer: int, tag: int) -> Delivery:
+        hosts = [operation.host_copy(t) for t in tensors]
+        transits = [self._group.mail.send(h, peer, tag) for h in hosts]
+        return self._carry(f"send to rank {peer} (tag {tag})", tensors, [(t, None) for t in transits])
+
+    @_verb
+    def recv(self, tensors: Tensors, peer: int, tag: int) -> Delivery:
+        return self._receive(f"receive from rank {peer} (tag {tag})", tensors, peer, tag)
+
+    @_verb
+    def recv_anysource(self, tensors: Tensors, tag: int) -> Delivery:
+        return self._receive(f"receive from any rank (tag {tag})", tensors, None, tag)
+
+    def _receive(self, what: str, tensors: Tensors, peer: int | None, tag: int) -> Delivery:
+        targets = [operation.host_target(t) for t in tensors]
+        parcels: list[Parcel] = []
+        for target, tensor in zip(targets, tensors, strict=True):
+            transit = self._group.mail.receive(target, peer, tag)
+            parcels.append((transit, partial(operation.deliver, target, tensor)))
+        return self._carry(what, tensors, parcels)
+
+    def _carry(self, what: str, tensors: Tensors, parcels: Sequence[Parcel]) -> Delivery:
+        return self._deliveries.add(Delivery(self._deliveries, what, 0, parcels, list(tensors), self._timeout))
+
+    # What torch asks of a group beside its verbs ----------------------------------------------------------------------
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def getBackendName(self) -> str:
+        return "dadt"
+
+    name = _get_backend_name = getBackendName
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    group_name = property(getGroupName)
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_desc(self) -> str:
+        return self._description
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    @property
+    def supports_coalescing(self) -> bool:
+        return False
+
+    @property
+    def supports_splitting(self) -> bool:
+        return False
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(kind) for kind in (["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self._nccl()._get_backend(device) if self._gpu_each and device.type == "cuda" else self
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self._timeout = self._limit = timeout.total_seconds()
+
+    set_timeout = _set_default_timeout
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._batch = []
+
+    def _end_coalescing(self, device: torch.device) -> Delivery:
+        batch, self._batch = self._batch or [], None
+        return Delivery.of(self._deliveries, batch, self._timeout)
+
+    # Its life ---------------------------------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """Fail everything pending and to come, here and, where the executor can, on the peers."""
+        self._group.abort(f"rank {self._rank} has aborted the process group")
+        if self._inner is not None:
+            self._inner._get_backend(torch.device("cuda")).abort()
+
+    def lose(self, reason: str) -> None:
+        """A rank that it may need is gone."""
+        if not self._closed:
+            self._group.abort(reason, lost=True)
+
+    def shutdown(self) -> None:
+        """End the group, when what is pending is done or has had its time. Nothing in a forked child."""
+        with self._lock:
+            if self._closed or os.getpid() != self._pid:
+                return
+            self._closed = True
+        try:
+            self._group.close(min(self._timeout, CLOSE_SECONDS))
+        except CommError:
+            pass  # whoever waits for what was pending is told
+        self._deliveries.close(CLOSE_SECONDS)
+        if self._inner is not None:
+            self._inner._get_backend(torch.device("cuda")).shutdown()
+
+    def _run(self, outputs: Any, opts: Any, calls: Sequence[operation.Call]) -> Delivery:
+        """Start the calls, in the order that all ranks agree on."""
+        given = opts.timeout.total_seconds() if hasattr(opts, "timeout") else 0.0
+        limit = given if given > 0 else self._limit
+        with self._lock:
+            try:
+                pending = [self._group.submit(call) for call in calls]
+            except CommError as error:
+                raise dist.DistBackendError(f"dadt: {error}") from error
+            number = self._group.calls
+        what = ", ".join(dict.fromkeys(call.verb for call in calls))
+        delivery = Delivery(self._deliveries, what, number, [(p, None) for p in pending], list(outputs), limit)
+        if self._batch is not None:
+            self._batch.append(delivery)
+        return self._deliveries.add(delivery)
+
+    def _nccl(self) -> Any:
+        """Made when it is first needed: by then the script has chosen its GPU.
+
+        As a ProcessGroup, which has the verbs that ProcessGroupNCCL itself has in C++ only.
+        """
+        with self._lock:
+            if self._inner is None:
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = timedelta(seconds=self._timeout)
+                store = PrefixStore("nccl", self._store)
+                nccl = dist.ProcessGroupNCCL(store, self._rank, self._size, options)
+                self._inner = _ProcessGroup(self._rank, self._size)
+                self._inner._register_backend(torch.device("cuda"), _ProcessGroup.BackendType.NCCL, nccl)
+            return self._inner
+
+
+def _executor(workers: Sequence[int]) -> str:
+    """For the host's tensors of a group. Under `dadt run` the configuration's is that of the training, and may be
+    one for GPUs or for all ranks only; elsewhere the user has chosen it."""
+    asked = Config.from_env().executor
+    if World.from_env().job or asked in ("auto", "nccl", "mpi", "mpicuda"):
+        return executor.pick_for_host_memory(workers)[0]
+    return asked
+
+
+def _first(args: Any) -> torch.Tensor:
+    """The first tensor of lists of lists of them; what a rank does not give (scatter) is an empty list."""
+    for each in args:
+        if isinstance(each, torch.Tensor):
+            return each
+        if isinstance(each, list | tuple) and each:
+            return _first(each)
+    raise ValueError("torch.distributed was given no tensor")
+
+
+def _listed(tensors: Any) -> Tensors:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _reduction(opts: Any) -> str:
+    op = getattr(opts, "reduceOp", ReduceOp.SUM if opts is None else opts)
+    for known, name in _REDUCTIONS.items():
+        if op == known:
+            return name
+    usable = ", ".join(f"ReduceOp.{each.name}" for each in _REDUCTIONS)
+    raise ValueError(f"backend dadt does not know {_told(op)}: use {usable}")
+
+
+def _told(op: Any) -> str:
+    """As scripts write it."""
+    # A ReduceOp, of which its members are made, has no name; some of torch's have parameters.
+    names = (f"ReduceOp.{name}" for name, member in ReduceOp.RedOpType.__members__.items() if op == member)
+    return next(names, str(op))
+
+
+def _parts(whole: torch.Tensor, part: torch.Tensor, size: int) -> Tensors:
+    """The whole's memory as one part for each rank."""
+    if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
+        raise ValueError(
+            f"{size} ranks with {part.numel()} elements of {part.dtype} each need one tensor of"
+            f" {size * part.numel()} for all, not one of {whole.numel()} of {whole.dtype}"
+        )
+    return [row.view(part.shape) for row in whole.view(size, -1)] if part.numel() else [part] * size
+
+
+def _rows(tensor: Any, splits: Sequence[int], size: int) -> Tensors:
+    if not splits and tensor.shape[0] % size:
+        raise ValueError(f"{tensor.shape[0]} rows cannot be split equally between {size} ranks; give split sizes")
+    rows: Tensors = tensor.split(list(splits) or [tensor.shape[0] // size] * size)
+    return rows

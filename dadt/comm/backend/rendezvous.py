@@ -1,0 +1,154 @@
+"""Where the ranks of a process group find each other, and tell who waits for whom: the store that torch hands over."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from dadt.comm.rendezvous import store, store_client
+from dadt.control import machine
+from dadt.errors import StartTimeout
+from dadt.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+PAUSES = (0.001, 0.05)
+"""Between looks for what others put into the store, growing."""
+ROLL_CALL_SECONDS = 1.0
+"""How long a rank whose wait is over lets the others say where they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a rank has learnt of its group."""
+
+    world: World
+    """Its place: ranks are those of the group."""
+    workers: list[int]
+    """Ranks on each host."""
+    gpu_each: bool
+    """Every rank can have a GPU of its own, and NCCL."""
+
+
+class Meeting:
+    """One rank's side. timeout: seconds within which all ranks come."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._timeout = timeout
+        # A group that is made anew under the same name must not find what the one before has left.
+        self._turn = store.add(f"turn/{rank}", 1)
+
+    def exchange(self, key: str, blob: bytes) -> list[bytes]:
+        """Every rank's blob, by rank; each key once. Raises StartTimeout naming the ranks that do not come."""
+        keys = [self._key(key, rank) for rank in range(self._size)]
+        self._store.set(keys[self._rank], blob)  # type: ignore[arg-type]  # takes bytes, too
+
+        def joined(missing: Sequence[str]) -> str:
+            return f"{ranks([keys.index(each) for each in missing])} did not join the process group"
+
+        self._await(keys, joined)
+        return [self._store.get(each) for each in keys]
+
+    def _await(self, keys: Sequence[str], blame: Callable[[Sequence[str]], str]) -> None:
+        """blame: says of missing keys what has not happened."""
+        deadline = time.monotonic() + self._timeout
+        pause = PAUSES[0]
+        # By looking: the store's own wait prints a warning whenever its time is over.
+        while not self._store.check(list(keys)):
+            if time.monotonic() >= deadline:
+                missing = [each for each in keys if not self._store.check([each])]
+                raise StartTimeout(f"{blame(missing)} within {self._timeout:g} s")
+            time.sleep(pause)
+            pause = min(2 * pause, PAUSES[1])
+
+    @property
+    def secret(self) -> bytes:
+        """None: who reaches the script's store is in its group."""
+        return b""
+
+    def put(self, key: str, blob: bytes) -> None:
+        """For whichever rank asks for the key."""
+        self._store.set(self._key(f"put/{key}", 0), blob)  # type: ignore[arg-type]  # takes bytes, too
+
+    def get(self, keys: Sequence[str]) -> list[bytes]:
+        """What some ranks have put there, or will. Raises StartTimeout."""
+        put = [self._key(f"put/{key}", 0) for key in keys]
+        self._await(put, lambda missing: f"no rank did its part for {missing[0]!r}")
+        return [self._store.get(each) for each in put]
+
+    def look_around(self) -> Surroundings:
+        """Which ranks share a machine, as they themselves see it."""
+        own, server = _ends(self._store)
+        gpus = machine.gpus() if dist.is_nccl_available() and torch.cuda.is_available() else []
+        mine = {"machine": store_client.machine_id(), "own": own, "store": server, "gpus": gpus}
+        everyone = [json.loads(blob) for blob in self.exchange("machine", json.dumps(mine).encode())]
+        world = store_client.placed(
+            World(rank=self._rank, world_size=self._size), everyone, _address(everyone, self._rank)
+        )
+        hosts: dict[str, list[list[str]]] = {}
+        for each in everyone:
+            hosts.setdefault(each["machine"], []).append(each["gpus"])
+        return Surroundings(
+            world=world,
+            workers=[len(of_ranks) for of_ranks in hosts.values()],
+            gpu_each=all(len(set().union(*of_ranks)) >= len(of_ranks) for of_ranks in hosts.values()),
+        )
+
+    def wait_in(self, call: int) -> None:
+        """Tell the others that this rank has come to its so manyth call, and waits in it."""
+        try:
+            self._store.set(self._key("waits", self._rank), str(call))
+        except RuntimeError:
+            pass  # the store is gone with the rank that serves it; who waits learns that from the executor
+
+    def absent(self, call: int) -> list[int]:
+        """Ranks that have not come to the call, as far as they say so."""
+        deadline = time.monotonic() + ROLL_CALL_SECONDS
+        pause = PAUSES[0]
+        try:
+            while (missing := [r for r in range(self._size) if self._last(r) < call]) and time.monotonic() < deadline:
+                time.sleep(pause)
+                pause = min(2 * pause, PAUSES[1])
+        except RuntimeError:  # the store is gone, and with it the rank that serves it
+            return []
+        return missing
+
+    def _last(self, rank: int) -> int:
+        key = self._key("waits", rank)
+        return int(self._store.get(key)) if self._store.check([key]) else 0
+
+    def _key(self, key: str, rank: int) -> str:
+        return f"{self._turn}/{key}/{rank}"
+
+
+def ranks(numbers: Sequence[int]) -> str:
+    return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, numbers))
+
+
+def _ends(c10d: Any) -> tuple[str, str]:
+    """This host's own address on the way to the store's, and that one; empty where it is a file."""
+    while hasattr(c10d, "underlying_store"):
+        c10d = c10d.underlying_store
+    if not hasattr(c10d, "host"):
+        return World.from_env().address, ""
+    return store.ends(c10d.host, c10d.port)
+
+
+def _address(everyone: Sequence[dict[str, str]], rank: int) -> str:
+    """At which other hosts reach this rank's."""
+    own = everyone[rank]["own"]
+    if own and not ipaddress.ip_address(own).is_loopback:
+        return own
+    # The store's own host, which may name itself by its loopback: others know it by another name.
+    return next((each["store"] for each in everyone if each["machine"] != everyone[rank]["machine"]), own)

@@ -1,0 +1,219 @@
+"""The handles that torch.distributed gives out for operations under way, and who completes their futures."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Work
+from torch.futures import Future
+
+from dadt.comm.backend.rendezvous import Meeting, ranks
+from dadt.errors import CommError, CommTimeout
+
+PATIENCE = 1.0
+"""Seconds after which a rank that waits says in which operation, so that others know who is missing."""
+LONG = 1e8
+"""Seconds: the executor's own deadline ends a wait."""
+
+
+class Waitable(Protocol):
+    """A verb (group.Pending) or a message (base.Transit)."""
+
+    @property
+    def done(self) -> bool: ...
+    def wait(self, timeout: float) -> Any: ...
+
+
+Parcel = tuple[Waitable, "Callable[[], object] | None"]
+"""What to wait for, and what brings its result to where the caller wants it."""
+
+
+class Delivery(Work):
+    """torch's Work: one call of a collective, or one message. Any thread may wait."""
+
+    def __init__(
+        self,
+        owner: Deliveries,
+        what: str,
+        number: int,
+        parcels: Sequence[Parcel],
+        outputs: list[Any],
+        limit: float,
+    ) -> None:
+        """number: which call of the group this is, 0 for a message. limit: seconds; not above 0: the executor's."""
+        super().__init__()
+        self._owner = owner
+        self._what = what
+        self._number = number
+        self._parcels = list(parcels)
+        self._outputs = outputs
+        self._limit = limit
+        self._lock = threading.RLock()  # what hangs on the future may ask for this one again
+        self._settled = False
+        self._error: BaseException | None = None
+        self._future: Future[Any] | None = None
+
+    @classmethod
+    def of(cls, owner: Deliveries, several: Sequence[Delivery], limit: float) -> Delivery:
+        """All of them as one."""
+        parcels = [parcel for each in several for parcel in each._parcels]
+        outputs = [output for each in several for output in each._outputs]
+        number = max((each._number for each in several), default=0)
+        return owner.add(cls(owner, "coalesced operations", number, parcels, outputs, limit))
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Until the results are there. Raises DistBackendError, which names the ranks that have not come."""
+        seconds = timeout.total_seconds() if timeout is not None else 0.0
+        with self._lock:
+            self._settle(seconds if seconds > 0 else self._limit)
+            self._fulfil(self._error)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        if self._settled:
+            return True
+        if not all(waitable.done for waitable, _ in self._parcels):
+            return False
+        with self._lock:
+            self._settle(0.0)
+        return True
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def result(self) -> list[Any]:
+        return self._outputs
+
+    def source_rank(self) -> int:
+        """Who has sent what was received."""
+        return int(self._parcels[0][0].source)  # type: ignore[attr-defined]
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Future[Any]:
+        """Completed without anybody waiting, at once where the results are there; its value is their list."""
+        with self._lock:
+            if self._future is None:
+                self._future = Future()
+                if self._settled:
+                    self._fulfil(self._error)
+                else:
+                    self._owner.complete_later(self)
+            return self._future
+
+    def complete(self) -> None:
+        """Wait, and with that complete the future."""
+        try:
+            self.wait()
+        except Exception as error:  # noqa: BLE001 (it is raised where the future is waited for)
+            with self._lock:
+                self._fulfil(error)
+
+    def _fulfil(self, error: BaseException | None) -> None:
+        """Complete the future, if there is one that is not. Under the lock."""
+        if self._future is None or self._future.done():
+            return
+        if error is not None:
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(self._outputs)
+
+    def _settle(self, limit: float) -> None:
+        """Under the lock."""
+        if self._settled:
+            return
+        deadline = time.monotonic() + (limit if limit > 0 else LONG)
+        try:
+            for waitable, finish in self._parcels:
+                self._await(waitable, deadline)
+                if finish is not None:
+                    finish()
+        except CommError as error:
+            failure = dist.DistBackendError(f"dadt: {self._what}: {self._owner.explained(error, self._number)}")
+            failure.__cause__ = error
+            if isinstance(error, CommTimeout) and not all(waitable.done for waitable, _ in self._parcels):
+                raise failure from error  # the caller's patience is over; the operation still runs
+            self._error = failure
+        except Exception as error:  # noqa: BLE001 (it is raised where this one is waited for, whoever looks first)
+            self._error = error
+        self._settled = True
+        self._owner.discard(self)
+
+    def _await(self, waitable: Waitable, deadline: float) -> None:
+        left = deadline - time.monotonic()
+        if self._number:
+            try:
+                waitable.wait(min(PATIENCE, left / 2))
+                return
+            except CommTimeout:
+                if waitable.done:  # it has ended just now, or has failed by itself, which is raised again
+                    waitable.wait(0.0)
+                    return
+            self._owner.announce(self._number)
+            left = deadline - time.monotonic()
+        waitable.wait(max(left, 0.0))
+
+
+class Deliveries:
+    """What is under way in one group, whether somebody waits for it or not."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+        self._flying: set[Delivery] = set()
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[Delivery | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def add(self, delivery: Delivery) -> Delivery:
+        """Hold it, and with it the memory that it reads and writes, until it is done."""
+        self._flying.add(delivery)
+        for each in list(self._flying):
+            each.is_completed()
+        return delivery
+
+    def discard(self, delivery: Delivery) -> None:
+        self._flying.discard(delivery)
+
+    def complete_later(self, delivery: Delivery) -> None:
+        """By a thread of Python's: completing a future takes the GIL, which no thread of the core's does."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._complete, name="dadt-futures", daemon=True)
+                self._thread.start()
+        self._queue.put(delivery)
+
+    def announce(self, number: int) -> None:
+        self._meeting.wait_in(number)
+
+    def explained(self, error: CommError, number: int) -> str:
+        """With the ranks that have not come, where the executor did not know them."""
+        text = str(error)
+        if not number or "rank" in text:
+            return text
+        self.announce(number)
+        missing = self._meeting.absent(number)
+        return f"{ranks(missing)} did not come to it ({text})" if missing else text
+
+    def close(self, timeout: float) -> None:
+        """End the thread, once the group is closed: nothing is pending then."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(timeout)
+
+    def _complete(self) -> None:
+        while (delivery := self._queue.get()) is not None:
+            delivery.complete()

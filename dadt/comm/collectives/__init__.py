@@ -1,0 +1,1 @@
+"""Operations on tensors: ordered, by name, over sets of ranks."""

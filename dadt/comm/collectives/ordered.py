@@ -1,0 +1,97 @@
+"""Ranks that exchange tensors, in an order that is the same on all of them."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from dadt.comm.keepalive import Kept
+
+if TYPE_CHECKING:
+    from dadt import _core
+    from dadt._core import Engine
+    from dadt.comm.collectives.operation import Call, Work
+    from dadt.comm.executors.base import Connection, Mail
+
+
+class Pending:
+    """A verb under way. `wait` once or more often, from any thread; the result is made at the first."""
+
+    def __init__(self, work: Work, call: Call) -> None:
+        self._work = work
+        self._call: Call | None = call
+        self._result: Any = None
+        self._lock = threading.Lock()
+
+    @property
+    def done(self) -> bool:
+        """Whether the bytes have moved; the result still has to be fetched by `wait`."""
+        return self._work.done
+
+    def wait(self, timeout: float) -> Any:
+        """The verb's result. Raises the engine's first error, or CommTimeout after `timeout` seconds."""
+        self._work.wait(timeout)
+        with self._lock:
+            if self._call is not None:
+                self._result = self._call.finish(self._work)
+                self._call = None
+        return self._result
+
+
+class Group:
+    """One rank's place among those that it exchanges with. Calls must come in one order on all ranks; any thread."""
+
+    def __init__(self, connection: Connection, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._connection = connection
+        self._calls = 0
+        self._kept = Kept(lambda: connection.failed)
+
+    @property
+    def connection(self) -> Connection:
+        return self._connection
+
+    @property
+    def calls(self) -> int:
+        """How many verbs this rank has started."""
+        return self._calls
+
+    @property
+    def mail(self) -> Mail:
+        return self._connection.mail
+
+    def submit(self, call: Call) -> Pending:
+        """Start the verb."""
+        self._calls += 1
+        # The name is compared between ranks, and with it what the call says of itself: scripts may differ in both.
+        engine = self._connection.engine_of(call.kind)
+        work = start(engine, call, f"call {self._calls}, {call.signature}")
+        self._kept.add(work, call)
+        return Pending(work, call)
+
+    def abort(self, reason: str, lost: bool = False) -> None:
+        """Fail everything pending and to come, here and, where the executor can, on the peers. lost: since one of them
+        is. Any thread."""
+        if lost:
+            self._connection.abort(reason, lost)
+        else:
+            self._connection.engine.abort(reason)
+
+    def close(self, timeout: float) -> None:
+        """Wait for what is pending, then end. Raises CommTimeout if that took longer."""
+        with ExitStack() as stack:
+            stack.callback(self._kept.close)
+            stack.callback(self._connection.close)
+            self._connection.engine.close(timeout)
+
+
+def start(engine: Engine, call: Call, name: str) -> _core.Work:
+    """Submit the call to an engine: the core's Work."""
+    if call.kind == "exchange":
+        return engine.exchange(call.sends, call.receives, name, unsure=True)
+    assert call.layout is not None
+    if call.kind == "broadcast":
+        return engine.broadcast(call.layout, call.inputs, call.root, name, unsure=True)
+    return engine.allreduce(call.layout, call.inputs, call.outputs, name, reduction=call.reduction, unsure=True)

@@ -1,0 +1,195 @@
+"""Ranks that exchange tensors with each other and with nobody else: all of a job, or those that the script names."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from dadt.comm import executors
+from dadt.comm.collectives.named import Named
+from dadt.errors import CommError, DadtError
+
+if TYPE_CHECKING:
+    from dadt.comm.collectives.operation import Call
+    from dadt.comm.executors.base import Mail
+    from dadt.comm.executors.meet import Meet
+    from dadt.config import Config
+    from dadt.train.runtime import Runtime
+    from dadt.world import World
+
+
+class Waited(Protocol):
+    """What a Handle waits for."""
+
+    @property
+    def done(self) -> bool: ...
+    def wait(self, timeout: float) -> Any: ...
+
+
+class Handle:
+    """A verb under way. `wait` gives its result, once or more often, in any thread; its tensors must stay as they are
+    until then."""
+
+    def __init__(self, owner: ProcessSet, waited: Waited, finish: Callable[[Any], Any] | None = None) -> None:
+        self._owner = owner
+        self._waited = waited
+        self._finish = finish
+        self._result: Any = None
+        self._finished = False
+        self._lock = threading.Lock()
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait` would not block."""
+        return self._finished or self._waited.done
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """The verb's result: what the verb without `_async` returns.
+
+        timeout: seconds; else as long as `--timeout` says. Raises CommTimeout after it (the verb then still runs),
+        another CommError where the ranks' calls do not fit together or a rank is lost.
+        """
+        if not self._finished:
+            with self._owner.naming_ranks():
+                result = self._waited.wait(self._owner.timeout if timeout is None else timeout)
+            with self._lock:
+                if not self._finished:
+                    self._result = self._finish(result) if self._finish is not None else result
+                    self._finished = True
+                    self._finish = None
+        return self._result
+
+
+class Handles:
+    """Several handles as one: `wait` gives the list of their results."""
+
+    def __init__(self, handles: Sequence[Handle]) -> None:
+        self._handles = handles
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait` would not block."""
+        return all(handle.done for handle in self._handles)
+
+    def wait(self, timeout: float | None = None) -> list[Any]:
+        """As Handle.wait, of each."""
+        return [handle.wait(timeout) for handle in self._handles]
+
+
+class ProcessSet:
+    """Some ranks of the job, with a connection of their own. `dadt.add_process_set` makes one."""
+
+    def __init__(self, ranks: Sequence[int], world: World | None, config: Config, meet: Meet, runtime: Runtime) -> None:
+        """world: this rank's place among `ranks`; None where it is none of them."""
+        self.ranks = tuple(ranks)
+        """Of the job, ascending: the set's rank 0 is the first."""
+        self.timeout = config.timeout
+        self.deaths = runtime.deaths
+        self.proved = len(ranks) == 1 or bool(meet.secret)
+        """Its ranks have proved to each other that they belong to this job."""
+        self._calls = itertools.count(1)
+        self._joins = 0
+        self._lock = threading.Lock()
+        self._world = world
+        self._named: Named | None = None
+        if world is not None:
+            dump = runtime.control.dump if runtime.deaths.listening and runtime.control is not None else None
+            self._named = Named(executors.connect(config, world, meet), config, world, meet, dump)
+            self.deaths.watch(self._named.abort)
+
+    @property
+    def included(self) -> bool:
+        """Whether this rank is one of them."""
+        return self._world is not None
+
+    @property
+    def size(self) -> int:
+        """How many ranks the set has."""
+        return len(self.ranks)
+
+    @property
+    def rank(self) -> int:
+        """This rank's number within the set. Raises DadtError where it is none of them."""
+        return self.named.rank
+
+    @property
+    def named(self) -> Named:
+        """What its tensors go through. Raises DadtError where this rank is none of the set, or it is closed."""
+        if self._world is None:
+            raise DadtError(f"this rank is not in {self}: only its ranks may call verbs on it")
+        if self._named is None:
+            raise DadtError(f"{self} is closed: no verb can be called after dadt.shutdown()")
+        return self._named
+
+    @property
+    def mail(self) -> Mail:
+        """Messages between two of its ranks."""
+        return self.named.mail
+
+    def number_of(self, rank: int, what: str) -> int:
+        """Within the set, of a rank of the job. Raises ValueError where it is none of them."""
+        if rank not in self.ranks:
+            raise ValueError(f"{what} {rank} is not among the ranks of {self}")
+        return self.ranks.index(rank)
+
+    def name(self, given: str | None) -> str:
+        """The given name, or the next of its own: calls without a name come in the same order on all ranks."""
+        if given is not None:
+            return given
+        with self._lock:
+            call = f"call {next(self._calls)}"
+            return f"{call} after join {self._joins}" if self._joins else call
+
+    def joined(self) -> None:
+        """All ranks have: some have made more calls than others, which are numbered anew."""
+        with self._lock:
+            self._calls = itertools.count(1)
+            self._joins += 1
+
+    def submit(
+        self,
+        call: Call,
+        name: str | None,
+        finish: Callable[[Any], Any] | None = None,
+        group: str = "",
+        group_size: int = 0,
+    ) -> Handle:
+        """Start the verb; does not block. Raises ValueError if a verb of that name is under way on this rank."""
+        return Handle(self, self.named.submit(call, self.name(name), group, group_size), finish)
+
+    def naming_ranks(self) -> _NamingRanks:
+        """Errors raised within say which ranks they count."""
+        return _NamingRanks(self)
+
+    def close(self, timeout: float, reason: str = "") -> None:
+        """Wait for what is pending, or, with a reason, fail it on all ranks; then end. Idempotent."""
+        named, self._named = self._named, None
+        if named is not None:
+            self.deaths.forget(named.abort)
+            if reason:
+                named.abort(reason)
+            named.close(timeout)
+
+    def __repr__(self) -> str:
+        return f"ProcessSet({list(self.ranks)})"
+
+
+class _NamingRanks:
+    """The core counts the ranks of a set from 0."""
+
+    __slots__ = ("_owner",)
+
+    def __init__(self, owner: ProcessSet) -> None:
+        self._owner = owner
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        ranks, deaths = self._owner.ranks, self._owner.deaths
+        if not isinstance(error, CommError) or str(error) == deaths.text:
+            return
+        deaths.name(error)
+        if ranks[-1] != len(ranks) - 1:
+            raise type(error)(f"{error} (ranks counted within {self._owner})") from None

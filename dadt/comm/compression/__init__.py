@@ -1,0 +1,49 @@
+"""How gradients travel, and weights in a gossip. Each way is one file and one line here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dadt.algorithms.gossip.choco import Choco
+from dadt.algorithms.gossip.link_state import Tie, Whole
+from dadt.algorithms.gossip.powergossip import PowerGossip
+from dadt.algorithms.gossip.snapshot import Published
+from dadt.comm.bucket import Bucket
+from dadt.comm.compression.base import BLOCK, FLOATS, Codec
+from dadt.comm.compression.feedback import Feedback
+from dadt.comm.compression.half import BFLOAT16, FLOAT16
+from dadt.comm.compression.int8 import Int8
+from dadt.comm.compression.powersgd import LowRank
+
+CODECS: dict[str, Codec] = {"bf16": BFLOAT16, "fp16": FLOAT16, "int8": Int8()}
+
+Form = Feedback | LowRank
+"""What an exchange knows of one bucket from the exchanges before."""
+
+
+def forms(name: str, buckets: Sequence[Bucket]) -> list[Form | None]:
+    """For each bucket; None: it travels as it is. name: as given to --compression."""
+    family, _, rank = name.partition(":")
+    if family == "powersgd":
+        made = [LowRank(b, int(rank)) if b.dtype in FLOATS else None for b in buckets]
+        return [form if form is not None and form.matrices else None for form in made]
+    codec = CODECS.get(name)
+    return [Feedback(codec) if codec and _saves(codec, b.dtype) else None for b in buckets]
+
+
+def _saves(codec: Codec, dtype: torch.dtype) -> bool:
+    """Fewer bytes. Floats of 16 bits are not made others of 16 bits."""
+    return dtype in FLOATS and codec.core.block_bytes < BLOCK * dtype.itemsize
+
+
+def tie(name: str, published: Published, asks: bool) -> Tie:
+    """For one end of an edge. name: as given to --compression; asks: this end asks, the other one answers."""
+    family, _, rank = name.partition(":")
+    if family == "powersgd":
+        return PowerGossip(name, published, int(rank), asks)
+    return Choco(name, published, CODECS[name]) if name in CODECS else Whole(name, published)
+
+
+__all__ = ["CODECS", "Codec", "Feedback", "Form", "LowRank", "forms", "tie"]

@@ -1,0 +1,53 @@
+"""Error feedback (arXiv:1901.09847): what could not be said in one exchange is added to what is said in the next."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from dadt.comm.compression.base import Codec
+
+
+class Owing:
+    """How much of what is owed from before still counts."""
+
+    def __init__(self) -> None:
+        self._scale: torch.Tensor | None = None
+        self._forgets = False
+
+    def forget(self) -> None:
+        """The next exchange begins with nothing owed."""
+        self._forgets = True
+
+    def keep(self, scale: torch.Tensor | None) -> torch.Tensor | float:
+        """For the next exchange, whose gradients carry this loss scale. A number, but for scales on a GPU."""
+        before, self._scale = self._scale, scale
+        forgets, self._forgets = self._forgets, False
+        if forgets:
+            return 0.0
+        if before is scale:
+            return 1.0
+        ratio = (1.0 if scale is None else scale) / (1.0 if before is None else before)
+        return ratio if isinstance(ratio, torch.Tensor) and ratio.is_cuda else float(ratio)
+
+
+class Feedback(Owing):
+    """What one rank owes of one bucket: a value of float32 for each of the bucket's. The engine's thread uses it."""
+
+    def __init__(self, codec: Codec) -> None:
+        super().__init__()
+        self.codec = codec
+        self._owed: torch.Tensor | None = None
+
+    def owed(self, total: int, device: torch.device | None = None) -> torch.Tensor:
+        """For so many values. Made when it is first asked for, on that device (None: in memory of the host)."""
+        if self._owed is None:
+            self._owed = torch.zeros(total, device=device or "cpu", dtype=torch.float32)
+        assert len(self._owed) == total, "a Feedback is of one bucket"
+        return self._owed
+
+    def arguments(self, total: int, scale: torch.Tensor | None = None) -> dict[str, Any]:
+        """For the next `Engine.allreduce` of these so many values. This object must live until that is done."""
+        return {"codec": self.codec.core, "owed": self.owed(total).data_ptr(), "keep": float(self.keep(scale))}

@@ -1,0 +1,123 @@
+"""What an executor of Python's offers: blocking verbs on flat memory of the host. The core's own are C++."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import torch
+
+if TYPE_CHECKING:
+    from dadt._core import Codec, Engine
+    from dadt.comm.executors.nccl import Device
+
+
+class Transit(Protocol):
+    """A message under way."""
+
+    @property
+    def done(self) -> bool: ...
+
+    def wait(self, timeout: float) -> None:
+        """Until the tensor may be used again. Raises CommTimeout, PeerLost, and Mismatch where the lengths differ."""
+
+    @property
+    def source(self) -> int:
+        """After wait: the rank that sent it."""
+
+
+class Mail(Protocol):
+    """Messages between two ranks, beside the operations of all. Any thread. One pair and tag keeps its order."""
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Transit:
+        """tensor: contiguous, of the host, unchanged until the transit is done."""
+
+    def receive(self, tensor: torch.Tensor, peer: int | None, tag: int = 0) -> Transit:
+        """Overwrite the contiguous tensor. peer None: from whoever sends with this tag first."""
+
+    def abort(self) -> None:
+        """Any thread, more than once: make what waits raise, where the library can."""
+
+
+class Executor(Mail, Protocol):
+    """Moves bytes between ranks. One thread calls its verbs, but for Mail's; all tensors are flat."""
+
+    name: str
+
+    def allreduce(self, flat: torch.Tensor, reduction: str) -> None:
+        """In place: sum, min, max or product over ranks, the same bits on every rank."""
+
+    def allgather(self, mine: torch.Tensor, all: torch.Tensor) -> None:
+        """Bytes of equal length from every rank, by rank, one after the other."""
+
+    def broadcast(self, flat: torch.Tensor, root: int) -> None: ...
+
+    def exchange(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> None:
+        """Bytes to and from each rank. Both sides know the lengths. A rank's own are copied, too."""
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class Compressing(Protocol):
+    """An executor that knows itself what of an allreduce is worth compressing."""
+
+    def allreduce_compressed(self, flat: torch.Tensor, codec: Codec, owed: int, keep: float) -> tuple[int, int]:
+        """Sum in place, of float32 or float64; owed, keep: as of Engine.allreduce. Gives the bytes that this rank has
+        sent, and would have sent uncompressed, where bytes count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """What connects this rank with its peers: an engine for what all do in one order, mail for what two do."""
+
+    engine: Engine
+    mail: Mail
+    close: Callable[[], None]
+    """Call after the engine is closed."""
+    broadcaster: Engine | None = None
+    """The engine for broadcasts, where another executor moves them."""
+    device: Device | None = None
+    """What averages tensors of a GPU where they are; None: they travel through memory of the host."""
+
+    told: bool = True
+    """Whether ranks that are in different operations are told so; some libraries end the process then."""
+
+    def engine_of(self, kind: str) -> Engine:
+        """For operations of this kind, as "broadcast"."""
+        return self.broadcaster or self.engine if kind == "broadcast" else self.engine
+
+    def abort(self, reason: str, lost: bool) -> None:
+        """Fail everything pending and to come. lost: since a peer is. Any thread; does not block."""
+        for engine in {self.engine, self.engine_of("broadcast")}:
+            engine.abort(reason, lost)
+        self.mail.abort()
+        if self.device is not None:
+            self.device.abort()
+
+    def abandon(self, reason: str) -> None:
+        """End it, where it is not used any more because of an error."""
+        self.engine.abort(reason)
+        self.engine.close(0.0)
+        self.close()
+
+    @property
+    def failed(self) -> bool:
+        """Whether one of its engines has an error."""
+        return self.engine.error is not None or (self.broadcaster is not None and self.broadcaster.error is not None)
+
+
+def together(rest: Connection, broadcasts: Connection, timeout: float) -> Connection:
+    """Two connections as one: broadcasts go over the second. It ends with the first."""
+
+    def close() -> None:
+        try:
+            if rest.engine.error is not None:
+                broadcasts.engine.abort(f"the other executor has failed: {rest.engine.error}")
+            broadcasts.engine.close(timeout)
+        finally:
+            broadcasts.close()
+            rest.close()
+
+    return replace(rest, broadcaster=broadcasts.engine, close=close)

@@ -1,0 +1,403 @@
+"""Gloo over TCP, and other backends of torch.distributed: process groups of our own, not the script's default one."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed
+from torch.distributed import (  # type: ignore[attr-defined]
+    AllreduceOptions,
+    AllToAllOptions,
+    BroadcastOptions,
+    PrefixStore,
+    ProcessGroupGloo,
+    ReduceOp,
+)
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+    Backend,
+    _DistributedBackendOptions,
+)
+
+from dadt.comm.executors import proof, pull
+from dadt.comm.executors.base import Connection
+from dadt.comm.executors.framed import Letters
+from dadt.comm.executors.keys import Keys
+from dadt.comm.executors.meet import Meet
+from dadt.comm.keepalive import Kept
+from dadt.errors import CommTimeout, ConfigError, Mismatch, PeerLost
+
+if TYPE_CHECKING:
+    from dadt.config import Config
+    from dadt.world import World
+
+_REDUCE = {"sum": ReduceOp.SUM, "min": ReduceOp.MIN, "max": ReduceOp.MAX, "product": ReduceOp.PRODUCT}
+_GIVE_UP_SECONDS = 5.0
+_LONG = datetime.timedelta(days=30)
+_TAG = 1 << 30
+"""Tags of the executor's own messages; the caller's are below."""
+
+
+def connect(name: str, config: Config, world: World, meet: Meet) -> Connection:
+    """name: as torch.distributed knows it. Raises ConfigError where there is no such backend."""
+    check(name)
+    executor = join(name, meet, world, range(world.world_size), config)
+    return pull.connect(executor, world.rank, world.world_size, config.timeout)
+
+
+def check(name: str) -> None:
+    """Raises ConfigError where torch has no such backend, or none that ranks of our own can use."""
+    if name == "gloo" or (name not in ("mpi", "dadt", "fake") and name.upper() in Backend._plugins):
+        return
+    asked = name if name == "nccl" else f"c10d:{name}"
+    if name in ("mpi", "dadt", "fake"):
+        raise ConfigError(f"executor {asked}: cannot be used through torch.distributed -> give another, or mpi")
+    if not getattr(distributed, f"is_{name}_available", lambda: False)():
+        known = {
+            "gloo",
+            *(n for n in ("nccl", "ucc", "xccl") if getattr(distributed, f"is_{n}_available", lambda: False)()),
+        }
+        names = ", ".join(sorted({*known, *map(str.lower, Backend._plugins)} - {"dadt", "fake"}))
+        raise ConfigError(
+            f"executor {asked}: torch {torch.__version__} ({torch.__path__[0]}) has no such backend, only {names} -> "
+            + _INSTALL.get(name, f"import the package that registers {name} before training, or give one of these")
+        )
+    device = Backend.backend_capability[name][0]
+    if device != "cpu" and not torch.get_device_module(device).is_available():
+        raise ConfigError(
+            f"executor {asked}: torch sees no {device.upper()} device here -> run where there is one, or give gloo"
+        )
+
+
+_INSTALL = {
+    "nccl": "pip install torch --index-url https://download.pytorch.org/whl/cu128 (a build for CUDA), or give gloo",
+    "xccl": "pip install torch --index-url https://download.pytorch.org/whl/xpu (a build for Intel GPUs), or give gloo",
+    "ucc": "build torch with USE_UCC=1, or give gloo",
+}
+
+
+def join(name: str, meet: Meet, world: World, ranks: Sequence[int], config: Config) -> C10d:
+    """This rank's place among those of the world that are named, in their order, all of which have proved that they
+    belong to the job. Raises as `proof.prove`."""
+    own = name_of(name, ranks)
+    made = group(name, meet, world, ranks, config.timeout, own)
+    devices = Backend.backend_capability.get(name, ["cpu"])
+    device = None if "cpu" in devices else torch.device(devices[0], _index(devices[0]))
+    rank = ranks.index(world.rank)
+    joined = C10d(name, made, rank, len(ranks), device)
+    proof.prove(joined, meet.secret, rank, ranks, name, own, config.start_timeout)
+    return joined
+
+
+def name_of(name: str, ranks: Sequence[int]) -> str:
+    """Of these ranks' group, the same on all of them, and short however many they are: it stands in each key."""
+    return f"{name} {hashlib.sha256(' '.join(map(str, ranks)).encode()).hexdigest()[:16]}"
+
+
+def group(name: str, meet: Meet, world: World, ranks: Sequence[int], timeout: float, own: str) -> Any:
+    """torch's process group of these ranks; `own` keeps those of one Meet apart."""
+    rank, size = ranks.index(world.rank), len(ranks)
+    store: Any = Keys(meet, rank, size)
+    if name == "gloo":
+        return gloo_group(store, world.address or "127.0.0.1", rank, size, timeout, own)
+    return _other_group(name, PrefixStore(own, store), rank, size, timeout)
+
+
+def gloo_group(store: Any, address: str, rank: int, world_size: int, timeout: float, name: str = "dadt") -> Any:
+    """Ranks connected by Gloo; `name` keeps the groups of one store apart."""
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = datetime.timedelta(seconds=timeout)
+    return ProcessGroupGloo(PrefixStore(name, store), rank, world_size, options)
+
+
+def _other_group(name: str, store: Any, rank: int, world_size: int, timeout: float) -> Any:
+    """As torch.distributed itself makes it, but for its being known there."""
+    seconds = datetime.timedelta(seconds=timeout)
+    if plugin := Backend._plugins.get(name.upper()):
+        if not plugin.extended_api:
+            return plugin.creator_fn(store, rank, world_size, seconds)
+        made = _DistributedBackendOptions()
+        made.store, made.group_rank, made.group_size, made.timeout = store, rank, world_size, seconds
+        made.group_id, made.global_ranks_in_group = f"dadt {name}", list(range(world_size))
+        return plugin.creator_fn(made, None)
+    kind: Any = getattr(distributed, f"ProcessGroup{name.upper()}")
+    if name == "ucc":
+        return kind(store, rank, world_size, timeout=seconds)
+    options = kind.Options()
+    options._timeout = seconds
+    return kind(store, rank, world_size, options)
+
+
+def _index(device: str) -> int:
+    """A worker's own device is the one that it sees, or has chosen."""
+    return int(torch.get_device_module(device).current_device())
+
+
+class C10d:
+    """A process group as an Executor. Where it moves a device's memory only, that of the host goes through it."""
+
+    def __init__(self, name: str, group: Any, rank: int, world_size: int, device: torch.device | None = None) -> None:
+        self.name = name
+        self._group = group
+        self._rank = rank
+        self._world_size = world_size
+        self._device = device
+        self._aborted = False
+        self._kept = Kept(lambda: False)  # each ends by itself, be it by an error
+        self._messages: weakref.WeakSet[Message] = weakref.WeakSet()
+        self._waiters = Waiters()
+        self._lock = threading.Lock()
+        self._letters = Letters(group, rank)
+
+    def start(self, flat: torch.Tensor) -> Any:
+        """A sum in place of a tensor in the group's own kind of memory, as torch.distributed's Work."""
+        return self._group.allreduce([torch.view_as_real(flat) if flat.is_complex() else flat], AllreduceOptions())
+
+    def alltoall(self, sent: torch.Tensor, received: torch.Tensor) -> Any:
+        """Equal parts to and from each rank, of tensors in the group's own kind of memory; as `start`."""
+        return self._group.alltoall_base(received.view(-1), sent.view(-1), [], [], AllToAllOptions())
+
+    def gather(self, mine: torch.Tensor, all: torch.Tensor) -> Any:
+        """Equal parts from each rank; as `start`."""
+        return self._group._allgather_base(all.view(-1), mine.view(-1))
+
+    def allreduce(self, flat: torch.Tensor, reduction: str) -> None:
+        options = AllreduceOptions()
+        options.reduceOp = _REDUCE[reduction]  # type: ignore[assignment]
+        moved = flat if self._device is None else flat.to(self._device)
+        if flat.dtype == torch.int16:  # which Gloo and NCCL have not
+            moved = moved.to(torch.int32)
+        self._group.allreduce([moved], options).wait()
+        if moved is not flat:
+            flat.copy_(moved)
+
+    def allgather(self, mine: torch.Tensor, all: torch.Tensor) -> None:
+        if self._device is None:
+            self._group._allgather_base(all, mine).wait()
+            return
+        moved = torch.empty_like(all, device=self._device)
+        self._group._allgather_base(moved, mine.to(self._device)).wait()
+        all.copy_(moved)
+
+    def broadcast(self, flat: torch.Tensor, root: int) -> None:
+        options = BroadcastOptions()
+        options.rootRank = root
+        moved = flat if self._device is None else flat.to(self._device)
+        self._group.broadcast([moved], options).wait()
+        if moved is not flat and root != self._rank:
+            flat.copy_(moved)
+
+    def exchange(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> None:
+        if self._device is not None:
+            self._exchange_at_once(sends, receives)
+            return
+        messages = []
+        for offset in range(1, self._world_size):
+            to = (self._rank + offset) % self._world_size
+            source = (self._rank - offset) % self._world_size
+            if receives[source].numel():
+                messages.append(self._receive(receives[source], source, _TAG))
+            if sends[to].numel():
+                messages.append(self._send(sends[to], to, _TAG))
+        receives[self._rank].copy_(sends[self._rank])
+        for message in messages:
+            message.finish()
+
+    def _exchange_at_once(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> None:
+        """A device runs one message after the other: two ranks that both receive first would wait for each other."""
+        lengths = [[len(tensor) for tensor in tensors] for tensors in (receives, sends)]
+        moved = torch.empty(sum(lengths[0]), dtype=torch.uint8, device=self._device)
+        self._group.alltoall_base(moved, torch.cat(list(sends)).to(self._device), *lengths, AllToAllOptions()).wait()
+        for receive, part in zip(receives, torch.split(moved, lengths[0]), strict=True):
+            receive.copy_(part)
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Message:
+        self._check()
+        if self._device is not None:
+            return self._keep(self._send(tensor, peer, tag))
+        try:
+            letter = self._letters.send(tensor, peer, tag)
+        except RuntimeError as error:  # the connection is known to be closed
+            raise PeerLost(f"a message was not delivered: {error}") from error
+        return self._keep(Message(self._waiters, letter, self._rank, tensor, tensor))
+
+    def receive(self, tensor: torch.Tensor, peer: int | None, tag: int = 0) -> Message:
+        self._check()
+        if self._device is not None:
+            return self._keep(self._receive(tensor, peer, tag))
+        message = Message(self._waiters, self._letters.receive(tensor, peer, tag), peer, tensor, tensor)
+        message.begin()
+        return self._keep(message)
+
+    def _check(self) -> None:
+        if self._aborted:
+            raise PeerLost("no message is sent or received any more: the job has failed")
+
+    def _keep(self, message: Message) -> Message:
+        """One that nobody keeps would not be delivered."""
+        self._kept.add(message, message)
+        with self._lock:
+            self._messages.add(message)
+        if self._aborted:  # meanwhile
+            message.give_up(_GIVE_UP_SECONDS)
+        return message
+
+    def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
+        moved = tensor if self._device is None else tensor.to(self._device)
+        return Message(self._waiters, self._group.send([moved], peer, tag), self._rank, moved, moved)
+
+    def _receive(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
+        moved = tensor if self._device is None else torch.empty_like(tensor, device=self._device)
+        if peer is None:
+            return Message(self._waiters, self._group.recv_anysource([moved], tag), None, moved, tensor)
+        return Message(self._waiters, self._group.recv([moved], peer, tag), peer, moved, tensor)
+
+    def abort(self) -> None:
+        self._aborted = True
+        if self.name == "gloo":
+            self._hang_up()
+        getattr(self._group, "abort", lambda: None)()
+
+    def _hang_up(self) -> None:
+        """Gloo's own abort leaves alone who waits already. A wait that times out closes all connections, which ends
+        all others'. One for a peer that is gone fails at once and closes none, so each peer is tried."""
+        nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+        for offset in range(1, self._world_size):
+            with suppress(Exception):  # that it failed is what it is for; or the group has ended
+                peer = (self._rank + offset) % self._world_size
+                self._group.recv([nothing], peer, _TAG + 1).wait(datetime.timedelta(milliseconds=1))
+
+    def close(self) -> None:
+        """The group's threads end here, and not in whatever order the interpreter ends in."""
+        if self.name == "nccl" and not self._aborted:
+            self._group.shutdown()  # else it warns that nobody has ended it
+        if self._aborted:
+            deadline = monotonic() + _GIVE_UP_SECONDS
+            with self._lock:
+                messages = list(self._messages)
+            for message in messages:
+                message.give_up(max(0.0, deadline - monotonic()))
+        self._waiters.close()
+        self._letters.close()
+        self._group = None
+
+
+class Waiters:
+    """Threads in which works are waited for: as many as wait at once. Each new thread that waits in Gloo costs memory
+    which is not given back, so they are used again."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._idle = threading.Semaphore(0)
+        self._closed = False
+
+    def run(self, job: Callable[[], None]) -> None:
+        """Soon, in one of them. job: raises nothing."""
+        if self._closed:
+            threading.Thread(target=job, name="dadt-message", daemon=True).start()
+            return
+        if not self._idle.acquire(blocking=False):
+            threading.Thread(target=self._work, name="dadt-message", daemon=True).start()
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """They end once nothing is waited for."""
+        self._closed = True
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job  # it holds what was sent
+            self._idle.release()
+        self._jobs.put(None)  # for the next one
+
+
+class Message:
+    """A torch.distributed Work as a Transit. What was moved goes to its target when it has come."""
+
+    def __init__(
+        self, waiters: Waiters, work: Any, source: int | None, moved: torch.Tensor, target: torch.Tensor
+    ) -> None:
+        self._waiters = waiters
+        self._work = work
+        self._source = source
+        self._moved = moved
+        self._target = target
+        self._lock = threading.Lock()
+        self._ended: threading.Event | None = None
+        self._error: Exception | None = None
+
+    @property
+    def done(self) -> bool:
+        return self._awaited().is_set()
+
+    @property
+    def source(self) -> int:
+        return int(self._work._source_rank()) if self._source is None else self._source
+
+    def begin(self) -> None:
+        """Go on with it though nobody waits: what follows the length is asked for when that has come."""
+        self._awaited()
+
+    def give_up(self, timeout: float) -> None:
+        """After a failure, before the interpreter ends: a thread that comes out of the library later would abort the
+        process. A wait that times out closes Gloo's connections, and so ends all others."""
+        with self._lock:
+            if self._ended is None:  # no thread is in the library for it, nor shall be
+                self._error = PeerLost("it was given up")
+                self._ended = threading.Event()
+                self._ended.set()
+        if self._ended.is_set():
+            return
+        with suppress(Exception):  # whatever it ends with, it was given up
+            self._work.wait(datetime.timedelta(milliseconds=1))
+        self._ended.wait(timeout)
+
+    def finish(self) -> None:
+        """Wait as long as the group does."""
+        self._work.wait()
+        self._fill()
+
+    def wait(self, timeout: float) -> None:
+        if not self._awaited().wait(timeout):
+            raise CommTimeout(f"a message was not done within {timeout:g} s")
+        if self._error is None:
+            return
+        if isinstance(self._error, Mismatch):
+            raise self._error
+        text = str(self._error)
+        if "imed out" in text:
+            raise CommTimeout(f"a message was not done: {text}") from self._error
+        raise PeerLost(f"a message was not delivered: {text}") from self._error
+
+    def _awaited(self) -> threading.Event:
+        """Set at its end. A thread waits for that: Gloo's works end for who waits only, and a wait of theirs that
+        times out closes all connections."""
+        with self._lock:
+            if self._ended is None:
+                self._ended = threading.Event()
+                self._waiters.run(partial(self._await, self._ended))
+            return self._ended
+
+    def _await(self, ended: threading.Event) -> None:
+        try:
+            self._work.wait(_LONG)  # not as long as the group does: to be looked at must not end it
+            self._fill()
+        except Exception as error:  # noqa: BLE001 (raised where it is waited for)
+            self._error = error
+        ended.set()
+
+    def _fill(self) -> None:
+        if self._target is not self._moved:
+            self._target.copy_(self._moved)

@@ -1,0 +1,255 @@
+"""Shared memory inside each host, another executor between hosts, so that each byte crosses the network once.
+
+An allreduce goes in chunks. The ranks of a host reduce a chunk and each keeps one shard of it; each shard goes across
+hosts among the ranks that keep it there, all of a host at once; then the ranks of the host gather the shards. While a
+chunk crosses, the host's own thread reduces the next one and gathers the one before.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count, groupby, pairwise
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dadt import _core
+from dadt.comm.bucket import DTYPES
+from dadt.comm.executors import c10d, compressed, mpi, pull
+from dadt.comm.executors.base import Connection, Executor, Transit
+from dadt.comm.executors.meet import Apart, Meet
+from dadt.errors import CommError
+
+if TYPE_CHECKING:
+    from dadt.config import Config
+    from dadt.world import World
+
+CHUNK_BYTES = 4 << 20
+"""Long enough that its round trip between hosts counts for little, short enough that the first and last count for
+little."""
+
+
+def connect(cross: str, config: Config, world: World, meet: Meet) -> Connection:
+    """cross: what goes between hosts: gloo, nccl, mpi or c10d:<name>. Raises ConfigError where it is not usable."""
+    places = meet.exchange("place", f"{world.cross_rank} {world.local_rank}".encode())
+    told = sorted((*map(int, place.split()), rank) for rank, place in enumerate(places))
+    hosts = [[rank for *_, rank in ranks] for _, ranks in groupby(told, key=itemgetter(0))]
+    join = _joiner(cross or "gloo", config, world, meet)
+    executor = Hierarchical(hosts, world.rank, _local(hosts, config, world, meet), join, config.timeout)
+    return pull.connect(executor, world.rank, world.world_size, config.timeout)
+
+
+def _joiner(cross: str, config: Config, world: World, meet: Meet) -> Callable[[Sequence[int]], Executor]:
+    """What makes this rank's executor among some ranks."""
+    if cross == "mpi":
+        return mpi.joiner(config, world, meet)
+    name = cross.removeprefix("c10d:")
+    c10d.check(name)
+    numbers = count()  # with one rank on each host, two groups have the same ranks
+    return lambda ranks: c10d.join(name, Apart(meet, f"group {next(numbers)}"), world, ranks, config)
+
+
+def _local(hosts: Sequence[Sequence[int]], config: Config, world: World, meet: Meet) -> _core.Engine | None:
+    """Shared memory among the ranks of this host; None where there is one alone."""
+    here = next(ranks for ranks in hosts if world.rank in ranks)
+    executor = _core.ShmExecutor(here.index(world.rank), len(here))
+    endpoints = meet.exchange("shm endpoint", executor.endpoint())
+    if len(here) == 1:
+        return None
+    executor.connect([endpoints[rank] for rank in here], config.start_timeout)
+    return _core.Engine(executor, here.index(world.rank), len(here), config.timeout)
+
+
+class Hierarchical:
+    """As many shards as the smallest host has ranks: on the others, some ranks keep none."""
+
+    name = "hierarchical"
+
+    def __init__(
+        self,
+        hosts: Sequence[Sequence[int]],
+        rank: int,
+        local: _core.Engine | None,
+        join: Callable[[Sequence[int]], Executor],
+        timeout: float,
+    ) -> None:
+        """hosts: the ranks of each, by local rank. join: connects this rank with some ranks, itself among them."""
+        self._hosts = hosts
+        self._host = next(number for number, ranks in enumerate(hosts) if rank in ranks)
+        self._here = hosts[self._host]
+        self._me = self._here.index(rank)
+        self._shards = min(map(len, hosts))
+        self._local = local
+        self._timeout = timeout
+        self._flat = join(range(sum(map(len, hosts))))
+        self._across = [ranks[self._me] for ranks in hosts] if self._me < self._shards else []
+        """Who keeps the same shard."""
+        self._cross = join(self._across) if len(self._across) > 1 else None
+
+    # Reduction --------------------------------------------------------------------------------------------------------
+
+    def allreduce(self, flat: torch.Tensor, reduction: str) -> None:
+        self._allreduce(flat, reduction, lambda shard: self._across_hosts(shard, reduction))
+
+    def allreduce_compressed(self, flat: torch.Tensor, codec: _core.Codec, owed: int, keep: float) -> tuple[int, int]:
+        """Between hosts alone: inside of one, bytes cost little. Gives the bytes that this rank sent to other hosts."""
+        hosts = len(self._hosts)
+        sent = plain = 0
+
+        def cross(shard: torch.Tensor) -> None:
+            nonlocal sent, plain
+            place = (shard.data_ptr() - flat.data_ptr()) // flat.element_size()
+            mine = owed + place * torch.float32.itemsize if owed else 0
+            values = shard.to(torch.float32)
+            with self._naming():
+                assert self._cross is not None
+                compressed.allreduce(self._cross, self._host, hosts, values, codec, mine, keep)
+            if values is not shard:
+                shard.copy_(values)
+            sent += 2 * (hosts - 1) * compressed.Parts(codec, shard.numel(), hosts).bytes
+            plain += 2 * (hosts - 1) * shard.numel() * shard.element_size() // hosts
+
+        self._allreduce(flat, "sum", cross)
+        return sent, plain
+
+    def _across_hosts(self, shard: torch.Tensor, reduction: str) -> None:
+        with self._naming():
+            assert self._cross is not None
+            self._cross.allreduce(shard, reduction)
+
+    def _allreduce(self, flat: torch.Tensor, reduction: str, cross: Callable[[torch.Tensor], None]) -> None:
+        """cross: reduces this rank's shard over hosts."""
+        gathers = []
+        with self._failing():
+            chunks = list(_chunks(flat, self._shards))
+            reducing = self._reduce(chunks[0], reduction) if chunks else None
+            for chunk, following in zip(chunks, [*chunks[1:], None], strict=True):
+                reduced = reducing
+                reducing = None if following is None else self._reduce(following, reduction)
+                self._wait(reduced)
+                if self._cross is not None and chunk[self._me].numel():
+                    cross(chunk[self._me])
+                gathers.append(self._gather(chunk))
+            for gather in gathers:
+                self._wait(gather)
+
+    def _reduce(self, shards: Sequence[torch.Tensor], reduction: str) -> _core.Work | None:
+        """Each rank of the host gets its shard, reduced, in its place."""
+        if self._local is None:
+            return None
+        layout = _core.Layout(DTYPES[shards[0].dtype], [shard.numel() for shard in shards])
+        inputs = [shard.data_ptr() for shard in shards]
+        outputs = [address if shard == self._me else 0 for shard, address in enumerate(inputs)]
+        kind = getattr(_core.Reduction, reduction)
+        return self._local.allreduce(layout, inputs, outputs, "reduce-scatter", reduction=kind)
+
+    def _gather(self, shards: Sequence[torch.Tensor]) -> _core.Work | None:
+        """Every rank of the host gets all shards from those that keep them."""
+        if self._local is None:
+            return None
+        pieces = [(shard.data_ptr(), shard.numel() * shard.element_size()) for shard in shards]
+        pieces += [(0, 0)] * (len(self._here) - self._shards)
+        return self._local.exchange([pieces[self._me]] * len(self._here), pieces, "allgather")
+
+    # What moves -------------------------------------------------------------------------------------------------------
+
+    def broadcast(self, flat: torch.Tensor, root: int) -> None:
+        """To one rank of each host, and there to the others; in chunks that overlap."""
+        source = next(number for number, ranks in enumerate(self._hosts) if root in ranks)
+        at = self._hosts[source].index(root)
+        leader = at if at < self._shards else 0
+        first = at if source == self._host else leader
+        works = []
+        with self._failing():
+            for (chunk,) in _chunks(flat, 1):
+                if source == self._host:
+                    works.append(self._spread(chunk, first))
+                    if self._me == leader != at:
+                        self._wait(works[-1])
+                if self._me == leader and self._cross is not None:
+                    with self._naming():
+                        self._cross.broadcast(chunk, source)
+                if source != self._host:
+                    works.append(self._spread(chunk, first))
+            for work in works:
+                self._wait(work)
+
+    def _spread(self, chunk: torch.Tensor, first: int) -> _core.Work | None:
+        if self._local is None:
+            return None
+        layout = _core.Layout(_core.DType.uint8, [chunk.numel() * chunk.element_size()])
+        return self._local.broadcast(layout, [chunk.data_ptr()], first, "broadcast")
+
+    def allgather(self, mine: torch.Tensor, all: torch.Tensor) -> None:
+        with self._failing():
+            self._flat.allgather(mine, all)
+
+    def exchange(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> None:
+        with self._failing():
+            self._flat.exchange(sends, receives)
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Transit:
+        return self._flat.send(tensor, peer, tag)
+
+    def receive(self, tensor: torch.Tensor, peer: int | None, tag: int = 0) -> Transit:
+        return self._flat.receive(tensor, peer, tag)
+
+    # Failing and ending -----------------------------------------------------------------------------------------------
+
+    def _wait(self, work: _core.Work | None) -> None:
+        """The host's engine counts its ranks from 0; the user knows them by their ranks in the world."""
+        if work is None:
+            return
+        try:
+            work.wait(2 * self._timeout)  # the engine itself ends it after one
+        except CommError as error:
+            named = re.sub(r"\brank (\d+)\b", lambda found: f"rank {self._here[int(found[1])]}", str(error))
+            raise type(error)(f"inside the host of ranks {_list(self._here)}: {named}") from error
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise CommError(f"between hosts, among ranks {_list(self._across)}: {error}") from error
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """What fails here must not leave the others of this host waiting."""
+        try:
+            yield
+        except Exception as error:
+            self._end(f"{error}")
+            raise
+
+    def _end(self, reason: str) -> None:
+        if self._local is not None:
+            self._local.abort(reason)
+        if self._cross is not None:
+            self._cross.abort()
+        self._flat.abort()
+
+    def abort(self) -> None:
+        self._end(f"rank {self._here[self._me]} has given up")
+
+    def close(self) -> None:
+        if self._local is not None:
+            self._local.close(5.0)
+        if self._cross is not None:
+            self._cross.close()
+        self._flat.close()
+
+
+def _chunks(flat: torch.Tensor, shards: int) -> Iterator[list[torch.Tensor]]:
+    """Parts of the tensor one after the other, each in so many shards, some of which may be empty."""
+    most = max(1, CHUNK_BYTES // flat.element_size())
+    for chunk in torch.split(flat, most) if flat.numel() else ():
+        cuts = [len(chunk) * shard // shards for shard in range(shards + 1)]
+        yield [chunk[begin:end] for begin, end in pairwise(cuts)]
+
+
+def _list(ranks: Sequence[Any]) -> str:
+    return ", ".join(map(str, ranks))

@@ -1,0 +1,86 @@
+"""What libraries that want a store of torch's get: nobody listens for it, its keys travel as all that ranks meet by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from dadt.errors import DadtError
+
+if TYPE_CHECKING:
+    from dadt.comm.executors.meet import Meet
+
+
+class Keys(Store):
+    """One rank's. Waits as long as its Meet does, whatever the library says. Any thread."""
+
+    def __init__(self, meet: Meet, rank: int, size: int) -> None:
+        """rank, size: of the group, as the library numbers it."""
+        super().__init__()
+        self._meet = meet
+        self._rank = rank
+        self._size = size
+        self._known: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str | bytes) -> None:
+        blob = value.encode() if isinstance(value, str) else bytes(value)
+        self._known[key] = blob
+        self._meet.put(key, blob)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._known[key]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        absent = [each for key in keys if key not in self._known for each in self._alike(key)]
+        if absent:
+            self._known.update(zip(absent, self._meet.get(absent), strict=True))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether this rank knows them. The others are not asked: NCCL looks once a second, as long as it runs."""
+        return all(key in self._known for key in keys)
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[bytes]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        self.wait(keys)
+        return [self._known[key] for key in keys]
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def clone(self) -> Keys:
+        return self
+
+    def _alike(self, key: str) -> list[str]:
+        """With those that other ranks put: Gloo asks for one after the other, and each way to the launcher counts."""
+        of_all = key.rpartition("/")[0]
+        if f"{of_all}/{self._rank}" not in self._known:
+            return [key]
+        return [each for rank in range(self._size) if (each := f"{of_all}/{rank}") not in self._known]
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Nothing: the start of a job has one deadline for all."""
+
+    def add(self, key: str, value: int) -> int:
+        raise _unknown("add")
+
+    def append(self, key: str, value: bytes) -> None:
+        raise _unknown("append")
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        raise _unknown("compare_set")
+
+    def delete_key(self, key: str) -> bool:
+        raise _unknown("delete_key")
+
+
+def _unknown(verb: str) -> DadtError:
+    return DadtError(
+        f"this backend asks its store for {verb}, and DADT's has set, get, wait and check -> give another --executor"
+    )

@@ -1,0 +1,81 @@
+"""How a rank finds its peers before a library connects them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from dadt.errors import DadtError
+
+if TYPE_CHECKING:
+    from dadt.comm.rendezvous.store_client import Forum
+    from dadt.control.agent_client import Control
+    from dadt.world import World
+
+
+class Meet(Protocol):
+    """Each key once. Both `exchange` and `get` wait for the peers, and raise StartTimeout where they do not come."""
+
+    @property
+    def secret(self) -> bytes:
+        """Which these ranks alone know; empty where there is none."""
+
+    def exchange(self, key: str, blob: bytes) -> list[bytes]:
+        """Every rank's bytes, by rank."""
+
+    def put(self, key: str, blob: bytes) -> None:
+        """For whichever rank asks for the key. Does not wait for the others."""
+
+    def get(self, keys: Sequence[str]) -> list[bytes]:
+        """What some ranks have put there, or will."""
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """A Meet within another: keys of its own."""
+
+    meet: Meet
+    name: str
+
+    @property
+    def secret(self) -> bytes:
+        return self.meet.secret
+
+    def exchange(self, key: str, blob: bytes) -> list[bytes]:
+        return self.meet.exchange(f"{self.name} {key}", blob)
+
+    def put(self, key: str, blob: bytes) -> None:
+        self.meet.put(f"{self.name} {key}", blob)
+
+    def get(self, keys: Sequence[str]) -> list[bytes]:
+        return self.meet.get([f"{self.name} {key}" for key in keys])
+
+
+@dataclass(frozen=True, slots=True)
+class AllRanks:
+    """The Meet of all ranks of a job, over this one's line to its agent."""
+
+    world: World
+    control: Control | Forum | None
+    timeout: float
+    """Seconds within which the peers must come."""
+
+    @property
+    def secret(self) -> bytes:
+        return b"" if self.control is None else self.control.secret
+
+    def exchange(self, key: str, blob: bytes) -> list[bytes]:
+        return [blob] if self.world.world_size == 1 else self._line.exchange(key, blob, self.timeout)
+
+    def put(self, key: str, blob: bytes) -> None:
+        self._line.put(key, blob)
+
+    def get(self, keys: Sequence[str]) -> list[bytes]:
+        return self._line.get(keys, self.timeout)
+
+    @property
+    def _line(self) -> Control | Forum:
+        if self.control is None:
+            raise DadtError(f"rank {self.world.rank} has no agent to meet its peers: start it with `dadt run`")
+        return self.control

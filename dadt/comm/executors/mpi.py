@@ -1,0 +1,403 @@
+"""MPI through mpi4py, over Open MPI, MPICH or Intel MPI: for ranks that mpirun or srun has started."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dadt.comm.executors import proof, pull
+from dadt.comm.executors.base import Connection
+from dadt.comm.executors.meet import Meet
+from dadt.comm.keepalive import Kept, keep_for_good
+from dadt.control import mpi_library
+from dadt.errors import Aborted, CommTimeout, ConfigError, Mismatch, PeerLost
+
+if TYPE_CHECKING:
+    from dadt.config import Config
+    from dadt.world import World
+
+_TYPES = {
+    torch.float32: "FLOAT",
+    torch.float64: "DOUBLE",
+    torch.int64: "INT64_T",
+    torch.int32: "INT32_T",
+    torch.int16: "INT16_T",
+    torch.int8: "INT8_T",
+    torch.uint8: "UINT8_T",
+}
+_OPERATIONS = {"sum": "SUM", "min": "MIN", "max": "MAX", "product": "PROD"}
+_MOST = 1 << 30
+"""Bytes, or numbers to be reduced, in one call: MPI counts in 32 bits."""
+_WIDENED = 1 << 20
+"""16-bit numbers, which MPI does not reduce, that are turned into 32-bit ones at a time: they stay in cache."""
+_VERBS = ("an allreduce", "an allgather", "a broadcast", "an exchange")
+_SPIN_SECONDS = 1e-4
+"""Longer than the kernel takes to wake a thread: ranks that come together should not sleep."""
+_LONGEST_PAUSE = 1e-3
+
+
+def connect(config: Config, world: World, meet: Meet) -> Connection:
+    """Over the ranks of `world`, which may be some of MPI's only. Raises ConfigError where MPI is not usable."""
+    executor = joiner(config, world, meet)(range(world.world_size))
+    return pull.connect(executor, world.rank, world.world_size, config.timeout)
+
+
+def joiner(config: Config, world: World, meet: Meet) -> Callable[[Sequence[int]], Mpi]:
+    """What connects some ranks of the world, each of which calls it with the same ones. Raises ConfigError."""
+    mpi = process.begin()
+    ranks = _ranks(mpi, world, meet)
+
+    def join(some: Sequence[int]) -> Mpi:
+        joined = _joined(mpi, [ranks[rank] for rank in some], config.timeout)
+        proof.prove(joined, meet.secret, some.index(world.rank), some, "mpi", f"mpi {list(some)}", config.start_timeout)
+        return joined
+
+    return join
+
+
+def _ranks(mpi: Any, world: World, meet: Meet) -> list[int]:
+    """Of MPI, by rank of the world. Raises ConfigError where MPI sees another world."""
+    everyone = mpi.COMM_WORLD
+    ranks = [int(rank) for rank in meet.exchange("mpi rank", str(everyone.rank).encode())]
+    if len(set(ranks)) < len(ranks):
+        raise ConfigError(
+            f"executor mpi: MPI does not know these {world.world_size} ranks as one world: mpirun has not started "
+            f"them, or mpi4py has loaded another library ({process.library}) than mpirun's -> start them by mpirun, "
+            f"and name its library by {mpi_library.CHOICE}=/path/to/libmpi.so"
+        )
+    if everyone.size == world.world_size and ranks != sorted(ranks):
+        raise ConfigError(
+            f"executor mpi: rank {world.rank} is rank {everyone.rank} of MPI: variables or files of MPI choose "
+            "another order of ranks -> take them away"
+        )
+    return ranks
+
+
+def _joined(mpi: Any, ranks: Sequence[int], timeout: float) -> Mpi:
+    group = mpi.COMM_WORLD.Get_group().Incl(ranks)
+    comm = mpi.COMM_WORLD.Create_group(group)
+    group.Free()
+    comm.Set_errhandler(mpi.ERRORS_RETURN)  # mpi4py makes exceptions of them
+    process.opened()
+    return Mpi(mpi, comm, timeout)
+
+
+class Process:
+    """MPI in this process: begun at most once, and ended once nothing is open and the interpreter is about to end."""
+
+    def __init__(self) -> None:
+        self.serial: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        """Held around each call, where the library takes one thread at a time."""
+        self._mpi: Any = None
+        self._ours = False
+        self._open = 0
+        self._failed = False
+        self._exiting = False
+        self._pid = 0
+
+    @property
+    def takes_one_thread(self) -> bool:
+        return not isinstance(self.serial, contextlib.nullcontext)
+
+    @property
+    def path(self) -> str:
+        """Of the library that is loaded."""
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            if Path(line).name.startswith(("libmpi.so", "libmpich.so")):
+                return line[line.index("/") :]
+        return ""
+
+    @property
+    def library(self) -> str:
+        """Its name and where it is."""
+        words = str(self._mpi.Get_library_version()).split("\n")[0].split(",")[0].replace("\t", " ").rstrip("\0")
+        return f"{words}, {self.path}"
+
+    def begin(self) -> Any:
+        """mpi4py.MPI, initialised. Raises ConfigError where there is none that is of use."""
+        if self._mpi is not None:
+            return self._mpi
+        # The script's own import leaves the end to mpi4py. Ours does not, as a rank that has failed would then wait
+        # in MPI_Finalize for peers that wait for it.
+        ours = "mpi4py.MPI" not in sys.modules
+        mpi_library.choose()
+        try:
+            import mpi4py
+
+            if ours:
+                mpi4py.rc.finalize = False
+            from mpi4py import MPI as mpi
+        except (ImportError, RuntimeError) as error:
+            raise ConfigError(mpi_library.unusable(str(error))) from error
+        if not mpi.Is_initialized():
+            mpi.Init_thread(mpi.THREAD_MULTIPLE)
+        level = mpi.Query_thread()
+        if level < mpi.THREAD_SERIALIZED:
+            raise ConfigError(
+                "executor mpi: the script has initialised MPI for its main thread only, and DADT uses it from another "
+                "one -> initialise it with MPI.THREAD_MULTIPLE, as mpi4py does by itself"
+            )
+        if level < mpi.THREAD_MULTIPLE:
+            self.serial = threading.Lock()
+        self._mpi, self._ours, self._pid = mpi, ours, os.getpid()
+        atexit.register(self._exit)
+        return mpi
+
+    def opened(self) -> None:
+        """There is one more communicator."""
+        self._open += 1
+
+    def closed(self, failed: bool) -> None:
+        """There is one less. failed: nobody knows what its ranks are doing."""
+        self._open -= 1
+        self._failed |= failed
+        if self._exiting:
+            self._end()
+
+    def _exit(self) -> None:
+        """What ends after this may still close communicators."""
+        self._exiting = True
+        self._end()
+
+    def _end(self) -> None:
+        if self._ours and not self._open and not self._failed and os.getpid() == self._pid:
+            self._ours = False
+            self._mpi.Finalize()
+
+
+process = Process()
+
+
+class Mpi:
+    """A communicator as an Executor.
+
+    MPI's own waiting spins, which takes a core from training for as long as a peer is late, and cannot be given up.
+    So ranks first wait for each other here, in a tiny allreduce that is asked in growing intervals and tells whether
+    all are in the same operation; MPI's blocking verbs, twice as fast as those that do not block, come after it, and
+    have nothing to wait for.
+    """
+
+    name = "mpi"
+
+    def __init__(self, mpi: Any, comm: Any, timeout: float) -> None:
+        """comm: its own from now on."""
+        self._mpi = mpi
+        self._comm = comm
+        self._mail = comm.Dup()  # the caller's tags are its own
+        self._highest_tag = comm.Get_attr(mpi.TAG_UB)
+        self._timeout = timeout
+        self._kept = Kept(lambda: self._aborted)
+        self._aborted = False
+        self._serial = process.serial
+        # Of two numbers each; asked for so often that tensors would take longer than MPI.
+        self._mine, self._least = (memoryview(bytearray(16)).cast("q") for _ in range(2))
+        self._wires = [[each, 2, mpi.INT64_T] for each in (self._mine, self._least)]
+
+    @property
+    def world_size(self) -> int:
+        return int(self._comm.size)
+
+    def allreduce(self, flat: torch.Tensor, reduction: str) -> None:
+        self._await_all("an allreduce", _size(flat))
+        if flat.dtype in _TYPES:
+            for part in torch.split(flat, _MOST):
+                self._reduce(part, reduction)
+            return
+        for part in torch.split(flat, _WIDENED):
+            wide = part.to(torch.float32)
+            self._reduce(wide, reduction)
+            part.copy_(wide)
+
+    def _reduce(self, part: torch.Tensor, reduction: str) -> None:
+        kind = getattr(self._mpi, _TYPES[part.dtype])
+        operation = getattr(self._mpi, _OPERATIONS[reduction])
+        with self._serial:
+            self._comm.Allreduce(self._mpi.IN_PLACE, [self._memory(part), part.numel(), kind], operation)
+
+    def allgather(self, mine: torch.Tensor, all: torch.Tensor) -> None:
+        if _size(all) > _MOST:
+            rows = all.view(self._comm.size, -1)
+            rows[self._comm.rank].copy_(mine)
+            for root, row in enumerate(rows):
+                self.broadcast(row, root)
+            return
+        self._await_all("an allgather", _size(mine))
+        with self._serial:
+            self._comm.Allgather(self._bytes(mine), self._bytes(all, self._comm.size))
+
+    def broadcast(self, flat: torch.Tensor, root: int) -> None:
+        self._await_all("a broadcast", _size(flat), root)
+        for part in torch.split(flat.view(torch.uint8), _MOST):
+            with self._serial:
+                self._comm.Bcast(self._bytes(part), root)
+
+    def exchange(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> None:
+        self._await_all("an exchange")
+        rank, size = self._comm.rank, self._comm.size
+        with self._serial:
+            requests = [
+                self._comm.Irecv(self._bytes(part), (rank - offset) % size)
+                for offset in range(1, size)
+                for part in _parts(receives[(rank - offset) % size])
+            ]
+            requests += [
+                self._comm.Isend(self._bytes(part), (rank + offset) % size)
+                for offset in range(1, size)
+                for part in _parts(sends[(rank + offset) % size])
+            ]
+            receives[rank].copy_(sends[rank])
+            self._mpi.Request.Waitall(requests)
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Message:
+        """At most 1 GiB. Raises ValueError for more, and for a tag that is too high for MPI."""
+        self._check(tensor, tag)
+        with self._serial:
+            request = self._mail.Isend(self._bytes(tensor), peer, tag)
+        return self._keep(Message(self, tensor, request, False))
+
+    def receive(self, tensor: torch.Tensor, peer: int | None, tag: int = 0) -> Message:
+        """At most 1 GiB. Raises ValueError for more, and for a tag that is too high for MPI."""
+        self._check(tensor, tag)
+        source = self._mpi.ANY_SOURCE if peer is None else peer
+        with self._serial:
+            request = self._mail.Irecv(self._bytes(tensor), source, tag)
+        return self._keep(Message(self, tensor, request, True))
+
+    def _keep(self, message: Message) -> Message:
+        self._kept.add(message, message)
+        return message
+
+    def abort(self) -> None:
+        self._aborted = True
+
+    def close(self) -> None:
+        if not self._aborted:
+            with self._serial:
+                self._mail.Free()
+                self._comm.Free()
+        keep_for_good(self._kept)  # MPI may still be at what nobody has received
+        process.closed(failed=self._aborted)
+
+    def until(self, done: Callable[[], bool], timeout: float, what: str) -> None:
+        """Asks at once and then ever less often, by a tenth of the time waited: no core is lost to a late peer."""
+        begun = perf_counter()
+        while not done():
+            waited = perf_counter() - begun
+            if self._aborted:
+                raise Aborted(f"{what} was given up")
+            if waited > timeout:
+                raise CommTimeout(f"{what} was not done within {timeout:g} s: a peer did not come")
+            if waited > _SPIN_SECONDS:
+                time.sleep(min(_LONGEST_PAUSE, waited / 10))
+
+    def _await_all(self, verb: str, size: int = 0, root: int = 0) -> None:
+        """Until all ranks are here. Raises Mismatch, the same on all of them, where they are not in the same verb."""
+        mine = size << 24 | root << 4 | _VERBS.index(verb)
+        self._mine[0], self._mine[1] = mine, -mine  # the least of the second is the greatest of the first
+        with self._serial:
+            request = self._comm.Iallreduce(*self._wires, self._mpi.MIN)
+        self.until(lambda: self.test(request), self._timeout, verb)
+        least, greatest = self._least[0], -self._least[1]
+        if least != greatest:
+            raise self._differing(mine)
+
+    def _differing(self, mine: int) -> Mismatch:
+        """Which ranks are in what. All of them are here, and have found out."""
+        self._mine[0] = mine
+        every = memoryview(bytearray(8 * self._comm.size)).cast("q")
+        with self._serial:
+            self._comm.Allgather([self._mine, 1, self._mpi.INT64_T], [every, 1, self._mpi.INT64_T])
+        rank = next(rank for rank, key in enumerate(every) if key != every[0])
+        return Mismatch(
+            f"rank 0 is in {_told(every[0])}, rank {rank} in {_told(every[rank])}: the ranks do not run the same steps"
+        )
+
+    def test(self, request: Any, status: Any = None) -> bool:
+        """Whether it is done."""
+        with self._serial:
+            return bool(request.Test(status))
+
+    def _memory(self, tensor: torch.Tensor) -> Any:
+        """Its bytes, where it is of a GPU with all that was to be written to it."""
+        if tensor.is_cuda:
+            torch.cuda.current_stream(tensor.device).synchronize()
+        return self._mpi.buffer.fromaddress(tensor.data_ptr(), _size(tensor))
+
+    def _bytes(self, tensor: torch.Tensor, shares: int = 1) -> list[Any]:
+        """As MPI takes it: memory, bytes of a share, type."""
+        memory = self._memory(tensor)
+        return [memory, memory.nbytes // shares, self._mpi.BYTE]
+
+    def _check(self, tensor: torch.Tensor, tag: int) -> None:
+        if (size := _size(tensor)) > _MOST:
+            raise ValueError(f"a message of {size:,} bytes: send at most {_MOST:,} at a time")
+        if not 0 <= tag <= self._highest_tag:
+            raise ValueError(f"tag {tag}: MPI takes tags from 0 to {self._highest_tag}")
+
+
+class Message:
+    """A request of MPI's as a Transit."""
+
+    def __init__(self, mpi: Mpi, tensor: torch.Tensor, request: Any, receives: bool) -> None:
+        self._owner = mpi
+        self._tensor = tensor  # kept until MPI does not need it any more
+        self._request = request
+        self._receives = receives
+        self._status = mpi._mpi.Status()
+        self._lock = threading.Lock()
+        self._done = False
+        self._error: Any = None
+
+    @property
+    def done(self) -> bool:
+        """Any thread. What MPI says against it is raised by `wait`."""
+        # A request that was once done is forgotten by MPI, and its status with it: it is asked once, by one thread.
+        with self._lock:
+            if not self._done:
+                try:
+                    self._done = self._owner.test(self._request, self._status)
+                except self._owner._mpi.Exception as error:
+                    self._done, self._error = True, error
+            return self._done
+
+    @property
+    def source(self) -> int:
+        return int(self._status.Get_source())
+
+    def wait(self, timeout: float) -> None:
+        mpi = self._owner._mpi
+        size = _size(self._tensor)
+        self._owner.until(lambda: self.done, timeout, "a message")
+        if self._error is not None:
+            if self._error.Get_error_class() == mpi.ERR_TRUNCATE:
+                raise Mismatch(
+                    f"a message is longer than the {size} bytes of the tensor that it was to fill"
+                ) from self._error
+            raise PeerLost(f"a message was not delivered: {self._error}") from self._error
+        if self._receives and (count := self._status.Get_count(mpi.BYTE)) != size:
+            raise Mismatch(f"a message has {count} bytes, and its tensor {size}")
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _told(key: int) -> str:
+    size, root, verb = key >> 24, key >> 4 & 0xFFFFF, _VERBS[key & 0xF]
+    if verb == "a broadcast":
+        return f"{verb} of {size} bytes from rank {root}"
+    return f"{verb} of {size} bytes" if size else verb
+
+
+def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    return torch.split(tensor.view(torch.uint8), _MOST) if tensor.numel() else ()

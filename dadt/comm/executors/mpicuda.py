@@ -1,0 +1,165 @@
+"""MPI that reads and writes the memory of GPUs itself: tensors are averaged where they are, in a thread that waits.
+
+All else is as with NCCL: what ranks tell each other beside the tensors goes through memory of the host.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import threading
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dadt.comm.executors import mpi, nccl, pull
+from dadt.comm.executors.base import Connection
+from dadt.comm.executors.meet import Meet
+from dadt.errors import CommTimeout, ConfigError
+
+if TYPE_CHECKING:
+    from dadt import _core
+    from dadt.config import Config
+    from dadt.world import World
+
+END_SECONDS = 5.0
+
+
+def connect(config: Config, world: World, meet: Meet) -> Connection:
+    """Raises ConfigError without a GPU, or where MPI is not usable or tells that it was built without CUDA."""
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "executor mpicuda: torch sees no CUDA device here -> run where nvidia-smi shows one, or --executor mpi"
+        )
+    join = mpi.joiner(config, world, meet)
+    process, everyone = mpi.process, range(world.world_size)
+    if reads_gpus(process.path) is False:
+        raise ConfigError(
+            f"executor mpicuda: {process.library} is built without CUDA -> give one that is built with it by --mpirun, "
+            "or --executor mpi"
+        )
+    if process.takes_one_thread:
+        raise ConfigError(
+            f"executor mpicuda: {process.library} takes one thread at a time -> give one with MPI_THREAD_MULTIPLE by "
+            "--mpirun, or --executor mpi"
+        )
+    host = pull.connect(join(everyone), world.rank, world.world_size, config.timeout)
+    gpu = torch.device("cuda", torch.cuda.current_device())
+    device = Device(join(everyone), host.engine, gpu, world.rank, world.world_size)
+
+    def close() -> None:
+        try:
+            device.close(failed=host.engine.error is not None)
+        finally:
+            host.close()
+
+    return replace(host, device=device, close=close)
+
+
+def reads_gpus(path: str) -> bool | None:
+    """Whether the library at the path takes addresses of a GPU's memory; None where it does not tell."""
+    try:
+        ask = ctypes.CDLL(path).MPIX_Query_cuda_support
+    except (AttributeError, OSError):
+        return None
+    ask.restype = ctypes.c_int
+    return bool(ask())
+
+
+class Device(nccl.Device):
+    """As NCCL's. MPI knows no streams, so a thread of its own waits for the device, calls MPI and goes on; the training
+    thread waits for neither."""
+
+    def __init__(
+        self, executor: mpi.Mpi, engine: _core.Engine, device: torch.device, rank: int, world_size: int
+    ) -> None:
+        """executor: used by nobody else. engine: for what goes beside the tensors."""
+        super().__init__(Blocking(executor), engine, device, rank, world_size)
+        self._orders: queue.SimpleQueue[tuple[Future[None], tuple[Any, ...]] | None] = queue.SimpleQueue()
+        self._summed: Future[None] = Future()
+        # A daemon: a peer that never comes must not keep the process from ending.
+        self._thread = threading.Thread(target=self._run, name="dadt-mpicuda", daemon=True)
+        self._thread.start()
+
+    def _sum(self, *order: Any) -> None:
+        self._summed = Future()
+        self._orders.put((self._summed, order))
+
+    def _handle(
+        self, work: _core.Work, flat: torch.Tensor, sums: torch.Tensor, began: Any, ended: Any
+    ) -> nccl.Averaging:
+        return Averaging(self._summed, work, flat, sums, began, ended, self._module, self._world_size)
+
+    def _run(self) -> None:
+        while (next_ := self._orders.get()) is not None:
+            summed, order = next_
+            try:
+                super()._sum(*order)
+            except Exception as error:  # noqa: BLE001 (whatever the library raises belongs to the operation)
+                summed.set_exception(error)
+                self._engine.abort(f"MPI failed on the GPU: {type(error).__name__}: {error}")
+            else:
+                summed.set_result(None)
+
+    def close(self, failed: bool) -> None:
+        if failed:
+            self._executor.abort()
+        self._orders.put(None)
+        self._thread.join(END_SECONDS)
+        if not self._thread.is_alive():
+            self._executor.close()
+
+
+class Averaging(nccl.Averaging):
+    """After `wait` the current stream has the sum, divided by the weights."""
+
+    def __init__(self, summed: Future[None], *of_nccl: Any) -> None:
+        super().__init__(*of_nccl)
+        self._summed = summed
+
+    @property
+    def done(self) -> bool:
+        return self._summed.done() and super().done
+
+    @property
+    def seconds(self) -> float:
+        return super().seconds if self._summed.done() else self._work.seconds
+
+    def wait(self, timeout: float) -> None:
+        self._work.wait(timeout)
+        try:
+            self._summed.result(timeout)
+        except FutureTimeout:
+            raise CommTimeout(f"{self.name}: MPI was not done on the GPU within {timeout:g} s") from None
+        super().wait(timeout)
+
+
+class Blocking:
+    """MPI's verbs, which are done when they return, in place of those that are only started."""
+
+    def __init__(self, executor: mpi.Mpi) -> None:
+        self._executor = executor
+
+    def start(self, flat: torch.Tensor) -> Blocking:
+        self._executor.allreduce(torch.view_as_real(flat).flatten() if flat.is_complex() else flat, "sum")
+        return self
+
+    def alltoall(self, sent: torch.Tensor, received: torch.Tensor) -> Blocking:
+        ranks = self._executor.world_size
+        self._executor.exchange(sent.view(-1).chunk(ranks), received.view(-1).chunk(ranks))
+        return self
+
+    def gather(self, mine: torch.Tensor, all: torch.Tensor) -> Blocking:
+        self._executor.allgather(mine.view(-1), all.view(-1))
+        return self
+
+    def wait(self) -> None: ...
+
+    def abort(self) -> None:
+        self._executor.abort()
+
+    def close(self) -> None:
+        self._executor.close()

@@ -1,0 +1,119 @@
+"""Whether those that a library has connected are the job's ranks. Libraries take whoever comes to their ports.
+
+Over its connection with each peer a rank sends a number that it has drawn, and answers the peer's by a MAC under the
+job's secret. Nothing that comes over the connection is used before that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import struct
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from dadt.errors import PeerLost, StartTimeout, Unproved
+
+if TYPE_CHECKING:
+    from dadt.comm.executors.base import Executor
+
+BYTES = 32
+_LABEL = b"dadt: a rank of a group\0"
+_PAIR = struct.Struct(">II")
+_END_SECONDS = 5.0
+_TITLES = {"gloo": "Gloo", "nccl": "NCCL", "mpi": "MPI", "ucc": "UCC"}
+
+
+def prove(
+    executor: Executor, secret: bytes, rank: int, ranks: Sequence[int], library: str, name: str, timeout: float
+) -> None:
+    """Every rank of a group does it first. Ends the executor where it fails.
+
+    rank: this one's place among `ranks`, which are named in errors. library, name: of the group. Raises Unproved,
+    StartTimeout after `timeout` seconds, and PeerLost, all of which name ranks. Without a secret nothing happens.
+    """
+    if not secret or len(ranks) == 1:
+        return
+    try:
+        proof = Proof(executor, secret, rank, len(ranks), name)
+        title = _TITLES.get(library, library)
+        # Libraries wait as long as training does, which is longer.
+        threading.Thread(target=proof.run, name="dadt-proof", daemon=True).start()
+        if not proof.ended.wait(timeout):
+            raise StartTimeout(
+                f"{_named([ranks[each] for each in proof.silent])} of the {title} group did not prove within "
+                f"{timeout:g} s that it belongs to this job: it has stopped, or something else answered on its port; "
+                "see docs/security.md"
+            )
+        if proof.error is not None:
+            raise PeerLost(
+                f"the {title} group broke while its ranks proved that they belong to this job: {proof.error}"
+            ) from proof.error
+        if proof.false:
+            raise Unproved(
+                f"{_named([ranks[each] for each in proof.false])} of the {title} group did not prove that it belongs "
+                "to this job: something else answered on its port, or called in its place; see docs/security.md"
+            )
+    except BaseException:
+        executor.abort()
+        proof.ended.wait(_END_SECONDS)  # a thread that comes out of a library later would abort the process
+        executor.close()
+        raise
+
+
+class Proof:
+    """One rank's side. What it has found counts once `ended` is set."""
+
+    def __init__(self, executor: Executor, secret: bytes, rank: int, size: int, name: str) -> None:
+        self._executor = executor
+        self._secret = secret
+        self._rank = rank
+        self._name = name.encode()
+        self._received = [torch.zeros(BYTES, dtype=torch.uint8, device="cpu") for _ in range(size)]
+        self.ended = threading.Event()
+        self.error: Exception | None = None
+        self.false: list[int] = []
+        """Whose answers were wrong."""
+
+    @property
+    def silent(self) -> list[int]:
+        """Of whom the last that was awaited has not come."""
+        return [peer for peer, each in enumerate(self._received) if peer != self._rank and not each.any()]
+
+    def run(self) -> None:
+        """Raises nothing."""
+        try:
+            self._run()
+        except Exception as error:  # noqa: BLE001 (whatever the library raises; told by who waits)
+            self.error = error
+        self.ended.set()
+
+    def _run(self) -> None:
+        size = len(self._received)
+        mine = secrets.token_bytes(BYTES)
+        theirs = self._exchange([mine] * size)
+        answers = self._exchange([self._answer(self._rank, peer, mine, theirs[peer]) for peer in range(size)])
+        for peer, answer in enumerate(answers):
+            right = self._answer(peer, self._rank, theirs[peer], mine)
+            if peer != self._rank and not hmac.compare_digest(answer, right):
+                self.false.append(peer)
+
+    def _answer(self, of: int, to: int, nonce: bytes, other: bytes) -> bytes:
+        text = _LABEL + _PAIR.pack(of, to) + nonce + other + self._name
+        return hmac.digest(self._secret, text, hashlib.sha256)
+
+    def _exchange(self, blobs: Sequence[bytes]) -> list[bytes]:
+        """Directly with each: what goes round a ring says nothing of the other connections."""
+        for each in self._received:
+            each.zero_()
+        sends = [torch.frombuffer(bytearray(blob), dtype=torch.uint8) for blob in blobs]
+        self._executor.exchange(sends, self._received)
+        return [each.numpy().tobytes() for each in self._received]
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "each of ranks ") + ", ".join(map(str, ranks))

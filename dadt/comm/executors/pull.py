@@ -1,0 +1,384 @@
+"""The Python thread that pulls operations from the engine and runs them on an executor of Python's."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import struct
+import threading
+import zlib
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dadt import _core
+from dadt.comm.bucket import DTYPES
+from dadt.comm.compression.half import narrowed
+from dadt.comm.executors.base import Compressing, Connection
+from dadt.comm.executors.compressed import Parts, Sum, spread
+from dadt.errors import Mismatch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dadt.comm.executors.base import Executor
+
+_HEADER = struct.Struct("<IId")  # crc32 of what must be equal, bytes of the lane, weight
+_TORCH = {core.name: dtype for dtype, core in reversed(DTYPES.items())}
+"""By name of the core's, which has neither complex numbers nor bools."""
+_SMALL = 32 * 1024
+"""Up to so many bytes everybody gets everything and reduces it: one round trip in place of two, and rank order."""
+_SHORT = 48
+"""Bytes of an allgather that travel with its lengths."""
+
+Lanes = tuple["Sequence[bytes]", float]
+"""What an operation ends with: every rank's lane, sum of weights."""
+
+
+def connect(executor: Executor, rank: int, world_size: int, timeout: float) -> Connection:
+    """An engine whose operations run on the executor, in a thread of their own."""
+    engine = _core.Engine(None, rank, world_size, timeout)
+    # A daemon: a peer that never comes must not keep the process from ending.
+    thread = threading.Thread(
+        target=Puller(engine, executor, rank, world_size).run, name=f"dadt-{executor.name}", daemon=True
+    )
+    thread.start()
+
+    def close() -> None:
+        if engine.error is not None:
+            executor.abort()
+        thread.join(5.0)
+        if not thread.is_alive():
+            executor.close()
+
+    return Connection(engine, executor, close, told=False)
+
+
+def at(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """The elements at an address, as a tensor."""
+    if count == 0:
+        return torch.empty(0, dtype=dtype, device="cpu")
+    memory = (ctypes.c_uint8 * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype, count=count)
+
+
+class Puller:
+    """Runs the engine's operations one at a time."""
+
+    def __init__(self, engine: _core.Engine, executor: Executor, rank: int, world_size: int) -> None:
+        self._engine = engine
+        self._executor = executor
+        self._rank = rank
+        self._world_size = world_size
+        self._flats: dict[torch.dtype, torch.Tensor] = {}
+        self._wires: dict[str, tuple[torch.Tensor, memoryview, int]] = {}
+        self._sent = (0, 0)
+        """In this operation: bytes to peers, and what they would be uncompressed."""
+
+    def run(self) -> None:
+        while not self._engine.closed:
+            job = self._engine.pull(1.0)
+            if job is None:
+                continue
+            begun = perf_counter()
+            self._sent = (0, 0)
+            try:
+                if job.unsure:
+                    self._agree(job)
+                lanes, weight_sum = getattr(self, job.kind)(job)
+                job.finish(lanes, weight_sum, perf_counter() - begun, 0.0, *self._sent)
+            except Mismatch as error:
+                job.fail(str(error), mismatch=True)
+                return
+            except Exception as error:  # noqa: BLE001 (whatever the library raises belongs to the operation)
+                job.fail(f"{job.name}: {type(error).__name__}: {error}")
+                return
+
+    def allreduce(self, job: _core.Job) -> Lanes:
+        """What the ranks do must depend on nothing but what they have in common: layout, reduction, length of lanes."""
+        layout = job.layout
+        assert layout is not None
+        size = layout.total * layout.dtype.itemsize
+        if job.codec != _core.Codec.none:
+            return self._allreduce_compressed(job, layout)
+        if size <= _SMALL:
+            self._sent = (size * (self._world_size - 1), job.plain * (self._world_size - 1))
+            return self._allreduce_small(job, layout)
+        self._sent = (_ring(size, self._world_size), _ring(job.plain, self._world_size))
+        if job.lane:
+            return self._allreduce_with_lanes(job, layout)
+        participants = job.participants or self._world_size
+        if job.reduction.name == "mean" and layout.dtype.name not in ("float32", "float64"):
+            self._mean_in_wider(job, layout, participants)
+        else:
+            self._allreduce_plain(job, layout, participants)
+        return [b""] * self._world_size, float(participants)
+
+    def _allreduce_plain(self, job: _core.Job, layout: _core.Layout, participants: int) -> None:
+        dtype = _TORCH[layout.dtype.name]
+        reduction = job.reduction.name
+        one = len(layout.counts) == 1 and job.outputs[0] != 0
+        flat = at(job.outputs[0], layout.total, dtype) if one else self._flat(dtype, layout.total)
+        if job.weight == 0:
+            flat.fill_(_neutral(reduction, dtype))
+        elif not one or job.inputs != job.outputs:
+            job.pack(flat.data_ptr())
+        self._executor.allreduce(flat, "sum" if reduction == "mean" else reduction)
+        scale = 1.0 / participants if reduction == "mean" else 1.0
+        if not one or scale != 1:
+            job.unpack(flat.data_ptr(), scale)
+
+    def _mean_in_wider(self, job: _core.Job, layout: _core.Layout, participants: int) -> None:
+        """A sum may not fit where the mean does."""
+        dtype = _TORCH[layout.dtype.name]
+        flat = self._flat(dtype, layout.total)
+        job.pack(flat.data_ptr())
+        wider = torch.float32 if dtype.is_floating_point else torch.int64
+        wide = flat.to(wider)
+        self._executor.allreduce(wide, "sum")
+        address = wide.data_ptr()
+        _core.reduce(DTYPES[wider], job.reduction, address, [address], None, participants, layout.total)
+        flat.copy_(wide)
+        job.unpack(flat.data_ptr(), 1.0)
+
+    def _allreduce_small(self, job: _core.Job, layout: _core.Layout) -> Lanes:
+        """Everybody gets everything and reduces it in rank order."""
+        head = self._head(job, f"{layout.counts}")
+        data = -(-len(head) // 8) * 8  # aligned
+        size = data + layout.total * layout.dtype.itemsize
+        mine, my_bytes, my_address = self._wire(size, "mine")
+        every, all_bytes, address = self._wire(size * self._world_size, "every")
+        my_bytes[: len(head)] = head
+        job.pack(my_address + data, 1.0)
+        self._executor.allgather(mine, every)
+        heads = [bytes(all_bytes[start : start + len(head)]) for start in range(0, len(all_bytes), size)]
+        weights = self._weights(job, heads)
+        additive = job.reduction.name in ("mean", "sum")
+        counted, equal, divisor = _counted(weights)
+        _core.reduce(
+            layout.dtype,
+            job.reduction,
+            address + data,
+            [address + r * size + data for r in counted],
+            [weights[r] for r in counted] if additive and not equal else None,
+            divisor if job.reduction.name == "mean" else 1.0,
+            layout.total,
+        )
+        job.unpack(address + data, 1.0)
+        return [h[_HEADER.size :] for h in heads], sum(weights)
+
+    def _allreduce_compressed(self, job: _core.Job, layout: _core.Layout) -> Lanes:
+        """A small one as above; of others, each rank sums its part for all. The lanes go with the first parts."""
+        size = layout.total * layout.dtype.itemsize
+        small = size <= _SMALL or self._world_size == 1
+        if not small and isinstance(self._executor, Compressing):
+            return self._allreduce_by_executor(job, layout, self._executor)
+        ranks = self._world_size
+        parts = Parts(job.codec, layout.total, 1 if small else ranks)
+        head = self._head(job, f"{layout.counts} as {job.codec.name}")
+        data = -(-len(head) // 8) * 8
+        one = data + parts.bytes
+        room = job.codec.block_bytes  # whole blocks are written and read, though the last one's filling is not sent
+        received, all_bytes, address = self._wire(one * ranks, "every", room)
+        mine, my_bytes, my_address = self._wire(one * parts.ranks, "mine", room)
+        for part in range(parts.ranks):
+            my_bytes[part * one : part * one + len(head)] = head
+            job.compress(*parts.of(part), my_address + part * one + data)
+        if small:
+            self._executor.allgather(mine, received)
+        else:
+            self._executor.exchange(torch.split(mine, one), torch.split(received, one))
+        heads = [bytes(all_bytes[start : start + len(head)]) for start in range(0, len(all_bytes), one)]
+        weights = self._weights(job, heads)
+        counted, equal, divisor = _counted(weights)
+        if job.reduction.name == "sum":
+            equal, divisor = equal and weights[0] in (0, 1), 1.0
+        addresses = [address + r * one + data for r in counted]
+        factors = None if equal else [weights[r] for r in counted]
+        if small:
+            job.decompress(addresses, factors, divisor)
+        else:
+            share = divisor / ((0 if equal else job.weight) or 1.0)
+            every, _, start = self._wire(parts.bytes * ranks, "mine")
+            spread(self._executor, parts, self._rank, Sum(addresses, factors, divisor, job.owed, share), every)
+            job.decompress([start], None, 1.0)
+        plain = (ranks - 1) * job.plain if small else _ring(job.plain, ranks)
+        self._sent = ((ranks - 1) * parts.bytes * (1 if small else 2), plain)
+        return [h[_HEADER.size :] for h in heads], sum(weights)
+
+    def _allreduce_by_executor(self, job: _core.Job, layout: _core.Layout, executor: Compressing) -> Lanes:
+        """It compresses what goes far. The lanes go before."""
+        heads = self._gather(self._head(job, f"{layout.counts} as {job.codec.name}"))
+        weights = self._weights(job, heads)
+        total = sum(weights)
+        mean = job.reduction.name == "mean"
+        dtype = _TORCH[layout.dtype.name]
+        flat = self._flat(dtype, layout.total)
+        # Divided before, as a sum may be too large for 16 bits where the mean is not.
+        factor = (job.weight if total else 1.0) / ((total or self._world_size) if mean else 1.0)
+        if dtype.itemsize > 2:
+            job.pack(flat.data_ptr(), factor)
+            self._sent = executor.allreduce_compressed(flat, job.codec, job.owed, job.keep)
+        else:
+            job.pack(flat.data_ptr(), float(factor > 0))  # with weight 0 it may be no number
+            wide = self._flat(torch.float32, layout.total).copy_(flat).mul_(factor)
+            sent, plain = executor.allreduce_compressed(wide, job.codec, job.owed, job.keep)
+            self._sent = (sent, plain * dtype.itemsize // wide.itemsize)
+            flat.copy_(narrowed(wide, dtype))
+        job.unpack(flat.data_ptr(), 1.0)
+        return [h[_HEADER.size :] for h in heads], total
+
+    def _head(self, job: _core.Job, also: str) -> bytes:
+        """Beside what goes in an allreduce; what must be equal on all ranks is there as a number."""
+        return _HEADER.pack(zlib.crc32(f"{_describe(job)} {also}".encode()), len(job.lane), job.weight) + job.lane
+
+    def _allreduce_with_lanes(self, job: _core.Job, layout: _core.Layout) -> Lanes:
+        """Sum of the weighted tensors; behind them every rank's lane in a place of its own, zeros from the others."""
+        lane = _HEADER.pack(zlib.crc32(job.name.encode()), len(job.lane), job.weight) + job.lane
+        flat = self._flat(_TORCH[layout.dtype.name], layout.total + len(lane) * self._world_size)
+        tail = flat[layout.total :].view(self._world_size, len(lane))
+        tail.zero_()
+        # Bytes are whole numbers up to 255: exact in every dtype.
+        tail[self._rank] = torch.frombuffer(bytearray(lane), dtype=torch.uint8).to(flat.dtype)
+        # Of 16 bits, a sum may not fit where the mean does.
+        before = 1.0 / self._world_size if layout.dtype.itemsize == 2 else 1.0
+        job.pack(flat.data_ptr(), before * job.weight)
+        self._executor.allreduce(flat, "sum")
+        lanes = [bytes(row) for row in tail.to(torch.uint8).tolist()]
+        total = sum(self._weights(job, lanes))
+        if total == 0:  # they count as equal, then
+            job.pack(flat.data_ptr(), before)
+            self._executor.allreduce(flat[: layout.total], "sum")
+        mean = job.reduction.name == "mean"
+        job.unpack(flat.data_ptr(), (1.0 / (total or self._world_size) if mean else 1.0) / before)
+        return [data[_HEADER.size :] for data in lanes], total
+
+    def _agree(self, job: _core.Job) -> None:
+        """Before ranks wait for lengths that may never come. Raises Mismatch on all of them."""
+        head = _HEADER.pack(zlib.crc32(_describe(job).encode()), 0, 0)
+        self._weights(job, self._gather(head.ljust(_HEADER.size + _SHORT, b"\0")))
+
+    def _weights(self, job: _core.Job, heads: Sequence[bytes]) -> list[float]:
+        """Raises Mismatch, on all ranks, unless all are in the same operation."""
+        read = [_HEADER.unpack_from(head) for head in heads]
+        if any(head[:2] != read[0][:2] for head in read):
+            self._tell_apart(job)
+        return [weight for _, _, weight in read]
+
+    def _tell_apart(self, job: _core.Job) -> None:
+        """Raises Mismatch. Every rank has seen that they differ, and comes here."""
+        own = f"{_describe(job)}, with a lane of {len(job.lane)} bytes" if job.lane else _describe(job)
+        texts = [
+            text.rstrip(b"\0").decode(errors="replace") for text in self._gather(own.encode()[:400].ljust(400, b"\0"))
+        ]
+        other = next((rank for rank, text in enumerate(texts) if text != texts[0]), 0)
+        raise Mismatch(f"rank 0 is in {texts[0]}, rank {other} in {texts[other]}: the ranks do not run the same steps")
+
+    def broadcast(self, job: _core.Job) -> Lanes:
+        layout = job.layout
+        assert layout is not None
+        root = job.root == self._rank
+        one = len(layout.counts) == 1
+        flat = torch.empty(0 if one else layout.total * layout.dtype.itemsize, dtype=torch.uint8, device="cpu")
+        if one:
+            flat = at(job.outputs[0], layout.total * layout.dtype.itemsize, torch.uint8)
+        elif root:
+            job.pack(flat.data_ptr())
+        self._executor.broadcast(flat, job.root)
+        if not one and not root:
+            job.unpack(flat.data_ptr(), 1.0)
+        return [], 0.0
+
+    def allgather(self, job: _core.Job) -> Lanes:
+        """Bytes of any length: the lengths first, in a message that has room for short ones, too."""
+        head = _HEADER.pack(zlib.crc32(job.name.encode()), 0, len(job.lane))
+        data = head + job.lane[:_SHORT].ljust(_SHORT, b"\0")
+        heads = self._gather(data)
+        lengths = [int(length) for length in self._weights(job, heads)]
+        lanes = [h[_HEADER.size :] for h in heads]
+        if max(lengths) > _SHORT:
+            lanes = self._gather(job.lane.ljust(max(lengths), b"\0"))
+        return [lane[:n] for lane, n in zip(lanes, lengths, strict=True)], 0.0
+
+    def _gather(self, data: bytes) -> list[bytes]:
+        every = torch.empty(len(data) * self._world_size, dtype=torch.uint8, device="cpu")
+        self._executor.allgather(torch.frombuffer(bytearray(data), dtype=torch.uint8), every)
+        return [bytes(row.numpy().tobytes()) for row in every.view(self._world_size, len(data))]
+
+    def exchange(self, job: _core.Job) -> Lanes:
+        """The lengths of all to all first, then the bytes."""
+        assert job.layout is not None
+        sent = job.layout.counts
+        expected = job.receives.counts if job.receives else [-1] * self._world_size
+        head = _HEADER.pack(zlib.crc32(job.name.encode()), 0, 0)
+        table = struct.Struct(f"<{2 * self._world_size}q")
+        heads = self._gather(head + table.pack(*sent, *expected))
+        self._weights(job, heads)
+        tables = [table.unpack_from(h, len(head)) for h in heads]
+        for receiver, row in enumerate(tables):
+            for sender, length in enumerate(row[self._world_size :]):
+                if length not in (-1, tables[sender][receiver]):
+                    raise Mismatch(
+                        f"{job.name}: rank {sender} sends {tables[sender][receiver]} bytes to rank {receiver},"
+                        f" which expects {length}"
+                    )
+        lengths = [row[self._rank] for row in tables]
+        addresses = job.outputs if job.receives else job.allocate(lengths)
+        self._executor.exchange(
+            [at(a, n, torch.uint8) for a, n in zip(job.inputs, sent, strict=True)],
+            [at(a, n, torch.uint8) for a, n in zip(addresses, lengths, strict=True)],
+        )
+        return [], 0.0
+
+    def _flat(self, dtype: torch.dtype, count: int) -> torch.Tensor:
+        """A wire buffer, kept and made larger where need be: much the same comes every step."""
+        flat = self._flats.get(dtype)
+        if flat is None or len(flat) < count:
+            flat = self._flats[dtype] = torch.empty(count, dtype=dtype, device="cpu")
+        return flat[:count]
+
+    def _wire(self, size: int, which: str, room: int = 0) -> tuple[torch.Tensor, memoryview, int]:
+        """The same for bytes, with what reads and writes them quickest, and the address; room: of no use, behind."""
+        wire = self._wires.get(which)
+        if wire is None or len(wire[0]) < size + room:
+            tensor = torch.empty(max(size + room, 2 * _SMALL), dtype=torch.uint8, device="cpu")
+            view: Any = tensor.numpy()
+            wire = self._wires[which] = (tensor, memoryview(view), tensor.data_ptr())
+        tensor, contents, address = wire
+        return tensor[:size], contents[:size], address
+
+
+def _counted(weights: Sequence[float]) -> tuple[list[int], bool, float]:
+    """The ranks that count, whether all do alike, and what the sum is divided by for the mean."""
+    equal = all(weight == weights[0] for weight in weights)
+    # Weight 0: left out, for what it has may be no number.
+    counted = [rank for rank, weight in enumerate(weights) if equal or weight > 0]
+    return counted, equal, float(len(weights)) if equal else sum(weights)
+
+
+def _ring(size: int, ranks: int) -> int:
+    """Bytes that each rank sends in an allreduce of so many."""
+    return 2 * (ranks - 1) * size // ranks
+
+
+def _describe(job: _core.Job) -> str:
+    layout = job.layout
+    text = f'{job.kind} "{job.name}"'
+    if layout is None or job.kind == "exchange":  # how long is what goes from whom to whom is another matter
+        return text
+    return f"{text} of {layout.total} {layout.dtype.name}" + (
+        f" from rank {job.root}" if job.kind == "broadcast" else ""
+    )
+
+
+def _neutral(reduction: str, dtype: torch.dtype) -> float:
+    """What changes nothing."""
+    if reduction in ("sum", "mean"):
+        return 0
+    if reduction == "product":
+        return 1
+    if dtype.is_floating_point:
+        return math.inf if reduction == "min" else -math.inf
+    info = torch.iinfo(dtype)
+    return info.max if reduction == "min" else info.min

@@ -1,0 +1,1 @@
+"""How ranks that another launcher has started find each other: a key-value store."""

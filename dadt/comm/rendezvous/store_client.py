@@ -1,0 +1,307 @@
+"""What Control does for a worker, among ranks that mpirun, srun or torchrun started: there is no agent to ask."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import secrets
+import sys
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dadt import world as environment
+from dadt.comm.rendezvous import store as stores
+from dadt.comm.rendezvous.values import Values
+from dadt.config import Config
+from dadt.config.config import flag
+from dadt.config.executor import Place, choose, shown
+from dadt.control import machine, network
+from dadt.errors import ConfigError, DadtError, StartTimeout
+from dadt.world import World
+
+LOOK_SECONDS = 0.5
+"""While it waits for others, a rank looks this often whether they can still come."""
+CAUSE_SECONDS = 1.0
+"""How long a rank that another one's failure ended lets that one exit first: the first exit code is the job's."""
+PAUSES = (0.001, 0.05)
+"""Between looks for what others tell, growing."""
+ABSENT = "has not imported dadt"
+BEGUN = "has imported torch, not begun to train"
+T = TypeVar("T")
+
+
+class Forum:
+    """Has Control's methods. Rank 0 prints what is to be said, once. Belongs to the process that connected: in a
+    forked child every method raises DadtError."""
+
+    def __init__(self, world: World, found: stores.Found) -> None:
+        self.world = world
+        self.secret = found.secret
+        """That only ranks of this job know; empty where strangers may have learnt it."""
+        self._found = found
+        self._values = found.values
+        self._step = -1
+        self._state = BEGUN
+        self._pid = os.getpid()
+
+    @classmethod
+    def connect(cls, world: World, config: Config) -> tuple[Forum, Config]:
+        """Meet all ranks. Returns with the knobs of rank 0, which all take, where it has chosen what was open.
+
+        Raises StartTimeout naming ranks that do not come, ConfigError where there is no way to meet.
+        """
+        found = stores.connect(world, config.start_timeout, config.timeout)
+        forum = cls(world, found)
+        mine = {
+            "machine": machine_id(),
+            "own": found.own,
+            "store": found.other,
+            "gpus": len(machine.gpus()),
+            "draw": secrets.randbelow(2**31),
+            "config": config.to_env(),
+        }
+        blobs = forum.exchange("start", json.dumps(mine).encode(), config.start_timeout)
+        everyone = [json.loads(blob) for blob in blobs]
+        job = f"{everyone[0]['draw']:08x}"
+        forum.world = replace(placed(world, everyone, _address(everyone, world.rank)), job=job)
+        if interface := network.interface_of(forum.world.address):
+            environment.speak_over(interface)
+        if not found.secret:
+            _refuse_code(config, everyone[0]["config"])
+        config, why = _resolved(everyone)
+        size = f"{world.world_size} ranks by {world.launcher}"
+        forum.say(f"{size}, executor {shown(config)}, algorithm {config.algorithm}")
+        if config.verbose:
+            forum.say(why)
+        return forum, config
+
+    def hello(self, torch: str) -> None:
+        """This process has imported torch."""
+        self._publish(BEGUN)
+
+    def claim(self) -> None:
+        """This process trains as this rank; another process that does raises DadtError."""
+        first = self._use(lambda values: values.compare_set(f"claim/{self.world.rank}", "", str(self._pid)))
+        if first != str(self._pid):
+            raise DadtError(
+                f"rank {self.world.rank} is already claimed by pid {first}: of the processes of one rank only one may "
+                "train"
+            )
+        self._publish("has begun to train")
+
+    def exchange(self, key: str, blob: bytes, timeout: float) -> list[bytes]:
+        """Every rank's blob for the key, by rank; each key once per job.
+
+        Raises StartTimeout after `timeout` seconds, or as soon as a missing rank has ended, naming the missing ranks.
+        """
+        deadline = time.monotonic() + timeout
+        keys = [f"exchange/{key}/{rank}" for rank in range(self.world.world_size)]
+        self._use(lambda values: values.set(keys[self.world.rank], blob))
+        while not self._arrive(keys, deadline):
+            missing = [rank for rank, each in enumerate(keys) if not self._has(each)]
+            states = {rank: self._peer(rank)["state"] for rank in missing}
+            gone = [rank for rank in missing if states[rank].startswith("has ended")]
+            if missing and (gone or time.monotonic() >= deadline):
+                who = ", ".join(f"rank {rank} ({states[rank]})" for rank in gone or missing)
+                what = "cannot arrive any more" if gone else f"did not arrive within {timeout:g} s"
+                raise StartTimeout(f"{who} {what} for {key!r}")
+        return [self._get(each) for each in keys]
+
+    def put(self, key: str, blob: bytes) -> None:
+        """For whichever rank asks for the key."""
+        self._use(lambda values: values.set(f"put/{key}", blob))
+
+    def get(self, keys: Sequence[str], timeout: float) -> list[bytes]:
+        """What some ranks have put there, or will. Raises StartTimeout after `timeout` seconds."""
+        if not self._arrive([f"put/{key}" for key in keys], time.monotonic() + timeout, timeout):
+            missing = next(key for key in keys if not self._has(f"put/{key}"))
+            raise StartTimeout(f"no rank did its part within {timeout:g} s for {missing!r}")
+        return [self._get(f"put/{key}") for key in keys]
+
+    def say(self, text: str, level: str = "info") -> None:
+        """Print `dadt: text`: once if it is a warning, whichever rank says it; else if this is rank 0."""
+        if level == "info":
+            if self.world.rank == 0:
+                _print(text)
+        elif self._use(lambda values: values.add(f"said/{zlib.crc32(text.encode())}", 1)) == 1:
+            _print(f"{level}: {text}")
+
+    @property
+    def due(self) -> bool:
+        """Numbers that go with a step are for a launcher, and here is none."""
+        return False
+
+    def progress(self, step: int, last: bool = False, **numbers: Any) -> None:
+        """Optimizer steps done so far. Costs nothing: the others are told when this rank waits."""
+        self._step = step
+
+    def failed(
+        self,
+        type: str,
+        message: str,
+        frames: Sequence[Mapping[str, Any]] = (),
+        step: int | None = None,
+        secondary: bool = False,
+        thread: str = "",
+    ) -> None:
+        """An uncaught exception, of which Python itself prints the traceback."""
+        if type == "ConfigError":
+            _print(message)
+        if not thread:
+            self._publish(f"has failed: {type}")
+        if secondary:
+            time.sleep(CAUSE_SECONDS)  # the launcher kills this process as soon as the other one has exited
+
+    def ending(self, steps: int) -> None:
+        """The script is over after so many steps; this rank waits for the others to end, too."""
+        self._publish(f"has ended after {steps} steps")
+
+    def done(self, summary: Mapping[str, float]) -> None:
+        """Training has ended well. Rank 0 may be gone by now."""
+        if self.world.rank or self._state.startswith("has failed"):
+            return
+        if not summary["steps"]:
+            if not summary["explicit"]:
+                _print("warning: training was NOT distributed: no torch.optim optimizer made a step in rank 0")
+            return
+        late = {1: "one"}.get(staleness := int(summary["staleness"]), str(staleness))
+        _print(
+            f"done: {summary['steps']} steps, {summary['delayed'] or 'none'} of them delayed by {late}, "
+            f"{100 * summary['wait_fraction']:.1f} % of the time spent waiting for communication"
+        )
+
+    def peers(self) -> list[dict[str, Any]]:
+        """All ranks, by rank: {rank, pid, state, step (-1: none), seconds (since it said so)}."""
+        self._publish(
+            f"at step {self._step}" if self._step >= 0 and not self._state.startswith("has e") else self._state
+        )
+        return [self._peer(rank) for rank in range(self.world.world_size)]
+
+    def dump(self) -> None:
+        """This rank's stacks, on stderr: nobody can ask the others for theirs, but those that wait do the same."""
+        faulthandler.dump_traceback(all_threads=True)
+
+    def saved(self, path: str, count: int) -> None:
+        """Local rank 0 has written the file for the count-th time."""
+        self._use(lambda values: values.set(self._save_key(path, count), b"1"))
+
+    def await_save(self, path: str, count: int, step: int, timeout: float) -> str:
+        """ "there" once local rank 0 has written the file `count` times; "write" if not within `timeout` seconds."""
+        key = self._save_key(path, count)
+        return "there" if self._arrive([key], time.monotonic() + timeout, timeout) else "write"
+
+    def listen(self, hear: Callable[[str, int | None], None]) -> bool:
+        """Nobody tells: mpirun, srun and torchrun end all ranks when one of them dies."""
+        return False
+
+    def stop_listening(self) -> None:
+        """Nobody tells."""
+
+    def close(self) -> None:
+        """What rank 0 holds ends with the process."""
+
+    def _save_key(self, path: str, count: int) -> str:
+        return f"saved/{self.world.cross_rank}/{path}/{count}"
+
+    def _publish(self, state: str) -> None:
+        self._state = state
+        mine = {"pid": self._pid, "state": state, "step": self._step, "time": time.time()}
+        self._use(lambda values: values.set(f"state/{self.world.rank}", json.dumps(mine).encode()))
+
+    def _peer(self, rank: int) -> dict[str, Any]:
+        key = f"state/{rank}"
+        if not self._has(key):
+            return {"rank": rank, "pid": 0, "state": ABSENT, "said": ABSENT, "step": -1, "seconds": 0.0}
+        known = json.loads(self._get(key))
+        return {"rank": rank, "seconds": time.time() - known.pop("time"), "said": known["state"], **known}
+
+    def _arrive(self, keys: list[str], deadline: float, patience: float = LOOK_SECONDS) -> bool:
+        """Wait for all keys, at most so long."""
+        end = min(deadline, time.monotonic() + patience)
+        pause = PAUSES[0]
+        while not self._use(lambda values: values.check(keys)):
+            if time.monotonic() >= end:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, PAUSES[1])
+        return True
+
+    def _has(self, key: str) -> bool:
+        return self._use(lambda values: values.check([key]))
+
+    def _get(self, key: str) -> bytes:
+        return self._use(lambda values: values.get(key))
+
+    def _use(self, action: Callable[[Values], T]) -> T:
+        self._check_process()
+        return action(self._values)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise DadtError(f"process {os.getpid()} is a fork of rank {self.world.rank} and cannot speak for it")
+
+
+def placed(world: World, everyone: Sequence[Mapping[str, Any]], address: str) -> World:
+    """Who shares a machine, as the ranks themselves see it; hosts are counted in the order of their first ranks.
+
+    address: at which other hosts reach this rank's."""
+    machines = [each["machine"] for each in everyone]
+    here = [rank for rank, each in enumerate(machines) if each == machines[world.rank]]
+    hosts = list(dict.fromkeys(machines))
+    return World(
+        rank=world.rank,
+        local_rank=here.index(world.rank),
+        cross_rank=hosts.index(machines[world.rank]),
+        world_size=world.world_size,
+        local_size=len(here),
+        address="" if len(hosts) == 1 else address,
+        job=world.job,
+        launcher=world.launcher,
+    )
+
+
+def _address(everyone: Sequence[Mapping[str, Any]], rank: int) -> str:
+    """At which other hosts reach this rank's: rank 0's as they found it, others from where they reached it."""
+    if everyone[rank]["machine"] != everyone[0]["machine"]:
+        return str(everyone[rank]["own"])
+    return str(next((each["store"] for each in everyone if each["machine"] != everyone[0]["machine"]), ""))
+
+
+def machine_id() -> str:
+    """Equal for processes that can share memory."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+
+
+def _resolved(everyone: Sequence[Mapping[str, Any]]) -> tuple[Config, str]:
+    """With what all ranks must choose alike, as `dadt run` chooses, and why."""
+    config = Config.from_env(everyone[0]["config"])
+    if config.seed < 0:
+        config = replace(config, seed=everyone[0]["draw"])
+    gpus: dict[str, list[int]] = {}
+    for each in everyone:
+        gpus.setdefault(each["machine"], []).append(each["gpus"])
+    return choose(config, [Place(f"host {host}", len(each), min(each)) for host, each in enumerate(gpus.values())])
+
+
+def _refuse_code(own: Config, first: Mapping[str, str]) -> None:
+    """What rank 0 has chosen holds for all ranks; but where strangers can be rank 0, nothing that loads code or names
+    files does. Raises ConfigError."""
+    theirs = Config.from_env(first)
+    for name in ("algorithm", "timeline"):
+        chosen = str(getattr(theirs, name))
+        if chosen != getattr(own, name) and (name == "timeline" or ":" in chosen):
+            raise ConfigError(
+                f"{flag(name)} {chosen}: rank 0 asks for it, this rank does not, and they met without a secret -> give "
+                f"it to all ranks, or export the same DADT_SECRET for all"
+            )
+
+
+def _print(text: str) -> None:
+    sys.stderr.write(f"dadt: {text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,273 @@
+"""Values that processes of one job give to each other by key: one of them holds them, the others ask it.
+
+Whoever asks has proved itself: it is a process of the same user on the same host, as the kernel says, or it knows the
+key of the connection.
+"""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Protocol
+
+from dadt.control.frame import Frame, Link
+from dadt.control.schema import BLOB, KEY, Kind, Speaker, flag, listed, number, text, whole
+from dadt.control.seal import Seal
+from dadt.errors import DadtError, PeerLost
+
+MOST_KEYS = 1 << 20
+MOST_BYTES = 1 << 30
+"""Of all values together."""
+UNSENT_LIMIT = BLOB + (1 << 20)
+PLAIN = "plain"
+"""In place of a seal's text: the connection is a socket of this host."""
+ASKS = Speaker(
+    "a rank",
+    {
+        "set": Kind({"key": KEY}, BLOB),
+        "get": Kind({"key": KEY}),
+        "check": Kind({"keys": listed(KEY, 1 << 16)}),
+        "compare_set": Kind({"key": KEY, "expected": text(), "desired": text()}),
+        "add": Kind({"key": KEY, "amount": whole(-(1 << 40), 1 << 40)}),
+    },
+    header=64 << 20,
+)
+ANSWERS = Speaker(
+    "rank 0",
+    {"value": Kind({}, BLOB), "number": Kind({"number": number}), "truth": Kind({"truth": flag}),
+     "error": Kind({"message": text()})},
+)  # fmt: skip
+
+
+class Values(Protocol):
+    """What both sides offer. Thread-safe. Raises PeerLost where the one who holds them is gone, DadtError where a
+    value is too large or not there."""
+
+    def set(self, key: str, value: bytes) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all of them are there."""
+
+    def compare_set(self, key: str, expected: str, desired: str) -> str:
+        """Set it where it is as expected, or not there and nothing is expected; gives what it is then."""
+
+    def add(self, key: str, amount: int) -> int:
+        """Count it up, from 0; gives the sum."""
+
+
+class Held:
+    """In the process that holds them."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def set(self, key: str, value: bytes) -> None:
+        with self._lock:
+            self._put(key, value)
+
+    def get(self, key: str) -> bytes:
+        with self._lock:
+            if key not in self._values:
+                raise DadtError(f"there is no value {key!r}")
+            return self._values[key]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        with self._lock:
+            return all(key in self._values for key in keys)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> str:
+        with self._lock:
+            if self._values.get(key, b"") == expected.encode():
+                self._put(key, desired.encode())
+            return self._values.get(key, b"").decode(errors="replace")
+
+    def add(self, key: str, amount: int) -> int:
+        with self._lock:
+            try:
+                total = int(self._values.get(key, b"0")) + amount
+            except ValueError:
+                raise DadtError(f"{key!r} is no number") from None
+            self._put(key, str(total).encode())
+            return total
+
+    def _put(self, key: str, value: bytes) -> None:
+        grown = self._bytes + len(value) - len(self._values.get(key, b""))
+        if len(value) > BLOB or grown > MOST_BYTES or (key not in self._values and len(self._values) >= MOST_KEYS):
+            raise DadtError(f"{key!r}: {len(value):,} bytes are more than ranks may give to each other")
+        self._values[key] = value
+        self._bytes = grown
+
+
+class Server:
+    """Holds the values and answers, in a process of its own: a rank in a library that keeps the interpreter locked, as
+    MPI_Init does until all ranks are in it, could not."""
+
+    def __init__(self) -> None:
+        """It ends with this process, or with `close`. Raises DadtError where it cannot be started."""
+        self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "dadt.comm.rendezvous.values", str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # Ctrl-C is for the ranks
+                    cwd="/",  # python -m looks for modules in the current folder first, and there is the user's own
+                )
+            except OSError as error:
+                self._line.close()
+                raise DadtError(f"{sys.executable}: cannot be run ({error.strerror})") from error
+
+    def admit(self, connection: socket.socket, seal: Seal | None) -> None:
+        """Give it one that has proved itself. Any thread."""
+        text = seal.to_text() if seal is not None else PLAIN
+        with connection:
+            socket.send_fds(self._line, [text.encode()], [connection.fileno()])
+
+    def asked(self, timeout: float) -> Asked:
+        """This process's own way to the values."""
+        ours, theirs = socket.socketpair()
+        self.admit(theirs, None)
+        return Asked(ours, None, timeout)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._line.close()
+        self._process.wait()
+
+
+class Service:
+    """The process's one thread."""
+
+    def __init__(self, line: socket.socket) -> None:
+        """line: by which whoever is to be answered comes; its end is that of the process."""
+        self._values = Held()
+        self._line = line
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(line, selectors.EVENT_READ)
+        self._over = False
+
+    def run(self) -> None:
+        while not self._over:
+            for key, events in self._selector.select():
+                self._admit() if key.fileobj is self._line else key.data(events)
+
+    def _admit(self) -> None:
+        text, descriptors, _, _ = socket.recv_fds(self._line, 4096, 1)
+        if not text:
+            self._over = True
+            return
+        connection = socket.socket(fileno=descriptors[0])
+        seal = Seal.from_text(text.decode()) if text.decode() != PLAIN else None
+        link = Link(connection.fileno(), connection.fileno(), ASKS, seal=seal)
+        self._selector.register(connection, selectors.EVENT_READ, partial(self._turn, connection, link))
+
+    def _turn(self, connection: socket.socket, link: Link, events: int) -> None:
+        try:
+            if events & selectors.EVENT_READ:
+                for question in link.receive():
+                    link.post(self._answer(question).encode())
+                    if len(link.unsent) > UNSENT_LIMIT:
+                        raise EOFError  # it asks on without reading
+            link.flush()
+        except (EOFError, BrokenPipeError, DadtError):
+            self._selector.unregister(connection)
+            connection.close()
+            return
+        waits = selectors.EVENT_WRITE if link.unsent else 0
+        self._selector.modify(connection, selectors.EVENT_READ | waits, partial(self._turn, connection, link))
+
+    def _answer(self, question: Frame) -> Frame:
+        try:
+            return QUESTIONS[question.kind](self._values, question)
+        except (DadtError, ValueError) as error:  # also of letters that are none
+            return Frame("error", {"message": str(error)[:4096]})
+
+
+def _set(values: Held, question: Frame) -> Frame:
+    values.set(question["key"], question.body)
+    return Frame("truth", {"truth": True})
+
+
+QUESTIONS: Mapping[str, Callable[[Held, Frame], Frame]] = {
+    "set": _set,
+    "get": lambda values, asked: Frame("value", {}, values.get(asked["key"])),
+    "check": lambda values, asked: Frame("truth", {"truth": values.check(asked["keys"])}),
+    "compare_set": lambda values, asked: Frame(
+        "value", {}, values.compare_set(asked["key"], asked["expected"], asked["desired"]).encode()
+    ),
+    "add": lambda values, asked: Frame("number", {"number": values.add(asked["key"], asked["amount"])}),
+}
+
+
+class Asked:
+    """In another process: each call is a question, and waits for its answer."""
+
+    def __init__(self, connection: socket.socket, seal: Seal | None, timeout: float) -> None:
+        """timeout: seconds in which the one who holds the values answers."""
+        self._socket = connection
+        self._link = Link(self._socket.fileno(), self._socket.fileno(), ANSWERS, seal=seal)
+        self._timeout = timeout
+        self._lock = threading.Lock()
+
+    def set(self, key: str, value: bytes) -> None:
+        self._ask(Frame("set", {"key": key}, value))
+
+    def get(self, key: str) -> bytes:
+        return self._ask(Frame("get", {"key": key})).body
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._ask(Frame("check", {"keys": list(keys)}))["truth"])
+
+    def compare_set(self, key: str, expected: str, desired: str) -> str:
+        header = {"key": key, "expected": expected, "desired": desired}
+        return self._ask(Frame("compare_set", header)).body.decode()
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._ask(Frame("add", {"key": key, "amount": amount}))["number"])
+
+    def _ask(self, question: Frame) -> Frame:
+        if len(question.body) > BLOB:
+            raise DadtError(f"{question['key']!r}: {len(question.body):,} bytes are more than {BLOB:,}")
+        with self._lock, selectors.DefaultSelector() as selector:
+            if self._socket.fileno() < 0:
+                raise PeerLost("rank 0, which holds what the ranks tell each other, did not answer before")
+            selector.register(self._socket, selectors.EVENT_READ)
+            try:
+                self._link.send(question)
+                while True:
+                    waits = selectors.EVENT_WRITE if self._link.unsent else 0
+                    selector.modify(self._socket, selectors.EVENT_READ | waits)
+                    if not selector.select(self._timeout):
+                        raise PeerLost(f"rank 0 did not answer within {self._timeout:g} s")
+                    self._link.flush()
+                    if answers := self._link.receive():
+                        break
+            except (BrokenPipeError, EOFError):
+                raise PeerLost("rank 0, which holds what the ranks tell each other, is gone") from None
+            except BaseException:
+                self._socket.close()  # a late answer is none to the next question
+                raise
+        if answers[0].kind == "error":
+            raise DadtError(answers[0]["message"])
+        return answers[0]
+
+
+def main() -> None:
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    Service(socket.socket(fileno=int(sys.argv[1]))).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The timeline: recording, aligning clocks, merging."""

@@ -1,0 +1,172 @@
+"""Makes one timeline of the parts of all ranks, through the engine that they have trained with."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import zlib
+from contextlib import suppress
+from typing import IO, TYPE_CHECKING, Any
+
+from dadt.comm.trace.clock import Clock, align
+from dadt.comm.trace.recorder import HEAD, PART_HEAD, Timeline
+from dadt.control import private_files
+from dadt.errors import CommError
+
+if TYPE_CHECKING:
+    from dadt.comm.trace.gather import Peers
+
+_EVENT = re.compile(rb'\{"ts":(-?[0-9]{1,20}(?:\.[0-9]{1,20})?),(.*)', re.DOTALL)
+_PIECE_BYTES = 4 * 2**20
+_ALL_PIECES_BYTES = 64 * 2**20
+"""That rank 0 holds at a time."""
+
+
+class Merge:
+    """One rank's part in it; all ranks run it."""
+
+    def __init__(self, timeline: Timeline, peers: Peers) -> None:
+        self._timeline = timeline
+        self._world = timeline.world
+        self._peers = peers
+        self._piece = min(_PIECE_BYTES, max(2**16, _ALL_PIECES_BYTES // self._world.world_size))
+        self._beside = timeline.path.with_name(f"{timeline.path.name}.part")
+        self._error = ""
+        """Why rank 0 cannot write the file."""
+        self._unread = ""
+        """Why this rank's part is not in it, or not all of it."""
+
+    def run(self) -> str:
+        """See Timeline.close."""
+        try:
+            return self._run()
+        except (CommError, OSError, RuntimeError) as error:
+            with suppress(OSError):
+                self._beside.unlink(missing_ok=True)
+            return self._in_parts(str(error))
+
+    def _run(self) -> str:
+        timeline, rank = self._timeline, self._world.rank
+        end = align(self._peers, self._world)
+        source, size = self._source()
+        with source:
+            mine = {"rank": rank, "size": size, "error": timeline.error}
+            heads = [json.loads(head) for head in self._allgather(mine, "sizes")]
+            if [head["rank"] for head in heads] != list(range(self._world.world_size)):
+                return self._in_parts("the executor moves nothing between ranks")
+            target = self._open() if rank == 0 else None
+            for number in range(-(-max(head["size"] for head in heads) // self._piece)):
+                lines = _shifted(self._lines(source, number), timeline.clock, end)
+                for theirs in self._peers.gather(zlib.compress(lines, 1), f"timeline: piece {number}"):
+                    self._append(target, theirs)
+        if target is not None:
+            self._finish(target, len(heads))
+        told = self._allgather({"error": self._error, "unread": self._unread}, "written")
+        verdicts = [json.loads(each) for each in told]
+        if verdicts[0]["error"]:
+            return self._in_parts(verdicts[0]["error"])
+        if not self._unread:
+            timeline.part.unlink()
+        errors = [head["error"] or verdict["unread"] for head, verdict in zip(heads, verdicts, strict=True)]
+        lacking = "".join(f"; rank {rank} is incomplete: {error}" for rank, error in enumerate(errors) if error)
+        return f"timeline: {timeline.path} (dadt timeline, or ui.perfetto.dev){lacking}"
+
+    def _in_parts(self, why: str) -> str:
+        return f"the timeline was not merged ({why}): its parts are {self._timeline.path}.rank0 and so on"
+
+    # A rank whose part cannot be read goes on, as its peers do, and adds nothing ------------------------------------
+
+    def _source(self) -> tuple[IO[bytes], int]:
+        """This rank's part, and its size."""
+        part = self._timeline.part
+        try:
+            return part.open("rb"), part.stat().st_size
+        except OSError as error:
+            self._unread = f"{part} could not be read ({error.strerror})"
+            return io.BytesIO(), 0
+
+    def _lines(self, source: IO[bytes], number: int) -> bytes:
+        """The lines that begin in this piece of the part."""
+        try:
+            return self._read(source, number)
+        except OSError as error:
+            self._unread = f"{self._timeline.part} could not be read ({error.strerror})"
+            return b""
+
+    def _read(self, source: IO[bytes], number: int) -> bytes:
+        def boundary(at: int) -> int:
+            if at == 0:
+                return len(PART_HEAD)
+            source.seek(max(at - 1, 0))
+            source.readline()
+            return source.tell()
+
+        begin, end = boundary(number * self._piece), boundary((number + 1) * self._piece)
+        source.seek(begin)
+        return source.read(end - begin)
+
+    def _allgather(self, value: dict[str, Any], name: str) -> list[bytes]:
+        data = json.dumps(value).encode()
+        return self._peers.allgather(data, f"timeline: {name}")
+
+    # On rank 0; after an error the rest goes on, because the peers do -----------------------------------------------
+
+    def _open(self) -> IO[bytes] | None:
+        try:
+            file = private_files.open_file(self._beside)
+            file.write(HEAD)
+        except OSError as error:
+            self._error = f"{self._beside}: {error.strerror}"
+            return None
+        return file
+
+    def _append(self, file: IO[bytes] | None, compressed: bytes) -> None:
+        if file is None or self._error:
+            return
+        try:
+            file.write(_unpacked(compressed))
+        except OSError as error:
+            self._error = f"{file.name}: {error.strerror}"
+        except zlib.error as error:
+            self._error = f"a rank's part is damaged ({error})"
+
+    def _finish(self, file: IO[bytes], ranks: int) -> None:
+        last = {"ts": 0, "ph": "M", "pid": 0, "tid": 0, "name": "dadt", "args": {"ranks": ranks}}
+        try:
+            if not self._error:
+                file.write(json.dumps(last, separators=(",", ":")).encode() + b"\n]}\n")
+            file.close()
+            if not self._error:
+                self._beside.replace(self._timeline.path)
+        except OSError as error:
+            self._error = self._error or f"{self._timeline.path}: {error.strerror}"
+        if self._error:
+            self._beside.unlink()
+
+
+def _unpacked(compressed: bytes) -> bytes:
+    """A few KiB could stand for GiB. Raises zlib.error."""
+    unpacking = zlib.decompressobj()
+    data = unpacking.decompress(compressed, _ALL_PIECES_BYTES)
+    if not unpacking.eof:
+        raise zlib.error("it is cut short, or its lines have no end")
+    return data
+
+
+def _shifted(lines: bytes, begin: Clock, end: Clock) -> bytes:
+    """The events in the time that rank 0's clock has shown, where the two have gone unlike since the beginning."""
+    drift = end.offset - begin.offset
+    if abs(drift) <= begin.error + end.error:
+        return lines
+    rate = drift / (end.at - begin.at)
+    shifted = []
+    for line in lines.splitlines(keepends=True):
+        found = _EVENT.fullmatch(line)
+        if found is None:  # the file is damaged there: whoever reads the timeline is told of it
+            shifted.append(line)
+            continue
+        at = float(found[1])
+        elapsed = at - (begin.at - begin.origin) * 1e6
+        shifted.append(b'{"ts":%.3f,%b' % (at + rate * elapsed, found[2]))
+    return b"".join(shifted)

@@ -1,0 +1,169 @@
+"""What each rank did when, in Chrome's trace format: a part per rank while the job runs, one file at its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import threading
+from collections import deque
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from dadt.control import private_files
+from dadt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dadt._core import Engine
+    from dadt.comm.executors.base import Connection
+    from dadt.comm.trace.gather import Peers
+    from dadt.world import World
+
+HEAD = b'{"displayTimeUnit":"ms","otherData":{"program":"dadt"},"traceEvents":[\n'
+PART_HEAD = b"[\n"
+"""The format lets such an array go without its end, so that parts of a job that failed can be opened, too."""
+_TRAINING, _QUEUE, _FIRST_ENGINE = 1, 2, 3
+"""Tracks; as in csrc/timeline.h."""
+_DRAIN_SECONDS = 1.0
+_MOST_WAITS = 4096
+"""Of one step."""
+
+
+def part(path: Path, rank: int) -> Path:
+    return path.with_name(f"{path.name}.rank{rank}")
+
+
+def check(path: Path) -> None:
+    """Raises ConfigError if no timeline can be written there."""
+    try:
+        if path.is_dir():
+            raise ConfigError(f"--timeline {path}: this is a folder; give a file, as timeline.json")
+        private_files.make_folder(path.parent)
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            raise ConfigError(f"--timeline {path}: {path.parent} cannot be written to; give another place")
+        if path.exists() and path.stat().st_size:
+            with path.open("rb") as file:
+                if file.read(len(HEAD)) != HEAD:
+                    raise ConfigError(f"--timeline {path}: this file is no timeline; give another name, or remove it")
+    except OSError as error:
+        raise ConfigError(f"--timeline {path}: cannot be written ({error.strerror})") from error
+
+
+class Timeline:
+    """One rank's. All ranks `start` and `close` it, in the same order with what else they exchange."""
+
+    def __init__(self, path: str, world: World) -> None:
+        """Make this rank's part. Raises ConfigError if that cannot be."""
+        self.path = Path(path)
+        self.world = world
+        check(self.path)
+        self.part = part(self.path, world.rank)
+        try:
+            self._file = private_files.open_file(self.part)
+            if world.rank == 0:
+                self._remove_older()
+        except OSError as error:
+            raise ConfigError(f"--timeline {self.path}: cannot be written ({error.strerror})") from error
+        self._lock = threading.Lock()
+        self._tracks = _FIRST_ENGINE
+        self._waits: deque[tuple[str, float, float]] = deque(maxlen=_MOST_WAITS)
+        self._step_ended = 0.0
+        self._error = ""
+        self._thread: threading.Thread | None = None
+        self._peers: Peers | None = None
+
+    def start(self, peers: Peers) -> None:
+        """Record from now on, in the time of rank 0. Raises CommError."""
+        from dadt import _core
+        from dadt.comm.trace.clock import align
+
+        self.clock = align(peers, self.world)
+        self._core = _core.Timeline(self.world.rank, self.clock.origin)
+        self._write(PART_HEAD)
+        self._name("process_name", 0, name=f"rank {self.world.rank} ({platform.node()})")
+        self._name("process_sort_index", 0, sort_index=self.world.rank)
+        self._name("thread_name", _TRAINING, name="training")
+        self._name("thread_name", _QUEUE, name="negotiation and queue")
+        self._name("dadt", 0, world_size=self.world.world_size, clock_error_us=round(self.clock.error * 1e6, 1))
+        self._step_ended = perf_counter()
+        self._thread = threading.Thread(target=self._drain, name="dadt-timeline", daemon=True)
+        self._thread.start()
+
+    def record(self, connection: Connection, name: str) -> None:
+        """Show what its engines do, each on a track of its own."""
+        self._record(connection.engine, name)
+        if connection.broadcaster is not None:
+            self._record(connection.broadcaster, f"{name}: broadcasts")
+
+    def _record(self, engine: Engine, name: str) -> None:
+        self._name("thread_name", self._tracks, name=name)
+        engine.record(self._core, self._tracks)
+        self._tracks += 1
+
+    def waited(self, name: str, begin: float) -> None:
+        """The training thread has stood still for this operation since `begin` (of perf_counter)."""
+        self._waits.append((name, begin, perf_counter()))
+
+    def step(self, number: int) -> None:
+        """The training thread has completed this step; the first is 0, as in the names of exchanges."""
+        begin, self._step_ended = self._step_ended, perf_counter()
+        self._core.step(number, begin, self._step_ended, list(self._waits))
+        self._waits.clear()
+
+    def stop(self) -> None:
+        """Record no more; what there is stays in this rank's part. Waits for no peer. Idempotent."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self._core.close()
+        thread.join(10 * _DRAIN_SECONDS)
+        self._file.close()
+        if self._core.dropped:
+            self._error = self._error or f"{self._core.dropped:,} events came too fast to be kept"
+
+    def close(self, peers: Peers) -> str:
+        """Merge the parts of all ranks into the file; what the user should know of it. Empty when called again.
+
+        Parts that could not be merged stay where they are; that raises nothing.
+        """
+        from dadt.comm.trace.merge import Merge
+
+        self.stop()
+        if self._peers is not None:
+            return ""
+        self._peers = peers  # which may have to outlive operations that were not done in time
+        return Merge(self, peers).run()
+
+    @property
+    def error(self) -> str:
+        """Why this rank's part is incomplete, if it is."""
+        return self._error
+
+    def _name(self, what: str, track: int, **arguments: Any) -> None:
+        event = {"ts": 0, "ph": "M", "pid": self.world.rank, "tid": track, "name": what, "args": arguments}
+        self._write(json.dumps(event, separators=(",", ":")).encode() + b",\n")
+
+    def _drain(self) -> None:
+        """On a thread of its own: events go to the part, so that memory stays bounded, with or without steps."""
+        while self._thread is not None:
+            self._write(self._core.drain(_DRAIN_SECONDS))
+        self._write(self._core.drain(0.0))
+
+    def _write(self, data: bytes) -> None:
+        with self._lock:
+            if not data or self._error:
+                return
+            try:
+                self._file.write(data)
+                self._file.flush()  # a forked child must find nothing that it would write again
+            except OSError as error:
+                self._error = f"{self.part} could not be written ({error.strerror})"
+
+    def _remove_older(self) -> None:
+        """Of an earlier job: the file, and parts of ranks that there are none of now."""
+        self.path.unlink(missing_ok=True)
+        for old in self.path.parent.glob(f"{self.path.name}.rank*"):
+            number = old.name.rpartition(".rank")[2]
+            if number.isdigit() and int(number) >= self.world.world_size:
+                old.unlink(missing_ok=True)

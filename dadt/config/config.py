@@ -1,0 +1,480 @@
+"""Every knob of DADT: the flag `--warmup-steps`, the variable DADT_WARMUP_STEPS and the docs come from here."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from dadt.config.numbers import MOST, numbers
+from dadt.errors import ConfigError
+from dadt.world import World
+
+EXECUTORS = ("auto", "shm", "null", "gloo", "nccl", "mpi", "mpicuda")
+"""Beside them c10d:<name> and hierarchical:<cross>."""
+CROSS = ("gloo", "nccl", "mpi")
+"""What moves bytes between hosts for the hierarchical executor; beside them c10d:<name>."""
+ALGORITHMS = ("pipe", "sync", "local", "gossip", "auto")
+"""Beside them <module>:<Class>."""
+LEAST_MEASURED = 10
+"""Steps that --algorithm auto must have seen to decide."""
+COMPRESSIONS = ("none", "bf16", "fp16", "int8")
+"""Beside them powersgd:<rank>."""
+METRICS = ("tensorboard", "prometheus")
+TOPOLOGIES = ("ring", "exponential", "complete")
+LAUNCHERS = ("auto", "local", "ssh", "slurm", "mpi")
+LEAST_HEARTBEAT_TIMEOUT = 2.0
+LEAST_ORPHAN_TIMEOUT = 2.0
+"""A few signs of life fit into it."""
+
+
+def knob(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    advanced: bool = False,
+    launch: bool = False,
+    flags: tuple[str, ...] = (),
+    metavar: str = "",
+) -> Any:
+    """A field of Config with the text its flag shows.
+
+    advanced: not common, so listed by --help-all only. launch: concerns the launcher, and is not passed on to workers.
+    flags: other names of the flag.
+    """
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "advanced": advanced,
+        "launch": launch,
+        "flags": flags,
+        "metavar": metavar,
+    }
+    return field(default=default, metadata=metadata)
+
+
+def launch_knob(default: Any, help: str, **options: Any) -> Any:
+    return knob(default, help, launch=True, **options)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """What one job does, the same on every rank. Frozen: made once by the command line, rebuilt in each worker."""
+
+    algorithm: str = knob(
+        "pipe",
+        "How ranks learn from each other: pipe, sync, local, gossip, auto, or <module>:<Class>.",
+        metavar="NAME",
+    )
+    executor: str = knob(
+        "auto",
+        "What moves the bytes: auto, shm, gloo, nccl, mpi, mpicuda, null, c10d:<name>, hierarchical:<name>.",
+        metavar="NAME",
+    )
+    broadcast_executor: str = knob(
+        "", "The same for broadcasts alone; else as --executor.", metavar="NAME", advanced=True
+    )
+    allreduce_executor: str = knob(
+        "", "The same for all but broadcasts; else as --executor.", metavar="NAME", advanced=True
+    )
+    verbose: bool = knob(False, "Say why, where dadt chooses.", flags=("-v",))
+    warmup_steps: int = knob(50, "Synchronous steps before `pipe` begins to delay.", advanced=True)
+    predict: str = knob(
+        "auto",
+        "Weight prediction of `pipe`: auto; own:S by the optimizer's step, with a share S of the rank's own gradient;"
+        " or factors of the last displacement, and of the one before: C or C,D.",
+        advanced=True,
+    )
+    staleness: int = knob(
+        1, "Steps by which `pipe` is late; more than 1 needs a far lower learning rate.", advanced=True
+    )
+    fall_back: bool = knob(
+        True, "Go back to `sync` on all ranks where gradients blow up once `pipe` delays.", advanced=True
+    )
+    compression: str = knob(
+        "none", "What goes over the wire: none, bf16, fp16, int8, or powersgd:<rank>.", metavar="NAME"
+    )
+    sync_every: int = knob(32, "Steps of its own that a rank takes between two averages of `local`.", advanced=True)
+    outer_lr: float = knob(1.0, "`local`: the outer optimizer's learning rate; DiLoCo's is 0.7.", advanced=True)
+    outer_momentum: float = knob(
+        0.0, "`local`: the outer optimizer's Nesterov momentum; DiLoCo's is 0.9.", advanced=True
+    )
+    fragments: int = knob(1, "`local`: parts of the model that are averaged at different steps.", advanced=True)
+    topology: str = knob("exponential", "`gossip`: who averages with whom.", choices=TOPOLOGIES, advanced=True)
+    batch: str = knob(
+        "per-rank",
+        "The script's batch size is each rank's, or is divided among ranks.",
+        choices=("per-rank", "global"),
+    )
+    scale_lr: str = knob(
+        "none", "Multiply learning rates by the number of workers.", choices=("none", "linear", "sqrt")
+    )
+    share: str = knob("", "DataLoaders that train, by number, as 1,3.")
+    no_share: str = knob("", "DataLoaders not to be shared out: 2, or all.")
+    seed: int = knob(
+        -1, "Seed of torch, numpy and random on every rank before the script's own; -1 draws one.", advanced=True
+    )
+    seeding: bool = knob(True, "Seed all ranks alike, then give each its own random stream.", advanced=True)
+    broadcast: bool = knob(True, "Start all ranks from rank 0's weights, buffers and optimizer state.", advanced=True)
+    buffers: bool = knob(True, "Average buffers (BatchNorm statistics) over ranks.", advanced=True)
+    save_once: bool = knob(
+        True,
+        "torch.save to a path: one rank of each host writes, the others wait for the file.",
+        advanced=True,
+    )
+    lock_downloads: bool = knob(True, "Download into one folder by one rank of a host at a time.", advanced=True)
+    bucket_mb: float = knob(25.0, "Gradients are exchanged in buckets of about this many MiB.", advanced=True)
+    timeline: str = knob("", "Record what each rank does when, for Perfetto and `dadt timeline`.", metavar="FILE")
+    cycle_duration_ms: float = knob(
+        1.0, "Named tensors: milliseconds that one that is ready may wait for others to go with it.", advanced=True
+    )
+    all_reduce_buffer_size: int = knob(
+        64 << 20, "Named tensors: bytes of a buffer in which they are reduced together; 0: one by one.", advanced=True
+    )
+    group_buffer_size: int = knob(64 << 20, "The same within an explicit group of tensors.", advanced=True)
+    stall_warning: float = knob(
+        60.0, "Seconds after which a tensor that some ranks have not submitted is told of.", advanced=True
+    )
+    on_stall: str = knob(
+        "dump",
+        "What happens then: a line, every rank's stacks too, or an end on all ranks.",
+        choices=("warn", "dump", "abort"),
+        advanced=True,
+    )
+    timeout: float = knob(300.0, "Seconds that a rank waits for a silent peer before it fails.", advanced=True)
+    start_timeout: float = knob(
+        120.0,
+        "Seconds in which all hosts must be ready, and all ranks once one of them begins to train.",
+        advanced=True,
+    )
+    inject: str = knob(
+        "auto",
+        "How DADT gets into the script.",
+        choices=("auto", "entrypoint", "sitecustomize", "none"),
+        advanced=True,
+    )
+
+    np: int = launch_knob(0, "Workers, exactly; 0: one for each slot.", flags=("-np", "-n", "--num-proc"))
+    hosts: str = launch_knob("", "Hosts and slots: host1:2,user@host2:2,[::1].", flags=("-H",), metavar="HOSTS")
+    hostfile: str = launch_knob("", "File of hosts, a line each: `host slots=N`.", metavar="FILE")
+    include: str = launch_knob("", "Of the hosts, these only.", advanced=True, metavar="HOSTS")
+    exclude: str = launch_knob("", "Of the hosts, all but these.", advanced=True, metavar="HOSTS")
+    accelerators: int = launch_knob(0, "Workers on each host that has no slots given.", advanced=True)
+    gpu_visibility: str = launch_knob("one", "GPUs that each worker sees.", choices=("one", "all"), advanced=True)
+    launcher: str = launch_knob("auto", "How the agent of each host is started.", choices=LAUNCHERS, advanced=True)
+    ssh_backend: str = launch_knob("paramiko", "What speaks SSH.", choices=("paramiko", "openssh"), advanced=True)
+    ssh_port: int = launch_knob(0, "Port of sshd; 0: as the SSH configuration says.", flags=("-p",), advanced=True)
+    ssh_identity_file: str = launch_knob(
+        "", "Private key for SSH, and no other.", flags=("-i",), metavar="FILE", advanced=True
+    )
+    ssh_config: str = launch_knob("", "SSH configuration in place of ~/.ssh/config.", advanced=True, metavar="FILE")
+    ssh_host_keys: str = launch_knob(
+        "accept-new",
+        "Hosts whose key is not known yet; a changed key is refused in strict and accept-new.",
+        choices=("strict", "accept-new", "off"),
+        advanced=True,
+    )
+    mpirun: str = launch_knob(
+        "mpirun", "The mpirun of --launcher mpi: Open MPI's, MPICH's or Intel MPI's.", advanced=True, metavar="PATH"
+    )
+    mpi_args: str = launch_knob("", "Further arguments for mpirun, as '--mca btl tcp,self'.", advanced=True)
+    nnodes: int = launch_knob(0, "Hosts, where `dadt run` is called on each by hand.", advanced=True)
+    node_rank: int = launch_knob(-1, "Which of them this one is, from 0.", advanced=True)
+    rendezvous: str = launch_knob(
+        "",
+        "Where they meet: host:port on node 0 (with DADT_SECRET on all), or file:///a/shared/path.",
+        advanced=True,
+        metavar="WHERE",
+    )
+    link: str = launch_knob(
+        "", "Workers on hosts simulated here, each behind a link of this speed, as 1gbit (root).", advanced=True
+    )
+    latency: str = launch_knob("", "The same: time from host to host on such links, as 5ms.", advanced=True)
+    simulate_hosts: int = launch_knob(
+        0, "So many simulated hosts, with the workers shared out among them; 0: one for each worker.", advanced=True
+    )
+    network_interface: str = launch_knob(
+        "", "Interfaces (eth0) or networks (10.0.0.0/8) between hosts, by comma.", advanced=True, metavar="IF|CIDR"
+    )
+    forward: tuple[str, ...] = launch_knob(
+        (), "Variables for workers: NAME[=VALUE], 'ABC_*'.", flags=("-x",), metavar="NAME"
+    )
+    env_file: str = launch_knob(
+        "", "Variables for the workers, a line each: NAME=VALUE, taken as it stands.", metavar="FILE", advanced=True
+    )
+    workdir: str = launch_knob("", "Folder in which workers start; else this one.", metavar="DIR", advanced=True)
+    python: str = launch_knob("", "Python of the workers and agents; else this one.", metavar="PATH", advanced=True)
+    prologue: str = launch_knob(
+        "", "Shell commands (bash) before the workers of a host, as 'source env.sh'.", advanced=True
+    )
+    pass_local_rank: bool = launch_knob(False, "Add --local_rank N to the script's arguments.", advanced=True)
+    torch_env: bool = launch_knob(True, "Set RANK, WORLD_SIZE, MASTER_ADDR and their like.", advanced=True)
+    output: str = launch_knob("all", "Shown here: all, rank0, errors, or ranks as 0,3-5.", metavar="WHAT")
+    log_dir: str = launch_knob(
+        "dadt-logs", "Everything that workers print goes to files here.", metavar="DIR", advanced=True
+    )
+    live: str = launch_knob(
+        "auto", "Live view of all ranks; auto: on a terminal.", choices=("auto", "on", "off"), advanced=True
+    )
+    metrics: tuple[str, ...] = launch_knob(
+        (),
+        "Figures of each rank while it runs: tensorboard:DIR, or prometheus:PORT.",
+        metavar="KIND:WHERE",
+        advanced=True,
+    )
+    grace: float = launch_knob(5.0, "Seconds from SIGTERM to SIGKILL when you end a job.", advanced=True)
+    forward_signals: str = launch_knob(
+        "USR1,USR2", "Signals that dadt passes on to all workers, by comma.", advanced=True, metavar="NAMES"
+    )
+    heartbeat_timeout: float = launch_knob(
+        10.0, "Seconds without a sign of life between two hosts after which that is told; 0: none.", advanced=True
+    )
+    orphan_timeout: float = launch_knob(
+        30.0, "Seconds of silence after which launcher and agent give each other up.", advanced=True
+    )
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            choices = f.metadata["choices"]
+            value = getattr(self, f.name)
+            if value and f.metadata["metavar"] in ("FILE", "DIR", "PATH"):
+                value = _path(flag(f.name), str(value), f.metadata["metavar"] == "PATH")
+                object.__setattr__(self, f.name, value)  # frozen from here on
+            if isinstance(f.default, float):
+                _number(flag(f.name), value, "a number")
+            if choices and value not in choices:
+                raise ConfigError(f"{flag(f.name)} {value}: unknown; choose one of {', '.join(choices)}")
+        if self.timeline:  # as seen from here: workers may be elsewhere
+            object.__setattr__(self, "timeline", str(Path(here(), self.timeline)))
+        predict_factors(self.predict)
+        if predict_share(self.predict) is not None and self.staleness != 1:
+            raise ConfigError(f"--predict {self.predict} looks one step ahead: leave --staleness at 1")
+        if self.warmup_steps < 0:
+            raise ConfigError(f"--warmup-steps {self.warmup_steps}: must be 0 or more")
+        _check_algorithm(self.algorithm)
+        if self.algorithm == "auto" and self.warmup_steps < LEAST_MEASURED:
+            raise ConfigError(
+                f"--algorithm auto measures in the synchronous steps: give --warmup-steps {LEAST_MEASURED} or more"
+            )
+        _check_compression(self.compression)
+        for name in ("staleness", "sync_every", "fragments"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{flag(name)} {getattr(self, name)}: must be 1 or more")
+        if self.outer_lr <= 0:
+            raise ConfigError(f"--outer-lr {self.outer_lr}: must be above 0")
+        if not 0 <= self.outer_momentum < 1:
+            raise ConfigError(f"--outer-momentum {self.outer_momentum}: must be from 0 to below 1")
+        if self.bucket_mb <= 0:
+            raise ConfigError(f"--bucket-mb {self.bucket_mb}: must be above 0")
+        for name in ("timeout", "start_timeout", "stall_warning"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{flag(name)} {getattr(self, name)}: must be above 0 seconds")
+        if 0 < self.heartbeat_timeout < LEAST_HEARTBEAT_TIMEOUT or self.heartbeat_timeout < 0:
+            raise ConfigError(
+                f"--heartbeat-timeout {self.heartbeat_timeout}: must be {LEAST_HEARTBEAT_TIMEOUT:g} s or more, or 0"
+            )
+        if self.orphan_timeout < LEAST_ORPHAN_TIMEOUT:
+            raise ConfigError(f"--orphan-timeout {self.orphan_timeout}: must be {LEAST_ORPHAN_TIMEOUT:g} s or more")
+        sizes = ("cycle_duration_ms", "all_reduce_buffer_size", "group_buffer_size")
+        for name in ("np", "accelerators", "nnodes", "simulate_hosts", "grace", *sizes):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{flag(name)} {getattr(self, name)}: must be 0 or more")
+        for name in ("np", "accelerators", "nnodes", "simulate_hosts"):
+            if getattr(self, name) > MOST:
+                given = "-np" if name == "np" else flag(name)
+                raise ConfigError(f"{given} {getattr(self, name)}: give {MOST} at most")
+        if not -1 <= self.seed < 2**64:
+            raise ConfigError(f"--seed {self.seed}: give a whole number from 0 to 2**64 - 1, or leave it out")
+        if not 0 <= self.ssh_port < 65536:
+            raise ConfigError(f"--ssh-port {self.ssh_port}: give a port from 1 to 65535")
+        for text in self.metrics:
+            metrics_place(text)
+        for name in ("executor", "broadcast_executor", "allreduce_executor"):
+            _check_executor(flag(name), getattr(self, name), optional=name != "executor")
+        share, not_shared = loader_numbers("--share", self.share), loader_numbers("--no-share", self.no_share)
+        for both in sorted(share & not_shared if share and not_shared else ()):
+            raise ConfigError(f"--share and --no-share both name DataLoader {both}: name it once")
+
+    def to_env(self) -> dict[str, str]:
+        """What workers are told: the knobs that are theirs."""
+        theirs = (f for f in fields(self) if not f.metadata["launch"])
+        return {variable(f.name): _text(getattr(self, f.name)) for f in theirs}
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] = os.environ) -> Config:
+        return cls(**given_by_env(env))
+
+
+def given_by_env(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """The knobs whose variables are set. Raises ConfigError."""
+    return {f.name: parse(f.name, env[v]) for f in fields(Config) if (v := variable(f.name)) in env}
+
+
+def misspelt(env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables that are no knob's but look like one's: to the one that was probably meant."""
+    known = {variable(f.name) for f in fields(Config)}
+    own = World().to_env()  # where a worker's script calls dadt
+    near = {n: difflib.get_close_matches(n, known, 1, 0.85) for n in env if n.startswith("DADT_") and n not in own}
+    return {name: found[0] for name, found in near.items() if found and name not in known}
+
+
+def executors_of(config: Config) -> tuple[str, str]:
+    """What moves broadcasts, and what moves the rest."""
+    return config.broadcast_executor or config.executor, config.allreduce_executor or config.executor
+
+
+def mpi_executor(config: Config) -> str:
+    """The one of its executors that is, or is over, MPI; empty where none is."""
+    return next((name for name in executors_of(config) if name.rpartition(":")[2] in ("mpi", "mpicuda")), "")
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def variable(name: str) -> str:
+    return "DADT_" + name.upper()
+
+
+def _check_algorithm(name: str) -> None:
+    module, colon, cls = name.partition(":")
+    own = colon and cls.isidentifier() and all(part.isidentifier() for part in module.split("."))
+    if name not in ALGORITHMS and not own:
+        raise ConfigError(
+            f"--algorithm {name}: unknown; choose one of {', '.join(ALGORITHMS)}, or <module>:<Class> of your own"
+        )
+
+
+def _check_compression(name: str) -> None:
+    family, _, rank = name.partition(":")
+    if name not in COMPRESSIONS and not (family == "powersgd" and re.fullmatch("[1-9][0-9]{0,5}", rank)):
+        raise ConfigError(
+            f"--compression {name}: unknown; choose one of {', '.join(COMPRESSIONS)}, or powersgd:<rank>, as powersgd:4"
+        )
+
+
+def metrics_place(text: str) -> tuple[str, str]:
+    """What `--metrics KIND:WHERE` names. Raises ConfigError."""
+    kind, _, place = text.partition(":")
+    if kind not in METRICS or not place:
+        raise ConfigError(f"--metrics {text}: give tensorboard:DIR, or prometheus:PORT")
+    return kind, str(Path(place).expanduser()) if kind == "tensorboard" else place
+
+
+def predict_factors(text: str) -> tuple[float, float] | None:
+    """Of the last displacement, which is 0 or more, and of the one before; None for others. Raises ConfigError."""
+    if text == "auto" or predict_share(text) is not None:
+        return None
+    expected = "auto, own:0.9, a number from 0, as 1.5, or two, as 1.8,-0.9"
+    first, comma, second = text.partition(",")
+    factor = _number("--predict", first, expected)
+    if factor < 0:
+        raise ConfigError(f"--predict {text}: give {expected}")
+    return factor, _number("--predict", second, expected) if comma else 0.0
+
+
+def predict_share(text: str) -> float | None:
+    """From 0 to 1, of the rank's own gradient; None where it is not to be used. Raises ConfigError."""
+    name, _, share = text.partition(":")
+    if name != "own":
+        return None
+    expected = "own:S with S from 0 to 1, as own:0.9"
+    value = _number("--predict", share, expected)
+    if not 0 <= value <= 1:
+        raise ConfigError(f"--predict {text}: give {expected}")
+    return value
+
+
+def _check_executor(asked: str, name: str, optional: bool) -> None:
+    family, colon, member = name.partition(":")
+    crosses = member in CROSS or (member.startswith("c10d:") and member != "c10d:")
+    if name in EXECUTORS or (optional and not name) or (family == "c10d" and member):
+        return
+    if family == "hierarchical" and (crosses or not colon):
+        return
+    raise ConfigError(
+        f"{asked} {name}: unknown; choose one of {', '.join(EXECUTORS)}, c10d:<name of a torch.distributed backend>, "
+        f"hierarchical:<{', '.join(CROSS)} or c10d:name>"
+    )
+
+
+def loader_numbers(name: str, text: str) -> set[int] | None:
+    """The DataLoaders that "1,3-5" names; None for "all".
+
+    Raises ConfigError where the text is neither.
+    """
+    if text == "all":
+        return None
+    listed = numbers(text) if text else set()
+    if listed is None or 0 in listed:
+        raise ConfigError(f"{name} {text}: give DataLoaders by number from 1, as 1,3, or all")
+    return listed
+
+
+def parse(name: str, text: str) -> Any:
+    """A knob's value from its variable's text, by the type of its default."""
+    default = next(f.default for f in fields(Config) if f.name == name)
+    if isinstance(default, bool):
+        if text.lower() not in ("0", "1", "true", "false"):
+            raise ConfigError(f"{variable(name)}={text}: give 1 or 0")
+        return text.lower() in ("1", "true")
+    if isinstance(default, int):
+        with suppress(ValueError):
+            return int(text)
+        value = _number(variable(name), text, "a whole number")  # 1e3
+        if value != int(value):
+            raise ConfigError(f"{variable(name)}={text}: give a whole number")
+        return int(value)
+    if isinstance(default, float):
+        return _number(variable(name), text, "a number")
+    if isinstance(default, tuple):
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    return text
+
+
+def here() -> str:
+    """The current folder as the user's shell names it: other hosts may not know what a link leads to.
+
+    Raises ConfigError if it has been deleted.
+    """
+    try:
+        current = Path.cwd()
+    except OSError as error:
+        raise ConfigError(f"the current folder is gone ({error.strerror}) -> cd to one that exists") from error
+    named = Path(os.environ.get("PWD", ""))
+    with suppress(OSError):  # it is of no use where this process has left it since
+        if named.is_absolute() and named.samefile(current):
+            return str(named)
+    return str(current)
+
+
+def _path(name: str, text: str, program: bool) -> str:
+    """With ~ expanded, which no shell does in files and variables; a program's in full, as it is run from elsewhere."""
+    if text.startswith("~"):
+        try:
+            return str(Path(text).expanduser())
+        except RuntimeError as error:
+            raise ConfigError(f"{name} {text}: there is no such home folder") from error
+    return str(Path(here(), text)) if program and "/" in text else text
+
+
+def _number(name: str, text: str | float, expected: str) -> float:
+    """Raises ConfigError also for what is not finite."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ConfigError(f"{name} {text}: give {expected}")
+    return value
+
+
+def _text(value: object) -> str:
+    return str(int(value)) if isinstance(value, bool) else str(value)

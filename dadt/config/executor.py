@@ -1,0 +1,82 @@
+"""Which executors a job has: whether those that were asked for fit its hosts, and what `auto` picks, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dadt.config import Config
+from dadt.config.config import executors_of, flag
+from dadt.errors import ConfigError
+
+_FLAGS = ("executor", "broadcast_executor", "allreduce_executor")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One host of a job."""
+
+    name: str
+    """Empty: this host, in a job of one."""
+    workers: int
+    gpus: int
+    """That they may use, by a torch that can."""
+
+
+def choose(config: Config, places: Sequence[Place]) -> tuple[Config, str]:
+    """The configuration without `auto`, and the reason in a sentence.
+
+    Raises ConfigError for an executor that cannot work on these hosts.
+    """
+    if sum(place.workers for place in places) == 1:
+        found: dict[str, Any] = {name: "null" for name in _FLAGS if getattr(config, name) == "auto"}
+        return replace(config, **found), "no executor: there is one worker"
+    picked, reason = pick(places)
+    names = {name: getattr(config, name) for name in _FLAGS}
+    for name, value in names.items():
+        _check(flag(name), value, places)
+    found = {name: picked for name, value in names.items() if value == "auto"}
+    asked = executors_of(config)
+    config = replace(config, **found)
+    if executors_of(config) != (picked, picked):
+        by_choice = "as you have chosen"
+        reason = f"{picked} as {reason}, the other {by_choice}" if "auto" in asked else by_choice
+    return config, f"executor {shown(config)}: {reason}"
+
+
+def pick(places: Sequence[Place]) -> tuple[str, str]:
+    """What `auto` is on these hosts, and why."""
+    if all(place.gpus >= place.workers for place in places):
+        return "nccl", "every worker has a GPU of its own"
+    return pick_for_host_memory([place.workers for place in places])
+
+
+def pick_for_host_memory(workers: Sequence[int]) -> tuple[str, str]:
+    """What `auto` is for tensors that no GPU holds, by the number of workers on each host."""
+    if len(workers) == 1:
+        return "shm", "all workers are on one host"
+    if max(workers) == 1:
+        return "gloo", f"there are {len(workers)} hosts with one worker each"
+    each = str(workers[0]) if len(set(workers)) == 1 else f"{min(workers)} to {max(workers)}"
+    return "hierarchical:gloo", f"there are {len(workers)} hosts with {each} workers each"
+
+
+def shown(config: Config) -> str:
+    """For the user: one name, or two."""
+    broadcast, allreduce = executors_of(config)
+    return allreduce if broadcast == allreduce else f"{allreduce} (broadcasts: {broadcast})"
+
+
+def _check(asked: str, name: str, places: Sequence[Place]) -> None:
+    if name == "shm" and len(places) > 1:
+        raise ConfigError(f"{asked} shm: works on one host only, not on {len(places)}; leave it out, or give gloo")
+    if name not in ("nccl", "mpicuda"):
+        return
+    for place in places:
+        if place.gpus < place.workers:
+            raise ConfigError(
+                f"{asked} {name}: {place.name or 'this host'} has {place.gpus or 'no'} NVIDIA GPUs for {place.workers}"
+                " workers (nvidia-smi, /proc/driver/nvidia, CUDA_VISIBLE_DEVICES and the build of torch were asked);"
+                " leave it out, or give gloo"
+            )

@@ -1,0 +1,1 @@
+"""What every process of a job shares: frames, the connection to the agent, facts about the host. No torch."""

@@ -1,0 +1,401 @@
+"""Agents that connect back, where their launcher cannot reach them: both ends, and how each proves who it is."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from dadt.control import network, schema
+from dadt.control.accept import Entrance
+from dadt.control.frame import CHUNK, Link
+from dadt.control.seal import LENGTH, RECORD, TAG_BYTES, Seal
+from dadt.errors import DadtError, LaunchError
+from dadt.launch.channel import Channel
+
+GREETING = b"\0DADT2 launcher\n"
+NONCE_BYTES = 32
+PROOF_BYTES = 32
+TEXT_LIMIT = 1 << 20
+STRANGERS = 100
+"""So many that were turned away are told of."""
+SEAL = "DADT_SEAL"
+"""Tells an agent whose standard input is a connection how to open what comes over it."""
+MEET_SECONDS = 10.0
+"""How long one that connects may take to prove who it is."""
+CONNECT_SECONDS = 3.0
+PAUSES = (0.1, 1.0)
+"""Between attempts, growing: nobody tells when a port is opened or a file written on another host."""
+KEEPALIVE_PROBES = 3
+
+Words = Mapping[str, Any]
+
+
+class Connection(NamedTuple):
+    """One whose two sides have proved themselves to each other."""
+
+    socket: socket.socket
+    seal: Seal
+
+
+class Refused(LaunchError):
+    """The launcher is there, knows the key, and does not want us; the message is its sentence."""
+
+
+class Unreached(LaunchError):
+    """The launcher was not found, or what was found is not it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reach:
+    """Where a launcher listens, and the key by which both sides know each other."""
+
+    addresses: Sequence[str]
+    port: int
+    key: bytes
+    silence: float
+    """Seconds after which either side takes a silent connection for broken."""
+
+    def to_text(self) -> str:
+        words = {"addresses": list(self.addresses), "port": self.port, "key": self.key.hex(), "silence": self.silence}
+        return json.dumps(words)
+
+    @classmethod
+    def from_text(cls, text: str) -> Reach:
+        """Raises ValueError where it is none."""
+        try:
+            words = json.loads(text)
+            key, silence = bytes.fromhex(words["key"]), float(words["silence"])
+            return cls(addresses=list(words["addresses"]), port=int(words["port"]), key=key, silence=silence)
+        except (KeyError, TypeError, RecursionError) as error:
+            raise ValueError(f"no {error}") from error
+
+
+class Listener:
+    """Accepts in a thread, and meets each one that connects in a thread of its own: who says nothing, or does not know
+    the key, is dropped and disturbs nobody. Until it has proved that it knows it, 64 bytes of it are read."""
+
+    def __init__(
+        self,
+        key: bytes,
+        silence: float,
+        greet: Callable[[Words], Words],
+        take: Callable[[Words, Connection], None],
+        port: int = 0,
+        *,
+        turned_away: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """greet: answers one that has proved to know the key; {"refused": sentence} turns it away. take: gets the
+        connection of one that was not. turned_away: is told of strangers, once for each address and reason. All are
+        called by several threads. Raises OSError if the port is taken."""
+        self._key, self._silence = key, silence
+        self._greet, self._take = greet, take
+        self._turned_away = turned_away
+        self._told: set[str] = set()
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        server = socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=1024)
+        self.port = int(server.getsockname()[1])
+        self._entrance = Entrance(server, _shut)
+        self._closed = False
+        self._thread = threading.Thread(target=self._accept, name="dadt-listen", daemon=True)
+        self._thread.start()
+
+    def reach(self, wanted: str = "") -> Reach:
+        """For those who are to connect. wanted: as --network-interface says."""
+        found = [entry["address"] for entry in network.allowed(network.addresses(), wanted)]
+        # On a host without a network all agents are its own.
+        return Reach(addresses=[*found, network.SAME_MACHINE], port=self.port, key=self._key, silence=self._silence)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if not self._closed:
+            self._closed = True
+            _shut(self._entrance.server)  # wakes the thread
+            self._thread.join()
+            self._entrance.close()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connection = self._entrance.accept()
+            except OSError:
+                return  # closed
+            if connection is None:
+                continue
+            try:
+                threading.Thread(target=self._meet, args=(connection,), name="dadt-meet", daemon=True).start()
+            except RuntimeError:  # no thread can be had now
+                self._entrance.settle(connection)
+                connection.close()
+
+    def _meet(self, connection: socket.socket) -> None:
+        taken = False
+        try:
+            met = self._hear(connection, time.monotonic() + MEET_SECONDS)
+            self._entrance.settle(connection)
+            if met is not None:
+                guard(connection, self._silence)
+                self._take(met[0], Connection(connection, met[1]))
+                taken = True
+        except Exception as error:  # noqa: BLE001 (whatever is wrong with one that connects ends its connection only)
+            self._tell(connection, error)
+        finally:
+            self._entrance.settle(connection)
+            if not taken:
+                connection.close()
+
+    def _hear(self, connection: socket.socket, deadline: float) -> tuple[Words, Seal] | None:
+        """What it says, once it has proved to know the key; None if it is not wanted."""
+        ours = GREETING + secrets.token_bytes(NONCE_BYTES)
+        _write(connection, ours, deadline)
+        theirs = _read(connection, NONCE_BYTES, deadline)
+        _check(_read(connection, PROOF_BYTES, deadline), _proof(self._key, b"agent", ours, theirs))
+        self._entrance.settle(connection)
+        _write(connection, _proof(self._key, b"launcher", ours, theirs), deadline)
+        seal = Seal.between(self._key, ours + theirs, b"launcher", b"agent")
+        hello = _read_words(connection, seal, deadline)
+        answer = self._greet(hello)
+        _write_words(connection, seal, answer, deadline)
+        return None if "refused" in answer else (hello, seal)
+
+    def _tell(self, connection: socket.socket, error: Exception) -> None:
+        """Of a flood, the first of each address; of many addresses, some."""
+        try:
+            address = connection.getpeername()[0].removeprefix("::ffff:")
+        except OSError:
+            return  # it was dropped
+        text = f"a connection from {address} was turned away: {error or type(error).__name__}"
+        if text not in self._told and len(self._told) < STRANGERS:
+            self._told.add(text)
+            self._turned_away(text)
+
+
+class Arrivals:
+    """The futures of agents that are to come, by name. Several threads may settle one; the first does."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.futures: dict[str, Future[Channel]] = {name: Future() for name in names}
+        self._lock = threading.Lock()
+
+    def admit(self, name: str, channel: Channel) -> None:
+        """It is hung up where nobody waits for it any more."""
+        if not self._settle(name, lambda future: future.set_result(channel)):
+            channel.end(0.0)
+
+    def refuse(self, name: str, error: LaunchError) -> None:
+        self._settle(name, lambda future: future.set_exception(error))
+
+    def has(self, name: str) -> bool:
+        return self.futures[name].done()
+
+    def _settle(self, name: str, settle: Callable[[Future[Channel]], None]) -> bool:
+        future = self.futures[name]
+        with self._lock:
+            if future.done() or not future.set_running_or_notify_cancel():
+                return False
+            settle(future)
+        return True
+
+
+class SocketChannel:
+    """The launcher's end of an agent that has connected by itself."""
+
+    def __init__(self, connection: Connection, explain: Callable[[float], str] = lambda seconds: "") -> None:
+        """explain: why the agent is gone, where something comes to know that within so many seconds."""
+        self._connection = connection.socket
+        self._explain = explain
+        self._hung_up = False
+        self._end: str | None = None
+        self._writer = connection.socket.dup()  # a selector takes a descriptor once, to read or to write
+        ends = connection.socket.fileno(), self._writer.fileno()
+        self.link = Link(*ends, schema.AGENT, noisy=True, seal=connection.seal)
+
+    def hang_up(self) -> None:
+        self._hung_up = True
+        try:
+            self._connection.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass  # the agent was quicker
+
+    def end(self, timeout: float) -> str:
+        if self._end is None:
+            lost = not self._hung_up
+            deadline = time.monotonic() + timeout
+            self.hang_up()
+            gone = self._await_end(deadline)
+            self._connection.close()
+            self._writer.close()
+            self._end = self._explain(max(0.0, deadline - time.monotonic())) if lost or not gone else ""
+        return self._end
+
+    def _await_end(self, deadline: float) -> bool:
+        """The agent closes its side when nothing of it is left."""
+        try:
+            while (rest := deadline - time.monotonic()) > 0:
+                self._connection.settimeout(rest)
+                if not self._connection.recv(CHUNK):
+                    return True
+        except TimeoutError:
+            return False
+        except OSError:
+            return True  # reset: it is gone, too
+        return False
+
+
+def dial(find: Callable[[], Reach], hello: Words, deadline: float) -> tuple[Connection, Words, str]:
+    """Connect to the launcher: the connection, its answer, and the address where it was.
+
+    find: where it is; asked before each round of attempts, raises Unreached while that is not known. Raises Refused,
+    or Unreached after the deadline.
+    """
+    pause, longest = PAUSES
+    while True:
+        try:
+            return _attempt(find(), hello, deadline)
+        except Unreached:
+            if time.monotonic() + pause >= deadline:
+                raise
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
+
+
+def guard(connection: socket.socket, silence: float) -> None:
+    """Let the kernel break the connection once the other side has been silent for so many seconds."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    every = max(1, int(silence / (KEEPALIVE_PROBES + 1)))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, every)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silence * 1000))
+
+
+def become_standard(connection: Connection) -> None:
+    """From now on this process's standard input is the connection, in both directions."""
+    os.dup2(connection.socket.fileno(), 0)
+    os.environ[SEAL] = connection.seal.to_text()
+    connection.socket.close()
+
+
+def handed_over() -> Seal | None:
+    """Of the connection that is this process's standard input; None where that is a pipe, or SSH's."""
+    text = os.environ.pop(SEAL, "")
+    return Seal.from_text(text) if text else None
+
+
+def _attempt(reach: Reach, hello: Words, deadline: float) -> tuple[Connection, Words, str]:
+    """One round over all addresses."""
+    failures = []
+    for address in reach.addresses:
+        where = f"[{address}]:{reach.port}" if ":" in address else f"{address}:{reach.port}"
+        patience = min(CONNECT_SECONDS, max(0.1, deadline - time.monotonic()))
+        try:
+            connection = socket.create_connection((address, reach.port), patience)
+        except OSError as error:
+            failures.append(f"{where} ({error.strerror or error})")
+            continue
+        try:
+            answer, seal = _introduce(connection, reach.key, hello, time.monotonic() + MEET_SECONDS)
+        except (OSError, EOFError, ValueError, DadtError) as error:
+            connection.close()
+            failures.append(f"{where} ({error})")
+            continue
+        if "refused" in answer:
+            connection.close()
+            raise Refused(str(answer["refused"]))
+        guard(connection, reach.silence)
+        return Connection(connection, seal), answer, where
+    raise Unreached(f"the launcher was not reached at {', '.join(failures)}")
+
+
+def _introduce(connection: socket.socket, key: bytes, hello: Words, deadline: float) -> tuple[Words, Seal]:
+    ours = _read(connection, len(GREETING) + NONCE_BYTES, deadline)
+    if not ours.startswith(GREETING):
+        raise ValueError("not dadt listens there, or another version of it")
+    theirs = secrets.token_bytes(NONCE_BYTES)
+    _write(connection, theirs + _proof(key, b"agent", ours, theirs), deadline)
+    try:
+        proof = _read(connection, PROOF_BYTES, deadline)
+    except (EOFError, ConnectionResetError) as error:
+        raise ValueError("the launcher there has another key") from error
+    _check(proof, _proof(key, b"launcher", ours, theirs))
+    seal = Seal.between(key, ours + theirs, b"agent", b"launcher")
+    _write_words(connection, seal, hello, deadline)
+    return _read_words(connection, seal, deadline), seal
+
+
+def _proof(key: bytes, role: bytes, ours: bytes, theirs: bytes) -> bytes:
+    """Knows the key and what both have drawn; the role keeps one side's proof from being given back to it."""
+    return hmac.digest(key, b"dadt proof " + role + b"\0" + ours + theirs, "sha256")
+
+
+def _check(proof: bytes, expected: bytes) -> None:
+    if not hmac.compare_digest(proof, expected):
+        raise ValueError("it has another key")
+
+
+def _write_words(connection: socket.socket, seal: Seal, words: Words, deadline: float) -> None:
+    text = json.dumps(words).encode()
+    _write(connection, seal.closed(LENGTH.pack(len(text)) + text), deadline)
+
+
+def _read_words(connection: socket.socket, seal: Seal, deadline: float) -> Words:
+    """Of one that has proved itself. Raises ValueError, or DadtError where they were changed on their way."""
+    said = bytearray()
+    size = LENGTH.size
+    while len(said) < size:
+        length = _read(connection, LENGTH.size, deadline)
+        (count,) = LENGTH.unpack(length)
+        said += seal.opened(length + _read(connection, min(count, RECORD + TAG_BYTES), deadline))
+        if len(said) >= LENGTH.size:
+            size = LENGTH.size + LENGTH.unpack_from(said)[0]
+        if size > TEXT_LIMIT:
+            raise ValueError("it does not speak as dadt does")
+    try:
+        words = json.loads(said[LENGTH.size :])
+    except RecursionError:
+        words = None
+    if not isinstance(words, dict) or not schema.anything(words):
+        raise ValueError("it does not speak as dadt does")
+    return words
+
+
+def _read(connection: socket.socket, count: int, deadline: float) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        connection.settimeout(_left(deadline))
+        part = connection.recv(count - len(data))
+        if not part:
+            raise EOFError("it closed the connection")
+        data += part
+    return bytes(data)
+
+
+def _shut(connection: socket.socket) -> None:
+    """Ends what waits for it in another thread, which closes it."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # it is gone already
+
+
+def _write(connection: socket.socket, data: bytes, deadline: float) -> None:
+    connection.settimeout(_left(deadline))
+    connection.sendall(data)
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("it was too slow")
+    return left

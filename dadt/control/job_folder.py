@@ -1,0 +1,137 @@
+"""The folder of a running job on one host: its agent's socket, steps and stacks. Its name is the job's id."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import shutil
+import time
+from pathlib import Path
+from typing import IO
+
+from dadt.control.guard import Guard
+from dadt.errors import LaunchError
+
+LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"
+"""Without those that are read as another."""
+FRESH_SECONDS = 60.0
+SOCKET = "agent"
+
+
+class Folder:
+    """/tmp/dadt-<uid>/<job>, for this user alone. Whoever holds it keeps its lock, so a folder whose lock is
+    free belongs to nobody any more and is removed by the next job."""
+
+    def __init__(self, path: Path, lock: IO[bytes], guard: Guard | None) -> None:
+        self.path = path
+        self.job = path.name
+        self._lock = lock
+        self._guard = guard
+
+    @classmethod
+    def reserve(cls, logs: Path) -> Folder:
+        """A new job id: unique among the running jobs of this machine, and among the logs."""
+        remove_stale()
+        while True:
+            job = "".join(secrets.choice(LETTERS) for _ in range(4))
+            if (logs / job).exists():
+                continue
+            try:
+                (root() / job).mkdir(mode=0o700)
+            except FileExistsError:
+                continue
+            return cls.join(job, guarded=True)
+
+    @classmethod
+    def join(cls, job: str, guarded: bool = False) -> Folder:
+        """The folder of a job that has its id already, made if it is not there. guarded: it is removed, and the
+        workers that know it are ended, even if this process is killed."""
+        path = root() / job
+        path.mkdir(mode=0o700, exist_ok=True)
+        lock = (path / "lock").open("wb")
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        return cls(path, lock, Guard(path, _mark(path)) if guarded else None)
+
+    @property
+    def socket(self) -> Path:
+        """By which workers know their agent; each has a line of its own there."""
+        return self.path / SOCKET
+
+    @property
+    def query(self) -> Path:
+        return self.path / "launcher"
+
+    @property
+    def mark(self) -> str:
+        """What the processes that belong to the agent have in their environment."""
+        return _mark(self.path)
+
+    @property
+    def pulse(self) -> Path:
+        return self.path / "pulse"
+
+    def leave(self) -> None:
+        """Remove it, unless somebody else holds it still."""
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+        else:
+            self.remove()
+
+    @property
+    def function(self) -> Path:
+        """What `dadt.run` has its workers call."""
+        return self.path / "function"
+
+    def remove(self) -> None:
+        """Idempotent."""
+        self._lock.close()
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._guard is not None:
+            self._guard.release()
+
+
+def line_of(socket: Path | str, local_rank: int) -> Path:
+    """Where the agent with that socket listens to this one of its host's workers, and to nobody else."""
+    return Path(f"{socket}.{local_rank}")
+
+
+def _mark(path: Path) -> str:
+    return f"DADT_AGENT={path / SOCKET}"
+
+
+def root() -> Path:
+    root = Path(f"/tmp/dadt-{os.getuid()}")
+    root.mkdir(mode=0o700, exist_ok=True)
+    status = root.lstat()
+    if status.st_uid != os.getuid() or root.is_symlink():
+        raise LaunchError(f"{root} belongs to another user: remove it, it must be yours")
+    return root
+
+
+def remove_stale() -> None:
+    """The folders that nobody holds any more."""
+    for path in root().iterdir():
+        if not is_held(path):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)  # where ranks have met that were killed meanwhile
+
+
+def is_held(path: Path) -> bool:
+    """By whoever has made it, or is about to."""
+    try:
+        with (path / "lock").open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True  # its job is running
+    except OSError:
+        # No lock yet: its launcher may be about to take it.
+        try:
+            return time.time() - path.stat().st_mtime < FRESH_SECONDS
+        except FileNotFoundError:
+            return False
+    return False

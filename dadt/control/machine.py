@@ -1,0 +1,148 @@
+"""What this host has: cores, GPUs, memory. Asks the kernel and the driver's tools, never torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import dadt
+from dadt.control import network
+
+CGROUPS = Path("/sys/fs/cgroup")
+NVIDIA_SMI_SECONDS = 20.0
+
+
+def report(env: Mapping[str, str]) -> dict[str, Any]:
+    """What an agent tells of its host. env: of its workers."""
+    return {
+        "version": dadt.__version__,
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "torch": _version("torch"),
+        "hostname": socket.gethostname(),
+        "machine": identity(),
+        "cores": cores(),
+        "gpus": gpus(env),
+        "addresses": network.addresses(),
+        "port": free_port(),
+        "pid": os.getpid(),
+    }
+
+
+def identity() -> str:
+    """The same whatever name a machine is called by; each network namespace is one of its own."""
+    return f"{_read(Path('/proc/sys/kernel/random/boot_id'))} {Path('/proc/self/ns/net').readlink()}"
+
+
+def free_port() -> int:
+    """A port of TCP that nobody uses just now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def cores() -> int:
+    """CPU cores that this process may use: its affinity, and the quota of its cgroup."""
+    usable = len(os.sched_getaffinity(0))
+    for folder in _cgroup_folders():
+        quota, _, period = _read(folder / "cpu.max").partition(" ")
+        if quota.isdigit() and period.isdigit() and int(period) > 0:
+            usable = min(usable, max(1, int(quota) // int(period)))
+    return usable
+
+
+def gpus(env: Mapping[str, str] = os.environ) -> list[str]:
+    """The visible NVIDIA GPUs, as CUDA_VISIBLE_DEVICES names them: indices, UUIDs or MIG instances."""
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [str(index) for index in range(_installed_gpus())]
+    names = []
+    for name in (part.strip() for part in visible.split(",")):
+        # CUDA itself ignores everything from the first invalid index on.
+        if not name or name.startswith("-"):
+            break
+        names.append(name)
+    return names if names and _installed_gpus() else []
+
+
+def resident(pid: int) -> int:
+    """Bytes of memory that the process holds; 0 once it is gone."""
+    fields = _read(Path(f"/proc/{pid}/statm")).split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") if fields else 0
+
+
+def memory_limit() -> int:
+    """Bytes that the processes of this host may use together: the cgroup's limit or the machine's memory."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    names = ("memory.max", "memory.limit_in_bytes")
+    texts = (_read(folder / name) for folder in _cgroup_folders() for name in names)
+    limits.extend(int(text) for text in texts if text.isdigit())
+    return min(limits)
+
+
+def memory_kills() -> int:
+    """Processes of this cgroup that the kernel has killed so far for lack of memory."""
+    kills = 0
+    for folder in _cgroup_folders():
+        for name in ("memory.events", "memory.oom_control"):
+            for line in _read(folder / name).splitlines():
+                key, _, value = line.partition(" ")
+                if key == "oom_kill" and value.isdigit():
+                    kills = max(kills, int(value))
+    return kills
+
+
+def process_limit() -> int:
+    """Processes and threads that this cgroup may have at once; 0: no limit."""
+    texts = (_read(folder / "pids.max") for folder in _cgroup_folders())
+    return min((int(text) for text in texts if text.isdigit()), default=0)
+
+
+def _installed_gpus() -> int:
+    if shutil.which("nvidia-smi"):
+        try:
+            listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=NVIDIA_SMI_SECONDS, check=False)
+        except subprocess.TimeoutExpired:
+            return 0  # a driver that does not answer serves no worker either
+        return sum(line.startswith(b"GPU ") for line in listed.stdout.splitlines())
+    folder = Path("/proc/driver/nvidia/gpus")
+    return len(list(folder.iterdir())) if folder.is_dir() else 0
+
+
+def _cgroup_folders() -> Iterator[Path]:
+    """This process's cgroups (v2, and v1's memory), each with all of its parents."""
+    for line in _read(Path("/proc/self/cgroup")).splitlines():
+        _, names, path = line.split(":", 2)
+        if names not in ("", "memory"):
+            continue
+        root = CGROUPS / names
+        folder = root / path.lstrip("/")
+        # In a container the path may be the host's: then only the root is there.
+        while not folder.is_dir() and folder != root:
+            folder = folder.parent
+        yield folder
+        while folder != root:
+            folder = folder.parent
+            yield folder
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""  # not every kernel has every file

@@ -1,0 +1,249 @@
+"""Which address of a host the other hosts reach: found by connecting, not by the names of interfaces."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import selectors
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+from dadt.control.accept import MOST_AT_ONCE, Entrance
+from dadt.errors import ConfigError, LaunchError
+
+VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "flannel", "cali", "lxc", "podman")
+"""Interfaces that lead to containers of the same host."""
+PROBE_SECONDS = 3.0
+SETTLE_SECONDS = 0.2
+"""How long to wait for slower answers once each host has answered at one of its addresses."""
+CROWD = 16
+"""Of more hosts, some may find a queue full; kernels try again after 1 s, and that is waited for."""
+CROWD_SETTLE_SECONDS = 1.3
+BACKLOG = 4096
+"""Connections at once: from each other host to each address. The kernel takes what it can."""
+TOKEN_BYTES = 16
+SAME_MACHINE = "127.0.0.1"
+
+
+def addresses() -> list[dict[str, Any]]:
+    """This host's {interface, address, speed (Mbit/s, 0: unknown)} that others might reach."""
+    states = psutil.net_if_stats()
+    running: list[dict[str, Any]] = []
+    others: list[dict[str, Any]] = []
+    for name, entries in psutil.net_if_addrs().items():
+        state = states.get(name)
+        # The kernel may say only a second after an interface came up that it runs.
+        if name.startswith(VIRTUAL) or state is None or not (state.isup or _is_up(state)):
+            continue
+        for entry in entries:
+            if entry.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            address = ipaddress.ip_address(entry.address.partition("%")[0])
+            if not (address.is_loopback or address.is_link_local):
+                told = {"interface": name, "address": str(address), "speed": state.speed}
+                (running if state.isup else others).append(told)
+    return running or others
+
+
+def _is_up(state: Any) -> bool:
+    return "up" in getattr(state, "flags", "").split(",")
+
+
+def interface_of(address: str) -> str:
+    """The interface of this host that has the address; empty if none has."""
+    return next((entry["interface"] for entry in addresses() if entry["address"] == address), "")
+
+
+def allowed(entries: Sequence[Mapping[str, Any]], wanted: str) -> list[Mapping[str, Any]]:
+    """Those that --network-interface names: interfaces or networks, by comma; all if it is empty."""
+    if not wanted:
+        return list(entries)
+    parts = [part.strip() for part in wanted.split(",")]
+    return [entry for entry in entries if any(_matches(entry, part) for part in parts)]
+
+
+def fastest(entries: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Which address is taken, if all others reach each."""
+    return min(entries, key=lambda entry: _cost(entry, []))
+
+
+def check(wanted: str) -> None:
+    """Raises ConfigError where --network-interface holds a network that is none."""
+    for part in filter(None, wanted.split(",")):
+        if "/" in part:
+            try:
+                ipaddress.ip_network(part.strip(), strict=False)
+            except ValueError as error:
+                raise ConfigError(f"--network-interface {wanted}: {error}; give eth0 or 10.0.0.0/8") from None
+
+
+class Listener:
+    """Answers whoever connects with this agent's token, so that an address which several hosts have for themselves
+    (a container network) is not taken for a way between them."""
+
+    def __init__(self, token: bytes) -> None:
+        self._token = token
+        # One socket for both families, where the kernel knows the newer one.
+        both = socket.has_dualstack_ipv6()
+        server = socket.create_server(("", 0), family=_family(), backlog=BACKLOG, dualstack_ipv6=both)
+        server.setblocking(False)
+        self._entrance = Entrance(server, lambda connection: connection.close())
+        self.port = int(server.getsockname()[1])
+
+    def fileno(self) -> int:
+        return self._entrance.server.fileno()
+
+    def answer(self) -> None:
+        for _ in range(MOST_AT_ONCE):
+            connection = self._entrance.accept()
+            if connection is None:
+                return  # or it could not be had now, and is seen again
+            self._entrance.settle(connection)
+            with connection, suppress(ConnectionError):  # it has hung up already
+                connection.send(self._token)  # 16 bytes always fit into a new socket's buffer
+
+    def close(self) -> None:
+        self._entrance.close()
+
+
+@dataclass(slots=True)
+class _Attempt:
+    index: int
+    address: str
+    token: bytes
+    begun: float
+    heard: bytes = b""
+
+
+@dataclass(slots=True)
+class Probe:
+    """Tries to connect to all addresses of all other hosts at once; advanced by the agent until `finished`."""
+
+    targets: Sequence[Mapping[str, Any]]
+    """{index, port, token, addresses} of each other host."""
+    reached: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Host to those of its addresses that answered, and the seconds that took."""
+    _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    _deadline: float = field(default_factory=lambda: time.monotonic() + PROBE_SECONDS)
+    _settled: float = float("inf")
+
+    def start(self) -> None:
+        for target in self.targets:
+            self.reached[target["index"]] = {}
+            for address in target["addresses"]:
+                self._try(target, address)
+
+    @property
+    def finished(self) -> bool:
+        now = time.monotonic()
+        return not self._selector.get_map() or now >= min(self._deadline, self._settled)
+
+    def advance(self) -> None:
+        for key, _ in self._selector.select(0):
+            self._read(key.fileobj, key.data)
+        if self._settled == float("inf") and all(self.reached.values()):
+            crowd = len(self.targets) > CROWD
+            self._settled = time.monotonic() + (CROWD_SETTLE_SECONDS if crowd else SETTLE_SECONDS)
+
+    def close(self) -> None:
+        for key in list(self._selector.get_map().values()):
+            self._drop(key.fileobj)
+        self._selector.close()
+
+    def _try(self, target: Mapping[str, Any], address: str) -> None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            connection = socket.socket(family, socket.SOCK_STREAM)
+        except OSError:
+            return  # this host does not speak that family
+        connection.setblocking(False)
+        error = connection.connect_ex((address, target["port"]))
+        if error not in (0, errno.EINPROGRESS):
+            connection.close()
+            return
+        attempt = _Attempt(target["index"], address, bytes.fromhex(target["token"]), time.monotonic())
+        self._selector.register(connection, selectors.EVENT_READ, attempt)
+
+    def _read(self, connection: Any, attempt: _Attempt) -> None:
+        try:
+            data = connection.recv(TOKEN_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""  # refused, or no way there
+        attempt.heard += data
+        if attempt.heard == attempt.token:
+            self.reached[attempt.index][attempt.address] = time.monotonic() - attempt.begun
+        if not data or len(attempt.heard) >= TOKEN_BYTES:
+            self._drop(connection)
+
+    def _drop(self, connection: Any) -> None:
+        self._selector.unregister(connection)
+        connection.close()
+
+
+def agree(
+    names: Sequence[str], reports: Sequence[Mapping[str, Any]], reached: Sequence[Mapping[str, Mapping[str, float]]]
+) -> list[tuple[str, str]]:
+    """For each host the (address, interface) that all others reach: the fastest link, then the quickest answer.
+
+    reports: what each agent said of its host, with the addresses that are allowed. reached: what each one's Probe
+    found, by index. Raises LaunchError that names all pairs without a way.
+    """
+    ways = [
+        [reached[other].get(str(index), {}) for other in range(len(reports)) if other != index]
+        for index in range(len(reports))
+    ]
+    good = [
+        [entry for entry in report["addresses"] if all(entry["address"] in way for way in ways[index])]
+        for index, report in enumerate(reports)
+    ]
+    if not all(good):
+        raise LaunchError(_cut(names, reports, reached, [index for index, entries in enumerate(good) if not entries]))
+    for newer in (False, True):
+        # One family for all, where all have one in common: libraries do not mix them well.
+        same = [[entry for entry in entries if (":" in entry["address"]) is newer] for entries in good]
+        if all(same):
+            good = same
+            break
+    chosen = [min(entries, key=lambda entry, i=index: _cost(entry, ways[i])) for index, entries in enumerate(good)]  # type: ignore[misc]
+    return [(entry["address"], entry["interface"]) for entry in chosen]
+
+
+def _cost(entry: Mapping[str, Any], ways: Sequence[Mapping[str, float]]) -> tuple[float, float]:
+    return -entry["speed"], round(max((way[entry["address"]] for way in ways), default=0.0), 3)
+
+
+def _cut(
+    names: Sequence[str],
+    reports: Sequence[Mapping[str, Any]],
+    reached: Sequence[Mapping[str, Mapping[str, float]]],
+    hidden: Sequence[int],
+) -> str:
+    parts = []
+    for index in hidden:
+        tried = ", ".join(entry["address"] for entry in reports[index]["addresses"])
+        blind = [name for other, name in enumerate(names) if other != index and not reached[other].get(str(index))]
+        by = ", ".join(blind) or "all others at one address"
+        parts.append(f"{names[index]} ({tried}) is not reached by {by}" if tried else f"{names[index]} has no address")
+    return (
+        f"no way between hosts: {'; '.join(parts)} -> open the firewall between them, or choose another network with "
+        "--network-interface"
+    )
+
+
+def _matches(entry: Mapping[str, Any], part: str) -> bool:
+    if "/" not in part:
+        return part in (entry["interface"], entry["address"])
+    network = ipaddress.ip_network(part, strict=False)
+    return ipaddress.ip_address(entry["address"]) in network
+
+
+def _family() -> socket.AddressFamily:
+    return socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET

@@ -1,0 +1,1 @@
+"""DataLoaders: shares, feeds, random streams."""

@@ -1,0 +1,209 @@
+"""What a script iterates over in place of a DataLoader's own iterator."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from dadt.config import Config
+from dadt.inject.data.seed import Streams
+from dadt.inject.data.share import Piece, Share
+from dadt.world import World
+
+if TYPE_CHECKING:
+    from dadt._core import Work
+
+
+class Runtime(Protocol):
+    """What a loader asks of the runtime."""
+
+    @property
+    def world(self) -> World: ...
+    @property
+    def config(self) -> Config: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def began(self) -> bool: ...
+    @property
+    def registered(self) -> bool: ...
+    @property
+    def script_is_distributed(self) -> bool: ...
+    @property
+    def explicit(self) -> bool: ...
+    @property
+    def together(self) -> bool: ...
+    @property
+    def on_training_thread(self) -> bool: ...
+    def say(self, text: str, level: str = "info") -> None: ...
+    def trains(self) -> bool: ...
+    def claim(self) -> None: ...
+    def allgather(self, name: str, data: bytes) -> Work: ...
+    def wait(self, work: Work) -> None: ...
+    def drew(self, samples: int, nominal: int) -> None: ...
+    def pass_over(self) -> None: ...
+
+
+class Order:
+    """A sampler in the place of a loader's own: draws from the shared stream, as the single process would."""
+
+    def __init__(
+        self,
+        source: Iterable[Any],
+        streams: Streams,
+        draws_on: bool,
+        seen: Callable[[Piece], None] | None = None,
+    ) -> None:
+        """draws_on: the source may draw at every next, not only at the first. seen: the source gives Pieces,
+        and this is told of each."""
+        self.source = source
+        self.streams = streams
+        self.draws_on = draws_on
+        self.seen = seen
+
+    def __iter__(self) -> Iterator[Any]:
+        with self.streams.shared():  # a sampler of the script's own may draw here already
+            source = iter(self.source)
+        return self._walk(source)
+
+    def _walk(self, source: Iterator[Any]) -> Iterator[Any]:
+        swap = True
+        while True:
+            try:
+                if swap:
+                    with self.streams.shared():
+                        index = next(source)
+                else:
+                    index = next(source)
+            except StopIteration:
+                return
+            swap = self.draws_on
+            if self.seen is not None:
+                self.seen(index)
+                index = index.index
+            yield index
+
+    def __len__(self) -> int:
+        return len(cast(Any, self.source))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "source":
+            raise AttributeError(name)
+        return getattr(self.source, name)
+
+
+class Comparison:
+    """Asks once per loader, without waiting, whether the ranks walk the same order: a rank that walks another
+    would lose and double samples without a sign."""
+
+    def __init__(self, name: str, runtime: Runtime) -> None:
+        self.name = name
+        self.runtime = runtime
+        self._asked: Work | None = None
+        self._ended = False
+
+    def check(self, first: Piece | None) -> None:
+        """first: the first Piece of a pass; the first one ever is compared."""
+        if self._ended or (self._asked is None and first is None):
+            return
+        if not self.runtime.on_training_thread:
+            return  # of no fixed order among the operations of the thread that trains
+        if self._asked is None and self.runtime.step and not self.runtime.together:
+            return  # nobody knows when the others are here
+        if self._asked is None:
+            digest = hashlib.blake2b(repr(cast(Piece, first).whole).encode(), digest_size=8).digest()
+            self._asked = self.runtime.allgather(f"{self.name}: order of samples", digest)
+        elif self._asked.done:
+            self._ended = True
+            self.runtime.wait(self._asked)
+            if len(set(self._asked.lanes)) > 1:
+                self.runtime.say(
+                    f"{self.name}: ranks draw its samples in different orders, so that in a pass some are"
+                    " read twice and others not at all; seed the generator that its sampler, or the split of"
+                    " its data set, draws from",
+                    "warning",
+                )
+
+
+class Feed:
+    """Batches of a map-style data set for a rank that trains on its share, counted as they are handed out."""
+
+    def __init__(
+        self,
+        share: Share,
+        runtime: Runtime,
+        streams: Streams,
+        comparison: Comparison,
+        draws_on: bool,
+        prefetches: bool,
+    ) -> None:
+        """prefetches: worker processes draw indices ahead of what is handed out."""
+        self.share = share
+        self.runtime = runtime
+        self.streams = streams
+        self.comparison = comparison
+        self.prefetches = prefetches
+        self.order = Order(share, streams, draws_on, self._drawn)
+        self.passes = 0
+        self._pieces: deque[Piece] = deque()
+
+    def begin(self, start: Callable[[], Iterator[Any]]) -> Feed:
+        """A new pass: `start` gives torch's iterator over `order`."""
+        self.passes += 1
+        self._pieces.clear()
+        self._batches = 0
+        self._training = self.runtime.trains()
+        self._step = self.runtime.step
+        with self.streams.shared():
+            self.batches = start()
+        return self
+
+    def __iter__(self) -> Feed:
+        return self
+
+    def __len__(self) -> int:
+        return len(self.share)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "batches":
+            raise AttributeError(name)
+        return getattr(self.batches, name)
+
+    def __next__(self) -> Any:
+        try:
+            data = next(self.batches)
+        except StopIteration:
+            self._end()
+            raise
+        except Exception:
+            if self._pieces:  # else the sampler itself has failed, with nothing read for it
+                self._take()
+            raise
+        piece = self._take()
+        self._batches += 1
+        if self._training or self.runtime.trains():
+            self.runtime.drew(piece.samples, self.share.nominal)
+        self.comparison.check(piece if self._batches == 1 else None)
+        return data
+
+    def _drawn(self, piece: Piece) -> None:
+        if not self.prefetches:
+            self._pieces.clear()
+        self._pieces.append(piece)
+
+    def _take(self) -> Piece:
+        return self._pieces.popleft()
+
+    def _end(self) -> None:
+        self.runtime.pass_over()
+        if not self.runtime.on_training_thread:
+            return  # which may be at the end before the first step
+        if self.passes == 1 and self._batches > 1 and self.runtime.step == self._step:
+            name = self.comparison.name
+            self.runtime.say(
+                f"{name} gave each worker its share, but no step was made in the whole pass; if it evaluates,"
+                f" call model.eval() before the loop or run with --no-share {name.rpartition('#')[2]}",
+                "warning",
+            )

@@ -1,0 +1,342 @@
+"""DataLoaders of an unmodified script: one that trains gives each rank its share, any other everything.
+
+A loader is iterated through a *view*: an object of the loader's class and attributes with another sampler (or
+data set, if iterable) in it. The loader itself is never changed, so it pickles, prints and compares as ever.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sized
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data import dataloader as torch_dataloader
+
+from dadt.config.config import loader_numbers
+from dadt.errors import ConfigError
+from dadt.inject.data.feed import Comparison, Feed, Order, Runtime
+from dadt.inject.data.seed import Streams, mix
+from dadt.inject.data.share import Batches, Divided, Items, PerRank, Share, portion, stream_steps
+from dadt.inject.data.stream import Counted, Split, StreamFeed, nominal_batch, nth_of
+
+TRAINS, EVALUATES, ALONE = "trains", "evaluates", "alone"
+LISTED = 3
+"""Loaders alike that are told of."""
+DRAW_ONCE = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+"""torch's samplers that draw from the global generators, and only at the first next."""
+
+Loader = DataLoader[Any]
+
+
+class Role:
+    """What is known of one loader."""
+
+    def __init__(self, number: int, runtime: Runtime) -> None:
+        self.number = number
+        self.name = f"DataLoader #{number}"
+        self.kind = ""
+        """Empty until it is fixed."""
+        self.view: Loader | None = None
+        self.feed: Feed | None = None
+        """Of persistent workers."""
+        self.comparison = Comparison(self.name, runtime)
+
+
+class Loaders:
+    """All DataLoaders of this process, numbered by order of creation."""
+
+    def __init__(self, runtime: Runtime, streams: Streams) -> None:
+        self.runtime = runtime
+        self.streams = streams
+        self.roles: WeakKeyDictionary[Loader, Role] = WeakKeyDictionary()
+        self.pid = os.getpid()
+        self.original_iter: Callable[[Loader], Iterator[Any]] = DataLoader.__iter__
+        self.original_len: Callable[[Loader], int] = DataLoader.__len__
+        self._numbers = itertools.count(1)
+        self._told: Counter[str] = Counter()
+        self._share = loader_numbers("--share", runtime.config.share)
+        self._no_share = loader_numbers("--no-share", runtime.config.no_share)
+
+    def role(self, loader: Loader) -> Role:
+        found = self.roles.get(loader)
+        if found is None:
+            found = self.roles[loader] = Role(next(self._numbers), self.runtime)
+        return found
+
+    def iterate(self, loader: Loader) -> Iterator[Any]:
+        if self.runtime.explicit:
+            return self.original_iter(loader)
+        role = self.role(loader)
+        kind = self._decide(loader, role)
+        if kind == ALONE:
+            return self.original_iter(loader)
+        if kind == EVALUATES:
+            return self._all(loader, role)
+        self.runtime.claim()
+        self.streams.split()
+        stream = isinstance(loader.dataset, IterableDataset)
+        return self._stream(loader, role) if stream else self._map(loader, role)
+
+    def length(self, loader: Loader) -> int:
+        role = self.role(loader)
+        kind = role.kind or self._guess(loader, role)
+        if kind != TRAINS:
+            return self.original_len(loader)
+        if isinstance(loader.dataset, IterableDataset):
+            return self._stream_steps(loader)
+        return len(self._make_share(loader, role))
+
+    def _decide(self, loader: Loader, role: Role) -> str:
+        """The role for this pass; fixed, and told to the user, if it is for good."""
+        if role.kind:
+            return role.kind
+        kind, final = self._asked(role), True
+        if self._has_own_split(loader):
+            kind = ALONE
+        elif not kind:
+            # What is read before training may be a pass for statistics: it decides nothing.
+            final = self.runtime.registered and (self.runtime.trains() or self.runtime.began)
+            kind = TRAINS if self.runtime.registered and self.runtime.trains() else EVALUATES
+        if final:
+            if kind == TRAINS:
+                self._check(loader, role)
+            role.kind, role.view = kind, None
+            self._tell(self._sentence(loader, role), role)
+        return kind
+
+    def _tell(self, sentence: str, role: Role) -> None:
+        """A script may make its loaders anew in every epoch: of many alike, the first few are told."""
+        text = sentence.removeprefix(role.name)
+        self._told[text] += 1
+        if self._told[text] <= LISTED:
+            last = self._told[text] == LISTED
+            self.runtime.say(sentence + (" More like it are not listed." if last else ""))
+
+    def _asked(self, role: Role) -> str:
+        """What --share and --no-share say of a loader."""
+        if self._share is None or role.number in self._share:
+            return TRAINS
+        if self._no_share is None or role.number in self._no_share:
+            return EVALUATES
+        return ""
+
+    def _guess(self, loader: Loader, role: Role) -> str:
+        """For len() before the role is fixed: what shuffles, trains."""
+        if self._has_own_split(loader):
+            return ALONE
+        if asked := self._asked(role):
+            return asked
+        if isinstance(loader.dataset, IterableDataset):
+            return EVALUATES
+        return EVALUATES if isinstance(inner_sampler(loader), SequentialSampler) else TRAINS
+
+    def _has_own_split(self, loader: Loader) -> bool:
+        samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+        return self.runtime.script_is_distributed or any(
+            hasattr(sampler, "num_replicas") and hasattr(sampler, "rank") for sampler in samplers
+        )
+
+    def _check(self, loader: Loader, role: Role) -> None:
+        """Raises ConfigError if --batch global cannot divide this loader's batches."""
+        size = self.runtime.world.world_size
+        if self.runtime.config.batch != "global":
+            return
+        if loader.batch_size is not None and loader.batch_size < size:
+            raise ConfigError(
+                f"--batch global: {role.name} has batches of {loader.batch_size}, which cannot be divided"
+                f" among {size} workers; use fewer workers, larger batches or --batch per-rank"
+            )
+        if not loader._auto_collation:
+            raise ConfigError(
+                f"--batch global: {role.name} has no batch size that could be divided among {size} workers;"
+                f" use --batch per-rank, or --no-share {role.number}"
+            )
+
+    def _make_share(self, loader: Loader, role: Role) -> Share:
+        world = self.runtime.world
+        rank, size = world.rank, world.world_size
+        batch_sampler = cast("Any", loader.batch_sampler)
+        if batch_sampler is None:
+            return Items(loader.sampler, rank, size)
+        plain = type(batch_sampler) is BatchSampler
+        if self.runtime.config.batch == "global":
+            return Divided(batch_sampler, batch_sampler.batch_size if plain else 0, rank, size)
+        if plain:
+            sampler, batch_size = batch_sampler.sampler, batch_sampler.batch_size
+            return PerRank(sampler, batch_size, batch_sampler.drop_last, rank, size)
+        return Batches(batch_sampler, rank, size)
+
+    def _view(self, loader: Loader, role: Role, **changed: Any) -> Loader:
+        """An object like the loader but for the attributes `changed`; the same one in every pass of a role.
+
+        It keeps its own torch iterator, so that persistent workers persist.
+        """
+        view = role.view
+        if view is None:
+            view = role.view = object.__new__(without_end(type(loader)))
+            view.__dict__["_iterator"] = None
+        attributes = {name: value for name, value in loader.__dict__.items() if name != "_iterator"}
+        view.__dict__.update(attributes, **changed)
+        return view
+
+    def _all(self, loader: Loader, role: Role) -> Iterator[Any]:
+        """Everything, on every rank, drawn from the shared stream."""
+        changed = {}
+        if not isinstance(loader.dataset, IterableDataset):
+            slot = sampler_slot(loader)
+            changed[slot] = Order(getattr(loader, slot), self.streams, draws_on(loader))
+        view = self._view(loader, role, **changed)
+        with self.streams.shared():
+            return self.original_iter(view)
+
+    def _map(self, loader: Loader, role: Role) -> Iterator[Any]:
+        feed = role.feed
+        if feed is None:
+            share, prefetches = self._make_share(loader, role), loader.num_workers > 0
+            feed = Feed(share, self.runtime, self.streams, role.comparison, draws_on(loader), prefetches)
+        if loader.persistent_workers and loader.num_workers:
+            role.feed = feed  # torch's iterator is one object for all passes, and so is ours
+        changed = {
+            sampler_slot(loader): feed.order,
+            "in_order": True,  # what a batch counts is matched to it by order
+            "_dadt_rank": self.runtime.world.rank,
+        }
+        return feed.begin(lambda: self.original_iter(self._view(loader, role, **changed)))
+
+    def _stream(self, loader: Loader, role: Role) -> Iterator[Any]:
+        world, divided = self.runtime.world, self.runtime.config.batch == "global"
+        batch_size, drop_last = loader.batch_size or 1, bool(loader.drop_last)
+        block = batch_size if divided else batch_size * world.world_size
+        split = Split(world.rank, world.world_size, block, drop_last)
+        dataset = cast("IterableDataset[Any]", loader.dataset)
+        changed: dict[str, Any] = {
+            "dataset": nth_of(dataset, split),
+            "collate_fn": Counted(loader.collate_fn, loader._auto_collation),
+        }
+        if divided:
+            mine = len(portion(batch_size, world.rank, world.world_size))
+            changed["batch_sampler"] = BatchSampler(loader.sampler, mine, drop_last)
+        with self.streams.shared():
+            batches = self.original_iter(self._view(loader, role, **changed))
+        steps = self._stream_steps(loader) if hasattr(dataset, "__len__") else None
+        nominal = nominal_batch(batch_size, world.world_size, divided) if loader._auto_collation else 1
+        in_process = loader.num_workers == 0
+        together = self.runtime.together
+        return StreamFeed(batches, self.runtime, self.streams, role.name, nominal, steps, in_process, together)
+
+    def _stream_steps(self, loader: Loader) -> int:
+        size = 1 if self.runtime.config.batch == "global" else self.runtime.world.world_size
+        samples = len(cast(Sized, loader.dataset))
+        return stream_steps(samples, loader.batch_size or 1, bool(loader.drop_last), size)
+
+    def _sentence(self, loader: Loader, role: Role) -> str:
+        size = self.runtime.world.world_size
+        if role.kind == ALONE:
+            return f"{role.name}: shares out its data itself, left as it is."
+        if isinstance(loader.dataset, IterableDataset):
+            what, share = "a stream", f"one sample in {size} per worker"
+        else:
+            samples = samples_of(loader)
+            shuffled = "" if isinstance(inner_sampler(loader), SequentialSampler) else ", shuffled"
+            what = "samples" if samples is None else f"{samples:,} samples"
+            what += shuffled
+            about = "about " if samples is not None and samples % size else ""
+            share = f"1 in {size} per worker" if samples is None else f"{about}{samples // size:,} per worker"
+        if role.kind == TRAINS:
+            left_out = self._left_out(loader)
+            drops = f"; drop_last leaves {left_out:,} of them out" if left_out else ""
+            return f"{role.name} ({what}): trains, {share}{drops}."
+        return f"{role.name} ({what}): evaluates, all of it."
+
+    def _left_out(self, loader: Loader) -> int:
+        """Samples of a pass that drop_last leaves out on all ranks together."""
+        samples = samples_of(loader)
+        if samples is None or not loader.drop_last or loader.batch_size is None:
+            return 0
+        size = 1 if self.runtime.config.batch == "global" else self.runtime.world.world_size
+        return samples % (loader.batch_size * size)
+
+
+def inner_sampler(loader: Loader) -> Any:
+    """What decides the order: the sampler, or a batch sampler of the script's own."""
+    batch_sampler = loader.batch_sampler
+    if batch_sampler is None:
+        return loader.sampler
+    return batch_sampler.sampler if type(batch_sampler) is BatchSampler else batch_sampler
+
+
+def without_end(kind: type[Loader]) -> type[Loader]:
+    """The loader's class, but for a __del__: what a loader of the script's own ends there is not the view's."""
+    return type(kind.__name__, (kind,), {"__del__": lambda view: None}) if hasattr(kind, "__del__") else kind
+
+
+def sampler_slot(loader: Loader) -> str:
+    """The attribute whose indices torch's iterator walks."""
+    return "sampler" if loader.batch_sampler is None else "batch_sampler"
+
+
+def samples_of(loader: Loader) -> int | None:
+    """Samples of one pass, if the sampler or data set says."""
+    sampler = inner_sampler(loader)
+    sized = loader.dataset if sampler is loader.batch_sampler else sampler
+    try:
+        return len(sized) if isinstance(sized, Sized) else None
+    except (TypeError, NotImplementedError):  # it has a __len__ only to say that it has no length
+        return None
+
+
+def draws_on(loader: Loader) -> bool:
+    """Whether the sampler may draw from the global generators later than at its first next."""
+    return type(inner_sampler(loader)) not in (*DRAW_ONCE, SequentialSampler)
+
+
+def install(runtime: Runtime, streams: Streams) -> None:
+    """Patch DataLoader. In a world of one, nothing is changed at all."""
+    if runtime.world.world_size == 1:
+        return
+    loaders = Loaders(runtime, streams)
+    original_init = DataLoader.__init__
+    original_seed = torch_dataloader._BaseDataLoaderIter.__init__
+
+    @functools.wraps(original_init)
+    def __init__(self: Loader, *args: Any, **kwargs: Any) -> None:
+        original_init(self, *args, **kwargs)
+        if os.getpid() == loaders.pid:
+            loaders.role(self)
+
+    @functools.wraps(DataLoader.__iter__)
+    def __iter__(self: Loader) -> Iterator[Any]:
+        return loaders.iterate(self) if os.getpid() == loaders.pid else loaders.original_iter(self)
+
+    @functools.wraps(DataLoader.__len__)
+    def __len__(self: Loader) -> int:
+        return loaders.length(self) if os.getpid() == loaders.pid else loaders.original_len(self)
+
+    def iterator_init(self: Any, loader: Loader) -> None:
+        sampler, parting = inner_sampler(loader), streams.parting
+        drawn = type(sampler) is RandomSampler and loader.generator is None and sampler.generator is None
+        if drawn and parting is not None and parting.ahead and os.getpid() == loaders.pid:
+            parting.part()  # or all ranks would go through the same order until the first step
+        original_seed(self, loader)
+        rank = loader.__dict__.get("_dadt_rank")
+        if rank is None and loader.generator is None and streams.parting is not None and streams.parting.ahead:
+            rank = streams.rank
+        if rank is not None and streams.enabled:  # augmentation in the loader's workers differs by rank
+            self._base_seed = mix(self._base_seed, rank)
+
+    for name, patched in (("__init__", __init__), ("__iter__", __iter__), ("__len__", __len__)):
+        setattr(DataLoader, name, patched)
+    setattr(torch_dataloader._BaseDataLoaderIter, "__init__", iterator_init)  # noqa: B010 (mypy minds else)

@@ -1,0 +1,232 @@
+"""Iterable data sets: each rank takes every size-th sample, and all ranks take the same number of batches."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import torch
+from torch.utils.data import IterableDataset, IterDataPipe
+
+from dadt.errors import DadtError
+from dadt.inject.data.feed import Runtime
+from dadt.inject.data.seed import Streams
+from dadt.inject.data.share import Spare, every_nth
+
+if TYPE_CHECKING:
+    from dadt._core import Work
+
+
+class Split(NamedTuple):
+    """How `every_nth` is to split a stream."""
+
+    rank: int
+    size: int
+    block: int
+    whole_blocks: bool
+
+
+class EveryNth(IterableDataset[Any]):
+    """A rank's part of an iterable data set.
+
+    It stands for the script's own in everything else: attributes are read from and written to that one, as a
+    worker_init_fn does through get_worker_info().dataset.
+    """
+
+    _OWN = frozenset({"_dadt_dataset", "_dadt_split"})
+
+    def __init__(self, dataset: IterableDataset[Any], split: Split) -> None:
+        self._dadt_dataset = dataset
+        self._dadt_split = split
+
+    def __iter__(self) -> Iterator[Any]:
+        return every_nth(self._dadt_dataset, *self._dadt_split)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._OWN or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(name)  # asked by pickle before there is anything to ask
+        return getattr(self._dadt_dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._dadt_dataset, name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return EveryNth, (self._dadt_dataset, self._dadt_split)
+
+
+class EveryNthPipe(IterDataPipe[Any]):
+    """The same for a data pipe, which torch shuffles and shards as a graph that this one is a part of."""
+
+    def __init__(self, source: IterDataPipe[Any], split: Split) -> None:
+        self.source = source
+        self.split = split
+
+    def __iter__(self) -> Iterator[Any]:
+        return every_nth(self.source, *self.split)
+
+
+def nth_of(dataset: IterableDataset[Any], split: Split) -> IterableDataset[Any]:
+    return EveryNthPipe(dataset, split) if isinstance(dataset, IterDataPipe) else EveryNth(dataset, split)
+
+
+class Counted(NamedTuple):
+    """A collate function that says how many samples went in, wherever it runs: gives (count, data)."""
+
+    collate: Callable[[Any], Any]
+    batches: bool
+
+    def __call__(self, data: Any) -> tuple[int, Any]:
+        if not self.batches:
+            if isinstance(data, Spare):
+                return 0, self.collate(data.sample)
+            collated = self.collate(data)
+            return first_dimension(collated), collated
+        if isinstance(data[0], Spare):
+            return 0, self.collate([data[0].sample])
+        return len(data), self.collate(data)
+
+
+def first_dimension(data: Any) -> int:
+    """Length of the first tensor in nested data: the samples in a batch. 1 where there is none."""
+    if isinstance(data, torch.Tensor):
+        return data.shape[0] if data.ndim else 1
+    if isinstance(data, Mapping):
+        data = list(data.values())
+    if isinstance(data, Sequence) and not isinstance(data, (str, bytes)) and data:
+        return first_dimension(data[0])
+    return 1
+
+
+class Batch(NamedTuple):
+    samples: int
+    data: Any
+
+
+class StreamFeed:
+    """Batches of a stream for a rank that trains on it.
+
+    Which ranks have another batch is asked while the script works on this one. A rank that has run out
+    repeats its last batch, which then counts as 0 samples, until all have.
+    """
+
+    def __init__(
+        self,
+        batches: Iterator[tuple[int, Any]],
+        runtime: Runtime,
+        streams: Streams,
+        name: str,
+        nominal: int,
+        steps: int | None,
+        in_process: bool,
+        together: bool = True,
+    ) -> None:
+        """nominal: samples in an ordinary batch, the same on all ranks; steps: for len(); in_process: the data
+        set's code runs here, not in the loader's workers; together: all ranks take the same number of batches, else
+        each its own."""
+        self.batches = batches
+        self.runtime = runtime
+        self.streams = streams
+        self.name = name
+        self.nominal = nominal
+        self.steps = steps
+        self.in_process = in_process
+        self.together = together
+        self._training = runtime.trains()
+        self._ahead: Batch | None = None
+        self._last: Batch | None = None
+        self._failure: Exception | None = None
+        self._asked: Work | None = None
+        self._ended = False
+
+    def __iter__(self) -> StreamFeed:
+        return self
+
+    def __len__(self) -> int:
+        if self.steps is None:
+            raise TypeError(f"{self.name} has no length")
+        return self.steps
+
+    def __next__(self) -> Any:
+        if self._ended:
+            raise StopIteration
+        if not self.together:
+            return self._next_own()
+        self._check_thread()
+        if self._asked is None:
+            self._look_ahead()
+        assert self._asked is not None
+        self.runtime.wait(self._asked)
+        if self._failure is not None:
+            self._ended = True
+            raise self._failure
+        having = [flag == b"\x01" for flag in self._asked.lanes]
+        if not any(having):
+            self._end()
+        batch = self._ahead or self._repeat(having)
+        self._last = batch._replace(samples=0)
+        self._look_ahead()
+        if self._training or self.runtime.trains():
+            self.runtime.drew(batch.samples, self.nominal)
+        return batch.data
+
+    def _check_thread(self) -> None:
+        if not self.runtime.on_training_thread:
+            raise DadtError(
+                f"{self.name} is a stream that another thread ({threading.current_thread().name}) reads than the one"
+                " that trains, which alone can ask whether other ranks have more of it: iterate over it there, with"
+                " num_workers=1 or more to read ahead"
+            )
+
+    def _next_own(self) -> Any:
+        batch = self._fetch()
+        if batch is None:
+            self._end()
+        if self._training or self.runtime.trains():
+            self.runtime.drew(batch.samples, self.nominal)
+        return batch.data
+
+    def _end(self) -> NoReturn:
+        self._ended = True
+        self.runtime.pass_over()
+        raise StopIteration
+
+    def _look_ahead(self) -> None:
+        self._ahead = None
+        try:
+            self._ahead = self._fetch()
+        except Exception as failure:  # noqa: BLE001  (belongs to the next batch, and is raised there)
+            self._failure = failure
+        self._asked = self.runtime.allgather(self.name, b"\x01" if self._ahead else b"\x00")
+
+    def _fetch(self) -> Batch | None:
+        while True:
+            try:
+                if self.in_process:  # every rank walks the whole stream, so all must draw the same
+                    with self.streams.shared():
+                        batch = Batch(*next(self.batches))
+                else:
+                    batch = Batch(*next(self.batches))
+            except StopIteration:
+                return None
+            if batch.samples:
+                return batch
+            self._last = self._last or batch
+
+    def _repeat(self, having: list[bool]) -> Batch:
+        if self._last is None:
+            others = [rank for rank, has in enumerate(having) if has]
+            raise DadtError(
+                f"rank {self.runtime.world.rank} has no sample in {self.name} but ranks {others} have: its"
+                " data set gives ranks different streams; if it shares out its data, run with --no-share"
+                f" {self.name.rpartition('#')[2]}"
+            )
+        return self._last
+
+
+def nominal_batch(batch_size: int, size: int, divided: bool) -> int:
+    return math.ceil(batch_size / size) if divided else batch_size

@@ -1,0 +1,454 @@
+"""The one process per host that owns its workers.
+
+It tells what its host has, starts what the launcher asks for, passes on what the workers print and report, and ends
+them all when it is told to, when its input closes or falls silent (the launcher is gone), or when it is signalled. It
+decides nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from dadt.control import machine, mpi_library, network, schema
+from dadt.control.accept import MOST_AT_ONCE, Entrance
+from dadt.control.condition import STILL_SECONDS, Conditions
+from dadt.control.frame import Frame, Link
+from dadt.control.heartbeat import Pulse
+from dadt.control.job_folder import Folder
+from dadt.errors import DadtError, LaunchError
+from dadt.launch import environment
+from dadt.launch.agent import adoption
+from dadt.launch.agent.heartbeat import Heartbeat
+from dadt.launch.agent.roster import SHIMS, Line, Roster
+from dadt.launch.agent.stop import Stop
+from dadt.launch.agent.worker import Worker
+from dadt.launch.processes import sweep
+from dadt.launch.signals import Interrupts
+
+ENDING_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+TICK_SECONDS = 0.05
+PROBE_TICK_SECONDS = 0.01
+HEARTBEAT_SECONDS = 0.5
+ADDRESS_SECONDS = 3.0
+"""How long a host without an address may take to get one."""
+UNSENT_LIMIT = 4 << 20
+"""Workers are not read while this many bytes wait for the launcher."""
+NATURAL_SECONDS = 0.5
+"""How long what the workers left running may take to end by itself, after they ended well."""
+
+
+class Agent:
+    """Single-threaded: one selector over the launcher, the signals, the workers' pipes and their control lines."""
+
+    def __init__(self, launcher: Link, interrupts: Interrupts) -> None:
+        self._launcher = launcher
+        self._interrupts = interrupts
+        self._selector = selectors.DefaultSelector()
+        self._workers: dict[int, Worker] = {}
+        self._pids: dict[int, Worker] = {}
+        self._stop: Stop | None = None
+        self._paused = False
+        self._launcher_gone = False
+        self._orders: list[Frame] = []
+        self._conditions = Conditions()
+        self._heart: Heartbeat | None = None
+        """What tells whether data from the other hosts come through."""
+        self._ranks: dict[int, int] = {}
+        """Rank to local rank."""
+        self._heartbeat = 0.0
+        self._heard = time.monotonic()
+        """When the launcher last gave a sign of life."""
+        self._patience = float("inf")
+        """Seconds of its silence after which it is given up."""
+        self._signal = 0
+        """By which somebody told this process to end."""
+
+    def run(self) -> None:
+        self._watch(self._launcher.reader, self._read_launcher)
+        self._watch(self._interrupts.fileno(), self._read_signals)
+        look = self._await_order("look")
+        if look is None:
+            return
+        self._folder = Folder.join(f"{look['job']}.{look['index']}", guarded=True)
+        try:
+            self._patience = look["orphan_timeout"] or float("inf")
+            job = self._await_job(look)
+            if job is not None:
+                self._serve(job)
+        finally:
+            sweep(self._folder.mark)  # a prologue that did not end in time, or that left something running
+            self._folder.remove()
+
+    def _await_job(self, look: Frame) -> Frame | None:
+        """Tell what there is, help to find out who reaches whom, and wait for the order to start workers."""
+        token = os.urandom(network.TOKEN_BYTES)
+        listener = network.Listener(token) if look["hosts"] > 1 else None
+        try:
+            self._env: dict[str, str] = {}
+            problems = environment.missing(look["cwd"], look["files"])
+            if not problems:
+                self._env, problems = environment.base(look["env"], look["prologue"], self._folder.mark, look["cwd"])
+            if look.get("mpi") and not problems:
+                problems = mpi_library.missing(self._env, self._folder.path)
+            report = machine.report(self._env) | {"problems": [text[: schema.TEXT] for text in problems[:100]]}
+            if listener is not None:
+                report["addresses"] = self._await_address()
+                self._watch(listener.fileno(), listener.answer)
+                report |= {"probe_port": listener.port, "token": token.hex()}
+            self._send(Frame("ready", report | {"clock": time.time()}))
+            while (order := self._await_order("probe", "job")) is not None and order.kind == "probe":
+                self._probe(order["targets"])
+            return order
+        finally:
+            if listener is not None:
+                self._forget(listener.fileno())
+                listener.close()
+
+    def _await_address(self) -> list[dict[str, Any]]:
+        """A machine that has just booted may get its address only now."""
+        deadline = time.monotonic() + ADDRESS_SECONDS
+        while not (found := network.addresses()) and time.monotonic() < deadline:
+            self._select(PROBE_TICK_SECONDS)
+            self._beat()
+        return found
+
+    def _probe(self, targets: list[dict[str, Any]]) -> None:
+        probe = network.Probe(targets)
+        probe.start()
+        while not probe.finished and not self._launcher_gone:
+            self._select(PROBE_TICK_SECONDS)
+            probe.advance()
+        probe.close()
+        self._send(Frame("probed", {"reached": probe.reached}))
+
+    def _await_order(self, *kinds: str) -> Frame | None:
+        """The next order of these kinds; None if there is none to come."""
+        while not self._launcher_gone and not self._signal:
+            self._select(HEARTBEAT_SECONDS)
+            self._beat()
+            orders, self._orders = self._orders, []
+            for place, order in enumerate(orders):
+                if order.kind in kinds:
+                    self._orders = orders[place + 1 :]
+                    return order
+        return None
+
+    def _serve(self, job: Frame) -> None:
+        self._ranks = {worker["rank"]: worker["local_rank"] for worker in job["workers"]}
+        try:
+            if job.body:
+                self._folder.function.write_bytes(job.body)
+            self._pulse = Pulse.create(self._folder.pulse, len(self._ranks))
+        except OSError as error:
+            self._send(Frame("unstarted", {"message": f"{self._folder.path}: cannot be written ({error.strerror})"}))
+            self._send(Frame("end", {"stuck": [], "signal": self._signal}))
+            self._take_leave()
+            return
+        speaker = schema.WORKER.without(*(() if job.body else ("result",)), *(() if job["adopt"] else SHIMS))
+        secret = bytes.fromhex(job["secret"])
+        self._roster = Roster(self._folder.socket, self._ranks, self._pulse, self._hear, speaker, secret)
+        self._adoption = adoption.Adoption(self._folder.path, self._roster.answer)
+        self._memory_kills = machine.memory_kills()
+        entrances = self._roster.listen(self._drop)
+        for rank, entrance in entrances.items():
+            self._watch(entrance.server.fileno(), partial(self._accept, rank, entrance))
+        self._listen_to_hosts(job)
+        try:
+            self._start(job)
+        except LaunchError as error:
+            self._fail_to_start(str(error))
+        while not self._is_over():
+            self._turn()
+        for entrance in entrances.values():
+            self._forget(entrance.server.fileno())
+            entrance.close()
+        if self._heart is not None:
+            self._forget(self._heart.fileno())
+            self._heart.close()
+        self._send(Frame("end", {"stuck": self._stop.stuck if self._stop else [], "signal": self._signal}))
+        self._take_leave()
+
+    def _listen_to_hosts(self, job: Frame) -> None:
+        if (own := job.get("heartbeat")) is None:
+            return
+        try:
+            self._heart = Heartbeat(bytes.fromhex(job["secret"]), own["index"], own["address"], own["timeout"])
+        except OSError:  # its address is gone: the others will not hear this host
+            self._send(Frame("heartbeat", {"port": 0}))
+            return
+        self._watch(self._heart.fileno(), self._heart.read)
+        self._send(Frame("heartbeat", {"port": self._heart.port}))
+
+    def _start(self, job: Frame) -> None:
+        for slot in job["workers"]:
+            env = environment.of_worker(self._env, {**job["env"], **slot["env"]}, self._folder.socket)
+            if job.get("adopt"):
+                order = {"command": slot["command"], "env": env, "cwd": job["cwd"]}
+                self._adoption.expect(slot["rank"], order, job["adopt"])
+            else:
+                self._own(Worker.start(slot["rank"], slot["command"], env, job["cwd"]))
+
+    def _own(self, worker: Worker) -> None:
+        """From now on this worker is read, reported and stopped."""
+        self._workers[worker.rank] = worker
+        self._pids[worker.pid] = worker
+        self._send(Frame("started", {"rank": worker.rank, "pid": worker.pid}))
+        for stream in worker.pipes:
+            self._watch_pipe(worker, stream)
+
+    def _hear(self, frame: Frame) -> None:
+        """From a process of this host, what is not for its roster."""
+        if frame.kind == "shim":
+            self._adoption.admit(frame)
+        elif frame.kind == "spawned" and (worker := self._adoption.spawned(frame)) is not None:
+            self._own(worker)
+        elif frame.kind == "ended" and (ended := self._adoption.ended(frame)) is not None:
+            self._report_end(*ended)
+        elif frame.kind == "unspawned" and self._adoption.admitted(frame["line"]):
+            self._fail_to_start(frame["message"])
+        elif frame.kind not in SHIMS:
+            self._send(frame)
+
+    def _fail_to_start(self, why: str) -> None:
+        self._send(Frame("unstarted", {"message": why[: schema.TEXT]}))
+        self._begin_stop(Frame("stop"))
+
+    def _is_over(self) -> bool:
+        """All have ended and were reported, or do not die."""
+        stop = self._stop
+        return stop is not None and stop.finished and (bool(stop.stuck) or self._all_ended())
+
+    def _all_ended(self) -> bool:
+        return not self._adoption.pending and all(worker.ended for worker in self._workers.values())
+
+    def _turn(self) -> None:
+        for line in self._roster.lines.values():
+            self._watch_line(line)
+        self._select(TICK_SECONDS if self._needs_tick() else HEARTBEAT_SECONDS)
+        for order in self._orders:
+            self._obey(order)
+        self._orders.clear()
+        self._roster.settle()
+        for told in self._heart.turn() if self._heart is not None else []:
+            self._send(told)
+        self._beat()
+        self._balance()
+        if self._launcher_gone and (self._stop is None or self._stop.natural):
+            self._begin_stop(Frame("stop"))
+        elif self._stop is None and (missing := self._adoption.missing()):
+            self._fail_to_start(missing)
+        elif self._stop is None and self._all_ended():
+            self._begin_stop(Frame("stop", {"natural": NATURAL_SECONDS}))
+        if self._stop and not self._stop.finished:
+            for rank, pid, text in self._stop.advance():
+                self._send(Frame("stacks", {"rank": rank, "pid": pid}, text))
+
+    def _select(self, seconds: float) -> None:
+        self._watch_writes()
+        for key, _ in self._selector.select(seconds):
+            key.data()
+        if time.monotonic() - self._heard > self._patience:
+            self._launcher_gone = True
+
+    def _needs_tick(self) -> bool:
+        return bool(self._stop or self._roster.is_waited_for)
+
+    def _obey(self, order: Frame) -> None:
+        if order.kind == "stop":
+            self._begin_stop(order)
+        elif order.kind == "answer":
+            answer = order["answer"]
+            self._roster.answer(order["line"], Frame(answer.pop("kind"), answer, order.body))
+        elif order.kind == "stacks":
+            self._roster.inquire(order["number"], [rank for rank in order["ranks"] if rank in self._ranks])
+        elif order.kind == "heartbeat" and self._heart is not None:
+            self._heart.begin(order["hosts"])
+        elif order.kind == "death":
+            self._roster.tell(order)
+        elif order.kind == "signal":
+            for worker in self._workers.values():
+                worker.signal(order["number"])
+
+    def _begin_stop(self, order: Frame) -> None:
+        """A later order may only hasten the end."""
+        self._adoption.dismiss()
+        living = [worker for worker in self._workers.values() if not worker.ended]
+        dumps = self._roster.dumps if order.get("stacks") else {}
+        stop = Stop(self._folder.mark, living, dumps, order.get("natural", 0.0), order.get("grace", 1.5))
+        if self._stop is None or self._stop.natural:
+            self._stop = stop
+        else:
+            self._stop.hasten(order.get("grace", 1.5))
+
+    def _read_launcher(self) -> None:
+        try:
+            self._orders.extend(self._launcher.receive())
+            self._heard = time.monotonic()
+        except (EOFError, DadtError) as error:
+            if isinstance(error, DadtError):
+                sys.stderr.write(f"dadt: the agent ends, as {error}\n")
+            self._launcher_gone = True
+            self._forget(self._launcher.reader)
+
+    def _read_signals(self) -> None:
+        caught = self._interrupts.take()
+        if signal.SIGCHLD in caught:
+            self._reap()
+        if ending := caught & ENDING_SIGNALS:
+            self._signal = min(ending)
+            self._orders.append(Frame("stop"))
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            worker = self._pids.get(pid)
+            if worker is not None:
+                worker.end(status)
+                self._report_end(worker, usage.ru_maxrss * 1024)
+
+    def _report_end(self, worker: Worker, peak_memory: int) -> None:
+        """After everything that the worker said and printed while it lived."""
+        for line in list(self._roster.lines.values()):
+            self._read_line(line)
+        for stream in worker.pipes:
+            while self._read_pipe(worker, stream):
+                pass
+        local_rank = self._ranks[worker.rank]
+        if local_rank == 0:
+            self._roster.first_ended = True
+        step, _ = self._pulse.read(local_rank)
+        ending = {
+            "rank": worker.rank,
+            "code": worker.returncode,
+            "time": time.time(),
+            "step": step,
+            "peak_memory": peak_memory,
+            "memory_limit": machine.memory_limit(),
+            "memory_kills": machine.memory_kills() - self._memory_kills,
+            "stopped": self._stop is not None and self._stop.signalled,
+        }
+        self._send(Frame("exit", ending))
+
+    def _accept(self, rank: int, entrance: Entrance) -> None:
+        for _ in range(MOST_AT_ONCE):
+            if (line := self._roster.accept(rank, entrance)) is None:
+                return
+            self._watch(line.link.reader, partial(self._read_line, line))
+
+    def _drop(self, connection: socket.socket) -> None:
+        """It has said nothing, and others want its place."""
+        for line in list(self._roster.lines.values()):
+            if line.socket is connection:
+                self._hang_up(line)
+
+    def _read_line(self, line: Line) -> None:
+        if line.number not in self._roster.lines:
+            return  # hung up since the selector saw it
+        try:
+            self._roster.receive(line)
+        except EOFError:
+            self._hang_up(line)
+        except DadtError as error:
+            self._send(Frame("refused", {"rank": line.rank, "why": str(error)[: schema.TEXT]}))
+            self._hang_up(line)
+
+    def _hang_up(self, line: Line) -> None:
+        self._selector.unregister(line.link.reader)
+        self._roster.hang_up(line)
+        if (worker := self._adoption.hung_up(line.number)) is not None:
+            self._report_end(worker, 0)
+
+    def _watch_pipe(self, worker: Worker, stream: str) -> None:
+        self._watch(worker.pipes[stream].fileno(), lambda: self._read_pipe(worker, stream))
+
+    def _read_pipe(self, worker: Worker, stream: str) -> bool:
+        """Pass on what has come; whether there may be more."""
+        pipe = worker.pipes[stream]
+        if pipe.closed:
+            return False
+        data = worker.read(stream)
+        if data:
+            self._send(Frame(stream, {"rank": worker.rank}, data))
+        elif data is None:
+            self._forget(pipe.fileno())
+            pipe.close()
+        return bool(data)
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        if now - self._heartbeat >= HEARTBEAT_SECONDS:
+            self._heartbeat = now
+            steps = {str(rank): self._pulse.read(local) for rank, local in self._ranks.items()}
+            living = [worker for worker in self._workers.values() if not worker.ended]
+            pids = {worker.rank: self._roster.claims.get(worker.rank, worker.pid) for worker in living}
+            memory = {str(rank): machine.resident(pid) for rank, pid in pids.items()}
+            still = {rank: pid for rank, pid in pids.items() if steps[str(rank)][1] > STILL_SECONDS}
+            conditions = self._conditions.look(still)
+            told = {"steps": steps, "memory": memory, "conditions": conditions, "clock": time.time()}
+            self._send(Frame("beat", told))
+
+    def _balance(self) -> None:
+        """Read the workers only as fast as the launcher takes it."""
+        full = len(self._launcher.unsent) > UNSENT_LIMIT
+        if full == self._paused:
+            return
+        self._paused = full
+        for worker in self._workers.values():
+            for stream, pipe in worker.pipes.items():
+                if pipe.closed:
+                    continue
+                if full:
+                    self._forget(pipe.fileno())
+                else:
+                    self._watch_pipe(worker, stream)
+
+    def _watch_writes(self) -> None:
+        """Be woken when what could not be written at once can go on."""
+        writer = self._launcher.writer
+        waiting = bool(self._launcher.unsent) and not self._launcher_gone
+        if not waiting:
+            self._forget(writer)
+        elif writer not in self._selector.get_map():
+            self._selector.register(writer, selectors.EVENT_WRITE, self._flush)
+
+    def _watch_line(self, line: Line) -> None:
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.link.unsent else 0)
+        key = self._selector.get_key(line.link.reader)
+        if key.events != events:
+            self._selector.modify(line.link.reader, events, key.data)
+
+    def _flush(self) -> None:
+        try:
+            self._launcher.flush()
+        except BrokenPipeError:
+            self._launcher_gone = True
+
+    def _send(self, frame: Frame) -> None:
+        if not self._launcher_gone:
+            self._launcher.post(frame.encode())
+            self._flush()
+
+    def _take_leave(self) -> None:
+        """The last frames, for as long as the launcher gives signs of life: whoever reads its output may be slow."""
+        while self._launcher.unsent and not self._launcher_gone:
+            self._select(HEARTBEAT_SECONDS)
+
+    def _watch(self, descriptor: int, read: Callable[[], Any]) -> None:
+        self._selector.register(descriptor, selectors.EVENT_READ, read)
+
+    def _forget(self, descriptor: int) -> None:
+        if descriptor in self._selector.get_map():
+            self._selector.unregister(descriptor)

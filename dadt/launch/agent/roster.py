@@ -1,0 +1,207 @@
+"""The agent's end of the control channel: which process trains as which rank, and who waits for which file."""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dadt.control.accept import Entrance, peer_of
+from dadt.control.frame import Frame, Link
+from dadt.control.heartbeat import Pulse
+from dadt.control.job_folder import line_of
+from dadt.control.schema import Speaker
+from dadt.errors import DadtError
+from dadt.launch.agent.dump import Inquiry
+from dadt.launch.processes import is_alive
+
+LOCAL = ("stacks", "saved", "await_save", "listen")
+"""Kinds that concern this host alone; all others are passed on to the launcher."""
+SHIMS = ("shim", "spawned", "unspawned", "ended")
+"""Kinds of those that mpirun starts: they speak of another process than their own."""
+STACKS_FILE = re.compile(r"stacks-[0-9]+")
+UNSENT_LIMIT = 64 << 20
+"""Bytes of answers that a process may leave unread."""
+
+
+@dataclass(slots=True)
+class Line:
+    """One connection of a worker process."""
+
+    number: int
+    rank: int
+    """Which it speaks for: by where it came in, whatever it says."""
+    pid: int
+    """Of who connected; 0 where the kernel cannot tell."""
+    link: Link
+    socket: socket.socket
+    entrance: Entrance
+    listens: bool = False
+    """Its process wants to be told of other ranks' ends."""
+
+
+@dataclass(slots=True)
+class SaveWait:
+    """A rank that waits until local rank 0 has written a file."""
+
+    line: Line
+    path: str
+    count: int
+    step: int
+    deadline: float
+
+
+@dataclass(slots=True)
+class Roster:
+    """Answers what one host can answer, and passes the rest on with the number of the line it came by."""
+
+    path: Path
+    ranks: Mapping[int, int]
+    """Of this host's workers, to their local ranks."""
+    pulse: Pulse
+    forward: Callable[[Frame], None]
+    speaker: Speaker
+    """What workers may say."""
+    secret: bytes
+    """Of the job: its workers prove with it to each other that they belong to it."""
+    lines: dict[int, Line] = field(default_factory=dict)
+    claims: dict[int, int] = field(default_factory=dict)
+    """Rank to the pid that trains as it."""
+    dumps: dict[int, tuple[int, int, Path]] = field(default_factory=dict)
+    """Pid to its rank, its signal, and the file into which it then writes its stacks."""
+    saves: dict[str, int] = field(default_factory=dict)
+    """Path to how many times local rank 0 has written it."""
+    waits: list[SaveWait] = field(default_factory=list)
+    first_ended: bool = False
+    """Local rank 0 has ended, so it will write nothing more."""
+    inquiries: list[Inquiry] = field(default_factory=list)
+    """Where the launcher waits for stacks."""
+    _numbered: int = 0
+
+    def listen(self, drop: Callable[[socket.socket], None]) -> dict[int, Entrance]:
+        """Where each rank's processes come in. drop: is given a connection that is not worth its place any more."""
+        entrances = {}
+        for rank, local_rank in self.ranks.items():
+            server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            server.bind(str(line_of(self.path, local_rank)))
+            server.listen(128)
+            server.setblocking(False)
+            entrances[rank] = Entrance(server, drop)
+        return entrances
+
+    def accept(self, rank: int, entrance: Entrance) -> Line | None:
+        connection = entrance.accept()
+        if connection is None:
+            return None
+        self._numbered += 1
+        link = Link(connection.fileno(), connection.fileno(), self.speaker)
+        line = Line(self._numbered, rank, peer_of(connection).pid, link, connection, entrance)
+        self.lines[line.number] = line
+        return line
+
+    def receive(self, line: Line) -> None:
+        """Handle what has come, and what could not be sent yet. Raises EOFError when the worker has hung up, DadtError
+        where it says what it may not say."""
+        try:
+            line.link.flush()
+        except BrokenPipeError:
+            raise EOFError from None
+        for frame in line.link.receive():
+            if frame["rank"] != line.rank:
+                raise DadtError(f"{frame.kind!r} for rank {frame['rank']} came from a process of rank {line.rank}")
+            line.entrance.settle(line.socket)
+            if "pid" in frame.header and frame.kind not in SHIMS and line.pid > 1:
+                frame.header["pid"] = line.pid  # as the kernel says: it may come to be signalled
+            if frame.kind == "claim":
+                self._claim(line, frame)
+            elif frame.kind in LOCAL:
+                getattr(self, f"_{frame.kind}")(line, frame)
+            else:
+                self.forward(Frame(frame.kind, {**frame.header, "line": line.number}, frame.body))
+
+    def answer(self, number: int, frame: Frame) -> None:
+        """To the line with that number, if its process still is there."""
+        line = self.lines.get(number)
+        if line is None:
+            return
+        try:
+            line.link.send(frame)
+        except BrokenPipeError:
+            # It died while it waited, or hears nothing more: what it has still said is read.
+            line.link.unsent.clear()
+            line.listens = False
+        if len(line.link.unsent) > UNSENT_LIMIT + len(frame.body):
+            line.link.unsent.clear()
+            line.socket.shutdown(socket.SHUT_RDWR)  # it asks on without reading
+
+    def tell(self, frame: Frame) -> None:
+        """To every process that listens."""
+        for line in [line for line in self.lines.values() if line.listens]:
+            self.answer(line.number, frame)
+
+    def hang_up(self, line: Line) -> None:
+        self.lines.pop(line.number, None)
+        self.waits = [wait for wait in self.waits if wait.line is not line]
+        line.entrance.settle(line.socket)
+        line.socket.close()
+
+    @property
+    def is_waited_for(self) -> bool:
+        return bool(self.waits or self.inquiries)
+
+    def inquire(self, number: int, ranks: list[int]) -> None:
+        """The launcher wants the stacks of these ranks of this host."""
+        self.inquiries.append(Inquiry(number, ranks, self.dumps))
+
+    def settle(self) -> None:
+        """Answer what has come to an end."""
+        self.settle_saves()
+        for inquiry in list(self.inquiries):
+            if answers := inquiry.advance():
+                self.inquiries.remove(inquiry)
+                for answer in answers:
+                    self.forward(answer)
+
+    def settle_saves(self) -> None:
+        now = time.monotonic()
+        step, _ = self.pulse.read(0)
+        waits, self.waits = self.waits, []
+        for wait in waits:
+            if self.saves.get(wait.path, 0) >= wait.count:
+                self.answer(wait.line.number, Frame("saved", {"verdict": "there"}))
+            elif self.first_ended or step > wait.step or now >= wait.deadline:
+                self.answer(wait.line.number, Frame("saved", {"verdict": "write"}))
+            else:
+                self.waits.append(wait)
+
+    def _claim(self, line: Line, frame: Frame) -> None:
+        rank, pid = frame["rank"], frame["pid"]
+        owner = self.claims.get(rank, pid)
+        if owner != pid and is_alive(owner):
+            text = f"rank {rank} is already claimed by pid {owner}: of the processes of one worker only one may train"
+            self.answer(line.number, Frame("error", {"type": "DadtError", "message": text}))
+            return
+        self.claims[rank] = pid
+        self.forward(Frame(frame.kind, {**frame.header, "line": line.number}))
+        self.answer(line.number, Frame("claimed", {}, self.secret))
+
+    def _stacks(self, line: Line, frame: Frame) -> None:
+        path = Path(frame["path"])
+        if path.parent != self.path.parent or not STACKS_FILE.fullmatch(path.name):
+            raise DadtError(f"{path} is no file for stacks in the folder of the job")
+        self.dumps[frame["pid"]] = (line.rank, frame["signal"], path)
+
+    def _listen(self, line: Line, frame: Frame) -> None:
+        line.listens = True
+
+    def _saved(self, line: Line, frame: Frame) -> None:
+        self.saves[frame["path"]] = max(frame["count"], self.saves.get(frame["path"], 0))
+        self.settle_saves()
+
+    def _await_save(self, line: Line, frame: Frame) -> None:
+        deadline = time.monotonic() + frame["timeout"]
+        self.waits.append(SaveWait(line, frame["path"], frame["count"], frame["step"], deadline))
+        self.settle_saves()

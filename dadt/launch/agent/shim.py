@@ -1,0 +1,175 @@
+"""Between mpirun and a worker: `python -m dadt.launch.agent.shim`, which mpirun starts as a rank.
+
+Children of an agent would be no ranks of MPI. So the shim asks its host's agent what to run, runs it as its own child
+with all that MPI gave to it, and tells how it ended; the agent reads, watches and stops it as it does any worker. The
+first shim of a host starts the agent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dadt.control import mpi_library, schema
+from dadt.control.connection import SEAL, Reach, dial
+from dadt.control.frame import Frame, Link
+from dadt.control.job_folder import SOCKET, line_of, root
+from dadt.errors import LaunchError
+from dadt.launch.agent.worker import spawn
+from dadt.launch.signals import Interrupts
+from dadt.world import World
+
+NOTE = "DADT_SHIM"
+"""JSON {job, shares, reach, timeout}: by a variable, as it holds a key."""
+MPI_VARIABLES = ("OMPI_", "OPAL_", "ORTE_", "PRTE_", "PMIX_", "PMI_", "MPI_", "MPIR_", "HYDRA_", "HYDI_", "I_MPI_")
+"""By these MPI knows its ranks."""
+RETRY_SECONDS = 0.05
+
+
+class Shim:
+    """One rank."""
+
+    def __init__(self, world: World, note: Mapping[str, Any]) -> None:
+        """Raises LaunchError where mpirun has placed this rank elsewhere than `dadt run` has."""
+        self._rank = world.rank
+        self._reach = Reach.from_text(note["reach"])
+        self._deadline = time.monotonic() + note["timeout"]
+        self._index, self._local_rank = _place(world, note["shares"])
+        self._socket = line_of(root() / f"{note['job']}.{self._index}" / SOCKET, self._local_rank)
+        known_by = (*MPI_VARIABLES, "SLURM_") if world.launcher == "srun" else MPI_VARIABLES
+        self._own = {name: value for name, value in os.environ.items() if name.startswith(known_by)}
+        self._agent: subprocess.Popen[bytes] | None = None
+
+    def run(self) -> None:
+        """Until the worker has ended, or the agent has. Raises LaunchError."""
+        if self._local_rank == 0:
+            self._start_agent()
+        try:
+            self._serve()
+        except (BrokenPipeError, EOFError):
+            pass  # the agent is gone: its guard ends what the worker has started, and the kernel the worker
+
+    def _serve(self) -> None:
+        with Interrupts([signal.SIGCHLD]) as interrupts, self._connect() as line:
+            link = Link(line.fileno(), line.fileno(), schema.ANSWERS)
+            link.send(Frame("shim", {"rank": self._rank, "local_rank": self._local_rank, "pid": os.getpid()}))
+            order = self._await_order(link)
+            try:
+                worker = self._start_worker(order)
+            except LaunchError as error:
+                link.send(Frame("unspawned", {"rank": self._rank, "message": str(error)[: schema.TEXT]}))
+                return
+            link.send(Frame("spawned", {"rank": self._rank, "pid": worker.pid}))
+            self._watch(link, interrupts, worker)
+
+    def _start_agent(self) -> None:
+        """Its input is the way to the launcher."""
+        hello = {"index": self._index}
+        connection, _, _ = dial(lambda: self._reach, hello, self._deadline)
+        env = {name: value for name, value in os.environ.items() if name not in self._own}
+        env[SEAL] = connection.seal.to_text()
+        with connection.socket:
+            self._agent = subprocess.Popen(
+                [sys.executable, "-u", "-m", "dadt.launch.agent"],
+                stdin=connection.socket.fileno(),
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+                env=env,
+                cwd="/",
+            )
+
+    def _connect(self) -> socket.socket:
+        """To the agent, which listens once it is told to start workers."""
+        while time.monotonic() < self._deadline:
+            line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                line.connect(str(self._socket))
+                return line
+            except OSError:
+                line.close()  # not there yet, and nobody tells when it is
+            if self._agent is not None and self._agent.poll() is not None:
+                raise LaunchError(f"the agent of this host has ended with code {self._agent.returncode}")
+            time.sleep(RETRY_SECONDS)
+        raise LaunchError(f"the agent of this host ({self._socket}) did not start in time")
+
+    def _await_order(self, link: Link) -> Frame:
+        with selectors.DefaultSelector() as selector:
+            selector.register(link.reader, selectors.EVENT_READ)
+            while (rest := self._deadline - time.monotonic()) > 0:
+                if selector.select(rest) and (frames := link.receive()):
+                    return frames[0]
+        raise LaunchError("the agent of this host did not answer in time")
+
+    def _start_worker(self, order: Frame) -> subprocess.Popen[bytes]:
+        """With the descriptors that MPI's daemon left open for its rank."""
+        with Path(order["out"]).open("wb", buffering=0) as out, Path(order["err"]).open("wb", buffering=0) as err:
+            env = {**order["env"], **self._own, **_libraries(order["env"])}
+            env |= mpi_library.variables(env, self._socket.parent)
+            return spawn(order["command"], env, order["cwd"], out.fileno(), err.fileno(), close_fds=False)
+
+    def _watch(self, link: Link, interrupts: Interrupts, worker: subprocess.Popen[bytes]) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(link.reader, selectors.EVENT_READ)
+            selector.register(interrupts, selectors.EVENT_READ)
+            while True:
+                link.receive()
+                interrupts.take()
+                if (ended := _wait_for(worker.pid)) is not None:
+                    status, peak_memory = ended
+                    worker.returncode = os.waitstatus_to_exitcode(status)
+                    header = {"rank": self._rank, "status": status, "peak_memory": peak_memory}
+                    link.send(Frame("ended", header))
+                    return
+                selector.select()
+
+
+def _libraries(env: Mapping[str, str]) -> dict[str, str]:
+    """Where mpirun has found its own on this host comes first."""
+    own, given = (each.get("LD_LIBRARY_PATH", "").split(":") for each in (os.environ, env))
+    folders = dict.fromkeys(folder for folder in [*own, *given] if folder)
+    return {"LD_LIBRARY_PATH": ":".join(folders)} if folders else {}
+
+
+def _place(world: World, shares: list[int]) -> tuple[int, int]:
+    """Which host's agent is this rank's, and its number there."""
+    if world.world_size != sum(shares):
+        raise LaunchError(f"mpirun started {world.world_size} ranks, and not {sum(shares)} as it was told")
+    index = next(i for i in range(len(shares)) if world.rank < sum(shares[: i + 1]))
+    local_rank = world.rank - sum(shares[:index])
+    if (world.local_rank, world.local_size) != (local_rank, shares[index]):
+        raise LaunchError(
+            f"mpirun has placed it as number {world.local_rank} of {world.local_size} on its host, and not as number "
+            f"{local_rank} of {shares[index]}, host by host: does -H name one machine twice, or do variables or files "
+            "of MPI choose another mapping?"
+        )
+    return index, local_rank
+
+
+def _wait_for(pid: int) -> tuple[int, int] | None:
+    """Exit status and peak memory of a child that has ended."""
+    ended, status, usage = os.wait4(pid, os.WNOHANG)
+    return (status, usage.ru_maxrss * 1024) if ended else None
+
+
+def main() -> None:
+    world = World.from_launcher()
+    try:
+        if NOTE not in os.environ or not world.launcher:
+            raise LaunchError("only mpirun starts this, for `dadt run --launcher mpi`")
+        Shim(world, json.loads(os.environ.pop(NOTE))).run()
+    except LaunchError as error:
+        sys.stderr.write(f"dadt: rank {world.rank} on {socket.gethostname()}: {error}\n")
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

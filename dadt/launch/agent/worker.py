@@ -1,0 +1,105 @@
+"""One worker process, seen from the agent that started it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+
+from dadt.control.frame import CHUNK
+from dadt.errors import LaunchError
+
+PR_SET_PDEATHSIG = 1
+STREAMS = ("out", "err")
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Worker:
+    """Leads a session and process group of its own; the kernel kills it when its parent dies, however that dies."""
+
+    def __init__(self, rank: int, pid: int, out: int, err: int) -> None:
+        """out, err: where to read what it prints; they are its own from now on."""
+        self.rank = rank
+        self.pid = pid
+        self.pipes = {"out": os.fdopen(out, "rb", 0), "err": os.fdopen(err, "rb", 0)}
+        for pipe in self.pipes.values():
+            os.set_blocking(pipe.fileno(), False)
+        self.ended = False
+        self.returncode = 0
+        """Of an ended worker; -n if signal n ended it."""
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @classmethod
+    def start(cls, rank: int, command: Sequence[str], env: Mapping[str, str], cwd: str) -> Worker:
+        """A child of this process. Raises LaunchError if the command cannot be run."""
+        (out, printed), (err, complained) = os.pipe(), os.pipe()
+        try:
+            process = spawn(command, env, cwd, printed, complained)
+        except LaunchError:
+            os.close(out)
+            os.close(err)
+            raise
+        finally:
+            os.close(printed)
+            os.close(complained)
+        worker = cls(rank, process.pid, out, err)
+        worker._process = process
+        return worker
+
+    def read(self, stream: str) -> bytes | None:
+        """What has come on "out" or "err": b"" if nothing, None at the end of the stream."""
+        try:
+            return os.read(self.pipes[stream].fileno(), CHUNK) or None
+        except BlockingIOError:
+            return b""
+
+    def signal(self, number: int) -> None:
+        """To its whole process group, which may outlive it."""
+        try:
+            os.killpg(self.pid, number)
+        except ProcessLookupError:
+            pass  # all of them have ended
+
+    def end(self, status: int) -> None:
+        """Its exit status was collected (as os.wait4 gives it)."""
+        self.ended = True
+        self.returncode = os.waitstatus_to_exitcode(status)
+        if self._process is not None:
+            self._process.returncode = self.returncode
+
+
+def spawn(
+    command: Sequence[str], env: Mapping[str, str], cwd: str, out: int, err: int, *, close_fds: bool = True
+) -> subprocess.Popen[bytes]:
+    """Start a worker's process. Raises LaunchError if the command cannot be run.
+
+    Main thread of a single-threaded process only: the kernel's guard is bound to the thread that forks.
+    """
+    parent = os.getpid()
+    try:
+        return subprocess.Popen(
+            command,
+            env=env,
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            close_fds=close_fds,
+            start_new_session=True,
+            preexec_fn=lambda: _die_with(parent),
+        )
+    except (OSError, ValueError) as error:
+        raise LaunchError(f"{command[0]}: cannot be run ({_reason(error)})") from error
+
+
+def _die_with(parent: int) -> None:
+    """Runs in the child between fork and exec."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(128 + signal.SIGKILL)  # the parent died before the guard was set
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

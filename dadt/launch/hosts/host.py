@@ -1,0 +1,117 @@
+"""Hosts as users name them: in -H, in a hostfile, in the list of a scheduler."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dadt.config import document
+from dadt.errors import ConfigError
+
+HOST = re.compile(
+    r"(?:(?P<user>[^@\[\]:,\s]+)@)?(?:\[(?P<six>[\w:.%-]+)\]|(?P<name>[\w.-]+))(?::(?P<slots>[0-9]{1,9}))?"
+)
+SLOTS = re.compile(r"slots=([0-9]{1,9})")
+SHOWN = 400
+"""Characters of a list of hosts that a message repeats."""
+EXAMPLES = "give hosts as host1:2,user@host2:2,[::1]:2"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Host:
+    """A machine that gets one agent."""
+
+    name: str
+    """Name or address, without brackets."""
+    user: str = ""
+    """Empty: as SSH's configuration says."""
+    slots: int = 0
+    """Places for workers; 0: as many as it has GPUs, or one."""
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the name is this very machine's."""
+        return self.name in ("localhost", "127.0.0.1", "::1", socket.gethostname()) and not self.user
+
+
+def parse(text: str) -> list[Host]:
+    """Hosts of -H. Raises ConfigError."""
+    where = f"-H {_brief(text)}"
+    return _without_duplicates([_host(part.strip(), where) for part in text.split(",")], where)
+
+
+def read(path: Path) -> list[Host]:
+    """Hosts of a hostfile. Raises ConfigError."""
+    hosts = []
+    for number, line in enumerate(document.read(path, "--hostfile").splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        where = f"{path}, line {number}"
+        host = _host(words[0], where)
+        for word in words[1:]:
+            found = SLOTS.fullmatch(word)
+            if found is None or host.slots:
+                raise ConfigError(f"{where}: {_brief(word)!r} is not understood; a line is `host slots=N`")
+            host = replace(host, slots=_slots(found[1], where))
+        hosts.append(host)
+    if not hosts:
+        raise ConfigError(f"--hostfile {path}: names no host; a line is `host slots=N`")
+    return _without_duplicates(hosts, str(path))
+
+
+def choose(hosts: Sequence[Host], include: str, exclude: str) -> list[Host]:
+    """Those that --include names, without those that --exclude names. Raises ConfigError."""
+    chosen = list(hosts)
+    for name, text in (("--include", include), ("--exclude", exclude)):
+        if not text:
+            continue
+        names = {part.strip() for part in text.split(",")}
+        if unknown := names - {host.name for host in hosts}:
+            raise ConfigError(
+                f"{name} {_brief(text)}: {_brief(', '.join(sorted(unknown)))} is not among the hosts"
+                f" {_brief(', '.join(map(str, hosts)))}"
+            )
+        chosen = [host for host in chosen if (host.name in names) == (name == "--include")]
+    if not chosen:
+        raise ConfigError("--include and --exclude leave no host")
+    return chosen
+
+
+def with_slots(host: Host, slots: int) -> Host:
+    """With so many slots, if none were given for it."""
+    return host if host.slots else replace(host, slots=slots)
+
+
+def _brief(text: str) -> str:
+    """As much of it as a sentence can hold."""
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def _host(text: str, where: str) -> Host:
+    found = HOST.fullmatch(text)
+    if found is None:
+        raise ConfigError(f"{where}: {_brief(text)!r} is no host; {EXAMPLES}")
+    slots = _slots(found["slots"], where) if found["slots"] else 0
+    return Host(name=found["six"] or found["name"], user=found["user"] or "", slots=slots)
+
+
+def _slots(text: str, where: str) -> int:
+    if int(text) < 1:
+        raise ConfigError(f"{where}: a host needs 1 slot or more; leave a host out that shall have none")
+    return int(text)
+
+
+def _without_duplicates(hosts: list[Host], where: str) -> list[Host]:
+    times = Counter(host.name for host in hosts)
+    for name, count in times.items():
+        if count > 1:
+            raise ConfigError(f"{where}: {name} stands there twice; name each host once, as {name}:{count}")
+    return hosts

@@ -1,0 +1,201 @@
+"""Where nothing reaches the other hosts, `dadt run` is called on each: node 0 launches, the others come to it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from dadt.config import Config
+from dadt.control import schema
+from dadt.control.connection import SEAL, Arrivals, Connection, Listener, SocketChannel, Unreached, Words, dial
+from dadt.control.frame import Frame, Link
+from dadt.errors import DadtError, LaunchError, StartTimeout
+from dadt.launch.channel import Channel
+from dadt.launch.failure import signal_name
+from dadt.launch.hosts.host import Host
+from dadt.launch.launchers.local import LocalLauncher
+from dadt.launch.launchers.node_rendezvous import meeting_of
+from dadt.launch.signals import Interrupts
+from dadt.launch.startup import Voice
+
+END_SECONDS = 10.0
+"""How long this host's agent may take to end after the job."""
+PR_SET_PDEATHSIG = 1
+
+
+class HandLauncher:
+    """Node 0: its agent is a child, the others' come."""
+
+    def __init__(self, config: Config, job: str, command: Sequence[str], turned_away: Callable[[str], None]) -> None:
+        self._turned_away = turned_away
+        self._config = config
+        self._job = job
+        self._claims = claims(config, command)
+        self._meeting = meeting_of(config)
+        self._local = LocalLauncher(config)
+        self._arrivals = Arrivals(f"node{rank}" for rank in range(1, config.nnodes))
+        self._watchers: dict[str, Connection] = {}
+        """The other nodes' `dadt run`, which wait for the verdict."""
+        self._listener: Listener | None = None
+
+    def launch(self, hosts: list[Host]) -> list[Future[Channel]]:
+        config, meeting = self._config, self._meeting
+        try:
+            self._listener = Listener(
+                meeting.key, config.orphan_timeout, self._greet, self._take, meeting.port, turned_away=self._turned_away
+            )
+        except OSError as error:
+            reason = os.strerror(error.errno or 0)
+            raise LaunchError(f"--rendezvous {config.rendezvous}: cannot listen there ({reason})") from error
+        try:
+            meeting.open(self._listener.reach(config.network_interface))
+        except LaunchError:
+            self._listener.close()
+            raise
+        return [*self._local.launch(hosts[:1]), *(self._arrivals.futures[host.name] for host in hosts[1:])]
+
+    def command(self, host: Host) -> str:
+        rank = host.name.removeprefix("node")
+        if rank == "0":
+            return self._local.command(host)
+        return f"by hand there: dadt run --nnodes {self._config.nnodes} --node-rank {rank} --rendezvous ..."
+
+    def close(self) -> None:
+        # Before any other node learns that the job is over: none that begins the next one must meet this one.
+        if self._listener is not None:
+            self._listener.close()
+            self._meeting.close()
+        self._local.close()
+
+    def conclude(self, code: int, lines: Sequence[str]) -> None:
+        verdict = Frame("verdict", {"code": code, "lines": [line[: schema.TEXT] for line in lines[:100]]})
+        for connection in self._watchers.values():
+            with connection.socket:
+                _tell(connection, verdict)
+        self._watchers.clear()
+
+    def _greet(self, hello: Words) -> Words:
+        name, asks = str(hello.get("node")), hello.get("asks")
+        if name not in self._arrivals.futures:
+            last = self._config.nnodes - 1
+            return {"refused": f"there is no {name} in job {self._job}, which has nodes 0 to {last}"}
+        for what, ours in self._claims.items():
+            if (theirs := hello.get(what)) != ours:
+                return {"refused": f"{name} was started with {what} {theirs}, node0 with {what} {ours}"}
+        watcher = self._watchers.get(name)
+        if self._arrivals.has(name) if asks == "orders" else watcher is not None and not _is_gone(watcher):
+            return {"refused": f"job {self._job} has a {name} already: give each host its own --node-rank"}
+        return {"job": self._job}
+
+    def _take(self, hello: Words, connection: Connection) -> None:
+        name = hello["node"]
+        if hello["asks"] == "verdict":
+            self._watchers[name] = connection
+        else:
+            self._arrivals.admit(name, SocketChannel(connection))
+
+
+def join(config: Config, command: Sequence[str], voice: Voice) -> int:
+    """Another node's `dadt run`: runs its agent until the job is over. Returns the job's exit code."""
+    name = f"node{config.node_rank}"
+    hello = {"node": name, **claims(config, command)}
+    meeting = meeting_of(config)
+    deadline = time.monotonic() + config.start_timeout
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    try:
+        watcher, answer, at = dial(meeting.find, {**hello, "asks": "verdict"}, deadline)
+        agent, _, _ = dial(meeting.find, {**hello, "asks": "orders"}, deadline)
+    except Unreached as error:
+        raise StartTimeout(f"node0 did not come within --start-timeout {config.start_timeout:g} s: {error}") from error
+    voice.say(f"node {config.node_rank} of job {answer['job']} at {at}")
+    with Interrupts(numbers) as interrupts, watcher.socket:
+        return _follow(watcher, _agent(config, agent), interrupts, voice)
+
+
+def claims(config: Config, command: Sequence[str]) -> dict[str, object]:
+    """What all nodes must have been started with, as they say it."""
+    # Without the Python, which may be elsewhere on each host.
+    program = " ".join(command[1:] if len(command) > 1 else command)
+    return {"--nnodes": config.nnodes, "-np": config.np, "--accelerators": config.accelerators, "the script": program}
+
+
+def _follow(watcher: Connection, agent: subprocess.Popen[bytes], interrupts: Interrupts, voice: Voice) -> int:
+    """Until the verdict has come. Ctrl-C here ends the job: its agent tells the launcher."""
+    link = Link(watcher.socket.fileno(), watcher.socket.fileno(), schema.VERDICT, seal=watcher.seal)
+    caught = 0
+    with selectors.DefaultSelector() as selector:
+        selector.register(interrupts, selectors.EVENT_READ)
+        selector.register(link.reader, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is interrupts:
+                    caught = min(interrupts.take(), default=caught) or caught
+                    voice.say(f"{signal_name(caught)}: stopping the job")
+                    agent.terminate()
+                    continue
+                try:
+                    verdicts = link.receive()
+                except (EOFError, DadtError):
+                    voice.say("node0 is gone, without a word on how the job ended", "error")
+                    _await(agent)
+                    return LaunchError.exit_code
+                for verdict in verdicts:
+                    _await(agent)
+                    voice.say("\n".join(verdict["lines"]))
+                    return 128 + caught if caught else int(verdict["code"])
+
+
+def _tell(connection: Connection, verdict: Frame) -> None:
+    try:
+        ends = connection.socket.fileno(), connection.socket.fileno()
+        Link(*ends, schema.VERDICT, seal=connection.seal).send(verdict)
+    except BrokenPipeError:
+        pass  # it did not wait
+
+
+def _is_gone(connection: Connection) -> bool:
+    """One that waits for the verdict sends nothing: what can be read is its end."""
+    return bool(select.select([connection.socket], [], [], 0)[0])
+
+
+def _agent(config: Config, connection: Connection) -> subprocess.Popen[bytes]:
+    """This host's agent, whose standard input is the connection."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("DADT_")}
+    env[SEAL] = connection.seal.to_text()
+    libc, parent = ctypes.CDLL(None), os.getpid()
+
+    def end_with_us() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    python = config.python or sys.executable
+    with connection.socket:
+        try:
+            return subprocess.Popen[bytes](
+                [python, "-u", "-m", "dadt.launch.agent"],
+                stdin=connection.socket.fileno(),
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+                env=env,
+                cwd="/",  # python -m looks for modules in the current folder first, and there is the user's own
+                preexec_fn=end_with_us,
+            )
+        except OSError as error:
+            raise LaunchError(f"{python}: cannot be run ({error.strerror}) -> --python PATH") from error
+
+
+def _await(agent: subprocess.Popen[bytes]) -> None:
+    try:
+        agent.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        agent.kill()
+        agent.wait()

@@ -1,0 +1,154 @@
+"""Where the nodes of a job meet that is started by hand on each: at a port of node 0, or in a file that all see."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import secrets
+import stat
+import time
+from pathlib import Path
+
+from dadt.config import Config
+from dadt.control.connection import Reach, Refused, Unreached, dial
+from dadt.errors import ConfigError, LaunchError
+
+SECRET = "DADT_SECRET"
+"""The variable with what all nodes know that meet at a port, and nobody else."""
+SECRET_LENGTH = 16
+"""Characters. Who sees two nodes meet can try out shorter ones."""
+MAKE_SECRET = f"export {SECRET}=$(openssl rand -hex 32) on node 0 and the same value on the others, or give file://"
+ADDRESS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<name>[\w.-]+)):(?P<port>\d+)")
+FILE = "file://"
+FILE_LIMIT = 1 << 16
+ASK_SECONDS = 2.0
+"""How long a launcher that may be using the same file has to answer."""
+
+
+def shared_key(what: str) -> bytes:
+    """What the secret makes; empty without one. what: needs it, for the sentence. Raises ConfigError where the secret
+    can be guessed."""
+    secret = os.environ.get(SECRET, "")
+    if 0 < len(secret) < SECRET_LENGTH:
+        short = f"{SECRET} has {len(secret)} characters, fewer than {SECRET_LENGTH}, and can be guessed"
+        raise ConfigError(f"{what}: {short}: {MAKE_SECRET}")
+    return hashlib.sha256(os.fsencode(secret)).digest() if secret else b""
+
+
+class PortMeeting:
+    def __init__(self, key: bytes, host: str, port: int, silence: float) -> None:
+        self.port = port
+        self.key = key
+        self._reach = Reach(addresses=[host], port=port, key=self.key, silence=silence)
+
+    def find(self) -> Reach:
+        return self._reach
+
+    def open(self, reach: Reach) -> None:
+        pass  # everyone knows it
+
+    def close(self) -> None:
+        pass
+
+
+class FileMeeting:
+    """Node 0 writes where it is, and a key for this job, into a file that only this user can read."""
+
+    def __init__(self, path: Path) -> None:
+        self.port = 0
+        self.key = secrets.token_bytes(32)
+        self._path = path
+        self._name = f"--rendezvous {FILE}{path}"
+
+    def find(self) -> Reach:
+        """What node 0 wrote. Raises Unreached while there is nothing, LaunchError if it is not from node 0."""
+        try:
+            self._check_folder()
+            # A link would have us believe a file of its maker's choice; a pipe would let us wait for its writer.
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            with os.fdopen(descriptor, "rb") as file:
+                self._check_file(os.fstat(descriptor))
+                data = file.read(FILE_LIMIT + 1)
+        except FileNotFoundError as error:
+            raise Unreached(f"there is no {self._path}") from error
+        except OSError as error:
+            why = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
+            raise LaunchError(f"{self._name}: cannot be read ({why})") from error
+        try:
+            if len(data) > FILE_LIMIT:
+                raise ValueError("too long")
+            return Reach.from_text(data.decode())
+        except (ValueError, RecursionError) as error:
+            raise LaunchError(f"{self._name}: was not written by dadt; give another file") from error
+
+    def open(self, reach: Reach) -> None:
+        """Raises LaunchError where the file cannot be written, or another job meets there."""
+        if self._path.parent.is_dir():
+            self._check_folder()
+        self._refuse_used()
+        # All of it or nothing, as others may read it at any time.
+        fresh = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}")
+        try:
+            descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w") as file:
+                file.write(reach.to_text())
+                file.flush()
+                os.fsync(descriptor)
+            fresh.replace(self._path)
+        except OSError as error:
+            fresh.unlink(missing_ok=True)
+            raise LaunchError(f"{self._name}: cannot be written ({error.strerror})") from error
+
+    def close(self) -> None:
+        """Remove the file, if it is still ours."""
+        try:
+            if self.find().key == self.key:
+                self._path.unlink(missing_ok=True)
+        except LaunchError:
+            pass  # removed or replaced by another
+
+    def _check_folder(self) -> None:
+        """Where everyone may replace files, this one says nothing of who wrote it."""
+        mode = self._path.parent.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            folder = self._path.parent
+            raise LaunchError(f"{self._name}: everyone may replace files in {folder}; chmod o-w it, or give another")
+
+    def _check_file(self, found: os.stat_result) -> None:
+        if not stat.S_ISREG(found.st_mode):
+            raise LaunchError(f"{self._name}: is not a file; give another name")
+        if found.st_uid != os.getuid():
+            raise LaunchError(f"{self._name}: belongs to another user; give another file")
+        if mode := found.st_mode & 0o077:
+            may = "read" if mode & 0o044 else "change"
+            raise LaunchError(f"{self._name}: others may {may} it, and it holds the job's key; remove it")
+
+    def _refuse_used(self) -> None:
+        """A file that is there was left by a launcher that was killed, unless that one answers."""
+        if not os.path.lexists(self._path):
+            return
+        try:
+            dial(self.find, {}, time.monotonic() + ASK_SECONDS)
+        except Refused as error:
+            raise LaunchError(f"{self._name}: another job meets there now; give another file") from error
+        except Unreached:
+            return
+
+
+def meeting_of(config: Config) -> PortMeeting | FileMeeting:
+    """What --rendezvous names. Raises ConfigError."""
+    text = config.rendezvous
+    if text.startswith(FILE):
+        path = Path(text.removeprefix(FILE))
+        if not path.is_absolute() or path.is_dir():
+            raise ConfigError(f"--rendezvous {text}: give the absolute path of a file, as file:///shared/meet")
+        return FileMeeting(path)
+    found = ADDRESS.fullmatch(text)
+    if found is None or not 0 < int(found["port"]) < 65536:
+        raise ConfigError(f"--rendezvous {text}: give host:port of node 0, as host1:29400, or file:///shared/meet")
+    # Without one, whoever reaches the port could join, or be taken for node 0 and have its commands run here.
+    if not (key := shared_key(f"--rendezvous {text}")):
+        raise ConfigError(f"--rendezvous {text}: a port needs a secret: {MAKE_SECRET}")
+    return PortMeeting(key, found["six"] or found["name"], int(found["port"]), config.orphan_timeout)

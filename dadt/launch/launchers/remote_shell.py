@@ -1,0 +1,71 @@
+"""Starting an agent through another machine's shell: the command line, and what its end means."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+from dadt.config import Config
+from dadt.errors import ConfigError
+from dadt.launch.failure import last_line, signal_name
+from dadt.launch.hosts.host import Host
+
+PLAIN = re.compile(r"[\w@%+=:,./~-]+")
+STDERR_BYTES = 4096
+"""Kept of what the other side prints."""
+NOT_FOUND = 127
+NOT_EXECUTABLE = 126
+NO_PROGRAM = ("command not found", "no such file or directory", "not found", "unknown command")
+NO_MODULE = re.compile(r"No module named '?dadt\b")
+
+
+def command(python: str) -> str:
+    """What sh, csh and fish understand alike; all else travels in frames.
+
+    `python -m` looks for modules in the current folder first, and that would be the home folder, with whatever
+    stands there.
+    """
+    if not PLAIN.fullmatch(python):
+        if set("'!\\\n") & set(python):
+            raise ConfigError(f"--python {python!r}: give a path without quotes and other special characters")
+        python = f"'{python}'"
+    return f"cd /; exec {python} -u -m dadt.launch.agent"
+
+
+def shown(config: Config, host: Host, command: str) -> str:
+    """The `ssh` command line that does the same, for people to read."""
+    words = ["-F", config.ssh_config] if config.ssh_config else []
+    words += ["-p", str(config.ssh_port)] if config.ssh_port else []
+    words += ["-i", config.ssh_identity_file] if config.ssh_identity_file else []
+    return shlex.join(["ssh", *words, f"{host.user}@{host.name}" if host.user else host.name, command])
+
+
+def explain(code: int | None, noise: bytes, stderr: bytes, python: str) -> str:
+    """How an agent ended, from its exit code (-n: signal n; None: unknown, by a signal) and from what was printed in
+    its place (on stdout: noise).
+
+    The rest of a sentence that begins with the host's name; empty if it ended well.
+    """
+    if code == 0:
+        return ""
+    text = stderr.decode(errors="replace")
+    words = last_line(stderr) or last_line(noise)
+    if NO_MODULE.search(text):
+        return f"{python} there has no dadt -> install it there, or give --python PATH"
+    # csh says so by 1, which is Python's own code, too: then the text decides.
+    if code == NOT_FOUND or (code == 1 and "Traceback" not in text and _lacks_program(text)):
+        return f"there is no {python} -> give --python PATH, a path that is right on all hosts"
+    if code == NOT_EXECUTABLE:
+        return f"{python} cannot be run there ({words}) -> give --python PATH"
+    if code is None:
+        how = "was killed by a signal"
+    elif code < 0:
+        how = f"was killed by signal {-code} ({signal_name(-code)})"
+    else:
+        how = f"exited with code {code}"
+    return f"the agent {how}" + (f"; its last words: {words}" if words else "")
+
+
+def _lacks_program(text: str) -> bool:
+    lines = text.lower().strip().splitlines()
+    return bool(lines) and any(words in lines[-1] for words in NO_PROGRAM)

@@ -1,0 +1,1 @@
+"""What is known of each rank, and who is told: output, journal, series, metrics."""

@@ -1,0 +1,112 @@
+"""What ranks have put at the launcher for each other, by key, and those that wait for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from dadt.control.frame import Frame
+
+MOST_KEYS = 4096
+MOST_TOGETHER = 1 << 30
+"""Bytes of one answer."""
+MOST_BYTES = 16 << 20
+"""Of one rank. Its addresses in a group of 10,000 ranks are less than 1 MB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """A rank that waits for these keys."""
+
+    rank: int
+    keys: Sequence[str]
+    deadline: float
+    timeout: float
+    reply: Callable[[Frame], None]
+
+
+@dataclass(slots=True)
+class Share:
+    """How much one rank has put."""
+
+    keys: int = 0
+    bytes: int = 0
+
+
+@dataclass(slots=True)
+class Board:
+    """Keys look as GROUP/NAME; what is put stays as long as the job."""
+
+    _blobs: dict[str, bytes] = field(default_factory=dict)
+    _shares: dict[int, Share] = field(default_factory=dict)
+    _present: dict[str, set[int]] = field(default_factory=dict)
+    """Ranks that have put something, by group."""
+    _wants: dict[str, list[Want]] = field(default_factory=dict)
+    """By the first of their keys that is not there."""
+
+    def put(self, key: str, rank: int, blob: bytes) -> str:
+        """Why not; empty if it is done."""
+        share = self._shares.setdefault(rank, Share())
+        if key in self._blobs:
+            return f"rank {rank} puts {key!r}, which is there already: each key is put once in a job"
+        size = share.bytes + len(key) + len(blob)
+        if share.keys >= MOST_KEYS or size > MOST_BYTES:
+            return (
+                f"rank {rank} puts {share.keys + 1:,} keys of {size:,} bytes for other ranks, and {MOST_KEYS:,} keys "
+                f"of {MOST_BYTES:,} bytes are the most: its script makes too many groups of ranks"
+            )
+        share.keys, share.bytes = share.keys + 1, size
+        self._blobs[key] = blob
+        self._present.setdefault(_group(key), set()).add(rank)
+        for want in self._wants.pop(key, ()):
+            self.want(want)
+        return ""
+
+    def want(self, want: Want) -> None:
+        """Answered as soon as all its keys are there."""
+        absent = next((key for key in want.keys if key not in self._blobs), None)
+        if absent is None:
+            blobs = [self._blobs[key] for key in dict.fromkeys(want.keys)]
+            if len(blobs) < len(want.keys) or sum(map(len, blobs)) > MOST_TOGETHER:
+                text = f"rank {want.rank} asks for more at once than {MOST_TOGETHER:,} bytes, or for a key twice"
+                want.reply(Frame("error", {"type": "DadtError", "message": text}))
+            else:
+                want.reply(together(blobs))
+        else:
+            self._wants.setdefault(absent, []).append(want)
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self._wants)
+
+    def settle(self, ended: Iterable[int], refuse: Callable[[str, set[int], str], Frame]) -> None:
+        """Give up what cannot come any more, as these ranks have ended, or has not come in time.
+
+        refuse: makes the answer from the key, the ranks that have done their part, and what is wrong.
+        """
+        now, gone = time.monotonic(), set(ended)
+        for key, wants in list(self._wants.items()):
+            present = self._present.get(_group(key), set()) | {want.rank for want in wants}
+            lost = gone - present
+            left = []
+            for want in wants:
+                if lost:
+                    want.reply(refuse(key, present, "cannot arrive any more"))
+                elif now >= want.deadline:
+                    want.reply(refuse(key, present, f"did not arrive within {want.timeout:g} s"))
+                else:
+                    left.append(want)
+            if left:
+                self._wants[key] = left
+            else:
+                del self._wants[key]
+
+
+def together(blobs: Sequence[bytes]) -> Frame:
+    """The answer that brings them all."""
+    return Frame("exchanged", {"sizes": [len(blob) for blob in blobs]}, b"".join(blobs))
+
+
+def _group(key: str) -> str:
+    return key.rpartition("/")[0]

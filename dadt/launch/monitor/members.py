@@ -1,0 +1,166 @@
+"""What all ranks of a job must know of each other: how far each came, and what each gave to the others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dadt.control.condition import HELD, TEXTS
+from dadt.control.frame import Frame
+from dadt.launch.monitor.board import Board, Want, together
+
+Reply = Callable[[Frame], None]
+MOST_EXCHANGES = 1 << 16
+MOST_GIVEN = 256 << 20
+"""Bytes of one rank that wait for the others'."""
+OVER = Frame("exchanged")
+
+
+@dataclass(slots=True)
+class Member:
+    """One rank, as the launcher knows it."""
+
+    rank: int
+    host: str = ""
+    pid: int = 0
+    state: str = "has not imported torch"
+    step: int = -1
+    seen: float = 0.0
+    """When it last gave a sign of life (time.monotonic)."""
+    condition: str = ""
+    """What the kernel says of it where it makes no steps: a key of condition.TEXTS."""
+    claimed: bool = False
+    """A process of it trains, or has."""
+    ended: bool = False
+    """Its process has exited."""
+    finished: bool = False
+    """Its script is over, and it waits for the others."""
+
+    def sign(self, state: str) -> None:
+        self.state = state
+        self.seen = time.monotonic()
+
+    def went_to(self, step: int, age: float) -> None:
+        if step >= 0:
+            self.step = step
+            if not (self.ended or self.finished):
+                self.state = f"at step {step}"
+            self.seen = max(self.seen, time.monotonic() - age)
+
+    @property
+    def place(self) -> str:
+        return f"pid {self.pid}{f' on {self.host}' if self.host else ''}"
+
+    @property
+    def held(self) -> str:
+        """What keeps it from going on, if anything does."""
+        return self._condition if self.condition in HELD and not self.ended else ""
+
+    @property
+    def standing(self) -> str:
+        """Its state and its condition."""
+        if self.held:
+            return f"{self.held}, {self.state}"
+        return f"{self.state} and {self._condition}" if self.condition and not self.ended else self.state
+
+    @property
+    def _condition(self) -> str:
+        return TEXTS[self.condition].format(place=self.place, pid=self.pid)
+
+    @property
+    def named(self) -> str:
+        return f"rank {self.rank} ({f'on {self.host}, ' if self.host else ''}{self.standing})"
+
+    def describe(self) -> dict[str, Any]:
+        seconds = time.monotonic() - self.seen
+        return {
+            "rank": self.rank,
+            "host": self.host,
+            "pid": self.pid,
+            "state": self.standing,
+            "step": self.step,
+            "seconds": seconds,
+        }
+
+
+@dataclass(slots=True)
+class Exchange:
+    """Blobs under one key, and the ranks that wait for all of them."""
+
+    blobs: dict[int, bytes] = field(default_factory=dict)
+    complete: Frame | None = None
+    """The answer to all; nothing of it is kept once it was given."""
+    waits: list[tuple[float, float, Reply]] = field(default_factory=list)
+    """Deadline, its timeout, and where the answer goes."""
+
+
+class Rendezvous:
+    """Collects, and answers once all have come, or with an error once they cannot."""
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        """hosts: each rank's; empty in a job of one host."""
+        self.members = [Member(rank, host, seen=time.monotonic()) for rank, host in enumerate(hosts)]
+        self._exchanges: dict[str, Exchange] = {}
+        self._board = Board()
+
+    def give(self, key: str, rank: int, blob: bytes, timeout: float, reply: Reply) -> None:
+        exchange = self._exchanges.setdefault(key, Exchange())
+        given = sum(len(each.blobs.get(rank, b"")) for each in self._exchanges.values())
+        if exchange.complete or len(self._exchanges) > MOST_EXCHANGES or given + len(blob) > MOST_GIVEN:
+            what = "which all have given already" if exchange.complete else f"beside {given:,} that others have not met"
+            text = f"rank {rank} gives {len(blob):,} bytes for {key!r}, {what}: {MOST_GIVEN:,} at once are the most"
+            reply(Frame("error", {"type": "DadtError", "message": text}))
+            return
+        exchange.blobs[rank] = blob
+        exchange.waits.append((time.monotonic() + timeout, timeout, reply))
+        self.settle()
+
+    def put(self, key: str, rank: int, blob: bytes) -> Frame:
+        """The answer."""
+        if refusal := self._board.put(key, rank, blob):
+            return Frame("error", {"type": "DadtError", "message": refusal})
+        return Frame("taken")
+
+    def get(self, keys: Sequence[str], rank: int, timeout: float, reply: Reply) -> None:
+        self._board.want(Want(rank, keys, time.monotonic() + timeout, timeout, reply))
+
+    def settle(self) -> None:
+        """Answer what can be answered now; call it after anything has changed and when time has passed."""
+        self._board.settle((member.rank for member in self.members if member.ended), self._refuse)
+        now = time.monotonic()
+        for key, exchange in self._exchanges.items():
+            if exchange.complete:
+                continue
+            missing = [member for member in self.members if member.rank not in exchange.blobs]
+            waits, exchange.waits = exchange.waits, []
+            for deadline, timeout, reply in waits:
+                if not missing:
+                    exchange.complete = exchange.complete or self._complete(exchange)
+                    reply(exchange.complete)
+                elif any(member.ended for member in missing):
+                    reply(_refuse(key, missing, "cannot arrive any more"))
+                elif now >= deadline:
+                    reply(_refuse(key, missing, f"did not arrive within {timeout:g} s"))
+                else:
+                    exchange.waits.append((deadline, timeout, reply))
+            if exchange.complete and exchange.blobs:
+                exchange.blobs, exchange.complete = {}, OVER  # all that were to come have been answered
+
+    @property
+    def waiting(self) -> bool:
+        return self._board.waiting or any(exchange.waits for exchange in self._exchanges.values())
+
+    def _complete(self, exchange: Exchange) -> Frame:
+        return together([exchange.blobs[member.rank] for member in self.members])
+
+    def _refuse(self, key: str, present: set[int], what: str) -> Frame:
+        return _refuse(key, [member for member in self.members if member.rank not in present], what)
+
+
+def _refuse(key: str, missing: list[Member], what: str) -> Frame:
+    if what.startswith("cannot"):
+        missing = [member for member in missing if member.ended]
+    ranks = ", ".join(member.named for member in missing)
+    return Frame("error", {"type": "StartTimeout", "message": f"{ranks} {what} for {key!r}"})

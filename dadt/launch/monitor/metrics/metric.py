@@ -1,0 +1,62 @@
+"""The figures of each rank, by name. docs/metrics.md lists them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from dadt.launch.monitor.watch import Gauge
+
+
+class Metric(NamedTuple):
+    """The name ends with the unit, as Prometheus wants it; what only grows ends with `_total`."""
+
+    name: str
+    help: str
+    value: Callable[[Gauge], float | None]
+    """None as long as it is not known."""
+
+    @property
+    def grows(self) -> bool:
+        return self.name.endswith("_total")
+
+
+def _told(name: str) -> Callable[[Gauge], float | None]:
+    return lambda gauge: gauge.numbers.get(name)
+
+
+def _speed(of: str) -> Callable[[Gauge], float | None]:
+    return lambda gauge: getattr(speed, of) if (speed := gauge.speed()) is not None else None
+
+
+def _samples_per_second(gauge: Gauge) -> float | None:
+    return _speed("samples")(gauge) if gauge.samples else None
+
+
+def _compression(gauge: Gauge) -> float | None:
+    sent = gauge.numbers.get("sent")
+    return gauge.numbers["plain"] / sent if sent else None
+
+
+METRICS = (
+    Metric("steps_total", "Optimizer steps.", lambda gauge: max(0, gauge.member.step)),
+    Metric("steps_per_second", "Over the last five seconds.", _speed("steps")),
+    Metric("samples_total", "Samples drawn for training.", lambda gauge: gauge.samples or None),
+    Metric("samples_per_second", "Over the last five seconds.", _samples_per_second),
+    Metric(
+        "waiting_seconds_total",
+        "The training thread stood still for communication.",
+        lambda gauge: gauge.last.waited if gauge.last is not None else None,
+    ),
+    Metric("waiting_ratio", "Share of the last five seconds, 0 to 1, that it stood still.", _speed("wait")),
+    Metric("sent_bytes_total", "Sent to other ranks in averages.", _told("sent")),
+    Metric("compression_ratio", "Bytes that averages would take uncompressed, to those sent.", _compression),
+    Metric("staleness_steps", "Steps by which the gradients of the last step were late.", _told("late")),
+    Metric("fall_backs_total", "Times that late gradients blew up and steps became synchronous.", _told("fell_back")),
+    Metric("memory_bytes", "Resident memory of the process that trains.", lambda gauge: gauge.memory or None),
+    Metric(
+        "failures_total",
+        "1 once the rank has failed by itself, and was not stopped because another one had.",
+        lambda gauge: float(gauge.failed),
+    ),
+)

@@ -1,0 +1,108 @@
+"""`--metrics prometheus:PORT`: a page that Prometheus reads."""
+
+from __future__ import annotations
+
+import errno
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from dadt.control.step_times import PER_DOUBLING
+from dadt.errors import ConfigError
+from dadt.launch.monitor.metrics.metric import METRICS
+from dadt.launch.monitor.watch import Watch
+
+LOOPBACK = "127.0.0.1"
+SECONDS = 0.5
+BOUNDS = range(-13, 7)
+"""Powers of two: step times from 0.1 ms to a minute are told apart."""
+LABELS = ("job", "rank", "host")
+
+
+PORT = re.compile(r"[0-9]{1,5}")
+
+
+class Prometheus(Collector):
+    """One page for all ranks, for as long as the job runs. Read by the server's threads, written by the launcher's."""
+
+    def __init__(self, place: str) -> None:
+        """place: PORT, or HOST:PORT."""
+        host, _, port = place.rpartition(":")
+        host = host.strip("[]") or LOOPBACK
+        if not PORT.fullmatch(port) or int(port) > 65535:
+            raise ConfigError(f"--metrics prometheus:{place}: give a port, as prometheus:9100, or HOST:PORT")
+        self._families: list[Metric] = []
+        registry = CollectorRegistry()
+        registry.register(self)
+        try:
+            self._server, self._thread = start_http_server(int(port), host, registry)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                why = "another program listens there, perhaps another job; give each a port of its own, 0 for any"
+            else:
+                why = f"cannot listen there ({error.strerror})"
+            raise ConfigError(f"--metrics prometheus:{place}: {why}") from error
+        shown = f"[{host}]" if ":" in host else host
+        self._address = f"http://{shown}:{self._server.server_port}/metrics"
+        self._closed = False
+        self._due = 0.0
+
+    def begin(self, watch: Watch, facts: Mapping[str, str], warn: Callable[[str], None]) -> str:
+        self._watch, self._facts = watch, facts
+        self.tick()
+        return f"metrics for Prometheus at {self._address}"
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._families
+
+    def tick(self) -> float:
+        now = time.monotonic()
+        if now >= self._due:
+            self._due = now + SECONDS
+            self._families = self._look()
+        return self._due - now
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join()
+
+    def _look(self) -> list[Metric]:
+        job = self._facts["job"]
+        families: list[Metric] = [InfoMetricFamily("dadt_job", "What runs.", dict(self._facts))]
+        labelled = [((job, str(gauge.rank), gauge.host or "localhost"), gauge) for gauge in self._watch.gauges]
+        for metric in METRICS:
+            kind = CounterMetricFamily if metric.grows else GaugeMetricFamily
+            family = kind(f"dadt_{metric.name}", metric.help, labels=LABELS)
+            for labels, gauge in labelled:
+                if (value := metric.value(gauge)) is not None:
+                    family.add_metric(labels, value)
+            families.append(family)
+        times = HistogramMetricFamily(
+            "dadt_step_seconds", "From the end of a step to the end of the next.", labels=LABELS
+        )
+        for labels, gauge in labelled:
+            if told := gauge.numbers.get("step_times"):
+                times.add_metric(labels, _buckets(told["counts"]), told["seconds"])
+        return [*families, times]
+
+
+def _buckets(counts: Mapping[str, int]) -> list[tuple[str, float]]:
+    """Steps of at most so many seconds, for each bound."""
+    below = [
+        (str(2.0**power), float(sum(count for size, count in counts.items() if int(size) < power * PER_DOUBLING)))
+        for power in BOUNDS
+    ]
+    return [*below, ("+Inf", float(sum(counts.values())))]

@@ -1,0 +1,99 @@
+"""`progress.jsonl`: how far each rank had come, twice a second. A job of days takes no more room than one of hours."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
+from typing import IO
+
+from dadt.control import private_files
+from dadt.launch.monitor.watch import Gauge, Watch
+
+SECONDS = 0.5
+"""From one moment to the next, at first."""
+MOMENTS = 8192
+"""Moments that are kept for one rank; as many as for two ranks are shared by more."""
+LEAST = 256
+"""Moments that are kept however many ranks there are."""
+
+
+class Series:
+    """A line for each rank at each moment. Where it has become long, every second moment goes, and from then on half as
+    many come. Sums stay true, as each line holds what was done from the beginning on."""
+
+    def __init__(self, path: Path, watch: Watch, warn: Callable[[str], None]) -> None:
+        """warn: is told, once, if the file cannot be written."""
+        self._path = path
+        self._watch = watch
+        self._warn = warn
+        self._most = max(LEAST, 2 * MOMENTS // max(2, len(watch.gauges)))
+        self._seconds = SECONDS
+        self._due = 0.0
+        self._file: IO[bytes] | None = None
+        self._ends: list[int] = []
+        """Where in the file each moment ends."""
+        self._broken = False
+
+    def tick(self) -> float:
+        """Write, if it is time to. Returns the seconds until it will be."""
+        now = time.monotonic()
+        if now >= self._due:
+            self._due = now + self._seconds
+            self._write()
+        return self._due - now
+
+    def close(self) -> None:
+        """With the last moment. Idempotent."""
+        self._write()
+        self._broken = True
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self) -> None:
+        lines = b"".join(map(_line, self._watch.gauges))
+        if self._broken or not lines:
+            return
+        try:
+            if self._file is None:
+                self._file = private_files.open_file(self._path, inner=True, buffering=0)
+            if len(self._ends) == self._most:
+                self._thin()
+            self._file.write(lines)
+            self._ends.append(self._file.tell())
+        except OSError as error:
+            self._broken = True
+            self._warn(f"{self._path} is incomplete: {error.strerror}")
+
+    def _thin(self) -> None:
+        """Whoever reads meanwhile reads the one or the other."""
+        assert self._file is not None
+        content = self._path.read_bytes()
+        moments = [content[a:b] for a, b in zip([0, *self._ends], self._ends, strict=False)][1::2]
+        other = self._path.with_name(f"{self._path.name}.new")
+        file = private_files.open_file(other, inner=True, buffering=0)
+        file.write(b"".join(moments))
+        self._file.close()
+        other.replace(self._path)
+        self._file, self._seconds = file, 2 * self._seconds
+        self._ends = list(accumulate(map(len, moments)))
+
+
+def _line(gauge: Gauge) -> bytes:
+    """Nothing as long as the rank has made no step."""
+    mark = gauge.last
+    if mark is None:
+        return b""
+    told = {
+        "time": round(time.time(), 3),
+        "rank": gauge.rank,
+        "step": mark.step,
+        "samples": mark.samples,
+        "waited": round(mark.waited, 6),
+        "clock": round(mark.clock, 6),
+        "sent": gauge.numbers.get("sent", 0),
+        "memory": gauge.memory,
+    }
+    return json.dumps(told).encode() + b"\n"

@@ -1,0 +1,262 @@
+"""What is known of each rank while the job runs: for the live view, `dadt ps` and the report."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from dadt.control.frame import Frame
+from dadt.launch.monitor.journal import Journal
+from dadt.launch.monitor.members import Member
+
+WINDOW_SECONDS = 5.0
+"""Speeds are means over the last so many."""
+SLOW = 1.1
+"""The slowest rank is named if it takes so many times as long for its own part of a step as the median rank."""
+LAG_SECONDS = 1.0
+"""Or if it is as many steps behind the median rank as that makes in so long: the ranks' steps are not read at once."""
+LAG_STEPS = 2
+ASKED_SECONDS = 8.0
+"""A rank that waits long for others asks for them every few seconds."""
+LINE_BYTES = 512
+ESCAPES = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
+
+
+class View(Protocol):
+    """Something that shows a Watch to the user while the job runs."""
+
+    def tick(self) -> float:
+        """Show what is new, if it is time to. Returns the seconds until it will be."""
+
+    def close(self) -> None:
+        """Idempotent."""
+
+
+class Mark(NamedTuple):
+    """What a rank had done at a moment of its own clock."""
+
+    seen: float
+    """Here (time.monotonic)."""
+    step: int
+    samples: float
+    waited: float
+    clock: float
+
+
+class Speed(NamedTuple):
+    """Between two marks, by the rank's own clock."""
+
+    steps: float
+    samples: float
+    wait: float
+    """Share of the time spent waiting for communication."""
+
+    @classmethod
+    def between(cls, first: Mark, last: Mark) -> Speed:
+        seconds = max(last.clock - first.clock, 1e-9)
+        wait = min(1.0, max(0.0, (last.waited - first.waited) / seconds))
+        return cls((last.step - first.step) / seconds, (last.samples - first.samples) / seconds, wait)
+
+
+@dataclass(slots=True, eq=False)
+class Gauge:
+    """One rank, as people look at it."""
+
+    member: Member
+    memory: int = 0
+    """Resident bytes of the process that trains."""
+    peak_memory: int = 0
+    samples: float = 0.0
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    """What it last told of its steps, in sums since it began: sent and plain bytes, fell_back, step_times; and late."""
+    code: int | None = None
+    """Exit code, once it has ended; -n if signal n ended it."""
+    failed: bool = False
+    """By itself: neither since another rank had, nor since all were told to end."""
+    secondary: bool = False
+    """It said that another rank's failure ended it."""
+    summary: Mapping[str, float] = field(default_factory=dict)
+    """What it reported at the end of its training."""
+    asked: float = float("-inf")
+    """When it last asked where the others are, since it waits for them."""
+    _printed: bytes = b""
+    _marks: deque[Mark] = field(default_factory=deque)
+    _first: Mark | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.member.rank
+
+    @property
+    def host(self) -> str:
+        return self.member.host
+
+    @property
+    def line(self) -> str:
+        """The last line it printed that has something on it, without escape sequences."""
+        parts = re.split(rb"[\r\n]+", ESCAPES.sub(b"", self._printed))
+        text = next((part for part in reversed(parts) if part.strip()), b"").decode(errors="replace")
+        return "".join(c if c.isprintable() else " " for c in text).strip()
+
+    @property
+    def trains(self) -> bool:
+        return self.member.step >= 0 and not self.member.ended and not self.member.finished
+
+    @property
+    def waits(self) -> bool:
+        """It has stood still for some time since others have not come."""
+        return time.monotonic() - self.asked < ASKED_SECONDS and self.asked > self.member.seen
+
+    def printed(self, data: bytes) -> None:
+        """Costs a slice, not a look at each line."""
+        if data.strip():
+            self._printed = data[-LINE_BYTES:]
+
+    @property
+    def last(self) -> Mark | None:
+        """How far it had come when it last told."""
+        return self._marks[-1] if self._marks else None
+
+    def mark(self, step: int, numbers: Mapping[str, Any]) -> None:
+        now = time.monotonic()
+        self.numbers = numbers
+        self.samples = numbers.get("samples", 0.0)
+        self._marks.append(Mark(now, step, self.samples, numbers.get("waited", 0.0), numbers.get("clock", now)))
+        self._first = self._first or self._marks[0]
+        # The last mark before the window is kept, so that a slow rank has a speed, too.
+        while len(self._marks) > 2 and self._marks[1].seen < now - WINDOW_SECONDS:
+            self._marks.popleft()
+
+    def speed(self) -> Speed | None:
+        """Of the last seconds. None as long as it is not known, and once the training is over."""
+        if len(self._marks) < 2 or self.member.ended or self.member.finished:
+            return None
+        first, last = self._marks[0], self._marks[-1]
+        usual = (last.seen - first.seen) / max(1, len(self._marks) - 1)
+        if time.monotonic() - last.seen > max(WINDOW_SECONDS, 3 * usual):
+            return Speed(0.0, 0.0, 0.0)
+        return Speed.between(first, last)
+
+    def mean_speed(self) -> Speed | None:
+        """Of all its training so far."""
+        if self._first is None or self._first is self._marks[-1]:
+            return None
+        return Speed.between(self._first, self._marks[-1])
+
+    def own_seconds(self) -> float:
+        """Of a step, without waiting for others; 0 if it is not known."""
+        speed = self.speed()
+        return (1.0 - speed.wait) / speed.steps if speed and speed.steps > 0 else 0.0
+
+    def describe(self) -> dict[str, Any]:
+        speed = self.speed()
+        return {
+            **self.member.describe(),
+            "memory": self.memory,
+            "line": self.line,
+            "code": self.code,
+            "steps_per_second": speed.steps if speed else None,
+            "samples_per_second": speed.samples if speed else None,
+            "wait_fraction": speed.wait if speed else None,
+        }
+
+
+class Watch:
+    """All ranks. `see` takes every frame of every agent, in the order they came."""
+
+    def __init__(self, members: Sequence[Member], journal: Journal) -> None:
+        self._journal = journal
+        self.gauges = [Gauge(member) for member in members]
+        self.state = "starting"
+        self.begin = time.time()
+
+    def see(self, frame: Frame) -> None:
+        look = getattr(self, f"_see_{frame.kind}", None)
+        if look is not None:
+            look(frame)
+
+    def stops(self, why: str, grace: float) -> None:
+        """All workers are told to end."""
+        self.state = "stopping"
+        self._journal.write("stop", why=why, grace=grace)
+
+    def refused(self, why: str) -> None:
+        """A connection was closed for what came over it."""
+        self._journal.refused(why)
+
+    def steps(self) -> tuple[int, int]:
+        """The least and the most steps that a rank has done."""
+        steps = [max(0, gauge.member.step) for gauge in self.gauges]
+        return min(steps), max(steps)
+
+    def slowest(self) -> Gauge | None:
+        """The rank for which the others wait, if one stands out."""
+        training = [gauge for gauge in self.gauges if gauge.trains]
+        if len(training) < 2:
+            return None
+        awaited = [gauge for gauge in training if not gauge.waits]
+        if len(awaited) == 1:
+            return awaited[0]
+        step = statistics.median(gauge.member.step for gauge in training)
+        rate = statistics.median(speed.steps if (speed := gauge.speed()) else 0.0 for gauge in training)
+        behind = min(training, key=lambda gauge: gauge.member.step)
+        if behind.member.step < step - LAG_STEPS - rate * LAG_SECONDS:
+            return behind
+        own = {gauge.rank: seconds for gauge in training if (seconds := gauge.own_seconds()) > 0}
+        if len(own) < 2:
+            return None
+        rank = max(own, key=own.__getitem__)
+        others = [seconds for other, seconds in own.items() if other != rank]
+        return self.gauges[rank] if own[rank] > SLOW * statistics.median(others) else None
+
+    def by_pace(self) -> list[Gauge]:
+        """Those that failed, then the slowest first; those that have ended well come last."""
+        slowest = self.slowest()
+
+        def order(gauge: Gauge) -> tuple[bool, bool, bool, bool, float, int]:
+            ended = gauge.code == 0 or gauge.member.finished
+            return not gauge.code, ended, gauge is not slowest, gauge.waits, -gauge.own_seconds(), gauge.rank
+
+        return sorted(self.gauges, key=order)
+
+    def _see_out(self, frame: Frame) -> None:
+        self.gauges[frame["rank"]].printed(frame.body)
+
+    _see_err = _see_out
+
+    def _see_started(self, frame: Frame) -> None:
+        self.state = "running"
+
+    def _see_beat(self, frame: Frame) -> None:
+        for rank, memory in frame.get("memory", {}).items():
+            gauge = self.gauges[int(rank)]
+            gauge.memory = memory
+            gauge.peak_memory = max(gauge.peak_memory, memory)
+
+    def _see_peers(self, frame: Frame) -> None:
+        self.gauges[frame["rank"]].asked = time.monotonic()
+
+    def _see_numbers(self, frame: Frame) -> None:
+        self.gauges[frame["rank"]].mark(frame["step"], frame["numbers"])
+
+    def _see_done(self, frame: Frame) -> None:
+        self.gauges[frame["rank"]].summary = frame["summary"]
+
+    def _see_failed(self, frame: Frame) -> None:
+        gauge = self.gauges[frame["rank"]]
+        gauge.secondary = gauge.secondary or frame.get("secondary", False)
+        gauge.failed = gauge.failed or not (frame.get("secondary") or frame.get("thread"))
+
+    def _see_exit(self, frame: Frame) -> None:
+        gauge = self.gauges[frame["rank"]]
+        gauge.code = frame["code"]
+        others = frame["stopped"] or gauge.secondary
+        gauge.failed = gauge.code != 0 and (gauge.failed or not others)
+        gauge.member.step = max(gauge.member.step, frame["step"])
+        gauge.memory = 0
+        gauge.peak_memory = max(gauge.peak_memory, frame["peak_memory"])

@@ -1,0 +1,115 @@
+"""The processes of a job, however they got away from their parents, and their end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from dadt.control import guard
+
+SWEEP_SECONDS = 4.0
+TRACKER = b"multiprocessing.resource_tracker"
+TRACKER_SECONDS = 1.0
+"""How long a resource tracker may take to remove what the others left."""
+
+
+def members(mark: str, descendants: bool = False) -> list[int]:
+    """Processes of this user that carry the mark, as DADT_JOB=p7q2, in their environment.
+
+    With `descendants`, those of this process too: as the subreaper it also finds a process that left its
+    parent and cleared its environment.
+    """
+    found = {int(entry.name) for entry in Path("/proc").iterdir() if _is_marked(entry, mark.encode())}
+    if descendants:
+        # Not those of other users (a sudo, a setuid program), whom this one cannot end.
+        found.update(pid for pid in _descendants(os.getpid()) if _is_own(Path(f"/proc/{pid}")))
+    found.discard(os.getpid())
+    found.difference_update([pid for pid in found if _is_marked(Path(f"/proc/{pid}"), guard.MARK.encode())])
+    return sorted(pid for pid in found if is_alive(pid))
+
+
+def kill(pids: Iterable[int], number: int) -> None:
+    """Send a signal to those that still exist."""
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except (ProcessLookupError, PermissionError):
+            pass  # already gone; or another user's, whom this one cannot end
+
+
+def without_trackers(pids: Iterable[int]) -> list[int]:
+    """Without multiprocessing's resource trackers: those remove the semaphores and segments of the others once
+    these are dead, and then end by themselves."""
+    return [pid for pid in pids if TRACKER not in _bytes(Path(f"/proc/{pid}/cmdline"))]
+
+
+def sweep(mark: str) -> list[int]:
+    """Kill what carries the mark on this machine, again until nothing does.
+
+    Returns what does not die (stuck in the kernel).
+    """
+    begin = time.monotonic()
+    pause = 0.001
+    while left := members(mark):
+        now = time.monotonic()
+        if now > begin + SWEEP_SECONDS:
+            return left
+        kill(left if now > begin + TRACKER_SECONDS else without_trackers(left), signal.SIGKILL)
+        # The kernel announces the end of a process only to its parent, and these are not our children.
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+    return []
+
+
+def _is_marked(entry: Path, mark: bytes) -> bool:
+    return entry.name.isdigit() and _is_own(entry) and mark in _bytes(entry / "environ").split(b"\0")
+
+
+def _is_own(entry: Path) -> bool:
+    try:
+        return entry.stat().st_uid == os.getuid()
+    except FileNotFoundError:
+        return False
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process exists and is more than a zombie."""
+    return state(pid) not in ("", "Z", "X")
+
+
+def state(pid: int) -> str:
+    """The kernel's letter for what the process does, as S or D; empty once it is gone."""
+    return _state_and_parent(pid)[0]
+
+
+def _descendants(root: int) -> set[int]:
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            pid = int(entry.name)
+            children.setdefault(_state_and_parent(pid)[1], []).append(pid)
+    found: set[int] = set()
+    frontier = children.get(root, [])
+    while frontier:
+        found.update(frontier)
+        frontier = [child for pid in frontier for child in children.get(pid, [])]
+    return found
+
+
+def _state_and_parent(pid: int) -> tuple[str, int]:
+    try:
+        # The name, in parentheses, may itself hold spaces and parentheses.
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return "", 0
+    return fields[0], int(fields[1])
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""  # it has just ended, or is not ours to look into

@@ -1,0 +1,172 @@
+"""The beginning of a job: until every agent has told what its host has, and at which address others reach it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import dadt
+from dadt.control import network
+from dadt.control.frame import Frame
+from dadt.errors import LaunchError, StartTimeout
+from dadt.launch.channel import Noted
+from dadt.launch.crew import Crew, Node
+
+STRAGGLER_SECONDS = 15.0
+"""How long the others may still take once one host has failed: all failures are told, not the first."""
+PROBE_SECONDS = 10.0
+NAMED_HOSTS = 8
+"""Of more hosts only those that fail are named as they come."""
+
+
+class Voice(Protocol):
+    """Who speaks to the user."""
+
+    def say(self, text: str, level: str = "info") -> None: ...
+
+    def part(self, text: str, last: bool = False) -> None:
+        """The next part of a line that grows; `last` ends it."""
+
+    def lines(self, stream: str, data: bytes) -> None:
+        """Complete lines of a worker's "out" or "err"."""
+
+    def meanwhile(self, act: Callable[[], None]) -> None:
+        """What to do about every second while whoever reads our output takes nothing (a pager, Ctrl-S)."""
+
+
+def gather(crew: Crew, look: Callable[[Node], Mapping[str, Any]], timeout: float, job: str, voice: Voice) -> None:
+    """Wait for all agents. Those that fail are told one by one; then raises LaunchError, or StartTimeout."""
+    failures, late = await_agents(crew, look, timeout, job, voice)
+    if failures:
+        _refuse(failures, late, timeout, voice)
+
+
+def await_agents(
+    crew: Crew, look: Callable[[Node], Mapping[str, Any]], timeout: float, job: str, voice: Voice
+) -> tuple[dict[Node, str], bool]:
+    """Until each agent has told what its host has, or has failed. Returns why some cannot take part, and whether time
+    is up."""
+    named = any(node.name for node in crew.nodes)
+    begin = time.monotonic()
+    deadline = begin + timeout
+    failures: dict[Node, str] = {}
+    waiting = set(crew.nodes)
+    if named:
+        voice.part(f"job {job}: starting {_agents(len(crew.nodes))} ...")
+    while waiting and (now := time.monotonic()) < deadline:
+        for node, frame in crew.turn(deadline - now):
+            if frame.kind == "connected":
+                crew.send(node, Frame("look", {**look(node), "index": node.index, "hosts": len(crew.nodes)}))
+            elif frame.kind == "lost" or (node in waiting and frame.kind == "ready"):
+                waiting.discard(node)
+                problem = frame["message"] if frame.kind == "lost" else _problem(frame)
+                node.report, node.state = frame.header, "is ready"
+                if problem:
+                    failures[node] = problem
+                    deadline = min(deadline, time.monotonic() + STRAGGLER_SECONDS)
+                if named and (problem or len(crew.nodes) <= NAMED_HOSTS):
+                    voice.part(
+                        f"  {node.name} " + ("failed" if problem else f"ready ({time.monotonic() - begin:.1f} s)")
+                    )
+    if named:
+        count = "" if len(crew.nodes) <= NAMED_HOSTS else f"  {len(crew.nodes) - len(failures) - len(waiting)} ready"
+        voice.part(count, last=True)
+    for node in crew.nodes:
+        if node.channel is not None and isinstance(node.channel, Noted):
+            for text in node.channel.notes:
+                voice.say(f"{node.name}: {text}")
+    late = time.monotonic() >= begin + timeout
+    for node in crew.nodes:
+        if node in waiting:
+            failures[node] = (
+                f"{node.state} after {time.monotonic() - begin:.0f} s" if late else f"{node.state}, given up"
+            )
+    return failures, late and bool(waiting)
+
+
+def agree(crew: Crew, wanted: str) -> None:
+    """Give each node the address at which all others reach it. Raises LaunchError where there is none."""
+    nodes = crew.nodes
+    if len(nodes) < 2:
+        return
+    if len({node.report["machine"] for node in nodes}) == 1 and not wanted:
+        for node in nodes:
+            node.address = network.SAME_MACHINE
+        return
+    reports = [{**node.report, "addresses": network.allowed(node.report["addresses"], wanted)} for node in nodes]
+    if absent := [node for node, report in zip(nodes, reports, strict=True) if wanted and not report["addresses"]]:
+        raise LaunchError(f"--network-interface {wanted}: matches nothing on {'; '.join(map(_offer, absent))}")
+    for node in nodes:
+        targets = [
+            _target(other.index, report) for other, report in zip(nodes, reports, strict=True) if other is not node
+        ]
+        crew.send(node, Frame("probe", {"targets": targets}))
+    reached = _await_probes(crew)
+    chosen = network.agree([node.name for node in nodes], reports, [reached[node] for node in nodes])
+    for node, (address, interface) in zip(nodes, chosen, strict=True):
+        node.address, node.interface = address, interface
+
+
+def differences(nodes: Sequence[Node]) -> list[str]:
+    """What is not the same on all hosts but may work all the same."""
+    texts = []
+    for what, name in (("torch", "torch"), ("Python", "python")):
+        found = {node.name: ".".join(str(node.report[name]).split(".")[:2]) for node in nodes}
+        if len(set(found.values())) > 1:
+            listed = ", ".join(f"{host} {version or 'none'}" for host, version in found.items())
+            texts.append(f"hosts differ in {what}: {listed}")
+    return texts
+
+
+def _await_probes(crew: Crew) -> dict[Node, Mapping[str, Mapping[str, float]]]:
+    deadline = time.monotonic() + PROBE_SECONDS
+    reached: dict[Node, Mapping[str, Mapping[str, float]]] = {}
+    while len(reached) < len(crew.nodes):
+        if time.monotonic() >= deadline:
+            late = ", ".join(node.name for node in crew.nodes if node not in reached)
+            raise LaunchError(f"{late}: did not tell within {PROBE_SECONDS:g} s which hosts it reaches")
+        for node, frame in crew.turn(deadline - time.monotonic()):
+            if frame.kind == "probed":
+                reached[node] = frame["reached"]
+            elif frame.kind == "lost":
+                raise LaunchError(f"{node.name}: {frame['message']}")
+    return reached
+
+
+def _offer(node: Node) -> str:
+    found = ", ".join(f"{entry['interface']} {entry['address']}" for entry in node.report["addresses"])
+    return f"{node.name}, which has {found or 'no address for other hosts'}"
+
+
+def _target(index: int, report: Mapping[str, Any]) -> dict[str, Any]:
+    addresses = [entry["address"] for entry in report["addresses"]]
+    return {"index": index, "port": report["probe_port"], "token": report["token"], "addresses": addresses}
+
+
+def _problem(ready: Frame) -> str:
+    """Why this host cannot take part; empty if it can."""
+    if ready["version"] != dadt.__version__:
+        return (
+            f"dadt {ready['version']} is installed there, {dadt.__version__} here -> install the same version, or "
+            "--python PATH"
+        )
+    if not ready["torch"]:
+        return f"torch is not installed for {ready['executable']} there -> pip install torch, or --python PATH"
+    problems: list[str] = ready["problems"]
+    return "; ".join(problems)
+
+
+def _refuse(failures: Mapping[Node, str], late: bool, timeout: float, voice: Voice) -> None:
+    kind: Callable[[str], LaunchError | StartTimeout] = StartTimeout if late else LaunchError
+    texts = [f"{node.name}: {text}" if node.name else text for node, text in failures.items()]
+    if len(texts) == 1 and not next(iter(failures)).name:
+        raise kind(texts[0])
+    for text in texts:
+        voice.say(text, "error")
+    after = f" within --start-timeout {timeout:g} s" if late else ""
+    raise kind(f"nothing was started{after}; exit code {kind('').exit_code}")
+
+
+def _agents(count: int) -> str:
+    return "1 agent" if count == 1 else f"{count} agents"

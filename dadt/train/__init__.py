@@ -1,0 +1,1 @@
+"""One rank's training: the runtime, its optimizers, checkpoints."""

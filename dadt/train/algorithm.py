@@ -1,0 +1,89 @@
+"""The interface of an algorithm: hooks around one optimizer's step, in the order of a training step."""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from dadt.train.attachment import Attachment
+
+
+class Algorithm(abc.ABC):
+    """Decides what is exchanged, when, and how it is applied. One instance per optimizer.
+
+    All hooks run on the training thread of one rank. Where `identical`, every rank runs the same sequence of them.
+    """
+
+    identical = True
+    """All ranks take the same steps, and have the same weights after each."""
+
+    together = True
+    """All ranks take the same steps. Where not, each goes at its own speed, and nothing waits for a peer between the
+    first step and the end."""
+
+    in_flight = 1
+    """Exchanges that are under way at once, at most, while the script works."""
+
+    wants_gradients = False
+    """Whether `gradient_ready` is to be called."""
+
+    def __init__(self, attachment: Attachment) -> None:
+        self.attachment = attachment
+
+    @property
+    def predicts(self) -> bool:
+        """Whether the next training forward is to run at predicted weights."""
+        return False
+
+    @property
+    def tracks(self) -> bool:
+        """Whether what the coming step does will be wanted for prediction."""
+        return False
+
+    @property
+    def holds(self) -> bool:
+        """Whether this step applies nothing, because no gradient has arrived yet."""
+        return False
+
+    @property
+    def averages(self) -> bool:
+        """Whether the coming step uses averaged gradients, those of a closure, too; else they are the rank's own."""
+        return self.together
+
+    def starting(self) -> None:  # noqa: B027 (optional hook)
+        """All ranks are about to take rank 0's weights and state."""
+
+    def started(self) -> None:  # noqa: B027 (optional hook)
+        """The optimizer is attached: all ranks have rank 0's weights and state."""
+
+    def gradient_ready(self, parameter: torch.Tensor) -> None:  # noqa: B027 (optional hook)
+        """A backward has added to this parameter's gradient. Called only where `wants_gradients`."""
+
+    @abc.abstractmethod
+    def before_step(self) -> None:
+        """Gradients are about to be used: make `.grad` what the optimizer shall apply."""
+
+    def after_step(self) -> None:  # noqa: B027 (optional hook)
+        """The optimizer has stepped, or the step was skipped by agreement."""
+
+    def loaded(self) -> None:  # noqa: B027 (optional hook)
+        """The script has replaced weights by `load_state_dict`."""
+
+    def finish(self) -> None:  # noqa: B027 (optional hook)
+        """The script has ended, on this rank: bring what is in flight to its end. Peers may still train, unless
+        `identical`. Raises CommError."""
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed training needs beside weights and optimizer state; plain values and CPU tensors."""
+        return {}
+
+    def by_parameter(self, state: dict[str, Any]) -> dict[int, torch.Tensor]:
+        """What `state` holds in a parameter's shape, by its number in the optimizer: where a shape is another, the
+        checkpoint is one of another model."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:  # noqa: B027 (optional hook)
+        """Go on from what `state` gave, on all ranks."""

@@ -1,0 +1,502 @@
+"""One optimizer under DADT: what is exchanged for it, its algorithm, its prediction, and their agreement."""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from dadt import algorithms
+from dadt.errors import DadtError, Mismatch
+from dadt.train import prediction
+from dadt.train.buffers import buffer_of
+from dadt.train.exchange import fingerprint
+from dadt.train.exchange.exchange import Exchange, Schema
+from dadt.train.exchange.lane import Lane, any_flags, pack_flags
+from dadt.train.measure import Measure
+from dadt.train.param_groups import group_values
+
+if TYPE_CHECKING:
+    from dadt.train.checkpoint import Arrived
+    from dadt.train.runtime import Runtime
+
+_FINGERPRINTED_STEPS = 20
+"""At first: gradients, which are to differ."""
+_EVERY = 64
+"""Steps between two looks at what is not trained, which is not to differ."""
+
+
+class Attachment:
+    """Made when the runtime attaches an optimizer; every rank attaches the same ones in the same order."""
+
+    def __init__(self, runtime: Runtime, optimizer: torch.optim.Optimizer, index: int) -> None:
+        self.runtime = runtime
+        self._optimizer = weakref.ref(optimizer)
+        self.index = index
+        self.step = 0
+        self.has_closure = False
+        self.warmup_steps = runtime.config.warmup_steps
+        self.compression = runtime.config.compression if runtime.together else "none"
+        """Of gradients."""
+        self.measure = Measure()
+        self._modules = _below(runtime.root_modules(optimizer))
+        self._candidates: list[tuple[nn.Module, str, torch.Tensor]] = []
+        self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        """Parameters that all ranks have from rank 0."""
+        self._welcomed: tuple[list[int], int] = ([], 0)
+        """Ids of the optimizer's parameters when they were last looked at, and how many were known then."""
+        self._delivered: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self.scale: torch.Tensor | None = None
+        """Loss scale of this step, where the script has a GradScaler."""
+        self.scale_token: tuple[int, int] | None = None
+        """What it is a copy of."""
+        self.drawn = 0
+        """Batches from shared loaders since the last exchange."""
+        self._samples = 0.0
+        self._fill = 1.0
+        """How full the batches of a step are: what its gradient counts."""
+        self._fills_up = False
+        """From the next step on it is 1 again, unless that draws."""
+        self._exchanges = 0
+        self.consumed = False
+        """This step's gradients are averaged."""
+        self.stepping = False
+        """The optimizer's own step is under way."""
+        self._held: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._grew = False
+        self._agreed = -1
+        self._follows = False
+        """The script sets other param_group values on each rank, step by step: rank 0's are fetched before each."""
+        self._identical = 0
+        self._schema: Schema | None = None
+        self._tables: list[torch.Tensor] = []
+        """Parameters whose gradients are sparse."""
+        self._token: tuple[Any, ...] = ()
+        self._hooked = WeakTensorKeyDictionary()
+        self.prediction = prediction.choose(runtime.config, optimizer, self.parameters, runtime.world.world_size)
+        # Collected between forward and step, it must not leave its prediction in the weights.
+        weakref.finalize(optimizer, self.prediction.undo).atexit = False
+        self.algorithm = algorithms.find(runtime.config.algorithm)(self)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        optimizer = self._optimizer()
+        assert optimizer is not None, "used after the optimizer was collected"
+        return optimizer
+
+    @property
+    def alive(self) -> bool:
+        return self._optimizer() is not None
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """Those that are trained, in registration order; none once the optimizer is collected."""
+        optimizer = self._optimizer()
+        return [p for p in _listed(optimizer) if p.requires_grad] if optimizer else []
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Those below the topmost modules of its parameters, as they were when it was attached."""
+        return [m for ref in self._modules if (m := ref()) is not None]
+
+    @property
+    def name(self) -> str:
+        return "" if self.index == 0 else f" of optimizer #{self.index + 1}"
+
+    @property
+    def overlaps(self) -> bool:
+        """Buckets may be launched from backward: with several optimizers their order could differ between ranks."""
+        return not self.has_closure and len(self.runtime.optimizers) == 1 and not self.consumed
+
+    # The parts that are exchanged ------------------------------------------------------------------------------
+
+    @property
+    def schema(self) -> Schema:
+        assert self._schema is not None, "used before it was started"
+        return self._schema
+
+    @property
+    def trained(self) -> tuple[Any, ...]:
+        """What the script trains now: another value where it has added, frozen, moved or cast parameters."""
+        token: tuple[Any, ...] = self._token[0]
+        return token
+
+    @property
+    def groups(self) -> int:
+        """crc32 of the optimizer's param_group values."""
+        return zlib.crc32(repr(group_values(self.optimizer)).encode())
+
+    def schema_is_current(self) -> bool:
+        return self._schema is not None and self._token == self._make_token()
+
+    def _make_token(self) -> tuple[Any, ...]:
+        return (
+            tuple((id(p), p.dtype, p.device) for p in self.parameters),
+            tuple((id(m), n, b.shape, b.dtype, b.device) for m, n, b in self.buffers()),
+        )
+
+    def buffers(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
+        return self.runtime.buffers.of(self.modules) if self.runtime.config.buffers else []
+
+    def start(self) -> None:
+        """From rank 0's state, on all ranks: parameters (frozen ones, too), buffers, optimizer state."""
+        optimizer = self.optimizer
+        if self.runtime.config.broadcast:
+            self.algorithm.starting()
+        self.runtime.adopt(self, weights=self.runtime.config.broadcast)
+        self.runtime.checkpoints.spread(self)
+        for p in _listed(optimizer):
+            self._known[p] = True
+        if self.runtime.config.buffers:
+            self._candidates = self.runtime.buffers.watch(self.modules)
+        self.refresh()
+        self.algorithm.started()
+
+    def welcome(self) -> None:
+        """Parameters that the script has added start from rank 0's values. Cheap where there are none."""
+        optimizer = self.optimizer
+        listed = _listed(optimizer)
+        # An id may be another parameter's by now; then one of those that were known has gone.
+        if self._welcomed == (ids := [id(p) for p in listed], len(self._known)):
+            return
+        new = [p for p in listed if p not in self._known]
+        for p in new:
+            self._known[p] = True
+        self._welcomed = (ids, len(self._known))
+        if not new:
+            return
+        if self.runtime.config.broadcast:
+            self.runtime.broadcast([p.data for p in new], f"late weights{self.name}")
+        self._modules = _below(self.runtime.root_modules(optimizer))
+        if self.runtime.config.buffers:
+            self._candidates += self.runtime.buffers.watch(m for m in self.modules if m not in self.runtime.buffers)
+
+    def settle_buffers(self) -> None:
+        """A training forward has run: buffers that it changed on any rank are averaged from now on."""
+        if not self._candidates:
+            return
+        pairs = [(buffer_of(m, n), before) for m, n, before in self._candidates]
+        changed = [now is not None and not torch.equal(now, before) for now, before in pairs]
+        # As a table of positions that grows with the longest text: it says nothing of the training.
+        reshaped = [now is None or now.shape != before.shape for now, before in pairs]
+        work = self.runtime.allgather(f"buffers that change{self.name}", pack_flags(changed + reshaped))
+        self.runtime.wait(work)
+        flags = any_flags(work.lanes, 2 * len(pairs))
+        for (m, n, _), change, reshape in zip(self._candidates, flags[: len(pairs)], flags[len(pairs) :], strict=True):
+            if change and not reshape:
+                self.runtime.buffers.add(m, n)
+        self._candidates = []
+
+    def refresh(self) -> None:
+        """Follow parameters that were frozen, added, moved or cast, and buffers that came to life."""
+        token = self._make_token()
+        if self._schema is not None and token == self._token:
+            return
+        parameters = self.parameters
+        if self._schema is None or token[0] != self._token[0]:
+            self.prediction.follow(parameters)
+            self._hook(parameters)
+            self._tables = _sparse_tables(self.modules, parameters)
+        self._schema = Schema(
+            parameters,
+            self.buffers(),
+            int(self.runtime.config.bucket_mb * 2**20),
+            self.runtime.device,
+            self.algorithm.in_flight + 1,
+            self.compression,
+        )
+        self._token = token
+
+    def _hook(self, parameters: list[torch.Tensor]) -> None:
+        """Notice gradients that grow."""
+        this = weakref.ref(self)
+
+        def grew(parameter: torch.Tensor) -> None:
+            if (a := this()) is not None:
+                a._grew = True
+                if a.algorithm.wants_gradients:
+                    a.algorithm.gradient_ready(parameter)
+
+        for p in parameters:
+            if p not in self._hooked and p.is_leaf:
+                p.register_post_accumulate_grad_hook(grew)  # type: ignore[no-untyped-call]
+                self._hooked[p] = True
+
+    def compress(self, name: str) -> None:
+        """From the next exchange on, on all ranks, as --compression does. None may be under way."""
+        self.compression = name
+        self._token = (self._token[0], None)
+        self.refresh()
+
+    def watch_gradients(self) -> None:
+        """The algorithm has begun to want them."""
+        self._hook(self.parameters)
+
+    # One step --------------------------------------------------------------------------------------------------
+
+    def drew(self, samples: int, nominal: int) -> None:
+        """A batch of a shared loader was handed to the script; samples of it count, of nominally so many."""
+        if self.drawn == 0:
+            self._samples = 0.0
+        self._fills_up = False
+        self.drawn += 1
+        self._samples += samples / max(nominal, 1)
+        self._fill = self._samples / self.drawn
+
+    def pass_over(self) -> None:
+        """A shared loader has come to its end: a step that draws nothing (the script repeats batches that it has
+        kept) counts in full, as it is not known which batch it takes."""
+        if self.drawn:  # what was accumulated since the last step is still to be used
+            self._fills_up = True
+        else:
+            self._fill = 1.0
+
+    def consume(self) -> None:
+        """The first place of a step where gradients are used: exchange, and make `.grad` what shall be applied."""
+        if self.consumed and not self.algorithm.averages:
+            return  # gradients are the rank's own: what it does with them concerns nobody
+        if self.consumed and self._grew and not any(p.grad is g for p, g in self._delivered if g is not None):
+            self.skipped()  # the script let the averages go, and computed anew
+        if self.consumed:
+            if self._grew:
+                raise DadtError(
+                    "a backward added to gradients that were already clipped or unscaled in this step, and so"
+                    " averaged: clip once, after the step's last backward"
+                )
+            return
+        self.stepping = False
+        self.welcome()
+        if self.step > 0 and self.runtime.together:
+            self.settle_buffers()
+        self.runtime.take_over(self)
+        if len(self.prediction.given) != len(parameters := self.parameters):
+            self.prediction.follow(parameters)
+        if self.algorithm.tracks:
+            self.prediction.before_step(late=self.algorithm.predicts, scale=self.scale)
+        else:
+            self.prediction.undo()
+        self.refresh()
+        if self._token[0]:
+            self.algorithm.before_step()
+        self._delivered = [(p, p.grad) for p in self.parameters]
+        self.drawn = 0
+        self.consumed = True
+        self._grew = False
+
+    def zero_gradients(self) -> None:
+        """For a step that applies none. In memory of their own: the flat buffers may be under way."""
+        tables = {id(p) for p in self._tables}
+        for p in self.parameters:
+            zeros = torch.zeros_like(p)
+            p.grad = zeros.to_sparse(1) if id(p) in tables else zeros
+
+    def hold_back(self) -> None:
+        """Where no average has come yet: without gradients a step changes neither weights, momentum nor counters."""
+        self.stepping = True
+        if self._follows and self.algorithm.averages:
+            # Here, where no exchange is open and the script sets nothing any more before the step.
+            self.runtime.follow_groups(self)
+        if self.algorithm.holds:
+            self._held = [(p, p.grad) for p in self.parameters]
+            for p, _ in self._held:
+                p.grad = None
+
+    def stepped(self) -> None:
+        """The optimizer has stepped."""
+        self.prediction.after_step(held=bool(self._held), scale=self.scale)
+        for p, gradient in self._held:
+            p.grad = gradient
+        self._held = []
+        self._end_step()
+
+    def skipped(self) -> None:
+        """All ranks left the step out: by the gradient scaler, or by the script from the averages' norm."""
+        self.prediction.forget()
+        self._end_step()
+        self.runtime.window.stepped()
+
+    def _end_step(self) -> None:
+        self.algorithm.after_step()
+        self.measure.stepped()
+        self.step += 1
+        if self._fills_up:
+            self._fill, self._fills_up = 1.0, False
+        self._delivered = []
+        self.scale = None
+        self.consumed = self.stepping = False
+
+    def loaded(self) -> None:
+        """The script has replaced weights by `load_state_dict`."""
+        self.prediction.forget()
+        self.algorithm.loaded()
+
+    def before_closure(self) -> None:
+        """The optimizer is about to evaluate: what it uses inside (clipping) is averaged at once."""
+        self.has_closure = True
+        self.consumed = False
+        self.prediction.forget()
+
+    def average_closure(self, loss: float) -> float:
+        """Gradients and loss of one evaluation of a closure, averaged at once; the mean loss."""
+        self.consumed = False
+        self.welcome()
+        self.refresh()
+        if not self.algorithm.averages:
+            self.drawn = 0
+            return loss
+        exchange = self.new_exchange()
+        self.close(exchange, value=loss)
+        lanes = self.wait(exchange)
+        self.agree(lanes, exchange)
+        self.deliver(exchange)
+        self.drawn = 0
+        total = sum(lane.weight for lane in lanes)
+        return sum(lane.value * lane.weight for lane in lanes) / total if total else loss
+
+    @property
+    def _compresses(self) -> bool:
+        """Line searches compare what closures give; and power iteration starts better from gradients that have
+        settled."""
+        settles = self.compression.startswith("powersgd") and self.step < self.warmup_steps
+        return not self.has_closure and not settles
+
+    def new_exchange(self, *, again: bool = False) -> Exchange:
+        assert self._schema is not None
+        self._exchanges += not again
+        number = self._exchanges - 1
+        name = f"step {number}{self.name}{', again' if again else ''}"
+        if again:
+            # What it was to make up for went with the one before, which nobody uses.
+            self._schema.forget_residuals()
+        exchange = Exchange(
+            self.runtime.engine,
+            self._schema,
+            number,
+            name,
+            self._fill,
+            compressed=self._compresses,
+            background=self.runtime.background,
+        )
+        exchange.scale = self.scale
+        self.runtime.keep(exchange)
+        return exchange
+
+    def close(self, exchange: Exchange, *, growth: int = 0, redo: bool = False, value: float = 0.0) -> None:
+        """Launch what is left of the exchange, with this rank's lane; value: what the algorithm tells its peers."""
+        exchange.scale = self.scale
+        exchange.close(
+            Lane(
+                layout=exchange.schema.crc,
+                drawn=self.drawn,
+                groups=self.groups,
+                fingerprint=self._fingerprint(exchange.number),
+                growth=growth,
+                redo=redo,
+                weight=exchange.weight,
+                value=value,
+            )
+        )
+
+    def _fingerprint(self, number: int) -> int:
+        if number < _FINGERPRINTED_STEPS:
+            return fingerprint.of_gradient(self.parameters)
+        if number % _EVERY == 0 and self.algorithm.predicts:
+            # What another optimizer trains may be frozen for now, and predicted.
+            others = [p for o in self.runtime.optimizers if o is not self.optimizer for p in _listed(o)]
+            return fingerprint.of_untrained(self.modules, others)
+        return 0
+
+    def wait(self, exchange: Exchange | Arrived) -> list[Lane]:
+        begun = perf_counter()
+        lanes = exchange.wait(self.runtime.wait)
+        exchange.learn()
+        self.measure.exchanged(exchange.seconds, perf_counter() - begun)
+        return lanes
+
+    def deliver(self, exchange: Exchange | Arrived) -> None:
+        ratio = None
+        if self.scale is not exchange.scale:
+            ratio = (1.0 if self.scale is None else self.scale) / (1.0 if exchange.scale is None else exchange.scale)
+        absent = [p for p in self._tables if p.grad is None]
+        exchange.deliver(ratio)
+        for p in absent:
+            # As on the ranks that had one: some optimizers take no dense gradient, or none after a sparse one.
+            if p.grad is not None and p.grad.layout == torch.strided:
+                p.grad = p.grad.to_sparse(1)
+        if exchange.schema is not self._schema and self._schema is not None:
+            # Added or unfrozen since: their first average has not come yet.
+            averaged = {id(p) for p in exchange.schema.parameters}
+            for p in self._schema.parameters:
+                if id(p) not in averaged:
+                    p.grad = None
+        self.runtime.buffers.update(exchange.places, exchange.averaged_buffers())
+
+    # Agreement -------------------------------------------------------------------------------------------------
+
+    def agree(self, lanes: list[Lane], exchange: Exchange | Arrived) -> None:
+        """Act on what the lanes say: all ranks see the same ones, so all do the same."""
+        drawn = [lane.drawn for lane in lanes]
+        if len(set(drawn)) > 1:
+            least, most = drawn.index(min(drawn)), drawn.index(max(drawn))
+            raise Mismatch(
+                f"{exchange.name}: rank {most} has drawn {drawn[most]} batches since its last step and rank {least}"
+                f" {drawn[least]}: one of them skipped a step that the other took. Decide such things from values that"
+                f" are equal on all ranks, not from a rank's own loss"
+            )
+        if exchange.number < _FINGERPRINTED_STEPS:
+            self._warn_identical(lanes)
+        else:
+            self._warn_different(lanes)
+        if not self._follows and len({lane.groups for lane in lanes}) > 1 and exchange.number > self._agreed:
+            # The first exchange since they were made equal, and they differ again.
+            self._follows = self._agreed >= 0 and exchange.number == self._agreed + 1
+            self._agreed = self._exchanges - 1
+            self.take_groups(weights=self.measure.delayed > 0)
+
+    def take_groups(self, *, weights: bool = False) -> None:
+        """Rank 0's param_group values, on all ranks; its weights and state as well, where wrong ones were used."""
+        self.runtime.say(
+            "the ranks' learning rates (or other param_group values) differ, by a rank's own loss, or a"
+            " scheduler loaded on rank 0 alone: rank 0's are used on all",
+            level="warning",
+        )
+        self.runtime.adopt(self, weights=weights)
+
+    def _warn_identical(self, lanes: list[Lane]) -> None:
+        prints = {lane.fingerprint for lane in lanes}
+        self._identical = self._identical + 1 if len(prints) == 1 and 0 not in prints else 0
+        if self._identical == 5:
+            self.runtime.say(
+                "all ranks had identical gradients for 5 steps: they train on the same data. Read it through a"
+                " DataLoader (see --share), or let each rank choose its part by RANK",
+                level="warning",
+            )
+
+    def _warn_different(self, lanes: list[Lane]) -> None:
+        if len({lane.fingerprint for lane in lanes}) > 1:
+            self.runtime.say(
+                f"parameters that are not trained{self.name} differ between ranks. A script that makes them from others"
+                " between a forward and its step (a momentum encoder) reads predicted weights there, which are each"
+                " rank's own: do it right after optimizer.step(), or use --algorithm sync",
+                level="warning",
+            )
+
+
+def _listed(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Its parameters, each once: of tied weights given twice torch only warns."""
+    return list({id(p): p for g in optimizer.param_groups for p in g["params"]}.values())
+
+
+def _below(roots: list[nn.Module]) -> list[weakref.ref[nn.Module]]:
+    return [weakref.ref(m) for m in dict.fromkeys(m for root in roots for m in root.modules())]
+
+
+def _sparse_tables(modules: list[nn.Module], parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    ids = {id(p) for p in parameters}
+    tables = [m.weight for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
+    return [table for table in tables if id(table) in ids]

@@ -1,0 +1,71 @@
+"""What Python computes between two operations of an engine, beside the training and in its order."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from dadt.errors import CommError, CommTimeout
+
+if TYPE_CHECKING:
+    from dadt._core import Engine, Work
+    from dadt.comm.executors.nccl import Averaging
+
+_PATIENCE = 60.0  # seconds, after which a wait looks whether the engine has failed
+_END_SECONDS = 5.0
+
+Wait = Callable[["Work | Averaging"], None]
+
+
+class Background:
+    """One thread, made when it is first needed. The engine says how long it may wait: what fails there ends it.
+
+    What it is to release has its place in the engine's order already, so ranks do not differ in the order of their
+    operations, however late a thread is.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._calls: queue.SimpleQueue[tuple[int, Callable[[Wait], None]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, call: Callable[[Wait], None]) -> None:
+        """Run `call(wait)` after those before it; `wait` returns when a work is done. The training thread's."""
+        if self._thread is None:
+            # A daemon: a peer that never comes must not keep the process from ending.
+            self._thread = threading.Thread(target=self._run, name="dadt-background", daemon=True)
+            self._thread.start()
+        self._calls.put((torch.get_num_threads(), call))
+
+    def close(self) -> None:
+        """After the engine is closed."""
+        if self._thread is not None:
+            self._calls.put(None)
+            self._thread.join(_END_SECONDS)
+
+    def _run(self) -> None:
+        while (next_ := self._calls.get()) is not None:
+            threads, call = next_
+            try:
+                if threads != torch.get_num_threads():
+                    torch.set_num_threads(threads)  # the last bits of a product depend on it
+                call(self._wait)
+            except CommError:
+                return  # whoever waits for what was to follow gets the same error
+            except Exception as error:  # noqa: BLE001 (the training thread waits for what this was to release)
+                self._engine.abort(f"computing between two allreduces failed: {type(error).__name__}: {error}")
+                return
+            del next_, call  # its memory is the training's again
+
+    def _wait(self, work: Work | Averaging) -> None:
+        while True:
+            try:
+                work.wait(_PATIENCE)
+                return
+            except CommTimeout:
+                if self._engine.error is not None:
+                    raise

@@ -1,0 +1,369 @@
+"""One averaging of an optimizer's gradients (and its model's buffers) over all ranks."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import nn
+
+from dadt.comm.bucket import Bucket, Staged, split
+from dadt.comm.compression import Feedback, LowRank, forms
+from dadt.comm.keepalive import keep_for_good
+from dadt.errors import CommError, Mismatch
+from dadt.train.exchange.lane import LANE_BYTES, Lane, any_flags, pack_flags
+
+if TYPE_CHECKING:
+    from dadt._core import Engine, Work
+    from dadt.comm.compression.powersgd import Round
+    from dadt.comm.executors.nccl import Averaging, Device
+    from dadt.train.exchange.background import Background, Wait
+
+
+class Schema:
+    """What the exchanges of one optimizer move: gradients, last parameters first, and buffers. Equal on all ranks."""
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        buffers: Sequence[tuple[nn.Module, str, torch.Tensor]],
+        max_bytes: int,
+        device: Device | None = None,
+        turns: int = 2,
+        compression: str = "none",
+    ) -> None:
+        """device: what averages tensors where they are, if anything does. turns: flat buffers of each bucket.
+        compression: how gradients travel."""
+        self.parameters = list(parameters)
+        places = {id(b): (m, n) for m, n, b in buffers}
+        self.device = device
+        direct = None if device is None else device.device
+        self.buckets = split(self.parameters[::-1], max_bytes, direct, turns)
+        # Gradients of the first parameters come last in a backward: their bucket closes the step.
+        self.buffer_buckets = split([b for _, _, b in buffers], max_bytes, direct, turns)
+        self.places = [places[id(b)] for bucket in self.buffer_buckets for b in bucket.tensors]
+        """Module and name of each buffer, in the order of their buckets."""
+        tensors = [*self.parameters, *(b for _, _, b in buffers)]
+        self.crc = zlib.crc32(repr([(tuple(t.shape), str(t.dtype), t.device.type) for t in tensors]).encode())
+        self.turns = turns
+        self.turn = 0
+        self.forms = forms(compression, self.buckets)
+        """Of each bucket of gradients: how it is compressed."""
+
+    def buffers(self) -> list[torch.Tensor]:
+        """As they are now, in the order of their buckets: a forward may put another tensor into their place."""
+        now = [module._buffers[name] for module, name in self.places]
+        return [b.detach() for b in now if b is not None]
+
+    def forget_residuals(self) -> None:
+        """The next exchange starts as the first one did: what compression has lost so far is dropped. On all ranks."""
+        for form in self.forms:
+            if form is not None:
+                form.forget()
+
+
+class Exchange:
+    """The works of one averaging. `launch` buckets in order, `close` with the lane, `wait`, `deliver`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        schema: Schema,
+        number: int,
+        name: str,
+        weight: float,
+        *,
+        compressed: bool = True,
+        background: Background | None = None,
+    ) -> None:
+        """compressed: as the schema says; otherwise gradients travel as they are. background: goes on with what takes
+        two allreduces."""
+        self.schema = schema
+        self._forms = schema.forms if compressed else [None] * len(schema.buckets)
+        self._rounds: list[tuple[int, Round]] = []
+        """Of the buckets that take two allreduces."""
+        self._background = background
+        self._finished = False
+        self.number = number
+        self.name = name
+        self.weight = weight
+        self.scale: torch.Tensor | None = None
+        """The loss scale that the gradients carry."""
+        schema.turn = (schema.turn + 1) % schema.turns
+        self._turn = schema.turn
+        self._engine = engine
+        self._ahead: dict[int, Staged] = {}
+        self._works: list[Work | Averaging] = []
+        self._buffer_works: list[Work | Averaging] = []
+        self._more_works: list[Work | Averaging] = []
+        self._alive: list[list[torch.Tensor | None]] = []
+        self._ahead_of_step: list[_Sent] = []
+
+    @property
+    def launched(self) -> int:
+        """Gradient buckets under way."""
+        return len(self._works)
+
+    @property
+    def touched(self) -> bool:
+        """Whether a gradient was changed or replaced after its bucket was launched ahead."""
+        if any(sent.replaced for sent in self._ahead_of_step):
+            return True
+        now = [_print_of(sent.gradients) for sent in self._ahead_of_step]
+        # No number equals itself here: else each loss scale that is too large would look like a change.
+        pairs = zip(self._ahead_of_step, now, strict=True)
+        return not all(torch.allclose(sent.print, new, rtol=0, atol=0, equal_nan=True) for sent, new in pairs)
+
+    @property
+    def works(self) -> list[Work | Averaging]:
+        return self._buffer_works + self._works + self._more_works
+
+    @property
+    def done(self) -> bool:
+        return all(w.done for w in self.works)
+
+    @property
+    def halfway(self) -> bool:
+        """Its second half is to begin by `go_on`, at the same place on all ranks."""
+        return bool(self._rounds) and not self._more_works
+
+    @property
+    def seconds(self) -> float:
+        """Time in which bytes moved, without waiting for the last rank to arrive."""
+        return sum(w.seconds for w in self.works)
+
+    def tensors_of(self, work: Work | Averaging) -> list[torch.Tensor]:
+        """The parameters whose gradients it moves; none if it is not one of these works."""
+        index = next((i for i, mine in enumerate(self._works) if mine is work), None)
+        return [] if index is None else list(self.schema.buckets[index].tensors)
+
+    def launch_ahead(self) -> None:
+        """The same while the script may still change the gradients: `touched` tells whether it has."""
+        self._ahead_of_step.append(_Sent(self.schema.buckets[len(self._works)].tensors))
+        self.launch()
+
+    def launch(self, lane: bytes = b"") -> None:
+        """Submit the next bucket's gradients as they are now. They must not change until the work is done."""
+        index = len(self._works)
+        bucket = self.schema.buckets[index]
+        staged = self._ahead.pop(index, None) or self._stage(index)
+        form = self._forms[index]
+        if isinstance(form, LowRank):
+            plain = bucket.layout.total * bucket.layout.dtype.itemsize
+            self._works.append(self._submit(form.first, staged, f"bucket {index}", lane, plain=plain))
+        else:
+            self._works.append(self._submit(bucket, staged, f"bucket {index}", lane, form))
+
+    def _stage(self, index: int) -> Staged:
+        bucket, form = self.schema.buckets[index], self._forms[index]
+        gradients = [t.grad for t in bucket.tensors]
+        if not isinstance(form, LowRank):
+            return bucket.stage(gradients, self._turn)
+        round_ = form.begin(gradients, self.scale, self._turn, self.weight > 0)
+        self._rounds.append((index, round_))
+        return round_.staged
+
+    def close(self, lane: Lane) -> None:
+        """Submit buffers and all gradients that are left; the last bucket carries the lane."""
+        last = len(self.schema.buckets) - 1
+        for index in range(len(self._works), last + 1):
+            # What has to come from a GPU comes while the buckets before are under way.
+            self._ahead[index] = self._stage(index)
+        while len(self._works) < last:
+            self.launch()
+        buffers = iter(self.schema.buffers())
+        for i, bucket in enumerate(self.schema.buffer_buckets):
+            # Forwards go on while this is under way: average a copy, made in the place of delivery.
+            for view in bucket.views[self._turn]:
+                view.copy_(next(buffers), non_blocking=True)  # what is staged from a GPU is waited for below
+            staged = bucket.stage(bucket.views[self._turn], self._turn)
+            work = self._submit(bucket, staged, f"buffers {i}", b"")
+            self._buffer_works.append(work)
+        self.launch(lane.pack())
+        # What a GPU computes would be in the way of the script's own computations there.
+        if self._background is not None and self._rounds and all(r.form.bucket.of_host for _, r in self._rounds):
+            held = [cast("Work", self._submit_second(i, round_.then, held=True)) for i, round_ in self._rounds]
+            self._more_works += held
+            self._background.begin(partial(self._go_on_held, self._rounds, held))
+
+    def _go_on_held(self, rounds: list[tuple[int, Round]], held: list[Work], wait: Wait) -> None:
+        """In the background."""
+        for (index, round_), work in zip(rounds, held, strict=True):
+            wait(self._works[index])
+            round_.halfway()
+            self._engine.release(work)
+
+    def _submit(
+        self,
+        bucket: Bucket,
+        staged: Staged,
+        what: str,
+        lane: bytes,
+        feedback: Feedback | None = None,
+        plain: int = -1,
+        *,
+        held: bool = False,
+    ) -> Work | Averaging:
+        """plain: bytes of what it stands for, where it is something else. held: as of Engine.allreduce."""
+        flags = pack_flags([v is not None for v in staged.values]) + lane
+        name = f"{self.name}, {what}"
+        self._alive.append(staged.values)
+        if self.schema.device is not None and bucket.direct:
+            places, flat = bucket.views[self._turn], bucket.flats[self._turn]
+            beside = {"name": name, "weight": self.weight, "lane": flags, "plain": plain}
+            coding = None if feedback is None else (feedback, feedback.keep(self.scale))
+            return self.schema.device.average(staged.values, places, flat, coding, **beside)
+        if staged.ready is not None:
+            staged.ready.synchronize()
+        return self._engine.allreduce(
+            bucket.layout,
+            [0 if t is None else t.data_ptr() for t in staged.values],
+            bucket.pointers[self._turn],
+            name,
+            self.weight,
+            flags,
+            plain=plain,
+            held=held,
+            **({} if feedback is None else feedback.arguments(bucket.layout.total, self.scale)),
+        )
+
+    def wait(self, wait: Wait) -> list[Lane]:
+        """Until all is averaged; every rank's lane, by rank."""
+        self.go_on(wait)
+        self._wait(wait)
+        self._alive.clear()
+        if not self._finished:
+            self._finished = True
+            for _, round_ in self._rounds:
+                round_.finish()
+        lanes = [Lane.unpack(data[-LANE_BYTES:]) for data in self._works[-1].lanes]
+        for rank, lane in enumerate(lanes):
+            if lane.layout != lanes[0].layout:
+                raise Mismatch(
+                    f"{self.name}: the parameters or buffers of rank {rank} differ in shape, dtype or number from"
+                    f" rank 0's: every rank must build the same model"
+                )
+        return lanes
+
+    def go_on(self, wait: Wait) -> None:
+        """The second half of what takes two allreduces, if it does not begin by itself. Every rank comes here between
+        the same two exchanges."""
+        if not self.halfway:
+            return
+        self._wait(wait)
+        for _, round_ in self._rounds:
+            round_.halfway()
+        self._more_works = [self._submit_second(index, round_.then) for index, round_ in self._rounds]
+
+    def _wait(self, wait: Wait) -> None:
+        try:
+            for work in self.works:
+                wait(work)
+        except CommError as error:
+            keep_for_good(self)  # with the gradients, which a library may still be at
+            if isinstance(error, Mismatch) and "buffers" in str(error):
+                raise Mismatch(
+                    f"{error}. If a forward gives buffers another shape on each rank: --no-buffers"
+                ) from error
+            raise
+
+    def _submit_second(self, index: int, staged: Staged, *, held: bool = False) -> Work | Averaging:
+        form = self._forms[index]
+        assert isinstance(form, LowRank)
+        return self._submit(form.second, staged, f"bucket {index}, second half", b"", plain=0, held=held)
+
+    def learn(self) -> None:
+        """What this exchange teaches compression. After `wait`; on all ranks between the same two exchanges."""
+        rounds, self._rounds = self._rounds, []
+        for _, round_ in rounds:
+            round_.learn()
+
+    def norm(self) -> torch.Tensor:
+        """Of all averages together, without their loss scale; equal on all ranks but for rounding. One element."""
+        flats = [bucket.flats[self._turn] for bucket in self.schema.buckets]
+        flats = [torch.view_as_real(f) if f.is_complex() else f for f in flats]
+        parts = [torch.linalg.vector_norm(f, dtype=torch.promote_types(f.dtype, torch.float32)) for f in flats]
+        every = torch.stack([part.to(parts[0].device, torch.float64) for part in parts])
+        norm: torch.Tensor = torch.linalg.vector_norm(every)
+        return norm if self.scale is None else norm.to(self.scale.device) / self.scale
+
+    def deliver(self, ratio: torch.Tensor | float | None = None) -> None:
+        """Hand the averages to the script as `.grad`; None where no rank had a gradient.
+
+        ratio: what the averages are multiplied with, where the loss scale has changed since.
+        """
+        hand_out(self.schema.parameters, self.averaged_gradients(), ratio)
+
+    def averaged_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Parameters and their averages, of those for which any rank had a gradient."""
+        averages = []
+        for bucket, work in zip(self.schema.buckets, self._works, strict=True):
+            present = any_flags(work.lanes, len(bucket.tensors))
+            averages += [(p, bucket.deliver(i, self._turn)) for i, p in enumerate(bucket.tensors) if present[i]]
+        return averages
+
+    @property
+    def places(self) -> list[tuple[nn.Module, str]]:
+        """Module and name of each averaged buffer."""
+        return self.schema.places
+
+    def averaged_buffers(self) -> list[torch.Tensor]:
+        """The buffers' averages, in the order of the schema's buckets."""
+        return [
+            bucket.deliver(i, self._turn) for bucket in self.schema.buffer_buckets for i in range(len(bucket.tensors))
+        ]
+
+
+class _Sent:
+    """Gradients of one dtype and device, as they were when they were sent."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = [(p, p.grad, 0 if p.grad is None else p.grad._version) for p in parameters]
+        self.print = _print_of(self.gradients)
+
+    @property
+    def gradients(self) -> list[torch.Tensor]:
+        return [g for _, g, _ in self._parameters if g is not None]
+
+    @property
+    def replaced(self) -> bool:
+        """Or changed in place, as far as autograd notices."""
+        return any(p.grad is not g or (g is not None and g._version != v) for p, g, v in self._parameters)
+
+
+@torch.no_grad()
+def _print_of(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Another one where they have changed, also through `.data` or numpy, which raise no version: their norms, and,
+    as these have no sign, some elements."""
+    if not gradients:
+        return torch.zeros(0, dtype=torch.float32, device="cpu")
+    plain = [g.detach() if g.layout == torch.strided else g.detach()._values() for g in gradients]
+    plain = [torch.view_as_real(g) if g.is_complex() else g for g in plain]
+    wide = torch.promote_types(plain[0].dtype, torch.float32)
+    if wide == plain[0].dtype:
+        norms = list(torch._foreach_norm(plain))
+    else:
+        norms = [torch.linalg.vector_norm(g, dtype=wide) for g in plain]
+    return torch.cat([torch.stack(norms), plain[0].reshape(-1)[:64].to(wide)])
+
+
+def hand_out(
+    parameters: Sequence[torch.Tensor],
+    averages: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    ratio: torch.Tensor | float | None,
+) -> None:
+    """Make each average its parameter's `.grad`, multiplied with `ratio`; None for those of `parameters` without."""
+    # Frozen since: the script expects it to stay where it is.
+    given = [(p, gradient) for p, gradient in averages if p.requires_grad]
+    if ratio is not None and given:
+        torch._foreach_mul_([gradient for _, gradient in given], ratio)
+    ids = {id(p) for p, _ in given}
+    for p in parameters:
+        if id(p) not in ids:
+            p.grad = None
+    for p, gradient in given:
+        sparse = p.grad is not None and p.grad.layout == torch.sparse_coo
+        p.grad = gradient.to_sparse(1) if sparse else gradient

@@ -1,0 +1,45 @@
+"""How the weights are predicted at which a late gradient is computed. Each way is one file."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from dadt.config import Config
+from dadt.config.config import predict_factors, predict_share
+from dadt.errors import ConfigError
+from dadt.train.prediction.base import Prediction
+from dadt.train.prediction.displacement import Displacement, auto_factors
+from dadt.train.prediction.expectation import Expectation, share_of
+from dadt.train.prediction.next_step import known
+
+
+def choose(
+    config: Config, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], ranks: int
+) -> Prediction:
+    """As --predict says. auto: by the optimizer's own step where it is known and gradients are late by one.
+
+    Raises ConfigError where `own` is asked for, but the optimizer's step is not known.
+    """
+    factors, share = predict_factors(config.predict), predict_share(config.predict)
+    if share is None and factors is None and config.staleness == 1 and known(optimizer):
+        share = share_of(ranks)
+    if share is None:
+        found = weakref.ref(optimizer)
+
+        def by_momentum() -> tuple[float, float]:
+            of = found()
+            return (0.0, 0.0) if of is None else auto_factors(of, config.staleness)
+
+        return Displacement(parameters, by_momentum if factors is None else lambda: factors)
+    if not known(optimizer):
+        raise ConfigError(
+            f"--predict {config.predict} knows the steps of SGD, Adam and AdamW, not of {type(optimizer).__name__}:"
+            " leave --predict at auto"
+        )
+    return Expectation(optimizer, parameters, share)
+
+
+__all__ = ["Prediction", "choose"]

@@ -1,0 +1,287 @@
+"""Weight prediction: the forward runs where the weights will be when its gradient arrives."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dadt import _core
+from dadt.comm.bucket import DTYPES
+
+Tensors = Mapping[torch.Tensor, torch.Tensor]
+"""What is known of each parameter."""
+
+
+class Holds(enum.Enum):
+    """What the extra buffer of each parameter holds."""
+
+    NOTHING = 0
+    TRUE_WEIGHTS = 1
+    """The parameters are predicted."""
+    SUSPENDED = 2
+    """The same, but the parameters are true, too, for a while: the predicted weights wait beside."""
+    BEFORE = 3
+    """The weights before the step that is about to be taken."""
+    KNOWN = 4
+    """What the next prediction follows from."""
+    OWN = 5
+    """The rank's own gradients, which have just been sent."""
+    AVERAGE = 6
+    """The gradients that have just been applied, with none on the way."""
+
+
+_FIRST, _EVERY = 8, 64
+"""Predictions after which it is looked whether the script has changed the weights meanwhile: the first ones, and each
+so many later."""
+
+
+class Prediction:
+    """Runs forward and backward at predicted weights, and gives the script true weights else.
+
+    One buffer per parameter holds in turn what predicts and the true weights. Writes go past autograd's version
+    counter: the bits the backward needs are the ones it saw. This one predicts nothing: see Displacement, Expectation.
+    """
+
+    needs = 0
+    """Synchronous steps before the first late one that it learns from."""
+    sees_gradients = False
+    """It learns from gradients, also from those of a step that applies none."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.given = {id(p) for p in parameters}
+        """Of the optimizer's parameters, those (by id) that show what is predicted."""
+        self.parameters = _apart(parameters)
+        self._holds = Holds.NOTHING
+        self._buffers: list[torch.Tensor] = []
+        self._places: list[torch.Tensor] = []
+        """The memory in which predicted weights are, whatever the script makes of the parameters meanwhile."""
+        self._predicted: list[torch.Tensor] = []
+        """Where they wait while the weights are true for a while."""
+        self._count = 0
+        self._norms: list[torch.Tensor] = []
+        """Of predicted weights, where it is looked whether they change."""
+        self.changed = False
+        """The script changes weights while they are predicted, as by a decay of its own before the step: that is lost,
+        as predicted weights differ from rank to rank."""
+        self.barred = False
+        """The script computes gradients where weights are not to be predicted."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is anything to predict with."""
+        return self.needs > 0
+
+    @property
+    def applied(self) -> bool:
+        return self._holds is Holds.TRUE_WEIGHTS
+
+    @property
+    def suspended(self) -> bool:
+        return self._holds is Holds.SUSPENDED
+
+    def apply(self) -> None:
+        """From true to predicted weights, at the first forward with gradients after a step."""
+        if self._holds is Holds.KNOWN and not traces():
+            self._go_ahead()
+            self._holds = Holds.TRUE_WEIGHTS
+            self._places = [p.data for p in self.parameters]
+            self._count += 1
+            if self._count <= _FIRST or self._count % _EVERY == 0:
+                self._norms = _norms(self._places)
+        else:
+            self.resume()
+
+    def _go_ahead(self) -> None:
+        """Put predicted weights into the parameters, and true ones into the buffers."""
+
+    def undo(self) -> None:
+        """Back to the true weights, bit for bit. They stay in the buffer as the weights before the next step.
+
+        At each moment the buffers or the parameters hold them, so a signal handler may save in the midst of this.
+        """
+        if self.applied:
+            self._put_back(self._places)
+        elif self.suspended:
+            torch._foreach_copy_(self._buffers, self._places)
+        else:
+            return
+        self._holds = Holds.BEFORE
+        self._places, self._predicted, self._norms = [], [], []
+
+    def suspend(self) -> None:
+        """Like `undo`, but `resume` can follow: a backward or forward before the step still needs predicted weights."""
+        if self.applied:
+            places = self._places
+            predicted = [place.clone() for place in places]
+            self._put_back(places)
+            if self.applied:  # and not undone meanwhile by a signal handler
+                self._predicted = predicted
+                self._holds = Holds.SUSPENDED
+
+    def resume(self) -> None:
+        """Back to the predicted weights. What the script has made of the true ones stays.
+
+        Not while torch traces or transforms a function: its copies would be part of that.
+        """
+        if self.suspended and not traces():
+            places, predicted = self._places, self._predicted
+            torch._foreach_copy_(self._buffers, places)
+            if self.suspended:
+                self._holds, self._predicted = Holds.TRUE_WEIGHTS, []
+                torch._foreach_copy_(places, predicted)
+            if not self.applied:  # undone meanwhile by a signal handler
+                torch._foreach_copy_(places, self._buffers)
+
+    def _put_back(self, places: list[torch.Tensor]) -> None:
+        """True weights into the places of the predicted ones."""
+        # Moved, as to another device; else the script shows something else for a while, as an average of weights.
+        moved = [_moved(p.data, place) for p, place in zip(self.parameters, places, strict=True)]
+        if self._norms:
+            self.changed |= any(map(_differ, self._norms, _norms(places)))
+        torch._foreach_copy_(places, self._buffers)
+        for p, b, m in zip(self.parameters, self._buffers, moved, strict=True):
+            if m:
+                p.data.copy_(b)
+
+    def before_step(self, *, late: bool, scale: torch.Tensor | None) -> None:
+        """Make the weights true; they are about to change. late: by gradients that are on the way since the last step.
+
+        `.grad` holds the rank's own gradients, which are about to be sent; scale: their loss scale.
+        """
+        places = self._places if self.applied else []
+        self.undo()
+        for p, place in zip(self.parameters, places, strict=False):
+            # The script has put what it made of predicted weights into other memory, and would train it.
+            if p.data_ptr() != place.data_ptr() and _replaced(p.data, place):
+                p.data.copy_(place)
+                self.changed = True
+
+    def arrived(self, norm: torch.Tensor | None) -> None:
+        """`.grad` holds the averages, of this norm (without their loss scale), before the script changes them."""
+
+    def after_step(self, *, held: bool, scale: torch.Tensor | None) -> None:
+        """The optimizer has stepped; held: without gradients. scale: the loss scale of the gradients just sent."""
+
+    def release(self, ids: set[int]) -> None:
+        """Another optimizer steps these parameters: it predicts them from now on."""
+        if any(id(p) in ids for p in self.parameters):
+            self.follow([p for p in self.parameters if id(p) not in ids])
+
+    def follow(self, parameters: Sequence[torch.Tensor]) -> None:
+        """The script froze, added or replaced parameters: those that stay keep what is known of them."""
+        self.undo()
+        self.given, parameters = {id(p) for p in parameters}, _apart(parameters)
+        self._keep(parameters)
+        self.parameters = parameters
+
+    def _keep(self, parameters: Sequence[torch.Tensor]) -> None:
+        """What is known of these; zeros for those that are new."""
+        if self._buffers:
+            self._buffers = self._kept(self._buffers, parameters, weights=self._holds is Holds.BEFORE)
+
+    def _kept(
+        self, buffers: list[torch.Tensor], parameters: Sequence[torch.Tensor], *, weights: bool = False
+    ) -> list[torch.Tensor]:
+        """The buffers of other parameters; of those that are new zeros, or the weights."""
+        known = {id(p): b for p, b in zip(self.parameters, buffers, strict=True)}
+        fresh = torch.clone if weights else torch.zeros_like
+        return [b if (b := known.get(id(p))) is not None else fresh(p.data) for p in parameters]
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint needs: numbers, and tensors by parameter."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        self.forget()
+
+    def join(self, averages: Tensors, scale: torch.Tensor | None) -> None:
+        """The averages in flight are known: what was one rank's alone gives way to them. scale: their loss scale."""
+
+    def forget(self) -> None:
+        """The step was skipped, or the script replaced the weights: what is known predicts nothing."""
+        self.undo()
+        self._holds = Holds.NOTHING
+
+    def end(self) -> None:
+        """Nothing is predicted any more: the memory is given back."""
+        self.forget()
+        self._buffers = []
+
+
+def traces() -> bool:
+    """Inside make_fx, AOTAutograd, torch.func and their like."""
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """So exact that another last bit of one value shows."""
+    return [torch.linalg.vector_norm(t, dtype=torch.float64) for t in tensors if t.is_floating_point()]
+
+
+def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(one != other) and bool(torch.isfinite(other))
+
+
+def _moved(now: torch.Tensor, place: torch.Tensor) -> bool:
+    """Whether these are the same values in other memory."""
+    if now.data_ptr() == place.data_ptr() or now.shape != place.shape:
+        return False
+    return torch.allclose(now.to(place), place, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def _replaced(now: torch.Tensor, place: torch.Tensor) -> bool:
+    """Whether these, in other memory, are other values."""
+    return now.shape == place.shape and not _moved(now, place)
+
+
+def _apart(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Without those that lie in the same memory as one before: what is true would be put back as the other's."""
+    first = {p.data_ptr(): id(p) for p in reversed(parameters) if p.numel()}
+    return [p for p in parameters if not p.numel() or first[p.data_ptr()] == id(p)]
+
+
+def tensors_of(parameters: Sequence[torch.Tensor], values: Tensors) -> list[torch.Tensor]:
+    """A copy of each parameter's value; zeros where there is none."""
+    fresh = [torch.zeros_like(p.data) for p in parameters]
+    return [f.copy_(values[p]) if p in values else f for p, f in zip(parameters, fresh, strict=True)]
+
+
+Row = Sequence[torch.Tensor | None]
+"""Tensors that go together, of one parameter."""
+
+
+def grouped(rows: Iterable[Row]) -> list[tuple[_core.DType, list[int], list[list[int]]]]:
+    """By dtype: sizes and, column by column, addresses (0 for None) of the rows that the core's loops take."""
+    groups: dict[torch.dtype, list[Row]] = {}
+    for row in rows:
+        if row[0] is not None and in_core(row):
+            groups.setdefault(row[0].dtype, []).append(row)
+    return [
+        (
+            DTYPES[dtype],
+            [row[0].numel() for row in some if row[0] is not None],
+            [[0 if t is None else t.data_ptr() for t in column] for column in zip(*some, strict=True)],
+        )
+        for dtype, some in groups.items()
+    ]
+
+
+def in_core(row: Row) -> bool:
+    """All on the CPU, of one floating dtype, without holes (as every empty_like is) and in the same memory order."""
+    first, *others = [t for t in row if t is not None]
+    return (
+        first.device.type == "cpu"
+        and first.dtype.is_floating_point
+        and first.dtype in DTYPES
+        and all(
+            t.device.type == "cpu"
+            and t.layout == torch.strided
+            and t.dtype == first.dtype
+            and t.stride() == first.stride()
+            for t in others
+        )
+    )

@@ -1,0 +1,134 @@
+"""Prediction from how far the last steps have moved the weights: it needs to know nothing of the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dadt import _core
+from dadt.train.prediction.base import Holds, Prediction, grouped, in_core, tensors_of
+
+
+class Displacement(Prediction):
+    """Runs forward and backward at w + factor * (last displacement) + older * (the one before).
+
+    The buffer of each parameter holds the weights before a step, then the displacement; where `older` is not 0,
+    another one holds the displacement before. (SpecTrain, arXiv:1809.02839, uses the momentum.)
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], factors: Callable[[], tuple[float, float]]) -> None:
+        """factors: of the last displacement and of the one before, asked for anew at each prediction: a schedule may
+        change the momentum that they follow from, as OneCycleLR does."""
+        super().__init__(parameters)
+        self._factors = factors
+        self.factor, self.older = factors()
+        self.needs = 2 if self.older else int(bool(self.factor))
+        self._older: list[torch.Tensor] = []
+        """The displacement before the last one; zeros where it is not known."""
+
+    def _go_ahead(self) -> None:
+        factor, older = self._factors()
+        if bool(older) == bool(self.older):  # else there is no memory for it, or too much
+            self.factor, self.older = factor, older
+        factor = self.factor
+        if self.older:
+            # The sum takes the place of the older one, whose part the last one has from the next step on.
+            torch._foreach_mul_(self._older, self.older)
+            torch._foreach_add_(self._older, self._buffers, alpha=self.factor)
+            self._buffers, self._older, factor = self._older, self._buffers, 1.0
+        for dtype, counts, (parameters, buffers) in grouped(zip(self.parameters, self._buffers, strict=True)):
+            _core.predict(dtype, counts, parameters, buffers, factor)
+        for p, b in self._others():
+            true = p.clone()
+            p.add_(b, alpha=factor)
+            b.copy_(true)
+
+    def before_step(self, *, late: bool, scale: torch.Tensor | None) -> None:
+        just_undone = self.applied or self.suspended
+        super().before_step(late=late, scale=scale)
+        if just_undone or not self.wanted:
+            return
+        if not self._buffers:
+            self._buffers = [torch.empty_like(p.data) for p in self.parameters]
+            self._older = [torch.zeros_like(p.data) for p in self.parameters] if self.older else []
+        elif self.older and self._holds is Holds.KNOWN:
+            self._buffers, self._older = self._older, self._buffers
+        torch._foreach_copy_(self._buffers, [p.data for p in self.parameters])
+        self._holds = Holds.BEFORE
+
+    def after_step(self, *, held: bool, scale: torch.Tensor | None) -> None:
+        """The buffer becomes how far the weights moved."""
+        if not self.wanted or self._holds is not Holds.BEFORE:
+            return
+        for dtype, counts, (parameters, buffers) in grouped(zip(self.parameters, self._buffers, strict=True)):
+            _core.displace(dtype, counts, parameters, buffers)
+        for p, b in self._others():
+            b.neg_().add_(p)
+        self._holds = Holds.KNOWN
+
+    def _others(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        pairs = zip(self.parameters, self._buffers, strict=True)
+        return [(p.data, b) for p, b in pairs if not in_core((p, b))]
+
+    def _keep(self, parameters: Sequence[torch.Tensor]) -> None:
+        super()._keep(parameters)
+        if self._older:
+            self._older = self._kept(self._older, parameters)
+
+    def state(self) -> dict[str, Any]:
+        known = self._holds is Holds.KNOWN
+        # Also where a forward between step and checkpoint has used the last one up: it is the one before by then.
+        before = self.older and (known or self._holds is Holds.BEFORE)
+        return {
+            "displacement": dict(zip(self.parameters, self._buffers, strict=True)) if known else {},
+            "older": dict(zip(self.parameters, self._older, strict=True)) if before else {},
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.forget()
+        displacement, older = state.get("displacement", {}), state.get("older", {})
+        if (displacement or older) and self.wanted:
+            self._buffers = tensors_of(self.parameters, displacement)
+            self._older = tensors_of(self.parameters, older) if self.older else []
+            self._holds = Holds.KNOWN if displacement else Holds.NOTHING
+
+    def forget(self) -> None:
+        super().forget()
+        if self._older:
+            torch._foreach_zero_(self._older)
+
+    def end(self) -> None:
+        super().end()
+        self._older = []
+
+
+def momentum_of(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
+    """The largest momentum or first beta of its groups, and whether it is Nesterov's."""
+    found = (0.0, False)
+    for group in optimizer.param_groups:
+        momentum = float(group.get("momentum") or _first_beta(group))
+        found = max(found, (momentum, bool(group.get("nesterov") or "momentum_decay" in group)))
+    return found
+
+
+def auto_factors(optimizer: torch.optim.Optimizer, delay: int = 1) -> tuple[float, float]:
+    """How far ahead to predict: factors of the last displacement d(t) and of the one before.
+
+    With momentum or first beta m: 2m and -m, that is m times the displacement that the last two lead to,
+    2 d(t) - d(t-1). Momentum narrows the stable learning rate from 2(1+m) to 1-m at delay 1; so predicted it is at
+    least 0.5 for every m (algorithms/pipe/stability.py). Nesterov's step looks ahead by itself: 1. At longer delays one
+    displacement serves better: delay + 1, or delay with Nesterov. Without memory of direction prediction does harm: 0.
+    """
+    momentum, nesterov = momentum_of(optimizer)
+    if not momentum:
+        return 0.0, 0.0
+    if delay > 1 or nesterov:
+        return float(delay if nesterov else delay + 1), 0.0
+    return 2 * momentum, -momentum
+
+
+def _first_beta(group: dict[str, Any]) -> float:
+    betas = group.get("betas")
+    return float(betas[0]) if betas else 0.0

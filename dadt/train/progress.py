@@ -1,0 +1,74 @@
+"""What a rank has done so far: for whoever watches the job, and for its last line."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from dadt.control.step_times import StepTimes
+from dadt.train.measure import Measure
+
+
+class Sender(Protocol):
+    """What sends gradients or weights."""
+
+    @property
+    def sent(self) -> tuple[int, int]:
+        """Bytes to the peers so far, and what they would be without compression."""
+
+
+class Progress:
+    """Sums over all of the job."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        """Optimizer steps that this rank has taken, over all optimizers."""
+        self.samples = 0
+        """Drawn from shared loaders for training."""
+        self.hook_seconds = 0.0
+        """In DADT's hooks around steps, waiting included."""
+        self.measures: list[Measure] = []
+        """Of all optimizers so far; one may be collected before the end."""
+        self.senders: list[Sender] = []
+        self._step_times = StepTimes()
+
+    def stepped(self, now: float) -> None:
+        """now: in seconds of a clock that only goes forward."""
+        self.step += 1
+        self._step_times.stepped(now)
+
+    def numbers(self) -> dict[str, Any]:
+        """How it goes."""
+        sent, plain = self._sent()
+        return {
+            "samples": self.samples,
+            "waited": self._waited,
+            "clock": self._step_times.last,
+            "sent": sent,
+            "plain": plain,
+            "late": max((m.late for m in self.measures), default=0),
+            "fell_back": sum(m.fell_back for m in self.measures),
+            "step_times": self._step_times.describe(),
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """How it went."""
+        first = min((m.began for m in self.measures if m.began), default=0.0)
+        last = max((m.last for m in self.measures), default=0.0)
+        sent, plain = self._sent()
+        return {
+            "steps": self.step,
+            "delayed": sum(m.delayed for m in self.measures),
+            "wait_fraction": self._waited / (last - first) if last > first else 0.0,
+            "samples": self.samples,
+            "seconds": max(0.0, last - first),
+            "hook_seconds": self.hook_seconds,
+            **({"sent": sent, "plain": plain} if sent != plain else {}),
+        }
+
+    @property
+    def _waited(self) -> float:
+        return sum(m.waited for m in self.measures)
+
+    def _sent(self) -> tuple[int, int]:
+        counts = [sender.sent for sender in self.senders]
+        return sum(sent for sent, _ in counts), sum(plain for _, plain in counts)

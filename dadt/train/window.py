@@ -1,0 +1,83 @@
+"""When weights are predicted ones: from a training forward to the step, but for what the script sees in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dadt.train.attachment import Attachment
+    from dadt.train.runtime import Runtime
+
+
+class Window:
+    """Counts what is under way on the training thread; other threads change nothing."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._passes = 0
+        """Training forwards and backwards under way."""
+        self._backwards = 0
+        self._looks = 0
+        """Forwards under way that train nothing."""
+        self._stepped = False
+        """An optimizer has stepped in the midst of a pass."""
+
+    def stepped(self) -> None:
+        """A step is over: the script may derive something from weights, as target networks after the steps of two
+        optimizers."""
+        self._stepped = self._passes > 0
+        if not self._stepped:
+            for attachment in self._runtime.attachments:
+                attachment.prediction.suspend()
+
+    @property
+    def in_backward(self) -> bool:
+        return self._backwards > 0
+
+    @contextmanager
+    def amid(self) -> Iterator[None]:
+        """A training forward, or a backward: weights stay as they are, also where an optimizer steps in its midst."""
+        here = self._runtime.on_training_thread
+        self._passes += here
+        try:
+            yield
+        finally:
+            self._passes -= here
+            if self._stepped and not self._passes:
+                self.stepped()
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Through the weights that its forward saw, though another optimizer has stepped since, as in the training of
+        GANs."""
+        mine = []
+        if not self._looks and self._runtime.on_training_thread:
+            mine = [a.prediction for a in self._runtime.attachments if a.prediction.suspended]
+        for prediction in mine:
+            prediction.resume()
+        here = self._runtime.on_training_thread
+        self._backwards += here
+        try:
+            with self.amid():
+                yield
+        finally:
+            self._backwards -= here
+            for prediction in mine:
+                prediction.suspend()
+
+    @contextmanager
+    def look(self, attachments: Sequence[Attachment]) -> Iterator[None]:
+        """A forward that trains nothing: at true weights, also what it differentiates inside."""
+        here = self._runtime.on_training_thread
+        mine = [a.prediction for a in attachments if a.prediction.applied]
+        for prediction in mine:
+            prediction.suspend()
+        self._looks += here
+        try:
+            yield
+        finally:
+            self._looks -= here
+            for prediction in mine:
+                prediction.resume()

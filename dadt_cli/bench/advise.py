@@ -1,0 +1,195 @@
+"""`dadt bench advise`: which algorithm and compression would be how fast, on these hosts and on more of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dadt.benchmarks.models import MODELS
+from dadt.errors import ConfigError
+from dadt_cli.bench import command
+from dadt_cli.bench.figure import Figures, Outputs, json_option, progress, short
+from dadt_cli.terminal.options import Brief, config_of, some_knobs
+
+if TYPE_CHECKING:
+    from dadt.benchmarks.advise import Checked
+    from dadt.benchmarks.cost import Figures as Measured
+    from dadt.benchmarks.cost import Way
+    from dadt.benchmarks.probe import Found
+
+KNOBS = ("executor", "sync_every")
+SHOWN = (2, 4, 8, 16, 64, 256, 1024)
+"""Numbers of hosts that fit a screen; the JSON has more."""
+STEPS = 5
+"""Of the progress bar, without what --check trains."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way to train."""
+
+    algorithm: str
+    compression: str
+    steps_per_second: dict[int, float]
+    """Predicted, by number of hosts."""
+    best_for: list[int]
+    measured: float | None
+    """On the hosts at hand, with --check."""
+    error: float | None
+    """Of the prediction, as a share of what was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What is shown."""
+
+    title: str
+    head: Sequence[str]
+    lines: Sequence[Sequence[str]]
+    caption: str
+
+    def rich(self) -> Any:
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        look: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False}
+        made = Table(title=self.title, caption=self.caption, title_justify="left", **look)
+        for i, name in enumerate(self.head):
+            made.add_column(name, justify="right" if i else "left", no_wrap=True)
+        for line in self.lines:
+            made.add_row(*(Text(each, "bold green" if each.endswith("*") else "") for each in line))
+        return made
+
+
+def _models(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """For shells to complete."""
+    return [name for name in MODELS if name.startswith(incomplete)]
+
+
+@click.command(
+    cls=Brief,
+    context_settings={"max_content_width": 110},
+    short_help="Predict steps/s of each way to train, on up to 1,024 hosts.",
+)
+@click.argument("model", default="resnet18", shell_complete=_models)
+@click.option("-np", "--np", type=int, metavar="N", help="Workers.  [default: 2]")
+@some_knobs(*command.WHERE, *KNOBS)
+@click.option("--batch-size", default=8, show_default=True, help="Samples of each worker's step.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option("--check", is_flag=True, help="Train in each way on these hosts, too, and say how far off it was.")
+@json_option
+def advise(*, model: str, batch_size: int, device: str, check: bool, json: str | None, **given: Any) -> int:
+    """Predict steps/s of each algorithm and compression, on these hosts and on up to 1,024 of them.
+
+    Measures a step of MODEL (a name that dadt bench --help lists, or module:factory), and latency and bandwidth between
+    the workers. The best of each number of hosts is marked: of those nearly as fast as the fastest, the one that
+    changes the training least.
+
+    \b
+    dadt bench advise resnet50 -np 2 -H host1,host2
+    dadt bench advise resnet50 -np 2 --link 1gbit   (root) on a simulated link
+    """
+    outputs = Outputs(json)
+    config = config_of(given)
+    ranks = command._ranks(config, given["np"])
+    if ranks < 2:
+        raise ConfigError(f"-np {ranks}: advise measures what workers exchange: give 2 or more")
+    command._check_hosts(config, ranks)
+    if batch_size < 1:
+        raise ConfigError(f"--batch-size {batch_size}: must be 1 or more")
+    from dadt.benchmarks import advise as adviser
+    from dadt.benchmarks.cost import WAYS
+    from dadt.benchmarks.training import Task
+
+    task, place = Task(model, batch_size, device), command._place(config, given)
+    with progress(STEPS + (len(WAYS) if check else 0)) as bar:
+        tell = command._teller(bar, "")
+        tell("network and exchanges")
+        found = _probe(config, ranks, task)
+        hosts = len({each.cross_rank for each in found})
+        figures = adviser.measure(task, place, ranks, found, config.sync_every, tell)
+        checked = adviser.check(figures, WAYS, task, place, ranks, hosts, tell) if check else []
+    _figures(task, found, figures, hosts, checked).report(f"advice for {model}", outputs)
+    return 0
+
+
+def _probe(config: Any, ranks: int, task: Any) -> list[Found]:
+    from dadt.api.run import run
+    from dadt.benchmarks.folder import folder
+    from dadt.benchmarks.probe import probe
+
+    where = {name: getattr(config, name) for name in (*command.WHERE, *KNOBS) if name not in ("config", "hosts")}
+    with folder() as place:
+        settings = {**where, "log_dir": str(place), "output": "errors", "timeout": 120.0}
+        return run(probe, (task.model, task.batch_size, task.device), np=ranks, hosts=config.hosts, **settings)
+
+
+def _figures(task: Any, found: Sequence[Found], figures: Measured, hosts: int, checked: Sequence[Checked]) -> Figures:
+    from dadt.benchmarks.cost import HOSTS, WAYS, best, rates
+
+    # One host has no network by which to say what more of them would do.
+    counts = [1] if hosts == 1 else sorted({hosts, *HOSTS})
+    predicted = rates(figures, counts)
+    marked = {count: best({way: rate[i] for way, rate in predicted.items()}) for i, count in enumerate(counts)}
+    seen = {each.way: each for each in checked}
+    rows = [
+        Row(
+            way.algorithm,
+            way.compression,
+            dict(zip(counts, predicted[way], strict=True)),
+            [count for count in counts if marked[count] == way],
+            seen[way].measured if way in seen else None,
+            seen[way].error if way in seen else None,
+        )
+        for way in WAYS
+    ]
+    workers = f"{found[0].local_size} worker{'s' if found[0].local_size > 1 else ''} each"
+    title = f"{task.model}, batch {task.batch_size}, {workers}: predicted steps/s by number of hosts"
+    tables = [_forecast(title, predicted, counts, marked, hosts)]
+    if checked:
+        tables.append(_comparison(checked, hosts))
+    about = {"figures": asdict(figures), "hosts": hosts, "measured by rank": [asdict(each) for each in found]}
+    return Figures(rows, tables, _notes(found, figures, hosts), about)  # type: ignore[arg-type]
+
+
+def _forecast(
+    title: str, predicted: dict[Way, list[float]], counts: Sequence[int], marked: dict[int, Way], hosts: int
+) -> Forecast:
+    columns = [i for i, count in enumerate(counts) if count in (*SHOWN, hosts)]
+    lines = [
+        [str(way), *(short(rate[i]) + (" *" if marked[counts[i]] == way else "  ") for i in columns)]
+        for way, rate in predicted.items()
+    ]
+    caption = "* best: nearly as fast as the fastest, and changes the training least"
+    return Forecast(title, ["", *(f"{counts[i]:,}  " for i in columns)], lines, caption)
+
+
+def _comparison(checked: Sequence[Checked], hosts: int) -> Forecast:
+    lines = [
+        [str(each.way), short(each.predicted), short(each.measured), f"{100 * each.error:+.0f} %"] for each in checked
+    ]
+    title = f"steps/s on {hosts} host{'s' if hosts > 1 else ''}"
+    return Forecast(title, ["", "predicted", "measured", "error"], lines, "")
+
+
+def _notes(found: Sequence[Found], figures: Measured, hosts: int) -> list[str]:
+    computed = 1e3 * figures.compute["local"]
+    notes = [f"a step computes {computed:.3g} ms and has {figures.bytes / 1e6:.3g} MB of gradients"]
+    network = figures.network
+    if hosts > 1:
+        notes.append(
+            f"between hosts, by {found[0].executor}: latency {1e3 * network.alpha:.3g} ms, bandwidth"
+            f" {8e-6 * network.bandwidth:,.0f} Mbit/s; more hosts are taken to have the same links, and a switch that"
+            " carries all of them"
+        )
+    else:
+        notes.append(
+            "one host: no network was measured. Name more by -H, or simulate them: --link 1gbit says what such a"
+            " network would do"
+        )
+    every = f"local averages every {figures.sync_every} steps (--sync-every)"
+    return [*notes, f"{every}; docs/algorithms.md says what each way costs in accuracy"]

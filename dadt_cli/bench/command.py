@@ -1,0 +1,381 @@
+"""`dadt bench`: how fast a model trains here, and what communication costs."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dadt.benchmarks.models import MODELS
+from dadt.config import Config
+from dadt.config.config import flag
+from dadt.errors import ConfigError
+from dadt_cli.bench.figure import (
+    Figures,
+    Outputs,
+    Table,
+    cell,
+    conditions,
+    csv_option,
+    json_option,
+    plot_option,
+    progress,
+    short,
+)
+from dadt_cli.terminal.options import Brief, config_of, some_knobs
+
+if TYPE_CHECKING:
+    from dadt.benchmarks.startup import Result
+    from dadt.benchmarks.sweep import Block
+    from dadt.benchmarks.training import Measured, Row, Task
+
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+WHERE = ("config", "hosts", "hostfile", "link", "latency", "simulate_hosts")
+"""Flags that say where all contenders run."""
+HOW = ("algorithm", "executor", "compression")
+"""Flags that are DADT's contenders' alone."""
+KNOWN = (*HOW, "sync_every")
+"""Settings by which a measurement goes, wherever they come from."""
+
+np_option = click.option("-np", "--np", "ranks", default=2, show_default=True, help="Worker processes.")
+
+
+class Bench(click.Group):
+    """Beside its commands, each model is one, and so is `--model module:factory`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0].partition("=")[0] == "--model":
+            args = ["model", *args]
+        return super().parse_args(ctx, args)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*MODELS, "advise", *super().list_commands(ctx)]
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name == "advise":  # which needs this module
+            from dadt_cli.bench.advise import advise
+
+            return advise
+        return _train_command(name) if name in (*MODELS, "model") else super().get_command(ctx, name)
+
+
+@click.group(cls=Bench)
+def bench() -> None:
+    """Measure how fast a model trains here, and what communication costs: contenders in turn, medians with intervals.
+
+    \b
+    dadt bench resnet50 -np 4 --against ddp,sync
+    dadt bench --model mine.models:factory -np 2
+    dadt bench resnet18 -np 2 --link 1gbit     (root) on a simulated network
+    dadt bench allreduce -np 2
+    """
+
+
+def _train_command(name: str) -> click.Command:
+    """The command of a model; `model`: of any, which --model names."""
+    given = [click.Option(["--model"], required=True, metavar="MODULE:FACTORY", help="Makes (model, batch, loss).")]
+
+    def train(**options: Any) -> int:
+        options.setdefault("model", name)
+        return _train(**options)
+
+    params = [*(given if name == "model" else []), *_train_options.params]
+    text = "Train a model of your own" if name == "model" else f"Train {name}"
+    return Brief(
+        name,
+        params=params,
+        callback=train,
+        hidden=name == "model",
+        short_help=f"{text}, on made-up or real data.",
+        help=f"{text}, beside one worker alone and beside workers that exchange nothing (the limit).",
+        context_settings={"max_content_width": 110},
+    )
+
+
+@click.command()
+@click.option("-np", "--np", type=int, metavar="N", help="Workers.  [default: 2]")
+@some_knobs(*WHERE, *HOW)
+@click.option("--batch-size", default=8, show_default=True, help="Samples of each worker's step.")
+@click.option("--steps", default=5, show_default=True, help="Steps that count of each contender in a round.")
+@click.option("--rounds", default=10, show_default=True, help="Rounds; contenders take turns.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True)
+@click.option("--data", default="", metavar="PATH", help="Real data: folders of images by class, or a file of text.")
+@click.option("--against", multiple=True, metavar="LIST", help="Peers to compare with: ddp,horovod,sync.")
+@click.option("--sweep", multiple=True, metavar="LIST", help="Every combination of settings: executor=shm,gloo,np=1,2.")
+@json_option
+@csv_option
+@plot_option
+def _train_options() -> None:
+    """Holds the options that the commands of all models have."""
+
+
+def _train(
+    *, model: str, batch_size: int, steps: int, rounds: int, device: str, precision: str, data: str,
+    against: tuple[str, ...], sweep: tuple[str, ...], json: str | None, csv: str | None, plot: str | None, **given: Any,
+) -> int:  # fmt: skip
+    outputs = Outputs(json, csv, plot)
+    config = config_of(given)
+    ranks = _ranks(config, given["np"])
+    if batch_size < 1:
+        raise ConfigError(f"--batch-size {batch_size}: must be 1 or more")
+    from dadt.benchmarks.sweep import blocks, parse_peers, parse_sweep
+    from dadt.benchmarks.training import Task, absent, check
+
+    peers, notes = parse_peers(",".join(against)), []
+    for peer in [peer for peer in peers if absent(peer, _simulated(config))]:
+        notes.append(absent(peer, _simulated(config)))
+        peers.remove(peer)
+    wanted = blocks(config, _chosen(config), parse_sweep(",".join(sweep)), peers, ranks, batch_size)
+    for block in wanted:
+        check(block.contenders, steps, rounds)
+        _check_hosts(config, block.ranks)
+    data = str(Path(data).absolute()) if data else ""
+    tasks = [Task(model, block.batch_size, device, precision, data) for block in wanted]
+    measured = _measure(wanted, tasks, _place(config, given), steps, rounds)
+    figures = _figures(wanted, tasks, measured, notes, rounds, _network(config))
+    figures.report(f"{model}, {'; '.join(map(_size, wanted))}{_network(config)}", outputs)
+    return 0
+
+
+def _ranks(config: Config, given: int | None) -> int:
+    if given is not None and given < 1:
+        raise ConfigError(f"-np {given}: the number of workers must be 1 or more")
+    if config.hosts or config.hostfile:
+        if not config.np:
+            raise ConfigError("-np N: say how many workers the hosts are to have")
+        return config.np
+    return config.np or max(2, config.simulate_hosts)
+
+
+def _chosen(config: Config) -> list[str]:
+    values = {f.name: getattr(config, f.name) for f in fields(Config) if getattr(config, f.name) != f.default}
+    return [part for name in KNOWN if name in values for part in (flag(name), str(values[name]))]
+
+
+def _flags(given: dict[str, Any], names: Sequence[str]) -> list[str]:
+    """Those that were given, as they are passed on."""
+    pairs = ((flag(name), given.get(name)) for name in names)
+    return [
+        part
+        for name, value in pairs
+        if value not in (None, ())
+        for part in (name, ",".join(value) if isinstance(value, tuple) else str(value))
+    ]
+
+
+def _place(config: Config, given: dict[str, Any]) -> Any:
+    from dadt.benchmarks.party import Here
+    from dadt.launch import plan
+
+    if _simulated(config):
+        return Here(_flags(given, WHERE))
+    hosts = plan.hosts_of(replace(config, np=config.np or 1))
+    remote = not all(host.is_local or not host.name for host in hosts)
+    return Here(_flags(given, WHERE), remote=remote)
+
+
+def _check_hosts(config: Config, ranks: int) -> None:
+    """Before anything starts. Raises ConfigError where so many workers cannot have the simulated hosts."""
+    from dadt.launch.hosts import simulated
+
+    if _simulated(config):
+        simulated.hosts_and_slots(replace(config, np=ranks))
+
+
+def _simulated(config: Config) -> bool:
+    return bool(config.link or config.latency or config.simulate_hosts)
+
+
+def _network(config: Config) -> str:
+    """The hosts, for titles."""
+    hosts = f", {config.simulate_hosts} simulated hosts" if config.simulate_hosts else ""
+    hosts += f", on {config.hosts or config.hostfile}" if config.hosts or config.hostfile else ""
+    simulated = f", links of {config.link}" if config.link else ""
+    return hosts + simulated + (f", latency {config.latency}" if config.latency else "")
+
+
+def _measure(wanted: Sequence[Block], tasks: Sequence[Task], place: Any, steps: int, rounds: int) -> list[Measured]:
+    from dadt.benchmarks.training import measure
+
+    made = []
+    with progress(sum(2 * len(block.contenders) + rounds for block in wanted)) as step:
+        for block, task in zip(wanted, tasks, strict=True):
+            tell = _teller(step, f"{_size(block)}: " if len(wanted) > 1 else "")
+            made.append(measure(block.contenders, task, place, steps=steps, rounds=rounds, progress=tell))
+    return made
+
+
+def _teller(step: Any, before: str) -> Callable[[str], None]:
+    def tell(what: str) -> None:
+        if step is not None:
+            bar, row = step
+            bar.update(row, advance=1, description=before + what)
+
+    return tell
+
+
+def _size(block: Block) -> str:
+    return f"{block.ranks} worker{'s' if block.ranks > 1 else ''}, batch {block.batch_size} each"
+
+
+def _figures(
+    wanted: Sequence[Block],
+    tasks: Sequence[Task],
+    measured: Sequence[Measured],
+    notes: Sequence[str],
+    rounds: int,
+    network: str,
+) -> Figures:
+    hello, task = measured[0].hello, tasks[0]
+    rows = [row for each in measured for row in each.rows]
+    title = f"{task.model}: {hello.parameters:,} parameters, {task.precision}, {hello.device}{network}, {rounds} rounds"
+    told = [f"{task.model}: {hello.source or 'its factory'}; {'made-up data' if not task.data else task.data}"]
+    cores = conditions()["cores"]
+    threads = f"{hello.threads} thread" + ("s" if hello.threads > 1 else "")
+    told.append(f"{threads} for each worker; this host has {cores} cores, and its load was {os.getloadavg()[0]:.1f}")
+    about = {
+        "model": {
+            "name": task.model,
+            "parameters": hello.parameters,
+            "source": hello.source,
+            "unit": hello.unit,
+            "device": hello.device,
+            "precision": task.precision,
+            "data": task.data,
+            "threads": hello.threads,
+        },
+        "seconds of a step, by round": [each.turns for each in measured],
+    }
+
+    def picture() -> Any:
+        from dadt_cli.bench import plot
+
+        where = f", {wanted[0].ranks} workers" if len(wanted) == 1 else ""
+        batch = {block.batch_size for block in wanted}
+        where += f", batch {batch.pop()} each" if len(batch) == 1 else ""
+        return plot.training(rows, hello.unit, f"{task.model}{where}, {hello.device}, {task.precision}{network}")
+
+    tables = [
+        _training_table(f"{title}, {_size(block)}", each.rows, hello.unit)
+        for block, each in zip(wanted, measured, strict=True)
+    ]
+    return Figures(rows, tables, [*notes, *told], about, picture)
+
+
+def _training_table(title: str, rows: Sequence[Row], unit: str) -> Table:
+    first = next((row for row in rows if row.speed.low == row.speed.high == 1.0), rows[0])
+    head = ["", f"{unit}/s", "per rank", "scaling\n%", "exposed\n%", f"/ {first.name}", "MB"]
+    lines = [
+        [
+            row.name,
+            cell(row.rate),
+            _range([each.median for each in row.rates]),
+            cell(row.efficiency, 100.0),
+            cell(row.exposed, 100.0),
+            "1" if row is first else cell(row.speed),
+            short(row.memory / 1e6),
+        ]
+        for row in rows
+    ]
+    return Table(title, head, lines)
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = short(min(values)), short(max(values))
+    return low if low == high else f"{low}–{high}"
+
+
+@bench.command(short_help="Averaging alone, as nccl-tests does it, beside libraries.")
+@np_option
+@click.option("--sizes", default="64K,1M,100M", show_default=True, help="Bytes of float32, with K, M or G.")
+@click.option("--rounds", default=50, show_default=True, help="Times that each contender runs.")
+@json_option
+@csv_option
+@plot_option
+def allreduce(ranks: int, sizes: str, rounds: int, json: str | None, csv: str | None, plot: str | None) -> int:
+    """The averaging alone, as nccl-tests does: shared memory against torch's Gloo and a memcpy.
+
+    Packing and delivering 60 tensors is part of it. Ends with 1 if an element was wrong.
+    """
+    from dadt.benchmarks.allreduce import measure
+
+    outputs = Outputs(json, csv, plot)
+    counts = [parse_size(size) for size in sizes.split(",")]
+    with progress(len(counts)) as step:
+        rows = measure(ranks=ranks, sizes=counts, rounds=rounds, progress=_teller(step, ""))
+    head = ["bytes", "dadt\nµs", "algbw\nGB/s", "busbw\nGB/s", "wrong", "gloo\nµs", "memcpy\nµs", "gloo\n/ dadt"]
+    lines = [
+        [
+            f"{row.bytes:,}",
+            cell(row.dadt, 1e6),
+            short(1e-9 * row.algbw(row.dadt).median),
+            short(1e-9 * row.busbw(row.dadt).median),
+            str(row.wrong),
+            cell(row.gloo, 1e6),
+            short(1e6 * row.memcpy.median),
+            cell(row.gloo_per_dadt),
+        ]
+        for row in rows
+    ]
+    title = f"allreduce of float32, {ranks} workers, {rounds} rounds"
+
+    def picture() -> Any:
+        from dadt_cli.bench import plot as pictures
+
+        return pictures.allreduce(rows, title)
+
+    Figures(rows, [Table(title, head, lines)], picture=picture).report(title, outputs)
+    return 1 if any(row.wrong for row in rows) else 0
+
+
+@bench.command(short_help="A step of DistributedDataParallel over dadt and over Gloo.")
+@np_option
+@click.option("--width", default=2240, show_default=True, help="Of 5 layers, width x width each: 100 MB.")
+@click.option("--batch-size", default=2, show_default=True, help="Samples of each worker's step.")
+@click.option("--rounds", default=20, show_default=True, help="Rounds; contenders take turns.")
+@json_option
+@csv_option
+def ddp(ranks: int, width: int, batch_size: int, rounds: int, json: str | None, csv: str | None) -> None:
+    """A step of DistributedDataParallel over backend dadt against torch's Gloo."""
+    from dadt.benchmarks.ddp import measure
+
+    outputs = Outputs(json, csv)
+    row = measure(ranks=ranks, width=width, batch_size=batch_size, rounds=rounds)
+    head = ["parameters", "dadt ms", "gloo ms", "alone ms", "gloo / dadt"]
+    lines = [[f"{row.parameters:,}", *(cell(v, 1e3) for v in (row.dadt, row.gloo, row.alone)), cell(row.gloo_per_dadt)]]
+    title = f"step of DDP, {ranks} workers, {rounds} rounds"
+    Figures([row], [Table(title, head, lines)]).report(title, outputs)
+
+
+@bench.command(short_help="From the command to the first step, beside torchrun.")
+@np_option
+@click.option("--rounds", default=5, show_default=True, help="Starts of each contender.")
+@json_option
+@csv_option
+def startup(ranks: int, rounds: int, json: str | None, csv: str | None) -> None:
+    """From the command to the first step: `dadt run` against torchrun."""
+    from dadt.benchmarks.startup import measure
+
+    outputs = Outputs(json, csv)
+    with progress(2 * (rounds + 1)) as step:
+        rows: list[Result] = measure(ranks=ranks, rounds=rounds, progress=_teller(step, ""))
+    lines = [[row.name, cell(row.seconds), cell(row.ratio)] for row in rows]
+    title = f"start of {ranks} workers, {rounds} rounds"
+    Figures(rows, [Table(title, ["", "seconds", "ratio"], lines)]).report(title, outputs)
+
+
+def parse_size(text: str) -> int:
+    """Bytes, from 1000, 64K, 1.5M or 1G.
+
+    Raises ConfigError for anything else.
+    """
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMG]?)i?B?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ConfigError(f"--sizes {text}: give sizes as 64K,1M,100M")
+    return int(float(match[1]) * UNITS[match[2].upper()])

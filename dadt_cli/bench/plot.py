@@ -1,0 +1,222 @@
+"""Pictures of benchmarks, by matplotlib."""
+
+from __future__ import annotations
+
+import html
+import io
+from collections.abc import Sequence
+from importlib.util import find_spec
+from itertools import cycle
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dadt.errors import ConfigError
+from dadt_cli.bench.figure import short
+
+if TYPE_CHECKING:
+    from dadt.benchmarks.allreduce import Row as AllreduceRow
+    from dadt.benchmarks.ratio import Interval
+    from dadt.benchmarks.training import Row
+
+KINDS = (".png", ".svg", ".pdf", ".html")
+COLOURS = ("#0b6e99", "#d9730d", "#448361", "#9065b0", "#c14c8a", "#cb912f", "#337ea9", "#787774")
+GREY = "#9b9a97"
+INCHES = (8.0, 3.6)
+DOTS = 200
+"""Per inch: sharp at twice the 800 pixels at which a README shows it."""
+PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>{title}</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 1000px; padding: 0 1em; color: #222 }}
+svg {{ width: 100%; height: auto }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
+td, th {{ border-bottom: 1px solid #ddd; vertical-align: top; padding: .2em .8em; text-align: right }}
+td:first-child, th:first-child {{ text-align: left }}
+div {{ overflow-x: auto }}
+h2 {{ font-size: 1em; margin-top: 2em }}
+small {{ color: #777 }}
+code {{ background: #f4f4f4; padding: .1em .3em }}
+</style>
+<h1>{title}</h1>
+<p><code>{command}</code></p>
+{svg}
+{tables}<p>Medians; below them, the interval of 95 %.</p>
+{notes}
+<p>{conditions}</p>
+</html>
+"""
+
+
+def check(file: str) -> None:
+    """Before anything is measured. Raises ConfigError for what could not be drawn."""
+    if Path(file).suffix.lower() not in KINDS:
+        raise ConfigError(f"--plot {file}: give a file that ends in {', '.join(KINDS)}")
+    if find_spec("matplotlib") is None:
+        raise ConfigError(f"--plot {file}: pictures are made by matplotlib -> pip install 'dadt[bench]'")
+
+
+Shown = tuple[str, Sequence[str], Sequence[Sequence[str]]]
+"""Title, head and lines of a table."""
+
+
+def save(figure: Any, file: str, about: dict[str, Any], tables: Sequence[Shown]) -> None:
+    """Raises ConfigError where it cannot be written."""
+    kind = Path(file).suffix.lower()
+    try:
+        if kind != ".html":
+            figure.savefig(file, dpi=DOTS)
+            return
+        drawn = io.StringIO()
+        figure.savefig(drawn, format="svg")
+        Path(file).write_text(page(drawn.getvalue(), about, tables))
+    except OSError as error:
+        raise ConfigError(f"--plot {file}: cannot write it ({error.strerror})") from error
+
+
+def page(svg: str, about: dict[str, Any], tables: Sequence[Shown]) -> str:
+    """The picture, its figures and conditions in one file that needs no other."""
+    return PAGE.format(
+        title=html.escape(about["title"]),
+        command=html.escape(about["command"]),
+        svg=svg[svg.index("<svg") :],
+        tables="".join(map(_table, tables)),
+        notes="".join(f"<p>{html.escape(note)}</p>" for note in about["notes"]),
+        conditions=html.escape(", ".join(f"{name} {value}" for name, value in about["conditions"].items())),
+    )
+
+
+def _table(shown: Shown) -> str:
+    title, head, lines = shown
+    rows = ["".join(f"<th>{_cell(name)}</th>" for name in head)]
+    rows += ["".join(f"<td>{_cell(value)}</td>" for value in line) for line in lines]
+    return f"<h2>{html.escape(title)}</h2>\n<div><table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table></div>\n"
+
+
+def _cell(text: str) -> str:
+    """A figure, and below it what says how sure it is."""
+    first, _, second = map(html.escape, text.partition("\n"))
+    return f"{first}<br><small>{second}</small>" if second else first
+
+
+def training(rows: Sequence[Row], unit: str, title: str) -> Any:
+    """Against peers, bars; over several numbers of workers, lines."""
+    several = len({row.ranks for row in rows if row.ranks > 1}) > 1
+    figure, axes = _figure(title)
+    (_over_workers if several else _against)(axes, rows, unit)
+    return figure
+
+
+def _figure(title: str) -> tuple[Any, Any]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=INCHES, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=11)
+    axes = figure.subplots(1, 2)
+    for each in axes:
+        each.spines[["top", "right"]].set_visible(False)
+        each.tick_params(labelsize=9)
+    return figure, axes
+
+
+def _over_workers(axes: Any, rows: Sequence[Row], unit: str) -> None:
+    """Throughput and efficiency by number of workers; batch sizes, where there are several, are lines of their own."""
+    batches = {row.batch_size for row in rows}
+    one = {row.batch_size: row for row in reversed(rows) if row.ranks == 1}
+    lines: dict[tuple[str, int], list[Row]] = {}
+    for row in rows:
+        if row.ranks > 1:
+            lines.setdefault((row.name, row.batch_size), []).append(row)
+    colours = cycle(COLOURS)
+    for (name, batch), points in lines.items():
+        limit = name.startswith("null")
+        style = {"color": GREY, "linestyle": "--"} if limit else {"color": next(colours), "marker": "o"}
+        style["label"] = f"{name}, batch {batch}" if len(batches) > 1 else name
+        if batch in one:
+            points = [one[batch], *points]
+        _line(axes[0], [p.ranks for p in points], [p.rate for p in points], 1.0, style)
+        known = [p for p in points if p.efficiency is not None]
+        _line(axes[1], [p.ranks for p in known], [p.efficiency for p in known if p.efficiency], 100.0, style)
+    for each, label in zip(axes, (f"{unit}/s of all workers", "efficiency, % of 1 worker's speed"), strict=True):
+        each.set_xlabel("workers", fontsize=9)
+        each.set_ylabel(label, fontsize=9)
+        each.set_ylim(bottom=0)
+        each.set_xticks(sorted({row.ranks for row in rows}))
+        each.grid(alpha=0.3)
+    axes[1].set_xlim(axes[0].get_xlim())
+    axes[0].legend(fontsize=8, frameon=False)
+
+
+def _line(axis: Any, x: Sequence[float], values: Sequence[Interval], unit: float, style: dict[str, Any]) -> None:
+    low, high = ([unit * getattr(v, end) for v in values] for end in ("low", "high"))
+    axis.plot(x, [unit * v.median for v in values], **style)
+    axis.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
+
+
+def _against(axes: Any, rows: Sequence[Row], unit: str) -> None:
+    """Throughput of each contender, and its speed beside the first of DADT's; the whiskers are intervals of 95 %."""
+    batches = {row.batch_size for row in rows}
+    names = [f"{row.name}, batch {row.batch_size}" if len(batches) > 1 else row.name for row in rows]
+    colours = cycle(COLOURS)
+    painted = [GREY if row.name.startswith("null") or row.ranks == 1 else next(colours) for row in rows]
+    _bars(axes[0], [row.rate for row in rows], 1.0, painted, [_said(row.rate, "") for row in rows])
+    shares = [row.efficiency for row in rows]
+    _bars(axes[1], shares, 100.0, painted, [_said(share, " %", 100.0) for share in shares])
+    axes[0].set_yticks(range(len(rows)), names)
+    axes[1].set_yticks(range(len(rows)), [""] * len(rows))
+    axes[0].set_xlabel(f"{unit}/s of all workers", fontsize=9)
+    axes[1].set_xlabel("efficiency, % of 1 worker's speed", fontsize=9)
+
+
+def _bars(
+    axis: Any, values: Sequence[Interval | None], unit: float, colours: Sequence[str], texts: Sequence[str]
+) -> None:
+    highest = max((unit * value.high for value in values if value), default=1.0)
+    for i, (value, colour, text) in enumerate(zip(values, colours, texts, strict=True)):
+        if value is None:
+            continue
+        middle, low, high = (unit * each for each in (value.median, value.low, value.high))
+        axis.barh(i, middle, color=colour, height=0.65)
+        axis.errorbar(middle, i, xerr=[[middle - low], [high - middle]], color="#333", capsize=3, linewidth=1)
+        axis.text(high + 0.02 * highest, i, text, va="center", fontsize=9)
+    axis.invert_yaxis()
+    axis.set_ylim(len(values) - 0.5, -0.5)
+    axis.set_xlim(0, 1.22 * highest)
+
+
+def _said(value: Interval | None, unit: str, factor: float = 1.0) -> str:
+    return "" if value is None else f"{short(factor * value.median)}{unit}"
+
+
+def allreduce(rows: Sequence[AllreduceRow], title: str) -> Any:
+    """Time and bus bandwidth by size."""
+    figure, axes = _figure(title)
+    for name, colour in zip(("dadt", "gloo", "memcpy"), (*COLOURS[:2], GREY), strict=True):
+        style: dict[str, Any] = {"color": colour, "label": name, "marker": "." if name == "memcpy" else "o"}
+        times = [getattr(row, name) for row in rows]
+        _line(axes[0], [row.bytes for row in rows], times, 1e6, style)
+        if name != "memcpy":
+            speeds = [row.busbw(time) for row, time in zip(rows, times, strict=True)]
+            _line(axes[1], [row.bytes for row in rows], speeds, 1e-9, style)
+    axes[0].set_yscale("log")
+    for each, label in zip(axes, ("µs", "bus bandwidth, GB/s"), strict=True):
+        each.set_xscale("log", base=2)
+        each.set_xlabel("bytes", fontsize=9)
+        each.set_ylabel(label, fontsize=9)
+        each.set_xticks([row.bytes for row in rows], [size(row.bytes) for row in rows])
+        each.grid(alpha=0.3)
+    axes[0].legend(fontsize=8, frameon=False)
+    axes[1].set_ylim(bottom=0)
+    return figure
+
+
+def size(count: int) -> str:
+    """64K, 1M, 1.5M, 100."""
+    for unit, letter in ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "K")):
+        if count >= unit:
+            return f"{count / unit:.3g}{letter}"
+    return str(count)

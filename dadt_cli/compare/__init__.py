@@ -1,0 +1,1 @@
+"""`dadt compare`."""

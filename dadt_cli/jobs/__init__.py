@@ -1,0 +1,1 @@
+"""Commands on running and finished jobs."""

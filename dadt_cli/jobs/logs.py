@@ -1,0 +1,85 @@
+"""`dadt logs`: what the workers of a job have printed, and print."""
+
+from __future__ import annotations
+
+import re
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import click
+
+from dadt.control.frame import CHUNK
+from dadt.errors import ConfigError
+from dadt.launch.monitor.output import Assembler
+from dadt.launch.query import Line
+from dadt_cli.jobs.find import folder_of, log_dir_option, rank_option, recorded_jobs
+from dadt_cli.terminal import console
+
+LOG = re.compile(r"rank([0-9]{1,7})\.log")
+LOOK_SECONDS = 0.2
+"""How often files are looked at that may have grown."""
+
+
+@click.command()
+@click.argument("job", default="latest", shell_complete=recorded_jobs)
+@rank_option
+@click.option("-f", "--follow", is_flag=True, help="Go on until the job ends.")
+@log_dir_option
+def logs(job: str, ranks: set[int] | None, follow: bool, log_dir: str) -> None:
+    """Print what the workers of JOB, or of the latest job, have printed."""
+    trace, folder = folder_of(job, Path(log_dir), "rank0.log")
+    files = _files(folder, ranks)
+    line = trace.call() if trace is not None and follow else None
+    with ExitStack() as stack:
+        if line is not None:
+            stack.enter_context(line)
+        tails = [stack.enter_context(Tail(path)) for path in files]
+        while line is not None:
+            ended = _ended(line)
+            for tail in tails:
+                tail.show()
+            if ended:
+                break
+        for tail in tails:
+            tail.show(last=True)
+
+
+class Tail:
+    """A rank's file, shown as far as it has been written."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb", buffering=0)
+        self._prefix = f"[{path.stem.removeprefix('rank')}] ".encode()
+        self._assembler = Assembler()
+
+    def __enter__(self) -> Tail:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def show(self, last: bool = False) -> None:
+        """What is new. last: with what has no end of line."""
+        while data := self._file.read(CHUNK):
+            self._print(self._assembler.feed(data, time.monotonic()))
+        self._print(self._assembler.finish() if last else self._assembler.tick(time.monotonic()))
+
+    def _print(self, lines: list[bytes]) -> None:
+        if lines:
+            console.lines("out", b"".join(self._prefix + line.rstrip(b"\r") + b"\n" for line in lines))
+
+
+def _files(folder: Path, ranks: set[int] | None) -> list[Path]:
+    """Raises ConfigError where there is none for a rank."""
+    logs = ((LOG.fullmatch(path.name), path) for path in folder.glob("rank*.log"))
+    found = {int(name[1]): path for name, path in logs if name}
+    if missing := sorted((ranks or set()) - set(found)):
+        raise ConfigError(
+            f"--rank {missing[0]}: {folder} has ranks {min(found)} to {max(found)}" if found else f"{folder} is empty"
+        )
+    return [found[rank] for rank in sorted(found) if ranks is None or rank in ranks]
+
+
+def _ended(line: Line) -> bool:
+    return line.ended(LOOK_SECONDS)

@@ -1,0 +1,141 @@
+"""`dadt ps`: the jobs of this user on this machine, and the ranks of one."""
+
+from __future__ import annotations
+
+import shlex
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dadt.control.job_folder import is_held
+from dadt.errors import DadtError
+from dadt.launch.failure import size
+from dadt.launch.local_jobs import Trace, traces
+from dadt_cli.jobs.find import describe, find, jobs
+from dadt_cli.terminal.table import figure, moment, table
+
+HEAD = ["JOB", "SINCE", "WORKERS", "STEP", "STATE", "SCRIPT", "LOGS"]
+RANK_HEAD = ["RANK", "HOST", "PID", "STEP", "STEPS/S", "SAMPLES/S", "WAITING", "MEMORY", "STATE"]
+SCRIPT_WIDTH = 40
+LEFT = ("JOB", "SINCE", "WORKERS", "HOST", "STATE", "SCRIPT", "LOGS")
+
+
+@click.command()
+@click.argument("job", required=False, shell_complete=jobs)
+def ps(job: str | None) -> None:
+    """List your jobs on this machine, or the ranks of JOB."""
+    if job is None:
+        found = traces()
+        lines = (
+            table(HEAD, [_row(trace) for trace in found], LEFT) if found else ["no job of yours runs on this machine"]
+        )
+    else:
+        trace = find(job)
+        told = describe(trace)
+        lines = _ranks(told) if told is not None else _ranks_here(trace)
+    for line in lines:
+        click.echo(line)
+
+
+def _row(trace: Trace) -> list[str]:
+    try:
+        told = describe(trace)
+    except DadtError:
+        return [trace.job, moment(trace.since), _workers(trace), _span(trace.steps()), "does not answer", "", ""]
+    if told is None:
+        return [
+            trace.job,
+            moment(trace.since),
+            _workers(trace),
+            _span(trace.steps()),
+            _state(trace),
+            _script(trace),
+            "",
+        ]
+    ranks = told["ranks"]
+    workers = f"{_count(told['hosts'], 'host')} x {_each(ranks)}"
+    steps = [rank["step"] for rank in ranks]
+    return [
+        trace.job,
+        moment(told["begin"]),
+        workers,
+        _span(steps),
+        told["state"],
+        _program(told["command"]),
+        told["logs"],
+    ]
+
+
+def _ranks(told: Mapping[str, Any]) -> list[str]:
+    rows = []
+    for rank in told["ranks"]:
+        speeds = [rank["steps_per_second"], rank["samples_per_second"]]
+        rows.append(
+            [
+                str(rank["rank"]),
+                rank["host"] or "-",
+                str(rank["pid"] or "-"),
+                _step(rank["step"]),
+                *("-" if speed is None else figure(speed) for speed in speeds),
+                "-" if rank["wait_fraction"] is None else f"{100 * rank['wait_fraction']:.0f} %",
+                size(rank["memory"]) if rank["memory"] else "-",
+                rank["state"] + (f", silent for {rank['seconds']:.0f} s" if rank["seconds"] > 10 else ""),
+            ]
+        )
+    return table(RANK_HEAD, rows, LEFT)
+
+
+def _ranks_here(trace: Trace) -> list[str]:
+    """What is known without a launcher: of this machine's ranks only."""
+    head = ["RANK", "PID", "STATE"]
+    return table(head, [[str(rank), str(pid), _state(trace)] for rank, pid in sorted(trace.workers.items())], LEFT)
+
+
+def _state(trace: Trace) -> str:
+    # A launcher may be there, but take no questions; or be dead, and its folder not yet removed.
+    silent = trace.launcher is not None and is_held(trace.launcher.parent)
+    return "starting, or at its end" if silent else "no launcher on this machine"
+
+
+def _script(trace: Trace) -> str:
+    """The command of a worker of this machine."""
+    for pid in trace.workers.values():
+        try:
+            return _program(Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")[:-1])
+        except OSError:
+            continue  # it has just ended
+    return ""
+
+
+def _program(command: Sequence[str]) -> str:
+    """Without the interpreter, and not all of a long one."""
+    words = command[1:] if len(command) > 1 and Path(command[0]).name.startswith("python") else command
+    return textwrap.shorten(shlex.join(words), SCRIPT_WIDTH, placeholder=" ...")
+
+
+def _workers(trace: Trace) -> str:
+    return f"{len(trace.workers)} here"
+
+
+def _each(ranks: list[Mapping[str, Any]]) -> str:
+    """Workers of a host: 2, or 1-2 where hosts have different numbers."""
+    hosts = [rank["host"] for rank in ranks]
+    return _span([hosts.count(host) for host in set(hosts)])
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _span(values: list[int]) -> str:
+    if not values or max(values) < 0:
+        return "-"
+    least, most = max(0, min(values)), max(values)
+    return str(most) if least == most else f"{least}-{most}"
+
+
+def _step(value: int) -> str:
+    return str(value) if value >= 0 else "-"

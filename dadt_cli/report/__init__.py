@@ -1,0 +1,1 @@
+"""What a job leaves to read: the page, its progress, its timeline."""

@@ -1,0 +1,203 @@
+"""`dadt timeline`: what a timeline says in figures: where the ranks' time went, and whom they waited for."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dadt.comm.trace.recorder import HEAD, PART_HEAD
+from dadt.errors import ConfigError
+from dadt_cli.terminal.options import paths
+from dadt_cli.terminal.table import Table, table
+
+STAGES = ("negotiate", "queue", "pack", "wait", "exchange", "unpack")
+LONGEST = 10
+NOTABLE = 1.05
+"""A rank is slower than the others from so many times their compute."""
+
+
+@click.command()
+@click.argument("files", metavar="FILE...", nargs=-1, required=True, shell_complete=paths("file"))
+def timeline(files: Sequence[str]) -> None:
+    """Sum up a timeline that `dadt run --timeline FILE` has recorded.
+
+    Of a job that runs or failed, the parts FILE.rank0, FILE.rank1 and so on are read.
+    """
+    summary = Summary()
+    for file in files:
+        path = Path(file)
+        found = parts(path)
+        if not found:
+            raise ConfigError(f"{path}: there is no such file; give the FILE of dadt run --timeline FILE")
+        if found != [path]:
+            why = "as its job still runs or failed, or its ranks could not meet"
+            click.echo(f"{path} is not there, {why}: reading its {len(found)} parts\n")
+        read(found, summary)
+    for line in summary.lines():
+        click.echo(line)
+
+
+def parts(path: Path) -> list[Path]:
+    """The file, or what a job that failed has left of it; nothing if there is neither."""
+    if path.exists():
+        return [path]
+    found = {p.name.rpartition(".rank")[2]: p for p in path.parent.glob(f"{path.name}.rank*")}
+    return [found[number] for number in sorted(filter(str.isdigit, found), key=int)]
+
+
+def read(paths: Sequence[Path], summary: Summary) -> None:
+    """Add all their events. Raises ConfigError."""
+    for path in paths:
+        for event in events(path):
+            try:
+                summary.add(event)
+            except (KeyError, TypeError) as error:
+                raise ConfigError(f"{path}: this is no event of dadt's: {json.dumps(event)}") from error
+
+
+def events(path: Path) -> Iterator[dict[str, Any]]:
+    """A line at a time: the file may be large. Raises ConfigError."""
+    try:
+        with path.open("rb") as file:
+            head = file.readline()
+            if head not in (HEAD, PART_HEAD):
+                raise ConfigError(f"{path}: this is no timeline of dadt; give the FILE of dadt run --timeline FILE")
+            for number, line in enumerate(file, 2):
+                if line == b"]}\n":
+                    return
+                try:
+                    yield json.loads(line.rstrip(b",\n"))
+                except (ValueError, RecursionError) as error:
+                    if line.endswith(b"\n"):
+                        raise ConfigError(f"{path}, line {number}: this is no event ({error})") from error
+                    # The last one of a rank that was ended while it wrote.
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+@dataclass(slots=True)
+class Rank:
+    """Sums of one rank, in microseconds, without its first step, in which the ranks meet and the script warms up."""
+
+    host: str = ""
+    steps: int = 0
+    compute: float = 0.0
+    waited: float = 0.0
+    operations: int = 0
+    stages: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+
+    def per_step(self, sum: float) -> float:
+        return sum / self.steps if self.steps else 0.0
+
+    @property
+    def share(self) -> float:
+        return self.waited / (self.compute + self.waited) if self.waited else 0.0
+
+
+class Summary:
+    """Of all ranks' events, in any order of ranks."""
+
+    def __init__(self) -> None:
+        self.ranks: dict[int, Rank] = {}
+        self.longest: list[tuple[float, int, int, str, float]] = []
+        """Duration, rank, step, for what, when."""
+        self.clock_error = 0.0
+        self._begun: dict[str, float] = {}
+
+    def add(self, event: dict[str, Any]) -> None:
+        rank = self.ranks.setdefault(event["pid"], Rank())
+        if event["ph"] == "M":
+            self._describe(rank, event)
+        elif event["ph"] == "b":
+            self._begun[event["id"]] = event["ts"]
+        elif event["ph"] == "e":
+            rank.stages[event["cat"]] += event["ts"] - self._begun.pop(event["id"], event["ts"])
+        elif event["cat"] == "step" and event["args"]["step"] > 0:
+            rank.steps += 1
+            rank.compute += event["args"]["compute_us"]
+            rank.waited += event["args"]["exposed_wait_us"]
+        elif event["cat"] == "stage":
+            rank.stages[event["name"]] += event["dur"]
+        elif event["cat"] == "wait" and event["args"]["step"] > 0:
+            args = event["args"]
+            wait = (event["dur"], event["pid"], args["step"], args["for"], event["ts"])
+            (heapq.heappush if len(self.longest) < LONGEST else heapq.heappushpop)(self.longest, wait)
+        elif event["cat"] not in ("step", "compute", "wait"):
+            rank.operations += 1
+
+    def _describe(self, rank: Rank, event: dict[str, Any]) -> None:
+        if event["name"] == "process_name":
+            rank.host = event["args"]["name"].partition("(")[2].rstrip(")")
+        elif event["name"] == "dadt":
+            self.clock_error = max(self.clock_error, event["args"].get("clock_error_us", 0.0))
+
+    def lines(self) -> list[str]:
+        parts = [[f"{each.title}:", *table(each.head, each.rows, each.left)] for each in self.tables()]
+        return [line for part in [*parts, self.verdict()] if part for line in (*part, "")][:-1]
+
+    def tables(self) -> list[Table]:
+        return [each for each in (self._steps(), self._communication(), self._waits()) if each is not None]
+
+    def _steps(self) -> Table | None:
+        if not any(rank.steps for rank in self.ranks.values()):
+            return None
+        head = ["RANK", "HOST", "STEPS", "STEP", "COMPUTE", "EXPOSED WAIT", "SHARE"]
+        rows = []
+        for number, rank in sorted(self.ranks.items()):
+            times = [rank.per_step(sum) for sum in (rank.compute + rank.waited, rank.compute, rank.waited)]
+            rows.append([str(number), rank.host, str(rank.steps), *map(_time, times), f"{100 * rank.share:.1f} %"])
+        return Table("time per step, without the first one", head, rows, ["HOST"])
+
+    def _communication(self) -> Table:
+        head = ["RANK", "OPERATIONS", *(stage.upper() for stage in STAGES)]
+        rows = [
+            [str(number), str(rank.operations), *(_time(rank.stages[stage]) for stage in STAGES)]
+            for number, rank in sorted(self.ranks.items())
+        ]
+        return Table("communication in all, which compute may hide (wait: for the last rank to arrive)", head, rows)
+
+    def _waits(self) -> Table | None:
+        if not self.longest:
+            return None
+        rows = [
+            [_time(time), str(rank), str(step), f"{at / 1e6:.3f} s", what]
+            for time, rank, step, what, at in sorted(self.longest, reverse=True)
+        ]
+        return Table(
+            "longest exposed waits, without the first step", ["WAIT", "RANK", "STEP", "AT", "FOR"], rows, ["FOR"]
+        )
+
+    def verdict(self) -> list[str]:
+        lines = []
+        moved = sum(r.stages["pack"] + r.stages["exchange"] + r.stages["unpack"] for r in self.ranks.values())
+        waited = sum(r.waited for r in self.ranks.values())
+        if moved:
+            still = f", and stood still for {_time(waited)} in their steps" if waited else ""
+            lines.append(f"all ranks together moved bytes for {_time(moved)}{still}")
+        per_step = {number: rank.per_step(rank.compute) for number, rank in self.ranks.items() if rank.steps}
+        if len(per_step) > 1:
+            slowest = max(per_step, key=lambda number: per_step[number])
+            others = statistics.median(time for number, time in per_step.items() if number != slowest)
+            if per_step[slowest] >= NOTABLE * others:
+                lines.append(
+                    f"rank {slowest} is the slowest: it computes for {_time(per_step[slowest])} in a step, the others"
+                    f" for {_time(others)}"
+                )
+            else:
+                lines.append("no rank is much slower than the others")
+        if self.clock_error:
+            lines.append(f"the ranks' clocks are aligned to {_time(self.clock_error)}")
+        return lines
+
+
+def _time(microseconds: float) -> str:
+    if microseconds >= 1e6:
+        return f"{microseconds / 1e6:.2f} s"
+    return f"{microseconds / 1e3:.2f} ms" if microseconds >= 1e3 else f"{microseconds:.0f} us"

@@ -1,0 +1,223 @@
+"""`dadt run`: from flags to a plan, and from a job's outcome to the last lines on the screen."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dadt.config import Config
+from dadt.config.config import here, misspelt
+from dadt.config.executor import shown
+from dadt.errors import ConfigError
+from dadt.launch import environment, launch, plan, user_class
+from dadt.launch.job import Outcome
+from dadt.launch.launch import Placed
+from dadt.launch.monitor.output import ranks_shown
+from dadt.launch.monitor.watch import Watch
+from dadt_cli.run import live
+from dadt_cli.run.dry import describe, placement
+from dadt_cli.run.live import Live
+from dadt_cli.terminal import console
+from dadt_cli.terminal.options import Brief, config_of, knobs, paths
+
+PYTHON = re.compile(r"python[\d.]*(t|d)?")
+MOST = 1 << 20
+"""Ranks that may be named before it is known how many there are."""
+
+
+@click.command(
+    cls=Brief,
+    context_settings={
+        "allow_interspersed_args": False,
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 110,
+    },
+    options_metavar="-np N [-H HOSTS] [OPTIONS]",
+    epilog="Ends with 0, or the exit code of the worker that failed first (128 + n if signal n ended it), 2 for bad "
+    "input, 3 if workers could not be started or their agent was lost, 124 if some did not arrive in time, 130 after "
+    "Ctrl-C.",
+)
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...", shell_complete=paths("file"))
+@click.option("-m", "module", is_flag=True, help="SCRIPT is a module, as with python -m.")
+@click.option("--no-python", is_flag=True, hidden=True, help="SCRIPT is any executable.")
+@click.option("--dry-run", is_flag=True, help="Print what would be started; start nothing.")
+@click.option("--display-map", is_flag=True, hidden=True, help="Print which rank is placed where.")
+@knobs
+def run(
+    command: tuple[str, ...],
+    module: bool,
+    no_python: bool,
+    dry_run: bool,
+    display_map: bool,
+    **given: Any,
+) -> int:
+    """Train SCRIPT on N workers of this host, or of those that -H names. What follows SCRIPT are its own arguments.
+
+    \b
+    dadt run -np 2 train.py --epochs 3
+    dadt run -np 4 -H host1:2,host2:2 train.py
+    dadt run -np 2 -m package.train
+    """
+    if given["np"] is not None and given["np"] < 1:
+        raise ConfigError(f"-np {given['np']}: the number of workers must be 1 or more")
+    config = config_of(given)
+    for name, meant in misspelt().items():
+        console.say(f"{name} means nothing to dadt; did you mean {meant}?", "warning")
+    ranks_shown(config.output, config.np or MOST)
+    live.check(config.live)
+    if ":" in config.algorithm and not no_python:
+        user_class.check("--algorithm", config.algorithm, Path(config.workdir) if module else _folder(command, config))
+    the_plan = plan.make(config, *_program(command, module, no_python, config))
+    if dry_run:
+        console.text("\n".join(describe(the_plan)), stdout=True)
+        return 0
+    if config.nnodes and config.node_rank > 0:
+        from dadt.launch.launchers.manual import join
+
+        return join(config, the_plan.command, console)
+    seen: list[Placed] = []
+
+    def placed(where: Placed, watch: Watch) -> Live | None:
+        seen.append(where)
+        console.say(_first_line(where))
+        if config.verbose:
+            console.say(where.why)
+        if display_map:
+            console.text("\n".join(placement(where)))
+        for text in _warnings(where):
+            console.say(text, "warning")
+        return live.show(watch, _title(where)) if live.wanted(config.live) else None
+
+    outcome = launch.run(the_plan, console, placed)
+    return _finish(outcome, seen[0])
+
+
+def _program(command: Sequence[str], module: bool, no_python: bool, config: Config) -> tuple[list[str], list[str]]:
+    """The command line of a worker, and the files that it needs where it runs."""
+    if not command or not command[0]:
+        raise ConfigError("which script? Give its path, as in dadt run -np 2 train.py")
+    first = command[0]
+    python = config.python or sys.executable
+    if module and no_python:
+        raise ConfigError("-m and --no-python exclude each other: a module is run by python")
+    if module:
+        _find_module(first, config)
+        return [python, "-m", *command], []
+    if no_python or PYTHON.fullmatch(Path(first).name):
+        if shutil.which(first) is None:
+            raise ConfigError(f"{first}: there is no such executable; give its path or check PATH")
+        if not no_python and len(command) == 1:
+            raise ConfigError(f"which script? {first} alone reads from the terminal, which workers do not have")
+        if not no_python and not command[1].startswith("-"):
+            _find_script(command[1], config)
+            return list(command), [command[1]]
+        return list(command), []
+    _find_script(first, config)
+    return [python, *command], [first]
+
+
+def _folder(command: Sequence[str], config: Config) -> Path:
+    """Of the script: where Python looks for modules first."""
+    words = [word for word in command if not word.startswith("-") and not PYTHON.fullmatch(Path(word).name)]
+    return (Path(config.workdir) / words[0]).parent if words else Path(config.workdir)
+
+
+def _find_script(path: str, config: Config) -> None:
+    """Here, where it most likely is the same as on the other hosts; with --workdir, they know better."""
+    script = Path(config.workdir) / path
+    try:
+        if script.is_dir() and not (script / "__main__.py").is_file():
+            raise ConfigError(f"{path} is a directory: give the path of a Python script")
+        there = script.exists() or bool(config.workdir)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+    if not there:
+        where = "" if script.is_absolute() else f" in {here()}"
+        raise ConfigError(f"{path}: there is no such script{where}")
+
+
+def _find_module(name: str, config: Config) -> None:
+    """By its topmost package only: to look for the rest would import it."""
+    top = name.partition(".")[0]
+    if not top or "/" in name:
+        raise ConfigError(f"-m {name}: give the name of a module, as in dadt run -np 2 -m package.train")
+    try:
+        installed = find_spec(top) is not None
+    except ValueError:
+        installed = False  # ours, that runs now (__main__), or a relative name
+    if not (installed or Path(top).exists() or Path(f"{top}.py").exists() or config.workdir):
+        raise ConfigError(f"-m {name}: there is no module {top}, neither installed nor in {here()}")
+
+
+def _warnings(where: Placed) -> list[str]:
+    texts = []
+    workers = Counter(slot.cross_rank for slot in where.slots)
+    for cross_rank, node in enumerate(where.nodes):
+        count = workers[cross_rank]
+        cores = int(node.report["cores"])
+        if count > cores:
+            on = f" on {node.name}" if node.name else ""
+            texts.append(f"{count} workers share {cores} CPU cores{on}: each will be slower than alone")
+    program = where.plan.command
+    if PYTHON.fullmatch(Path(program[0]).name):
+        for flags in environment.isolating_flags(program[1:]):
+            texts.append(
+                f"python {flags} ignores the environment, or installed packages, by which DADT gets into the script: "
+                "leave it out if training turns out not to be distributed"
+            )
+    return texts
+
+
+def _first_line(where: Placed) -> str:
+    config = where.config
+    executor = "" if len(where.slots) == 1 else f", executor {shown(config)}"
+    return f"{_size(where)}{executor}, algorithm {config.algorithm} (job {where.job}, logs in {where.logs})"
+
+
+def _title(where: Placed) -> str:
+    return f"job {where.job}: {_size(where)}, algorithm {where.config.algorithm}, executor {shown(where.config)}"
+
+
+def _size(where: Placed) -> str:
+    workers = "1 worker" if len(where.slots) == 1 else f"{len(where.slots)} workers"
+    names = [node.name for node in where.nodes]
+    return f"{workers} on " + (names[0] or "this host" if len(names) == 1 else f"{len(names)} hosts")
+
+
+def _finish(outcome: Outcome, where: Placed) -> int:
+    """Say how it ended; the failure, if any, last."""
+    if outcome.stuck:
+        pids = ", ".join(map(str, outcome.stuck))
+        console.say(f"processes {pids} do not die, they hang in the kernel (a device or a file server)", "warning")
+    if outcome.signal:
+        console.say(f"ended by {'Ctrl-C' if outcome.signal == 2 else f'signal {outcome.signal}'}; all workers stopped")
+    elif outcome.failure is not None:
+        console.block(outcome.failure.lines())
+    else:
+        if (reason := launch.not_distributed(outcome, where)) is not None:
+            console.say(f"training was NOT distributed: {reason}", "warning")
+        console.say(_last_line(outcome))
+    return outcome.exit_code
+
+
+def _last_line(outcome: Outcome) -> str:
+    line = f"done in {outcome.seconds:.1f} s"
+    summary: Mapping[str, float] = outcome.summaries.get(0, {})
+    if steps := int(summary.get("steps", 0)):
+        delayed = int(summary.get("delayed", 0))
+        late = {1: "one"}.get(staleness := int(summary.get("staleness", 1)), str(staleness))
+        waiting = 100 * summary.get("wait_fraction", 0.0)
+        line += f": {steps} steps, " + (f"{delayed} of them delayed by {late}, " if delayed else "none delayed, ")
+        line += f"{waiting:.1f} % of the time spent waiting for communication"
+        if sent := summary.get("sent", 0):
+            less = summary.get("plain", 0) / sent
+            line += f"; sent {sent / steps / 1e6:.3g} MB per step, {less:.1f}x less than uncompressed"
+    return line

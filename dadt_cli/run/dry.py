@@ -1,0 +1,94 @@
+"""`dadt run --dry-run`: the plan, the environment of each worker and the command for each host, in words."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dadt.control import machine
+from dadt.launch import launch, plan
+from dadt.launch.crew import Node
+from dadt.launch.hosts.host import Host
+from dadt.launch.hosts.slot import place, share_out
+from dadt.launch.launch import Placed
+from dadt.launch.plan import Plan
+from dadt_cli.terminal.table import table
+
+JOB = "JOB"
+PORT = 0
+NAMES = {"DADT_THREADS": "OMP_NUM_THREADS"}
+"""Variables that the agent sets under another name, if you have not set that."""
+
+
+def describe(the_plan: Plan) -> list[str]:
+    """What is known before any host was asked; of other hosts, GPUs and addresses are not."""
+    config = the_plan.config
+    launcher = plan.launcher_of(the_plan, JOB)
+    nodes = [Node(index, host, report=_report(host)) for index, host in enumerate(the_plan.hosts)]
+    rooms = [launch.room(node, config) for node in nodes]
+    shares = share_out(config.np, rooms)
+    used = [index for index, share in enumerate(shares) if share]
+    nodes = [nodes[index] for index in used]
+    for node in nodes:
+        node.address = f"<address of {node.name}>" if len(nodes) > 1 else ""
+    slots = place([shares[i] for i in used], [rooms[i] for i in used], [node.address for node in nodes])
+    where = Placed(
+        plan=the_plan,
+        config=config,
+        job=JOB,
+        logs=Path(config.log_dir) / JOB,
+        nodes=nodes,
+        slots=slots,
+        master=(nodes[0].address or "127.0.0.1", PORT),
+        secret="",
+    )
+    workers = "1 worker" if len(slots) == 1 else f"{len(slots)} workers"
+    on = nodes[0].name or "this host" if len(nodes) == 1 else f"{len(nodes)} hosts"
+    lines = [f"{workers} on {on}, algorithm {config.algorithm}, logs in {where.logs}"]
+    unsure = [node.name for node in nodes if not (node.host.slots or _is_here(node.host))]
+    if unsure:
+        lines.append(f"slots of {', '.join(unsure)} are not known before their agents tell their GPUs: one is assumed")
+    lines += ["", *placement(where)]
+    for node, order in zip(nodes, launch.orders(where), strict=True):
+        lines += ["", f"{node.name or 'this host'}: {launcher.command(node.host)}", f"  in {the_plan.cwd}"]
+        given = the_plan.named if _is_here(node.host) else the_plan.elsewhere
+        lines += _variables("  for each worker, beside the host's own:", {**given, **order["env"]})
+        for worker in order["workers"]:
+            lines.append(f"  rank {worker['rank']}: {shlex.join(worker['command'])}")
+            lines += _variables("", worker["env"])
+    launcher.close()
+    return lines
+
+
+def placement(where: Placed) -> list[str]:
+    """Which rank is where, as a table."""
+    head = ("rank", "host", "local rank", "address", "GPU", "threads")
+    rows = [
+        (slot.rank, slot.host or "this host", slot.local_rank, slot.address or "-", slot.gpu or "-", slot.threads)
+        for slot in where.slots
+    ]
+    return table(head, [tuple(map(str, row)) for row in rows], left=head)
+
+
+def _report(host: Host) -> Mapping[str, Any]:
+    here = _is_here(host)
+    return {
+        "machine": machine.identity() if here else "",
+        "gpus": machine.gpus() if here else [],
+        "cores": machine.cores(),
+        "port": PORT,
+    }
+
+
+def _is_here(host: Host) -> bool:
+    return not host.name or host.is_local
+
+
+def _variables(head: str, variables: Mapping[str, str]) -> list[str]:
+    known = {NAMES.get(name, name): value for name, value in variables.items() if value}
+    if known.get("MASTER_PORT") == str(PORT):
+        known["MASTER_PORT"] = "<a free port>"
+    shown = [f"    {name}={shlex.quote(value)}" for name, value in sorted(known.items())]
+    return [head, *shown] if head else shown

@@ -1,0 +1,1 @@
+"""What goes to the terminal and to files."""

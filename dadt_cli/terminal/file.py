@@ -1,0 +1,92 @@
+"""Settings from a YAML file: a mapping from the names of knobs to their values."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dadt.config import Config, document
+from dadt.errors import ConfigError
+
+LIMIT = 1 << 16
+"""Bytes."""
+
+
+class Setting(NamedTuple):
+    """A knob's value, and where it comes from: default, a flag, a variable, or a file and its key."""
+
+    value: Any
+    source: str
+
+
+def read(path: Path) -> dict[str, Setting]:
+    """The knobs that the file sets. Raises ConfigError."""
+    import yaml  # not needed by those who have no such file
+
+    class Loader(yaml.SafeLoader):
+        """A few lines of aliases can stand for more than fits in memory, and no setting needs one."""
+
+        def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+            if self.check_event(yaml.AliasEvent):
+                event = self.peek_event()  # type: ignore[no-untyped-call]
+                where = f"--config {path}, line {event.start_mark.line + 1}"
+                raise ConfigError(f"{where}: an alias (*{event.anchor}) is not taken; write the value out")
+            return super().compose_node(parent, index)
+
+    text = document.read(path, "--config", LIMIT)
+    try:
+        content = yaml.load(text, Loader)
+    except (ValueError, RecursionError) as error:  # no such date, brackets without end
+        raise ConfigError(f"--config {path}: cannot be read ({error})") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"--config {path}{where}: this is no YAML ({getattr(error, 'problem', error)})") from error
+    if content is None:
+        return {}
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"--config {path}: give settings a line each, as `warmup-steps: 50`")
+    defaults = {field.name: field.default for field in fields(Config)}
+    found = {}
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name not in defaults:
+            near = difflib.get_close_matches(name, defaults, 1)
+            hint = f"; did you mean {near[0].replace('_', '-')}?" if near else "; `dadt config show` lists all"
+            raise ConfigError(f"--config {path}: there is no setting {key}{hint}")
+        try:
+            found[name] = Setting(_value(path, str(key), value, defaults[name]), f"{path}: {key}")
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits
+            raise ConfigError(f"--config {path}: {key}: is no value of a setting ({error})") from error
+    return found
+
+
+def _value(path: Path, key: str, value: Any, default: object) -> Any:
+    """The value as the knob's type."""
+    if isinstance(default, bool):
+        if not isinstance(value, bool):
+            raise ConfigError(f"--config {path}: {key}: {value!r} is not true or false")
+        return value
+    if isinstance(default, int | float):
+        number = type(default)
+        if not _is_real(value) or value != number(value):
+            what = "a whole number" if isinstance(default, int) else "a number"
+            raise ConfigError(f"--config {path}: {key}: {value!r} is not {what}")
+        return number(value)
+    if isinstance(value, Mapping) or value is None:
+        raise ConfigError(f"--config {path}: {key}: give one value, or a list")
+    if isinstance(value, bool) and isinstance(default, str):
+        value = "on" if value else "off"  # which YAML takes for booleans
+    values = value if isinstance(value, list) else [value]
+    return tuple(map(str, values)) if isinstance(default, tuple) else ",".join(map(str, values))
+
+
+def _is_real(value: Any) -> bool:
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False  # of hundreds of digits

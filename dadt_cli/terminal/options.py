@@ -1,0 +1,156 @@
+"""The flags of Config's knobs, made from its fields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from click.shell_completion import CompletionItem
+
+from dadt.config import Config
+from dadt.config.config import ALGORITHMS, COMPRESSIONS, EXECUTORS, flag, given_by_env, variable
+from dadt_cli.terminal import file
+from dadt_cli.terminal.file import Setting
+
+F = TypeVar("F", bound=Callable[..., Any])
+Completion = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
+
+SUGGESTED = {
+    "algorithm": ALGORITHMS,
+    "executor": EXECUTORS,
+    "broadcast_executor": EXECUTORS,
+    "allreduce_executor": EXECUTORS,
+    "compression": COMPRESSIONS,
+    "output": ("all", "rank0", "errors"),
+}
+"""Values that shells complete, where others are valid, too."""
+
+
+class Brief(click.Command):
+    """Its --help fits a screen: it leaves out hidden options and the epilog, which --help-all shows."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._all = False
+        flag: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False}
+        self.params.append(click.Option(["--help-all"], callback=self._help_all, help="Show all options.", **flag))
+
+    def _help_all(self, ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+        if value and not ctx.resilient_parsing:
+            self._show_all()
+            click.echo(ctx.get_help())
+            ctx.exit()
+
+    def _show_all(self) -> None:
+        self._all = True
+        for each in self.params:
+            if isinstance(each, click.Option):
+                each.hidden = False
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        if self._all:
+            super().format_epilog(ctx, formatter)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Hidden options as well, once a letter of theirs is there. None after the script, which has its own."""
+        arguments = [each for each in self.params if isinstance(each, click.Argument)]
+        if not ctx.allow_interspersed_args and any(ctx.params.get(each.name or "") for each in arguments):
+            return []
+        if incomplete.lstrip("-"):
+            self._show_all()
+        return super().shell_complete(ctx, incomplete)
+
+
+def paths(kind: str) -> Completion:
+    """Completes names of files, or of folders: kind `file` or `dir`."""
+    return lambda ctx, parameter, incomplete: [CompletionItem(incomplete, type=kind)]
+
+
+def knobs(function: F) -> F:
+    """Decorate a command with one flag per knob. A flag that is not given arrives as None."""
+    for field in sorted(fields(Config), key=lambda field: not field.metadata["launch"])[::-1]:
+        function = _option(field)(function)
+    return _config_file(function)
+
+
+def some_knobs(*names: str) -> Callable[[F], F]:
+    """As `knobs`, for a command to which only these matter. The others come from variables and the file alone."""
+
+    def decorate(function: F) -> F:
+        for field in [field for field in fields(Config) if field.name in names][::-1]:
+            function = _option(field)(function)
+        return _config_file(function)
+
+    return decorate
+
+
+def _config_file(function: F) -> F:
+    return click.option(
+        "--config", metavar="FILE", help="YAML file of settings; flags, variables win.", shell_complete=paths("file")
+    )(function)
+
+
+def config_of(given: dict[str, Any]) -> Config:
+    """The flags that were given, else the DADT_* variables, else the file that --config names, else the defaults.
+
+    Raises ConfigError.
+    """
+    return Config(**{name: setting.value for name, setting in settings_of(given).items()})
+
+
+def settings_of(given: dict[str, Any]) -> dict[str, Setting]:
+    """Each knob's value, and where it comes from. Raises ConfigError."""
+    settings = {field.name: Setting(field.default, "default") for field in fields(Config)}
+    if given.get("config"):
+        settings.update(file.read(Path(given["config"])))
+    settings.update({name: Setting(value, variable(name)) for name, value in given_by_env().items()})
+    for name in settings:
+        if given.get(name) not in (None, ()):
+            # Hosts that are given one by one are one list.
+            several = isinstance(given[name], tuple) and isinstance(settings[name].value, str)
+            settings[name] = Setting(",".join(given[name]) if several else given[name], flag(name))
+    return settings
+
+
+def _option(field: Field[Any]) -> Callable[[F], F]:
+    name = flag(field.name)
+    # np is said as -np; what is a tuple is given with -x alone.
+    names = [*field.metadata["flags"], name]
+    shown = _shown(field.default)
+    text = field.metadata["help"] + (f"  [default: {shown}]" if shown else "")
+    options: dict[str, Any] = {"default": None, "help": text, "hidden": field.metadata["advanced"]}
+    if completion := _completion(field):
+        options["shell_complete"] = completion
+    if isinstance(field.default, tuple) or field.metadata["metavar"] == "HOSTS":
+        return click.option(*names, field.name, multiple=True, metavar=_metavar(field), **options)
+    if isinstance(field.default, bool):
+        return click.option(*field.metadata["flags"], f"{name}/--no-{name[2:]}", field.name, **options)
+    if field.metadata["choices"]:
+        return click.option(*names, field.name, type=click.Choice(field.metadata["choices"]), **options)
+    return click.option(*names, field.name, type=type(field.default), metavar=_metavar(field), **options)
+
+
+def _completion(field: Field[Any]) -> Completion | None:
+    if field.name in SUGGESTED:
+        return lambda ctx, parameter, incomplete: [
+            CompletionItem(value) for value in SUGGESTED[field.name] if value.startswith(incomplete)
+        ]
+    if field.metadata["metavar"] in ("FILE", "PATH", "DIR"):
+        return paths("dir" if field.metadata["metavar"] == "DIR" else "file")
+    return None
+
+
+def _metavar(field: Field[Any]) -> str:
+    names = {int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
+    return field.metadata["metavar"] or names[type(field.default)]
+
+
+def _shown(default: object) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    if isinstance(default, float):
+        return f"{default:g}"
+    return str(default) if default else ""
