@@ -4,7 +4,9 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from dadt import inject
 from dadt.config import Config
+from dadt.config.version import VERSION as __version__
 from dadt.errors import (
     Aborted,
     CommError,
@@ -17,8 +19,6 @@ from dadt.errors import (
     StartTimeout,
 )
 from dadt.world import World
-
-__version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from dadt.api.collectives import (
@@ -163,13 +163,9 @@ __all__ = [
 
 _torch = sys.modules.get("torch")
 # At the end of its own import torch imports this package by itself, in every process of this Python.
-asked_for = _torch is None or not getattr(_torch.__spec__, "_initializing", False)
-"""The program imports dadt itself. Under mpirun, srun or torchrun this is what makes it train data-parallel."""
-
-if _torch is not None and asked_for:
-    from dadt.inject import hook
-
-    hook()
+inject.asked_for = _torch is None or not getattr(_torch.__spec__, "_initializing", False)
+if _torch is not None and inject.asked_for:
+    inject.hook()
 del _torch
 
 

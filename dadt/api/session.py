@@ -139,7 +139,9 @@ class Session:
                 self.runtime.say(self.runtime.timeline.close(_Peers(self.all)))
 
     def _make(self, ranks: Sequence[int], meet: Meet) -> ProcessSet:
-        made = ProcessSet(ranks, self._world_of(ranks), self._config_of(ranks), meet, self.runtime)
+        deaths, control = self.runtime.deaths, self.runtime.control
+        dump = control.dump if deaths.listening and control is not None else None
+        made = ProcessSet(ranks, self._world_of(ranks), self._config_of(ranks), meet, deaths, dump)
         self._sets.append(made)
         if self.config.timeline and made.included:
             self._record(made)

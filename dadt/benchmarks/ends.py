@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import torch
 
+from dadt.algorithms.gossip.pairing import tie
 from dadt.algorithms.gossip.snapshot import Published
 from dadt.benchmarks.cost import Tie
-from dadt.comm.compression import tie
 
 TIES = 3
 

@@ -28,6 +28,7 @@ from dadt.launch.crew import Crew, Node
 from dadt.launch.failure import last_line
 from dadt.launch.hosts.host import Host
 from dadt.launch.job import HANG_UP_SECONDS
+from dadt.launch.launchers import launcher_of
 from dadt.launch.launchers.local import LocalChannel
 from dadt.launch.plan import Plan
 from dadt.launch.processes import sweep
@@ -83,7 +84,8 @@ def look(config: Config, asked: Asked, voice: Voice) -> Found:
             ready[host] = time.monotonic() - begin
 
     try:
-        crew = Crew(plan.launcher_of(the_plan, folder.job), the_plan.hosts, config.orphan_timeout, see)
+        launcher = launcher_of(the_plan.config, the_plan.hosts, the_plan.command, folder.job)
+        crew = Crew(launcher, the_plan.hosts, config.orphan_timeout, see)
         voice.meanwhile(crew.beat)
         try:
             found = _look(the_plan, replace(asked, hosts=len(the_plan.hosts)), crew, folder.job, voice, ready)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dadt.checks.check import Asked, Check, good, refused
 from dadt.errors import ConfigError
-from dadt.launch.launchers.slurm import slurm_hosts
+from dadt.launch.hosts.slurm import slurm_hosts
 
 OTHERS = {
     "PBS_JOBID": ("PBS", "dadt run --hostfile with the hosts of $PBS_NODEFILE, each once"),

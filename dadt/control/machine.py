@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import dadt
+from dadt.config.version import VERSION
 from dadt.control import network
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -23,7 +23,7 @@ NVIDIA_SMI_SECONDS = 20.0
 def report(env: Mapping[str, str]) -> dict[str, Any]:
     """What an agent tells of its host. env: of its workers."""
     return {
-        "version": dadt.__version__,
+        "version": VERSION,
         "python": platform.python_version(),
         "executable": sys.executable,
         "torch": _version("torch"),

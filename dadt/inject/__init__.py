@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import dadt
-
+asked_for = False
+"""The program imports dadt itself. Under mpirun, srun or torchrun this is what makes it train data-parallel."""
 _MULTIPROCESSING = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "multiprocessing.spawn")
 
 
@@ -18,7 +18,7 @@ def hook() -> None:
     from dadt.world import World
 
     world = World.from_env()
-    if not world.job and not dadt.asked_for:
+    if not world.job and not asked_for:
         _forget()
         return
     _offer_backend()
@@ -38,8 +38,9 @@ def _offer_backend() -> None:
 
     def create(options: Any, own: Any) -> Any:
         from dadt.comm.backend import process_group
+        from dadt.inject import worker
 
-        return process_group.create(options, own)
+        return process_group.create(options, own, worker.watch_deaths)
 
     if dist.is_available():
         dist.Backend.register_backend("dadt", create, extended_api=True, devices=["cpu", "cuda"])

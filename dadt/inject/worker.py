@@ -9,6 +9,7 @@ import sys
 import torch
 
 from dadt import world as environment
+from dadt.comm.peer_deaths import Abort
 from dadt.comm.rendezvous.store_client import Forum
 from dadt.config import Config
 from dadt.control import machine
@@ -68,6 +69,13 @@ def ask() -> Runtime:
         streams.parting = parting = Parting(streams.rank)
         runtime.on_begin.append(parting.part)
     return runtime
+
+
+def watch_deaths(abort: Abort) -> None:
+    """Call this when a rank of the job has ended."""
+    if runtime is not None:
+        runtime.listen()
+        runtime.deaths.watch(abort)
 
 
 def wrap(chosen: torch.optim.Optimizer) -> None:

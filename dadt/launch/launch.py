@@ -25,6 +25,7 @@ from dadt.launch.crew import Crew, Node
 from dadt.launch.failure import signal_name
 from dadt.launch.hosts.slot import Room, Slot, place, share_out
 from dadt.launch.job import ENDING_SIGNALS, HANG_UP_SECONDS, Job, Outcome
+from dadt.launch.launchers import launcher_of
 from dadt.launch.launchers.local import LocalChannel
 from dadt.launch.monitor import metrics
 from dadt.launch.monitor.metrics import Export
@@ -92,7 +93,7 @@ def _record(the_plan: Plan, voice: Voice, placed: Told, signals: bool, exports: 
     interrupts = Interrupts([*ENDING_SIGNALS, *forwarded_signals(config)]) if signals else None
     report = Report(the_plan, Path(config.log_dir) / folder.job, lambda text: voice.say(text, "warning"))
     try:
-        launcher = plan.launcher_of(the_plan, folder.job, report.journal.refused)
+        launcher = launcher_of(the_plan.config, the_plan.hosts, the_plan.command, folder.job, report.journal.refused)
         with interrupts or nullcontext():
             try:
                 outcome = _run(the_plan, launcher, folder, voice, _views(placed, exports, voice), report, interrupts)

@@ -5,20 +5,19 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from dadt.comm.trace import recorder
 from dadt.config import Config
 from dadt.config.config import here, mpi_executor
-from dadt.control import network
+from dadt.control import network, timeline_file
 from dadt.errors import ConfigError
 from dadt.launch import environment
-from dadt.launch.channel import Launcher
 from dadt.launch.hosts import host, simulated
 from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.slot import Room, share_out
+from dadt.launch.hosts.slurm import slurm_hosts
 from dadt.launch.launchers.node_rendezvous import meeting_of
 
 FIELDS = ("rank", "local_rank", "world_size", "master_addr", "master_port")
@@ -58,7 +57,7 @@ def make(config: Config, command: Sequence[str], files: Sequence[str] = (), blob
     elsewhere, named = environment.forwarded(config)
     hosts = _enough(config.np, _within_reason(hosts_of(config)))
     if config.timeline and (not hosts[0].name or hosts[0].is_local):
-        recorder.check(Path(config.timeline))
+        timeline_file.check(Path(config.timeline))
     return Plan(
         config=config,
         command=command,
@@ -124,32 +123,6 @@ def hosts_of(config: Config, env: Mapping[str, str] = os.environ) -> list[Host]:
     return [host.with_slots(each, config.accelerators) for each in chosen]
 
 
-def launcher_of(plan: Plan, job: str, turned_away: Callable[[str], None] = lambda text: None) -> Launcher:
-    """How the agents of these hosts are started. turned_away: is told, by any thread, of strangers who came to where
-    agents are awaited."""
-    # Each one is imported where it is used: an SSH library takes longer to import than all else.
-    config = plan.config
-    if simulated.wanted(config):
-        from dadt.launch.launchers.simulated import SimulatedLauncher
-
-        return SimulatedLauncher(config)
-    if config.nnodes:
-        from dadt.launch.launchers.manual import HandLauncher
-
-        return HandLauncher(config, job, plan.command, turned_away)
-    if config.launcher == "mpi":
-        from dadt.launch.launchers.mpi import MpiLauncher
-
-        return MpiLauncher(config, job, turned_away)
-    if plan.by_name and not (config.hosts or config.hostfile) and config.launcher in ("auto", "slurm"):
-        from dadt.launch.launchers.slurm import SlurmLauncher
-
-        return SlurmLauncher(config, plan.hosts, turned_away)
-    from dadt.launch.launchers.nearby import NearbyLauncher, ssh_launcher
-
-    return ssh_launcher(config) if config.launcher == "ssh" else NearbyLauncher(config)
-
-
 def fill(command: Sequence[str], values: Mapping[str, object]) -> list[str]:
     """The command of one worker: `{rank}` and its like are replaced, `{{` and `}}` are literal braces."""
 
@@ -197,6 +170,4 @@ def _allocated(config: Config, env: Mapping[str, str]) -> list[Host]:
         if config.launcher == "slurm":
             raise ConfigError("--launcher slurm: this is no Slurm allocation; use sbatch or salloc")
         return []
-    from dadt.launch.launchers.slurm import slurm_hosts
-
     return slurm_hosts(env) or []

@@ -9,8 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import dadt
-from dadt.config import Config
+from dadt.config import Config, version
 from dadt.control import private_files
 from dadt.errors import DadtError
 from dadt.launch.crew import Node
@@ -66,7 +65,7 @@ class Report:
         self._exit_code = 1
         self._over = False
         self._warned = False
-        self.journal.write("start", job=logs.name, command=list(plan.command), dadt=dadt.__version__)
+        self.journal.write("start", job=logs.name, command=list(plan.command), dadt=version.VERSION)
 
     def placed(self, config: Config, nodes: Sequence[Node], slots: Sequence[Slot], watch: Watch) -> None:
         """It is known who works where."""
@@ -110,7 +109,7 @@ class Report:
         gauges = self._watch.gauges if self._watch is not None else []
         return {
             "version": VERSION,
-            "dadt": dadt.__version__,
+            "dadt": version.VERSION,
             "job": self._logs.name,
             "command": list(self._plan.command),
             "cwd": self._plan.cwd,

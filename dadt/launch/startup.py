@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-import dadt
+from dadt.config.version import VERSION
 from dadt.control import network
 from dadt.control.frame import Frame
 from dadt.errors import LaunchError, StartTimeout
@@ -146,9 +146,9 @@ def _target(index: int, report: Mapping[str, Any]) -> dict[str, Any]:
 
 def _problem(ready: Frame) -> str:
     """Why this host cannot take part; empty if it can."""
-    if ready["version"] != dadt.__version__:
+    if ready["version"] != VERSION:
         return (
-            f"dadt {ready['version']} is installed there, {dadt.__version__} here -> install the same version, or "
+            f"dadt {ready['version']} is installed there, {VERSION} here -> install the same version, or "
             "--python PATH"
         )
     if not ready["torch"]:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from dadt._core import Engine, Work
     from dadt.algorithms.local.outer import Fragment
     from dadt.comm.executors.base import Connection, Mail
-    from dadt.comm.executors.nccl import Averaging, Device
+    from dadt.comm.executors.device import Averaging, Device
     from dadt.comm.rendezvous.store_client import Forum
     from dadt.control.agent_client import Control
     from dadt.train.exchange.exchange import Exchange

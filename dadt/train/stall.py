@@ -9,7 +9,7 @@ from dadt.errors import CommError, CommTimeout, Mismatch
 
 if TYPE_CHECKING:
     from dadt._core import Work
-    from dadt.comm.executors.nccl import Averaging
+    from dadt.comm.executors.device import Averaging
     from dadt.train.runtime import Runtime
 
 PATIENCE = 3.0

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from dadt.comm.trace.recorder import HEAD, PART_HEAD
+from dadt.control.timeline_file import HEAD, PART_HEAD
 from dadt.errors import ConfigError
 from dadt_cli.terminal.options import paths
 from dadt_cli.terminal.table import Table, table

@@ -12,8 +12,9 @@ from dadt import _core
 from dadt.comm.backend.rendezvous import Meeting
 from dadt.comm.bucket import DTYPES, Bucket
 from dadt.comm.compression import CODECS, Codec, Feedback, forms
-from dadt.comm.executors import c10d, nccl
+from dadt.comm.executors import c10d
 from dadt.comm.executors.base import Connection
+from dadt.comm.executors.device import Device
 from dadt.config import Config
 from dadt.world import World
 
@@ -29,7 +30,7 @@ PRECISION = {"bf16": 2**-7, "fp16": 2**-10, "int8": 1 / 127}
 class Averages:
     """Allreduces of one rank, and what they should have given."""
 
-    def __init__(self, connection: Connection, rank: int, size: int, device: nccl.Device | None) -> None:
+    def __init__(self, connection: Connection, rank: int, size: int, device: Device | None) -> None:
         self.connection, self.rank, self.size, self.device = connection, rank, size, device
         self.digest = hashlib.sha256()
 
@@ -170,7 +171,7 @@ def main(executor: str, hosts: str, rank: int, folder: str) -> None:
         store = FileStore(str(Path(folder) / "group"), world.world_size)
         meet = Meeting(store, world.rank, world.world_size, DEADLINE)
         group = c10d.join("gloo", meet, world, range(world.world_size), Config(timeout=DEADLINE))
-        device = nccl.Device(group, connection.engine, torch.device("cpu"), rank, world.world_size)
+        device = Device(group, connection.engine, torch.device("cpu"), rank, world.world_size)
     averages = Averages(connection, rank, world.world_size, device)
     averages.run()
     sent, plain = averages.count()

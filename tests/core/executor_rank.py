@@ -14,8 +14,9 @@ from torch.distributed.distributed_c10d import Backend
 from dadt import _core
 from dadt.comm import executors
 from dadt.comm.backend.rendezvous import Meeting
-from dadt.comm.executors import c10d, nccl
+from dadt.comm.executors import c10d
 from dadt.comm.executors.base import Connection
+from dadt.comm.executors.device import Device
 from dadt.config import Config
 from dadt.world import World
 
@@ -64,7 +65,7 @@ def averages(connection: Connection, world: World, folder: str) -> None:
     store = FileStore(str(Path(folder) / "group"), world.world_size)
     meet = Meeting(store, world.rank, world.world_size, DEADLINE)
     group = c10d.join("gloo", meet, world, range(world.world_size), Config(timeout=DEADLINE))
-    device = nccl.Device(group, connection.engine, torch.device("cpu"), world.rank, world.world_size)
+    device = Device(group, connection.engine, torch.device("cpu"), world.rank, world.world_size)
     rank, size = world.rank, world.world_size
     digest = hashlib.sha256()
     for step in range(3):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dadt import _core
-from dadt.comm.executors.nccl import Averaging
+from dadt.comm.executors.device import Averaging
 from dadt.errors import Aborted
 from dadt.train.exchange.background import Background
 from dadt.train.exchange.exchange import Exchange, Schema

@@ -14,8 +14,9 @@ import torch
 from torch.distributed import FileStore
 
 from dadt import _core
-from dadt.comm.executors import c10d, nccl
+from dadt.comm.executors import c10d
 from dadt.comm.executors.base import Connection
+from dadt.comm.executors.device import Device
 from dadt.errors import CommTimeout, Mismatch, PeerLost
 
 
@@ -98,7 +99,7 @@ def test_an_abort_ends_what_waits_in_the_executor_of_a_device(connected, tmp_pat
     """A script that waits for its GPU does not look at the engine. Here Gloo is NCCL, and the CPU the GPU."""
     mails = connected(60.0)
     engine = _core.Engine(None, 0, 2, 60.0)
-    device = nccl.Device(mails[0], engine, torch.device("cpu"), 0, 2)
+    device = Device(mails[0], engine, torch.device("cpu"), 0, 2)
     alone = c10d.gloo_group(FileStore(str(tmp_path / "alone"), 1), "127.0.0.1", 0, 1, 60.0)
     connection = Connection(engine, c10d.C10d("gloo", alone, 0, 1), lambda: None, device=device)
     flat = torch.zeros(4)

@@ -13,8 +13,8 @@ import torch
 from dadt.algorithms.gossip.edge import Answering, Asking, Line
 from dadt.algorithms.gossip.gossip import check_copies
 from dadt.algorithms.gossip.link_state import Tie
+from dadt.algorithms.gossip.pairing import tie
 from dadt.algorithms.gossip.snapshot import Published
-from dadt.comm.compression import tie
 from dadt.errors import CommTimeout, ConfigError
 
 LEAST = {"bf16": 1.99, "fp16": 1.99, "int8": 3.9, "powersgd:2": 4.9}

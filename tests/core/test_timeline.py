@@ -18,7 +18,8 @@ from dadt import _core
 from dadt.comm.trace import clock, merge
 from dadt.comm.trace.clock import Clock, align
 from dadt.comm.trace.gather import Through
-from dadt.comm.trace.recorder import HEAD, PART_HEAD, Timeline, check, part
+from dadt.comm.trace.recorder import Timeline
+from dadt.control.timeline_file import HEAD, PART_HEAD, check, part
 from dadt.errors import ConfigError
 from dadt.world import World
 from dadt_cli.report.timeline import events, timeline

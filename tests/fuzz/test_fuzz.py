@@ -20,11 +20,11 @@ import torch
 from mutation import Mutator
 from safetensors.torch import save_file
 
-from dadt.comm.trace import recorder
 from dadt.comm.trace.clock import Clock
 from dadt.comm.trace.merge import _shifted
 from dadt.config import Config
 from dadt.config.config import variable
+from dadt.control import timeline_file
 from dadt.control.frame import LENGTHS, Frame, Parser
 from dadt.control.schema import AGENT
 from dadt.control.seal import Seal
@@ -339,9 +339,9 @@ def _parts() -> list[bytes]:
     ]
     lines = [json.dumps(event, separators=(",", ":")).encode() + b",\n" for event in events]
     return [
-        recorder.PART_HEAD + b"".join(lines),
-        recorder.HEAD + b"".join(lines) + b"]}\n",
-        recorder.PART_HEAD + lines[1],
+        timeline_file.PART_HEAD + b"".join(lines),
+        timeline_file.HEAD + b"".join(lines) + b"]}\n",
+        timeline_file.PART_HEAD + lines[1],
     ]
 
 

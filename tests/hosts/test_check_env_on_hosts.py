@@ -32,9 +32,9 @@ def check_env(network: Network, *arguments: str) -> subprocess.CompletedProcess[
 
 def change(machine: Machine, folder: Path, name: str, text: str, other: str) -> None:
     """A file of dadt, as this one machine sees it."""
-    file = Path(dadt.__file__).with_name(name)
+    file = Path(dadt.__file__).parent / name
     assert text in file.read_text()
-    changed = folder / name
+    changed = folder / file.name
     changed.write_text(file.read_text().replace(text, other))
     machine.run("mount", "--bind", changed, file)
 
@@ -91,7 +91,7 @@ def test_hosts_that_differ_and_one_that_cannot_take_part(hosts: Callable[[int], 
     network = hosts(4)
     network[1].run("ip", "link", "set", "eth0", "mtu", "1400")
     network[1].run("mount", "-o", "remount,size=64m", "/dev/shm")
-    change(network[2], tmp_path, "__init__.py", f'__version__ = "{dadt.__version__}"', '__version__ = "0.0.9"')
+    change(network[2], tmp_path, "config/version.py", f'VERSION = "{dadt.__version__}"', 'VERSION = "0.0.9"')
     network.configure("h3", Port=77)
     done = check_env(network, "-H", network.list(), "--json")
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr

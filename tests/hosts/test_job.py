@@ -344,7 +344,7 @@ def test_another_version_on_a_host_is_refused_and_another_torch_is_told(hosts, s
         return str(python)
 
     network = hosts(2)
-    python = differ("import dadt; dadt.__version__ = '9.9'")
+    python = differ("import dadt.config.version as v; v.VERSION = '9.9'")
     result = start(network, "", "-np", 2, "-H", network.list(1), "--python", python, "train.py").finish()
     assert result.code == 3
     assert f"dadt: h1: dadt 9.9 is installed there, {dadt.__version__} here -> install the same version" in result.err

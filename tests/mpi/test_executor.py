@@ -253,7 +253,7 @@ from dadt.comm.executors import mpicuda
 world = World(rank=rank, world_size=size)
 connection = connect()
 own = mpi.joiner(Config(timeout=60.0), world, Meet(everyone))(range(size))
-device = mpicuda.Device(own, connection.engine, torch.device("cpu"), rank, size)
+device = mpicuda.ThreadedDevice(own, connection.engine, torch.device("cpu"), rank, size)
 flats = [torch.full((50_000,), torch.nan) for _ in range(3)]
 works = []
 for step, flat in enumerate(flats):

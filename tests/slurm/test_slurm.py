@@ -19,9 +19,9 @@ from cluster import CORES, SECONDS, Cluster, await_that
 from run import DADT, is_running, left_of
 
 from dadt.errors import ConfigError
+from dadt.launch.hosts import slurm
 from dadt.launch.hosts.host import Host
-from dadt.launch.launchers import slurm
-from dadt.launch.launchers.slurm import slurm_hosts, tasks_per_node
+from dadt.launch.hosts.slurm import slurm_hosts, tasks_per_node
 
 ROOT = Path(__file__).parents[2]
 SHOW = "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], flush=True)\n"

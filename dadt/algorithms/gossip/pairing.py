@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dadt.algorithms.gossip.choco import Choco
 from dadt.algorithms.gossip.edge import Answering, Asking, Line
+from dadt.algorithms.gossip.link_state import Tie, Whole
+from dadt.algorithms.gossip.powergossip import PowerGossip
 from dadt.algorithms.gossip.snapshot import Published
 from dadt.algorithms.gossip.topology import asks, neighbours, partner
-from dadt.comm.compression import tie
+from dadt.comm.compression import CODECS
 from dadt.errors import CommTimeout
 
 if TYPE_CHECKING:
-    from dadt.algorithms.gossip.link_state import Tie
     from dadt.comm.executors.base import Mail
     from dadt.world import World
 
@@ -208,3 +210,11 @@ class Pairing:
     def _let_go(self) -> None:
         if self._forsaken and not self._at_work:
             self._published, self._replaced = None, []
+
+
+def tie(name: str, published: Published, asks: bool) -> Tie:
+    """For one end of an edge. name: as given to --compression; asks: this end asks, the other one answers."""
+    family, _, rank = name.partition(":")
+    if family == "powersgd":
+        return PowerGossip(name, published, int(rank), asks)
+    return Choco(name, published, CODECS[name]) if name in CODECS else Whole(name, published)

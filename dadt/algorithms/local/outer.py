@@ -17,7 +17,7 @@ from dadt.errors import CommError, Mismatch
 if TYPE_CHECKING:
     from dadt._core import Engine, Work
     from dadt.comm.compression.powersgd import Round
-    from dadt.comm.executors.nccl import Averaging, Device
+    from dadt.comm.executors.device import Averaging, Device
 
 Wait = Callable[["Work | Averaging"], None]
 

@@ -23,9 +23,9 @@ from dadt.comm.backend.rendezvous import Meeting
 from dadt.comm.backend.work import Deliveries, Delivery, Parcel
 from dadt.comm.collectives import operation
 from dadt.comm.collectives.ordered import Group
+from dadt.comm.peer_deaths import Abort
 from dadt.config import Config, executor
 from dadt.errors import CommError
-from dadt.inject import worker
 from dadt.world import World
 
 CLOSE_SECONDS = 5.0
@@ -55,16 +55,15 @@ _Verb = TypeVar("_Verb", bound=Callable[..., Any])
 _live: weakref.WeakSet[Backend] = weakref.WeakSet()
 
 
-def create(options: Any, own: Any) -> Backend:
-    """For torch: one rank's side of a group that init_process_group or new_group makes."""
+def create(options: Any, own: Any, watch: Callable[[Abort], None]) -> Backend:
+    """For torch: one rank's side of a group that init_process_group or new_group makes. watch: is given what to call
+    when a rank of the job has ended."""
     if own is not None:
         raise ValueError(f"backend dadt has no options of its own, but pg_options is {own!r}; leave it out")
     group = Backend(options.store, options.group_rank, options.group_size, options.timeout.total_seconds())
     if not _live:
         atexit.register(_end)
-        if worker.runtime is not None:
-            worker.runtime.listen()
-            worker.runtime.deaths.watch(_lose)
+        watch(_lose)
     _live.add(group)
     return group
 

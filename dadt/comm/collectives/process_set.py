@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from dadt.comm.collectives.operation import Call
     from dadt.comm.executors.base import Mail
     from dadt.comm.executors.meet import Meet
+    from dadt.comm.peer_deaths import Deaths
     from dadt.config import Config
-    from dadt.train.runtime import Runtime
     from dadt.world import World
 
 
@@ -81,12 +81,21 @@ class Handles:
 class ProcessSet:
     """Some ranks of the job, with a connection of their own. `dadt.add_process_set` makes one."""
 
-    def __init__(self, ranks: Sequence[int], world: World | None, config: Config, meet: Meet, runtime: Runtime) -> None:
-        """world: this rank's place among `ranks`; None where it is none of them."""
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        world: World | None,
+        config: Config,
+        meet: Meet,
+        deaths: Deaths,
+        dump: Callable[[], object] | None,
+    ) -> None:
+        """world: this rank's place among `ranks`; None where it is none of them. dump: writes the stacks of all ranks
+        of the job, where that can be."""
         self.ranks = tuple(ranks)
         """Of the job, ascending: the set's rank 0 is the first."""
         self.timeout = config.timeout
-        self.deaths = runtime.deaths
+        self.deaths = deaths
         self.proved = len(ranks) == 1 or bool(meet.secret)
         """Its ranks have proved to each other that they belong to this job."""
         self._calls = itertools.count(1)
@@ -95,7 +104,6 @@ class ProcessSet:
         self._world = world
         self._named: Named | None = None
         if world is not None:
-            dump = runtime.control.dump if runtime.deaths.listening and runtime.control is not None else None
             self._named = Named(executors.connect(config, world, meet), config, world, meet, dump)
             self.deaths.watch(self._named.abort)
 

@@ -1,4 +1,4 @@
-"""How gradients travel, and weights in a gossip. Each way is one file and one line here."""
+"""How a block of values travels in fewer bytes. Each way is one file and one line here."""
 
 from __future__ import annotations
 
@@ -6,10 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from dadt.algorithms.gossip.choco import Choco
-from dadt.algorithms.gossip.link_state import Tie, Whole
-from dadt.algorithms.gossip.powergossip import PowerGossip
-from dadt.algorithms.gossip.snapshot import Published
 from dadt.comm.bucket import Bucket
 from dadt.comm.compression.base import BLOCK, FLOATS, Codec
 from dadt.comm.compression.feedback import Feedback
@@ -38,12 +34,4 @@ def _saves(codec: Codec, dtype: torch.dtype) -> bool:
     return dtype in FLOATS and codec.core.block_bytes < BLOCK * dtype.itemsize
 
 
-def tie(name: str, published: Published, asks: bool) -> Tie:
-    """For one end of an edge. name: as given to --compression; asks: this end asks, the other one answers."""
-    family, _, rank = name.partition(":")
-    if family == "powersgd":
-        return PowerGossip(name, published, int(rank), asks)
-    return Choco(name, published, CODECS[name]) if name in CODECS else Whole(name, published)
-
-
-__all__ = ["CODECS", "Codec", "Feedback", "Form", "LowRank", "forms", "tie"]
+__all__ = ["CODECS", "Codec", "Feedback", "Form", "LowRank", "forms"]

@@ -10,7 +10,7 @@ import torch
 
 if TYPE_CHECKING:
     from dadt._core import Codec, Engine
-    from dadt.comm.executors.nccl import Device
+    from dadt.comm.executors.device import Device
 
 
 class Transit(Protocol):

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dadt.comm.executors import mpi, nccl, pull
+from dadt.comm.executors import mpi, pull
 from dadt.comm.executors.base import Connection
+from dadt.comm.executors.device import Averaging, Device
 from dadt.comm.executors.meet import Meet
 from dadt.errors import CommTimeout, ConfigError
 
@@ -48,7 +49,7 @@ def connect(config: Config, world: World, meet: Meet) -> Connection:
         )
     host = pull.connect(join(everyone), world.rank, world.world_size, config.timeout)
     gpu = torch.device("cuda", torch.cuda.current_device())
-    device = Device(join(everyone), host.engine, gpu, world.rank, world.world_size)
+    device = ThreadedDevice(join(everyone), host.engine, gpu, world.rank, world.world_size)
 
     def close() -> None:
         try:
@@ -69,7 +70,7 @@ def reads_gpus(path: str) -> bool | None:
     return bool(ask())
 
 
-class Device(nccl.Device):
+class ThreadedDevice(Device):
     """As NCCL's. MPI knows no streams, so a thread of its own waits for the device, calls MPI and goes on; the training
     thread waits for neither."""
 
@@ -90,8 +91,8 @@ class Device(nccl.Device):
 
     def _handle(
         self, work: _core.Work, flat: torch.Tensor, sums: torch.Tensor, began: Any, ended: Any
-    ) -> nccl.Averaging:
-        return Averaging(self._summed, work, flat, sums, began, ended, self._module, self._world_size)
+    ) -> Averaging:
+        return ThreadedAveraging(self._summed, work, flat, sums, began, ended, self._module, self._world_size)
 
     def _run(self) -> None:
         while (next_ := self._orders.get()) is not None:
@@ -113,11 +114,11 @@ class Device(nccl.Device):
             self._executor.close()
 
 
-class Averaging(nccl.Averaging):
+class ThreadedAveraging(Averaging):
     """After `wait` the current stream has the sum, divided by the weights."""
 
-    def __init__(self, summed: Future[None], *of_nccl: Any) -> None:
-        super().__init__(*of_nccl)
+    def __init__(self, summed: Future[None], *of_device: Any) -> None:
+        super().__init__(*of_device)
         self._summed = summed
 
     @property

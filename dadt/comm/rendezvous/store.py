@@ -28,8 +28,8 @@ from dadt.control import mpi_library, schema
 from dadt.control.accept import peer_of
 from dadt.control.connection import Connection, Listener, Reach, Refused, Unreached, Words, dial
 from dadt.control.job_folder import root
+from dadt.control.shared_secret import SECRET, shared_key
 from dadt.errors import ConfigError, StartTimeout
-from dadt.launch.launchers.node_rendezvous import SECRET, shared_key
 from dadt.world import LAUNCHERS, World
 
 RETRY_SECONDS = 0.02

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import threading
 from collections import deque
@@ -12,6 +11,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from dadt.control import private_files
+from dadt.control.timeline_file import PART_HEAD, check, part
 from dadt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,34 +20,11 @@ if TYPE_CHECKING:
     from dadt.comm.trace.gather import Peers
     from dadt.world import World
 
-HEAD = b'{"displayTimeUnit":"ms","otherData":{"program":"dadt"},"traceEvents":[\n'
-PART_HEAD = b"[\n"
-"""The format lets such an array go without its end, so that parts of a job that failed can be opened, too."""
 _TRAINING, _QUEUE, _FIRST_ENGINE = 1, 2, 3
 """Tracks; as in csrc/timeline.h."""
 _DRAIN_SECONDS = 1.0
 _MOST_WAITS = 4096
 """Of one step."""
-
-
-def part(path: Path, rank: int) -> Path:
-    return path.with_name(f"{path.name}.rank{rank}")
-
-
-def check(path: Path) -> None:
-    """Raises ConfigError if no timeline can be written there."""
-    try:
-        if path.is_dir():
-            raise ConfigError(f"--timeline {path}: this is a folder; give a file, as timeline.json")
-        private_files.make_folder(path.parent)
-        if not os.access(path.parent, os.W_OK | os.X_OK):
-            raise ConfigError(f"--timeline {path}: {path.parent} cannot be written to; give another place")
-        if path.exists() and path.stat().st_size:
-            with path.open("rb") as file:
-                if file.read(len(HEAD)) != HEAD:
-                    raise ConfigError(f"--timeline {path}: this file is no timeline; give another name, or remove it")
-    except OSError as error:
-        raise ConfigError(f"--timeline {path}: cannot be written ({error.strerror})") from error
 
 
 class Timeline:

@@ -23,7 +23,7 @@ def main() -> None:
     if os.getpgid(0) != os.getpid():
         os.setsid()  # which the leader of a group, as a task of Slurm is, cannot and need not do
     if "--connect" in sys.argv[1:]:
-        from dadt.launch.launchers.slurm import connect
+        from dadt.launch.agent.slurm_step import connect
 
         try:
             connect()

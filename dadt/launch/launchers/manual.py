@@ -15,10 +15,11 @@ from concurrent.futures import Future
 
 from dadt.config import Config
 from dadt.control import schema
-from dadt.control.connection import SEAL, Arrivals, Connection, Listener, SocketChannel, Unreached, Words, dial
+from dadt.control.connection import SEAL, Connection, Listener, Unreached, Words, dial
 from dadt.control.frame import Frame, Link
 from dadt.errors import DadtError, LaunchError, StartTimeout
 from dadt.launch.channel import Channel
+from dadt.launch.connect_back import Arrivals, SocketChannel
 from dadt.launch.failure import signal_name
 from dadt.launch.hosts.host import Host
 from dadt.launch.launchers.local import LocalLauncher

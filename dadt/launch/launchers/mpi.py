@@ -18,13 +18,14 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from dadt.config import Config
-from dadt.control.connection import Arrivals, Connection, Listener, SocketChannel, Words
+from dadt.control.connection import Connection, Listener, Words
 from dadt.errors import ConfigError, LaunchError
-from dadt.launch import plan
 from dadt.launch.agent.shim import NOTE
 from dadt.launch.channel import Channel
+from dadt.launch.connect_back import Arrivals, SocketChannel
 from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.slot import Room, share_out
+from dadt.launch.hosts.slurm import forget_step
 from dadt.launch.launchers import slurm
 
 FLAVOURS = {
@@ -48,11 +49,13 @@ NOISE = ("---", "===", "[proxy:", "Primary job  terminated normally", "a non-zer
 class MpiLauncher:
     """All agents by one mpirun, whose words explain what goes wrong."""
 
-    def __init__(self, config: Config, job: str, turned_away: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: Config, hosts: Sequence[Host], job: str, turned_away: Callable[[str], None]
+    ) -> None:
         self._turned_away = turned_away
         self._config = config
         self._job = job
-        self._hosts: Sequence[Host] = []
+        self._hosts = hosts
         self._arrivals = Arrivals([])
         """Of agents, by the index of their host."""
         self._listener: Listener | None = None
@@ -60,7 +63,6 @@ class MpiLauncher:
         self._connections: list[Connection] = []
 
     def launch(self, hosts: list[Host]) -> list[Future[Channel]]:
-        self._hosts = hosts
         shares = _shares(self._config, hosts)
         path, flavour = find(self._config.mpirun)
         self._arrivals = Arrivals(str(index) for index in range(len(hosts)))
@@ -76,7 +78,7 @@ class MpiLauncher:
         env = {name: value for name, value in os.environ.items() if not name.startswith("DADT_")}
         env |= ssh_variables(self._config, env) | {NOTE: json.dumps(note)}
         if flavour == "Slurm":
-            slurm.forget_step(env)
+            forget_step(env)
             env["SLURM_OVERLAP"] = "1"  # shares the nodes with the step that we may be in
         command = command_line(path, flavour, self._config, hosts, shares)
         try:
@@ -88,9 +90,8 @@ class MpiLauncher:
         return list(self._arrivals.futures.values())
 
     def command(self, host: Host) -> str:
-        hosts = self._hosts or plan.hosts_of(self._config)
         path, flavour = find(self._config.mpirun)
-        return shlex.join(command_line(path, flavour, self._config, hosts, _shares(self._config, hosts)))
+        return shlex.join(command_line(path, flavour, self._config, self._hosts, _shares(self._config, self._hosts)))
 
     def close(self) -> None:
         if self._listener is not None:

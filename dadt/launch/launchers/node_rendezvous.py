@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import re
 import secrets
@@ -13,28 +12,14 @@ from pathlib import Path
 
 from dadt.config import Config
 from dadt.control.connection import Reach, Refused, Unreached, dial
+from dadt.control.shared_secret import MAKE_SECRET, shared_key
 from dadt.errors import ConfigError, LaunchError
 
-SECRET = "DADT_SECRET"
-"""The variable with what all nodes know that meet at a port, and nobody else."""
-SECRET_LENGTH = 16
-"""Characters. Who sees two nodes meet can try out shorter ones."""
-MAKE_SECRET = f"export {SECRET}=$(openssl rand -hex 32) on node 0 and the same value on the others, or give file://"
 ADDRESS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<name>[\w.-]+)):(?P<port>\d+)")
 FILE = "file://"
 FILE_LIMIT = 1 << 16
 ASK_SECONDS = 2.0
 """How long a launcher that may be using the same file has to answer."""
-
-
-def shared_key(what: str) -> bytes:
-    """What the secret makes; empty without one. what: needs it, for the sentence. Raises ConfigError where the secret
-    can be guessed."""
-    secret = os.environ.get(SECRET, "")
-    if 0 < len(secret) < SECRET_LENGTH:
-        short = f"{SECRET} has {len(secret)} characters, fewer than {SECRET_LENGTH}, and can be guessed"
-        raise ConfigError(f"{what}: {short}: {MAKE_SECRET}")
-    return hashlib.sha256(os.fsencode(secret)).digest() if secret else b""
 
 
 class PortMeeting:

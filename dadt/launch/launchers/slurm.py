@@ -10,57 +10,24 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 
 from dadt.config import Config
 from dadt.control import mpi_library
-from dadt.control.connection import Arrivals, Connection, Listener, Reach, SocketChannel, Words, become_standard, dial
-from dadt.errors import ConfigError, LaunchError
+from dadt.control.connection import Connection, Listener, Words
+from dadt.errors import LaunchError
+from dadt.launch.agent.slurm_step import REACH
 from dadt.launch.channel import Channel
+from dadt.launch.connect_back import Arrivals, SocketChannel
 from dadt.launch.hosts.host import Host
+from dadt.launch.hosts.slurm import forget_step
 
-REACH = "DADT_REACH"
-"""Tells an agent where its launcher is, and the key: on a command line, ps would show it."""
-KEPT = re.compile(r"SLURM_(JOB|ARRAY_|SUBMIT_|CLUSTER_|WORKING_CLUSTER|CONF|RESTART_COUNT|TMPDIR|PROTOCOL)|SLURMD_")
-"""What says which job this is. The other SLURM_* are options of srun (inherited, --cpus-per-task would leave an agent
-the cores of one worker) or describe a step (in which a worker must not take itself for a task)."""
-OVERHEARD = (signal.SIGUSR1, signal.SIGUSR2)
-"""Slurm's --signal goes to all processes of a step, and is meant for the workers."""
-CONNECT_SECONDS = 30.0
 END_SECONDS = 5.0
-SCONTROL_SECONDS = 30.0
 TAIL_LINES = 20
 LABELLED = re.compile(r"(?P<task>\d+): ?(?P<text>.*)")
 VERDICT = re.compile(r"srun: error: \S+: tasks? (?P<tasks>[\d,-]+): (?P<verdict>.*)")
-
-
-def slurm_hosts(env: Mapping[str, str]) -> list[Host] | None:
-    """The nodes of the allocation that we are in; None if we are in none. Raises ConfigError."""
-    nodes = env.get("SLURM_JOB_NODELIST")
-    if "SLURM_JOB_ID" not in env or not nodes:
-        return None
-    if "SLURM_STEP_ID" in env and env.get("SLURM_STEP_NUM_TASKS", "1") != "1":
-        raise ConfigError(
-            f"srun has started dadt run {env['SLURM_STEP_NUM_TASKS']} times: call it once, without srun; it starts "
-            "the workers on all nodes by itself"
-        )
-    names = _expand(nodes)
-    return [Host(name=name, slots=slots) for name, slots in zip(names, _slots(env, len(names)), strict=True)]
-
-
-def tasks_per_node(text: str) -> list[int]:
-    """2,2,2,1 of Slurm's "2(x3),1". Raises ValueError."""
-    counts: list[int] = []
-    for part in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if found is None:
-            raise ValueError(f"{part!r} is not understood")
-        counts += [int(found[1])] * int(found[2] or 1)
-    return counts
 
 
 class SlurmLauncher:
@@ -260,55 +227,6 @@ class Step:
             elif line.startswith("srun: error: "):
                 self._complaints.append(line.removeprefix("srun: error: "))
             self._news.notify_all()
-
-
-def connect() -> None:
-    """In the agent: its standard input and output become the way to its launcher. Raises LaunchError."""
-    if REACH not in os.environ:
-        raise LaunchError(f"--connect: {REACH} does not say where the launcher is; dadt run starts agents by itself")
-    reach = Reach.from_text(os.environ.pop(REACH))
-    if near := os.environ.get("SLURM_LAUNCH_NODE_IPADDR"):
-        # Where Slurm has found srun from here, the launcher is.
-        reach = replace(reach, addresses=[near, *reach.addresses])
-    name = os.environ.get("SLURMD_NODENAME", "")
-    forget_step(os.environ)
-    for number in OVERHEARD:
-        signal.signal(number, lambda number, frame: None)  # to ignore it would be inherited
-    connection, _, _ = dial(lambda: reach, {"name": name}, time.monotonic() + CONNECT_SECONDS)
-    become_standard(connection)
-
-
-def forget_step(env: MutableMapping[str, str]) -> None:
-    """Leave only what says which job this is."""
-    for name in [name for name in env if name.startswith(("SLURM_", "SRUN_")) and not KEPT.match(name)]:
-        del env[name]
-
-
-def _expand(nodes: str) -> list[str]:
-    try:
-        done = subprocess.run(
-            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=SCONTROL_SECONDS
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise LaunchError(f"scontrol show hostnames {nodes}: {error}; name the hosts by -H") from error
-    if done.returncode:
-        raise LaunchError(f"scontrol show hostnames {nodes}: {done.stderr.strip()}; name the hosts by -H")
-    return done.stdout.split()
-
-
-def _slots(env: Mapping[str, str], count: int) -> list[int]:
-    """Places on each node: its tasks where several were asked for; else 0, as one task of several GPUs is the habit
-    of launchers that start a process for each GPU, as this one does."""
-    text = env.get("SLURM_TASKS_PER_NODE", "")
-    if "SLURM_NTASKS" not in env or not text:
-        return [0] * count  # without a number of tasks, Slurm counts cores
-    try:
-        tasks = tasks_per_node(text)
-    except ValueError as error:
-        raise ConfigError(f"SLURM_TASKS_PER_NODE={text}: {error}; name the hosts and slots by -H") from None
-    if len(tasks) != count:
-        raise ConfigError(f"SLURM_TASKS_PER_NODE={text} counts {len(tasks)} nodes of {count}; name the hosts by -H")
-    return tasks if max(tasks) > 1 else [0] * count
 
 
 def _numbers(text: str) -> Iterator[int]:

@@ -13,7 +13,7 @@ from dadt.errors import CommError, CommTimeout
 
 if TYPE_CHECKING:
     from dadt._core import Engine, Work
-    from dadt.comm.executors.nccl import Averaging
+    from dadt.comm.executors.device import Averaging
 
 _PATIENCE = 60.0  # seconds, after which a wait looks whether the engine has failed
 _END_SECONDS = 5.0

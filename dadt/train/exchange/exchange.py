@@ -19,7 +19,7 @@ from dadt.train.exchange.lane import LANE_BYTES, Lane, any_flags, pack_flags
 if TYPE_CHECKING:
     from dadt._core import Engine, Work
     from dadt.comm.compression.powersgd import Round
-    from dadt.comm.executors.nccl import Averaging, Device
+    from dadt.comm.executors.device import Averaging, Device
     from dadt.train.exchange.background import Background, Wait
 
 

@@ -1,0 +1,3 @@
+"""Which DADT this is."""
+
+VERSION = "0.1.0"

@@ -1,0 +1,87 @@
+"""Agents that connect to the launcher by themselves."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+
+from dadt.control import schema
+from dadt.control.connection import Connection
+from dadt.control.frame import CHUNK, Link
+from dadt.errors import LaunchError
+from dadt.launch.channel import Channel
+
+
+class Arrivals:
+    """The futures of agents that are to come, by name. Several threads may settle one; the first does."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.futures: dict[str, Future[Channel]] = {name: Future() for name in names}
+        self._lock = threading.Lock()
+
+    def admit(self, name: str, channel: Channel) -> None:
+        """It is hung up where nobody waits for it any more."""
+        if not self._settle(name, lambda future: future.set_result(channel)):
+            channel.end(0.0)
+
+    def refuse(self, name: str, error: LaunchError) -> None:
+        self._settle(name, lambda future: future.set_exception(error))
+
+    def has(self, name: str) -> bool:
+        return self.futures[name].done()
+
+    def _settle(self, name: str, settle: Callable[[Future[Channel]], None]) -> bool:
+        future = self.futures[name]
+        with self._lock:
+            if future.done() or not future.set_running_or_notify_cancel():
+                return False
+            settle(future)
+        return True
+
+
+class SocketChannel:
+    """The launcher's end of an agent that has connected by itself."""
+
+    def __init__(self, connection: Connection, explain: Callable[[float], str] = lambda seconds: "") -> None:
+        """explain: why the agent is gone, where something comes to know that within so many seconds."""
+        self._connection = connection.socket
+        self._explain = explain
+        self._hung_up = False
+        self._end: str | None = None
+        self._writer = connection.socket.dup()  # a selector takes a descriptor once, to read or to write
+        ends = connection.socket.fileno(), self._writer.fileno()
+        self.link = Link(*ends, schema.AGENT, noisy=True, seal=connection.seal)
+
+    def hang_up(self) -> None:
+        self._hung_up = True
+        try:
+            self._connection.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass  # the agent was quicker
+
+    def end(self, timeout: float) -> str:
+        if self._end is None:
+            lost = not self._hung_up
+            deadline = time.monotonic() + timeout
+            self.hang_up()
+            gone = self._await_end(deadline)
+            self._connection.close()
+            self._writer.close()
+            self._end = self._explain(max(0.0, deadline - time.monotonic())) if lost or not gone else ""
+        return self._end
+
+    def _await_end(self, deadline: float) -> bool:
+        """The agent closes its side when nothing of it is left."""
+        try:
+            while (rest := deadline - time.monotonic()) > 0:
+                self._connection.settimeout(rest)
+                if not self._connection.recv(CHUNK):
+                    return True
+        except TimeoutError:
+            return False
+        except OSError:
+            return True  # reset: it is gone, too
+        return False

@@ -1,0 +1,73 @@
+"""The hosts of a Slurm allocation, and its variables."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Mapping, MutableMapping
+
+from dadt.errors import ConfigError, LaunchError
+from dadt.launch.hosts.host import Host
+
+KEPT = re.compile(r"SLURM_(JOB|ARRAY_|SUBMIT_|CLUSTER_|WORKING_CLUSTER|CONF|RESTART_COUNT|TMPDIR|PROTOCOL)|SLURMD_")
+"""What says which job this is. The other SLURM_* are options of srun (inherited, --cpus-per-task would leave an agent
+the cores of one worker) or describe a step (in which a worker must not take itself for a task)."""
+SCONTROL_SECONDS = 30.0
+
+
+def slurm_hosts(env: Mapping[str, str]) -> list[Host] | None:
+    """The nodes of the allocation that we are in; None if we are in none. Raises ConfigError."""
+    nodes = env.get("SLURM_JOB_NODELIST")
+    if "SLURM_JOB_ID" not in env or not nodes:
+        return None
+    if "SLURM_STEP_ID" in env and env.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+        raise ConfigError(
+            f"srun has started dadt run {env['SLURM_STEP_NUM_TASKS']} times: call it once, without srun; it starts "
+            "the workers on all nodes by itself"
+        )
+    names = _expand(nodes)
+    return [Host(name=name, slots=slots) for name, slots in zip(names, _slots(env, len(names)), strict=True)]
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """2,2,2,1 of Slurm's "2(x3),1". Raises ValueError."""
+    counts: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if found is None:
+            raise ValueError(f"{part!r} is not understood")
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts
+
+
+def forget_step(env: MutableMapping[str, str]) -> None:
+    """Leave only what says which job this is."""
+    for name in [name for name in env if name.startswith(("SLURM_", "SRUN_")) and not KEPT.match(name)]:
+        del env[name]
+
+
+def _expand(nodes: str) -> list[str]:
+    try:
+        done = subprocess.run(
+            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=SCONTROL_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"scontrol show hostnames {nodes}: {error}; name the hosts by -H") from error
+    if done.returncode:
+        raise LaunchError(f"scontrol show hostnames {nodes}: {done.stderr.strip()}; name the hosts by -H")
+    return done.stdout.split()
+
+
+def _slots(env: Mapping[str, str], count: int) -> list[int]:
+    """Places on each node: its tasks where several were asked for; else 0, as one task of several GPUs is the habit
+    of launchers that start a process for each GPU, as this one does."""
+    text = env.get("SLURM_TASKS_PER_NODE", "")
+    if "SLURM_NTASKS" not in env or not text:
+        return [0] * count  # without a number of tasks, Slurm counts cores
+    try:
+        tasks = tasks_per_node(text)
+    except ValueError as error:
+        raise ConfigError(f"SLURM_TASKS_PER_NODE={text}: {error}; name the hosts and slots by -H") from None
+    if len(tasks) != count:
+        raise ConfigError(f"SLURM_TASKS_PER_NODE={text} counts {len(tasks)} nodes of {count}; name the hosts by -H")
+    return tasks if max(tasks) > 1 else [0] * count
