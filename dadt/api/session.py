@@ -19,6 +19,7 @@ from dadt.comm.collectives import operation
 from dadt.comm.collectives.object import gather_bytes
 from dadt.comm.collectives.process_set import ProcessSet
 from dadt.comm.executors.meet import Apart
+from dadt.comm.trace.merge import merge
 from dadt.comm.trace.recorder import Timeline
 from dadt.config import Config
 from dadt.config.config import flag
@@ -136,7 +137,7 @@ class Session:
             for each in sets:
                 stack.callback(each.close, timeout, reason)
             if sets and self.runtime.timeline is not None and not reason:
-                self.runtime.say(self.runtime.timeline.close(_Peers(self.all)))
+                self.runtime.say(merge(self.runtime.timeline, _Peers(self.all)))
 
     def _make(self, ranks: Sequence[int], meet: Meet) -> ProcessSet:
         deaths, control = self.runtime.deaths, self.runtime.control

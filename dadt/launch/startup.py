@@ -148,8 +148,7 @@ def _problem(ready: Frame) -> str:
     """Why this host cannot take part; empty if it can."""
     if ready["version"] != VERSION:
         return (
-            f"dadt {ready['version']} is installed there, {VERSION} here -> install the same version, or "
-            "--python PATH"
+            f"dadt {ready['version']} is installed there, {VERSION} here -> install the same version, or --python PATH"
         )
     if not ready["torch"]:
         return f"torch is not installed for {ready['executable']} there -> pip install torch, or --python PATH"

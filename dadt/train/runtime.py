@@ -23,6 +23,7 @@ from dadt.comm.executors.mail import NoMail
 from dadt.comm.executors.meet import AllRanks, Meet
 from dadt.comm.peer_deaths import Abort, Deaths
 from dadt.comm.trace.gather import Alone, Peers, Through
+from dadt.comm.trace.merge import merge
 from dadt.comm.trace.recorder import Timeline
 from dadt.config import Config
 from dadt.errors import CommError, CommTimeout, DadtError, Mismatch, StartTimeout
@@ -571,7 +572,7 @@ class Runtime:
             timeline.record(connection, "exchange")
 
     def _merge_timelines(self) -> None:
-        if self.timeline is not None and (text := self.timeline.close(self._peers(_MERGE_SECONDS))):
+        if self.timeline is not None and (text := merge(self.timeline, self._peers(_MERGE_SECONDS))):
             self.say(text)
 
     def _peers(self, timeout: float) -> Peers:

@@ -10,9 +10,10 @@ import click
 
 from dadt.benchmarks.models import MODELS
 from dadt.errors import ConfigError
-from dadt_cli.bench import command
-from dadt_cli.bench.figure import Figures, Outputs, json_option, progress, short
+from dadt_cli.bench.figure import Figures, Outputs, json_option, progress
+from dadt_cli.bench.place import WHERE, check_hosts, place_of, ranks_of, teller
 from dadt_cli.terminal.options import Brief, config_of, some_knobs
+from dadt_cli.terminal.table import short
 
 if TYPE_CHECKING:
     from dadt.benchmarks.advise import Checked
@@ -77,7 +78,7 @@ def _models(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> 
 )
 @click.argument("model", default="resnet18", shell_complete=_models)
 @click.option("-np", "--np", type=int, metavar="N", help="Workers.  [default: 2]")
-@some_knobs(*command.WHERE, *KNOBS)
+@some_knobs(*WHERE, *KNOBS)
 @click.option("--batch-size", default=8, show_default=True, help="Samples of each worker's step.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--check", is_flag=True, help="Train in each way on these hosts, too, and say how far off it was.")
@@ -95,19 +96,19 @@ def advise(*, model: str, batch_size: int, device: str, check: bool, json: str |
     """
     outputs = Outputs(json)
     config = config_of(given)
-    ranks = command._ranks(config, given["np"])
+    ranks = ranks_of(config, given["np"])
     if ranks < 2:
         raise ConfigError(f"-np {ranks}: advise measures what workers exchange: give 2 or more")
-    command._check_hosts(config, ranks)
+    check_hosts(config, ranks)
     if batch_size < 1:
         raise ConfigError(f"--batch-size {batch_size}: must be 1 or more")
     from dadt.benchmarks import advise as adviser
     from dadt.benchmarks.cost import WAYS
     from dadt.benchmarks.training import Task
 
-    task, place = Task(model, batch_size, device), command._place(config, given)
+    task, place = Task(model, batch_size, device), place_of(config, given)
     with progress(STEPS + (len(WAYS) if check else 0)) as bar:
-        tell = command._teller(bar, "")
+        tell = teller(bar, "")
         tell("network and exchanges")
         found = _probe(config, ranks, task)
         hosts = len({each.cross_rank for each in found})
@@ -122,7 +123,7 @@ def _probe(config: Any, ranks: int, task: Any) -> list[Found]:
     from dadt.benchmarks.folder import folder
     from dadt.benchmarks.probe import probe
 
-    where = {name: getattr(config, name) for name in (*command.WHERE, *KNOBS) if name not in ("config", "hosts")}
+    where = {name: getattr(config, name) for name in (*WHERE, *KNOBS) if name not in ("config", "hosts")}
     with folder() as place:
         settings = {**where, "log_dir": str(place), "output": "errors", "timeout": 120.0}
         return run(probe, (task.model, task.batch_size, task.device), np=ranks, hosts=config.hosts, **settings)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +25,10 @@ from dadt_cli.bench.figure import (
     json_option,
     plot_option,
     progress,
-    short,
 )
+from dadt_cli.bench.place import WHERE, check_hosts, network_of, place_of, ranks_of, simulates, teller
 from dadt_cli.terminal.options import Brief, config_of, some_knobs
+from dadt_cli.terminal.table import short
 
 if TYPE_CHECKING:
     from dadt.benchmarks.startup import Result
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     from dadt.benchmarks.training import Measured, Row, Task
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-WHERE = ("config", "hosts", "hostfile", "link", "latency", "simulate_hosts")
-"""Flags that say where all contenders run."""
 HOW = ("algorithm", "executor", "compression")
 """Flags that are DADT's contenders' alone."""
 KNOWN = (*HOW, "sync_every")
@@ -121,83 +120,31 @@ def _train(
 ) -> int:  # fmt: skip
     outputs = Outputs(json, csv, plot)
     config = config_of(given)
-    ranks = _ranks(config, given["np"])
+    ranks = ranks_of(config, given["np"])
     if batch_size < 1:
         raise ConfigError(f"--batch-size {batch_size}: must be 1 or more")
     from dadt.benchmarks.sweep import blocks, parse_peers, parse_sweep
     from dadt.benchmarks.training import Task, absent, check
 
     peers, notes = parse_peers(",".join(against)), []
-    for peer in [peer for peer in peers if absent(peer, _simulated(config))]:
-        notes.append(absent(peer, _simulated(config)))
+    for peer in [peer for peer in peers if absent(peer, simulates(config))]:
+        notes.append(absent(peer, simulates(config)))
         peers.remove(peer)
     wanted = blocks(config, _chosen(config), parse_sweep(",".join(sweep)), peers, ranks, batch_size)
     for block in wanted:
         check(block.contenders, steps, rounds)
-        _check_hosts(config, block.ranks)
+        check_hosts(config, block.ranks)
     data = str(Path(data).absolute()) if data else ""
     tasks = [Task(model, block.batch_size, device, precision, data) for block in wanted]
-    measured = _measure(wanted, tasks, _place(config, given), steps, rounds)
-    figures = _figures(wanted, tasks, measured, notes, rounds, _network(config))
-    figures.report(f"{model}, {'; '.join(map(_size, wanted))}{_network(config)}", outputs)
+    measured = _measure(wanted, tasks, place_of(config, given), steps, rounds)
+    figures = _figures(wanted, tasks, measured, notes, rounds, network_of(config))
+    figures.report(f"{model}, {'; '.join(map(_size, wanted))}{network_of(config)}", outputs)
     return 0
-
-
-def _ranks(config: Config, given: int | None) -> int:
-    if given is not None and given < 1:
-        raise ConfigError(f"-np {given}: the number of workers must be 1 or more")
-    if config.hosts or config.hostfile:
-        if not config.np:
-            raise ConfigError("-np N: say how many workers the hosts are to have")
-        return config.np
-    return config.np or max(2, config.simulate_hosts)
 
 
 def _chosen(config: Config) -> list[str]:
     values = {f.name: getattr(config, f.name) for f in fields(Config) if getattr(config, f.name) != f.default}
     return [part for name in KNOWN if name in values for part in (flag(name), str(values[name]))]
-
-
-def _flags(given: dict[str, Any], names: Sequence[str]) -> list[str]:
-    """Those that were given, as they are passed on."""
-    pairs = ((flag(name), given.get(name)) for name in names)
-    return [
-        part
-        for name, value in pairs
-        if value not in (None, ())
-        for part in (name, ",".join(value) if isinstance(value, tuple) else str(value))
-    ]
-
-
-def _place(config: Config, given: dict[str, Any]) -> Any:
-    from dadt.benchmarks.party import Here
-    from dadt.launch import plan
-
-    if _simulated(config):
-        return Here(_flags(given, WHERE))
-    hosts = plan.hosts_of(replace(config, np=config.np or 1))
-    remote = not all(host.is_local or not host.name for host in hosts)
-    return Here(_flags(given, WHERE), remote=remote)
-
-
-def _check_hosts(config: Config, ranks: int) -> None:
-    """Before anything starts. Raises ConfigError where so many workers cannot have the simulated hosts."""
-    from dadt.launch.hosts import simulated
-
-    if _simulated(config):
-        simulated.hosts_and_slots(replace(config, np=ranks))
-
-
-def _simulated(config: Config) -> bool:
-    return bool(config.link or config.latency or config.simulate_hosts)
-
-
-def _network(config: Config) -> str:
-    """The hosts, for titles."""
-    hosts = f", {config.simulate_hosts} simulated hosts" if config.simulate_hosts else ""
-    hosts += f", on {config.hosts or config.hostfile}" if config.hosts or config.hostfile else ""
-    simulated = f", links of {config.link}" if config.link else ""
-    return hosts + simulated + (f", latency {config.latency}" if config.latency else "")
 
 
 def _measure(wanted: Sequence[Block], tasks: Sequence[Task], place: Any, steps: int, rounds: int) -> list[Measured]:
@@ -206,18 +153,9 @@ def _measure(wanted: Sequence[Block], tasks: Sequence[Task], place: Any, steps: 
     made = []
     with progress(sum(2 * len(block.contenders) + rounds for block in wanted)) as step:
         for block, task in zip(wanted, tasks, strict=True):
-            tell = _teller(step, f"{_size(block)}: " if len(wanted) > 1 else "")
+            tell = teller(step, f"{_size(block)}: " if len(wanted) > 1 else "")
             made.append(measure(block.contenders, task, place, steps=steps, rounds=rounds, progress=tell))
     return made
-
-
-def _teller(step: Any, before: str) -> Callable[[str], None]:
-    def tell(what: str) -> None:
-        if step is not None:
-            bar, row = step
-            bar.update(row, advance=1, description=before + what)
-
-    return tell
 
 
 def _size(block: Block) -> str:
@@ -308,7 +246,7 @@ def allreduce(ranks: int, sizes: str, rounds: int, json: str | None, csv: str | 
     outputs = Outputs(json, csv, plot)
     counts = [parse_size(size) for size in sizes.split(",")]
     with progress(len(counts)) as step:
-        rows = measure(ranks=ranks, sizes=counts, rounds=rounds, progress=_teller(step, ""))
+        rows = measure(ranks=ranks, sizes=counts, rounds=rounds, progress=teller(step, ""))
     head = ["bytes", "dadt\nµs", "algbw\nGB/s", "busbw\nGB/s", "wrong", "gloo\nµs", "memcpy\nµs", "gloo\n/ dadt"]
     lines = [
         [
@@ -364,7 +302,7 @@ def startup(ranks: int, rounds: int, json: str | None, csv: str | None) -> None:
 
     outputs = Outputs(json, csv)
     with progress(2 * (rounds + 1)) as step:
-        rows: list[Result] = measure(ranks=ranks, rounds=rounds, progress=_teller(step, ""))
+        rows: list[Result] = measure(ranks=ranks, rounds=rounds, progress=teller(step, ""))
     lines = [[row.name, cell(row.seconds), cell(row.ratio)] for row in rows]
     title = f"start of {ranks} workers, {rounds} rounds"
     Figures(rows, [Table(title, ["", "seconds", "ratio"], lines)]).report(title, outputs)

@@ -20,7 +20,7 @@ import click
 
 from dadt.errors import ConfigError
 from dadt_cli.terminal.options import paths
-from dadt_cli.terminal.table import figure
+from dadt_cli.terminal.table import short
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -181,13 +181,6 @@ def cell(value: Interval | None, unit: float = 1.0) -> str:
     if value is None:
         return "-"
     return f"{short(value.median * unit)}\n{short(value.low * unit)}–{short(value.high * unit)}"
-
-
-def short(value: float) -> str:
-    """Three or four digits."""
-    if abs(value) >= 9999.5:
-        return f"{value / 1e3:.3g}k" if abs(value) < 9.995e5 else f"{value / 1e6:.3g}M"
-    return f"{value:.2f}" if -1 < value < 10 else figure(value) if value > 0 else f"{value:.0f}"
 
 
 def progress(total: int) -> AbstractContextManager[tuple[Progress, Any] | None]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dadt.errors import ConfigError
-from dadt_cli.bench.figure import short
+from dadt_cli.terminal.table import short
 
 if TYPE_CHECKING:
     from dadt.benchmarks.allreduce import Row as AllreduceRow

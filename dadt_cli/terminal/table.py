@@ -38,3 +38,10 @@ def moment(at: float) -> str:
     then = time.localtime(at)
     today = time.localtime()[:3] == then[:3]
     return time.strftime("%H:%M:%S" if today else "%Y-%m-%d %H:%M", then)
+
+
+def short(value: float) -> str:
+    """Three or four digits."""
+    if abs(value) >= 9999.5:
+        return f"{value / 1e3:.3g}k" if abs(value) < 9.995e5 else f"{value / 1e6:.3g}M"
+    return f"{value:.2f}" if -1 < value < 10 else figure(value) if value > 0 else f"{value:.0f}"

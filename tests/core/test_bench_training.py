@@ -23,7 +23,8 @@ from dadt.benchmarks.sweep import blocks, parse_sweep
 from dadt.benchmarks.training import Contender, Task, alone, limit, rows
 from dadt.config import Config
 from dadt.errors import ConfigError
-from dadt_cli.bench.command import _place, bench
+from dadt_cli.bench.command import bench
+from dadt_cli.bench.place import place_of
 from dadt_cli.terminal.options import config_of
 
 DADT = [sys.executable, "-m", "dadt_cli", "bench"]
@@ -179,7 +180,7 @@ def test_horovod_is_started_by_its_own_launcher() -> None:
 def test_other_machines_alone_are_reached_over_the_network(
     given: dict[str, Any], remote: bool, options: list[str]
 ) -> None:
-    place = _place(config_of(given), given)
+    place = place_of(config_of(given), given)
     assert (place.remote, place.options) == (remote, options)
 
 

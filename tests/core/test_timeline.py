@@ -18,6 +18,7 @@ from dadt import _core
 from dadt.comm.trace import clock, merge
 from dadt.comm.trace.clock import Clock, align
 from dadt.comm.trace.gather import Through
+from dadt.comm.trace.merge import merge
 from dadt.comm.trace.recorder import Timeline
 from dadt.control.timeline_file import HEAD, PART_HEAD, check, part
 from dadt.errors import ConfigError
@@ -77,7 +78,7 @@ def _record(engine: _core.Engine, rank: int, world_size: int, path: str, operati
         work.wait(30.0)
         mine.waited(work.name, begin)
         mine.step(number)
-    verdict = mine.close(Through(engine, world_size, 30.0))
+    verdict = merge(mine, Through(engine, world_size, 30.0))
     engine.close(30.0)
     return verdict
 
@@ -166,7 +167,7 @@ def _fail(engine: _core.Engine, rank: int, world_size: int, path: str) -> str:
         mine.stop()
         engine.abort("rank 1 has failed")
         return ""
-    return mine.close(Through(engine, world_size, 30.0))
+    return merge(mine, Through(engine, world_size, 30.0))
 
 
 def test_a_job_that_fails_leaves_parts(tmp_path: Path) -> None:
@@ -190,7 +191,7 @@ def _cannot_write(engine: _core.Engine, rank: int, world_size: int, path: str) -
     if rank == 0:  # what was free at the start is a folder at the end
         Path(path).mkdir()
     engine.allgather(b"", "both are here").wait(30.0)
-    return mine.close(Through(engine, world_size, 30.0))
+    return merge(mine, Through(engine, world_size, 30.0))
 
 
 def test_what_cannot_be_written_at_the_end_stays_in_parts(tmp_path: Path) -> None:
@@ -207,7 +208,7 @@ def _cannot_read(engine: _core.Engine, rank: int, world_size: int, path: str) ->
     engine.allgather(b"", "both are here").wait(30.0)
     if rank == 1:
         mine.part.unlink()
-    return mine.close(Through(engine, world_size, 30.0))
+    return merge(mine, Through(engine, world_size, 30.0))
 
 
 def test_a_part_that_is_gone_keeps_nobody_waiting(tmp_path: Path) -> None:

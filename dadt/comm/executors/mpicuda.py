@@ -89,9 +89,7 @@ class ThreadedDevice(Device):
         self._summed = Future()
         self._orders.put((self._summed, order))
 
-    def _handle(
-        self, work: _core.Work, flat: torch.Tensor, sums: torch.Tensor, began: Any, ended: Any
-    ) -> Averaging:
+    def _handle(self, work: _core.Work, flat: torch.Tensor, sums: torch.Tensor, began: Any, ended: Any) -> Averaging:
         return ThreadedAveraging(self._summed, work, flat, sums, began, ended, self._module, self._world_size)
 
     def _run(self) -> None:

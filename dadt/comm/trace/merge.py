@@ -23,6 +23,19 @@ _ALL_PIECES_BYTES = 64 * 2**20
 """That rank 0 holds at a time."""
 
 
+def merge(timeline: Timeline, peers: Peers) -> str:
+    """Stop it, and merge the parts of all ranks into the file; what the user should know of it. Empty when called
+    again.
+
+    Parts that could not be merged stay where they are; that raises nothing.
+    """
+    timeline.stop()
+    if timeline.merged_by is not None:
+        return ""
+    timeline.merged_by = peers
+    return Merge(timeline, peers).run()
+
+
 class Merge:
     """One rank's part in it; all ranks run it."""
 
@@ -38,7 +51,7 @@ class Merge:
         """Why this rank's part is not in it, or not all of it."""
 
     def run(self) -> str:
-        """See Timeline.close."""
+        """See `merge`."""
         try:
             return self._run()
         except (CommError, OSError, RuntimeError) as error:

@@ -28,7 +28,7 @@ _MOST_WAITS = 4096
 
 
 class Timeline:
-    """One rank's. All ranks `start` and `close` it, in the same order with what else they exchange."""
+    """One rank's. All ranks `start` and `merge` it, in the same order with what else they exchange."""
 
     def __init__(self, path: str, world: World) -> None:
         """Make this rank's part. Raises ConfigError if that cannot be."""
@@ -48,7 +48,8 @@ class Timeline:
         self._step_ended = 0.0
         self._error = ""
         self._thread: threading.Thread | None = None
-        self._peers: Peers | None = None
+        self.merged_by: Peers | None = None
+        """Which may have to outlive operations that were not done in time."""
 
     def start(self, peers: Peers) -> None:
         """Record from now on, in the time of rank 0. Raises CommError."""
@@ -98,19 +99,6 @@ class Timeline:
         self._file.close()
         if self._core.dropped:
             self._error = self._error or f"{self._core.dropped:,} events came too fast to be kept"
-
-    def close(self, peers: Peers) -> str:
-        """Merge the parts of all ranks into the file; what the user should know of it. Empty when called again.
-
-        Parts that could not be merged stay where they are; that raises nothing.
-        """
-        from dadt.comm.trace.merge import Merge
-
-        self.stop()
-        if self._peers is not None:
-            return ""
-        self._peers = peers  # which may have to outlive operations that were not done in time
-        return Merge(self, peers).run()
 
     @property
     def error(self) -> str:

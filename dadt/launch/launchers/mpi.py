@@ -49,9 +49,7 @@ NOISE = ("---", "===", "[proxy:", "Primary job  terminated normally", "a non-zer
 class MpiLauncher:
     """All agents by one mpirun, whose words explain what goes wrong."""
 
-    def __init__(
-        self, config: Config, hosts: Sequence[Host], job: str, turned_away: Callable[[str], None]
-    ) -> None:
+    def __init__(self, config: Config, hosts: Sequence[Host], job: str, turned_away: Callable[[str], None]) -> None:
         self._turned_away = turned_away
         self._config = config
         self._job = job

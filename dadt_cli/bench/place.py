@@ -1,0 +1,75 @@
+"""Where the contenders of a benchmark run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from dadt.config import Config
+from dadt.config.config import flag
+from dadt.errors import ConfigError
+
+WHERE = ("config", "hosts", "hostfile", "link", "latency", "simulate_hosts")
+"""Flags that say where all contenders run."""
+
+
+def ranks_of(config: Config, given: int | None) -> int:
+    if given is not None and given < 1:
+        raise ConfigError(f"-np {given}: the number of workers must be 1 or more")
+    if config.hosts or config.hostfile:
+        if not config.np:
+            raise ConfigError("-np N: say how many workers the hosts are to have")
+        return config.np
+    return config.np or max(2, config.simulate_hosts)
+
+
+def _flags(given: dict[str, Any], names: Sequence[str]) -> list[str]:
+    """Those that were given, as they are passed on."""
+    pairs = ((flag(name), given.get(name)) for name in names)
+    return [
+        part
+        for name, value in pairs
+        if value not in (None, ())
+        for part in (name, ",".join(value) if isinstance(value, tuple) else str(value))
+    ]
+
+
+def place_of(config: Config, given: dict[str, Any]) -> Any:
+    from dadt.benchmarks.party import Here
+    from dadt.launch import plan
+
+    if simulates(config):
+        return Here(_flags(given, WHERE))
+    hosts = plan.hosts_of(replace(config, np=config.np or 1))
+    remote = not all(host.is_local or not host.name for host in hosts)
+    return Here(_flags(given, WHERE), remote=remote)
+
+
+def check_hosts(config: Config, ranks: int) -> None:
+    """Before anything starts. Raises ConfigError where so many workers cannot have the simulated hosts."""
+    from dadt.launch.hosts import simulated
+
+    if simulates(config):
+        simulated.hosts_and_slots(replace(config, np=ranks))
+
+
+def simulates(config: Config) -> bool:
+    return bool(config.link or config.latency or config.simulate_hosts)
+
+
+def network_of(config: Config) -> str:
+    """The hosts, for titles."""
+    hosts = f", {config.simulate_hosts} simulated hosts" if config.simulate_hosts else ""
+    hosts += f", on {config.hosts or config.hostfile}" if config.hosts or config.hostfile else ""
+    simulated = f", links of {config.link}" if config.link else ""
+    return hosts + simulated + (f", latency {config.latency}" if config.latency else "")
+
+
+def teller(step: Any, before: str) -> Callable[[str], None]:
+    def tell(what: str) -> None:
+        if step is not None:
+            bar, row = step
+            bar.update(row, advance=1, description=before + what)
+
+    return tell
