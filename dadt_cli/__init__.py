@@ -16,7 +16,7 @@ from dadt_cli.terminal import console
 
 COMMANDS = {
     "run": ("dadt_cli.run.command", "Train a script on several workers."),
-    "check-env": ("dadt_cli.check_env", "Check whether training can work here, and on other hosts."),
+    "check-env": ("dadt_cli.check_env.command", "Check whether training can work here, and on other hosts."),
     "config": ("dadt_cli.config", "Show the settings and where they come from."),
     "ps": ("dadt_cli.jobs.ps", "List your jobs on this machine, or the ranks of one."),
     "logs": ("dadt_cli.jobs.logs", "Print what the workers of a job have printed."),

@@ -1,1 +1,1 @@
-"""`dadt bench`."""
+"""`dadt bench`. Each benchmark is one file; ratios are taken side by side in one run."""

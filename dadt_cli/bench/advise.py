@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dadt.benchmarks.models import MODELS
 from dadt.errors import ConfigError
 from dadt_cli.bench.figure import Figures, Outputs, json_option, progress
+from dadt_cli.bench.models import MODELS
 from dadt_cli.bench.place import WHERE, check_hosts, place_of, ranks_of, teller
 from dadt_cli.terminal.options import Brief, config_of, some_knobs
 from dadt_cli.terminal.table import short
 
 if TYPE_CHECKING:
-    from dadt.benchmarks.advise import Checked
-    from dadt.benchmarks.cost import Figures as Measured
-    from dadt.benchmarks.cost import Way
-    from dadt.benchmarks.probe import Found
+    from dadt_cli.bench.adviser import Checked
+    from dadt_cli.bench.cost import Figures as Measured
+    from dadt_cli.bench.cost import Way
+    from dadt_cli.bench.probe import Found
 
 KNOBS = ("executor", "sync_every")
 SHOWN = (2, 4, 8, 16, 64, 256, 1024)
@@ -102,9 +102,9 @@ def advise(*, model: str, batch_size: int, device: str, check: bool, json: str |
     check_hosts(config, ranks)
     if batch_size < 1:
         raise ConfigError(f"--batch-size {batch_size}: must be 1 or more")
-    from dadt.benchmarks import advise as adviser
-    from dadt.benchmarks.cost import WAYS
-    from dadt.benchmarks.training import Task
+    from dadt_cli.bench import adviser
+    from dadt_cli.bench.cost import WAYS
+    from dadt_cli.bench.training import Task
 
     task, place = Task(model, batch_size, device), place_of(config, given)
     with progress(STEPS + (len(WAYS) if check else 0)) as bar:
@@ -120,8 +120,8 @@ def advise(*, model: str, batch_size: int, device: str, check: bool, json: str |
 
 def _probe(config: Any, ranks: int, task: Any) -> list[Found]:
     from dadt.api.run import run
-    from dadt.benchmarks.folder import folder
-    from dadt.benchmarks.probe import probe
+    from dadt_cli.bench.folder import folder
+    from dadt_cli.bench.probe import probe
 
     where = {name: getattr(config, name) for name in (*WHERE, *KNOBS) if name not in ("config", "hosts")}
     with folder() as place:
@@ -130,7 +130,7 @@ def _probe(config: Any, ranks: int, task: Any) -> list[Found]:
 
 
 def _figures(task: Any, found: Sequence[Found], figures: Measured, hosts: int, checked: Sequence[Checked]) -> Figures:
-    from dadt.benchmarks.cost import HOSTS, WAYS, best, rates
+    from dadt_cli.bench.cost import HOSTS, WAYS, best, rates
 
     # One host has no network by which to say what more of them would do.
     counts = [1] if hosts == 1 else sorted({hosts, *HOSTS})

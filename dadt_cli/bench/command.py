@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dadt.benchmarks.models import MODELS
 from dadt.config import Config
 from dadt.config.config import flag
 from dadt.errors import ConfigError
@@ -26,14 +25,15 @@ from dadt_cli.bench.figure import (
     plot_option,
     progress,
 )
+from dadt_cli.bench.models import MODELS
 from dadt_cli.bench.place import WHERE, check_hosts, network_of, place_of, ranks_of, simulates, teller
 from dadt_cli.terminal.options import Brief, config_of, some_knobs
 from dadt_cli.terminal.table import short
 
 if TYPE_CHECKING:
-    from dadt.benchmarks.startup import Result
-    from dadt.benchmarks.sweep import Block
-    from dadt.benchmarks.training import Measured, Row, Task
+    from dadt_cli.bench.startup import Result
+    from dadt_cli.bench.sweep import Block
+    from dadt_cli.bench.training import Measured, Row, Task
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 HOW = ("algorithm", "executor", "compression")
@@ -123,8 +123,8 @@ def _train(
     ranks = ranks_of(config, given["np"])
     if batch_size < 1:
         raise ConfigError(f"--batch-size {batch_size}: must be 1 or more")
-    from dadt.benchmarks.sweep import blocks, parse_peers, parse_sweep
-    from dadt.benchmarks.training import Task, absent, check
+    from dadt_cli.bench.sweep import blocks, parse_peers, parse_sweep
+    from dadt_cli.bench.training import Task, absent, check
 
     peers, notes = parse_peers(",".join(against)), []
     for peer in [peer for peer in peers if absent(peer, simulates(config))]:
@@ -148,7 +148,7 @@ def _chosen(config: Config) -> list[str]:
 
 
 def _measure(wanted: Sequence[Block], tasks: Sequence[Task], place: Any, steps: int, rounds: int) -> list[Measured]:
-    from dadt.benchmarks.training import measure
+    from dadt_cli.bench.training import measure
 
     made = []
     with progress(sum(2 * len(block.contenders) + rounds for block in wanted)) as step:
@@ -241,7 +241,7 @@ def allreduce(ranks: int, sizes: str, rounds: int, json: str | None, csv: str | 
 
     Packing and delivering 60 tensors is part of it. Ends with 1 if an element was wrong.
     """
-    from dadt.benchmarks.allreduce import measure
+    from dadt_cli.bench.allreduce import measure
 
     outputs = Outputs(json, csv, plot)
     counts = [parse_size(size) for size in sizes.split(",")]
@@ -281,7 +281,7 @@ def allreduce(ranks: int, sizes: str, rounds: int, json: str | None, csv: str | 
 @csv_option
 def ddp(ranks: int, width: int, batch_size: int, rounds: int, json: str | None, csv: str | None) -> None:
     """A step of DistributedDataParallel over backend dadt against torch's Gloo."""
-    from dadt.benchmarks.ddp import measure
+    from dadt_cli.bench.ddp import measure
 
     outputs = Outputs(json, csv)
     row = measure(ranks=ranks, width=width, batch_size=batch_size, rounds=rounds)
@@ -298,7 +298,7 @@ def ddp(ranks: int, width: int, batch_size: int, rounds: int, json: str | None, 
 @csv_option
 def startup(ranks: int, rounds: int, json: str | None, csv: str | None) -> None:
     """From the command to the first step: `dadt run` against torchrun."""
-    from dadt.benchmarks.startup import measure
+    from dadt_cli.bench.startup import measure
 
     outputs = Outputs(json, csv)
     with progress(2 * (rounds + 1)) as step:

@@ -25,7 +25,7 @@ from dadt_cli.terminal.table import short
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from dadt.benchmarks.ratio import Interval
+    from dadt_cli.bench.ratio import Interval
 
 CAPTION = "medians; below them, the interval of 95 %"
 json_option = click.option(

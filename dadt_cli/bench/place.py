@@ -36,8 +36,8 @@ def _flags(given: dict[str, Any], names: Sequence[str]) -> list[str]:
 
 
 def place_of(config: Config, given: dict[str, Any]) -> Any:
-    from dadt.benchmarks.party import Here
     from dadt.launch import plan
+    from dadt_cli.bench.party import Here
 
     if simulates(config):
         return Here(_flags(given, WHERE))

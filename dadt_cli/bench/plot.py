@@ -14,9 +14,9 @@ from dadt.errors import ConfigError
 from dadt_cli.terminal.table import short
 
 if TYPE_CHECKING:
-    from dadt.benchmarks.allreduce import Row as AllreduceRow
-    from dadt.benchmarks.ratio import Interval
-    from dadt.benchmarks.training import Row
+    from dadt_cli.bench.allreduce import Row as AllreduceRow
+    from dadt_cli.bench.ratio import Interval
+    from dadt_cli.bench.training import Row
 
 KINDS = (".png", ".svg", ".pdf", ".html")
 COLOURS = ("#0b6e99", "#d9730d", "#448361", "#9065b0", "#c14c8a", "#cb912f", "#337ea9", "#787774")

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from dadt.api.run import run
-from dadt.benchmarks import advise, cost
-from dadt.benchmarks.cost import Bucket, Figures, Handling, LowRank, Network, Tie, Way
-from dadt.benchmarks.probe import Found, probe
 from dadt.errors import ConfigError
+from dadt_cli.bench import adviser, cost
+from dadt_cli.bench.cost import Bucket, Figures, Handling, LowRank, Network, Tie, Way
+from dadt_cli.bench.probe import Found, probe
 
 FREE = Handling(0.0, 0.0, 0.0)
 MB = 1_000_000
@@ -156,7 +156,7 @@ def found(hosts: int, alpha: float, bandwidth: float, each: float, per_byte: flo
 
 @pytest.mark.parametrize("hosts", [2, 4])
 def test_the_constants_of_a_network_are_found_again(hosts):
-    made = advise.figures_of(
+    made = adviser.figures_of(
         found(hosts, 2e-4, 12.5 * MB, 3e-3, 2e-9), dict.fromkeys(cost.ALGORITHMS, 0.4), sync_every=8
     )
     assert made.network.alpha == pytest.approx(2e-4)
@@ -176,20 +176,20 @@ def test_the_constants_of_a_network_are_found_again(hosts):
 def test_packing_counts_once():
     """It is in a step where no byte moves, and in each exchange that is measured: of local, in one of a round."""
     packed = figures(packing=1e-9)
-    own = {name: advise._unpacked(packed, name, 1.0) for name in cost.ALGORITHMS}
+    own = {name: adviser._unpacked(packed, name, 1.0) for name in cost.ALGORITHMS}
     assert own == pytest.approx({"sync": 0.9, "pipe": 0.9, "local": 1 - 0.1 / 32, "gossip": 1.0})
 
 
 def test_a_disturbed_measurement_is_refused():
     with pytest.raises(ConfigError, match="the measurement was disturbed"):
-        advise.fit([(MB, 2.0), (4 * MB, 1.0)])
+        adviser.fit([(MB, 2.0), (4 * MB, 1.0)])
 
 
 @pytest.mark.slow
 @ROOT_ONLY
 def test_workers_measure_the_link_between_them(tmp_path):
     ranks = run(probe, ("mlp", 4, "cpu", 0.2), np=2, link="200mbit", output="errors", log_dir=str(tmp_path))
-    made = advise.figures_of(ranks, dict.fromkeys(cost.ALGORITHMS, sum(ranks[0].parts)), sync_every=32)
+    made = adviser.figures_of(ranks, dict.fromkeys(cost.ALGORITHMS, sum(ranks[0].parts)), sync_every=32)
     assert 0.6 * 25 * MB < made.network.bandwidth < 1.15 * 25 * MB
     assert 0 < made.network.alpha < 0.02
     assert ranks[0].executor == "gloo"

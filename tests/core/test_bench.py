@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from dadt.benchmarks.allreduce import Row, measure
-from dadt.benchmarks.ratio import Interval
 from dadt.errors import ConfigError
+from dadt_cli.bench.allreduce import Row, measure
 from dadt_cli.bench.command import bench, parse_size
+from dadt_cli.bench.ratio import Interval
 
 
 def test_allreduce_reports_every_size_and_no_wrong_element(tmp_path: Path) -> None:

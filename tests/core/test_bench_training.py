@@ -14,17 +14,17 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from dadt.benchmarks import models, training
-from dadt.benchmarks.data import Images, Text
-from dadt.benchmarks.line import Hello, Worked
-from dadt.benchmarks.models import resnet, transformer, vgg
-from dadt.benchmarks.party import Horovodrun
-from dadt.benchmarks.sweep import blocks, parse_sweep
-from dadt.benchmarks.training import Contender, Task, alone, limit, rows
 from dadt.config import Config
 from dadt.errors import ConfigError
+from dadt_cli.bench import models, training
 from dadt_cli.bench.command import bench
+from dadt_cli.bench.data import Images, Text
+from dadt_cli.bench.line import Hello, Worked
+from dadt_cli.bench.models import resnet, transformer, vgg
+from dadt_cli.bench.party import Horovodrun
 from dadt_cli.bench.place import place_of
+from dadt_cli.bench.sweep import blocks, parse_sweep
+from dadt_cli.bench.training import Contender, Task, alone, limit, rows
 from dadt_cli.terminal.options import config_of
 
 DADT = [sys.executable, "-m", "dadt_cli", "bench"]
@@ -94,7 +94,7 @@ def test_two_workers_beside_peers_and_the_limit(tmp_path: Path) -> None:
 def test_it_goes_by_the_number_of_workers_and_reads_a_text(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(b"to be or not to be, " * 40)
     (tmp_path / "reader.py").write_text(
-        "from dadt.benchmarks.models import workload\n"
+        "from dadt_cli.bench.models import workload\n"
         "import torch\n"
         "def make():\n"
         "    def loss(model, tokens):\n"
@@ -162,9 +162,9 @@ def test_a_sweep_is_every_combination_beside_the_same_peers() -> None:
 
 
 def test_horovod_is_started_by_its_own_launcher() -> None:
-    run = ["--output", "errors", "-x", "KEY", "-m", "dadt.benchmarks.trainer", "--peer", "horovod"]
+    run = ["--output", "errors", "-x", "KEY", "-m", "dadt_cli.bench.trainer", "--peer", "horovod"]
     (command,) = Horovodrun(["--hosts", "a:1,b:1"]).commands(2, run)
-    script = [sys.executable, "-m", "dadt.benchmarks.trainer", "--peer", "horovod"]
+    script = [sys.executable, "-m", "dadt_cli.bench.trainer", "--peer", "horovod"]
     assert command == [sys.executable, "-m", "horovod.runner.launch", "-np", "2", "--hosts", "a:1,b:1", *script]
 
 

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from core.ranks import spawn
 from dadt import _core
-from dadt.comm.trace import clock, merge
+from dadt.comm.trace import clock
 from dadt.comm.trace.clock import Clock, align
 from dadt.comm.trace.gather import Through
 from dadt.comm.trace.merge import merge

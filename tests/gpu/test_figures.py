@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-PROGRAM = [sys.executable, "-m", "dadt.benchmarks.executor"]
+PROGRAM = [sys.executable, "-m", "dadt_cli.bench.executor"]
 
 
 @pytest.mark.gpu

@@ -20,11 +20,11 @@ from typing import Any
 
 from machine import Network
 
-from dadt.benchmarks import ddp
-from dadt.benchmarks.ratio import Interval
+from dadt_cli.bench import ddp
 from dadt_cli.bench.figure import conditions
+from dadt_cli.bench.ratio import Interval
 
-PROGRAM = [sys.executable, "-m", "dadt.benchmarks.executor"]
+PROGRAM = [sys.executable, "-m", "dadt_cli.bench.executor"]
 SIZES = "64,4096,65536,1048576,8388608,67108864,268435456"
 SECONDS = 900.0
 MEBIBYTE = 1 << 20
@@ -55,7 +55,7 @@ def under_mpi(mpirun: str, sizes: str, seconds: float) -> Rows:
 def burst(ranks: int) -> Any:
     """A thousand tensors of 4 KiB by name over shared memory, against one Gloo allreduce after the other."""
     with tempfile.TemporaryDirectory(prefix="dadt-figures-") as folder:
-        program = [sys.executable, "-m", "dadt.benchmarks.burst", "shm", "--np", ranks, "--store", f"{folder}/store"]
+        program = [sys.executable, "-m", "dadt_cli.bench.burst", "shm", "--np", ranks, "--store", f"{folder}/store"]
         return ended([started([*program, "--rank", rank]) for rank in range(ranks)])
 
 

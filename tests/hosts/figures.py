@@ -21,12 +21,12 @@ from typing import Any
 
 from machine import Machine, Network, await_that, missing
 
-import dadt.benchmarks
-from dadt.benchmarks.ratio import Interval, interval, ratio
+import dadt_cli.bench
 from dadt_cli.bench.figure import conditions
+from dadt_cli.bench.ratio import Interval, interval, ratio
 
 DADT = [sys.executable, "-m", "dadt_cli", "run"]
-FIRST_STEP = Path(dadt.benchmarks.__file__).with_name("first_step.py")
+FIRST_STEP = Path(dadt_cli.bench.__file__).with_name("first_step.py")
 PORT = 29500
 SECONDS = 180.0
 SAMPLE_SECONDS = 0.05

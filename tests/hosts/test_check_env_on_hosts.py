@@ -15,7 +15,7 @@ from machine import Machine, Network
 from run import DADT
 
 import dadt
-from dadt import checks
+from dadt_cli.check_env import SUBJECTS
 
 
 def check_env(network: Network, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -97,7 +97,7 @@ def test_hosts_that_differ_and_one_that_cannot_take_part(hosts: Callable[[int], 
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     told = json.loads(done.stdout)
     for host in ("h0", "h1"):
-        assert {subject for subject, _ in verdicts(told, host)} == {*checks.SUBJECTS, "hosts", "ssh"}
+        assert {subject for subject, _ in verdicts(told, host)} == {*SUBJECTS, "hosts", "ssh"}
     assert verdicts(told, "h0")["limits", "/dev/shm"]["verdict"] == "pass"
     assert verdicts(told, "h1")["limits", "/dev/shm"]["verdict"] == "warn"
     (other,) = verdicts(told, "h2").values()

@@ -18,12 +18,11 @@ import psutil
 import pytest
 from run import DADT, SECONDS, await_that
 
-from dadt import checks
-from dadt.checks import gpu_links, training
-from dadt.checks.check import Asked, Check, good, worst
-from dadt.checks.hosts import differences
-from dadt.checks.probe import of_subject
-from dadt.checks.tools import SCOPE
+from dadt_cli.check_env import SUBJECTS, gpu_links, training
+from dadt_cli.check_env.check import Asked, Check, good, worst
+from dadt_cli.check_env.hosts import differences
+from dadt_cli.check_env.probe import of_subject
+from dadt_cli.check_env.tools import SCOPE
 
 Torch = Callable[[str], dict[str, str]]
 
@@ -61,7 +60,7 @@ def test_a_torch_that_cannot_be_imported(torch_of: Torch) -> None:
     assert "Traceback" not in done.stdout + done.stderr
     assert f"OSError: libcudart.so.12: cannot open shared object file (in {env['PYTHONPATH']}/torch" in done.stdout
     assert "-> pip install --force-reinstall torch" in done.stdout
-    for subject in checks.SUBJECTS:  # the others are looked at all the same
+    for subject in SUBJECTS:  # the others are looked at all the same
         assert f"\n{subject}\n" in f"\n{done.stdout}", done.stdout
     issue = done.stdout.partition("```text\n")[2].partition("\n```")[0].splitlines()
     assert any(line.startswith("FAIL torch import: ") for line in issue)
@@ -76,7 +75,7 @@ def test_a_torch_that_crashes_is_told_with_its_signal(torch_of: Torch) -> None:
 def test_a_torch_that_hangs_is_ended_with_its_children(
     torch_of: Torch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(checks.SUBJECTS, "torch", 2.0)
+    monkeypatch.setitem(SUBJECTS, "torch", 2.0)
     code = f"""
         import os, subprocess, time
         child = subprocess.Popen(["sleep", "99"])
@@ -115,7 +114,7 @@ def test_little_shared_memory(size: str, verdict: str) -> None:
     if subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True).returncode:
         pytest.skip("no mount namespace can be made here")
     script = f'{mount} && exec "$@"'
-    command = ["unshare", "-m", "sh", "-c", script, "sh", sys.executable, "-m", "dadt.checks", "limits"]
+    command = ["unshare", "-m", "sh", "-c", script, "sh", sys.executable, "-m", "dadt_cli.check_env", "limits"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
     check = next(each for each in map(json.loads, done.stdout.splitlines()) if each["name"] == "/dev/shm")
     assert check["verdict"] == verdict and check["value"].startswith(f"{size[:-1]}")
@@ -237,7 +236,18 @@ def test_debuggers_that_may_not_attach(scope: int, verdict: str) -> None:
     if subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True).returncode:
         pytest.skip("no mount namespace can be made here")
     plain = ["setpriv", "--inh-caps=-sys_ptrace", "--bounding-set=-sys_ptrace"]
-    command = ["unshare", "-m", "sh", "-c", f'{mount} && exec "$@"', "sh", *plain, sys.executable, "-m", "dadt.checks"]
+    command = [
+        "unshare",
+        "-m",
+        "sh",
+        "-c",
+        f'{mount} && exec "$@"',
+        "sh",
+        *plain,
+        sys.executable,
+        "-m",
+        "dadt_cli.check_env",
+    ]
     done = subprocess.run([*command, "tools"], capture_output=True, text=True, timeout=SECONDS, check=True)
     check = next(each for each in map(json.loads, done.stdout.splitlines()) if each["name"] == "ptrace_scope")
     assert (check["verdict"], check["value"].partition(":")[0]) == (verdict, str(scope))
@@ -270,7 +280,7 @@ def test_a_machine_that_is_well() -> None:
     done = check_env("--json", RANK="0")
     told = json.loads(done.stdout)
     all = told["hosts"][0]["checks"]
-    assert {check["subject"] for check in all} == set(checks.SUBJECTS)
+    assert {check["subject"] for check in all} == set(SUBJECTS)
     assert (done.returncode, told["verdict"]) == (0, "warn"), all
     trained = next(check for check in all if check["name"] == "two workers")
     assert trained["verdict"] == "pass" and trained["value"].startswith("2 workers trained to the same weights")

@@ -12,10 +12,10 @@ import threading
 import pytest
 from run import SECONDS
 
-from dadt.checks import pairs
-from dadt.checks.matrix import as_pairs, judged
-from dadt.checks.pairs import Order, Way, measure, rounds
 from dadt.control.machine import free_port
+from dadt_cli.check_env import pairs
+from dadt_cli.check_env.matrix import as_pairs, judged
+from dadt_cli.check_env.pairs import Order, Way, measure, rounds
 
 NAMES = ("a", "b", "c", "d")
 UP = "ip link set lo up mtu 1500"

@@ -1,0 +1,205 @@
+"""What would be how fast, on these hosts and on more of them: measures, and predicts by dadt_cli/bench/cost.py."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from dadt.errors import ConfigError
+from dadt_cli.bench import cost, probe
+from dadt_cli.bench.cost import Bucket, Figures, Handling, LowRank, Network, Tie, Way
+from dadt_cli.bench.party import Party, Place, start
+from dadt_cli.bench.probe import Found
+from dadt_cli.bench.training import Task
+
+WARMUP = 2
+"""Synchronous steps that a training takes first."""
+LEAD = 1
+"""Steps before those that are counted in each turn: an exchange that was launched before the pause is used up."""
+STEPS_SECONDS = 3.0
+CHECK_SECONDS = 6.0
+"""What a measurement of one way takes, about."""
+CHECK_TURNS = 3
+LEAST_STEPS = 2
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """One way on the hosts at hand: steps per second as predicted, and as measured."""
+
+    way: Way
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, as a share of what was measured."""
+        return self.predicted / self.measured - 1.0
+
+
+def figures_of(found: Sequence[Found], compute: dict[str, float], sync_every: int) -> Figures:
+    """The model's constants. found: by rank. Raises ConfigError where there is too little."""
+    hosts = len({each.cross_rank for each in found})
+    if len(found) < 2:
+        raise ConfigError("advise measures what workers exchange: give -np 2 or more")
+    network = network_of(found, hosts)
+    executor = found[0].executor
+    chunked = executor.startswith("hierarchical")
+    draft = Figures(
+        network=network,
+        handling={name: Handling(0.0, 0.0, 0.0) for name in cost.WIRE},
+        buckets=buckets_of(found[0]),
+        buffers=found[0].buffers,
+        forward=_share(found, 0),
+        backward=_share(found, 1),
+        compute=compute,
+        packing=max(each.packing for each in found),
+        low_rank=max(each.low_rank_seconds for each in found),
+        ties={name: _tie(found, name) for name in found[0].ties},
+        mail=max(each.mail * each.scarcity for each in found),
+        busy=max(0.0 if each.cores // each.local_size > each.threads else each.busy for each in found),
+        chunked=chunked,
+        sync_every=sync_every,
+    )
+    handling = {name: handling_of(draft, found, name, hosts) for name in found[0].exchanges}
+    return replace(draft, handling=handling)
+
+
+def network_of(found: Sequence[Found], hosts: int) -> Network:
+    """alpha and B. One host has no network: its allreduces cost what they cost."""
+    if hosts == 1:
+        return Network(0.0, float("inf"))
+    spoke = [each for each in found if each.pairs]
+    _, per_byte = fit(_slowest([each.pairs for each in spoke]))
+    # In an allreduce the same link may carry more than in one message each way, of a single connection.
+    _, in_ring = fit(_slowest([each.exchanges["none"] for each in found]))
+    bandwidth = max(1.0 / per_byte, 2 * (hosts - 1) / hosts / in_ring)
+    return Network(statistics.median(each.alpha for each in spoke), bandwidth)
+
+
+def handling_of(draft: Figures, found: Sequence[Found], compression: str, hosts: int) -> Handling:
+    """What the network does not explain of the exchanges that were measured."""
+    times = _slowest([each.exchanges[compression] for each in found])
+    rest = [(size, max(0.0, t - cost.allreduce(draft, size, compression, hosts)), t) for size, t in times]
+    each, per_byte = _fit(rest)
+    if per_byte < 0.0:
+        each, per_byte = statistics.median(seconds for _, seconds, _ in rest), 0.0
+    processor = max(each.processor[compression] * each.scarcity for each in found)
+    return Handling(max(0.0, each), per_byte, processor)
+
+
+def buckets_of(found: Found) -> list[Bucket]:
+    return [
+        Bucket(size, ready, LowRank(*halves) if halves != (0, 0) else None)
+        for (size, ready), halves in zip(found.buckets, found.low_rank, strict=True)
+    ]
+
+
+def _tie(found: Sequence[Found], compression: str) -> Tie:
+    """Of the slowest rank."""
+    ties = [(each.ties[compression], each.scarcity) for each in found]
+    return Tie(ties[0][0].bytes, max(tie.say * s for tie, s in ties), max(tie.settle * s for tie, s in ties))
+
+
+def fit(times: Iterable[tuple[int, float]]) -> tuple[float, float]:
+    """a and b of seconds = a + b bytes, by least squares of the relative error; b is positive."""
+    each, per_byte = _fit([(size, seconds, seconds) for size, seconds in times])
+    if per_byte <= 0:
+        raise ConfigError("the measurement was disturbed: larger messages took no longer than small ones; try again")
+    return each, per_byte
+
+
+def measure(task: Task, place: Place, ranks: int, found: Sequence[Found], sync_every: int, tell: Progress) -> Figures:
+    """Compute by algorithm on the null executor, with what the probe has found."""
+    compute = {}
+    guess = sum(max(each.parts[part] for each in found) for part in range(3))
+    for algorithm in cost.ALGORITHMS:
+        tell(f"compute with {algorithm}")
+        with _party(task, place, ranks, _alone(algorithm, sync_every)) as party:
+            compute[algorithm] = _turn(party, _steps(algorithm, STEPS_SECONDS / guess, sync_every), LEAD)
+    figures = figures_of(found, compute, sync_every)
+    return replace(figures, compute={name: _unpacked(figures, name, seconds) for name, seconds in compute.items()})
+
+
+def check(
+    figures: Figures, ways: Sequence[Way], task: Task, place: Place, ranks: int, hosts: int, tell: Progress
+) -> list[Checked]:
+    """Trains in each way on the hosts at hand, in turn with the same where no byte moves: so that prediction and
+    measurement see the same machine, the compute of a prediction is what it was meanwhile."""
+    checked = []
+    every = figures.sync_every
+    for algorithm in dict.fromkeys(way.algorithm for way in ways):
+        with _party(task, place, ranks, _alone(algorithm, every)) as alone:
+            for way in (way for way in ways if way.algorithm == algorithm):
+                tell(f"{way} trains")
+                share = CHECK_SECONDS / CHECK_TURNS
+                steps = _steps(algorithm, share / cost.seconds(figures, way, hosts), every)
+                least = _steps(algorithm, share / 2 / figures.compute[algorithm], every)
+                # Those before the first average are not of any round.
+                lead = every if algorithm == "local" else LEAD
+                with _party(task, place, ranks, [*way.options, "--sync-every", str(every)]) as party:
+                    turns = [(_turn(alone, least, LEAD), _turn(party, steps, lead)) for _ in range(CHECK_TURNS)]
+                compute, seconds = (statistics.median(column) for column in zip(*turns, strict=True))
+                then = replace(figures, compute={algorithm: _unpacked(figures, algorithm, compute)})
+                checked.append(Checked(way, 1.0 / cost.seconds(then, way, hosts), 1.0 / seconds))
+    return checked
+
+
+def _alone(algorithm: str, sync_every: int) -> list[str]:
+    """Where no byte moves."""
+    return ["--executor", "null", "--algorithm", algorithm, "--sync-every", str(sync_every)]
+
+
+def _unpacked(figures: Figures, algorithm: str, seconds: float) -> float:
+    """Of a step where no byte moves, without what an exchange's own time has, too."""
+    steps = {"sync": 1, "pipe": 1, "local": figures.sync_every}
+    return seconds - figures.packing * figures.bytes / steps[algorithm] if algorithm in steps else seconds
+
+
+def _steps(algorithm: str, about: float, sync_every: int) -> int:
+    """So many, at least a few; of local whole rounds, each of which has one average."""
+    count = max(LEAST_STEPS, round(about))
+    return max(1, round(count / sync_every)) * sync_every if algorithm == "local" else count
+
+
+@contextmanager
+def _party(task: Task, place: Place, ranks: int, options: Sequence[str]) -> Iterator[Party]:
+    script = ["--model", task.model, "--batch-size", str(task.batch_size), "--device", task.device]
+    script += ["--precision", task.precision, "--data", task.data, "--ranks", str(ranks)]
+    with start(" ".join(options), place, ranks, [*options, "--warmup-steps", str(WARMUP)], script) as party:
+        party.train(0, WARMUP + 1)
+        yield party
+
+
+def _turn(party: Party, steps: int, lead: int) -> float:
+    return max(worked.seconds for worked in party.train(lead, steps)) / steps
+
+
+def _share(found: Sequence[Found], part: int) -> float:
+    """Of a step's compute, on the slowest rank."""
+    slowest = max(found, key=lambda each: sum(each.parts))
+    return slowest.parts[part] / sum(slowest.parts)
+
+
+def _slowest(tries: Sequence[probe.Times]) -> list[tuple[int, float]]:
+    """Medians by size, of the slowest rank of each try."""
+    by_size: dict[int, list[float]] = {}
+    for row in zip(*tries, strict=True):
+        by_size.setdefault(row[0][0], []).append(max(seconds for _, seconds in row))
+    return [(size, statistics.median(seconds)) for size, seconds in by_size.items()]
+
+
+def _fit(rows: Sequence[tuple[int, float, float]]) -> tuple[float, float]:
+    """a, b of y = a + b x, rows of x, y and what the error of y is measured by."""
+    weights = [1.0 / scale**2 for _, _, scale in rows]
+    total = sum(weights)
+    x = sum(w * row[0] for w, row in zip(weights, rows, strict=True)) / total
+    y = sum(w * row[1] for w, row in zip(weights, rows, strict=True)) / total
+    square = sum(w * (row[0] - x) ** 2 for w, row in zip(weights, rows, strict=True))
+    if square == 0:
+        return 0.0, y / x
+    slope = sum(w * (row[0] - x) * (row[1] - y) for w, row in zip(weights, rows, strict=True)) / square
+    return y - slope * x, slope

@@ -1,0 +1,179 @@
+"""How long averaging takes: dadt's shared memory, torch's Gloo and a bare memcpy, side by side in one run."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+from dadt.errors import ConfigError
+from dadt_cli.bench.ranks import TIMEOUT, Ranks
+from dadt_cli.bench.ratio import Interval, interval, ratio
+
+TENSORS = 60
+"""A bucket is made of so many tensors, of unequal sizes."""
+CONTENDERS = ("dadt", "gloo", "memcpy")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One size. Seconds are of the slowest rank, with packing from and delivering to separate tensors."""
+
+    bytes: int
+    count: int
+    """Elements of float32."""
+    ranks: int
+    dadt: Interval
+    gloo: Interval
+    memcpy: Interval
+    """A memcpy of as many bytes, made by all ranks at once."""
+    gloo_per_dadt: Interval
+    dadt_per_memcpy: Interval
+    wrong: int
+    """Elements that were not exactly the mean, over all ranks."""
+
+    def algbw(self, seconds: Interval) -> Interval:
+        """Bytes per second, as nccl-tests counts them: the size over the time."""
+        return Interval(self.bytes / seconds.median, self.bytes / seconds.high, self.bytes / seconds.low)
+
+    def busbw(self, seconds: Interval) -> Interval:
+        """The same by what each rank's link must carry, 2 (n - 1) / n times the size: comparable over n ranks."""
+        factor = 2 * (self.ranks - 1) / self.ranks
+        speed = self.algbw(seconds)
+        return Interval(factor * speed.median, factor * speed.low, factor * speed.high)
+
+
+def measure(
+    *, ranks: int, sizes: Sequence[int], rounds: int, progress: Callable[[str], None] = lambda what: None
+) -> list[Row]:
+    """One row per size in bytes of float32; starts and ends `ranks` processes of one thread each.
+
+    Raises ConfigError for arguments out of range, DadtError where a worker fails.
+    """
+    if ranks < 2:
+        raise ConfigError(f"-np {ranks}: an allreduce needs 2 workers or more")
+    if rounds < 10:
+        raise ConfigError(f"--rounds {rounds}: an interval needs 10 rounds or more")
+    for size in sizes:
+        if size < 4 * TENSORS:
+            raise ConfigError(f"--sizes {size}: give {4 * TENSORS} bytes or more, for {TENSORS} tensors")
+    with Ranks(ranks, _worker, list(sizes), rounds) as workers:
+        workers.send(workers.receive())  # each one's endpoint, to all
+        rows = []
+        for size in sizes:
+            progress(f"{size:,} bytes")
+            rows.append(_row(size, workers.receive(600.0)))
+        return rows
+
+
+def _row(size: int, results: Sequence[tuple[dict[str, list[float]], int]]) -> Row:
+    slowest = {who: [max(at) for at in zip(*(times[who] for times, _ in results), strict=True)] for who in CONTENDERS}
+    return Row(
+        bytes=size,
+        count=size // 4,
+        ranks=len(results),
+        dadt=interval(slowest["dadt"]),
+        gloo=interval(slowest["gloo"]),
+        memcpy=interval(slowest["memcpy"]),
+        gloo_per_dadt=ratio(slowest["gloo"], slowest["dadt"]),
+        dadt_per_memcpy=ratio(slowest["dadt"], slowest["memcpy"]),
+        wrong=sum(wrong for _, wrong in results),
+    )
+
+
+def _counts(size: int) -> list[int]:
+    """Elements of each tensor: many small, some large, as in a network; none a round number."""
+    total = size // 4
+    weights = [1.0 + (i * 7919 % TENSORS) ** 2 for i in range(TENSORS)]
+    counts = [max(1, int(total * w / sum(weights))) for w in weights]
+    counts[counts.index(max(counts))] += total - sum(counts)
+    return counts
+
+
+def _worker(rank: int, world_size: int, pipe: Connection, store: str, sizes: list[int], rounds: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from dadt import _core
+
+    torch.set_num_threads(1)
+    executor = _core.ShmExecutor(rank, world_size)
+    pipe.send(executor.endpoint())
+    executor.connect(pipe.recv(), TIMEOUT)
+    engine = _core.Engine(executor, rank, world_size, TIMEOUT)
+    files = dist.FileStore(store, world_size)  # type: ignore[attr-defined]
+    gloo = dist.ProcessGroupGloo(files, rank, world_size, timedelta(seconds=TIMEOUT))
+    for size in sizes:
+        pipe.send(_Bucket(engine, gloo, rank, world_size, _counts(size)).run(rounds))
+    engine.close(TIMEOUT)
+
+
+class _Bucket:
+    """The tensors of one size, and the three ways to handle them."""
+
+    def __init__(self, engine: Any, gloo: Any, rank: int, world_size: int, counts: list[int]) -> None:
+        import torch
+
+        from dadt import _core
+
+        self.engine, self.gloo, self.world_size, self.counts = engine, gloo, world_size, counts
+        self.tensors = self.fresh(rank)
+        self.flat = torch.empty(sum(counts))
+        self.views = list(torch.split(self.flat, counts))
+        self.copy = torch.empty_like(self.flat)
+        self.layout = _core.Layout(_core.DType.float32, counts)
+
+    def fresh(self, rank: int) -> list[Any]:
+        import torch
+
+        generator = torch.Generator().manual_seed(rank)
+        return [torch.randn(count, generator=generator) for count in self.counts]
+
+    def run(self, rounds: int) -> tuple[dict[str, list[float]], int]:
+        """Seconds per contender and round, and how many elements were wrong."""
+        wrong = self.check()
+        contenders: dict[str, Callable[[], None]] = {
+            "dadt": self.by_dadt,
+            "gloo": self.by_gloo,
+            "memcpy": self.by_memcpy,
+        }
+        times: dict[str, list[float]] = {who: [] for who in contenders}
+        for turn in range(rounds + 3):
+            for who, go in contenders.items():
+                self.engine.allgather(b"", "together").wait(TIMEOUT)
+                start = time.perf_counter()
+                go()
+                if turn >= 3:
+                    times[who].append(time.perf_counter() - start)
+        return times, wrong
+
+    def check(self) -> int:
+        """Averages once and compares with the mean of what every rank had."""
+        import torch
+
+        inputs = [self.fresh(rank) for rank in range(self.world_size)]
+        mean = [sum(tensors[1:], start=tensors[0]) for tensors in zip(*inputs, strict=True)]
+        self.by_dadt()
+        return sum(
+            int(torch.count_nonzero(got != want * (1 / self.world_size)))
+            for got, want in zip(self.tensors, mean, strict=True)
+        )
+
+    def by_dadt(self) -> None:
+        addresses = [tensor.data_ptr() for tensor in self.tensors]
+        self.engine.allreduce(self.layout, addresses, addresses, "bench").wait(TIMEOUT)
+
+    def by_gloo(self) -> None:
+        import torch
+
+        torch._foreach_copy_(self.views, self.tensors)
+        self.gloo.allreduce([self.flat]).wait()
+        self.flat.mul_(1 / self.world_size)
+        torch._foreach_copy_(self.tensors, self.views)
+
+    def by_memcpy(self) -> None:
+        ctypes.memmove(self.copy.data_ptr(), self.flat.data_ptr(), 4 * sum(self.counts))

@@ -1,0 +1,90 @@
+"""A step of DistributedDataParallel over backend `dadt` and over torch's Gloo, in turn in the same processes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+from dadt.errors import ConfigError
+from dadt_cli.bench.ranks import TIMEOUT, Ranks
+from dadt_cli.bench.ratio import Interval, interval, ratio
+
+CONTENDERS = ("dadt", "gloo")
+LAYERS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Seconds of a step, of the slowest rank."""
+
+    parameters: int
+    batch_size: int
+    dadt: Interval
+    gloo: Interval
+    alone: Interval
+    """The same step without any exchange, on all ranks at once."""
+    gloo_per_dadt: Interval
+
+
+def measure(*, ranks: int, width: int, batch_size: int, rounds: int) -> Row:
+    """Steps of a perceptron of LAYERS layers of width x width float32; processes of one thread each.
+
+    Raises ConfigError for arguments out of range, DadtError where a worker fails.
+    """
+    if ranks < 2:
+        raise ConfigError(f"-np {ranks}: an exchange needs 2 workers or more")
+    if rounds < 6:
+        raise ConfigError(f"--rounds {rounds}: an interval needs 6 rounds or more")
+    with Ranks(ranks, _worker, width, batch_size, rounds) as workers:
+        seconds = workers.receive(TIMEOUT + 10.0 * rounds)
+    slowest = {name: [max(turn) for turn in zip(*(s[name] for s in seconds), strict=True)] for name in seconds[0]}
+    return Row(
+        parameters=LAYERS * (width + 1) * width,
+        batch_size=batch_size,
+        **{name: interval(values) for name, values in slowest.items()},
+        gloo_per_dadt=ratio(slowest["gloo"], slowest["dadt"]),
+    )
+
+
+def _worker(rank: int, ranks: int, pipe: Connection, store: str, width: int, batch_size: int, rounds: int) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    import dadt  # noqa: F401 (makes the backend known)
+
+    torch.set_num_threads(1)
+    patience = timedelta(seconds=TIMEOUT)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=patience)
+
+    def steps(contender: str) -> Any:
+        torch.manual_seed(0)
+        layers = (layer for _ in range(LAYERS) for layer in (nn.Linear(width, width), nn.ReLU()))
+        model: nn.Module = nn.Sequential(*layers)
+        if contender != "alone":
+            model = DistributedDataParallel(model, process_group=dist.new_group(backend=contender, timeout=patience))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        batch = torch.randn(batch_size, width)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+
+        return step
+
+    contenders = {name: steps(name) for name in (*CONTENDERS, "alone")}
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(rounds + 2):
+        for name, step in contenders.items():
+            dist.barrier()
+            begun = time.perf_counter()
+            step()
+            if turn >= 2:  # DDP arranges its buckets anew after the first step
+                seconds[name].append(time.perf_counter() - begun)
+    dist.barrier()
+    pipe.send(seconds)

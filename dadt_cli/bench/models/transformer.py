@@ -1,0 +1,95 @@
+"""BERT (arXiv:1810.04805) and GPT-2, in the sizes of their first publication."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from dadt_cli.bench.models.workload import Workload, installed, tokens
+
+WIDTH, HEADS, DEPTH = 768, 12, 12
+MASK, MASKED = 103, 0.15
+"""The token that hides another, and how many it hides."""
+IGNORED = -100
+
+
+def bert_base() -> Workload:
+    """109.5 million parameters; guesses hidden tokens among 128."""
+    found, source = installed("transformers", lambda library: library.BertForMaskedLM(library.BertConfig()))
+    return tokens(Bert() if found is None else found, source, hidden, length=128, vocabulary=30522)
+
+
+def gpt2_small() -> Workload:
+    """124.4 million parameters; guesses each next token of 256."""
+    found, source = installed("transformers", lambda library: library.GPT2LMHeadModel(library.GPT2Config()))
+    return tokens(Gpt() if found is None else found, source, following, length=256, vocabulary=50257)
+
+
+class Bert(nn.Module):
+    """Tokens (batch, length) to logits (batch, length, vocabulary)."""
+
+    def __init__(self, vocabulary: int = 30522, places: int = 512) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, WIDTH)
+        self.places = nn.Embedding(places, WIDTH)
+        self.segments = nn.Embedding(2, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.dropout = nn.Dropout(0.1)
+        self.blocks = nn.TransformerEncoder(block(norm_first=False), DEPTH, enable_nested_tensor=False)
+        self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH))
+        self.output = nn.Linear(WIDTH, vocabulary)
+        self.output.weight = self.tokens.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.tokens(tokens) + self.places(places) + self.segments(torch.zeros_like(tokens))
+        logits: torch.Tensor = self.output(self.head(self.blocks(self.dropout(self.norm(x)))))
+        return logits
+
+
+class Gpt(nn.Module):
+    """Tokens (batch, length) to logits (batch, length, vocabulary), each from those before it."""
+
+    def __init__(self, vocabulary: int = 50257, places: int = 1024) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, WIDTH)
+        self.places = nn.Embedding(places, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+        norm = nn.LayerNorm(WIDTH)
+        self.blocks = nn.TransformerEncoder(block(norm_first=True), DEPTH, norm, enable_nested_tensor=False)
+        self.output = nn.Linear(WIDTH, vocabulary, bias=False)
+        self.output.weight = self.tokens.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        length = tokens.shape[1]
+        x = self.dropout(self.tokens(tokens) + self.places(torch.arange(length, device=tokens.device)))
+        later = nn.Transformer.generate_square_subsequent_mask(length, device=tokens.device)
+        logits: torch.Tensor = self.output(self.blocks(x, later, is_causal=True))
+        return logits
+
+
+def block(norm_first: bool) -> nn.TransformerEncoderLayer:
+    return nn.TransformerEncoderLayer(
+        WIDTH, HEADS, 4 * WIDTH, dropout=0.1, activation="gelu", batch_first=True, norm_first=norm_first
+    )
+
+
+def hidden(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Of the tokens that are hidden, as BERT is trained."""
+    chosen = torch.rand(tokens.shape, device=tokens.device) < MASKED
+    chosen[:, 0] = True  # or a batch of few tokens may have none
+    logits = logits_of(model, tokens.masked_fill(chosen, MASK))
+    return nn.functional.cross_entropy(
+        logits.flatten(0, 1), tokens.masked_fill(~chosen, IGNORED).flatten(), ignore_index=IGNORED
+    )
+
+
+def following(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Of each token, from those before it."""
+    return nn.functional.cross_entropy(logits_of(model, tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def logits_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    made = model(tokens)
+    logits: torch.Tensor = made if isinstance(made, torch.Tensor) else made.logits  # transformers' models
+    return logits

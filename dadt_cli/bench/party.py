@@ -1,0 +1,184 @@
+"""The workers of one contender: started, waiting, and training only when it is their turn."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection, wait
+from typing import IO, Any, Protocol
+
+from dadt.errors import ConfigError, DadtError
+from dadt_cli.bench.folder import folder
+from dadt_cli.bench.line import KEY, Hello, Reception, Turn, Worked, listen
+
+START_SECONDS = 300.0
+TURN_SECONDS = 3600.0
+END_SECONDS = 60.0
+LOOK_SECONDS = 0.5
+TAIL = 2000
+"""Bytes of what a party that failed has said."""
+
+
+class Place(Protocol):
+    """Where workers run, and how they are started."""
+
+    @property
+    def remote(self) -> bool:
+        """Whether some run on other machines: a Unix socket does not lead there."""
+
+    @property
+    def env(self) -> Mapping[str, str]:
+        """Variables of the processes that are started, beside this one's."""
+
+    def commands(self, ranks: int, run: Sequence[str]) -> list[list[str]]:
+        """Command lines, a process each, that together start `ranks` workers. run: what follows `dadt run -np N`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """This machine, or where `dadt run` with further options leads."""
+
+    options: Sequence[str] = ()
+    remote: bool = False
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def commands(self, ranks: int, run: Sequence[str]) -> list[list[str]]:
+        return [[sys.executable, "-m", "dadt_cli", "run", "-np", str(ranks), *self.options, *run]]
+
+
+@dataclass(frozen=True, slots=True)
+class Horovodrun:
+    """Where Horovod's own launcher leads, with the options that say which hosts."""
+
+    options: Sequence[str] = ()
+    remote: bool = False
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def commands(self, ranks: int, run: Sequence[str]) -> list[list[str]]:
+        """Of what follows `dadt run`, the script alone."""
+        script = [sys.executable, *run[run.index("-m") :]]
+        return [[sys.executable, "-m", "horovod.runner.launch", "-np", str(ranks), *self.options, *script]]
+
+
+class Party:
+    def __init__(
+        self, name: str, processes: Sequence[subprocess.Popen[bytes]], lines: Sequence[Connection], said: IO[bytes]
+    ) -> None:
+        self._name = name
+        self._processes = processes
+        self._lines = lines
+        self._said = said
+        self.hellos: list[Hello] = []
+        """By rank."""
+
+    def greet(self) -> None:
+        """Hear what each worker is. Raises ConfigError where one refuses what it is asked for."""
+        said = self._receive(self._lines, START_SECONDS)
+        for each in said:
+            if "refused" in each:
+                raise ConfigError(each["refused"])
+        hellos = [(Hello(**each["hello"]), line) for each, line in zip(said, self._lines, strict=True)]
+        hellos.sort(key=lambda pair: pair[0].rank)
+        self.hellos, self._lines = [hello for hello, _ in hellos], [line for _, line in hellos]
+
+    def train(self, lead: int, steps: int) -> list[Worked]:
+        """By rank. `lead` steps go before those that are counted: what a step leaves to the next one ends in them."""
+        for line in self._lines:
+            line.send(asdict(Turn(lead, steps)))
+        return [Worked(**each) for each in self._receive(self._lines, TURN_SECONDS)]
+
+    def dismiss(self) -> None:
+        for line in self._lines:
+            line.send(None)
+        for process in self._processes:
+            try:
+                process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                raise self._failure(f"has not ended within {END_SECONDS:g} s of its last step") from None
+
+    def _receive(self, lines: Sequence[Connection], seconds: float) -> list[Any]:
+        """What each says next, in their order. Raises DadtError where one is gone, or silent for so long."""
+        deadline = time.monotonic() + seconds
+        heard: dict[Connection, Any] = {}
+        while len(heard) < len(lines):
+            silent = [line for line in lines if line not in heard]
+            for line in wait(silent, max(0.0, deadline - time.monotonic())):
+                assert isinstance(line, Connection)
+                try:
+                    heard[line] = line.recv()
+                except (EOFError, ConnectionResetError):
+                    raise self._failure("a worker ended") from None
+            if time.monotonic() > deadline:
+                raise self._failure(f"{len(lines) - len(heard)} of {len(lines)} workers were silent for {seconds:g} s")
+        return [heard[line] for line in lines]
+
+    def _failure(self, what: str) -> DadtError:
+        for process in self._processes:  # they say why on their way out
+            try:
+                process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                break
+        return failure(self._name, what, self._said)
+
+
+@contextmanager
+def start(name: str, place: Place, ranks: int, options: Sequence[str], script: Sequence[str]) -> Iterator[Party]:
+    """Workers that have said hello. They end with the block; all that they started is gone then.
+
+    options: of `dadt run`. script: arguments of the trainer.
+    """
+    with ExitStack() as stack:
+        reception = stack.enter_context(listen(place.remote, ranks))
+        inside = stack.enter_context(folder(f"{KEY}={reception.key}"))
+        said = stack.enter_context((inside / "said").open("w+b"))
+        run = ["--log-dir", str(inside / "logs"), "--output", "errors", "-x", KEY, *options]
+        run += ["-m", "dadt_cli.bench.trainer", *script, "--ranks", str(ranks), "--connect", reception.where]
+        env = {**os.environ, **place.env, KEY: reception.key}  # noqa: TID251 (the child's whole environment, not a knob)
+        processes: list[subprocess.Popen[bytes]] = []
+        stack.callback(end, processes)
+        for command in place.commands(ranks, run):
+            processes.append(
+                subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT)
+            )
+        lines = [stack.enter_context(accept(reception, processes, name, said)) for _ in range(ranks)]
+        party = Party(name, processes, lines, said)
+        party.greet()
+        yield party
+        party.dismiss()
+
+
+def accept(
+    reception: Reception, processes: Sequence[subprocess.Popen[bytes]], name: str, said: IO[bytes]
+) -> Connection:
+    """The next worker. Raises DadtError where those who start it have ended, or it takes too long."""
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        ended = any(process.poll() is not None for process in processes)
+        if (connection := reception.accept(LOOK_SECONDS)) is not None:
+            return connection
+        if ended:
+            raise failure(name, "did not start", said)
+    raise failure(name, f"did not start within {START_SECONDS:g} s", said)
+
+
+def failure(name: str, what: str, said: IO[bytes]) -> DadtError:
+    said.seek(0)
+    tail = said.read()[-TAIL:].decode(errors="replace").strip()
+    return DadtError(f"{name}: {what}; it said:\n{tail}" if tail else f"{name}: {what}, without a word")
+
+
+def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+    for process in processes:
+        try:
+            process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

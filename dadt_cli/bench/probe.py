@@ -1,0 +1,380 @@
+"""What a worker of `dadt bench advise` measures: the network between hosts, exchanges, and the parts of a step."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dadt.comm import executors
+from dadt.comm.bucket import split
+from dadt.comm.compression import LowRank as Form
+from dadt.comm.compression import forms
+from dadt.comm.executors import c10d
+from dadt.comm.executors.base import Connection
+from dadt.comm.executors.meet import Apart
+from dadt.inject import worker
+from dadt.train.exchange.exchange import Exchange, Schema
+from dadt.train.exchange.lane import Lane
+from dadt.train.runtime import Runtime
+from dadt_cli.bench import models
+from dadt_cli.bench.cost import Tie
+from dadt_cli.bench.ends import ties
+from dadt_cli.bench.trainer import RATE, device_of
+
+TIMEOUT = 120.0
+ROUND_TRIPS = 100
+LEAST, MOST = 64 << 10, 16 << 20
+"""Bytes of the smallest and the largest message."""
+LONG = 1.0
+"""Seconds after which larger messages are not tried."""
+REPEATS = 5
+COMPUTE_SECONDS = 3.0
+LOW_RANK = "powersgd:4"
+CODECS = ("none", "bf16", "int8")
+MAILS = 3
+
+Times = list[tuple[int, float]]
+"""Bytes of each try, and its seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What one rank has measured."""
+
+    cross_rank: int
+    local_size: int
+    cores: int
+    threads: int
+    executor: str
+    alpha: float
+    """Seconds of a short message one way; 0: this rank sent none, as only one of each of two hosts does."""
+    pairs: Times
+    """Of messages both ways at once."""
+    exchanges: dict[str, Times]
+    """Of averagings, by compression."""
+    processor: dict[str, float]
+    """Processor seconds of this process for each byte in these."""
+    packing: float
+    """Seconds for each byte of an averaging in which none moves."""
+    buckets: list[tuple[int, float]]
+    """Bytes of each, and the share of the backward after which it is complete."""
+    low_rank: list[tuple[int, int]]
+    """The same buckets under PowerSGD: bytes of its two halves; 0, 0: it stays as it is."""
+    low_rank_seconds: float
+    ties: dict[str, Tie]
+    """By compression: one end of an exchange of gossip."""
+    mail: float
+    """Processor seconds of this process for each byte that it sends to one other rank while it receives as many."""
+    buffers: list[int]
+    parts: tuple[float, float, float]
+    """Seconds of a forward, a backward, and an optimizer's step."""
+    busy: float
+    """Share of these in which the training thread computed, or could have: on a GPU it mostly waits."""
+    scarcity: float
+    """Seconds that pass while this thread gets one of a core's, as it has to share cores with others."""
+    parameters: int
+
+
+def probe(model: str, batch_size: int, device: str, seconds: float = COMPUTE_SECONDS) -> Found:
+    """Runs on every rank at once; computes for so many seconds. Raises ConfigError for what cannot be trained."""
+    runtime = worker.ask()
+    if runtime.control is not None:
+        runtime.control.claim()
+    where = device_of(device)
+    ranks = _Ranks(runtime)
+    step = _Step(model, batch_size, where, runtime.config.bucket_mb)
+    parts, ready = step.measure(seconds)
+    most = min(MOST, max(LEAST, step.bytes))
+    alpha, pairs = ranks.network(most)
+    mail = ranks.mail(most)
+    exchanges, processor = {}, {}
+    for compression in CODECS:
+        exchanges[compression], processor[compression] = ranks.exchanges(compression, most, where)
+    low_rank_seconds, halves = step.low_rank()
+    found = Found(
+        cross_rank=runtime.world.cross_rank,
+        local_size=runtime.world.local_size,
+        cores=_cores(),
+        threads=torch.get_num_threads(),
+        executor=ranks.executor,
+        alpha=alpha,
+        pairs=pairs,
+        exchanges=exchanges,
+        processor=processor,
+        packing=ranks.packing(most, where),
+        buckets=ready,
+        low_rank=halves,
+        low_rank_seconds=low_rank_seconds,
+        ties=ties([p.data for p in step.trained], (*CODECS, LOW_RANK)),
+        mail=mail,
+        buffers=step.buffers,
+        parts=parts,
+        busy=step.busy,
+        scarcity=step.scarcity,
+        parameters=step.parameters,
+    )
+    ranks.close()
+    return found
+
+
+class _Ranks:
+    """All ranks, connected as for a training, and by Gloo for messages between two."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._world = world = runtime.world
+        self._config = replace(runtime.config, timeout=TIMEOUT)
+        hosts = [int(blob) for blob in runtime.meet.exchange("probe: host", str(world.cross_rank).encode())]
+        self._peer = next((rank for rank, host in enumerate(hosts) if host != hosts[0]), 0)
+        """With which rank 0 measures the network; 0: there is none."""
+        self._numbers = count()
+        self._connection: Connection = executors.connect(self._config, world, Apart(runtime.meet, "probe:"))
+        still = replace(self._config, executor="null", broadcast_executor="", allreduce_executor="")
+        self._still = executors.connect(still, world, Apart(runtime.meet, "still:"))
+        """Moves no byte."""
+        self._group = c10d.group("gloo", runtime.meet, world, range(world.world_size), TIMEOUT, "pairs")
+        self.executor = executors_name(self._config, world, hosts)
+
+    def network(self, most: int) -> tuple[float, Times]:
+        """Between the first ranks of the first two hosts; the others wait."""
+        alpha, pairs = 0.0, []
+        if self._world.rank in (0, self._peer) and self._peer:
+            other = self._peer if self._world.rank == 0 else 0
+            alpha = self._round_trip(other) / 2
+            for size in _sizes(most):
+                tries = [(size, self._both_ways(other, size)) for _ in range(REPEATS)]
+                pairs += tries[1:]
+                if tries[-1][1] > LONG:
+                    break
+        self._together()
+        return alpha, pairs
+
+    def mail(self, size: int) -> float:
+        """Processor seconds of a byte by the executor's own mail, both ways at once, between the same two ranks, or
+        the first two of one host."""
+        peers = (0, self._peer or 1)
+        used = 0.0
+        if self._world.rank in peers:
+            other = peers[self._world.rank == 0]
+            mine, theirs = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+            begun = time.process_time()
+            for _ in range(MAILS):
+                transits = [self._connection.mail.receive(theirs, other), self._connection.mail.send(mine, other)]
+                for transit in transits:
+                    transit.wait(TIMEOUT)
+            used = (time.process_time() - begun) / (MAILS * size)
+        self._together()
+        return used
+
+    def packing(self, size: int, device: torch.device) -> float:
+        """Seconds of each byte of an averaging in which none moves."""
+        tries, _ = self._averagings(self._still, "none", [size], device)
+        return statistics.median(seconds / size for _, seconds in tries)
+
+    def exchanges(self, compression: str, most: int, device: torch.device) -> tuple[Times, float]:
+        """Averagings of one tensor, and the processor seconds of each byte."""
+        return self._averagings(self._connection, compression, _sizes(most), device)
+
+    def _averagings(
+        self, over: Connection, compression: str, sizes: list[int], device: torch.device
+    ) -> tuple[Times, float]:
+        tries: Times = []
+        used = total = 0.0
+        for size in sizes:
+            parameter = torch.nn.Parameter(torch.randn(size // 4, device=device))
+            parameter.grad = torch.randn_like(parameter)
+            schema = Schema([parameter], [], 1 << 40, over.device, 2, compression)
+            for turn in range(REPEATS):
+                gradient = parameter.grad.clone()  # what is delivered is the bucket's own memory
+                parameter.grad = gradient
+                self._together()
+                before = time.process_time()
+                seconds = self._average(over, schema, device)
+                if turn:
+                    tries.append((size, seconds))
+                    used, total = used + time.process_time() - before, total + size
+            if self._slowest(tries[-1][1]) > LONG:
+                break
+        return tries, used / total
+
+    def close(self) -> None:
+        self._together()
+        for connection in (self._still, self._connection):
+            connection.engine.close(TIMEOUT)
+            connection.close()
+
+    def _average(self, over: Connection, schema: Schema, device: torch.device) -> float:
+        number = next(self._numbers)
+        begun = time.perf_counter()
+        exchange = Exchange(over.engine, schema, number, f"probe {number}", 1.0)
+        exchange.close(Lane(schema.crc, 0, 0, 0, 0, False, 1.0, 0.0))
+        exchange.wait(lambda work: work.wait(TIMEOUT))
+        exchange.deliver()
+        _finish(device)
+        return time.perf_counter() - begun
+
+    def _round_trip(self, other: int) -> float:
+        letter = torch.zeros(2)
+        times = []
+        for turn in range(ROUND_TRIPS + 5):
+            begun = time.perf_counter()
+            if self._world.rank == 0:
+                self._group.send([letter], other, 0).wait()
+                self._group.recv([letter], other, 0).wait()
+            else:
+                self._group.recv([letter], other, 0).wait()
+                self._group.send([letter], other, 0).wait()
+            if turn >= 5:
+                times.append(time.perf_counter() - begun)
+        return statistics.median(times)
+
+    def _both_ways(self, other: int, size: int) -> float:
+        mine, theirs = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+        self._round_trip_once(other)
+        begun = time.perf_counter()
+        works = [self._group.recv([theirs], other, 1), self._group.send([mine], other, 1)]
+        for work in works:
+            work.wait()
+        return time.perf_counter() - begun
+
+    def _round_trip_once(self, other: int) -> None:
+        sign = torch.zeros(1)
+        works = [self._group.recv([torch.zeros(1)], other, 2), self._group.send([sign], other, 2)]
+        for work in works:
+            work.wait()
+
+    def _together(self) -> None:
+        self._connection.engine.allgather(b"", f"together {next(self._numbers)}").wait(TIMEOUT)
+
+    def _slowest(self, seconds: float) -> float:
+        """The same on all ranks, which go on or end together."""
+        work = self._connection.engine.allgather(repr(seconds).encode(), f"seconds {next(self._numbers)}")
+        work.wait(TIMEOUT)
+        return max(float(lane) for lane in work.lanes)
+
+
+class _Step:
+    """The model's training step, taken apart."""
+
+    def __init__(self, model: str, batch_size: int, device: torch.device, bucket_mb: float) -> None:
+        workload = models.make(model)
+        self._device = device
+        self._model = workload.model.to(device)
+        self._loss: Callable[..., torch.Tensor] = workload.loss
+        self._batch = [part.to(device) for part in workload.batch(batch_size)]
+        self.trained = [p for p in self._model.parameters() if p.requires_grad]
+        self._optimizer = torch.optim.SGD(self.trained, lr=RATE, momentum=0.9)
+        most = int(bucket_mb * 2**20)
+        self._buckets = split(self.trained[::-1], most)
+        self.parameters = sum(p.numel() for p in self._model.parameters())
+        self.bytes = sum(p.numel() * p.element_size() for p in self.trained)
+        floating = [b for b in self._model.buffers() if b.is_floating_point()]
+        self.buffers = [_size(bucket.tensors) for bucket in split(floating, most)]
+        self.busy = self.scarcity = 1.0
+        self._ready: dict[torch.Tensor, float] = {}
+        for parameter in self.trained:
+            parameter.register_post_accumulate_grad_hook(self._see)  # type: ignore[no-untyped-call]
+
+    def measure(self, seconds: float) -> tuple[tuple[float, float, float], list[tuple[int, float]]]:
+        """Seconds of the parts, and each bucket's bytes with the share of the backward that completes it."""
+        rows: list[tuple[float, float, float]] = []
+        shares: list[list[float]] = []
+        begun, before = time.perf_counter(), _run_and_waited()
+        deadline = begun + seconds
+        while len(rows) < 3 or time.perf_counter() < deadline:
+            row, share = self._take()
+            rows.append(row)
+            shares.append(share)
+        ran, waited = (now - then for now, then in zip(_run_and_waited(), before, strict=True))
+        self.busy = min(1.0, (ran + waited) / (time.perf_counter() - begun))
+        self.scarcity = (ran + waited) / ran
+        forward, backward, optimizer = (statistics.median(column) for column in zip(*rows[1:], strict=True))
+        ready = [statistics.median(column) for column in zip(*shares[1:], strict=True)]
+        sizes = [_size(bucket.tensors) for bucket in self._buckets]
+        return (forward, backward, optimizer), list(zip(sizes, ready, strict=True))
+
+    def low_rank(self) -> tuple[float, list[tuple[int, int]]]:
+        """Seconds that PowerSGD computes in a step, and the bytes of each bucket's halves."""
+        made = forms(LOW_RANK, self._buckets)
+        halves = [_halves(form) if isinstance(form, Form) else (0, 0) for form in made]
+        times = []
+        for _ in range(3):
+            begun = time.perf_counter()
+            for bucket, form in zip(self._buckets, made, strict=True):
+                if isinstance(form, Form):
+                    round_ = form.begin([t.grad for t in bucket.tensors], None, 0)
+                    round_.halfway()
+                    round_.finish()
+                    round_.learn()
+            _finish(self._device)
+            times.append(time.perf_counter() - begun)
+        return min(times), halves
+
+    def _take(self) -> tuple[tuple[float, float, float], list[float]]:
+        self._optimizer.zero_grad()
+        begun = time.perf_counter()
+        loss = self._loss(self._model, *self._batch)
+        _finish(self._device)
+        forward = time.perf_counter()
+        loss.backward()  # type: ignore[no-untyped-call]
+        _finish(self._device)
+        backward = time.perf_counter()
+        self._optimizer.step()
+        _finish(self._device)
+        ended = time.perf_counter()
+        length = backward - forward
+        ready = [max(self._ready[t] for t in bucket.tensors) for bucket in self._buckets]
+        shares = [(at - forward) / length for at in ready]
+        return (forward - begun, length, ended - backward), shares
+
+    def _see(self, parameter: torch.Tensor) -> None:
+        self._ready[parameter] = time.perf_counter()
+
+
+def executors_name(config: Any, world: Any, hosts: list[int]) -> str:
+    """For the user: what `auto` has become."""
+    if config.executor != "auto":
+        return str(config.executor)
+    from dadt.config.executor import Place, pick
+
+    gpus = torch.cuda.device_count()
+    return pick([Place("", hosts.count(host), gpus) for host in sorted(set(hosts))])[0]
+
+
+def _sizes(most: int) -> list[int]:
+    return [max(LEAST, most // 16), max(LEAST, most // 4), most]
+
+
+def _size(tensors: list[torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _halves(form: Form) -> tuple[int, int]:
+    first, second = form.first.layout, form.second.layout
+    return first.total * first.dtype.itemsize, second.total * second.dtype.itemsize
+
+
+def _run_and_waited() -> tuple[float, float]:
+    """Seconds in which this process's first thread has run, and has waited for a core."""
+    try:
+        ran, waited, _ = Path("/proc/self/schedstat").read_text().split()
+    except OSError:
+        return time.thread_time(), 0.0  # not every kernel counts that
+    return 1e-9 * int(ran), 1e-9 * int(waited)
+
+
+def _cores() -> int:
+    from dadt.control.machine import cores
+
+    return cores()
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,63 @@
+"""The processes of a measurement on this host, each a rank with a pipe to whoever measures."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from typing import Any
+
+from dadt.errors import DadtError
+from dadt_cli.bench.folder import folder
+
+TIMEOUT = 120.0
+"""Seconds that a rank waits for another."""
+Target = Callable[..., None]
+"""What a rank runs: called with its rank, how many there are, its pipe, a file for torch's store, and what else it
+was given."""
+
+
+class Ranks:
+    """Run until the block is left, then they are killed: `with Ranks(2, target, ...) as ranks`."""
+
+    def __init__(self, count: int, target: Target, *arguments: Any) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._stack = ExitStack()
+        store = str(self._stack.enter_context(folder()) / "store")
+        pipes = [spawn.Pipe() for _ in range(count)]
+        self._pipes: list[Connection] = [ours for ours, _ in pipes]
+        self._processes = [
+            spawn.Process(target=target, args=(rank, count, theirs, store, *arguments), daemon=True)
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for process in self._processes:
+            process.start()
+        for _, theirs in pipes:
+            theirs.close()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._stack.close()
+
+    def send(self, what: Any) -> None:
+        """The same to each of them."""
+        for pipe in self._pipes:
+            pipe.send(what)
+
+    def receive(self, seconds: float = TIMEOUT) -> list[Any]:
+        """What each says next, by rank. Raises DadtError where one has failed or is silent for so long."""
+        return [self._receive(rank, pipe, seconds) for rank, pipe in enumerate(self._pipes)]
+
+    def _receive(self, rank: int, pipe: Connection, seconds: float) -> Any:
+        if not pipe.poll(seconds):
+            raise DadtError(f"rank {rank} of the measurement was silent for {seconds:g} s")
+        try:
+            return pipe.recv()
+        except EOFError:
+            raise DadtError(f"rank {rank} of the measurement has failed; its error stands above") from None

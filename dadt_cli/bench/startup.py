@@ -1,0 +1,70 @@
+"""How long it takes from the command to the first step: `dadt run` and torchrun in turn."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dadt.errors import ConfigError, DadtError
+from dadt_cli.bench.folder import folder
+from dadt_cli.bench.ratio import Interval, interval, ratio
+
+SECONDS = 120.0
+Progress = Callable[[str], None]
+"""Told what is started next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Seconds until the first step, and the ratio to torchrun's, pair by pair."""
+
+    name: str
+    seconds: Interval
+    ratio: Interval
+
+
+def measure(*, ranks: int, rounds: int, progress: Progress = lambda what: None) -> list[Result]:
+    """Seconds until the last rank has taken its first step; ratios to torchrun's of the same round.
+
+    Raises ConfigError for arguments out of range, DadtError where a start fails.
+    """
+    if ranks < 1:
+        raise ConfigError(f"-np {ranks}: the number of workers must be 1 or more")
+    if rounds < 1:
+        raise ConfigError(f"--rounds {rounds}: must be 1 or more, and 6 for an interval of 95 %")
+    script = str(Path(__file__).with_name("first_step.py"))
+    python = [sys.executable, "-m"]
+    with folder() as place:
+        stamps = place / "stamps"
+        ways = {
+            "torchrun": [*python, "torch.distributed.run", f"--nproc-per-node={ranks}", script, str(stamps), "--ddp"],
+            "dadt run": [*python, "dadt_cli", "run", "-np", str(ranks), "--log-dir", str(place), script, str(stamps)],
+        }
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        for turn in range(rounds + 1):
+            for name, command in ways.items():
+                progress(f"{name}, {f'round {turn} of {rounds}' if turn else 'which warms the disk up'}")
+                seconds = _until_first_step(name, command, stamps, ranks)
+                if turn > 0:  # the first round warms the disk's cache
+                    times[name].append(seconds)
+    return [Result(name, interval(t), ratio(t, times["torchrun"])) for name, t in times.items()]
+
+
+def _until_first_step(name: str, command: Sequence[str], stamps: Path, ranks: int) -> float:
+    stamps.unlink(missing_ok=True)
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}  # noqa: TID251 (the child's whole environment, not a knob)
+    begun = time.time()
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, timeout=SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise DadtError(f"{name}: no end within {SECONDS:g} s of its start") from None
+    # How it ends is not measured: Gloo's threads sometimes abort a process that has long taken its step.
+    taken = [float(line) for line in stamps.read_text().split()] if stamps.exists() else []
+    if len(taken) != ranks:
+        raise DadtError(f"{name}: {len(taken)} of {ranks} took a step: {done.stderr.decode(errors='replace')[-2000:]}")
+    return max(taken) - begun

@@ -1,0 +1,246 @@
+"""How fast contenders train the same model: all are up at once and train in turn, so that all see the same machine."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import psutil
+
+from dadt.config import Config
+from dadt.errors import ConfigError
+from dadt_cli.bench.line import Hello, Worked
+from dadt_cli.bench.party import Here, Horovodrun, Party, Place, start
+from dadt_cli.bench.ratio import Interval, interval, ratio
+
+LEAD = 1
+"""Steps before those that are counted in each turn: an exchange that was launched before the pause is used up."""
+WARMUP = 6
+WARMUP_STEPS = {"auto": 10}
+"""`--warmup-steps` of an algorithm; of others 2."""
+MOST = 16
+"""Contenders at once: each keeps its workers, and their memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A way to train: `dadt run` with these options, or the script by itself."""
+
+    name: str
+    ranks: int
+    options: tuple[str, ...] = ()
+    peer: str = ""
+    """ddp or horovod: the script does it, and DADT stays out."""
+    plain: bool = False
+    """Neither DADT nor a peer."""
+
+    @property
+    def injected(self) -> bool:
+        return not self.peer and not self.plain
+
+    @property
+    def warmup(self) -> int:
+        """Synchronous steps of its own that it takes first."""
+        return WARMUP_STEPS.get(self._chosen("--algorithm", ""), 2)
+
+    @property
+    def period(self) -> int:
+        """Steps in which it exchanges at least once."""
+        local = self.injected and self._chosen("--algorithm", "") == "local"
+        return int(self._chosen("--sync-every", str(Config().sync_every))) if local else 1
+
+    def _chosen(self, option: str, default: str) -> str:
+        """The value of the option, the last one if there are several."""
+        pairs = [value for name, value in zip(self.options, self.options[1:], strict=False) if name == option]
+        return pairs[-1] if pairs else default
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a worker trains."""
+
+    model: str = "mlp"
+    batch_size: int = 8
+    """Samples of each worker's step."""
+    device: str = "auto"
+    precision: str = "fp32"
+    data: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A contender's figures; each with its interval over rounds."""
+
+    name: str
+    ranks: int
+    batch_size: int
+    options: Sequence[str]
+    seconds: Interval
+    """Of a step, of the slowest rank."""
+    rate: Interval
+    """Units (images, tokens) per second of all ranks."""
+    rates: list[Interval]
+    """Of each rank."""
+    efficiency: Interval | None
+    """Of all ranks' rate, the share of what as many times one worker would do. None without such a worker."""
+    exposed: Interval | None
+    """Share of a step's time by which it is longer than under the null executor: communication that nothing hides."""
+    speed: Interval
+    """Rate, over the first contender's that is not alone or null: the one that others are compared with."""
+    memory: int
+    """Bytes that the rank with the most has had in use: of the GPU, or of the process."""
+    own: float
+    """Share of the time that rank 0 spent in DADT's hooks around its steps, waiting included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One round of contenders, all with as many ranks (or one) and the same batch."""
+
+    hello: Hello
+    rows: list[Row]
+    turns: list[list[float]] = field(default_factory=list)
+    """Seconds of a step for each row, round by round."""
+
+
+Progress = Callable[[str], None]
+"""Told what is done next: started, or measured."""
+
+
+def alone(ranks: int = 1) -> Contender:
+    """The script by itself in one process; what scaling is measured by."""
+    return Contender("1 worker", ranks, plain=True)
+
+
+def limit(options: Sequence[str], ranks: int) -> Contender:
+    """As with these options, but no byte moves."""
+    return Contender("null (limit)", ranks, (*options, "--executor", "null"))
+
+
+def measure(
+    contenders: Sequence[Contender],
+    task: Task,
+    place: Place | None = None,
+    *,
+    steps: int,
+    rounds: int,
+    progress: Progress = lambda what: None,
+) -> Measured:
+    """Every contender takes `steps` counted steps a round, in turn, forwards and backwards.
+
+    Raises ConfigError for what cannot be measured, DadtError where a contender fails.
+    """
+    check(contenders, steps, rounds)
+    with ExitStack() as stack:
+        place, threads = place or Here(), 0
+        # Those with the most ranks first: one worker alone gets as many threads as one of theirs.
+        order = sorted(range(len(contenders)), key=lambda i: -contenders[i].ranks)
+        started: dict[int, Party] = {}
+        for at, i in enumerate(order):
+            progress(f"{contenders[i].name} starts")
+            started[i] = party = _start(stack, contenders[i], task, place, threads)
+            threads = threads or party.hellos[0].threads
+            progress(f"{contenders[i].name} warms up")
+            worked = party.train(contenders[i].warmup + WARMUP - 1, 1)
+            if party.hellos[0].device == "cpu" and not place.remote:
+                _check_memory(worked, sum(contenders[j].ranks for j in order[at + 1 :]))
+        parties = [started[i] for i in range(len(contenders))]
+        turns: list[list[list[Worked]]] = [[] for _ in contenders]
+        for turn in range(rounds):
+            progress(f"round {turn + 1} of {rounds}")
+            for i in range(len(contenders)) if turn % 2 == 0 else reversed(range(len(contenders))):
+                turns[i].append(parties[i].train(LEAD, steps))
+        hello = parties[0].hellos[0]
+    return Measured(hello, rows(contenders, task, hello, turns, steps), [_slowest(t, steps) for t in turns])
+
+
+def check(contenders: Sequence[Contender], steps: int, rounds: int) -> None:
+    if rounds < 2:
+        raise ConfigError(f"--rounds {rounds}: an interval needs 2 rounds or more, and one of 95 % needs 6")
+    if steps < 1:
+        raise ConfigError(f"--steps {steps}: must be 1 or more")
+    for contender in contenders:
+        period = contender.period
+        if steps < period:
+            raise ConfigError(f"--steps {steps}: `local` averages every {period} steps, give as many or more")
+    if len(contenders) > MOST:
+        raise ConfigError(f"{len(contenders)} contenders are up at once; {MOST} are the most: sweep over fewer values")
+
+
+def _check_memory(worked: Sequence[Worked], more: int) -> None:
+    """A machine that has too little for them stands still for minutes before the kernel ends anything."""
+    need, free = more * max(each.memory for each in worked), psutil.virtual_memory().available
+    if need > free:
+        raise ConfigError(
+            f"all contenders are up at once: {more} workers more need about {need / 1e9:.1f} GB of memory, and"
+            f" {free / 1e9:.1f} GB are free -> a smaller --batch-size, fewer workers (-np), peers or values of --sweep"
+        )
+
+
+def absent(peer: str, simulated: bool) -> str:
+    """Why the peer's library cannot be used; empty if it can. simulated: on hosts that `dadt run` makes."""
+    if peer != "horovod":
+        return ""
+    if simulated:
+        return "horovod is left out: its launcher does not know simulated hosts"
+    try:
+        importlib.import_module("horovod.torch")
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"horovod is left out: it cannot be imported here ({str(error).splitlines()[0]})"
+    return ""
+
+
+def rows(
+    contenders: Sequence[Contender], task: Task, hello: Hello, turns: Sequence[Sequence[list[Worked]]], steps: int
+) -> list[Row]:
+    units = task.batch_size * hello.per_sample
+    seconds = [_slowest(each, steps) for each in turns]
+    rates = [[c.ranks * units / s for s in each] for c, each in zip(contenders, seconds, strict=True)]
+    one = next((i for i, c in enumerate(contenders) if c.plain), None)
+    null = next((i for i, c in enumerate(contenders) if "null" in c.options), None)
+    first = next((i for i, c in enumerate(contenders) if c.injected and i != null), 0)
+    return [
+        Row(
+            name=c.name,
+            ranks=c.ranks,
+            batch_size=task.batch_size,
+            options=c.options,
+            seconds=interval(seconds[i]),
+            rate=interval(rates[i]),
+            rates=[interval([steps * units / w[rank].seconds for w in turns[i]]) for rank in range(c.ranks)],
+            efficiency=None if one in (None, i) else ratio([r / c.ranks for r in rates[i]], rates[one]),
+            exposed=None
+            if null in (None, i) or c.ranks == 1
+            else interval([1.0 - low / s for low, s in zip(seconds[null], seconds[i], strict=True)]),
+            speed=ratio(rates[i], rates[first]),
+            memory=max(w.memory for w in turns[i][-1]),
+            own=sum(t[0].own for t in turns[i]) / sum(t[0].seconds for t in turns[i]),
+        )
+        for i, c in enumerate(contenders)
+    ]
+
+
+def _slowest(turns: Sequence[Sequence[Worked]], steps: int) -> list[float]:
+    """Seconds of a step, by round."""
+    return [max(worked.seconds for worked in turn) / steps for turn in turns]
+
+
+def _start(stack: ExitStack, contender: Contender, task: Task, place: Place, threads: int) -> Party:
+    """threads: of each worker; 0: as many as the launcher gives it."""
+    options = [*contender.options, "--warmup-steps", str(contender.warmup)] if contender.injected else []
+    options += [] if contender.injected else ["--inject", "none"]
+    if contender.peer == "horovod" and isinstance(place, Here):
+        place = Horovodrun(_hosts(place.options), place.remote, {"OMP_NUM_THREADS": str(threads)})
+    elif threads:
+        options += ["-x", f"OMP_NUM_THREADS={threads}"]
+    script = ["--model", task.model, "--batch-size", str(task.batch_size), "--device", task.device]
+    script += ["--precision", task.precision, "--data", task.data, "--peer", contender.peer]
+    return stack.enter_context(start(contender.name, place, contender.ranks, options, script))
+
+
+def _hosts(options: Sequence[str]) -> list[str]:
+    """Those that horovodrun has, too."""
+    pairs = zip(options[::2], options[1::2], strict=True)
+    return [part for name, value in pairs if name in ("--hosts", "--hostfile") for part in (name, value)]

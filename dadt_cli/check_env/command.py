@@ -1,0 +1,191 @@
+"""`dadt check-env`: whether training can work here, and on the hosts of -H, and what to do where it cannot."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+import click
+
+import dadt
+from dadt.config.config import here
+from dadt.launch import plan
+from dadt_cli.check_env import SUBJECTS, probe
+from dadt_cli.check_env.check import FAIL, PASS, VERDICTS, WARN, Asked, Check, worst
+from dadt_cli.check_env.hosts import REACHED_BY, Found, is_checked, look
+from dadt_cli.terminal import console
+from dadt_cli.terminal.options import Brief, config_of, some_knobs
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+FORMAT = 1
+"""Of the JSON: raised when a name changes its meaning or goes."""
+TITLES = ("hosts", "ssh", *SUBJECTS)
+COLOURS = {PASS: "green", WARN: "yellow", FAIL: "bold red"}
+KNOBS = ("hosts", "hostfile", "include", "exclude", *REACHED_BY, "mpirun", "start_timeout")
+SHOWN_VALUES = 4
+"""Of hosts that are well, and differ where they may."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One check, or the same outcome of it on several hosts."""
+
+    check: Check
+    hosts: str = ""
+    """Empty: all."""
+
+    @property
+    def value(self) -> str:
+        return f"{self.hosts}: {self.check.value}" if self.hosts else self.check.value
+
+
+@click.command(
+    cls=Brief,
+    context_settings={"max_content_width": 110},
+    epilog="Ends with 0, with 1 where a check fails (--strict: or warns), and with 2 for bad input.",
+)
+@click.option("--full", is_flag=True, help="Longer tests, too: bandwidth between hosts, speed of workers, MPI.")
+@click.option("--json", "as_json", is_flag=True, help="Print all as JSON.")
+@click.option("--strict", is_flag=True, help="End with 1 where something is only worth a warning, too.")
+@some_knobs(*KNOBS)
+def check_env(full: bool, as_json: bool, strict: bool, **given: Any) -> int:
+    """Check whether training can work on this machine, or on the hosts of -H and between them.
+
+    Each check passes, warns or fails, and says what to do. Nothing is changed.
+    """
+    # Neither what is trained nor how ranks start matters here, only where.
+    config = replace(config_of(given), np=1, nnodes=0, executor="auto", broadcast_executor="", allreduce_executor="")
+    if config.launcher == "mpi":
+        config = replace(config, launcher="auto")
+    asked = Asked(full=full, cwd=here(), network_interface=config.network_interface, mpirun=config.mpirun)
+    if config.python or config.prologue or any(host.name for host in plan.hosts_of(config)):
+        found = look(config, asked, console)
+    else:
+        found = Found({"": _of_this_host(asked)})
+    if as_json:
+        console.text(json.dumps(_as_json(found), indent=2), stdout=True)
+    else:
+        console.text("\n".join(_lines(found)), stdout=True)
+    verdict = worst(found.all)
+    return int(verdict == FAIL or (strict and verdict == WARN))
+
+
+def _of_this_host(asked: Asked) -> list[Check]:
+    """On a terminal, with a line that says what is still looked at."""
+    if not sys.stderr.isatty():
+        return probe.of_host(asked)
+    from rich.console import Console
+
+    left = list(SUBJECTS)
+
+    def text() -> str:
+        return f"checking {', '.join(left)} ..."
+
+    with Console(stderr=True).status(text()) as status:
+
+        def seen(subject: str, checks: Sequence[Check]) -> None:
+            left.remove(subject)
+            status.update(text())
+
+        return probe.of_host(asked, seen)
+
+
+def rows(found: Found) -> Iterator[Row]:
+    """By subject. What is the same on all hosts comes once."""
+    for subject in TITLES:
+        yield from (Row(check) for check in found.between if check.subject == subject)
+        names = dict.fromkeys(
+            check.name for checks in found.hosts.values() for check in checks if check.subject == subject
+        )
+        for name in names:
+            yield from _of_name(found, subject, name)
+
+
+def _of_name(found: Found, subject: str, name: str) -> Iterator[Row]:
+    owners: dict[Check, list[str]] = {}
+    for host, checks in found.hosts.items():
+        for check in checks:
+            if (check.subject, check.name) == (subject, name):
+                owners.setdefault(check, []).append(host)
+    # A host that could not be checked is told of once, and missed nowhere else.
+    asked = {host for host, checks in found.hosts.items() if subject not in SUBJECTS or is_checked(checks)}
+    passed = [check for check in owners if check.verdict == PASS]
+    left_out = passed[SHOWN_VALUES:]
+    for check, hosts in owners.items():
+        if check not in left_out:
+            yield Row(check, ", ".join(hosts) if set(hosts) < asked else "")
+    if left_out:
+        yield Row(replace(passed[0], value=f"{len(left_out)} other values, which --json shows"))
+
+
+def _lines(found: Found) -> list[str]:
+    """On a terminal in colours and wrapped to its width, otherwise plain and a check a line."""
+    from rich.console import Console
+
+    screen = Console(highlight=False, emoji=False, markup=False)
+    if not screen.is_terminal:
+        screen = Console(highlight=False, emoji=False, markup=False, width=10_000)
+    shown = list(rows(found))
+    with screen.capture() as captured:
+        screen.print(_table(shown))
+    lines = [line.rstrip() for line in captured.get().splitlines()]
+    return [*lines, "", _counted(found), "", "for an issue:", "", *_for_issue(found, shown)]
+
+
+def _table(shown: Sequence[Row]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(padding=(0, 2))
+    for options in ({"no_wrap": True}, {"no_wrap": True}, {"overflow": "fold"}):
+        grid.add_column(**options)
+    subject = ""
+    for row in shown:
+        if row.check.subject != subject:
+            if subject:
+                grid.add_row()
+            subject = row.check.subject
+            grid.add_row(Text(subject, "bold"))
+        verdict = Text(f"  {row.check.verdict}", COLOURS[row.check.verdict])
+        grid.add_row(verdict, Text(row.check.name), Text(row.value))
+        if row.check.hint:
+            grid.add_row("", "", Text(f"-> {row.check.hint}"))
+    return grid
+
+
+def _counted(found: Found) -> str:
+    counts = {verdict: sum(check.verdict == verdict for check in found.all) for verdict in VERDICTS}
+    on = f" on {len(found.hosts)} hosts" if len(found.hosts) > 1 else ""
+    return f"{sum(counts.values())} checks{on}: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+
+
+def _for_issue(found: Found, shown: Sequence[Row]) -> list[str]:
+    """Markdown: what tells this environment from others, and what is not as it should be."""
+    facts = [f"{row.check.subject} {row.check.name}: {row.value}" for row in shown if row.check.alike]
+    wrong = [
+        f"{row.check.verdict.upper()} {row.check.subject} {row.check.name}: {row.value}"
+        for row in shown
+        if row.check.verdict != PASS
+    ]
+    return ["```text", f"dadt check-env, {_counted(found)}", *facts, *wrong, "```"]
+
+
+def _as_json(found: Found) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "dadt": dadt.__version__,
+        "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "verdict": worst(found.all),
+        "between": [check.to_dict() for check in found.between],
+        "pairs": found.pairs,
+        "hosts": [
+            {"name": name, "verdict": worst(checks), "checks": [check.to_dict() for check in checks]}
+            for name, checks in found.hosts.items()
+        ],
+    }

@@ -1,0 +1,69 @@
+"""How the GPUs of a host are joined, as `nvidia-smi topo -m` draws it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from itertools import combinations
+
+from dadt.launch.failure import last_line
+from dadt_cli.check_env.check import Check, fail, good, warn
+
+SECONDS = 20.0
+GPU = re.compile(r"GPU\d+")
+STYLE = re.compile(r"\x1b\[[\d;]*m")
+"""Newer drivers underline the head of the table, into a pipe, too."""
+NVLINK = re.compile(r"NV\d+")
+SELF, ACROSS = "X", "SYS"
+"""A GPU's way to itself; one from processor to processor, by PCIe and what joins them."""
+NAMES = {
+    "PIX": "one PCIe switch",
+    "PXB": "several PCIe switches",
+    "PHB": "the host bridge",
+    "NODE": "one NUMA node",
+    ACROSS: "both processors",
+}
+"""What a way leads through, the nearest first."""
+NAME = "GPU links"
+
+
+def checked() -> Check:
+    try:
+        done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, timeout=SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return fail(NAME, f"nvidia-smi topo -m has not answered within {SECONDS:g} s", "look into dmesg")
+    except OSError as error:
+        return fail(NAME, f"nvidia-smi cannot be run ({error.strerror})", "`nvidia-smi topo -m` must work first")
+    if done.returncode:
+        said = last_line(done.stderr) or last_line(done.stdout)
+        return warn(NAME, f"nvidia-smi topo -m: {said}", "not every container may ask: run it on the host itself")
+    return judged(parsed(done.stdout.decode(errors="replace")))
+
+
+def parsed(text: str) -> dict[tuple[str, str], str]:
+    """Each pair of GPUs, and what joins it: NV12, PIX, PXB, PHB, NODE or SYS. NICs and affinities are left out."""
+    lines = [STYLE.sub("", line).split() for line in text.splitlines()]
+    head = next((words for words in lines if words and GPU.fullmatch(words[0]) and SELF not in words), [])
+    gpus = [word for word in head if GPU.fullmatch(word)]
+    rows = {words[0]: words[1 : len(gpus) + 1] for words in lines if words and words is not head}
+    return {
+        (one, other): rows[one][gpus.index(other)]
+        for one, other in combinations(gpus, 2)
+        if len(rows.get(one, ())) == len(gpus)
+    }
+
+
+def judged(ways: dict[tuple[str, str], str]) -> Check:
+    """Warns where each pair's way goes from processor to processor, so that no order of ranks is better."""
+    if not ways:
+        return warn(NAME, "nvidia-smi topo -m draws no table", "see what it says; update the driver")
+    found = set(ways.values())
+    if found == {ACROSS}:
+        hint = "put them on one processor's slots, or take machines with NVLink; if NCCL hangs: NCCL_P2P_DISABLE=1"
+        return warn(NAME, "SYS alone: all that GPUs exchange goes from processor to processor", hint)
+    if all(NVLINK.fullmatch(way) for way in found):
+        return good(NAME, f"all by NVLink ({', '.join(sorted(found))})")
+    counts = {way: sum(each == way for each in ways.values()) for way in found}
+    order = [*sorted(way for way in found if way not in NAMES), *(way for way in NAMES if way in found)]
+    listed = (f"{counts[way]} by {way}" + (f" ({NAMES[way]})" if way in NAMES else "") for way in order)
+    return good(NAME, f"of {len(ways)} pairs, {', '.join(listed)}")

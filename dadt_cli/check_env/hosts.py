@@ -1,0 +1,296 @@
+"""The checks of several hosts: each by its agent, and what holds between them.
+
+Agents are started, and their addresses found, as `dadt run` does it. A host that it would refuse is told with its
+reason; the others are checked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from dadt.config import Config
+from dadt.control.frame import Frame
+from dadt.control.job_folder import Folder
+from dadt.errors import LaunchError
+from dadt.launch import plan, startup
+from dadt.launch.crew import Crew, Node
+from dadt.launch.failure import last_line
+from dadt.launch.hosts.host import Host
+from dadt.launch.job import HANG_UP_SECONDS
+from dadt.launch.launchers import launcher_of
+from dadt.launch.launchers.local import LocalChannel
+from dadt.launch.plan import Plan
+from dadt.launch.processes import sweep
+from dadt.launch.startup import Voice
+from dadt_cli.check_env import SUBJECTS, matrix, training
+from dadt_cli.check_env.check import WARN, Asked, Check, fail, good, refused, warn
+from dadt_cli.check_env.pairs import TOKEN_BYTES, Order, Way
+from dadt_cli.check_env.probe import longest
+
+REACHED_BY = (
+    "ssh_backend",
+    "ssh_port",
+    "ssh_identity_file",
+    "ssh_config",
+    "ssh_host_keys",
+    "network_interface",
+    "python",
+    "prologue",
+)
+"""Knobs that say how hosts are reached, and with what Python."""
+SPARE_SECONDS = 15.0
+SKEW_SECONDS = 1.0
+"""Of clocks: from then on, times in logs mislead."""
+OUT_LIMIT = 4 << 20
+ABSENT = "none"
+SAME = "install the same on all hosts, or let --python name the same environment"
+REMEDIES = {
+    "network MTU": "ip link set DEVICE mtu N: the same on all hosts, and no more than the switches between them take",
+}
+"""For what is no matter of installing."""
+SSH = "docs/ssh.md says what the other host needs"
+
+
+@dataclass(slots=True)
+class Found:
+    """All that was looked at."""
+
+    hosts: dict[str, list[Check]] = field(default_factory=dict)
+    between: list[Check] = field(default_factory=list)
+    pairs: list[dict[str, Any]] = field(default_factory=list)
+    """Of hosts: names, round trip, jitter and speed, as JSON shows them."""
+
+    @property
+    def all(self) -> list[Check]:
+        return [*self.between, *(check for checks in self.hosts.values() for check in checks)]
+
+
+def look(config: Config, asked: Asked, voice: Voice) -> Found:
+    """Raises DadtError where nothing can be looked at."""
+    the_plan = plan.make(config, [sys.executable])
+    folder = Folder.reserve(Path(config.log_dir))
+    ready: dict[str, float] = {}
+    begin = time.monotonic()
+
+    def see(host: str, frame: Frame) -> None:
+        if frame.kind == "ready":
+            ready[host] = time.monotonic() - begin
+
+    try:
+        launcher = launcher_of(the_plan.config, the_plan.hosts, the_plan.command, folder.job)
+        crew = Crew(launcher, the_plan.hosts, config.orphan_timeout, see)
+        voice.meanwhile(crew.beat)
+        try:
+            found = _look(the_plan, replace(asked, hosts=len(the_plan.hosts)), crew, folder.job, voice, ready)
+        finally:
+            voice.meanwhile(lambda: None)
+            crew.close(HANG_UP_SECONDS)
+            sweep(f"DADT_JOB={folder.job}")
+    finally:
+        folder.remove()
+    if asked.full:
+        found.between += _between(config, [host for host in the_plan.hosts if is_checked(found.hosts[host.name])])
+    return found
+
+
+def _look(the_plan: Plan, asked: Asked, crew: Crew, job: str, voice: Voice, ready: Mapping[str, float]) -> Found:
+    config = the_plan.config
+    nodes = list(crew.nodes)
+    failures, _ = startup.await_agents(crew, lambda node: _order(the_plan, job, node), config.start_timeout, job, voice)
+    found = Found({node.name: [] for node in nodes})
+    for node, reason in failures.items():
+        found.hosts[node.name] = [refused("agent", reason, SSH).of("ssh")]
+    crew.dismiss(list(failures))
+    for node in crew.nodes:
+        found.hosts[node.name] = [_agent(node, ready[node.name]), *_shell(node), _clock(node)]
+    found.between += [*_names(crew.nodes), *_addresses(crew, config.network_interface)]
+    if crew.nodes:
+        how_long = "some minutes" if asked.full else "up to a minute"
+        voice.say(f"checking {', '.join(node.name for node in crew.nodes)}: this takes {how_long}")
+    for node in crew.nodes:
+        if node.address:
+            found.hosts[node.name].append(
+                good("address", f"{node.address} ({node.interface or 'this machine'})").of("hosts")
+            )
+    results, ways = _results(crew, asked, job)
+    for node, checks in results.items():
+        found.hosts[node.name] += checks
+    names = [node.name for node in crew.nodes]
+    found.between += [check.of("hosts") for check in matrix.judged(ways, names, [_link(node) for node in crew.nodes])]
+    found.pairs = matrix.as_pairs(ways, names)
+    found.between += differences(found.hosts)
+    return found
+
+
+def _order(the_plan: Plan, job: str, node: Node) -> Mapping[str, Any]:
+    """What an agent is told to look at before it is ready. Workers' folder and files are checked with all else."""
+    is_child = isinstance(node.channel, LocalChannel)
+    return {
+        "job": job,
+        "cwd": "/",
+        "files": [],
+        "prologue": the_plan.config.prologue,
+        "orphan_timeout": None if is_child else the_plan.config.orphan_timeout,
+        "env": dict(the_plan.named if is_child else the_plan.elsewhere),
+    }
+
+
+def _agent(node: Node, seconds: float) -> Check:
+    return good("agent", f"ready after {seconds:.1f} s, {node.report['executable']}").of("ssh")
+
+
+def _shell(node: Node) -> Iterator[Check]:
+    """A login shell that prints is in the way of scp, rsync and MPI's own start, though not in that of dadt."""
+    if node.channel is not None and (words := last_line(node.channel.link.preface)):
+        hint = "let its .bashrc print only where a person reads it: [[ $- == *i* ]] || return"
+        yield warn("shell", f"prints before it runs a command: {words[:80]!r}", hint).of("ssh")
+
+
+def _clock(node: Node) -> Check:
+    if abs(node.clock) > SKEW_SECONDS:
+        value = f"{abs(node.clock):.1f} s {'ahead of' if node.clock > 0 else 'behind'} this machine's"
+        return warn("clock", value, "let chrony or ntpd set it: times in logs and timelines mislead").of("hosts")
+    return good("clock", "agrees with this machine's").of("hosts")
+
+
+def _names(nodes: Sequence[Node]) -> Iterator[Check]:
+    """Machines that call themselves the same: MPI and tools that go by the name take them for one."""
+    owners: dict[str, dict[str, str]] = {}
+    for node in nodes:
+        owners.setdefault(node.report["hostname"], {}).setdefault(node.report["machine"], node.name)
+    for hostname, machines in owners.items():
+        if len(machines) > 1:
+            value = f"{' and '.join(machines.values())} all call themselves {hostname}"
+            hint = "hostnamectl set-hostname NAME, another one on each: MPI takes them for one machine"
+            yield fail("host names", value, hint).of("hosts")
+
+
+def _addresses(crew: Crew, wanted: str) -> list[Check]:
+    """Gives each node its address, if all can reach each other."""
+    if len(crew.nodes) < 2:
+        return []
+    machines: dict[str, list[str]] = {}
+    for node in crew.nodes:
+        machines.setdefault(node.report["machine"], []).append(node.name)
+    found = []
+    for names in machines.values():
+        if len(names) > 1:
+            hint = "name it once, with all of its slots"
+            found.append(warn("machines", f"{' and '.join(names)} are one machine", hint).of("hosts"))
+    try:
+        startup.agree(crew, wanted)
+    except LaunchError as error:
+        return [*found, refused("connections", str(error), "open the firewall between them").of("hosts")]
+    return [*found, good("connections", f"each of {len(crew.nodes)} hosts reaches all others").of("hosts")]
+
+
+def _link(node: Node) -> float:
+    """Bits per second of the card that is used; 0 where it does not tell."""
+    speeds = [entry["speed"] for entry in node.report["addresses"] if entry["address"] == node.address]
+    return 1e6 * max(speeds, default=0)
+
+
+def _orders(nodes: Sequence[Node], asked: Asked) -> list[Order]:
+    """For each host; none where some have no address for the others."""
+    if len(nodes) < 2 or not all(node.address for node in nodes):
+        return []
+    addresses = [(node.address, node.report["port"]) for node in nodes]
+    token = os.urandom(TOKEN_BYTES).hex()
+    return [Order(index=index, addresses=addresses, token=token, speed=asked.full) for index in range(len(nodes))]
+
+
+def _results(crew: Crew, asked: Asked, job: str) -> tuple[dict[Node, list[Check]], list[Way]]:
+    """What the checks say on each host, and what goes between them, by their places in the crew."""
+    orders = _orders(crew.nodes, asked)
+    peers = dict.fromkeys(name for node in crew.nodes for name in (node.name, node.address) if name and orders)
+    asked = replace(asked, peers=tuple(peers))
+    seconds = longest(asked) + SPARE_SECONDS + max((order.seconds for order in orders), default=0.0)
+    outs: dict[Node, bytes] = dict.fromkeys(crew.nodes, b"")
+    errors: dict[Node, str] = {}
+    waiting = set(crew.nodes)
+    for rank, node in enumerate(crew.nodes):
+        command = [node.report["executable"], "-m", "dadt_cli.check_env", json.dumps(asked.to_dict())]
+        command += [json.dumps(order.to_dict()) for order in orders[rank : rank + 1]]
+        worker = {"rank": rank, "local_rank": 0, "command": command, "env": {"DADT_JOB": job, "DADT_THREADS": ""}}
+        node.ranks = frozenset([rank])
+        crew.send(
+            node, Frame("job", {"job": job, "env": {}, "workers": [worker], "cwd": "/", "adopt": 0.0, "secret": ""})
+        )
+    deadline = time.monotonic() + seconds
+    while waiting and (now := time.monotonic()) < deadline:
+        for node, frame in crew.turn(deadline - now):
+            if frame.kind == "out" and len(outs[node]) < OUT_LIMIT:
+                outs[node] += frame.body
+            elif frame.kind == "err":
+                errors[node] = last_line(frame.body) or errors.get(node, "")
+            elif frame.kind in ("lost", "unstarted"):
+                errors[node] = frame["message"]
+            if frame.kind in ("lost", "end"):
+                waiting.discard(node)
+    late = f"no answer within {seconds:.0f} s"
+    checks: dict[Node, list[Check]] = {}
+    ways: list[Way] = []
+    for node in crew.nodes:
+        checks[node], seen = _parsed(outs[node], late if node in waiting else errors.get(node, "no result"))
+        ways += seen
+    return checks, ways
+
+
+def _parsed(out: bytes, error: str) -> tuple[list[Check], list[Way]]:
+    try:
+        told = json.loads(out)
+        return [Check(**fields) for fields in told["checks"]], [Way(**fields) for fields in told["ways"]]
+    except (ValueError, TypeError, KeyError):  # nothing, or what another version of DADT says
+        return [fail("checks", error, "run dadt check-env on that host").of("hosts")], []
+
+
+def differences(hosts: Mapping[str, Sequence[Check]]) -> list[Check]:
+    """What must, or should, be the same on all hosts that could be checked, and is not."""
+    told = {
+        host: {f"{check.subject} {check.name}": check for check in checks if check.alike}
+        for host, checks in hosts.items()
+        if is_checked(checks)
+    }
+    found = []
+    for name in dict.fromkeys(name for checks in told.values() for name in checks):
+        owners: dict[str, list[str]] = {}
+        for host, checks in told.items():
+            owners.setdefault(checks[name].value if name in checks else ABSENT, []).append(host)
+        if len(owners) > 1:
+            listed = "; ".join(f"{value} on {', '.join(names)}" for value, names in owners.items())
+            alike = next(checks[name].alike for checks in told.values() if name in checks)
+            verdict = WARN if ABSENT in owners else alike
+            found.append(Check(name=name, verdict=verdict, value=listed, hint=REMEDIES.get(name, SAME)).of("hosts"))
+    return found
+
+
+def is_checked(checks: Sequence[Check]) -> bool:
+    """Whether the host's own checks are among them."""
+    return any(check.subject in SUBJECTS for check in checks)
+
+
+def _typed(host: Host) -> str:
+    """As -H takes it, with one slot."""
+    name = f"[{host.name}]" if ":" in host.name else host.name
+    return f"{host.user}@{name}:1" if host.user else f"{name}:1"
+
+
+def _between(config: Config, hosts: Sequence[Host]) -> list[Check]:
+    """A real job over all hosts that answered: does it train, and how fast do bytes go?"""
+    if len(hosts) < 2:
+        return []
+    names = ",".join(_typed(host) for host in hosts)
+    settings: dict[str, Any] = {name: getattr(config, name) for name in REACHED_BY}
+    settings |= {"executor": "gloo", "workdir": "/"}
+    asked = Asked(full=True, hosts=len(hosts))
+    return [
+        training.train("training", asked, len(hosts), names, **settings).of("hosts"),
+        training.exchange("speed", len(hosts), names, **settings).of("hosts"),
+    ]

@@ -1,0 +1,116 @@
+"""What the kernel, a container or an administrator allows."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+from dadt.control import machine
+from dadt.control.job_folder import root
+from dadt.errors import LaunchError
+from dadt.launch.failure import size
+from dadt_cli.check_env import rdma
+from dadt_cli.check_env.check import Asked, Check, fail, good, refused, warn
+
+SHARED = Path("/dev/shm")
+LEAST_SHARED, ENOUGH_SHARED = 64 << 20, 1 << 30
+"""Docker gives 64 MiB, of which one batch of pictures takes most."""
+ENOUGH_FILES = 4096
+ENOUGH_PROCESSES = 1024
+LEAST_DISK = 1 << 30
+
+
+def checks(asked: Asked) -> Iterator[Check]:
+    yield _shared_memory()
+    yield _files()
+    yield _processes()
+    yield _locked_memory()
+    yield _core_files()
+    yield _folder()
+    yield _disk(Path(asked.cwd))
+
+
+def _shared_memory() -> Check:
+    hint = "docker run --shm-size=8g, or --ipc=host; Kubernetes: emptyDir of medium Memory. DataLoader workers need it"
+    if not SHARED.is_dir():
+        return fail("/dev/shm", "is not there", "mount a tmpfs there: DataLoader workers and NCCL need it")
+    found = os.statvfs(SHARED)
+    whole, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    value = f"{size(whole)}, {size(free)} free"
+    if not os.access(SHARED, os.W_OK):
+        return fail("/dev/shm", f"{value}, but not writable", "chmod 1777 /dev/shm")
+    if whole < LEAST_SHARED:
+        return fail("/dev/shm", value, hint)
+    if whole < ENOUGH_SHARED:
+        return warn("/dev/shm", value, hint)
+    if free < ENOUGH_SHARED:
+        return warn("/dev/shm", value, "look into it, and remove what killed processes have left there")
+    return good("/dev/shm", value)
+
+
+def _files() -> Check:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < ENOUGH_FILES:
+        how = f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}"
+        if hard != resource.RLIM_INFINITY and hard <= soft:
+            how = "docker run --ulimit nofile=65536, or nofile in /etc/security/limits.conf"
+        return warn("open files", soft, f"{how}: many hosts, or DataLoader workers, need more")
+    return good("open files", _limit(soft))
+
+
+def _processes() -> Check:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    limits = [limit for limit in (soft, machine.process_limit()) if limit > 0]
+    least = min(limits, default=0)
+    if least and least < ENOUGH_PROCESSES:
+        hint = "docker run --pids-limit 32768, or ulimit -u: each thread of torch counts"
+        return warn("processes", f"{least} processes and threads", hint)
+    return good("processes", f"{least} processes and threads" if least else "unlimited")
+
+
+def _locked_memory() -> Check:
+    """Which RDMA registers its buffers as, and nothing else here."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft != resource.RLIM_INFINITY and rdma.devices():
+        hint = "ulimit -l unlimited (docker run --ulimit memlock=-1): RDMA locks its buffers into memory"
+        return warn("locked memory", size(soft), hint)
+    return good(
+        "locked memory", "unlimited" if soft == resource.RLIM_INFINITY else f"{size(soft)} (only RDMA needs more)"
+    )
+
+
+def _core_files() -> Check:
+    """What a crashed worker leaves; a debugger reads them, and each is as large as its memory."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_CORE)
+    if soft == 0:
+        return good("core files", "none (ulimit -c unlimited, to look into a crash with gdb)")
+    return good("core files", "unlimited" if soft == resource.RLIM_INFINITY else f"up to {size(soft)}")
+
+
+def _folder() -> Check:
+    try:
+        path = root()
+    except LaunchError as error:
+        return refused("job folder", str(error), "remove it")
+    except OSError as error:
+        return fail("job folder", f"/tmp cannot be written ({error.strerror})", "make it writable: chmod 1777 /tmp")
+    if not os.access(path, os.W_OK):
+        return fail("job folder", f"{path} cannot be written", f"chmod 700 {path}")
+    return good("job folder", path)
+
+
+def _disk(cwd: Path) -> Check:
+    """Where a job's logs go, if not told otherwise."""
+    folder = cwd if cwd.is_dir() else Path("/tmp")
+    found = os.statvfs(folder)
+    free = found.f_bavail * found.f_frsize
+    value = f"{size(free)} free in {folder}"
+    return (
+        good("disk", value) if free >= LEAST_DISK else warn("disk", value, "make room, or give --log-dir DIR elsewhere")
+    )
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else str(value)

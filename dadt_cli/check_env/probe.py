@@ -1,0 +1,113 @@
+"""Runs the subjects of this host, each in a process of its own with its own time limit."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from dadt.launch.failure import last_line, signal_name
+from dadt_cli.check_env import SUBJECTS
+from dadt_cli.check_env.check import Asked, Check, fail
+
+AT_ONCE = 4
+KILL_SECONDS = 2.0
+SLOW = 3.0
+"""With `full`, a subject may take so many times as long."""
+
+
+def of_host(
+    asked: Asked,
+    seen: Callable[[str, list[Check]], None] = lambda subject, checks: None,
+    env: Mapping[str, str] = os.environ,
+) -> list[Check]:
+    """All subjects, in order. seen: is called by several threads as each one has ended."""
+    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+    # What takes long comes first.
+    for subject in sorted(SUBJECTS, key=lambda subject: -SUBJECTS[subject]):
+        waiting.put(subject)
+    found: dict[str, list[Check]] = {}
+
+    def work() -> None:
+        while True:
+            try:
+                subject = waiting.get_nowait()
+            except queue.Empty:
+                return
+            found[subject] = of_subject(subject, asked, env)
+            seen(subject, found[subject])
+
+    threads = [threading.Thread(target=work, name="dadt-check", daemon=True) for _ in range(AT_ONCE)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(longest(asked))
+    return [check for subject in SUBJECTS if subject in found for check in found[subject]]
+
+
+def longest(asked: Asked) -> float:
+    """Seconds after which `of_host` is over, whatever hangs."""
+    return (SLOW if asked.full else 1.0) * sum(SUBJECTS.values()) + KILL_SECONDS * len(SUBJECTS)
+
+
+def of_subject(subject: str, asked: Asked, env: Mapping[str, str] = os.environ) -> list[Check]:
+    """What it has found; a failed check where it did not come to its end."""
+    seconds = SUBJECTS[subject] * (SLOW if asked.full else 1.0)
+    command = [sys.executable, "-m", "dadt_cli.check_env", subject, json.dumps(asked.to_dict())]
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=dict(env),
+            cwd="/",  # python -m looks for modules in the current folder first, and there is the user's own
+            start_new_session=True,
+        )
+    except OSError as error:
+        hint = "raise the limit of processes (ulimit -u) or of memory"
+        return [fail("started", f"no process can be started ({error.strerror})", hint).of(subject)]
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired as late:
+        out, err = late.stdout or b"", late.stderr or b""
+        _kill(process)
+        how = f"no answer within {seconds:g} s"
+    else:
+        how = _ending(process.returncode)
+    lines = [line for line in out.splitlines(keepends=True) if line.endswith(b"\n")]  # the last may be half a line
+    checks = [_parse(line).of(subject) for line in lines]
+    if how:
+        words = last_line(err)
+        hint = f"{sys.executable} -m dadt_cli.check_env {subject} shows where it stays"
+        checks.append(fail("ended", f"{how}: {words}" if words else how, hint).of(subject))
+    return checks
+
+
+def _ending(code: int) -> str:
+    if code < 0:
+        return f"it was ended by signal {-code} ({signal_name(-code)})"
+    return f"it ended with code {code}" if code else ""
+
+
+def _parse(line: bytes) -> Check:
+    fields: dict[str, Any] = json.loads(line)
+    return Check(**fields)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """With what it has started; one that hangs in the kernel is left there."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(KILL_SECONDS)
+    for pipe in (process.stdout, process.stderr):
+        if pipe is not None:
+            pipe.close()

@@ -1,0 +1,83 @@
+"""Programs that help to look into a job which hangs, or to place it. None of them is needed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from dadt_cli.check_env.check import Asked, Check, good, warn
+
+TOOLS = {
+    "py-spy": ("--version", "pip install py-spy, to see where a process is that `dadt stacks` gets no answer from"),
+    "gdb": ("--version", "apt-get install gdb, to see where C++ or CUDA hangs, or why a worker crashed"),
+}
+"""How each tells its version, and how to get it and for what."""
+ANSWER_SECONDS = 5.0
+NODES = Path("/sys/devices/system/node")
+SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
+CAP_SYS_PTRACE = 19
+NOBODY = 3
+"""Of ptrace_scope: not even root may attach, until the next boot."""
+
+
+def checks(asked: Asked) -> Iterator[Check]:
+    for name, (flag, hint) in TOOLS.items():
+        yield _tool(name, flag, hint)
+    yield _numactl()
+    yield _ptrace()
+
+
+def _tool(name: str, flag: str, hint: str) -> Check:
+    beside = Path(sys.executable).with_name(name)
+    path = shutil.which(name) or (str(beside) if os.access(beside, os.X_OK) else None)
+    if path is None:
+        return good(name, "none", hint)
+    try:
+        done = subprocess.run([path, flag], capture_output=True, text=True, timeout=ANSWER_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return warn(name, f"{path} cannot be run", f"install it again, or take it out of PATH; {hint}")
+    lines = (done.stdout or done.stderr).strip().splitlines()
+    if done.returncode:
+        reason = lines[-1] if lines else f"it ends with code {done.returncode}"
+        return warn(name, f"{path}: {reason}", f"install it again, or take it out of PATH; {hint}")
+    return good(name, f"{path} ({lines[0] if lines else 'no version'})")
+
+
+def _numactl() -> Check:
+    """Which has something to do where memory is nearer to some cores than to others."""
+    nodes = len(list(NODES.glob("node[0-9]*"))) or 1
+    memory = "one NUMA node" if nodes == 1 else f"{nodes} NUMA nodes"
+    path = shutil.which("numactl")
+    if path is not None:
+        return good("numactl", f"{path}, {memory}")
+    if nodes == 1:
+        return good("numactl", f"none, and {memory}: nothing to bind")
+    return good("numactl", f"none, {memory}", "apt-get install numactl, to keep a worker and its memory on one node")
+
+
+def _ptrace() -> Check:
+    """Whether a debugger may attach to a process of the same user (Linux, admin-guide/LSM/Yama)."""
+    try:
+        scope = int(SCOPE.read_text())
+    except FileNotFoundError:
+        return good("ptrace_scope", "not restricted: this kernel has no Yama")
+    if scope == 0:
+        return good("ptrace_scope", "0: debuggers may attach")
+    if scope >= NOBODY:
+        hint = "kernel.yama.ptrace_scope=1 in /etc/sysctl.d and a reboot, for py-spy and gdb; `dadt stacks` works"
+        return warn("ptrace_scope", f"{scope}: nobody may attach", hint)
+    if _has(CAP_SYS_PTRACE):
+        return good("ptrace_scope", f"{scope}, and this user may attach all the same")
+    hint = "sudo py-spy, sysctl -w kernel.yama.ptrace_scope=0, or docker run --cap-add SYS_PTRACE; `dadt stacks` works"
+    return warn("ptrace_scope", f"{scope}: py-spy and gdb may not attach to workers", hint)
+
+
+def _has(capability: int) -> bool:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) >> capability & 1)
+    return False

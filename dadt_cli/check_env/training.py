@@ -1,0 +1,121 @@
+"""Whether training is distributed here: a real job of two workers, which import nothing of DADT."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+from dadt.errors import DadtError
+from dadt.launch import environment
+from dadt_cli.check_env.check import Asked, Check, fail, good, refused, said, warn
+
+STEPS = 3
+MIB = 1 << 20
+EXCHANGED_MIB = 64
+ROUNDS = 7
+START_SECONDS = 90.0
+SETTINGS = {
+    "algorithm": "sync",
+    "inject": "auto",
+    "output": "errors",
+    "start_timeout": START_SECONDS,
+    "timeout": START_SECONDS,
+}
+HINT = "dadt run -np 2 with a script of yours says more; its logs, too"
+
+
+def checks(asked: Asked) -> Iterator[Check]:
+    if find_spec("torch") is None:
+        yield warn("two workers", "not tried: there is no torch", "install torch first")
+        return
+    if environment.needs_sitecustomize("auto", os.environ):
+        hint = "unset TORCH_DEVICE_BACKEND_AUTOLOAD, and take torch 2.5 or later: python -I ignores PYTHONPATH"
+        yield warn("injection", "by PYTHONPATH", hint)
+    else:
+        yield good("injection", "by torch's entry point")
+    # One GPU, or none, is enough for two workers whose tensors are the host's.
+    settings: dict[str, Any] = {"executor": "shm", "launcher": "local", "gpu_visibility": "all"}
+    yield train("two workers", asked, **settings)
+    if asked.full:
+        yield exchange("shared memory", 2, "", **settings)
+
+
+def train(name: str, asked: Asked, np: int = 2, hosts: str = "", **settings: Any) -> Check:
+    """Ranks that begin with other weights and read other data must end with the same weights."""
+    begin = time.monotonic()
+    weights = _job(name, _steps, np, hosts, settings)
+    if isinstance(weights, Check):
+        return weights
+    seconds = time.monotonic() - begin
+    if any(each != weights[0] for each in weights):
+        hint = "TORCH_DEVICE_BACKEND_AUTOLOAD=0? a sitecustomize of your own? try dadt run --inject sitecustomize"
+        return fail(name, f"trained each for itself: DADT did not get into them ({seconds:.1f} s)", hint)
+    return good(name, f"{np} workers trained to the same weights ({seconds:.1f} s in all)")
+
+
+def exchange(name: str, np: int, hosts: str, **settings: Any) -> Check:
+    """How fast they average."""
+    found = _job(name, _average, np, hosts, settings)
+    if isinstance(found, Check):
+        return found
+    seconds = max(found)
+    # What each rank sends at least of such an average (nccl-tests' busbw).
+    speed = 2 * (np - 1) / np * EXCHANGED_MIB * MIB / seconds
+    return good(name, f"{EXCHANGED_MIB} MiB are averaged in {1e3 * seconds:.1f} ms, {speed / 1e9:.2f} GB/s each way")
+
+
+def _job(name: str, function: Any, np: int, hosts: str, settings: dict[str, Any]) -> list[Any] | Check:
+    """What each rank returned, or why there is nothing."""
+    from dadt import run
+
+    with tempfile.TemporaryDirectory() as logs:
+        try:
+            return run(
+                function,
+                np=np,
+                hosts=hosts,
+                log_dir=logs,
+                **{**SETTINGS, **settings},
+            )
+        except DadtError as error:
+            return refused(name, str(error).strip().splitlines()[0], HINT)
+        except Exception as error:  # noqa: BLE001 (a worker's own, as from a torch that cannot be imported)
+            return fail(name, said(error), HINT)
+
+
+def _steps() -> list[float]:
+    """In a worker: a script as people write it."""
+    import torch
+
+    torch.manual_seed(int(os.environ["DADT_RANK"]))
+    model = torch.nn.Linear(16, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.randn(8, 16)).square().mean().backward()
+        optimizer.step()
+    return [float(value) for value in model.weight.detach().flatten()]
+
+
+def _average() -> float:
+    """In a worker: the median seconds of an average."""
+    import statistics
+
+    import torch
+
+    import dadt
+
+    dadt.init()
+    tensor = torch.ones(EXCHANGED_MIB * MIB // 4)
+    times = []
+    for _ in range(ROUNDS):
+        dadt.barrier()
+        begin = time.perf_counter()
+        dadt.all_reduce_(tensor, name="check-env")
+        times.append(time.perf_counter() - begin)
+    dadt.shutdown()
+    return statistics.median(times)
