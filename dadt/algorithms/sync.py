@@ -24,6 +24,8 @@ class Sync(Algorithm):
 
     wants_gradients = True
 
+    attachment: Attachment
+
     def __init__(self, attachment: Attachment) -> None:
         super().__init__(attachment)
         self._overlap = Overlap()

@@ -49,7 +49,7 @@ class Entry:
                 self._modules.forward_begins(module)
                 with self._modules.runtime.window.amid(), self._modules.wrappers.quiet():
                     return call(*args, **kwargs)
-        look = self._modules.runtime.window.look(self._modules.attachments(module))
+        look = self._modules.runtime.window.look([a.prediction for a in self._modules.attachments(module)])
         with look, self._modules.wrappers.quiet():
             return call(*args, **kwargs)
 
@@ -326,7 +326,7 @@ def _show_copies(runtime: Runtime) -> None:
     def patched_update(self: AveragedModel, model: nn.Module) -> None:
         for m in model.modules():
             runtime.buffers.show(m)
-        with runtime.window.look(runtime.attachments):  # between a backward and its step, too
+        with runtime.window.look([a.prediction for a in runtime.attachments]):  # between a backward and its step, too
             update(self, model)
 
     AveragedModel.update_parameters = patched_update  # type: ignore[method-assign]

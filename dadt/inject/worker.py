@@ -8,6 +8,7 @@ import sys
 
 import torch
 
+from dadt import algorithms
 from dadt import world as environment
 from dadt.comm.peer_deaths import Abort
 from dadt.comm.rendezvous.store_client import Forum
@@ -42,7 +43,7 @@ def start(world: World, *, explicit: bool = False) -> None:
         world = control.world
     if control is not None:
         control.hello(torch=torch.__version__)
-    runtime = Runtime(world, config, control)
+    runtime = Runtime(world, config, control, algorithms.find)
     if control is not None:
         failure.install(control, lambda: runtime.step)
     modules = module.Modules(runtime)

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from dadt.train.attachment import Attachment
+from dadt.train.exchange.exchange import Exchange
+from dadt.train.exchange.lane import Lane
+from dadt.train.restored import Arrived, Trained
+
+
+class Attached(Trained, Protocol):
+    """One optimizer, as an algorithm sees it: the table in docs/extending.md."""
+
+    step: int
+    """Steps that it has taken."""
+    warmup_steps: int
+
+    def new_exchange(self, *, again: bool = False) -> Exchange: ...
+
+    def close(self, exchange: Exchange, *, growth: int = 0, redo: bool = False, value: float = 0.0) -> None: ...
+
+    def wait(self, exchange: Exchange | Arrived) -> list[Lane]: ...
+
+    def agree(self, lanes: list[Lane], exchange: Exchange | Arrived) -> None: ...
+
+    def deliver(self, exchange: Exchange | Arrived) -> None: ...
 
 
 class Algorithm(abc.ABC):
@@ -30,7 +49,7 @@ class Algorithm(abc.ABC):
     wants_gradients = False
     """Whether `gradient_ready` is to be called."""
 
-    def __init__(self, attachment: Attachment) -> None:
+    def __init__(self, attachment: Attached) -> None:
         self.attachment = attachment
 
     @property

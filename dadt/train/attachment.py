@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import weakref
 import zlib
+from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dadt import algorithms
 from dadt.errors import DadtError, Mismatch
 from dadt.train import prediction
-from dadt.train.buffers import buffer_of
+from dadt.train.algorithm import Algorithm
+from dadt.train.buffers import Buffers, buffer_of
 from dadt.train.exchange import fingerprint
 from dadt.train.exchange.exchange import Exchange, Schema
 from dadt.train.exchange.lane import Lane, any_flags, pack_flags
 from dadt.train.measure import Measure
 from dadt.train.param_groups import group_values
-
-if TYPE_CHECKING:
-    from dadt.train.checkpoint import Arrived
-    from dadt.train.runtime import Runtime
+from dadt.train.peers import Peers
+from dadt.train.restored import Arrived
+from dadt.train.window import Window
 
 _FINGERPRINTED_STEPS = 20
 """At first: gradients, which are to differ."""
@@ -31,20 +31,55 @@ _EVERY = 64
 """Steps between two looks at what is not trained, which is not to differ."""
 
 
+class Owner(Protocol):
+    """What an attachment and its algorithm ask of the runtime beside its peers."""
+
+    buffers: Buffers
+    window: Window
+    on_end: list[Callable[[], None]]
+    """Called when the script has ended, whatever has become of its optimizers: as added, the same on all ranks."""
+    on_stop: list[Callable[[], None]]
+    """Called last, also after a failure."""
+
+    @property
+    def algorithm(self) -> type[Algorithm]: ...
+
+    @property
+    def together(self) -> bool: ...
+
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]: ...
+
+    @property
+    def attachments(self) -> Sequence[Attachment]: ...
+
+    def root_modules(self, optimizer: torch.optim.Optimizer) -> list[nn.Module]: ...
+
+    def adopt(self, attachment: Attachment, *, weights: bool) -> None: ...
+
+    def follow_groups(self, attachment: Attachment) -> None: ...
+
+    def take_over(self, attachment: Attachment) -> None: ...
+
+    def join(self, attachment: Attachment) -> None: ...
+
+
 class Attachment:
     """Made when the runtime attaches an optimizer; every rank attaches the same ones in the same order."""
 
-    def __init__(self, runtime: Runtime, optimizer: torch.optim.Optimizer, index: int) -> None:
+    def __init__(self, runtime: Peers, owner: Owner, optimizer: torch.optim.Optimizer, index: int) -> None:
+        """runtime, owner: the same, by what is asked of it."""
         self.runtime = runtime
+        self.owner = owner
         self._optimizer = weakref.ref(optimizer)
         self.index = index
         self.step = 0
         self.has_closure = False
         self.warmup_steps = runtime.config.warmup_steps
-        self.compression = runtime.config.compression if runtime.together else "none"
+        self.compression = runtime.config.compression if owner.together else "none"
         """Of gradients."""
         self.measure = Measure()
-        self._modules = _below(runtime.root_modules(optimizer))
+        self._modules = _below(owner.root_modules(optimizer))
         self._candidates: list[tuple[nn.Module, str, torch.Tensor]] = []
         self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         """Parameters that all ranks have from rank 0."""
@@ -81,7 +116,7 @@ class Attachment:
         self.prediction = prediction.choose(runtime.config, optimizer, self.parameters, runtime.world.world_size)
         # Collected between forward and step, it must not leave its prediction in the weights.
         weakref.finalize(optimizer, self.prediction.undo).atexit = False
-        self.algorithm = algorithms.find(runtime.config.algorithm)(self)
+        self.algorithm = owner.algorithm(self)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -111,7 +146,7 @@ class Attachment:
     @property
     def overlaps(self) -> bool:
         """Buckets may be launched from backward: with several optimizers their order could differ between ranks."""
-        return not self.has_closure and len(self.runtime.optimizers) == 1 and not self.consumed
+        return not self.has_closure and len(self.owner.optimizers) == 1 and not self.consumed
 
     # The parts that are exchanged ------------------------------------------------------------------------------
 
@@ -141,19 +176,18 @@ class Attachment:
         )
 
     def buffers(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
-        return self.runtime.buffers.of(self.modules) if self.runtime.config.buffers else []
+        return self.owner.buffers.of(self.modules) if self.runtime.config.buffers else []
 
     def start(self) -> None:
         """From rank 0's state, on all ranks: parameters (frozen ones, too), buffers, optimizer state."""
         optimizer = self.optimizer
         if self.runtime.config.broadcast:
             self.algorithm.starting()
-        self.runtime.adopt(self, weights=self.runtime.config.broadcast)
-        self.runtime.checkpoints.spread(self)
+        self.owner.join(self)
         for p in _listed(optimizer):
             self._known[p] = True
         if self.runtime.config.buffers:
-            self._candidates = self.runtime.buffers.watch(self.modules)
+            self._candidates = self.owner.buffers.watch(self.modules)
         self.refresh()
         self.algorithm.started()
 
@@ -172,9 +206,9 @@ class Attachment:
             return
         if self.runtime.config.broadcast:
             self.runtime.broadcast([p.data for p in new], f"late weights{self.name}")
-        self._modules = _below(self.runtime.root_modules(optimizer))
+        self._modules = _below(self.owner.root_modules(optimizer))
         if self.runtime.config.buffers:
-            self._candidates += self.runtime.buffers.watch(m for m in self.modules if m not in self.runtime.buffers)
+            self._candidates += self.owner.buffers.watch(m for m in self.modules if m not in self.owner.buffers)
 
     def settle_buffers(self) -> None:
         """A training forward has run: buffers that it changed on any rank are averaged from now on."""
@@ -189,7 +223,7 @@ class Attachment:
         flags = any_flags(work.lanes, 2 * len(pairs))
         for (m, n, _), change, reshape in zip(self._candidates, flags[: len(pairs)], flags[len(pairs) :], strict=True):
             if change and not reshape:
-                self.runtime.buffers.add(m, n)
+                self.owner.buffers.add(m, n)
         self._candidates = []
 
     def refresh(self) -> None:
@@ -271,9 +305,9 @@ class Attachment:
             return
         self.stepping = False
         self.welcome()
-        if self.step > 0 and self.runtime.together:
+        if self.step > 0 and self.owner.together:
             self.settle_buffers()
-        self.runtime.take_over(self)
+        self.owner.take_over(self)
         if len(self.prediction.given) != len(parameters := self.parameters):
             self.prediction.follow(parameters)
         if self.algorithm.tracks:
@@ -300,7 +334,7 @@ class Attachment:
         self.stepping = True
         if self._follows and self.algorithm.averages:
             # Here, where no exchange is open and the script sets nothing any more before the step.
-            self.runtime.follow_groups(self)
+            self.owner.follow_groups(self)
         if self.algorithm.holds:
             self._held = [(p, p.grad) for p in self.parameters]
             for p, _ in self._held:
@@ -318,7 +352,7 @@ class Attachment:
         """All ranks left the step out: by the gradient scaler, or by the script from the averages' norm."""
         self.prediction.forget()
         self._end_step()
-        self.runtime.window.stepped()
+        self.owner.window.stepped()
 
     def _end_step(self) -> None:
         self.algorithm.after_step()
@@ -407,7 +441,7 @@ class Attachment:
             return fingerprint.of_gradient(self.parameters)
         if number % _EVERY == 0 and self.algorithm.predicts:
             # What another optimizer trains may be frozen for now, and predicted.
-            others = [p for o in self.runtime.optimizers if o is not self.optimizer for p in _listed(o)]
+            others = [p for o in self.owner.optimizers if o is not self.optimizer for p in _listed(o)]
             return fingerprint.of_untrained(self.modules, others)
         return 0
 
@@ -434,7 +468,7 @@ class Attachment:
             for p in self._schema.parameters:
                 if id(p) not in averaged:
                     p.grad = None
-        self.runtime.buffers.update(exchange.places, exchange.averaged_buffers())
+        self.owner.buffers.update(exchange.places, exchange.averaged_buffers())
 
     # Agreement -------------------------------------------------------------------------------------------------
 
@@ -465,7 +499,7 @@ class Attachment:
             " scheduler loaded on rank 0 alone: rank 0's are used on all",
             level="warning",
         )
-        self.runtime.adopt(self, weights=weights)
+        self.owner.adopt(self, weights=weights)
 
     def _warn_identical(self, lanes: list[Lane]) -> None:
         prints = {lane.fingerprint for lane in lanes}

@@ -8,19 +8,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import nn
 
-from dadt.train.exchange.exchange import hand_out
-from dadt.train.exchange.lane import Lane
-
-if TYPE_CHECKING:
-    from dadt.train.attachment import Attachment
-    from dadt.train.exchange.background import Wait
-    from dadt.train.exchange.exchange import Exchange
-    from dadt.train.runtime import Runtime
+from dadt.train.attachment import Attachment
+from dadt.train.buffers import Buffers
+from dadt.train.peers import Peers
+from dadt.train.restored import by_index, by_parameter, numbers_of, places_of
 
 KEY = "dadt"
 """In the dict that optimizer.state_dict() gives."""
@@ -38,6 +33,21 @@ class Randomness(Protocol):
     def load_state(self, shared: dict[str, Any], own: dict[str, Any] | None, *, seeded_anew: bool) -> None: ...
 
 
+class Owner(Protocol):
+    """What checkpoints ask of the runtime beside its peers."""
+
+    left_alone: weakref.WeakSet[torch.optim.Optimizer]
+    buffers: Buffers
+
+    @property
+    def attachments(self) -> Sequence[Attachment]: ...
+
+    @property
+    def script_is_distributed(self) -> bool: ...
+
+    def attached(self, optimizer: torch.optim.Optimizer) -> Attachment | None: ...
+
+
 class Checkpoints:
     """Saves and loads for all optimizers of one runtime.
 
@@ -48,8 +58,10 @@ class Checkpoints:
     that does may ask on rank 0 alone: there nothing gives way, and the same is equal but for rounding.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Peers, owner: Owner) -> None:
+        """runtime, owner: the same, by what is asked of it."""
         self._runtime = runtime
+        self._owner = owner
         self.streams: Randomness | None = None
         self._loaded: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[str, Any]] = weakref.WeakKeyDictionary()
         """What the script has loaded, until training goes on from it."""
@@ -69,11 +81,11 @@ class Checkpoints:
     @torch.inference_mode(False)
     def save(self, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         """What goes with the optimizer's state. Waits for the exchange in flight; raises CommError."""
-        if self._aside or self._runtime.alone or optimizer in self._runtime.left_alone:
+        if self._aside or self._runtime.alone or optimizer in self._owner.left_alone:
             return None
         if optimizer in self._loaded:
             return self._loaded[optimizer]
-        a = self._runtime.attached(optimizer)
+        a = self._owner.attached(optimizer)
         if a is None:
             return None
         self._count(a)
@@ -81,12 +93,12 @@ class Checkpoints:
         state: dict[str, Any] = {}
         if self._runtime.engine.error is None:
             state = a.algorithm.state()
-            if a.algorithm.identical and not self._runtime.script_is_distributed:
+            if a.algorithm.identical and not self._owner.script_is_distributed:
                 self._join(a, state)
                 a.schema.forget_residuals()
         else:  # a last checkpoint, after a failure that every exchange ends with
             self._runtime.say("saved after a failure: without the gradients in flight", level="warning")
-        indices = _indices(a.optimizer)
+        indices = numbers_of(a.optimizer)
         return {
             "version": VERSION,
             "algorithm": self._runtime.config.algorithm,
@@ -94,7 +106,7 @@ class Checkpoints:
             "rank": self._runtime.world.rank,
             "step": a.step,
             "state": state,
-            "prediction": {key: _by_index(value, indices) for key, value in a.prediction.state().items()},
+            "prediction": {key: by_index(value, indices) for key, value in a.prediction.state().items()},
             "random": self.streams.state() if self.streams is not None else {},
         }
 
@@ -138,7 +150,7 @@ class Checkpoints:
 
     def resume(self) -> None:
         """Training goes on: from what was loaded, if anything was."""
-        for a in self._runtime.attachments if self._loaded else ():
+        for a in self._owner.attachments if self._loaded else ():
             if a.alive and (part := self._loaded.pop(a.optimizer, None)) is not None:
                 self._resume(a, part)
 
@@ -154,10 +166,10 @@ class Checkpoints:
             self._runtime.say(
                 f"the checkpoint is one of {part['world_size']} ranks: {size} go on from it at step {part['step']}"
             )
-        parameters = list(_indices(a.optimizer))
-        prediction = {key: _by_parameter(value, parameters) for key, value in part["prediction"].items()}
+        parameters = list(numbers_of(a.optimizer))
+        prediction = {key: by_parameter(value, parameters) for key, value in part["prediction"].items()}
         of_tensors = [value for value in prediction.values() if isinstance(value, dict)]
-        of_tensors.append(_by_parameter(a.algorithm.by_parameter(part["state"]), parameters))
+        of_tensors.append(by_parameter(a.algorithm.by_parameter(part["state"]), parameters))
         if any(t.shape != p.shape for value in of_tensors for p, t in value.items()):
             self._runtime.say("the checkpoint is one of another model: training begins with a warm-up")
             return
@@ -178,117 +190,15 @@ class Checkpoints:
     def _join(self, a: Attachment, state: dict[str, Any]) -> None:
         """What is the rank's own becomes what all ranks have in common: buffers their newest average, and what is
         expected of the gradients in flight these themselves."""
-        buffers = self._runtime.buffers
+        buffers = self._owner.buffers
         flights = state.get("in_flight", ())
         if flights:
-            places = _places(a)
+            places = places_of(a)
             for i, value in flights[-1]["buffers"].items():
                 if i < len(places):
                     module, name = places[i]
                     buffers.join(module, name, value)
-            averages = _by_parameter(flights[-1]["gradients"], list(_indices(a.optimizer)))
+            averages = by_parameter(flights[-1]["gradients"], list(numbers_of(a.optimizer)))
             a.prediction.join(averages, flights[-1]["scale"])
         else:
             buffers.join_official(a.modules)
-
-
-class Arrived:
-    """An averaging that was over when the checkpoint was taken; stands for its Exchange."""
-
-    def __init__(self, attachment: Attachment, state: dict[str, Any]) -> None:
-        """state: what `flight` gave."""
-        parameters = list(_indices(attachment.optimizer))
-        self._parameters = attachment.parameters
-        self._gradients = [
-            (p, g.to(p.device, copy=True)) for i, g in state["gradients"].items() if (p := parameters[i]).requires_grad
-        ]
-        places = _places(attachment)
-        self._buffers = {places[i]: b.clone() for i, b in state["buffers"].items() if i < len(places)}
-        self._norm = state["norm"]
-        self.value = state["value"]
-        self.scale = state["scale"]
-        self.schema = attachment.schema
-        self.name = f"the checkpoint's gradient{attachment.name}"
-        self.number = -1
-        self.seconds = 0.0
-        self.halfway = False
-
-    def wait(self, wait: Wait) -> list[Lane]:
-        return [Lane(self.schema.crc, 0, 0, 0, 0, False, 1.0, self.value)]
-
-    def go_on(self, wait: Wait) -> None:
-        """Nothing is left of it."""
-
-    def learn(self) -> None:
-        """What it has taught compression was forgotten with the checkpoint."""
-
-    def norm(self) -> torch.Tensor:
-        return torch.tensor(self._norm, dtype=torch.float64, device="cpu")
-
-    def deliver(self, ratio: torch.Tensor | float | None = None) -> None:
-        hand_out(self._parameters, self._gradients, ratio)
-
-    def averaged_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return self._gradients
-
-    @property
-    def places(self) -> list[tuple[nn.Module, str]]:
-        return list(self._buffers)
-
-    def averaged_buffers(self) -> list[torch.Tensor]:
-        return list(self._buffers.values())
-
-
-def flight(attachment: Attachment, exchange: Exchange | Arrived) -> dict[str, Any]:
-    """What an exchange in flight brings, once it is there: all ranks have launched it. Raises CommError."""
-    lanes = exchange.wait(attachment.runtime.wait)
-    indices = _indices(attachment.optimizer)
-    places = {place: i for i, place in enumerate(_places(attachment))}
-    buffers = zip(exchange.places, exchange.averaged_buffers(), strict=True)
-    return {
-        "gradients": {indices[p]: _kept(g) for p, g in exchange.averaged_gradients() if p in indices},
-        "buffers": {places[place]: _kept(b) for place, b in buffers if place in places},
-        "norm": float(exchange.norm()),
-        "value": max((lane.value for lane in lanes), default=0.0),
-        "scale": exchange.scale,
-    }
-
-
-def flights(attachment: Attachment, exchanges: Sequence[Exchange | Arrived]) -> list[dict[str, Any]]:
-    """The same of several, oldest first; none where the second half has to be begun by all ranks together."""
-    if any(exchange.halfway for exchange in exchanges):
-        attachment.runtime.say(
-            "a checkpoint leaves out the gradient in flight: on a GPU --compression powersgd ends it in a step"
-        )
-        return []
-    return [flight(attachment, exchange) for exchange in exchanges]
-
-
-def _by_index(value: Any, indices: dict[torch.Tensor, int]) -> Any:
-    """Tensors by their parameters' numbers, on the host; what is no such mapping as it is."""
-    return {indices[p]: _kept(t) for p, t in value.items() if p in indices} if isinstance(value, dict) else value
-
-
-def _by_parameter(value: Any, parameters: Sequence[torch.Tensor]) -> Any:
-    """The other way round."""
-    if not isinstance(value, dict):
-        return value
-    return {parameters[i]: t for i, t in value.items() if i < len(parameters)}
-
-
-def _kept(tensor: torch.Tensor) -> torch.Tensor:
-    """On the host: a GPU that is nearly full must have no need of more for a checkpoint."""
-    return tensor.to("cpu", copy=True)
-
-
-def _indices(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, int]:
-    """Each parameter's number, which stands for it in the optimizer's state, too."""
-    every = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
-    return {p: i for i, p in enumerate(every)}
-
-
-def _places(attachment: Attachment) -> list[tuple[nn.Module, str]]:
-    """Module and name of each buffer that may be averaged, in the order of modules."""
-    return [
-        (m, n) for m in attachment.modules for n, b in m._buffers.items() if b is not None and b.is_floating_point()
-    ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dadt.errors import CommError, CommTimeout, Mismatch
@@ -10,7 +10,9 @@ from dadt.errors import CommError, CommTimeout, Mismatch
 if TYPE_CHECKING:
     from dadt._core import Work
     from dadt.comm.executors.device import Averaging
-    from dadt.train.runtime import Runtime
+    from dadt.comm.rendezvous.store_client import Forum
+    from dadt.config import Config
+    from dadt.control.agent_client import Control
 
 PATIENCE = 3.0
 """Seconds of waiting after which a rank looks where its peers are."""
@@ -19,31 +21,39 @@ PATIENCE = 3.0
 class Stall:
     """What becomes of one rank's waiting. Knows what the user has been told."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    def __init__(self, config: Config, rank: int, control: Control | Forum | None, warn: Callable[[str], None]) -> None:
+        self._config = config
+        self._rank = rank
+        self._control = control
+        self._warn = warn
         self._told: Work | Averaging | None = None
         """The user knows that this one is not done."""
 
-    def look(self, work: Work | Averaging, waited: float, timeout: CommTimeout, *, closing: bool) -> None:
-        """Raises where waiting on is in vain.
+    def look(
+        self,
+        work: Work | Averaging,
+        waited: float,
+        steps_before: int | None,
+        timeout: CommTimeout,
+        parameters: str,
+    ) -> None:
+        """Raises Mismatch or CommTimeout where waiting on is in vain.
 
-        waited: seconds so far. closing: the rank itself is at its end, where others are, too.
+        waited: seconds so far. steps_before: that this rank had taken when it launched the work;
+        None: it is at its end, where others are, too. parameters: what the work moves, for the user.
         """
-        runtime = self._runtime
-        config, rank = runtime.config, runtime.world.rank
+        config, rank = self._config, self._rank
         peers = self._peers()
         who = _standing(peers)
         ended = [p for p in peers if str(p["said"]).startswith("has ended")]
         # One that went on after this rank has launched the work has launched it, too: its bytes are under way.
-        if not closing and any(p["step"] <= runtime.steps_before(work) for p in ended):
-            self._give_up()
+        if steps_before is not None and any(p["step"] <= steps_before for p in ended):
             raise Mismatch(f"rank {rank} is in {work.name}, {who}: the ranks do not run the same steps")
         if waited > config.timeout:
-            self._give_up()
             raise CommTimeout(f"waited {waited:.0f} s in {work.name}: {who}") from timeout
         if waited > config.stall_warning and work is not self._told:
             self._told = work
-            self._tell(f"rank {rank} waits in {work.name}{self._parameters_of(work)}: {who}", timeout)
+            self._tell(f"rank {rank} waits in {work.name}{parameters}: {who}", timeout)
 
     def overdue(self, work: Work | Averaging, waited: float, error: CommError) -> None:
         """Raises CommTimeout that says where the peers are, where the error is an executor's own deadline."""
@@ -51,32 +61,16 @@ class Stall:
             raise CommTimeout(f"waited {waited:.0f} s in {work.name}: {_standing(self._peers())}") from error
 
     def _peers(self) -> list[dict[str, Any]]:
-        control, rank = self._runtime.control, self._runtime.world.rank
-        return [p for p in control.peers() if p["rank"] != rank] if control else []
-
-    def _give_up(self) -> None:
-        self._runtime.engine.abort(f"rank {self._runtime.world.rank} gave up waiting")
+        return [p for p in self._control.peers() if p["rank"] != self._rank] if self._control else []
 
     def _tell(self, text: str, timeout: CommTimeout) -> None:
         """What the user wants to happen where a peer does not come for long."""
-        config, control = self._runtime.config, self._runtime.control
+        config = self._config
         if config.on_stall == "abort":
-            self._give_up()
             raise CommTimeout(f"{text}; waited {config.stall_warning:g} s (--on-stall abort)") from timeout
-        self._runtime.say(text, level="warning")
-        if config.on_stall == "dump" and control is not None:
-            control.dump()
-
-    def _parameters_of(self, work: Work | Averaging) -> str:
-        """The names of what an exchange's work moves, as far as known: " (fc.weight and 3 more)"."""
-        roots = self._runtime.roots.values()
-        modules = [m for refs in roots for ref in refs if (m := ref()) is not None]
-        names = {id(p): name for module in modules for name, p in module.named_parameters()}
-        for exchange in self._runtime.in_flight:
-            known = [names[id(t)] for t in exchange.tensors_of(work) if id(t) in names]
-            if known:
-                return f" ({known[0]}" + (f" and {len(known) - 1} more)" if known[1:] else ")")
-        return ""
+        self._warn(text)
+        if config.on_stall == "dump" and self._control is not None:
+            self._control.dump()
 
 
 def _standing(peers: Sequence[Mapping[str, Any]]) -> str:

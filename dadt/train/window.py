@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from dadt.train.attachment import Attachment
-    from dadt.train.runtime import Runtime
+from dadt.train.prediction.base import Prediction
 
 
 class Window:
     """Counts what is under way on the training thread; other threads change nothing."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    def __init__(self, predictions: Callable[[], Sequence[Prediction]], on_training_thread: Callable[[], bool]) -> None:
+        """predictions: of all optimizers that train. on_training_thread: whether the caller is."""
+        self._predictions = predictions
+        self._on_training_thread = on_training_thread
         self._passes = 0
         """Training forwards and backwards under way."""
         self._backwards = 0
@@ -29,8 +28,8 @@ class Window:
         optimizers."""
         self._stepped = self._passes > 0
         if not self._stepped:
-            for attachment in self._runtime.attachments:
-                attachment.prediction.suspend()
+            for prediction in self._predictions():
+                prediction.suspend()
 
     @property
     def in_backward(self) -> bool:
@@ -39,7 +38,7 @@ class Window:
     @contextmanager
     def amid(self) -> Iterator[None]:
         """A training forward, or a backward: weights stay as they are, also where an optimizer steps in its midst."""
-        here = self._runtime.on_training_thread
+        here = self._on_training_thread()
         self._passes += here
         try:
             yield
@@ -53,11 +52,11 @@ class Window:
         """Through the weights that its forward saw, though another optimizer has stepped since, as in the training of
         GANs."""
         mine = []
-        if not self._looks and self._runtime.on_training_thread:
-            mine = [a.prediction for a in self._runtime.attachments if a.prediction.suspended]
+        if not self._looks and self._on_training_thread():
+            mine = [prediction for prediction in self._predictions() if prediction.suspended]
         for prediction in mine:
             prediction.resume()
-        here = self._runtime.on_training_thread
+        here = self._on_training_thread()
         self._backwards += here
         try:
             with self.amid():
@@ -68,10 +67,10 @@ class Window:
                 prediction.suspend()
 
     @contextmanager
-    def look(self, attachments: Sequence[Attachment]) -> Iterator[None]:
+    def look(self, predictions: Sequence[Prediction]) -> Iterator[None]:
         """A forward that trains nothing: at true weights, also what it differentiates inside."""
-        here = self._runtime.on_training_thread
-        mine = [a.prediction for a in attachments if a.prediction.applied]
+        here = self._on_training_thread()
+        mine = [prediction for prediction in predictions if prediction.applied]
         for prediction in mine:
             prediction.suspend()
         self._looks += here

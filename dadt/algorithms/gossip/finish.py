@@ -11,13 +11,13 @@ from dadt.errors import CommError, CommTimeout
 
 if TYPE_CHECKING:
     from dadt.comm.executors.base import Transit
-    from dadt.train.runtime import Runtime
+    from dadt.train.peers import Peers
 
 _PATIENCE = 3.0
 """Seconds of waiting after which a rank looks how far its peers are."""
 
 
-def await_all(runtime: Runtime, tag: int) -> None:
+def await_all(runtime: Peers, tag: int) -> None:
     """Until all ranks have come here. As long as any of them makes steps, it is waited for.
 
     Over mail, not the engine: an operation of that has a deadline from its first rank on. Raises CommTimeout that says
@@ -34,7 +34,7 @@ def await_all(runtime: Runtime, tag: int) -> None:
     _wait(runtime, [mail.send(note[:1], peer, tag) for peer in peers])
 
 
-def _wait(runtime: Runtime, transits: list[Transit]) -> None:
+def _wait(runtime: Peers, transits: list[Transit]) -> None:
     config = runtime.config
     known = _peers(runtime)
     begun = moved = monotonic()
@@ -53,7 +53,7 @@ def _wait(runtime: Runtime, transits: list[Transit]) -> None:
                 runtime.say(f"rank {runtime.world.rank} has ended and waits for the others: {who}", level="warning")
 
 
-def _done(runtime: Runtime, transit: Transit) -> bool:
+def _done(runtime: Peers, transit: Transit) -> bool:
     try:
         transit.wait(_PATIENCE)
     except CommTimeout:
@@ -65,6 +65,6 @@ def _done(runtime: Runtime, transit: Transit) -> bool:
     return True
 
 
-def _peers(runtime: Runtime) -> list[tuple[int, str, str]]:
+def _peers(runtime: Peers) -> list[tuple[int, str, str]]:
     """Each rank, how far it has come by its own word, and how that is told, with what the kernel says of it."""
     return [(p["rank"], f"{p['said']}", f"{p['state']}") for p in runtime.control.peers()] if runtime.control else []

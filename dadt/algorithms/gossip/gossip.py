@@ -20,7 +20,7 @@ from dadt.train.algorithm import Algorithm
 
 if TYPE_CHECKING:
     from dadt.train.attachment import Attachment
-    from dadt.train.runtime import Runtime
+    from dadt.train.peers import Peers
 
 _Place = tuple[int, int]
 """Of a tensor: its address, and how many elements it has."""
@@ -42,6 +42,8 @@ class Gossip(Algorithm):
     identical = False
     together = False
 
+    attachment: Attachment
+
     def __init__(self, attachment: Attachment) -> None:
         super().__init__(attachment)
         runtime, tag = attachment.runtime, _TAG + 2 * attachment.index
@@ -58,8 +60,8 @@ class Gossip(Algorithm):
         # The optimizer may be collected long before the end, on each rank when it likes.
         weakref.finalize(attachment.optimizer, self._pairing.forsake).atexit = False
         end = End(runtime, weakref.ref(attachment), self._pairing, tag + 1)
-        runtime.on_end.append(end)
-        runtime.on_stop.append(self._pairing.stop)
+        attachment.owner.on_end.append(end)
+        attachment.owner.on_stop.append(self._pairing.stop)
 
     @property
     def exchanges(self) -> int:
@@ -78,7 +80,7 @@ class Gossip(Algorithm):
         """Those that no other optimizer averages: moved by two, they would go twice as far as their neighbours."""
         a = self.attachment
         taken: set[_Place] = set()
-        for other in a.runtime.attachments:
+        for other in a.owner.attachments:
             optimizer = other._optimizer() if other.index < a.index else None
             if optimizer is not None and cast("Gossip", other.algorithm)._is_busy:
                 taken.update(weights(optimizer))
@@ -92,7 +94,7 @@ class Gossip(Algorithm):
 class End:
     """What all ranks do at the end of the process, each when it is there."""
 
-    def __init__(self, runtime: Runtime, attachment: weakref.ref[Attachment], pairing: Pairing, tag: int) -> None:
+    def __init__(self, runtime: Peers, attachment: weakref.ref[Attachment], pairing: Pairing, tag: int) -> None:
         self._runtime = runtime
         self._attachment = attachment
         self._pairing = pairing

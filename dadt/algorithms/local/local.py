@@ -35,6 +35,8 @@ class Local(Algorithm):
 
     identical = False
 
+    attachment: Attachment
+
     def __init__(self, attachment: Attachment) -> None:
         super().__init__(attachment)
         config = attachment.runtime.config
@@ -48,7 +50,7 @@ class Local(Algorithm):
         """That this rank has taken alone."""
         self._trained: tuple[Any, ...] = ()
         self._end = End(attachment)
-        attachment.runtime.on_end.append(self._end)
+        attachment.owner.on_end.append(self._end)
 
     @property
     def averages(self) -> bool:
@@ -58,18 +60,18 @@ class Local(Algorithm):
         """What each rank has done alone with weights that other optimizers train or have trained would be lost: they
         average first."""
         a = self.attachment
-        others = [end for end in a.runtime.on_end if isinstance(end, End) and end.rounds]
+        others = [end for end in a.owner.on_end if isinstance(end, End) and end.rounds]
         if not others:
             return
         # Held: an optimizer that the script has dropped lives on as garbage, on some ranks only.
-        mine = {other.index: (other, other._optimizer()) for other in a.runtime.attachments if other.alive}
+        mine = {other.index: (other, other._optimizer()) for other in a.owner.attachments if other.alive}
         theirs = a.runtime.collect(f"local, optimizers before{a.name}", list(mine))
         for index in sorted(set(mine).intersection(*theirs)):
             algorithm = cast("Local", mine[index][0].algorithm)
             if algorithm is not self and algorithm._steps:
                 algorithm.settle()
         trained = {id(p) for end in others for ref in end.trained if (p := ref()) is not None}
-        modules = a.runtime.root_modules(a.optimizer)
+        modules = a.owner.root_modules(a.optimizer)
         every = dict.fromkeys([*a.parameters, *(p for module in modules for p in module.parameters())])
         known = [p for p in every if id(p) in trained]
         self._settle([self._fragment("weights of a new optimizer", known, Outer(1.0, 0.0))] if known else [])
@@ -113,7 +115,7 @@ class Local(Algorithm):
         self._settle(self._fragments.values())
         a.settle_buffers()
         if a.runtime.config.buffers:
-            buffers = [b for _, _, b in a.runtime.buffers.of(a.modules)]
+            buffers = [b for _, _, b in a.owner.buffers.of(a.modules)]
             self._settle([self._fragment("buffers", buffers, Outer(1.0, 0.0))])
 
     # Rounds ----------------------------------------------------------------------------------------------------
@@ -124,7 +126,7 @@ class Local(Algorithm):
         self._divide()
         for module in a.modules:
             # From here on a rank's statistics belong to its own weights; those of the last step would grow old.
-            a.runtime.buffers.forget(module)
+            a.owner.buffers.forget(module)
         if not a.runtime.config.broadcast:
             self._settle(self._fragments.values())
         a.runtime.say(self._sentence())

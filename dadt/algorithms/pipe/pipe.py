@@ -12,10 +12,10 @@ from dadt.algorithms.pipe.divergence import FACTOR, Divergence
 from dadt.algorithms.sync import Sync
 from dadt.config.config import predict_factors
 from dadt.train.algorithm import Algorithm
-from dadt.train.checkpoint import Arrived, flights
 from dadt.train.prediction.displacement import auto_factors, momentum_of
 from dadt.train.prediction.expectation import DAMPING, share_of
 from dadt.train.prediction.next_step import known
+from dadt.train.restored import Arrived, flights
 
 if TYPE_CHECKING:
     from dadt.train.attachment import Attachment
@@ -38,6 +38,8 @@ class Pipe(Algorithm):
     Once it is late, each rank watches the averages' norm. One that sees it blow up says so in the lane of its next
     exchange; when that exchange is applied, all ranks go back to synchronous steps, for good.
     """
+
+    attachment: Attachment
 
     def __init__(self, attachment: Attachment) -> None:
         super().__init__(attachment)
@@ -207,7 +209,7 @@ class Pipe(Algorithm):
         lanes = a.wait(exchange)
         a.agree(lanes, exchange)
         if _CHANGED in (alarm, *(lane.value for lane in lanes)):
-            a.runtime.adopt(a, weights=True)  # what ranks made of predicted weights may be in the true ones
+            a.owner.adopt(a, weights=True)  # what ranks made of predicted weights may be in the true ones
         a.deliver(exchange)
 
     def _deliver(self, exchange: Exchange | Arrived, late: bool) -> None:

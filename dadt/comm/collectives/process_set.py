@@ -88,7 +88,7 @@ class ProcessSet:
         config: Config,
         meet: Meet,
         deaths: Deaths,
-        dump: Callable[[], object] | None,
+        dump: Callable[[], None] | None,
     ) -> None:
         """world: this rank's place among `ranks`; None where it is none of them. dump: writes the stacks of all ranks
         of the job, where that can be."""

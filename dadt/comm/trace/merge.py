@@ -10,8 +10,9 @@ from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any
 
 from dadt.comm.trace.clock import Clock, align
-from dadt.comm.trace.recorder import HEAD, PART_HEAD, Timeline
+from dadt.comm.trace.recorder import Timeline
 from dadt.control import private_files
+from dadt.control.timeline_file import HEAD, PART_HEAD
 from dadt.errors import CommError
 
 if TYPE_CHECKING:

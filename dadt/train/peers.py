@@ -1,0 +1,224 @@
+"""This rank among its peers: what connects it with them, what they tell each other, and waiting for them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from dadt.comm import executors, plain
+from dadt.comm.bucket import DTYPES, split
+from dadt.comm.executors.mail import NoMail
+from dadt.comm.executors.meet import AllRanks, Meet
+from dadt.comm.peer_deaths import Abort, Deaths
+from dadt.comm.trace.recorder import Timeline
+from dadt.config import Config
+from dadt.errors import CommError, CommTimeout
+from dadt.train.exchange.background import Background
+from dadt.train.progress import Progress
+from dadt.train.stall import PATIENCE, Stall
+from dadt.world import World
+
+if TYPE_CHECKING:
+    from dadt._core import Engine, Work
+    from dadt.comm.executors.base import Connection, Mail
+    from dadt.comm.executors.device import Averaging, Device
+    from dadt.comm.rendezvous.store_client import Forum
+    from dadt.control.agent_client import Control
+
+
+class InFlight(Protocol):
+    """What may still be under way, and holds memory until it is done."""
+
+    @property
+    def works(self) -> Sequence[Work | Averaging]: ...
+
+    @property
+    def done(self) -> bool: ...
+
+    def tensors_of(self, work: Work | Averaging) -> Sequence[torch.Tensor]:
+        """The parameters whose gradients it moves; none if it is not one of these works."""
+
+
+class Peers:
+    """Every rank calls the methods that exchange in the same order, on the script's training thread."""
+
+    def __init__(self, world: World, config: Config, control: Control | Forum | None) -> None:
+        self.world = world
+        self.config = config
+        self.control = control
+        self.progress = Progress()
+        self.deaths = Deaths()
+        self.timeline: Timeline | None = None
+        self.mail: Mail = NoMail()
+        """Messages between two ranks."""
+        self.background: Background
+        """Computes what has to be between two operations of the engine."""
+        self.device: Device | None = None
+        """What averages tensors of this rank's GPU where they are."""
+        self.in_flight: list[InFlight] = []
+        """Exchanges that may not be done yet."""
+        self.closing = False
+        """This rank is at its end, where others are, too."""
+        self._launched_at: weakref.WeakKeyDictionary[InFlight, int] = weakref.WeakKeyDictionary()
+        """How many steps this rank had taken when it launched each."""
+        self._engine: Engine | None = None
+        self._broadcaster: Engine
+        self._disconnect: Callable[[], None] = lambda: None
+        self._abort: Abort = lambda reason, lost: None
+        self._told: set[str] = set()
+        self._stall = Stall(config, world.rank, control, self._tell_stall)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that this rank has taken, over all optimizers."""
+        return self.progress.step
+
+    @property
+    def alone(self) -> bool:
+        """A world of one: nothing is exchanged and nothing changes."""
+        return self.world.world_size == 1
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None, "used before the rank was claimed"
+        return self._engine
+
+    @property
+    def meet(self) -> Meet:
+        """Where all ranks find each other."""
+        return AllRanks(self.world, self.control, self.config.start_timeout)
+
+    def connect(self) -> Connection:
+        """Waits for all ranks. Raises StartTimeout, PeerLost, ConfigError."""
+        connection = executors.connect(self.config, self.world, self.meet)
+        self._engine, self._disconnect = connection.engine, connection.close
+        self._broadcaster, self.device = connection.engine_of("broadcast"), connection.device
+        self._abort = connection.abort
+        self.deaths.watch(self._abort)
+        self.background = Background(connection.engine)
+        self._mismatch_is_told, self.mail = connection.told, connection.mail
+        self.progress.senders += [each for each in (connection.engine, connection.device) if each is not None]
+        return connection
+
+    def disconnect(self) -> None:
+        """Waits a few seconds for what is under way."""
+        self.deaths.forget(self._abort)
+        if self.control is not None:
+            self.control.stop_listening()
+        try:
+            self.engine.close(5.0)
+        finally:
+            self.background.close()
+            if self.timeline is not None:
+                self.timeline.stop()
+            self._disconnect()
+
+    def say(self, text: str, level: str = "info") -> None:
+        """One line to the user, each text once; rank 0 speaks for all, warnings come from any rank."""
+        if text in self._told or (self.world.rank != 0 and level == "info"):
+            return
+        self._told.add(text)
+        if self.control is not None:
+            self.control.say(text, level=level)
+
+    # Exchanges -------------------------------------------------------------------------------------------------
+
+    def allgather(self, name: str, data: bytes) -> Work:
+        return self.engine.allgather(data, name)
+
+    def collect(self, name: str, value: Any) -> list[Any]:
+        """Every rank's value, by rank."""
+        work = self.engine.allgather(plain.encode(value, f"what ranks tell each other ({name})"), name)
+        self.wait(work)
+        return [plain.decode(lane) for lane in work.lanes]
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], name: str, root: int = 0) -> None:
+        """Overwrite the tensors with the root's."""
+        works: list[Work] = []
+        staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+        with torch.no_grad():
+            sent = [t for t in tensors if t.numel() and t.dtype in DTYPES]
+            for i, bucket in enumerate(split(sent, 2**30)):
+                host = [t.to("cpu").contiguous() for t in bucket.tensors]
+                staged += zip(bucket.tensors, host, strict=True)
+                pointers = [t.data_ptr() for t in host]
+                works.append(self._broadcaster.broadcast(bucket.layout, pointers, root, f"{name} {i}"))
+            for work in works:
+                self.wait(work)
+            for tensor, host_tensor in staged:
+                if tensor.data_ptr() != host_tensor.data_ptr():
+                    tensor.copy_(host_tensor)
+
+    def average(self, tensors: Sequence[torch.Tensor], name: str, weight: float = 1.0) -> None:
+        """Overwrite the tensors of the host with their means over ranks. weight: 0 for a rank whose own do not count;
+        these have to be numbers all the same."""
+        works: list[Work] = []
+        for i, bucket in enumerate(split([t for t in tensors if t.numel() and t.is_contiguous()], 2**30)):
+            pointers = [t.data_ptr() for t in bucket.tensors]
+            works.append(self.engine.allreduce(bucket.layout, pointers, pointers, f"{name} {i}", weight))
+        for work in works:
+            self.wait(work)
+
+    # Waiting ---------------------------------------------------------------------------------------------------
+
+    def keep(self, exchange: InFlight) -> None:
+        """Hold the exchange's memory until its works are done, whatever becomes of its owner."""
+        self.in_flight = [e for e in self.in_flight if not e.done] + [exchange]
+        self._launched_at[exchange] = self.step
+
+    def wait(self, work: Work | Averaging) -> None:
+        """Until the work is done; says for whom it waits, and ends with an error that names them."""
+        begun = perf_counter()
+        stood = not work.done
+        while True:
+            try:
+                work.wait(PATIENCE)
+                if stood and self.timeline is not None:
+                    self.timeline.waited(work.name, begun)
+                return
+            except CommError as error:
+                if not isinstance(error, CommTimeout) or self._has_failed:
+                    self._stall.overdue(work, perf_counter() - begun, error)
+                    self.deaths.name(error)
+                    raise
+                self._look(work, perf_counter() - begun, error)
+
+    def _look(self, work: Work | Averaging, waited: float, timeout: CommTimeout) -> None:
+        """Raises where waiting on is in vain."""
+        launched = None if self.closing else self._steps_before(work)
+        try:
+            self._stall.look(work, waited, launched, timeout, self._parameters_of(work))
+        except CommError:
+            self.engine.abort(f"rank {self.world.rank} gave up waiting")
+            raise
+
+    def _tell_stall(self, text: str) -> None:
+        self.say(text, level="warning")
+
+    @property
+    def _has_failed(self) -> bool:
+        return self.engine.error is not None or self._broadcaster.error is not None
+
+    def _steps_before(self, work: Work | Averaging) -> int:
+        """How many steps this rank had taken when it launched the work."""
+        for exchange in self.in_flight:
+            if any(mine is work for mine in exchange.works):
+                return self._launched_at[exchange]
+        return self.step
+
+    def _parameters_of(self, work: Work | Averaging) -> str:
+        """The names of what an exchange's work moves, as far as known: " (fc.weight and 3 more)"."""
+        names = self.parameter_names()
+        for exchange in self.in_flight:
+            known = [names[id(t)] for t in exchange.tensors_of(work) if id(t) in names]
+            if known:
+                return f" ({known[0]}" + (f" and {len(known) - 1} more)" if known[1:] else ")")
+        return ""
+
+    def parameter_names(self) -> Mapping[int, str]:
+        """As far as they are known, by id."""
+        return {}

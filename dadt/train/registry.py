@@ -1,0 +1,165 @@
+"""The optimizers of a script: which there are, which of them train data-parallel, and of which modules."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from dadt.config import Config
+from dadt.train.attachment import Attachment
+from dadt.train.peers import Peers
+from dadt.world import World
+
+if TYPE_CHECKING:
+    from dadt.comm.rendezvous.store_client import Forum
+    from dadt.control.agent_client import Control
+
+
+class Registry(Peers):
+    """What a rank trains. Optimizers come in the same order on all ranks."""
+
+    def __init__(self, world: World, config: Config, control: Control | Forum | None) -> None:
+        super().__init__(world, config, control)
+        self._training_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        self._ordinals = itertools.count()
+        self._registered: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._attachments: weakref.WeakKeyDictionary[torch.optim.Optimizer, Attachment] = weakref.WeakKeyDictionary()
+        self.roots: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[weakref.ref[nn.Module]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        """The modules that the script calls, whose parameters an optimizer trains."""
+        self.explicit = False
+        """The script has called `dadt.init`: nothing is DADT's business but the optimizers that it wraps."""
+        self.left_alone: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """Optimizers whose gradients the script averages itself, or not wrapped where it calls `dadt.init`."""
+        self._distributed = False
+
+    @property
+    def registered(self) -> bool:
+        return len(self._registered) > 0
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """All that were built so far and are not left alone, oldest first."""
+        mine = [o for o in self._registered if o not in self.left_alone]
+        return sorted(mine, key=lambda o: self._registered[o])
+
+    @property
+    def attachments(self) -> list[Attachment]:
+        """Oldest first."""
+        return sorted(self._attachments.values(), key=lambda a: a.index)
+
+    @property
+    def script_is_distributed(self) -> bool:
+        """The script has a process group of its own or calls `dadt.init`: what it shares out and saves is its
+        business."""
+        # Also once it has destroyed the group: what it writes then it still writes by rank.
+        self._distributed |= torch.distributed.is_available() and torch.distributed.is_initialized()
+        return self.explicit or self._distributed
+
+    def root_modules(self, optimizer: torch.optim.Optimizer) -> list[nn.Module]:
+        return [m for ref in self.roots.get(optimizer, ()) if (m := ref()) is not None]
+
+    def trains(self) -> bool:
+        """Gradients are enabled and a registered optimizer's model is in training mode."""
+        if not torch.is_grad_enabled():
+            return False
+        roots = [self.root_modules(optimizer) for optimizer in list(self._registered)]
+        # Parameters of no module have no mode: they train.
+        return any(not modules or any(m.training for m in modules) for modules in roots)
+
+    @property
+    def on_training_thread(self) -> bool:
+        """Optimizers were built or used on this thread: what it does has its place among the steps, the same on all
+        ranks. What another one does, such as reading batches ahead, has none."""
+        return threading.current_thread() in self._training_threads
+
+    def register(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer was built (or is first seen). Claims nothing."""
+        self._training_threads.add(threading.current_thread())
+        if optimizer in self._registered:
+            return
+        if self.explicit:
+            self._registered[optimizer] = -1
+            self.left_alone.add(optimizer)
+        else:
+            self._enlist(optimizer)
+
+    def leave_to_script(self) -> None:
+        """The script calls `dadt.init`: only optimizers that it wraps train."""
+        self.explicit = True
+        self._ordinals = itertools.count()
+        self.left_alone.update(self._registered)
+
+    def enlist(self, optimizer: torch.optim.Optimizer) -> None:
+        """The script wraps the optimizer: it trains, and those wrapped are attached in the order of these calls."""
+        if optimizer in self.left_alone:
+            self.left_alone.discard(optimizer)
+            self._registered.pop(optimizer)
+        if optimizer not in self._registered:
+            self._enlist(optimizer)
+
+    def _enlist(self, optimizer: torch.optim.Optimizer) -> None:
+        scaled = [g for o in self._registered for g in o.param_groups]
+        self._registered[optimizer] = next(self._ordinals)
+        factor = {"linear": float(self.world.world_size), "sqrt": self.world.world_size**0.5}.get(
+            self.config.scale_lr, 1.0
+        )
+        if factor != 1.0:
+            # A wrapper may have the very groups of the optimizer inside.
+            for group in (g for g in optimizer.param_groups if not any(g is other for other in scaled)):
+                group["lr"] = group["lr"] * factor
+
+    def attached(self, optimizer: torch.optim.Optimizer) -> Attachment | None:
+        """The optimizer's attachment, if it has one by now."""
+        return self._attachments.get(optimizer)
+
+    def sharing(self, ids: set[int]) -> list[Attachment]:
+        """Whose gradients are used, where those of these parameters (by id) are: the newest that owns just them, or
+        as many, newest first, as it takes to have them all."""
+        mine = [(a, {id(p) for p in a.parameters}) for a in reversed(self.attachments)]
+        exact = [a for a, owned in mine if owned and owned == ids]
+        if exact:
+            return exact[:1]
+        chosen: list[Attachment] = []
+        for a, owned in mine:
+            if owned & ids:
+                chosen.append(a)
+                ids = ids - owned
+        return chosen
+
+    def let_go(self, ids: set[int]) -> None:
+        """The script drops gradients of these parameters: averages that no step has used are left out, where nothing
+        is left of them."""
+        for attachment in self.attachments:
+            mine = attachment.parameters if attachment.consumed and not attachment.stepping else []
+            others = [p for p in mine if id(p) not in ids]
+            # Of a step that applies nothing all gradients are zeros.
+            kept = bool(others) and (attachment.algorithm.holds or any(map(_counts, others)))
+            if len(others) < len(mine) and not kept:
+                attachment.skipped()
+
+    def take_over(self, attachment: Attachment) -> None:
+        """Before its step: no other optimizer's prediction may stand in parameters that this one is to change."""
+        ids = {id(p) for p in attachment.parameters}
+        for other in self._attachments.values():
+            if other is not attachment:
+                other.prediction.release(ids)
+
+    def parameter_names(self) -> Mapping[int, str]:
+        modules = [m for refs in self.roots.values() for ref in refs if (m := ref()) is not None]
+        return {id(p): name for module in modules for name, p in module.named_parameters()}
+
+
+def _counts(parameter: torch.Tensor) -> bool:
+    """Its gradient is there and not zero."""
+    gradient = parameter.grad
+    if gradient is not None and gradient.layout != torch.strided:
+        gradient = gradient.coalesce().values()
+    return gradient is not None and bool(gradient.any())

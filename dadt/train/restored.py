@@ -1,0 +1,139 @@
+"""Exchanges in a checkpoint: what those in flight bring, and what stands for them when training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+
+from dadt.train.exchange.exchange import Exchange, Schema, hand_out
+from dadt.train.exchange.lane import Lane
+from dadt.train.peers import Peers
+
+if TYPE_CHECKING:
+    from dadt.train.exchange.background import Wait
+
+
+class Trained(Protocol):
+    """What exchanges are made for: one optimizer."""
+
+    runtime: Peers
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+
+    @property
+    def parameters(self) -> list[torch.Tensor]: ...
+
+    @property
+    def modules(self) -> list[nn.Module]: ...
+
+    @property
+    def schema(self) -> Schema: ...
+
+
+class Arrived:
+    """An averaging that was over when the checkpoint was taken; stands for its Exchange."""
+
+    def __init__(self, attachment: Trained, state: dict[str, Any]) -> None:
+        """state: what `flight` gave."""
+        parameters = list(numbers_of(attachment.optimizer))
+        self._parameters = attachment.parameters
+        self._gradients = [
+            (p, g.to(p.device, copy=True)) for i, g in state["gradients"].items() if (p := parameters[i]).requires_grad
+        ]
+        places = places_of(attachment)
+        self._buffers = {places[i]: b.clone() for i, b in state["buffers"].items() if i < len(places)}
+        self._norm = state["norm"]
+        self.value = state["value"]
+        self.scale = state["scale"]
+        self.schema = attachment.schema
+        self.name = f"the checkpoint's gradient{attachment.name}"
+        self.number = -1
+        self.seconds = 0.0
+        self.halfway = False
+
+    def wait(self, wait: Wait) -> list[Lane]:
+        return [Lane(self.schema.crc, 0, 0, 0, 0, False, 1.0, self.value)]
+
+    def go_on(self, wait: Wait) -> None:
+        """Nothing is left of it."""
+
+    def learn(self) -> None:
+        """What it has taught compression was forgotten with the checkpoint."""
+
+    def norm(self) -> torch.Tensor:
+        return torch.tensor(self._norm, dtype=torch.float64, device="cpu")
+
+    def deliver(self, ratio: torch.Tensor | float | None = None) -> None:
+        hand_out(self._parameters, self._gradients, ratio)
+
+    def averaged_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return self._gradients
+
+    @property
+    def places(self) -> list[tuple[nn.Module, str]]:
+        return list(self._buffers)
+
+    def averaged_buffers(self) -> list[torch.Tensor]:
+        return list(self._buffers.values())
+
+
+def flight(attachment: Trained, exchange: Exchange | Arrived) -> dict[str, Any]:
+    """What an exchange in flight brings, once it is there: all ranks have launched it. Raises CommError."""
+    lanes = exchange.wait(attachment.runtime.wait)
+    indices = numbers_of(attachment.optimizer)
+    places = {place: i for i, place in enumerate(places_of(attachment))}
+    buffers = zip(exchange.places, exchange.averaged_buffers(), strict=True)
+    return {
+        "gradients": {indices[p]: _kept(g) for p, g in exchange.averaged_gradients() if p in indices},
+        "buffers": {places[place]: _kept(b) for place, b in buffers if place in places},
+        "norm": float(exchange.norm()),
+        "value": max((lane.value for lane in lanes), default=0.0),
+        "scale": exchange.scale,
+    }
+
+
+def flights(attachment: Trained, exchanges: Sequence[Exchange | Arrived]) -> list[dict[str, Any]]:
+    """The same of several, oldest first; none where the second half has to be begun by all ranks together."""
+    if any(exchange.halfway for exchange in exchanges):
+        attachment.runtime.say(
+            "a checkpoint leaves out the gradient in flight: on a GPU --compression powersgd ends it in a step"
+        )
+        return []
+    return [flight(attachment, exchange) for exchange in exchanges]
+
+
+def by_index(value: Any, indices: dict[torch.Tensor, int]) -> Any:
+    """Tensors by their parameters' numbers, on the host; what is no such mapping as it is."""
+    return {indices[p]: _kept(t) for p, t in value.items() if p in indices} if isinstance(value, dict) else value
+
+
+def by_parameter(value: Any, parameters: Sequence[torch.Tensor]) -> Any:
+    """The other way round."""
+    if not isinstance(value, dict):
+        return value
+    return {parameters[i]: t for i, t in value.items() if i < len(parameters)}
+
+
+def _kept(tensor: torch.Tensor) -> torch.Tensor:
+    """On the host: a GPU that is nearly full must have no need of more for a checkpoint."""
+    return tensor.to("cpu", copy=True)
+
+
+def numbers_of(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, int]:
+    """Each parameter's number, which stands for it in the optimizer's state, too."""
+    every = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
+    return {p: i for i, p in enumerate(every)}
+
+
+def places_of(attachment: Trained) -> list[tuple[nn.Module, str]]:
+    """Module and name of each buffer that may be averaged, in the order of modules."""
+    return [
+        (m, n) for m in attachment.modules for n, b in m._buffers.items() if b is not None and b.is_floating_point()
+    ]
