@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -12,9 +13,11 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dadt.errors import DadtError, Mismatch
+from dadt.errors import DadtError
 from dadt.train import prediction
+from dadt.train.agreement import FINGERPRINTED_STEPS, Agreement
 from dadt.train.algorithm import Algorithm
+from dadt.train.batch_weight import BatchWeight
 from dadt.train.buffers import Buffers, buffer_of
 from dadt.train.exchange import fingerprint
 from dadt.train.exchange.exchange import Exchange, Schema
@@ -25,8 +28,6 @@ from dadt.train.peers import Peers
 from dadt.train.restored import Arrived
 from dadt.train.window import Window
 
-_FINGERPRINTED_STEPS = 20
-"""At first: gradients, which are to differ."""
 _EVERY = 64
 """Steps between two looks at what is not trained, which is not to differ."""
 
@@ -90,13 +91,8 @@ class Attachment:
         """Loss scale of this step, where the script has a GradScaler."""
         self.scale_token: tuple[int, int] | None = None
         """What it is a copy of."""
-        self.drawn = 0
-        """Batches from shared loaders since the last exchange."""
-        self._samples = 0.0
-        self._fill = 1.0
-        """How full the batches of a step are: what its gradient counts."""
-        self._fills_up = False
-        """From the next step on it is 1 again, unless that draws."""
+        self.batch_weight = BatchWeight()
+        self.agreement = Agreement(self.name, runtime.say, partial(owner.adopt, self))
         self._exchanges = 0
         self.consumed = False
         """This step's gradients are averaged."""
@@ -104,10 +100,6 @@ class Attachment:
         """The optimizer's own step is under way."""
         self._held: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._grew = False
-        self._agreed = -1
-        self._follows = False
-        """The script sets other param_group values on each rank, step by step: rank 0's are fetched before each."""
-        self._identical = 0
         self._schema: Schema | None = None
         self._tables: list[torch.Tensor] = []
         """Parameters whose gradients are sparse."""
@@ -273,23 +265,6 @@ class Attachment:
 
     # One step --------------------------------------------------------------------------------------------------
 
-    def drew(self, samples: int, nominal: int) -> None:
-        """A batch of a shared loader was handed to the script; samples of it count, of nominally so many."""
-        if self.drawn == 0:
-            self._samples = 0.0
-        self._fills_up = False
-        self.drawn += 1
-        self._samples += samples / max(nominal, 1)
-        self._fill = self._samples / self.drawn
-
-    def pass_over(self) -> None:
-        """A shared loader has come to its end: a step that draws nothing (the script repeats batches that it has
-        kept) counts in full, as it is not known which batch it takes."""
-        if self.drawn:  # what was accumulated since the last step is still to be used
-            self._fills_up = True
-        else:
-            self._fill = 1.0
-
     def consume(self) -> None:
         """The first place of a step where gradients are used: exchange, and make `.grad` what shall be applied."""
         if self.consumed and not self.algorithm.averages:
@@ -318,7 +293,7 @@ class Attachment:
         if self._token[0]:
             self.algorithm.before_step()
         self._delivered = [(p, p.grad) for p in self.parameters]
-        self.drawn = 0
+        self.batch_weight.exchanged()
         self.consumed = True
         self._grew = False
 
@@ -332,7 +307,7 @@ class Attachment:
     def hold_back(self) -> None:
         """Where no average has come yet: without gradients a step changes neither weights, momentum nor counters."""
         self.stepping = True
-        if self._follows and self.algorithm.averages:
+        if self.agreement.follows and self.algorithm.averages:
             # Here, where no exchange is open and the script sets nothing any more before the step.
             self.owner.follow_groups(self)
         if self.algorithm.holds:
@@ -358,8 +333,7 @@ class Attachment:
         self.algorithm.after_step()
         self.measure.stepped()
         self.step += 1
-        if self._fills_up:
-            self._fill, self._fills_up = 1.0, False
+        self.batch_weight.stepped()
         self._delivered = []
         self.scale = None
         self.consumed = self.stepping = False
@@ -381,14 +355,14 @@ class Attachment:
         self.welcome()
         self.refresh()
         if not self.algorithm.averages:
-            self.drawn = 0
+            self.batch_weight.exchanged()
             return loss
         exchange = self.new_exchange()
         self.close(exchange, value=loss)
         lanes = self.wait(exchange)
         self.agree(lanes, exchange)
         self.deliver(exchange)
-        self.drawn = 0
+        self.batch_weight.exchanged()
         total = sum(lane.weight for lane in lanes)
         return sum(lane.value * lane.weight for lane in lanes) / total if total else loss
 
@@ -412,7 +386,7 @@ class Attachment:
             self._schema,
             number,
             name,
-            self._fill,
+            self.batch_weight.value,
             compressed=self._compresses,
             background=self.runtime.background,
         )
@@ -426,7 +400,7 @@ class Attachment:
         exchange.close(
             Lane(
                 layout=exchange.schema.crc,
-                drawn=self.drawn,
+                drawn=self.batch_weight.drawn,
                 groups=self.groups,
                 fingerprint=self._fingerprint(exchange.number),
                 growth=growth,
@@ -437,7 +411,7 @@ class Attachment:
         )
 
     def _fingerprint(self, number: int) -> int:
-        if number < _FINGERPRINTED_STEPS:
+        if number < FINGERPRINTED_STEPS:
             return fingerprint.of_gradient(self.parameters)
         if number % _EVERY == 0 and self.algorithm.predicts:
             # What another optimizer trains may be frozen for now, and predicted.
@@ -470,55 +444,9 @@ class Attachment:
                     p.grad = None
         self.owner.buffers.update(exchange.places, exchange.averaged_buffers())
 
-    # Agreement -------------------------------------------------------------------------------------------------
-
     def agree(self, lanes: list[Lane], exchange: Exchange | Arrived) -> None:
-        """Act on what the lanes say: all ranks see the same ones, so all do the same."""
-        drawn = [lane.drawn for lane in lanes]
-        if len(set(drawn)) > 1:
-            least, most = drawn.index(min(drawn)), drawn.index(max(drawn))
-            raise Mismatch(
-                f"{exchange.name}: rank {most} has drawn {drawn[most]} batches since its last step and rank {least}"
-                f" {drawn[least]}: one of them skipped a step that the other took. Decide such things from values that"
-                f" are equal on all ranks, not from a rank's own loss"
-            )
-        if exchange.number < _FINGERPRINTED_STEPS:
-            self._warn_identical(lanes)
-        else:
-            self._warn_different(lanes)
-        if not self._follows and len({lane.groups for lane in lanes}) > 1 and exchange.number > self._agreed:
-            # The first exchange since they were made equal, and they differ again.
-            self._follows = self._agreed >= 0 and exchange.number == self._agreed + 1
-            self._agreed = self._exchanges - 1
-            self.take_groups(weights=self.measure.delayed > 0)
-
-    def take_groups(self, *, weights: bool = False) -> None:
-        """Rank 0's param_group values, on all ranks; its weights and state as well, where wrong ones were used."""
-        self.runtime.say(
-            "the ranks' learning rates (or other param_group values) differ, by a rank's own loss, or a"
-            " scheduler loaded on rank 0 alone: rank 0's are used on all",
-            level="warning",
-        )
-        self.owner.adopt(self, weights=weights)
-
-    def _warn_identical(self, lanes: list[Lane]) -> None:
-        prints = {lane.fingerprint for lane in lanes}
-        self._identical = self._identical + 1 if len(prints) == 1 and 0 not in prints else 0
-        if self._identical == 5:
-            self.runtime.say(
-                "all ranks had identical gradients for 5 steps: they train on the same data. Read it through a"
-                " DataLoader (see --share), or let each rank choose its part by RANK",
-                level="warning",
-            )
-
-    def _warn_different(self, lanes: list[Lane]) -> None:
-        if len({lane.fingerprint for lane in lanes}) > 1:
-            self.runtime.say(
-                f"parameters that are not trained{self.name} differ between ranks. A script that makes them from others"
-                " between a forward and its step (a momentum encoder) reads predicted weights there, which are each"
-                " rank's own: do it right after optimizer.step(), or use --algorithm sync",
-                level="warning",
-            )
+        """Act on what the lanes say, the same on all ranks. Raises Mismatch."""
+        self.agreement.check(lanes, exchange, self._exchanges - 1, late=self.measure.delayed > 0)
 
 
 def _listed(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -197,13 +197,13 @@ class Runtime(Registry):
         self.progress.samples += samples
         if self.on_training_thread:
             for attachment in self.attachments:
-                attachment.drew(samples, nominal)
+                attachment.batch_weight.drew(samples, nominal)
 
     def pass_over(self) -> None:
         """The script has come to the end of a shared loader."""
         if self.on_training_thread:
             for attachment in self.attachments:
-                attachment.pass_over()
+                attachment.batch_weight.pass_over()
 
     def stepped(self) -> None:
         """An optimizer step is complete."""

@@ -179,7 +179,7 @@ class Local(Algorithm):
             return  # the weights that this belongs to are gone
         fragment.merge()
         if len({each.groups for each in told}) > 1:
-            a.take_groups()
+            a.agreement.take_groups()
 
     def _settle(self, fragments: Iterable[Fragment]) -> None:
         a = self.attachment

@@ -1,0 +1,88 @@
+"""What the lanes of an exchange say of its ranks, and what follows: all ranks see the same ones, so all do the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from dadt.errors import Mismatch
+from dadt.train.exchange.exchange import Exchange
+from dadt.train.exchange.lane import Lane
+from dadt.train.restored import Arrived
+
+FINGERPRINTED_STEPS = 20
+"""At first: gradients, which are to differ."""
+_SAME_STEPS = 5
+"""With equal gradients on all ranks, for a warning."""
+
+
+class Adopt(Protocol):
+    """Takes rank 0's param_group values; with `weights` its weights and state as well."""
+
+    def __call__(self, *, weights: bool) -> None: ...
+
+
+class Agreement:
+    """Of one optimizer."""
+
+    def __init__(self, name: str, say: Callable[[str, str], None], adopt: Adopt) -> None:
+        """name: the optimizer's, behind what is said of it."""
+        self._name = name
+        self._say = say
+        self._adopt = adopt
+        self.follows = False
+        """The script sets other param_group values on each rank, step by step: rank 0's are fetched before each."""
+        self._agreed = -1
+        """The newest exchange under way when they were made equal."""
+        self._same = 0
+
+    def check(self, lanes: list[Lane], exchange: Exchange | Arrived, newest: int, *, late: bool) -> None:
+        """Raises Mismatch where ranks have taken different steps.
+
+        newest: number of the last exchange under way. late: some steps have used gradients of the steps before.
+        """
+        drawn = [lane.drawn for lane in lanes]
+        if len(set(drawn)) > 1:
+            least, most = drawn.index(min(drawn)), drawn.index(max(drawn))
+            raise Mismatch(
+                f"{exchange.name}: rank {most} has drawn {drawn[most]} batches since its last step and rank {least}"
+                f" {drawn[least]}: one of them skipped a step that the other took. Decide such things from values that"
+                f" are equal on all ranks, not from a rank's own loss"
+            )
+        if exchange.number < FINGERPRINTED_STEPS:
+            self._warn_identical(lanes)
+        else:
+            self._warn_different(lanes)
+        if not self.follows and len({lane.groups for lane in lanes}) > 1 and exchange.number > self._agreed:
+            # The first exchange since they were made equal, and they differ again.
+            self.follows = self._agreed >= 0 and exchange.number == self._agreed + 1
+            self._agreed = newest
+            self.take_groups(weights=late)
+
+    def take_groups(self, *, weights: bool = False) -> None:
+        """Rank 0's param_group values, on all ranks; its weights and state as well, where wrong ones were used."""
+        self._say(
+            "the ranks' learning rates (or other param_group values) differ, by a rank's own loss, or a"
+            " scheduler loaded on rank 0 alone: rank 0's are used on all",
+            "warning",
+        )
+        self._adopt(weights=weights)
+
+    def _warn_identical(self, lanes: list[Lane]) -> None:
+        prints = {lane.fingerprint for lane in lanes}
+        self._same = self._same + 1 if len(prints) == 1 and 0 not in prints else 0
+        if self._same == _SAME_STEPS:
+            self._say(
+                f"all ranks had identical gradients for {_SAME_STEPS} steps: they train on the same data. Read it"
+                " through a DataLoader (see --share), or let each rank choose its part by RANK",
+                "warning",
+            )
+
+    def _warn_different(self, lanes: list[Lane]) -> None:
+        if len({lane.fingerprint for lane in lanes}) > 1:
+            self._say(
+                f"parameters that are not trained{self._name} differ between ranks. A script that makes them from"
+                " others between a forward and its step (a momentum encoder) reads predicted weights there, which are"
+                " each rank's own: do it right after optimizer.step(), or use --algorithm sync",
+                "warning",
+            )
