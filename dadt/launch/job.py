@@ -5,27 +5,25 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dadt.control import private_files
 from dadt.control.frame import Frame
-from dadt.errors import DadtError, LaunchError
+from dadt.launch.cause import Cause
 from dadt.launch.crew import Crew, Node
-from dadt.launch.failure import Blame, Ending, Failure, Record, find_cause, last_line, signal_name, steps_text
+from dadt.launch.failure import Ending, Record, signal_name, steps_text
 from dadt.launch.hosts.slot import Slot
 from dadt.launch.monitor.journal import Journal
 from dadt.launch.monitor.members import Member, Rendezvous
 from dadt.launch.monitor.output import Output
 from dadt.launch.monitor.silence import Silences
 from dadt.launch.monitor.watch import View, Watch
+from dadt.launch.outcome import Outcome, Unread
 from dadt.launch.processes import sweep
 from dadt.launch.query import OWN_INQUIRY, Query
 from dadt.launch.signals import Interrupts
 
-UNCAUGHT = 1
-"""Python's exit code after an uncaught exception."""
 TURN_SECONDS = 0.5
 MOST_SAID = 10_000
 """Different lines of the workers, each of which is printed once."""
@@ -45,40 +43,6 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Say = Callable[[str, str], None]
 """Takes a text and its level, info or warning."""
-
-
-@dataclass(kw_only=True)
-class Outcome:
-    """How a job ended."""
-
-    seconds: float
-    failure: Failure | None = None
-    signal: int = 0
-    """The signal by which the user ended it."""
-    summaries: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-    """What each rank reported at the end of its training."""
-    results: Mapping[int, bytes] = field(default_factory=dict)
-    """What each rank's function returned or raised, where `dadt.run` has called one."""
-    hooked: bool = False
-    """At least one worker imported torch with DADT hooked in."""
-    stepped: bool = False
-    """An optimizer of theirs has made a step, also where the process has ended by os._exit and told nothing."""
-    stuck: Sequence[int] = ()
-    """Processes that did not die of SIGKILL."""
-
-    @property
-    def exit_code(self) -> int:
-        if self.signal:
-            return 128 + self.signal
-        return self.failure.exit_code if self.failure else 0
-
-
-class Unread(DadtError):
-    """Ended by the user while nobody read our output."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"ended by {signal_name(number)} while nobody read the output; all workers stopped")
-        self.exit_code = 128 + number
 
 
 class Job:
@@ -109,16 +73,12 @@ class Job:
         self._rendezvous = Rendezvous([slot.host for slot in slots])
         self.watch = Watch(self._rendezvous.members, journal)
         self._query: Query | None = None
-        self._silences = Silences(crew.nodes, say, journal)
-        self._ports: dict[int, int] = {}
-        """Where each host listens for the others' heartbeats."""
-        self._verbose = verbose
+        self._silences = Silences(crew.nodes, say, journal, verbose=verbose)
         self._views: list[View] = []
         self._said: set[str] = set()
         self._unsaid: list[str] = []
         """What the user is to be told as soon as nothing else is being written."""
-        self._endings: dict[int, Ending] = {}
-        self._records: dict[int, Record] = {}
+        self._cause = Cause(slots, self._rendezvous.members, output, self._silences.blame)
         self._outcome = Outcome(seconds=0.0)
         self._stacks: list[Path] = []
         self._dumped = float("-inf")
@@ -131,16 +91,8 @@ class Job:
         """When the agents that were told to stop must have done so."""
         self._grace = float("inf")
         self._hang_up = HANG_UP_SECONDS
-        self._error: str | None = None
-        self._lost_time = float("inf")
-        """When the first agent was lost."""
         self._deaths: list[Frame] = []
         """What all ranks are still to be told of one that has ended."""
-        self._held: Member | None = None
-        """What could not go on when the first rank gave up waiting, and how that is told."""
-        self._blame: Blame | None = None
-        self._left: list[int] = []
-        """Ranks that ended well while others went on, as they left."""
 
     def start(self, orders: Sequence[Frame]) -> None:
         """Tell each node's agent what to start."""
@@ -235,9 +187,8 @@ class Job:
         living = [member for member in self._rendezvous.members if not member.ended]
         if not living or len(living) == len(self._rendezvous.members) or not all(member.held for member in living):
             self._held_since = now
-        elif now - self._held_since > self._timeout and self._held is None:
-            self._held = living[0]
-            self._blame = Blame.of_held(living[0].condition)
+        elif now - self._held_since > self._timeout and self._grace == float("inf"):
+            self._cause.hold(living[0])
             self._fail_by(0.0)
 
     def _patience(self) -> float:
@@ -257,17 +208,15 @@ class Job:
             self.end(number, signal_name(number))
 
     def _on_lost(self, node: Node, frame: Frame) -> None:
-        self._lost_time = min(self._lost_time, frame.get("time", float("inf")))
-        self._lose(node, f"{frame['message']}; all its workers were stopped")
+        self._lose(node, f"{frame['message']}; all its workers were stopped", frame.get("time", float("inf")))
         for slot in self._slots:
             if slot.cross_rank == self._crew.nodes.index(node):
                 member = self._rendezvous.members[slot.rank]
                 member.ended = True
                 member.sign("is on a host whose agent is gone")
 
-    def _lose(self, node: Node, text: str) -> None:
-        """The first that is told counts."""
-        self._error = self._error or (f"{node.name}: {text}" if node.name else text)
+    def _lose(self, node: Node, text: str, at: float = float("inf")) -> None:
+        self._cause.lose(f"{node.name}: {text}" if node.name else text, at)
         self._working.discard(node)
         if self._working:
             self._fail_by(0.0)
@@ -276,7 +225,7 @@ class Job:
         self._rendezvous.members[frame["rank"]].pid = frame["pid"]
 
     def _on_unstarted(self, node: Node, frame: Frame) -> None:
-        self._error = self._error or (f"{node.name}: {frame['message']}" if node.name else frame["message"])
+        self._cause.lose(f"{node.name}: {frame['message']}" if node.name else frame["message"])
         self._fail_by(0.0)
 
     def _on_out(self, node: Node, frame: Frame) -> None:
@@ -310,17 +259,7 @@ class Job:
 
     def _on_failed(self, node: Node, frame: Frame) -> None:
         record = Record.from_header({**frame.header, "time": frame["time"] - node.clock})
-        known = self._records.get(frame["rank"])
-        # What ends the process is the main thread's exception; of several others the first counts.
-        if known is None or (known.thread and not record.thread):
-            self._records[frame["rank"]] = record
-        if record.secondary and record.type != "Mismatch" and self._held is None:
-            others = (member for member in self._rendezvous.members if member.rank != frame["rank"])
-            self._held = next((member for member in others if member.held), None)
-            if self._held is not None:
-                self._blame = Blame.of_held(self._held.condition)
-            else:
-                self._blame = self._blame or self._silences.blame()
+        self._cause.give_up(frame["rank"], record)
         if not record.thread:
             self._fail_by(EXIT_SECONDS)
 
@@ -328,12 +267,8 @@ class Job:
         member = self._rendezvous.members[frame["rank"]]
         member.went_to(frame["steps"], 0.0)
         member.finished = True
-        self._leave(member.rank)
+        self._cause.leave(member.rank)
         member.sign(f"has ended after {frame['steps']} steps")
-
-    def _leave(self, rank: int) -> None:
-        if rank not in self._left:
-            self._left.append(rank)
 
     def _on_done(self, node: Node, frame: Frame) -> None:
         self._outcome.summaries = {**self._outcome.summaries, frame["rank"]: frame["summary"]}
@@ -368,14 +303,8 @@ class Job:
         return {**told, "state": f"is unreachable, as {text} ({told['state']})"} if text and not member.ended else told
 
     def _on_heartbeat(self, node: Node, frame: Frame) -> None:
-        self._ports[self._crew.nodes.index(node)] = frame["port"]
-        if len(self._ports) == len(self._crew.nodes):
-            hosts = [
-                {"index": index, "address": self._crew.nodes[index].address, "port": port}
-                for index, port in self._ports.items()
-                if port
-            ]
-            self._crew.send_all(Frame("heartbeat", {"hosts": hosts}))
+        if (every := self._silences.listens(self._crew.nodes.index(node), frame["port"])) is not None:
+            self._crew.send_all(every)
 
     def _on_silent(self, node: Node, frame: Frame) -> None:
         self._silences.silent(self._crew.nodes.index(node), frame["peer"], frame["seconds"])
@@ -384,42 +313,30 @@ class Job:
         self._silences.heard(self._crew.nodes.index(node), frame["peer"])
 
     def _on_unheard(self, node: Node, frame: Frame) -> None:
-        other = self._crew.nodes[frame["peer"]]
-        if self._verbose:
-            self._say(
-                f"{node.name} hears no UDP from {other.name} at {other.address}, as where a firewall lets none "
-                "through: silence between them will not be noticed",
-                "info",
-            )
+        self._silences.unheard(self._crew.nodes.index(node), frame["peer"])
 
     def _on_exit(self, node: Node, frame: Frame) -> None:
         ending = Ending(**{**frame.header, "time": frame["time"] - node.clock})
-        self._endings[ending.rank] = ending
+        record = self._cause.end(ending)
         self._outcome.stepped |= ending.step > 0
         member = self._rendezvous.members[ending.rank]
         trains = member.claimed and not member.finished
         who = f"rank {member.rank} ({member.place}) {ending.text}"
         member.ended = True
         member.sign(ending.text)
-        if ending.code == 0:
-            self._records.pop(ending.rank, None)  # an exception that did not end the process
-            if trains and not ending.stopped:
-                self._leave(ending.rank)
-                text = f"{who} after {steps_text(ending.step)}, while others went on"
-                self._deaths.append(Frame("death", {"text": text, "steps": max(0, ending.step)}))
-        elif not ending.stopped:
-            record = self._record(ending)
+        if ending.code == 0 and trains and not ending.stopped:
+            self._cause.leave(ending.rank)
+            text = f"{who} after {steps_text(ending.step)}, while others went on"
+            self._deaths.append(Frame("death", {"text": text, "steps": max(0, ending.step)}))
+        elif ending.code and not ending.stopped:
             secondary = record is not None and record.secondary
             if not secondary:
                 self._deaths.append(Frame("death", {"text": f"{who} after {steps_text(ending.step)}"}))
             self._fail_by(PRIMARY_SECONDS if secondary else 0.0)
         self._rendezvous.settle()
 
-    def _stacks_of(self, rank: int) -> Path:
-        return self._output.folder / f"rank{rank}.stacks"
-
     def _on_stacks(self, node: Node, frame: Frame) -> None:
-        path = self._stacks_of(frame["rank"])
+        path = self._output.stacks(frame["rank"])
         try:
             with private_files.open_file(path, "ab", inner=True) as file:  # those of a stall say more than what follows
                 file.write(b"\n" * bool(file.tell()) + frame.body)
@@ -437,7 +354,7 @@ class Job:
         self._dumped = now
         living = [slot.rank for slot in self._slots if not self._rendezvous.members[slot.rank].ended]
         self._crew.send_all(Frame("stacks", {"number": OWN_INQUIRY, "ranks": living}))
-        self._say(f"the stacks of all ranks go to {self._stacks_of(0).with_name('rank*.stacks')}", "warning")
+        self._say(f"the stacks of all ranks go to {self._output.stacks(0).with_name('rank*.stacks')}", "warning")
 
     def _on_stack(self, node: Node, frame: Frame) -> None:
         if frame["number"] == OWN_INQUIRY:
@@ -462,14 +379,6 @@ class Job:
     def _fail_by(self, seconds: float) -> None:
         self._fail_at = min(self._fail_at, time.monotonic() + seconds)
 
-    def _record(self, ending: Ending) -> Record | None:
-        """What the worker reported, or else what its traceback tells."""
-        if ending.rank not in self._records and ending.code == UNCAUGHT:
-            record = Record.from_stderr(self._output.tails[ending.rank].data)
-            if record is not None:
-                self._records[ending.rank] = record
-        return self._records.get(ending.rank)
-
     def _close(self) -> None:
         """Nothing of the job outlives this, even if its agents were killed."""
         self._crew.close(self._hang_up)
@@ -481,52 +390,10 @@ class Job:
             view.close()
 
     def _judge(self) -> Outcome:
-        outcome = self._outcome
-        outcome.seconds = time.monotonic() - self._begin
-        cause = find_cause(list(self._endings.values()), self._records, self._left)
-        if cause is not None and cause[1] is not None and cause[1].secondary and self._held is not None:
-            held = self._endings.get(self._held.rank)
-            cause = (held, None) if held is not None else cause
-        if cause is None and self._held is not None:
-            held = self._endings.get(self._held.rank)
-            cause = (held, None) if held is not None and held.stopped else None  # or it went on, and all ended well
-        if cause is not None and self._lost_time < _time(*cause):
-            cause = None  # a scheduler, or silence, ended the others because of it
-        if cause is not None and not outcome.signal:
-            outcome.failure = self._failure(*cause)
-        elif self._error is not None and not outcome.signal:
-            raise LaunchError(self._error)
-        elif not outcome.signal and (lost := [slot.rank for slot in self._slots if slot.rank not in self._endings]):
-            raise LaunchError(f"it is not known how rank {lost[0]} has ended: its agent has not told")
-        return outcome
-
-    def _failure(self, ending: Ending, record: Record | None) -> Failure:
-        member = self._rendezvous.members[ending.rank]
-        at = _time(ending, record)
-        return Failure(
-            ending=ending,
-            record=record,
-            seconds=max(0.0, at - self._begin_time),
-            pid=member.pid,
-            host=self._slots[ending.rank].host,
-            log=self._output.path(ending.rank),
-            stopped=sorted(each.rank for each in self._endings.values() if each.code and each is not ending),
-            stacks=[path for path in self._stacks if path != self._stacks_of(ending.rank)],
-            last_words=last_line(self._output.tails[ending.rank].data),
-            blame=self._blame_of(ending, record),
-        )
-
-    def _blame_of(self, ending: Ending, record: Record | None) -> Blame | None:
-        if record is None and self._held is not None and ending.rank == self._held.rank:
-            return self._blame
-        if record is None and ending.rank in self._left:
-            return Blame.of_early(ending)
-        return self._blame if record is not None and record.secondary and self._held is None else None
+        self._outcome.seconds = time.monotonic() - self._begin
+        if not self._outcome.signal:
+            self._outcome.failure = self._cause.judge(self._begin_time, self._stacks)
+        return self._outcome
 
 
 def _ignore(node: Node, frame: Frame) -> None: ...
-
-
-def _time(ending: Ending, record: Record | None) -> float:
-    """When it failed: an exception is raised before the exit."""
-    return record.time if record is not None and record.time else ending.time

@@ -24,7 +24,7 @@ from dadt.launch.channel import Herald, Launcher
 from dadt.launch.crew import Crew, Node
 from dadt.launch.failure import signal_name
 from dadt.launch.hosts.slot import Room, Slot, place, share_out
-from dadt.launch.job import ENDING_SIGNALS, HANG_UP_SECONDS, Job, Outcome
+from dadt.launch.job import ENDING_SIGNALS, HANG_UP_SECONDS, Job
 from dadt.launch.launchers import launcher_of
 from dadt.launch.launchers.local import LocalChannel
 from dadt.launch.monitor import metrics
@@ -32,6 +32,7 @@ from dadt.launch.monitor.metrics import Export
 from dadt.launch.monitor.output import Output, ranks_shown
 from dadt.launch.monitor.series import Series
 from dadt.launch.monitor.watch import View, Watch
+from dadt.launch.outcome import Outcome
 from dadt.launch.plan import Plan
 from dadt.launch.processes import sweep
 from dadt.launch.report import Report

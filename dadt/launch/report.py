@@ -15,9 +15,9 @@ from dadt.errors import DadtError
 from dadt.launch.crew import Node
 from dadt.launch.failure import Failure
 from dadt.launch.hosts.slot import Slot
-from dadt.launch.job import Outcome
 from dadt.launch.monitor.journal import Journal
 from dadt.launch.monitor.watch import Gauge, Watch
+from dadt.launch.outcome import Outcome
 from dadt.launch.plan import Plan
 
 VERSION = 1

@@ -18,10 +18,10 @@ from dadt.config.config import here, misspelt
 from dadt.config.executor import shown
 from dadt.errors import ConfigError
 from dadt.launch import environment, launch, plan, user_class
-from dadt.launch.job import Outcome
 from dadt.launch.launch import Placed
 from dadt.launch.monitor.output import ranks_shown
 from dadt.launch.monitor.watch import Watch
+from dadt.launch.outcome import Outcome
 from dadt_cli.run import live
 from dadt_cli.run.dry import describe, placement
 from dadt_cli.run.live import Live

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted([*(ROOT / "dadt").rglob("*.py"), *(ROOT / "dadt_cli").rglob("*.py")])
-TORCH_FREE = ("config.py", "world.py", "errors.py", "control.py", "agent.py", "pulse.py", "__init__.py")
 
 
 def imports(path: Path, *, inner: bool = True) -> set[str]:
@@ -37,46 +37,101 @@ def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+LAYERS = (
+    ("errors", "world"),
+    ("config",),
+    ("control",),
+    ("launch", "comm"),
+    ("train",),
+    ("algorithms",),
+    ("inject",),
+    ("api",),
+    ("__init__", "pytorch", "frontends"),
+)
+"""Of dadt, from the ground up. Each imports those below it, and nothing of its own row."""
+FLOOR = {name: floor for floor, names in enumerate(LAYERS) for name in names} | {"_core": -1}
+MOST_ENTRIES = 12
+"""Files and folders of dadt that a newcomer sees at first."""
+MOST_LINES = 400
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path): path for path in SOURCES}
+
+
+def own_imports(path: Path) -> dict[str, int]:
+    """Modules of ours that a file imports anywhere, also for types alone and in functions, with the line."""
+    found: dict[str, int] = {}
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            while name and name not in MODULES and name != "dadt._core":
+                name = name.rpartition(".")[0]
+            if name and name != module_of(path):
+                found.setdefault(name, node.lineno)
+    return found
+
+
+def layer_of(module: str) -> str:
+    return module.partition(".")[2].partition(".")[0] or "__init__"
+
+
 @pytest.mark.parametrize("path", [p for p in SOURCES if p.is_relative_to(ROOT / "dadt")], ids=relative)
-def test_the_library_does_not_know_the_command_line(path: Path) -> None:
-    assert not under(imports(path), "dadt_cli")
+def test_imports_go_down(path: Path) -> None:
+    own = layer_of(module_of(path))
+    for module, line in own_imports(path).items():
+        where = f"{relative(path)}:{line} imports {module}"
+        assert module.partition(".")[0] == "dadt", f"{where}, a command"
+        assert layer_of(module) == own or FLOOR[layer_of(module)] < FLOOR[own], where
 
 
-LOWEST = ["config.py", "errors.py", "numbers.py", "world.py"]
+def test_no_files_import_each_other_in_a_circle() -> None:
+    graph = {module: own_imports(path) for module, path in MODULES.items()}
+    graph["dadt"] = {}  # what it gives is imported when it is used: whoever imports anything of it, imports it first
+    free: set[str] = set()
+    while left := {module for module, imported in graph.items() if imported.keys() & (graph.keys() - free)} - free:
+        if freed := graph.keys() - free - left:
+            free |= freed
+            continue
+        lines = [
+            f"{relative(MODULES[module])}:{line} imports {other}"
+            for module in sorted(left)
+            for other, line in graph[module].items()
+            if other in left
+        ]
+        pytest.fail("a circle is among these:\n" + "\n".join(lines))
 
 
-@pytest.mark.parametrize("name", LOWEST)
-def test_the_lowest_layer_needs_the_standard_library_alone(name: str) -> None:
-    tops = {module.split(".")[0] for module in imports(ROOT / "dadt" / name)}
-    assert tops - {"dadt"} <= sys.stdlib_module_names
-    below = {f"dadt.{Path(each).stem}" for each in LOWEST}
-    assert all(".".join(each.split(".")[:2]) in below for each in under(imports(ROOT / "dadt" / name), "dadt"))
+def test_ls_shows_the_layers() -> None:
+    entries = {
+        path.stem for path in (ROOT / "dadt").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    assert entries - {"__init__"} <= FLOOR.keys()
+    assert len(entries - {"__init__"}) <= MOST_ENTRIES
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| `dadt/(\w+)(?:\.py|/)` \|", page, re.MULTILINE)
+    assert set(rows) == entries - {"__init__"}
+    floors = [FLOOR[row] for row in rows]
+    assert floors == sorted(floors), "docs/architecture.md names the layers from the ground up"
 
 
-def test_the_launcher_does_not_know_the_runtime() -> None:
-    upper = (
-        "dadt.train.runtime",
-        "dadt.inject",
-        "dadt.algorithms",
-        "dadt.train.attachment",
-        "dadt.comm.executors",
-        "dadt._core",
-        "torch",
-    )
-    for path in [*(ROOT / "dadt" / "launch").rglob("*.py"), *(ROOT / "dadt" / n for n in TORCH_FREE)]:
-        if path.name == "sitecustomize.py":
-            continue  # it is the way into a worker
-        # The package itself goes on to hook in where it finds torch loaded.
-        names = imports(path, inner=path != ROOT / "dadt" / "__init__.py")
-        found = {name for package in upper for name in under(names, package)}
-        assert not found, relative(path)
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_a_file_can_be_read_at_once(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= MOST_LINES
 
 
-def test_the_runtime_knows_neither_injection_nor_launcher() -> None:
-    layer = ("runtime", "attachment", "exchange", "bucket", "lane", "predictions/base", "buffer", "measure", "share")
-    for name in layer:
-        found = imports(ROOT / "dadt" / f"{name}.py")
-        assert not under(found, "dadt.inject") | under(found, "dadt.launch"), name
+def test_the_launcher_and_what_is_below_it_need_no_torch() -> None:
+    for module, path in MODULES.items():
+        if layer_of(module) in ("errors", "world", "config", "control", "launch"):
+            assert not under(imports(path), "torch") | under(imports(path), "numpy"), relative(path)
 
 
 def loaded(code: str) -> set[str]:
@@ -89,7 +144,7 @@ def loaded(code: str) -> set[str]:
 def test_import_dadt_leaves_torch_alone() -> None:
     assert "torch" in loaded("import torch")
     assert not {"torch", "numpy"} & loaded(
-        "import dadt, dadt.config.config, dadt.world, dadt.control.agent_client, dadt._core"
+        "import dadt, dadt.config, dadt.world, dadt.control.agent_client, dadt._core"
     )
 
 
@@ -111,8 +166,6 @@ def test_tensors_do_not_depend_on_the_scripts_default_dtype_and_device() -> None
     factories = {"arange", "asarray", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "zeros"}
     factories |= {"randint", "randperm", "scalar_tensor", "sparse_coo_tensor", "tensor"}
     for path in (ROOT / "dadt").rglob("*.py"):
-        if path.relative_to(ROOT / "dadt").parts[0] in ("benchmarks", "checks"):
-            continue  # programs of their own
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
                 continue

@@ -11,9 +11,7 @@ import os
 import selectors
 import signal
 import socket
-import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,6 +25,7 @@ from dadt.errors import DadtError, LaunchError
 from dadt.launch import environment
 from dadt.launch.agent import adoption
 from dadt.launch.agent.heartbeat import Heartbeat
+from dadt.launch.agent.launcher_line import TURN_SECONDS, LauncherLine
 from dadt.launch.agent.roster import SHIMS, Line, Roster
 from dadt.launch.agent.stop import Stop
 from dadt.launch.agent.worker import Worker
@@ -36,11 +35,8 @@ from dadt.launch.signals import Interrupts
 ENDING_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 TICK_SECONDS = 0.05
 PROBE_TICK_SECONDS = 0.01
-HEARTBEAT_SECONDS = 0.5
 ADDRESS_SECONDS = 3.0
 """How long a host without an address may take to get one."""
-UNSENT_LIMIT = 4 << 20
-"""Workers are not read while this many bytes wait for the launcher."""
 NATURAL_SECONDS = 0.5
 """How long what the workers left running may take to end by itself, after they ended well."""
 
@@ -49,37 +45,29 @@ class Agent:
     """Single-threaded: one selector over the launcher, the signals, the workers' pipes and their control lines."""
 
     def __init__(self, launcher: Link, interrupts: Interrupts) -> None:
-        self._launcher = launcher
+        self._launcher = LauncherLine(launcher)
         self._interrupts = interrupts
-        self._selector = selectors.DefaultSelector()
         self._workers: dict[int, Worker] = {}
         self._pids: dict[int, Worker] = {}
         self._stop: Stop | None = None
         self._paused = False
-        self._launcher_gone = False
-        self._orders: list[Frame] = []
         self._conditions = Conditions()
         self._heart: Heartbeat | None = None
         """What tells whether data from the other hosts come through."""
         self._ranks: dict[int, int] = {}
         """Rank to local rank."""
         self._heartbeat = 0.0
-        self._heard = time.monotonic()
-        """When the launcher last gave a sign of life."""
-        self._patience = float("inf")
-        """Seconds of its silence after which it is given up."""
         self._signal = 0
         """By which somebody told this process to end."""
 
     def run(self) -> None:
-        self._watch(self._launcher.reader, self._read_launcher)
-        self._watch(self._interrupts.fileno(), self._read_signals)
+        self._launcher.watch(self._interrupts.fileno(), self._read_signals)
         look = self._await_order("look")
         if look is None:
             return
         self._folder = Folder.join(f"{look['job']}.{look['index']}", guarded=True)
         try:
-            self._patience = look["orphan_timeout"] or float("inf")
+            self._launcher.patience = look["orphan_timeout"] or float("inf")
             job = self._await_job(look)
             if job is not None:
                 self._serve(job)
@@ -101,43 +89,43 @@ class Agent:
             report = machine.report(self._env) | {"problems": [text[: schema.TEXT] for text in problems[:100]]}
             if listener is not None:
                 report["addresses"] = self._await_address()
-                self._watch(listener.fileno(), listener.answer)
+                self._launcher.watch(listener.fileno(), listener.answer)
                 report |= {"probe_port": listener.port, "token": token.hex()}
-            self._send(Frame("ready", report | {"clock": time.time()}))
+            self._launcher.send(Frame("ready", report | {"clock": time.time()}))
             while (order := self._await_order("probe", "job")) is not None and order.kind == "probe":
                 self._probe(order["targets"])
             return order
         finally:
             if listener is not None:
-                self._forget(listener.fileno())
+                self._launcher.forget(listener.fileno())
                 listener.close()
 
     def _await_address(self) -> list[dict[str, Any]]:
         """A machine that has just booted may get its address only now."""
         deadline = time.monotonic() + ADDRESS_SECONDS
         while not (found := network.addresses()) and time.monotonic() < deadline:
-            self._select(PROBE_TICK_SECONDS)
+            self._launcher.select(PROBE_TICK_SECONDS)
             self._beat()
         return found
 
     def _probe(self, targets: list[dict[str, Any]]) -> None:
         probe = network.Probe(targets)
         probe.start()
-        while not probe.finished and not self._launcher_gone:
-            self._select(PROBE_TICK_SECONDS)
+        while not probe.finished and not self._launcher.gone:
+            self._launcher.select(PROBE_TICK_SECONDS)
             probe.advance()
         probe.close()
-        self._send(Frame("probed", {"reached": probe.reached}))
+        self._launcher.send(Frame("probed", {"reached": probe.reached}))
 
     def _await_order(self, *kinds: str) -> Frame | None:
         """The next order of these kinds; None if there is none to come."""
-        while not self._launcher_gone and not self._signal:
-            self._select(HEARTBEAT_SECONDS)
+        while not self._launcher.gone and not self._signal:
+            self._launcher.select(TURN_SECONDS)
             self._beat()
-            orders, self._orders = self._orders, []
+            orders, self._launcher.orders = self._launcher.orders, []
             for place, order in enumerate(orders):
                 if order.kind in kinds:
-                    self._orders = orders[place + 1 :]
+                    self._launcher.orders = orders[place + 1 :]
                     return order
         return None
 
@@ -148,9 +136,11 @@ class Agent:
                 self._folder.function.write_bytes(job.body)
             self._pulse = Pulse.create(self._folder.pulse, len(self._ranks))
         except OSError as error:
-            self._send(Frame("unstarted", {"message": f"{self._folder.path}: cannot be written ({error.strerror})"}))
-            self._send(Frame("end", {"stuck": [], "signal": self._signal}))
-            self._take_leave()
+            self._launcher.send(
+                Frame("unstarted", {"message": f"{self._folder.path}: cannot be written ({error.strerror})"})
+            )
+            self._launcher.send(Frame("end", {"stuck": [], "signal": self._signal}))
+            self._launcher.take_leave()
             return
         speaker = schema.WORKER.without(*(() if job.body else ("result",)), *(() if job["adopt"] else SHIMS))
         secret = bytes.fromhex(job["secret"])
@@ -159,7 +149,7 @@ class Agent:
         self._memory_kills = machine.memory_kills()
         entrances = self._roster.listen(self._drop)
         for rank, entrance in entrances.items():
-            self._watch(entrance.server.fileno(), partial(self._accept, rank, entrance))
+            self._launcher.watch(entrance.server.fileno(), partial(self._accept, rank, entrance))
         self._listen_to_hosts(job)
         try:
             self._start(job)
@@ -168,13 +158,13 @@ class Agent:
         while not self._is_over():
             self._turn()
         for entrance in entrances.values():
-            self._forget(entrance.server.fileno())
+            self._launcher.forget(entrance.server.fileno())
             entrance.close()
         if self._heart is not None:
-            self._forget(self._heart.fileno())
+            self._launcher.forget(self._heart.fileno())
             self._heart.close()
-        self._send(Frame("end", {"stuck": self._stop.stuck if self._stop else [], "signal": self._signal}))
-        self._take_leave()
+        self._launcher.send(Frame("end", {"stuck": self._stop.stuck if self._stop else [], "signal": self._signal}))
+        self._launcher.take_leave()
 
     def _listen_to_hosts(self, job: Frame) -> None:
         if (own := job.get("heartbeat")) is None:
@@ -182,10 +172,10 @@ class Agent:
         try:
             self._heart = Heartbeat(bytes.fromhex(job["secret"]), own["index"], own["address"], own["timeout"])
         except OSError:  # its address is gone: the others will not hear this host
-            self._send(Frame("heartbeat", {"port": 0}))
+            self._launcher.send(Frame("heartbeat", {"port": 0}))
             return
-        self._watch(self._heart.fileno(), self._heart.read)
-        self._send(Frame("heartbeat", {"port": self._heart.port}))
+        self._launcher.watch(self._heart.fileno(), self._heart.read)
+        self._launcher.send(Frame("heartbeat", {"port": self._heart.port}))
 
     def _start(self, job: Frame) -> None:
         for slot in job["workers"]:
@@ -200,7 +190,7 @@ class Agent:
         """From now on this worker is read, reported and stopped."""
         self._workers[worker.rank] = worker
         self._pids[worker.pid] = worker
-        self._send(Frame("started", {"rank": worker.rank, "pid": worker.pid}))
+        self._launcher.send(Frame("started", {"rank": worker.rank, "pid": worker.pid}))
         for stream in worker.pipes:
             self._watch_pipe(worker, stream)
 
@@ -215,10 +205,10 @@ class Agent:
         elif frame.kind == "unspawned" and self._adoption.admitted(frame["line"]):
             self._fail_to_start(frame["message"])
         elif frame.kind not in SHIMS:
-            self._send(frame)
+            self._launcher.send(frame)
 
     def _fail_to_start(self, why: str) -> None:
-        self._send(Frame("unstarted", {"message": why[: schema.TEXT]}))
+        self._launcher.send(Frame("unstarted", {"message": why[: schema.TEXT]}))
         self._begin_stop(Frame("stop"))
 
     def _is_over(self) -> bool:
@@ -232,16 +222,16 @@ class Agent:
     def _turn(self) -> None:
         for line in self._roster.lines.values():
             self._watch_line(line)
-        self._select(TICK_SECONDS if self._needs_tick() else HEARTBEAT_SECONDS)
-        for order in self._orders:
+        self._launcher.select(TICK_SECONDS if self._needs_tick() else TURN_SECONDS)
+        for order in self._launcher.orders:
             self._obey(order)
-        self._orders.clear()
+        self._launcher.orders.clear()
         self._roster.settle()
         for told in self._heart.turn() if self._heart is not None else []:
-            self._send(told)
+            self._launcher.send(told)
         self._beat()
         self._balance()
-        if self._launcher_gone and (self._stop is None or self._stop.natural):
+        if self._launcher.gone and (self._stop is None or self._stop.natural):
             self._begin_stop(Frame("stop"))
         elif self._stop is None and (missing := self._adoption.missing()):
             self._fail_to_start(missing)
@@ -249,14 +239,7 @@ class Agent:
             self._begin_stop(Frame("stop", {"natural": NATURAL_SECONDS}))
         if self._stop and not self._stop.finished:
             for rank, pid, text in self._stop.advance():
-                self._send(Frame("stacks", {"rank": rank, "pid": pid}, text))
-
-    def _select(self, seconds: float) -> None:
-        self._watch_writes()
-        for key, _ in self._selector.select(seconds):
-            key.data()
-        if time.monotonic() - self._heard > self._patience:
-            self._launcher_gone = True
+                self._launcher.send(Frame("stacks", {"rank": rank, "pid": pid}, text))
 
     def _needs_tick(self) -> bool:
         return bool(self._stop or self._roster.is_waited_for)
@@ -288,23 +271,13 @@ class Agent:
         else:
             self._stop.hasten(order.get("grace", 1.5))
 
-    def _read_launcher(self) -> None:
-        try:
-            self._orders.extend(self._launcher.receive())
-            self._heard = time.monotonic()
-        except (EOFError, DadtError) as error:
-            if isinstance(error, DadtError):
-                sys.stderr.write(f"dadt: the agent ends, as {error}\n")
-            self._launcher_gone = True
-            self._forget(self._launcher.reader)
-
     def _read_signals(self) -> None:
         caught = self._interrupts.take()
         if signal.SIGCHLD in caught:
             self._reap()
         if ending := caught & ENDING_SIGNALS:
             self._signal = min(ending)
-            self._orders.append(Frame("stop"))
+            self._launcher.orders.append(Frame("stop"))
 
     def _reap(self) -> None:
         while True:
@@ -340,13 +313,13 @@ class Agent:
             "memory_kills": machine.memory_kills() - self._memory_kills,
             "stopped": self._stop is not None and self._stop.signalled,
         }
-        self._send(Frame("exit", ending))
+        self._launcher.send(Frame("exit", ending))
 
     def _accept(self, rank: int, entrance: Entrance) -> None:
         for _ in range(MOST_AT_ONCE):
             if (line := self._roster.accept(rank, entrance)) is None:
                 return
-            self._watch(line.link.reader, partial(self._read_line, line))
+            self._launcher.watch(line.link.reader, partial(self._read_line, line))
 
     def _drop(self, connection: socket.socket) -> None:
         """It has said nothing, and others want its place."""
@@ -362,17 +335,17 @@ class Agent:
         except EOFError:
             self._hang_up(line)
         except DadtError as error:
-            self._send(Frame("refused", {"rank": line.rank, "why": str(error)[: schema.TEXT]}))
+            self._launcher.send(Frame("refused", {"rank": line.rank, "why": str(error)[: schema.TEXT]}))
             self._hang_up(line)
 
     def _hang_up(self, line: Line) -> None:
-        self._selector.unregister(line.link.reader)
+        self._launcher.selector.unregister(line.link.reader)
         self._roster.hang_up(line)
         if (worker := self._adoption.hung_up(line.number)) is not None:
             self._report_end(worker, 0)
 
     def _watch_pipe(self, worker: Worker, stream: str) -> None:
-        self._watch(worker.pipes[stream].fileno(), lambda: self._read_pipe(worker, stream))
+        self._launcher.watch(worker.pipes[stream].fileno(), lambda: self._read_pipe(worker, stream))
 
     def _read_pipe(self, worker: Worker, stream: str) -> bool:
         """Pass on what has come; whether there may be more."""
@@ -381,15 +354,15 @@ class Agent:
             return False
         data = worker.read(stream)
         if data:
-            self._send(Frame(stream, {"rank": worker.rank}, data))
+            self._launcher.send(Frame(stream, {"rank": worker.rank}, data))
         elif data is None:
-            self._forget(pipe.fileno())
+            self._launcher.forget(pipe.fileno())
             pipe.close()
         return bool(data)
 
     def _beat(self) -> None:
         now = time.monotonic()
-        if now - self._heartbeat >= HEARTBEAT_SECONDS:
+        if now - self._heartbeat >= TURN_SECONDS:
             self._heartbeat = now
             steps = {str(rank): self._pulse.read(local) for rank, local in self._ranks.items()}
             living = [worker for worker in self._workers.values() if not worker.ended]
@@ -398,11 +371,11 @@ class Agent:
             still = {rank: pid for rank, pid in pids.items() if steps[str(rank)][1] > STILL_SECONDS}
             conditions = self._conditions.look(still)
             told = {"steps": steps, "memory": memory, "conditions": conditions, "clock": time.time()}
-            self._send(Frame("beat", told))
+            self._launcher.send(Frame("beat", told))
 
     def _balance(self) -> None:
         """Read the workers only as fast as the launcher takes it."""
-        full = len(self._launcher.unsent) > UNSENT_LIMIT
+        full = self._launcher.full
         if full == self._paused:
             return
         self._paused = full
@@ -411,44 +384,12 @@ class Agent:
                 if pipe.closed:
                     continue
                 if full:
-                    self._forget(pipe.fileno())
+                    self._launcher.forget(pipe.fileno())
                 else:
                     self._watch_pipe(worker, stream)
 
-    def _watch_writes(self) -> None:
-        """Be woken when what could not be written at once can go on."""
-        writer = self._launcher.writer
-        waiting = bool(self._launcher.unsent) and not self._launcher_gone
-        if not waiting:
-            self._forget(writer)
-        elif writer not in self._selector.get_map():
-            self._selector.register(writer, selectors.EVENT_WRITE, self._flush)
-
     def _watch_line(self, line: Line) -> None:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.link.unsent else 0)
-        key = self._selector.get_key(line.link.reader)
+        key = self._launcher.selector.get_key(line.link.reader)
         if key.events != events:
-            self._selector.modify(line.link.reader, events, key.data)
-
-    def _flush(self) -> None:
-        try:
-            self._launcher.flush()
-        except BrokenPipeError:
-            self._launcher_gone = True
-
-    def _send(self, frame: Frame) -> None:
-        if not self._launcher_gone:
-            self._launcher.post(frame.encode())
-            self._flush()
-
-    def _take_leave(self) -> None:
-        """The last frames, for as long as the launcher gives signs of life: whoever reads its output may be slow."""
-        while self._launcher.unsent and not self._launcher_gone:
-            self._select(HEARTBEAT_SECONDS)
-
-    def _watch(self, descriptor: int, read: Callable[[], Any]) -> None:
-        self._selector.register(descriptor, selectors.EVENT_READ, read)
-
-    def _forget(self, descriptor: int) -> None:
-        if descriptor in self._selector.get_map():
-            self._selector.unregister(descriptor)
+            self._launcher.selector.modify(line.link.reader, events, key.data)

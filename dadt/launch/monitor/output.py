@@ -132,6 +132,10 @@ class Output:
     def path(self, rank: int) -> Path:
         return self.folder / f"rank{rank}.log"
 
+    def stacks(self, rank: int) -> Path:
+        """Where its stacks go, if they are written."""
+        return self.folder / f"rank{rank}.stacks"
+
     def _open(self, rank: int) -> IO[bytes]:
         return private_files.open_file(self.path(rank), "ab", inner=True, buffering=0)
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from dadt.control.frame import Frame
 from dadt.launch.crew import Node
 from dadt.launch.failure import Blame
 from dadt.launch.monitor.journal import Journal
@@ -31,11 +32,39 @@ class Outage:
 class Silences:
     """Of all pairs of hosts."""
 
-    def __init__(self, nodes: Sequence[Node], say: Callable[[str, str], None], journal: Journal) -> None:
+    def __init__(
+        self, nodes: Sequence[Node], say: Callable[[str, str], None], journal: Journal, *, verbose: bool = False
+    ) -> None:
+        """verbose: tell of what cannot be listened to, too."""
         self._nodes = nodes
+        self._verbose = verbose
+        self._ports: dict[int, int] = {}
+        """Where each host listens for the others' heartbeats."""
         self._say = say
         self._journal = journal
         self._outages: dict[tuple[int, int], Outage] = {}
+
+    def listens(self, host: int, port: int) -> Frame | None:
+        """It does at this port; 0: at none. Returns what all agents are to know, once all have told."""
+        self._ports[host] = port
+        if len(self._ports) < len(self._nodes):
+            return None
+        hosts = [
+            {"index": index, "address": self._nodes[index].address, "port": port}
+            for index, port in self._ports.items()
+            if port
+        ]
+        return Frame("heartbeat", {"hosts": hosts})
+
+    def unheard(self, listener: int, other: int) -> None:
+        """Nothing has come from the other one from the beginning on."""
+        if self._verbose:
+            there = self._nodes[other]
+            self._say(
+                f"{self._nodes[listener].name} hears no UDP from {there.name} at {there.address}, as where a firewall "
+                "lets none through: silence between them will not be noticed",
+                "info",
+            )
 
     def silent(self, listener: int, other: int, seconds: float) -> None:
         """One host has heard nothing from the other for so long."""

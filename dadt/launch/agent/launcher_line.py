@@ -1,0 +1,85 @@
+"""An agent's line to its launcher, and the selector that it waits in: for orders, and for all that the agent reads."""
+
+from __future__ import annotations
+
+import selectors
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from dadt.control.frame import Frame, Link
+from dadt.errors import DadtError
+
+TURN_SECONDS = 0.5
+UNSENT_LIMIT = 4 << 20
+"""Workers are not read while this many bytes wait for the launcher."""
+
+
+class LauncherLine:
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self.selector = selectors.DefaultSelector()
+        self.orders: list[Frame] = []
+        """That have come and are not obeyed yet."""
+        self.gone = False
+        self.patience = float("inf")
+        """Seconds of its silence after which it is given up."""
+        self._heard = time.monotonic()
+        """When it last gave a sign of life."""
+        self.watch(link.reader, self._read)
+
+    def watch(self, descriptor: int, read: Callable[[], Any]) -> None:
+        """Call `read` in `select` whenever there is something to read."""
+        self.selector.register(descriptor, selectors.EVENT_READ, read)
+
+    def forget(self, descriptor: int) -> None:
+        if descriptor in self.selector.get_map():
+            self.selector.unregister(descriptor)
+
+    def select(self, seconds: float) -> None:
+        self._watch_writes()
+        for key, _ in self.selector.select(seconds):
+            key.data()
+        if time.monotonic() - self._heard > self.patience:
+            self.gone = True
+
+    def send(self, frame: Frame) -> None:
+        if not self.gone:
+            self._link.post(frame.encode())
+            self._flush()
+
+    @property
+    def full(self) -> bool:
+        """The launcher takes less than the workers print."""
+        return len(self._link.unsent) > UNSENT_LIMIT
+
+    def take_leave(self) -> None:
+        """The last frames, for as long as the launcher gives signs of life: whoever reads its output may be slow."""
+        while self._link.unsent and not self.gone:
+            self.select(TURN_SECONDS)
+
+    def _read(self) -> None:
+        try:
+            self.orders.extend(self._link.receive())
+            self._heard = time.monotonic()
+        except (EOFError, DadtError) as error:
+            if isinstance(error, DadtError):
+                sys.stderr.write(f"dadt: the agent ends, as {error}\n")
+            self.gone = True
+            self.forget(self._link.reader)
+
+    def _watch_writes(self) -> None:
+        """Be woken when what could not be written at once can go on."""
+        writer = self._link.writer
+        waiting = bool(self._link.unsent) and not self.gone
+        if not waiting:
+            self.forget(writer)
+        elif writer not in self.selector.get_map():
+            self.selector.register(writer, selectors.EVENT_WRITE, self._flush)
+
+    def _flush(self) -> None:
+        try:
+            self._link.flush()
+        except BrokenPipeError:
+            self.gone = True

@@ -1,0 +1,129 @@
+"""What has ended a job: of all that its agents and workers told, the first cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from dadt.errors import LaunchError
+from dadt.launch.failure import Blame, Ending, Failure, Record, find_cause, last_line
+from dadt.launch.hosts.slot import Slot
+from dadt.launch.monitor.members import Member
+from dadt.launch.monitor.output import Output
+
+UNCAUGHT = 1
+"""Python's exit code after an uncaught exception."""
+
+
+class Cause:
+    """Collects what is known of each rank's end, and judges once all have ended."""
+
+    def __init__(
+        self, slots: Sequence[Slot], members: Sequence[Member], output: Output, silence: Callable[[], Blame | None]
+    ) -> None:
+        """silence: between hosts, if there is any now."""
+        self._slots = slots
+        self._members = members
+        self._output = output
+        self._silence = silence
+        self._endings: dict[int, Ending] = {}
+        self._records: dict[int, Record] = {}
+        self._left: list[int] = []
+        """Ranks that ended well while others went on, as they left."""
+        self._held: Member | None = None
+        """What could not go on when the first rank gave up waiting."""
+        self._blame: Blame | None = None
+        self._error = ""
+        """Why an agent is lost, or has not started its workers. The first that is told counts."""
+        self._lost_at = float("inf")
+        """When the first agent was lost."""
+
+    def lose(self, text: str, at: float = float("inf")) -> None:
+        """An agent is lost, or has not started its workers."""
+        self._error = self._error or text
+        self._lost_at = min(self._lost_at, at)
+
+    def leave(self, rank: int) -> None:
+        """It has ended well, at least in its own eyes."""
+        if rank not in self._left:
+            self._left.append(rank)
+
+    def hold(self, member: Member) -> None:
+        """Others have given up on this one, which cannot go on."""
+        if self._held is None:
+            self._held = member
+            self._blame = Blame.of_held(member.condition)
+
+    def give_up(self, rank: int, record: Record) -> None:
+        """An exception of this rank's, after which the process ends unless it is a thread's."""
+        known = self._records.get(rank)
+        # What ends the process is the main thread's exception; of several others the first counts.
+        if known is None or (known.thread and not record.thread):
+            self._records[rank] = record
+        if record.secondary and record.type != "Mismatch" and self._held is None:
+            held = next((member for member in self._members if member.held and member.rank != rank), None)
+            if held is not None:
+                self.hold(held)
+            else:
+                self._blame = self._blame or self._silence()
+
+    def end(self, ending: Ending) -> Record | None:
+        """A worker has exited. Returns the exception that has ended it, as it reported or as its traceback tells."""
+        self._endings[ending.rank] = ending
+        if ending.code == 0:
+            self._records.pop(ending.rank, None)  # an exception that did not end the process
+        elif ending.rank not in self._records and ending.code == UNCAUGHT and not ending.stopped:
+            record = Record.from_stderr(self._output.tails[ending.rank].data)
+            if record is not None:
+                self._records[ending.rank] = record
+        return self._records.get(ending.rank)
+
+    def judge(self, begun: float, stacks: Sequence[Path]) -> Failure | None:
+        """begun: when the job began. stacks: files with the ranks' stacks. Raises LaunchError where no worker is the
+        cause, and it did not end well either."""
+        cause = self._find()
+        if cause is not None:
+            return self._failure(*cause, begun, stacks)
+        if self._error:
+            raise LaunchError(self._error)
+        if lost := [slot.rank for slot in self._slots if slot.rank not in self._endings]:
+            raise LaunchError(f"it is not known how rank {lost[0]} has ended: its agent has not told")
+        return None
+
+    def _find(self) -> tuple[Ending, Record | None] | None:
+        cause = find_cause(list(self._endings.values()), self._records, self._left)
+        if self._held is not None and self._held.rank in self._endings:
+            held = self._endings[self._held.rank]
+            gave_up = cause is not None and cause[1] is not None and cause[1].secondary
+            if gave_up or (cause is None and held.stopped):  # else it went on, and all ended well
+                cause = held, None
+        if cause is not None and self._lost_at < _time(*cause):
+            return None  # a scheduler, or silence, ended the others because of it
+        return cause
+
+    def _failure(self, ending: Ending, record: Record | None, begun: float, stacks: Sequence[Path]) -> Failure:
+        own = self._output.stacks(ending.rank)
+        return Failure(
+            ending=ending,
+            record=record,
+            seconds=max(0.0, _time(ending, record) - begun),
+            pid=self._members[ending.rank].pid,
+            host=self._slots[ending.rank].host,
+            log=self._output.path(ending.rank),
+            stopped=sorted(each.rank for each in self._endings.values() if each.code and each is not ending),
+            stacks=[path for path in stacks if path != own],
+            last_words=last_line(self._output.tails[ending.rank].data),
+            blame=self._blame_of(ending, record),
+        )
+
+    def _blame_of(self, ending: Ending, record: Record | None) -> Blame | None:
+        if record is None and self._held is not None and ending.rank == self._held.rank:
+            return self._blame
+        if record is None and ending.rank in self._left:
+            return Blame.of_early(ending)
+        return self._blame if record is not None and record.secondary and self._held is None else None
+
+
+def _time(ending: Ending, record: Record | None) -> float:
+    """When it failed: an exception is raised before the exit."""
+    return record.time if record is not None and record.time else ending.time
