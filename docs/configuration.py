@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from dadt.config import Config
-from dadt.config.config import flag, variable
+from dadt.config.check import flag, variable
 
 PAGE = Path(__file__).with_suffix(".md")
 GROUPS = (

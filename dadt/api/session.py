@@ -22,7 +22,7 @@ from dadt.comm.executors.meet import Apart
 from dadt.comm.trace.merge import merge
 from dadt.comm.trace.recorder import Timeline
 from dadt.config import Config
-from dadt.config.config import flag
+from dadt.config.check import flag
 from dadt.errors import CommError, ConfigError, DadtError
 from dadt.inject import worker
 from dadt.world import World

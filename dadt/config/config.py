@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import difflib
-import math
 import os
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from dadt.config.numbers import MOST, numbers
+from dadt.config.check import (
+    TOPOLOGIES,
+    check_algorithm,
+    check_compression,
+    check_executor,
+    flag,
+    here,
+    loader_numbers,
+    metrics_place,
+    number,
+    path_of,
+    predict_factors,
+    predict_share,
+    variable,
+)
+from dadt.config.numbers import MOST
 from dadt.errors import ConfigError
 from dadt.world import World
 
-EXECUTORS = ("auto", "shm", "null", "gloo", "nccl", "mpi", "mpicuda")
-"""Beside them c10d:<name> and hierarchical:<cross>."""
-CROSS = ("gloo", "nccl", "mpi")
-"""What moves bytes between hosts for the hierarchical executor; beside them c10d:<name>."""
-ALGORITHMS = ("pipe", "sync", "local", "gossip", "auto")
-"""Beside them <module>:<Class>."""
 LEAST_MEASURED = 10
 """Steps that --algorithm auto must have seen to decide."""
-COMPRESSIONS = ("none", "bf16", "fp16", "int8")
-"""Beside them powersgd:<rank>."""
-METRICS = ("tensorboard", "prometheus")
-TOPOLOGIES = ("ring", "exponential", "complete")
 LAUNCHERS = ("auto", "local", "ssh", "slurm", "mpi")
 LEAST_HEARTBEAT_TIMEOUT = 2.0
 LEAST_ORPHAN_TIMEOUT = 2.0
@@ -245,10 +248,10 @@ class Config:
             choices = f.metadata["choices"]
             value = getattr(self, f.name)
             if value and f.metadata["metavar"] in ("FILE", "DIR", "PATH"):
-                value = _path(flag(f.name), str(value), f.metadata["metavar"] == "PATH")
+                value = path_of(flag(f.name), str(value), f.metadata["metavar"] == "PATH")
                 object.__setattr__(self, f.name, value)  # frozen from here on
             if isinstance(f.default, float):
-                _number(flag(f.name), value, "a number")
+                number(flag(f.name), value, "a number")
             if choices and value not in choices:
                 raise ConfigError(f"{flag(f.name)} {value}: unknown; choose one of {', '.join(choices)}")
         if self.timeline:  # as seen from here: workers may be elsewhere
@@ -258,12 +261,12 @@ class Config:
             raise ConfigError(f"--predict {self.predict} looks one step ahead: leave --staleness at 1")
         if self.warmup_steps < 0:
             raise ConfigError(f"--warmup-steps {self.warmup_steps}: must be 0 or more")
-        _check_algorithm(self.algorithm)
+        check_algorithm(self.algorithm)
         if self.algorithm == "auto" and self.warmup_steps < LEAST_MEASURED:
             raise ConfigError(
                 f"--algorithm auto measures in the synchronous steps: give --warmup-steps {LEAST_MEASURED} or more"
             )
-        _check_compression(self.compression)
+        check_compression(self.compression)
         for name in ("staleness", "sync_every", "fragments"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)}: must be 1 or more")
@@ -297,7 +300,7 @@ class Config:
         for text in self.metrics:
             metrics_place(text)
         for name in ("executor", "broadcast_executor", "allreduce_executor"):
-            _check_executor(flag(name), getattr(self, name), optional=name != "executor")
+            check_executor(flag(name), getattr(self, name), optional=name != "executor")
         share, not_shared = loader_numbers("--share", self.share), loader_numbers("--no-share", self.no_share)
         for both in sorted(share & not_shared if share and not_shared else ()):
             raise ConfigError(f"--share and --no-share both name DataLoader {both}: name it once")
@@ -325,99 +328,6 @@ def misspelt(env: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {name: found[0] for name, found in near.items() if found and name not in known}
 
 
-def executors_of(config: Config) -> tuple[str, str]:
-    """What moves broadcasts, and what moves the rest."""
-    return config.broadcast_executor or config.executor, config.allreduce_executor or config.executor
-
-
-def mpi_executor(config: Config) -> str:
-    """The one of its executors that is, or is over, MPI; empty where none is."""
-    return next((name for name in executors_of(config) if name.rpartition(":")[2] in ("mpi", "mpicuda")), "")
-
-
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def variable(name: str) -> str:
-    return "DADT_" + name.upper()
-
-
-def _check_algorithm(name: str) -> None:
-    module, colon, cls = name.partition(":")
-    own = colon and cls.isidentifier() and all(part.isidentifier() for part in module.split("."))
-    if name not in ALGORITHMS and not own:
-        raise ConfigError(
-            f"--algorithm {name}: unknown; choose one of {', '.join(ALGORITHMS)}, or <module>:<Class> of your own"
-        )
-
-
-def _check_compression(name: str) -> None:
-    family, _, rank = name.partition(":")
-    if name not in COMPRESSIONS and not (family == "powersgd" and re.fullmatch("[1-9][0-9]{0,5}", rank)):
-        raise ConfigError(
-            f"--compression {name}: unknown; choose one of {', '.join(COMPRESSIONS)}, or powersgd:<rank>, as powersgd:4"
-        )
-
-
-def metrics_place(text: str) -> tuple[str, str]:
-    """What `--metrics KIND:WHERE` names. Raises ConfigError."""
-    kind, _, place = text.partition(":")
-    if kind not in METRICS or not place:
-        raise ConfigError(f"--metrics {text}: give tensorboard:DIR, or prometheus:PORT")
-    return kind, str(Path(place).expanduser()) if kind == "tensorboard" else place
-
-
-def predict_factors(text: str) -> tuple[float, float] | None:
-    """Of the last displacement, which is 0 or more, and of the one before; None for others. Raises ConfigError."""
-    if text == "auto" or predict_share(text) is not None:
-        return None
-    expected = "auto, own:0.9, a number from 0, as 1.5, or two, as 1.8,-0.9"
-    first, comma, second = text.partition(",")
-    factor = _number("--predict", first, expected)
-    if factor < 0:
-        raise ConfigError(f"--predict {text}: give {expected}")
-    return factor, _number("--predict", second, expected) if comma else 0.0
-
-
-def predict_share(text: str) -> float | None:
-    """From 0 to 1, of the rank's own gradient; None where it is not to be used. Raises ConfigError."""
-    name, _, share = text.partition(":")
-    if name != "own":
-        return None
-    expected = "own:S with S from 0 to 1, as own:0.9"
-    value = _number("--predict", share, expected)
-    if not 0 <= value <= 1:
-        raise ConfigError(f"--predict {text}: give {expected}")
-    return value
-
-
-def _check_executor(asked: str, name: str, optional: bool) -> None:
-    family, colon, member = name.partition(":")
-    crosses = member in CROSS or (member.startswith("c10d:") and member != "c10d:")
-    if name in EXECUTORS or (optional and not name) or (family == "c10d" and member):
-        return
-    if family == "hierarchical" and (crosses or not colon):
-        return
-    raise ConfigError(
-        f"{asked} {name}: unknown; choose one of {', '.join(EXECUTORS)}, c10d:<name of a torch.distributed backend>, "
-        f"hierarchical:<{', '.join(CROSS)} or c10d:name>"
-    )
-
-
-def loader_numbers(name: str, text: str) -> set[int] | None:
-    """The DataLoaders that "1,3-5" names; None for "all".
-
-    Raises ConfigError where the text is neither.
-    """
-    if text == "all":
-        return None
-    listed = numbers(text) if text else set()
-    if listed is None or 0 in listed:
-        raise ConfigError(f"{name} {text}: give DataLoaders by number from 1, as 1,3, or all")
-    return listed
-
-
 def parse(name: str, text: str) -> Any:
     """A knob's value from its variable's text, by the type of its default."""
     default = next(f.default for f in fields(Config) if f.name == name)
@@ -428,52 +338,15 @@ def parse(name: str, text: str) -> Any:
     if isinstance(default, int):
         with suppress(ValueError):
             return int(text)
-        value = _number(variable(name), text, "a whole number")  # 1e3
+        value = number(variable(name), text, "a whole number")  # 1e3
         if value != int(value):
             raise ConfigError(f"{variable(name)}={text}: give a whole number")
         return int(value)
     if isinstance(default, float):
-        return _number(variable(name), text, "a number")
+        return number(variable(name), text, "a number")
     if isinstance(default, tuple):
         return tuple(part.strip() for part in text.split(",") if part.strip())
     return text
-
-
-def here() -> str:
-    """The current folder as the user's shell names it: other hosts may not know what a link leads to.
-
-    Raises ConfigError if it has been deleted.
-    """
-    try:
-        current = Path.cwd()
-    except OSError as error:
-        raise ConfigError(f"the current folder is gone ({error.strerror}) -> cd to one that exists") from error
-    named = Path(os.environ.get("PWD", ""))
-    with suppress(OSError):  # it is of no use where this process has left it since
-        if named.is_absolute() and named.samefile(current):
-            return str(named)
-    return str(current)
-
-
-def _path(name: str, text: str, program: bool) -> str:
-    """With ~ expanded, which no shell does in files and variables; a program's in full, as it is run from elsewhere."""
-    if text.startswith("~"):
-        try:
-            return str(Path(text).expanduser())
-        except RuntimeError as error:
-            raise ConfigError(f"{name} {text}: there is no such home folder") from error
-    return str(Path(here(), text)) if program and "/" in text else text
-
-
-def _number(name: str, text: str | float, expected: str) -> float:
-    """Raises ConfigError also for what is not finite."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise ConfigError(f"{name} {text}: give {expected}")
-    return value
 
 
 def _text(value: object) -> str:

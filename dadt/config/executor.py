@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dadt.config import Config
-from dadt.config.config import executors_of, flag
+from dadt.config.check import flag
 from dadt.errors import ConfigError
 
 _FLAGS = ("executor", "broadcast_executor", "allreduce_executor")
@@ -80,3 +80,13 @@ def _check(asked: str, name: str, places: Sequence[Place]) -> None:
                 " workers (nvidia-smi, /proc/driver/nvidia, CUDA_VISIBLE_DEVICES and the build of torch were asked);"
                 " leave it out, or give gloo"
             )
+
+
+def executors_of(config: Config) -> tuple[str, str]:
+    """What moves broadcasts, and what moves the rest."""
+    return config.broadcast_executor or config.executor, config.allreduce_executor or config.executor
+
+
+def mpi_executor(config: Config) -> str:
+    """The one of its executors that is, or is over, MPI; empty where none is."""
+    return next((name for name in executors_of(config) if name.rpartition(":")[2] in ("mpi", "mpicuda")), "")

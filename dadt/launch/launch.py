@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dadt.config import Config
-from dadt.config.config import executors_of, mpi_executor
-from dadt.config.executor import Place, choose
+from dadt.config.executor import Place, choose, executors_of, mpi_executor
 from dadt.control import private_files
 from dadt.control.frame import Frame
 from dadt.control.job_folder import Folder

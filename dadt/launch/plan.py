@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dadt.config import Config
-from dadt.config.config import here, mpi_executor
+from dadt.config.check import here
+from dadt.config.executor import mpi_executor
 from dadt.control import network, timeline_file
 from dadt.errors import ConfigError
 from dadt.launch import environment

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dadt.config import Config
-from dadt.config.config import flag
+from dadt.config.check import flag
 from dadt.errors import ConfigError
 from dadt_cli.bench.figure import (
     Figures,

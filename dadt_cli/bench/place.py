@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from dadt.config import Config
-from dadt.config.config import flag
+from dadt.config.check import flag
 from dadt.errors import ConfigError
 
 WHERE = ("config", "hosts", "hostfile", "link", "latency", "simulate_hosts")

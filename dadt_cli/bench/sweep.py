@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 from dadt.config import Config
-from dadt.config.config import flag, parse
+from dadt.config.check import flag
+from dadt.config.config import parse
 from dadt.errors import ConfigError
 from dadt_cli.bench.training import Contender, alone, limit
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import dadt
-from dadt.config.config import here
+from dadt.config.check import here
 from dadt.launch import plan
 from dadt_cli.check_env import SUBJECTS, probe
 from dadt_cli.check_env.check import FAIL, PASS, VERDICTS, WARN, Asked, Check, worst

@@ -13,7 +13,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from urllib.request import getproxies_environment, proxy_bypass
 
-from dadt.config.config import given_by_env, misspelt, variable
+from dadt.config.check import variable
+from dadt.config.config import given_by_env, misspelt
 from dadt.errors import ConfigError
 from dadt_cli.check_env.check import Asked, Check, fail, good, warn
 

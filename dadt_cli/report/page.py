@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import dadt
 from dadt.config import Config
-from dadt.config.config import flag
+from dadt.config.check import flag
 from dadt.errors import ConfigError
 from dadt.launch.failure import signal_name, size
 from dadt.launch.monitor.watch import ESCAPES

@@ -14,7 +14,8 @@ from typing import Any
 import click
 
 from dadt.config import Config
-from dadt.config.config import here, misspelt
+from dadt.config.check import here
+from dadt.config.config import misspelt
 from dadt.config.executor import shown
 from dadt.errors import ConfigError
 from dadt.launch import environment, launch, plan, user_class

@@ -11,7 +11,8 @@ import click
 from click.shell_completion import CompletionItem
 
 from dadt.config import Config
-from dadt.config.config import ALGORITHMS, COMPRESSIONS, EXECUTORS, flag, given_by_env, variable
+from dadt.config.check import ALGORITHMS, COMPRESSIONS, EXECUTORS, flag, variable
+from dadt.config.config import given_by_env
 from dadt_cli.terminal import file
 from dadt_cli.terminal.file import Setting
 

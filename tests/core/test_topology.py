@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dadt.algorithms.gossip.topology import asks, complete, exponential, neighbours, partner, ring
-from dadt.config.config import TOPOLOGIES
+from dadt.config.check import TOPOLOGIES
 
 SIZES = [*range(2, 10), 15, 16, 17, 33]
 

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from dadt.comm.trace.clock import Clock
 from dadt.comm.trace.merge import _shifted
 from dadt.config import Config
-from dadt.config.config import variable
+from dadt.config.check import variable
 from dadt.control import timeline_file
 from dadt.control.frame import LENGTHS, Frame, Parser
 from dadt.control.schema import AGENT

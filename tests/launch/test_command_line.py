@@ -19,7 +19,7 @@ from run import DADT
 
 import dadt
 from dadt.config import Config
-from dadt.config.config import flag
+from dadt.config.check import flag
 from dadt_cli import COMMANDS, dadt_command
 
 

@@ -10,7 +10,7 @@ import torch
 from dadt.algorithms.pipe import stability
 from dadt.algorithms.pipe.divergence import FACTOR, Divergence
 from dadt.algorithms.sync import Sync
-from dadt.config.config import predict_factors
+from dadt.config.check import predict_factors
 from dadt.train.algorithm import Algorithm
 from dadt.train.prediction.displacement import auto_factors, momentum_of
 from dadt.train.prediction.expectation import DAMPING, share_of

@@ -14,8 +14,7 @@ from dadt.comm.executors.base import Connection, together
 from dadt.comm.executors.mail import NoMail, SharedMail
 from dadt.comm.executors.meet import Apart, Meet
 from dadt.config import Config
-from dadt.config.config import executors_of
-from dadt.config.executor import Place, choose, pick_for_host_memory
+from dadt.config.executor import Place, choose, executors_of, pick_for_host_memory
 from dadt.world import World
 
 Connect = Callable[[Config, World, Meet], Connection]

@@ -18,7 +18,7 @@ from dadt import world as environment
 from dadt.comm.rendezvous import store as stores
 from dadt.comm.rendezvous.values import Values
 from dadt.config import Config
-from dadt.config.config import flag
+from dadt.config.check import flag
 from dadt.config.executor import Place, choose, shown
 from dadt.control import machine, network
 from dadt.errors import ConfigError, DadtError, StartTimeout

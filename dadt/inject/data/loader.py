@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 from torch.utils.data import dataloader as torch_dataloader
 
-from dadt.config.config import loader_numbers
+from dadt.config.check import loader_numbers
 from dadt.errors import ConfigError
 from dadt.inject.data.feed import Comparison, Feed, Order, Runtime
 from dadt.inject.data.seed import Streams, mix

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from dadt.config import Config
-from dadt.config.config import predict_factors, predict_share
+from dadt.config.check import predict_factors, predict_share
 from dadt.errors import ConfigError
 from dadt.train.prediction.base import Prediction
 from dadt.train.prediction.displacement import Displacement, auto_factors

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Protocol
 
-from dadt.config.config import metrics_place
+from dadt.config.check import metrics_place
 from dadt.errors import ConfigError
 from dadt.launch.monitor.watch import View, Watch
 

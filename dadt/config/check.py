@@ -1,0 +1,143 @@
+"""What single knobs may be, and what their text means."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from dadt.config.numbers import numbers
+from dadt.errors import ConfigError
+
+EXECUTORS = ("auto", "shm", "null", "gloo", "nccl", "mpi", "mpicuda")
+"""Beside them c10d:<name> and hierarchical:<cross>."""
+CROSS = ("gloo", "nccl", "mpi")
+"""What moves bytes between hosts for the hierarchical executor; beside them c10d:<name>."""
+ALGORITHMS = ("pipe", "sync", "local", "gossip", "auto")
+"""Beside them <module>:<Class>."""
+COMPRESSIONS = ("none", "bf16", "fp16", "int8")
+"""Beside them powersgd:<rank>."""
+METRICS = ("tensorboard", "prometheus")
+TOPOLOGIES = ("ring", "exponential", "complete")
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def variable(name: str) -> str:
+    return "DADT_" + name.upper()
+
+
+def check_algorithm(name: str) -> None:
+    module, colon, cls = name.partition(":")
+    own = colon and cls.isidentifier() and all(part.isidentifier() for part in module.split("."))
+    if name not in ALGORITHMS and not own:
+        raise ConfigError(
+            f"--algorithm {name}: unknown; choose one of {', '.join(ALGORITHMS)}, or <module>:<Class> of your own"
+        )
+
+
+def check_compression(name: str) -> None:
+    family, _, rank = name.partition(":")
+    if name not in COMPRESSIONS and not (family == "powersgd" and re.fullmatch("[1-9][0-9]{0,5}", rank)):
+        raise ConfigError(
+            f"--compression {name}: unknown; choose one of {', '.join(COMPRESSIONS)}, or powersgd:<rank>, as powersgd:4"
+        )
+
+
+def metrics_place(text: str) -> tuple[str, str]:
+    """What `--metrics KIND:WHERE` names. Raises ConfigError."""
+    kind, _, place = text.partition(":")
+    if kind not in METRICS or not place:
+        raise ConfigError(f"--metrics {text}: give tensorboard:DIR, or prometheus:PORT")
+    return kind, str(Path(place).expanduser()) if kind == "tensorboard" else place
+
+
+def predict_factors(text: str) -> tuple[float, float] | None:
+    """Of the last displacement, which is 0 or more, and of the one before; None for others. Raises ConfigError."""
+    if text == "auto" or predict_share(text) is not None:
+        return None
+    expected = "auto, own:0.9, a number from 0, as 1.5, or two, as 1.8,-0.9"
+    first, comma, second = text.partition(",")
+    factor = number("--predict", first, expected)
+    if factor < 0:
+        raise ConfigError(f"--predict {text}: give {expected}")
+    return factor, number("--predict", second, expected) if comma else 0.0
+
+
+def predict_share(text: str) -> float | None:
+    """From 0 to 1, of the rank's own gradient; None where it is not to be used. Raises ConfigError."""
+    name, _, share = text.partition(":")
+    if name != "own":
+        return None
+    expected = "own:S with S from 0 to 1, as own:0.9"
+    value = number("--predict", share, expected)
+    if not 0 <= value <= 1:
+        raise ConfigError(f"--predict {text}: give {expected}")
+    return value
+
+
+def check_executor(asked: str, name: str, optional: bool) -> None:
+    family, colon, member = name.partition(":")
+    crosses = member in CROSS or (member.startswith("c10d:") and member != "c10d:")
+    if name in EXECUTORS or (optional and not name) or (family == "c10d" and member):
+        return
+    if family == "hierarchical" and (crosses or not colon):
+        return
+    raise ConfigError(
+        f"{asked} {name}: unknown; choose one of {', '.join(EXECUTORS)}, c10d:<name of a torch.distributed backend>, "
+        f"hierarchical:<{', '.join(CROSS)} or c10d:name>"
+    )
+
+
+def loader_numbers(name: str, text: str) -> set[int] | None:
+    """The DataLoaders that "1,3-5" names; None for "all".
+
+    Raises ConfigError where the text is neither.
+    """
+    if text == "all":
+        return None
+    listed = numbers(text) if text else set()
+    if listed is None or 0 in listed:
+        raise ConfigError(f"{name} {text}: give DataLoaders by number from 1, as 1,3, or all")
+    return listed
+
+
+def here() -> str:
+    """The current folder as the user's shell names it: other hosts may not know what a link leads to.
+
+    Raises ConfigError if it has been deleted.
+    """
+    try:
+        current = Path.cwd()
+    except OSError as error:
+        raise ConfigError(f"the current folder is gone ({error.strerror}) -> cd to one that exists") from error
+    named = Path(os.environ.get("PWD", ""))
+    with suppress(OSError):  # it is of no use where this process has left it since
+        if named.is_absolute() and named.samefile(current):
+            return str(named)
+    return str(current)
+
+
+def path_of(name: str, text: str, program: bool) -> str:
+    """With ~ expanded, which no shell does in files and variables; a program's in full, as it is run from elsewhere."""
+    if text.startswith("~"):
+        try:
+            return str(Path(text).expanduser())
+        except RuntimeError as error:
+            raise ConfigError(f"{name} {text}: there is no such home folder") from error
+    return str(Path(here(), text)) if program and "/" in text else text
+
+
+def number(name: str, text: str | float, expected: str) -> float:
+    """Raises ConfigError also for what is not finite."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ConfigError(f"{name} {text}: give {expected}")
+    return value
