@@ -2,7 +2,7 @@
 
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dadt import inject
 from dadt.config import Config
@@ -20,69 +20,20 @@ from dadt.errors import (
 )
 from dadt.world import World
 
-if TYPE_CHECKING:
-    from dadt.api.collectives import (
-        add_process_set,
-        all_gather,
-        all_gather_async,
-        all_reduce,
-        all_reduce_,
-        all_reduce_async,
-        all_reduce_async_,
-        all_to_all,
-        all_to_all_async,
-        barrier,
-        broadcast,
-        broadcast_,
-        broadcast_async,
-        broadcast_async_,
-        cross_rank,
-        cross_size,
-        gather,
-        gather_async,
-        grouped_all_reduce,
-        grouped_all_reduce_,
-        grouped_all_reduce_async,
-        init,
-        initialized,
-        irecv,
-        isend,
-        join,
-        local_barrier,
-        local_rank,
-        local_size,
-        poll,
-        rank,
-        recv,
-        reduce,
-        reduce_async,
-        reduce_scatter,
-        reduce_scatter_async,
-        remove_process_set,
-        scatter,
-        scatter_async,
-        send,
-        shutdown,
-        size,
-        synchronize,
-    )
-    from dadt.api.optimizer import DistributedOptimizer
-    from dadt.api.run import run
-    from dadt.api.sampler import DistributedSampler
-    from dadt.api.sparse import coo_all_reduce, coo_all_reduce_async
-    from dadt.api.state import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
-    from dadt.comm.collectives.process_set import Handle, ProcessSet
-
-# What only some programs need is imported when they do, and torch with it.
+# What only some programs need is imported when they do, and torch with it. Type checkers read __init__.pyi.
 _HOMES = {
-    "dadt.api.collectives": (
+    "dadt.api.lifecycle": (
         "init initialized shutdown rank size local_rank local_size cross_rank cross_size add_process_set"
-        " remove_process_set all_reduce all_reduce_async all_reduce_ all_reduce_async_ grouped_all_reduce"
-        " grouped_all_reduce_async grouped_all_reduce_ join broadcast broadcast_async broadcast_ broadcast_async_"
-        " reduce reduce_async gather gather_async scatter scatter_async all_gather all_gather_async all_to_all"
-        " all_to_all_async reduce_scatter reduce_scatter_async barrier local_barrier send isend recv irecv"
-        " synchronize poll"
+        " remove_process_set"
     ),
+    "dadt.api.collectives": (
+        "all_reduce all_reduce_async all_reduce_ all_reduce_async_ grouped_all_reduce"
+        " grouped_all_reduce_async grouped_all_reduce_ join broadcast broadcast_async broadcast_"
+        " broadcast_async_ reduce reduce_async gather gather_async scatter scatter_async all_gather"
+        " all_gather_async all_to_all all_to_all_async reduce_scatter reduce_scatter_async barrier"
+        " local_barrier synchronize poll"
+    ),
+    "dadt.api.messages": "send isend recv irecv",
     "dadt.api.sparse": "coo_all_reduce coo_all_reduce_async",
     "dadt.api.state": "broadcast_parameters broadcast_optimizer_state broadcast_object allgather_object",
     "dadt.api.optimizer": "DistributedOptimizer",
@@ -91,75 +42,8 @@ _HOMES = {
     "dadt.api.run": "run",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
-
-__all__ = [
-    "Aborted",
-    "CommError",
-    "CommTimeout",
-    "Config",
-    "ConfigError",
-    "DadtError",
-    "DistributedOptimizer",
-    "DistributedSampler",
-    "Handle",
-    "LaunchError",
-    "Mismatch",
-    "PeerLost",
-    "ProcessSet",
-    "StartTimeout",
-    "World",
-    "__version__",
-    "add_process_set",
-    "all_gather",
-    "all_gather_async",
-    "all_reduce",
-    "all_reduce_",
-    "all_reduce_async",
-    "all_reduce_async_",
-    "all_to_all",
-    "all_to_all_async",
-    "allgather_object",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "coo_all_reduce",
-    "coo_all_reduce_async",
-    "cross_rank",
-    "cross_size",
-    "gather",
-    "gather_async",
-    "grouped_all_reduce",
-    "grouped_all_reduce_",
-    "grouped_all_reduce_async",
-    "init",
-    "initialized",
-    "irecv",
-    "isend",
-    "join",
-    "local_barrier",
-    "local_rank",
-    "local_size",
-    "poll",
-    "rank",
-    "recv",
-    "reduce",
-    "reduce_async",
-    "reduce_scatter",
-    "reduce_scatter_async",
-    "remove_process_set",
-    "run",
-    "scatter",
-    "scatter_async",
-    "send",
-    "shutdown",
-    "size",
-    "synchronize",
-]
+_ERRORS = (Aborted, CommError, CommTimeout, ConfigError, DadtError, LaunchError, Mismatch, PeerLost, StartTimeout)
+__all__ = ["Config", "World", "__version__", *(error.__name__ for error in _ERRORS), *_HOME]
 
 _torch = sys.modules.get("torch")
 # At the end of its own import torch imports this package by itself, in every process of this Python.

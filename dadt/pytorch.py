@@ -10,18 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from dadt.api import collectives, optimizer, sparse
-from dadt.api.collectives import (
-    barrier,
-    cross_rank,
-    cross_size,
-    initialized,
-    local_barrier,
-    local_rank,
-    local_size,
-    rank,
-    size,
-)
+from dadt.api import collectives, lifecycle, optimizer, sparse
+from dadt.api.collectives import barrier, local_barrier
+from dadt.api.lifecycle import cross_rank, cross_size, initialized, local_rank, local_size, rank, size
 from dadt.api.state import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from dadt.errors import ConfigError
 
@@ -83,7 +74,7 @@ def init(
     **knobs: Any,
 ) -> None:
     """`dadt.init`."""
-    collectives.init(
+    lifecycle.init(
         cycle_duration_ms=cycle_duration_ms,
         broadcast_executor=_lower(broad_cast_executor),
         all_reduce_executor=_lower(all_reduce_executor),
@@ -123,7 +114,7 @@ def shutdown() -> None:
         for handle in handles:
             handle.wait()
     finally:
-        collectives.shutdown()
+        lifecycle.shutdown()
 
 
 def broad_cast(x: Any, name: Any) -> Tensor:

@@ -19,147 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dadt.api.session import MOST_TAG, Session
+from dadt.api.lifecycle import among_of, root_of, session
 from dadt.comm.collectives import operation
 from dadt.comm.collectives.operation import Call
 from dadt.comm.collectives.process_set import Handle, Handles, ProcessSet
 from dadt.comm.collectives.serialize import pack, unpack
-from dadt.errors import ConfigError, DadtError
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_session: Session | None = None
-_ended = False
-
-
-# Start and end --------------------------------------------------------------------------------------------------------
-
-
-def init(
-    *,
-    cycle_duration_ms: float | None = None,
-    executor: str | None = None,
-    broadcast_executor: str | None = None,
-    all_reduce_executor: str | None = None,
-    all_reduce_buffer_size: int | None = None,
-    group_buffer_size: int | None = None,
-    timeline_path: str | None = None,
-    **knobs: Any,
-) -> None:
-    """Become one of the job's ranks: under `dadt run`, torchrun, mpirun or srun, or alone under plain python.
-
-    From here on nothing but the optimizers given to `DistributedOptimizer` is DADT's business: data, seeds, files and
-    other optimizers are the script's. All ranks call it, at the top of the script and with the same arguments; a second
-    call does nothing.
-
-    Random numbers: under `dadt run` the generators of torch, numpy and random begin alike on all ranks, so that splits
-    and weights agree. When training begins (the first training forward of a model whose optimizer is wrapped, or the
-    first step of any optimizer of torch), each rank goes on with numbers of its own, derived from those. A generator
-    that the script has seeded after `init` stays as it is. `--no-seeding` leaves all of them to the script.
-
-    cycle_duration_ms: longest time in milliseconds that a ready tensor waits for others to be fused with.
-    executor, broadcast_executor, all_reduce_executor: what moves the bytes, as of `--executor`.
-    all_reduce_buffer_size, group_buffer_size: bytes up to which tensors are fused; 0: none are.
-    timeline_path: file for a trace of who waited for what.
-    knobs: any other setting of a worker by its name in docs/configuration.md, as algorithm="sync" or timeout=60.
-
-    Each stands above the flag or variable of the same setting. Raises ConfigError for a wrong value, or one that
-    differs between ranks; StartTimeout naming the ranks that do not come; DadtError after `shutdown`, and where
-    training has begun.
-    """
-    global _session
-    given = {
-        "cycle_duration_ms": cycle_duration_ms,
-        "executor": executor,
-        "broadcast_executor": broadcast_executor,
-        "all_reduce_executor": all_reduce_executor,
-        "all_reduce_buffer_size": all_reduce_buffer_size,
-        "group_buffer_size": group_buffer_size,
-        "timeline_path": timeline_path,
-        **knobs,
-    }
-    given = {name: value for name, value in given.items() if value is not None}
-    if _ended:
-        raise DadtError("dadt.init() after dadt.shutdown(): a process is a rank once only")
-    if _session is None:
-        _session = Session(given)
-    elif given and given != _session.knobs:
-        raise ConfigError("dadt.init() was called before, with other arguments: settings are fixed for a job")
-
-
-def initialized() -> bool:
-    """Whether this process is between `init` and `shutdown`; a forked child never is."""
-    return _session is not None and not _session.forked
-
-
-def shutdown() -> None:
-    """Wait for what is pending and leave the job. All ranks call it, or end without it, which does the same.
-
-    Does nothing before `init`, when called again, and in a forked child. Raises CommTimeout if something is still
-    pending after `--timeout`.
-    """
-    global _session, _ended
-    if _session is not None and not _session.forked:
-        session, _session, _ended = _session, None, True
-        session.close(session.config.timeout)
-
-
-def session() -> Session:
-    """What `init` has made. Raises DadtError before it."""
-    if _session is None:
-        when = "after dadt.shutdown()" if _ended else "before dadt.init(): call it at the top of the script"
-        raise DadtError(f"a function of dadt was called {when}")
-    _session.check_process()
-    return _session
-
-
-# Who is who -----------------------------------------------------------------------------------------------------------
-
-
-def rank() -> int:
-    """This process's number among all, from 0. Raises DadtError before `init`, as all that follows."""
-    return session().world.rank
-
-
-def size() -> int:
-    """How many ranks there are."""
-    return session().world.world_size
-
-
-def local_rank() -> int:
-    """This process's number among those of its host, from 0."""
-    return session().world.local_rank
-
-
-def local_size() -> int:
-    """How many ranks this host has."""
-    return session().world.local_size
-
-
-def cross_rank() -> int:
-    """This host's number among the hosts, from 0."""
-    return session().world.cross_rank
-
-
-def cross_size() -> int:
-    """How many hosts there are."""
-    return session().cross_size
-
-
-def add_process_set(ranks: Sequence[int]) -> ProcessSet:
-    """A set of ranks that exchange with each other alone, over a connection of their own: give it as `process_set=`.
-
-    All ranks of the job call this, with the same ranks, also those that are not in it. Raises ValueError where ranks do
-    not exist, come twice, or differ between callers.
-    """
-    return session().add(ranks)
-
-
-def remove_process_set(process_set: ProcessSet) -> None:
-    """Close the set's connection. Its ranks call this when they have finished with it."""
-    session().remove(process_set)
-
 
 # Allreduce ------------------------------------------------------------------------------------------------------------
 
@@ -471,45 +338,6 @@ def local_barrier() -> None:
     session().local_barrier()
 
 
-# Between two ----------------------------------------------------------------------------------------------------------
-
-
-def send(tensor: Tensor, peer: int, tag: int = 0, *, process_set: ProcessSet | None = None) -> None:
-    """Send the tensor to a rank that calls `recv`. tag: 0 to 2**18; messages of one pair and tag keep their order."""
-    isend(tensor, peer, tag, process_set=process_set).wait()
-
-
-def isend(tensor: Tensor, peer: int, tag: int = 0, *, process_set: ProcessSet | None = None) -> Handle:
-    """As send; the tensor must not change until the handle was waited for."""
-    among = among_of(process_set)
-    _check_tag(tag)
-    host = operation.host_copy(tensor)
-    return Handle(among, among.mail.send(host, among.number_of(peer, "peer"), tag))
-
-
-def recv(tensor: Tensor, peer: int | None = None, tag: int = 0, *, process_set: ProcessSet | None = None) -> int:
-    """Overwrite the tensor with what a rank sends, and return that rank.
-
-    tensor: of as many bytes as the sender's, else Mismatch. peer: None for whoever sends with this tag first.
-    """
-    source: int = irecv(tensor, peer, tag, process_set=process_set).wait()
-    return source
-
-
-def irecv(tensor: Tensor, peer: int | None = None, tag: int = 0, *, process_set: ProcessSet | None = None) -> Handle:
-    """As recv; the handle gives the sender's rank."""
-    among = among_of(process_set)
-    _check_tag(tag)
-    target = operation.host_target(tensor)
-    transit = among.mail.receive(target, None if peer is None else among.number_of(peer, "peer"), tag)
-
-    def finish(_: Any) -> int:
-        operation.deliver(target, tensor)
-        return among.ranks[transit.source]
-
-    return Handle(among, transit, finish)
-
-
 # Handles --------------------------------------------------------------------------------------------------------------
 
 
@@ -524,17 +352,6 @@ def poll(handle: Handle | Handles) -> bool:
 
 
 # What they are made of ------------------------------------------------------------------------------------------------
-
-
-def among_of(process_set: ProcessSet | None) -> ProcessSet:
-    among = session().all if process_set is None else process_set
-    _ = among.named  # this rank is one of them
-    return among
-
-
-def root_of(root: int, root_rank: int | None) -> int:
-    """Whichever of DADT's and Horovod's spelling is used."""
-    return root if root_rank is None else root_rank
 
 
 def _all_reduce(
@@ -579,8 +396,3 @@ def _like(tensor: Tensor) -> Tensor:
 
 def _shaped(received: Sequence[Tensor], tensor: Tensor) -> list[Tensor]:
     return [each.reshape(()) for each in received] if tensor.dim() == 0 else list(received)
-
-
-def _check_tag(tag: int) -> None:
-    if not 0 <= tag <= MOST_TAG:
-        raise ValueError(f"tag {tag}: give a number from 0 to 2**18")

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from dadt.api.collectives import session, size
+from dadt.api.lifecycle import session, size
 from dadt.inject import worker
 
 T = TypeVar("T", bound=torch.optim.Optimizer)

@@ -7,8 +7,8 @@ from typing import Any
 from torch.utils.data import Dataset
 from torch.utils.data import distributed as torch_distributed
 
-from dadt.api.collectives import rank as own_rank
-from dadt.api.collectives import size
+from dadt.api.lifecycle import rank as own_rank
+from dadt.api.lifecycle import size
 
 
 class DistributedSampler(torch_distributed.DistributedSampler[Any]):

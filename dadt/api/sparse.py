@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dadt.api.collectives import among_of
+from dadt.api.lifecycle import among_of
 from dadt.comm.collectives import operation
 from dadt.comm.collectives.operation import Call
 from dadt.comm.collectives.process_set import Handle

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dadt import _core
-from dadt.api.collectives import among_of, root_of
+from dadt.api.lifecycle import among_of, root_of
 from dadt.comm import plain
 from dadt.comm.collectives import operation
 from dadt.comm.collectives.object import allgather_object as gather

@@ -53,9 +53,9 @@ import sys, time, torch
 from dadt import _core
 from dadt.config import Config
 from dadt.errors import CommError, ConfigError
-from dadt.comm.executors import mpi
+from dadt.comm.executors import mpi, mpi_process
 from dadt.world import World
-everyone = mpi.process.begin().COMM_WORLD
+everyone = mpi_process.process.begin().COMM_WORLD
 rank, size = everyone.rank, everyone.size
 class Meet:
     secret = b"of the job"
@@ -205,7 +205,7 @@ connection.engine.abort("the test is over")
 connection.engine.close(60.0)
 connection.close()
 everyone.Barrier()
-mpi.process.begin().Finalize()
+mpi_process.process.begin().Finalize()
 """)
     assert "an allreduce was not done within 1 s: a peer did not come" in said
 
@@ -222,7 +222,7 @@ connection.engine.abort("the test is over")
 connection.engine.close(60.0)
 connection.close()
 everyone.Barrier()
-mpi.process.begin().Finalize()
+mpi_process.process.begin().Finalize()
 """)
     told = "Mismatch: rank 0 is in an allreduce of 400000 bytes, rank 1 in an allreduce of 400004 bytes"
     assert [told in line for line in said.splitlines()] == [True, True], said

@@ -16,9 +16,10 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ReduceOp  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from dadt.comm import executors
+from dadt.comm.backend.arguments import Tensors, first, listed, parts, reduction_of, rows
 from dadt.comm.backend.rendezvous import Meeting
 from dadt.comm.backend.work import Deliveries, Delivery, Parcel
 from dadt.comm.collectives import operation
@@ -30,16 +31,6 @@ from dadt.world import World
 
 CLOSE_SECONDS = 5.0
 """How long the end of a group waits for what nobody has waited for."""
-_REDUCTIONS = {
-    ReduceOp.SUM: "sum",
-    ReduceOp.AVG: "mean",
-    ReduceOp.PRODUCT: "product",
-    ReduceOp.MIN: "min",
-    ReduceOp.MAX: "max",
-    ReduceOp.BAND: "band",
-    ReduceOp.BOR: "bor",
-    ReduceOp.BXOR: "bxor",
-}
 _EARLIER = {
     "all_gather_single": "_allgather_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
@@ -50,7 +41,6 @@ _EARLIER = {
 """What torch called its verbs before."""
 _ProcessGroup: Any = dist.ProcessGroup
 """Its types differ between versions of torch."""
-Tensors = Sequence[torch.Tensor]
 _Verb = TypeVar("_Verb", bound=Callable[..., Any])
 _live: weakref.WeakSet[Backend] = weakref.WeakSet()
 
@@ -89,7 +79,7 @@ def _verb(method: _Verb) -> _Verb:
 
     @wraps(method)
     def either(self: Backend, *args: Any, **options: Any) -> Any:
-        if self._gpu_each and _first(args).is_cuda:
+        if self._gpu_each and first(args).is_cuda:
             name, nccl = method.__name__, self._nccl()
             return getattr(nccl, name if hasattr(nccl, name) else _EARLIER[name])(*args, **options)
         return method(self, *args, **options)
@@ -130,7 +120,7 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
 
     @_verb
     def allreduce(self, tensors: Any, opts: Any = None) -> Delivery:
-        tensors, reduction = _listed(tensors), _reduction(opts)
+        tensors, reduction = listed(tensors), reduction_of(opts)
         return self._run(tensors, opts, [operation.all_reduce(t, t, reduction, self._size) for t in tensors])
 
     @_verb
@@ -139,7 +129,7 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
 
     @_verb
     def reduce(self, tensors: Any, opts: Any) -> Delivery:
-        tensors, reduction, root = _listed(tensors), _reduction(opts), opts.rootRank
+        tensors, reduction, root = listed(tensors), reduction_of(opts), opts.rootRank
         calls = [operation.reduce(t, t, reduction, root, self._rank, self._size) for t in tensors]
         return self._run(tensors, opts, calls)
 
@@ -149,19 +139,19 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
 
     @_verb
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Delivery:
-        return self._reduce_scatter([output], [_parts(tensor, output, self._size)], opts)
+        return self._reduce_scatter([output], [parts(tensor, output, self._size)], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
     @_verb
     def reduce_scatter_single_coalesced(self, outputs: Tensors, tensors: Tensors, opts: Any = None) -> Delivery:
-        parts = [_parts(t, o, self._size) for t, o in zip(tensors, outputs, strict=True)]
+        parts = [parts(t, o, self._size) for t, o in zip(tensors, outputs, strict=True)]
         return self._reduce_scatter(outputs, parts, opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Delivery:
-        reduction = _reduction(opts)
+        reduction = reduction_of(opts)
         pairs = zip(inputs, outputs, strict=True)
         calls = [operation.reduce_scatter(i, o, reduction, self._rank, self._size) for i, o in pairs]
         return self._run(outputs, opts, calls)
@@ -170,7 +160,7 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
 
     @_verb
     def broadcast(self, tensors: Any, opts: Any) -> Delivery:
-        tensors = _listed(tensors)
+        tensors = listed(tensors)
         calls = [operation.broadcast(t, opts.rootRank, self._rank, self._size) for t in tensors]
         return self._run(tensors, opts, calls)
 
@@ -196,13 +186,13 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
 
     @_verb
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Delivery:
-        return self._all_gather([_parts(output, tensor, self._size)], [tensor], opts)
+        return self._all_gather([parts(output, tensor, self._size)], [tensor], opts)
 
     _allgather_base = all_gather_single
 
     @_verb
     def all_gather_single_coalesced(self, outputs: Tensors, tensors: Tensors, opts: Any = None) -> Delivery:
-        parts = [_parts(o, t, self._size) for o, t in zip(outputs, tensors, strict=True)]
+        parts = [parts(o, t, self._size) for o, t in zip(outputs, tensors, strict=True)]
         return self._all_gather(parts, tensors, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -230,7 +220,7 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
         opts: Any = None,
     ) -> Delivery:
         """Splits: rows to and from each rank; empty: equally many."""
-        outputs, tensors = _rows(output, output_splits, self._size), _rows(tensor, splits, self._size)
+        outputs, tensors = rows(output, output_splits, self._size), rows(tensor, splits, self._size)
         return self._run([output], opts, [operation.all_to_all(tensors, self._size, outputs)])
 
     alltoall_base = all_to_all_single
@@ -392,50 +382,3 @@ def _executor(workers: Sequence[int]) -> str:
     if World.from_env().job or asked in ("auto", "nccl", "mpi", "mpicuda"):
         return executor.pick_for_host_memory(workers)[0]
     return asked
-
-
-def _first(args: Any) -> torch.Tensor:
-    """The first tensor of lists of lists of them; what a rank does not give (scatter) is an empty list."""
-    for each in args:
-        if isinstance(each, torch.Tensor):
-            return each
-        if isinstance(each, list | tuple) and each:
-            return _first(each)
-    raise ValueError("torch.distributed was given no tensor")
-
-
-def _listed(tensors: Any) -> Tensors:
-    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-
-
-def _reduction(opts: Any) -> str:
-    op = getattr(opts, "reduceOp", ReduceOp.SUM if opts is None else opts)
-    for known, name in _REDUCTIONS.items():
-        if op == known:
-            return name
-    usable = ", ".join(f"ReduceOp.{each.name}" for each in _REDUCTIONS)
-    raise ValueError(f"backend dadt does not know {_told(op)}: use {usable}")
-
-
-def _told(op: Any) -> str:
-    """As scripts write it."""
-    # A ReduceOp, of which its members are made, has no name; some of torch's have parameters.
-    names = (f"ReduceOp.{name}" for name, member in ReduceOp.RedOpType.__members__.items() if op == member)
-    return next(names, str(op))
-
-
-def _parts(whole: torch.Tensor, part: torch.Tensor, size: int) -> Tensors:
-    """The whole's memory as one part for each rank."""
-    if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
-        raise ValueError(
-            f"{size} ranks with {part.numel()} elements of {part.dtype} each need one tensor of"
-            f" {size * part.numel()} for all, not one of {whole.numel()} of {whole.dtype}"
-        )
-    return [row.view(part.shape) for row in whole.view(size, -1)] if part.numel() else [part] * size
-
-
-def _rows(tensor: Any, splits: Sequence[int], size: int) -> Tensors:
-    if not splits and tensor.shape[0] % size:
-        raise ValueError(f"{tensor.shape[0]} rows cannot be split equally between {size} ranks; give split sizes")
-    rows: Tensors = tensor.split(list(splits) or [tensor.shape[0] // size] * size)
-    return rows

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +13,7 @@ import torch
 from dadt.comm.executors import proof, pull
 from dadt.comm.executors.base import Connection
 from dadt.comm.executors.meet import Meet
+from dadt.comm.executors.mpi_process import process
 from dadt.comm.keepalive import Kept, keep_for_good
 from dadt.control import mpi_library
 from dadt.errors import Aborted, CommTimeout, ConfigError, Mismatch, PeerLost
@@ -90,92 +86,6 @@ def _joined(mpi: Any, ranks: Sequence[int], timeout: float) -> Mpi:
     comm.Set_errhandler(mpi.ERRORS_RETURN)  # mpi4py makes exceptions of them
     process.opened()
     return Mpi(mpi, comm, timeout)
-
-
-class Process:
-    """MPI in this process: begun at most once, and ended once nothing is open and the interpreter is about to end."""
-
-    def __init__(self) -> None:
-        self.serial: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        """Held around each call, where the library takes one thread at a time."""
-        self._mpi: Any = None
-        self._ours = False
-        self._open = 0
-        self._failed = False
-        self._exiting = False
-        self._pid = 0
-
-    @property
-    def takes_one_thread(self) -> bool:
-        return not isinstance(self.serial, contextlib.nullcontext)
-
-    @property
-    def path(self) -> str:
-        """Of the library that is loaded."""
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            if Path(line).name.startswith(("libmpi.so", "libmpich.so")):
-                return line[line.index("/") :]
-        return ""
-
-    @property
-    def library(self) -> str:
-        """Its name and where it is."""
-        words = str(self._mpi.Get_library_version()).split("\n")[0].split(",")[0].replace("\t", " ").rstrip("\0")
-        return f"{words}, {self.path}"
-
-    def begin(self) -> Any:
-        """mpi4py.MPI, initialised. Raises ConfigError where there is none that is of use."""
-        if self._mpi is not None:
-            return self._mpi
-        # The script's own import leaves the end to mpi4py. Ours does not, as a rank that has failed would then wait
-        # in MPI_Finalize for peers that wait for it.
-        ours = "mpi4py.MPI" not in sys.modules
-        mpi_library.choose()
-        try:
-            import mpi4py
-
-            if ours:
-                mpi4py.rc.finalize = False
-            from mpi4py import MPI as mpi
-        except (ImportError, RuntimeError) as error:
-            raise ConfigError(mpi_library.unusable(str(error))) from error
-        if not mpi.Is_initialized():
-            mpi.Init_thread(mpi.THREAD_MULTIPLE)
-        level = mpi.Query_thread()
-        if level < mpi.THREAD_SERIALIZED:
-            raise ConfigError(
-                "executor mpi: the script has initialised MPI for its main thread only, and DADT uses it from another "
-                "one -> initialise it with MPI.THREAD_MULTIPLE, as mpi4py does by itself"
-            )
-        if level < mpi.THREAD_MULTIPLE:
-            self.serial = threading.Lock()
-        self._mpi, self._ours, self._pid = mpi, ours, os.getpid()
-        atexit.register(self._exit)
-        return mpi
-
-    def opened(self) -> None:
-        """There is one more communicator."""
-        self._open += 1
-
-    def closed(self, failed: bool) -> None:
-        """There is one less. failed: nobody knows what its ranks are doing."""
-        self._open -= 1
-        self._failed |= failed
-        if self._exiting:
-            self._end()
-
-    def _exit(self) -> None:
-        """What ends after this may still close communicators."""
-        self._exiting = True
-        self._end()
-
-    def _end(self) -> None:
-        if self._ours and not self._open and not self._failed and os.getpid() == self._pid:
-            self._ours = False
-            self._mpi.Finalize()
-
-
-process = Process()
 
 
 class Mpi:

@@ -19,6 +19,7 @@ from dadt.comm.executors import mpi, pull
 from dadt.comm.executors.base import Connection
 from dadt.comm.executors.device import Averaging, Device
 from dadt.comm.executors.meet import Meet
+from dadt.comm.executors.mpi_process import process
 from dadt.errors import CommTimeout, ConfigError
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def connect(config: Config, world: World, meet: Meet) -> Connection:
             "executor mpicuda: torch sees no CUDA device here -> run where nvidia-smi shows one, or --executor mpi"
         )
     join = mpi.joiner(config, world, meet)
-    process, everyone = mpi.process, range(world.world_size)
+    everyone = range(world.world_size)
     if reads_gpus(process.path) is False:
         raise ConfigError(
             f"executor mpicuda: {process.library} is built without CUDA -> give one that is built with it by --mpirun, "

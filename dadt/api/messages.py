@@ -1,0 +1,54 @@
+"""Messages between two ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dadt.api.lifecycle import among_of
+from dadt.api.session import MOST_TAG
+from dadt.comm.collectives import operation
+from dadt.comm.collectives.process_set import Handle, ProcessSet
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def send(tensor: Tensor, peer: int, tag: int = 0, *, process_set: ProcessSet | None = None) -> None:
+    """Send the tensor to a rank that calls `recv`. tag: 0 to 2**18; messages of one pair and tag keep their order."""
+    isend(tensor, peer, tag, process_set=process_set).wait()
+
+
+def isend(tensor: Tensor, peer: int, tag: int = 0, *, process_set: ProcessSet | None = None) -> Handle:
+    """As send; the tensor must not change until the handle was waited for."""
+    among = among_of(process_set)
+    _check_tag(tag)
+    host = operation.host_copy(tensor)
+    return Handle(among, among.mail.send(host, among.number_of(peer, "peer"), tag))
+
+
+def recv(tensor: Tensor, peer: int | None = None, tag: int = 0, *, process_set: ProcessSet | None = None) -> int:
+    """Overwrite the tensor with what a rank sends, and return that rank.
+
+    tensor: of as many bytes as the sender's, else Mismatch. peer: None for whoever sends with this tag first.
+    """
+    source: int = irecv(tensor, peer, tag, process_set=process_set).wait()
+    return source
+
+
+def irecv(tensor: Tensor, peer: int | None = None, tag: int = 0, *, process_set: ProcessSet | None = None) -> Handle:
+    """As recv; the handle gives the sender's rank."""
+    among = among_of(process_set)
+    _check_tag(tag)
+    target = operation.host_target(tensor)
+    transit = among.mail.receive(target, None if peer is None else among.number_of(peer, "peer"), tag)
+
+    def finish(_: Any) -> int:
+        operation.deliver(target, tensor)
+        return among.ranks[transit.source]
+
+    return Handle(among, transit, finish)
+
+
+def _check_tag(tag: int) -> None:
+    if not 0 <= tag <= MOST_TAG:
+        raise ValueError(f"tag {tag}: give a number from 0 to 2**18")
