@@ -17,6 +17,7 @@ from torch.optim.optimizer import (
 )
 
 from dadt.inject.module import Modules
+from dadt.train import evaluation
 from dadt.train.attachment import Attachment
 from dadt.train.checkpoint import KEY, Checkpoints
 from dadt.train.runtime import Runtime
@@ -97,9 +98,9 @@ class Steps:
 
         @functools.wraps(closure)
         def averaged() -> Any:
-            attachment.before_closure()
+            evaluation.before(attachment)
             loss = closure()
-            mean = attachment.average_closure(float(loss.detach() if isinstance(loss, torch.Tensor) else loss))
+            mean = evaluation.average(attachment, float(loss.detach() if isinstance(loss, torch.Tensor) else loss))
             return loss.new_tensor(mean) if isinstance(loss, torch.Tensor) else mean
 
         return averaged

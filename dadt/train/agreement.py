@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
+
+import torch
 
 from dadt.errors import Mismatch
 from dadt.train.exchange.exchange import Exchange
+from dadt.train.exchange.fingerprint import of_gradient
 from dadt.train.exchange.lane import Lane
 from dadt.train.restored import Arrived
 
 FINGERPRINTED_STEPS = 20
 """At first: gradients, which are to differ."""
+_EVERY = 64
+"""Steps between two looks at what is not trained, which is not to differ."""
 _SAME_STEPS = 5
 """With equal gradients on all ranks, for a warning."""
 
@@ -35,6 +40,12 @@ class Agreement:
         self._agreed = -1
         """The newest exchange under way when they were made equal."""
         self._same = 0
+
+    def fingerprint(self, number: int, parameters: Sequence[torch.Tensor], untrained: Callable[[], int]) -> int:
+        """What this rank tells with the exchange of this number. untrained: of what is not trained."""
+        if number < FINGERPRINTED_STEPS:
+            return of_gradient(parameters)
+        return untrained() if number % _EVERY == 0 else 0
 
     def check(self, lanes: list[Lane], exchange: Exchange | Arrived, newest: int, *, late: bool) -> None:
         """Raises Mismatch where ranks have taken different steps.

@@ -15,21 +15,19 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dadt.errors import DadtError
 from dadt.train import prediction
-from dadt.train.agreement import FINGERPRINTED_STEPS, Agreement
+from dadt.train.agreement import Agreement
 from dadt.train.algorithm import Algorithm
 from dadt.train.batch_weight import BatchWeight
-from dadt.train.buffers import Buffers, buffer_of
+from dadt.train.buffers import Buffers, ChangingBuffers
 from dadt.train.exchange import fingerprint
 from dadt.train.exchange.exchange import Exchange, Schema
-from dadt.train.exchange.lane import Lane, any_flags, pack_flags
+from dadt.train.exchange.lane import Lane
 from dadt.train.measure import Measure
 from dadt.train.param_groups import group_values
 from dadt.train.peers import Peers
 from dadt.train.restored import Arrived
+from dadt.train.trained import below, listed, sparse_tables
 from dadt.train.window import Window
-
-_EVERY = 64
-"""Steps between two looks at what is not trained, which is not to differ."""
 
 
 class Owner(Protocol):
@@ -80,8 +78,8 @@ class Attachment:
         self.compression = runtime.config.compression if owner.together else "none"
         """Of gradients."""
         self.measure = Measure()
-        self._modules = _below(owner.root_modules(optimizer))
-        self._candidates: list[tuple[nn.Module, str, torch.Tensor]] = []
+        self._modules = below(owner.root_modules(optimizer))
+        self.changing_buffers = ChangingBuffers(owner.buffers, runtime, self.name)
         self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         """Parameters that all ranks have from rank 0."""
         self._welcomed: tuple[list[int], int] = ([], 0)
@@ -124,7 +122,7 @@ class Attachment:
     def parameters(self) -> list[torch.Tensor]:
         """Those that are trained, in registration order; none once the optimizer is collected."""
         optimizer = self._optimizer()
-        return [p for p in _listed(optimizer) if p.requires_grad] if optimizer else []
+        return [p for p in listed(optimizer) if p.requires_grad] if optimizer else []
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -176,21 +174,21 @@ class Attachment:
         if self.runtime.config.broadcast:
             self.algorithm.starting()
         self.owner.join(self)
-        for p in _listed(optimizer):
+        for p in listed(optimizer):
             self._known[p] = True
         if self.runtime.config.buffers:
-            self._candidates = self.owner.buffers.watch(self.modules)
+            self.changing_buffers.watch(self.modules)
         self.refresh()
         self.algorithm.started()
 
     def welcome(self) -> None:
         """Parameters that the script has added start from rank 0's values. Cheap where there are none."""
         optimizer = self.optimizer
-        listed = _listed(optimizer)
+        every = listed(optimizer)
         # An id may be another parameter's by now; then one of those that were known has gone.
-        if self._welcomed == (ids := [id(p) for p in listed], len(self._known)):
+        if self._welcomed == (ids := [id(p) for p in every], len(self._known)):
             return
-        new = [p for p in listed if p not in self._known]
+        new = [p for p in every if p not in self._known]
         for p in new:
             self._known[p] = True
         self._welcomed = (ids, len(self._known))
@@ -198,25 +196,9 @@ class Attachment:
             return
         if self.runtime.config.broadcast:
             self.runtime.broadcast([p.data for p in new], f"late weights{self.name}")
-        self._modules = _below(self.owner.root_modules(optimizer))
+        self._modules = below(self.owner.root_modules(optimizer))
         if self.runtime.config.buffers:
-            self._candidates += self.owner.buffers.watch(m for m in self.modules if m not in self.owner.buffers)
-
-    def settle_buffers(self) -> None:
-        """A training forward has run: buffers that it changed on any rank are averaged from now on."""
-        if not self._candidates:
-            return
-        pairs = [(buffer_of(m, n), before) for m, n, before in self._candidates]
-        changed = [now is not None and not torch.equal(now, before) for now, before in pairs]
-        # As a table of positions that grows with the longest text: it says nothing of the training.
-        reshaped = [now is None or now.shape != before.shape for now, before in pairs]
-        work = self.runtime.allgather(f"buffers that change{self.name}", pack_flags(changed + reshaped))
-        self.runtime.wait(work)
-        flags = any_flags(work.lanes, 2 * len(pairs))
-        for (m, n, _), change, reshape in zip(self._candidates, flags[: len(pairs)], flags[len(pairs) :], strict=True):
-            if change and not reshape:
-                self.owner.buffers.add(m, n)
-        self._candidates = []
+            self.changing_buffers.watch(m for m in self.modules if m not in self.owner.buffers)
 
     def refresh(self) -> None:
         """Follow parameters that were frozen, added, moved or cast, and buffers that came to life."""
@@ -226,8 +208,8 @@ class Attachment:
         parameters = self.parameters
         if self._schema is None or token[0] != self._token[0]:
             self.prediction.follow(parameters)
-            self._hook(parameters)
-            self._tables = _sparse_tables(self.modules, parameters)
+            self.watch_gradients()
+            self._tables = sparse_tables(self.modules, parameters)
         self._schema = Schema(
             parameters,
             self.buffers(),
@@ -238,7 +220,7 @@ class Attachment:
         )
         self._token = token
 
-    def _hook(self, parameters: list[torch.Tensor]) -> None:
+    def watch_gradients(self) -> None:
         """Notice gradients that grow."""
         this = weakref.ref(self)
 
@@ -248,7 +230,7 @@ class Attachment:
                 if a.algorithm.wants_gradients:
                     a.algorithm.gradient_ready(parameter)
 
-        for p in parameters:
+        for p in self.parameters:
             if p not in self._hooked and p.is_leaf:
                 p.register_post_accumulate_grad_hook(grew)  # type: ignore[no-untyped-call]
                 self._hooked[p] = True
@@ -258,10 +240,6 @@ class Attachment:
         self.compression = name
         self._token = (self._token[0], None)
         self.refresh()
-
-    def watch_gradients(self) -> None:
-        """The algorithm has begun to want them."""
-        self._hook(self.parameters)
 
     # One step --------------------------------------------------------------------------------------------------
 
@@ -281,7 +259,7 @@ class Attachment:
         self.stepping = False
         self.welcome()
         if self.step > 0 and self.owner.together:
-            self.settle_buffers()
+            self.changing_buffers.select()
         self.owner.take_over(self)
         if len(self.prediction.given) != len(parameters := self.parameters):
             self.prediction.follow(parameters)
@@ -343,29 +321,6 @@ class Attachment:
         self.prediction.forget()
         self.algorithm.loaded()
 
-    def before_closure(self) -> None:
-        """The optimizer is about to evaluate: what it uses inside (clipping) is averaged at once."""
-        self.has_closure = True
-        self.consumed = False
-        self.prediction.forget()
-
-    def average_closure(self, loss: float) -> float:
-        """Gradients and loss of one evaluation of a closure, averaged at once; the mean loss."""
-        self.consumed = False
-        self.welcome()
-        self.refresh()
-        if not self.algorithm.averages:
-            self.batch_weight.exchanged()
-            return loss
-        exchange = self.new_exchange()
-        self.close(exchange, value=loss)
-        lanes = self.wait(exchange)
-        self.agree(lanes, exchange)
-        self.deliver(exchange)
-        self.batch_weight.exchanged()
-        total = sum(lane.weight for lane in lanes)
-        return sum(lane.value * lane.weight for lane in lanes) / total if total else loss
-
     @property
     def _compresses(self) -> bool:
         """Line searches compare what closures give; and power iteration starts better from gradients that have
@@ -402,7 +357,7 @@ class Attachment:
                 layout=exchange.schema.crc,
                 drawn=self.batch_weight.drawn,
                 groups=self.groups,
-                fingerprint=self._fingerprint(exchange.number),
+                fingerprint=self.agreement.fingerprint(exchange.number, self.parameters, self._untrained),
                 growth=growth,
                 redo=redo,
                 weight=exchange.weight,
@@ -410,14 +365,12 @@ class Attachment:
             )
         )
 
-    def _fingerprint(self, number: int) -> int:
-        if number < FINGERPRINTED_STEPS:
-            return fingerprint.of_gradient(self.parameters)
-        if number % _EVERY == 0 and self.algorithm.predicts:
-            # What another optimizer trains may be frozen for now, and predicted.
-            others = [p for o in self.owner.optimizers if o is not self.optimizer for p in _listed(o)]
-            return fingerprint.of_untrained(self.modules, others)
-        return 0
+    def _untrained(self) -> int:
+        """Of what no optimizer trains: what another one does may be frozen for now, and predicted."""
+        if not self.algorithm.predicts:
+            return 0
+        others = [p for o in self.owner.optimizers if o is not self.optimizer for p in listed(o)]
+        return fingerprint.of_untrained(self.modules, others)
 
     def wait(self, exchange: Exchange | Arrived) -> list[Lane]:
         begun = perf_counter()
@@ -447,18 +400,3 @@ class Attachment:
     def agree(self, lanes: list[Lane], exchange: Exchange | Arrived) -> None:
         """Act on what the lanes say, the same on all ranks. Raises Mismatch."""
         self.agreement.check(lanes, exchange, self._exchanges - 1, late=self.measure.delayed > 0)
-
-
-def _listed(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Its parameters, each once: of tied weights given twice torch only warns."""
-    return list({id(p): p for g in optimizer.param_groups for p in g["params"]}.values())
-
-
-def _below(roots: list[nn.Module]) -> list[weakref.ref[nn.Module]]:
-    return [weakref.ref(m) for m in dict.fromkeys(m for root in roots for m in root.modules())]
-
-
-def _sparse_tables(modules: list[nn.Module], parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-    ids = {id(p) for p in parameters}
-    tables = [m.weight for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
-    return [table for table in tables if id(table) in ids]

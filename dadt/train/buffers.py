@@ -9,6 +9,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from dadt.train.exchange.lane import any_flags, pack_flags
+from dadt.train.peers import Peers
+
 
 def buffer_of(module: nn.Module, name: str) -> torch.Tensor | None:
     """None where it has none of this name any more."""
@@ -111,3 +114,34 @@ class Buffers:
         """The script has set the values: they are official and the rank's own."""
         self._own.pop(module, None)
         self._official.pop(module, None)
+
+
+class ChangingBuffers:
+    """Of one optimizer's modules: those buffers that a training forward has changed on any rank are averaged."""
+
+    def __init__(self, buffers: Buffers, runtime: Peers, name: str) -> None:
+        """name: the optimizer's."""
+        self._buffers = buffers
+        self._runtime = runtime
+        self._name = name
+        self._candidates: list[tuple[nn.Module, str, torch.Tensor]] = []
+
+    def watch(self, modules: Iterable[nn.Module]) -> None:
+        """Those of these modules are still to be looked at."""
+        self._candidates += self._buffers.watch(modules)
+
+    def select(self) -> None:
+        """A training forward has run: what it has changed is averaged from now on. All ranks call it together."""
+        if not self._candidates:
+            return
+        pairs = [(buffer_of(m, n), before) for m, n, before in self._candidates]
+        changed = [now is not None and not torch.equal(now, before) for now, before in pairs]
+        # As a table of positions that grows with the longest text: it says nothing of the training.
+        reshaped = [now is None or now.shape != before.shape for now, before in pairs]
+        work = self._runtime.allgather(f"buffers that change{self._name}", pack_flags(changed + reshaped))
+        self._runtime.wait(work)
+        flags = any_flags(work.lanes, 2 * len(pairs))
+        for (m, n, _), change, reshape in zip(self._candidates, flags[: len(pairs)], flags[len(pairs) :], strict=True):
+            if change and not reshape:
+                self._buffers.add(m, n)
+        self._candidates = []

@@ -133,7 +133,7 @@ class End:
     def _average(self, attachment: Attachment, tensors: list[torch.Tensor], whole: list[bool]) -> None:
         """The weights', and of buffers those that training has changed on any rank. whole: by rank, whether all of its
         weights are numbers; the others take the average of these ranks."""
-        attachment.settle_buffers()
+        attachment.changing_buffers.select()
         if not any(whole):
             return
         lost = ", ".join(str(rank) for rank, finite in enumerate(whole) if not finite)

@@ -113,7 +113,7 @@ class Local(Algorithm):
         """Now, on all ranks: the mean of their weights and buffers."""
         a = self.attachment
         self._settle(self._fragments.values())
-        a.settle_buffers()
+        a.changing_buffers.select()
         if a.runtime.config.buffers:
             buffers = [b for _, _, b in a.owner.buffers.of(a.modules)]
             self._settle([self._fragment("buffers", buffers, Outer(1.0, 0.0))])

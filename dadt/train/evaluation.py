@@ -1,0 +1,30 @@
+"""Optimizers that evaluate by themselves (LBFGS): each evaluation of their closure is averaged at once."""
+
+from __future__ import annotations
+
+from dadt.train.attachment import Attachment
+
+
+def before(a: Attachment) -> None:
+    """The optimizer is about to evaluate: what it uses inside (clipping) is averaged at once."""
+    a.has_closure = True
+    a.consumed = False
+    a.prediction.forget()
+
+
+def average(a: Attachment, loss: float) -> float:
+    """Gradients and loss of one evaluation of a closure, averaged at once; the mean loss."""
+    a.consumed = False
+    a.welcome()
+    a.refresh()
+    if not a.algorithm.averages:
+        a.batch_weight.exchanged()
+        return loss
+    exchange = a.new_exchange()
+    a.close(exchange, value=loss)
+    lanes = a.wait(exchange)
+    a.agree(lanes, exchange)
+    a.deliver(exchange)
+    a.batch_weight.exchanged()
+    total = sum(lane.weight for lane in lanes)
+    return sum(lane.value * lane.weight for lane in lanes) / total if total else loss
