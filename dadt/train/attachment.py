@@ -138,8 +138,6 @@ class Attachment:
         """Buckets may be launched from backward: with several optimizers their order could differ between ranks."""
         return not self.has_closure and len(self.owner.optimizers) == 1 and not self.consumed
 
-    # The parts that are exchanged ------------------------------------------------------------------------------
-
     @property
     def schema(self) -> Schema:
         assert self._schema is not None, "used before it was started"
@@ -240,8 +238,6 @@ class Attachment:
         self.compression = name
         self._token = (self._token[0], None)
         self.refresh()
-
-    # One step --------------------------------------------------------------------------------------------------
 
     def consume(self) -> None:
         """The first place of a step where gradients are used: exchange, and make `.grad` what shall be applied."""
