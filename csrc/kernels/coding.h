@@ -4,7 +4,7 @@
 // vectors of them. A finite number stays one; a block of whole numbers in which one is not becomes NaN.
 #include <limits>
 
-#include "codec.h"
+#include "base/codec.h"
 #include "kernels/kernels.h"
 #include "kernels/number.h"
 

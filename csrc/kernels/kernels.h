@@ -2,9 +2,9 @@
 
 #include <cstddef>
 
-#include "codec.h"
-#include "dtype.h"
-#include "reduction.h"
+#include "base/codec.h"
+#include "base/dtype.h"
+#include "base/reduction.h"
 
 namespace dadt {
 

@@ -1,8 +1,8 @@
-#include "engine.h"
+#include "engine/engine.h"
 
 #include <algorithm>
 
-#include "executors/null.h"
+#include "engine/null.h"
 #include "ranks.h"
 
 namespace dadt {

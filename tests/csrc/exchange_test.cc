@@ -2,7 +2,7 @@
 #include <cstring>
 #include <numeric>
 
-#include "executors/null.h"
+#include "engine/null.h"
 #include "ranks.h"
 
 namespace dadt {

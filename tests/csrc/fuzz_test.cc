@@ -6,9 +6,9 @@
 #include <iostream>
 #include <random>
 
-#include "coordinator.h"
-#include "message.h"
-#include "post.h"
+#include "negotiation/coordinator.h"
+#include "negotiation/message.h"
+#include "shm/post.h"
 #include "ranks.h"
 
 namespace dadt {

@@ -1,5 +1,5 @@
 // Messages between two ranks of a host.
-#include "mailbox.h"
+#include "shm/mailbox.h"
 
 #include <signal.h>
 #include <sys/wait.h>

@@ -10,8 +10,8 @@
 #include <thread>
 #include <vector>
 
-#include "engine.h"
-#include "executors/shm.h"
+#include "engine/engine.h"
+#include "shm/shm.h"
 
 namespace dadt {
 

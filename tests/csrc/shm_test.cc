@@ -2,7 +2,7 @@
 #include <numeric>
 #include <random>
 
-#include "executors/null.h"
+#include "engine/null.h"
 #include "kernels/number.h"
 #include "ranks.h"
 

@@ -1,11 +1,11 @@
-#include "timeline.h"
+#include "engine/timeline.h"
 
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstdio>
 
-#include "executors/null.h"
+#include "engine/null.h"
 #include "ranks.h"
 
 namespace dadt {

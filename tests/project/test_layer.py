@@ -110,6 +110,20 @@ def test_no_files_import_each_other_in_a_circle() -> None:
         pytest.fail("a circle is among these:\n" + "\n".join(lines))
 
 
+CORE_LAYERS = (("base",), ("kernels",), ("engine",), ("shm", "negotiation"), ("bindings",))
+"""Of csrc, likewise."""
+
+
+@pytest.mark.parametrize("path", sorted([*(ROOT / "csrc").rglob("*.h"), *(ROOT / "csrc").rglob("*.cc")]), ids=relative)
+def test_includes_go_down(path: Path) -> None:
+    floors = {name: floor for floor, names in enumerate(CORE_LAYERS) for name in names}
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if found := re.match(r'#include "(\w+)/', line):
+            own, other = path.parent.name, found[1]
+            assert other == own or floors[other] < floors[own], f"{relative(path)}:{number} includes {line[10:-1]}"
+        assert not re.match(r'#include "[^/]+"', line), f"{relative(path)}:{number} does not name the folder"
+
+
 def test_ls_shows_the_layers() -> None:
     entries = {
         path.stem for path in (ROOT / "dadt").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()

@@ -1,0 +1,447 @@
+// The Python face of the core: dadt/_core.pyi. Nothing else here knows Python, and no thread of ours ever
+// does.
+#include "bindings/bindings.h"
+
+#include "engine/engine.h"
+#include "engine/null.h"
+#include "shm/shm.h"
+#include "kernels/kernels.h"
+
+using namespace dadt;
+
+namespace {
+
+template <typename Pointer>
+std::vector<Pointer> pointers(const Addresses& addresses) {
+  std::vector<Pointer> result;
+  result.reserve(addresses.size());
+  for (uintptr_t address : addresses) result.push_back(reinterpret_cast<Pointer>(address));
+  return result;
+}
+
+std::vector<py::bytes> as_bytes(const std::vector<std::string>& lanes) {
+  return std::vector<py::bytes>(lanes.begin(), lanes.end());
+}
+
+void translate(std::exception_ptr pending) {
+  constexpr const char* kNames[] = {nullptr, "CommError", "PeerLost", "CommTimeout", "Mismatch", "Aborted"};
+  try {
+    if (pending) std::rethrow_exception(pending);
+  } catch (const Error& error) {
+    if (error.code() == Code::kInternal) return PyErr_SetObject(PyExc_RuntimeError, text(error.what()).ptr());
+    const py::object type = py::module_::import("dadt.errors").attr(kNames[static_cast<int>(error.code())]);
+    PyErr_SetObject(type.ptr(), text(error.what()).ptr());
+  }
+}
+
+// The result of a work that went well; else its error is raised again.
+const Result& good(const Work& work) {
+  const Result& result = work.result();
+  if (result.error) throw *result.error;
+  return result;
+}
+
+py::buffer_info buffer_of(const Received& received) {
+  const Buffer& buffer = received.work->result().received[received.rank];
+  return py::buffer_info(buffer.data.get(), 1, py::format_descriptor<uint8_t>::format(),
+                         static_cast<py::ssize_t>(buffer.bytes));
+}
+
+float* floats(uintptr_t address) { return reinterpret_cast<float*>(address); }
+
+Wires wires_of(const Addresses& addresses, const std::optional<std::vector<double>>& weights,
+               double divisor) {
+  if (addresses.empty() || (weights && weights->size() != addresses.size())) {
+    throw std::invalid_argument(std::to_string(addresses.size()) +
+                                " wires need as many weights, and at least one");
+  }
+  return {pointers<const uint8_t*>(addresses), weights.value_or(std::vector<double>()), divisor};
+}
+
+std::shared_ptr<Work> allreduce(Engine& engine, const Layout& layout, const Addresses& inputs,
+                                const Addresses& outputs, std::string name, double weight, std::string lane,
+                                Reduction reduction, bool unsure, Codec codec, uintptr_t owed, double keep,
+                                int64_t plain, bool held) {
+  Operation operation = allreduce_operation(layout, inputs, outputs, std::move(name), reduction);
+  operation.weight = weight;
+  operation.lane = std::move(lane);
+  operation.unsure = unsure;
+  operation.compression = {codec, floats(owed), keep};
+  operation.plain = plain;
+  return engine.submit(std::move(operation), held);
+}
+
+std::shared_ptr<Work> broadcast(Engine& engine, const Layout& layout, const Addresses& tensors, int root,
+                                std::string name, bool unsure) {
+  Operation operation = broadcast_operation(layout, tensors, root, std::move(name));
+  operation.unsure = unsure;
+  return engine.submit(std::move(operation));
+}
+
+std::shared_ptr<Work> allgather(Engine& engine, std::string data, std::string name) {
+  Operation operation;
+  operation.kind = Kind::kAllgather;
+  operation.name = std::move(name);
+  operation.lane = std::move(data);
+  return engine.submit(std::move(operation));
+}
+
+std::shared_ptr<Work> exchange(Engine& engine, const Pieces& sends, const std::optional<Pieces>& receives,
+                               std::string name, bool unsure) {
+  Operation operation = exchange_operation(sends, receives, std::move(name));
+  operation.unsure = unsure;
+  return engine.submit(std::move(operation));
+}
+
+Layout bytes_of(const Pieces& pieces) {
+  std::vector<size_t> counts;
+  for (const auto& [address, bytes] : pieces) counts.push_back(bytes);
+  return Layout(DType::kUInt8, std::move(counts));
+}
+
+template <typename Pointer>
+Addresses addresses(const std::vector<Pointer>& pointers) {
+  Addresses result;
+  result.reserve(pointers.size());
+  for (const void* pointer : pointers) result.push_back(reinterpret_cast<uintptr_t>(pointer));
+  return result;
+}
+
+void finish(Job& job, std::vector<std::string> lanes, double weight_sum, double seconds, double waited,
+            size_t sent, size_t plain) {
+  Result result;
+  result.lanes = std::move(lanes);
+  result.weight_sum = weight_sum;
+  result.seconds = seconds;
+  result.waited = waited;
+  result.sent = sent;
+  result.plain = plain;
+  job.finish(std::move(result));
+}
+
+void check_pairs(const std::vector<size_t>& counts, const Addresses& one, const Addresses& other) {
+  if (one.size() != counts.size() || other.size() != counts.size()) {
+    throw std::invalid_argument(std::to_string(counts.size()) + " counts for " + std::to_string(one.size()) +
+                                " and " + std::to_string(other.size()) + " addresses");
+  }
+}
+
+[[noreturn]] void no_float(DType dtype) {
+  throw std::invalid_argument(std::string(dtype_name(dtype)) + " is no floating dtype");
+}
+
+void predict(DType dtype, const std::vector<size_t>& counts, const Addresses& parameters,
+             const Addresses& displacements, double factor) {
+  check_pairs(counts, parameters, displacements);
+  const auto loop = kernels().predict[static_cast<int>(dtype)];
+  if (loop == nullptr) no_float(dtype);
+  const Unlock unlocked;
+  for (size_t i = 0; i < counts.size(); ++i) {
+    loop(reinterpret_cast<void*>(parameters[i]), reinterpret_cast<void*>(displacements[i]), factor,
+         counts[i]);
+  }
+}
+
+void displace(DType dtype, const std::vector<size_t>& counts, const Addresses& parameters,
+              const Addresses& before) {
+  check_pairs(counts, parameters, before);
+  const auto loop = kernels().displace[static_cast<int>(dtype)];
+  if (loop == nullptr) no_float(dtype);
+  const Unlock unlocked;
+  for (size_t i = 0; i < counts.size(); ++i) {
+    loop(reinterpret_cast<const void*>(parameters[i]), reinterpret_cast<void*>(before[i]), counts[i]);
+  }
+}
+
+void foresee(DType dtype, const std::vector<size_t>& counts, const Addresses& parameters,
+             const Addresses& expected, const Addresses& momenta, const Addresses& squares,
+             const NextStep& step) {
+  check_pairs(counts, parameters, expected);
+  check_pairs(counts, momenta, squares);
+  const auto loop = kernels().foresee[static_cast<int>(dtype)];
+  if (loop == nullptr) no_float(dtype);
+  const Unlock unlocked;
+  for (size_t i = 0; i < counts.size(); ++i) {
+    loop(reinterpret_cast<void*>(parameters[i]), reinterpret_cast<void*>(expected[i]),
+         reinterpret_cast<const void*>(momenta[i]), reinterpret_cast<const void*>(squares[i]), step,
+         counts[i]);
+  }
+}
+
+void reduce_sources(DType dtype, Reduction reduction, uintptr_t destination, const Addresses& sources,
+                    const std::optional<std::vector<double>>& weights, double divisor, size_t count) {
+  if (sources.empty() || (weights && weights->size() != sources.size())) {
+    throw std::invalid_argument(std::to_string(sources.size()) +
+                                " sources need as many weights, and at least one");
+  }
+  if (weights && reduction != Reduction::kMean && reduction != Reduction::kSum) {
+    throw std::invalid_argument(std::string("a ") + reduction_name(reduction) + " has no weights");
+  }
+  const auto from = pointers<const void*>(sources);
+  const Unlock unlocked;
+  reduce(dtype, reduction, reinterpret_cast<void*>(destination), from.data(),
+         weights ? weights->data() : nullptr, static_cast<int>(from.size()), divisor, count, false);
+}
+
+// One tensor of float32, there and back.
+Operation flat(Codec codec, const void* input, void* output, size_t count) {
+  Operation operation;
+  operation.layout = Layout(DType::kFloat32, {count});
+  operation.inputs = {input};
+  operation.outputs = {output};
+  operation.compression.codec = codec;
+  return operation;
+}
+
+void compress_flat(Codec codec, uintptr_t source, size_t count, uintptr_t wire, uintptr_t owed, double keep) {
+  Operation operation = flat(codec, floats(source), nullptr, count);
+  operation.compression.owed = floats(owed);
+  operation.compression.keep = keep;
+  const Unlock unlocked;
+  compress(operation, 0, block_count(count), reinterpret_cast<void*>(wire));
+}
+
+void decompress_flat(Codec codec, uintptr_t wire, uintptr_t destination, size_t count) {
+  const Wires wires = wires_of({wire}, std::nullopt, 1);
+  const Unlock unlocked;
+  decompress(flat(codec, nullptr, floats(destination), count), 0, block_count(count), wires);
+}
+
+void combine_wires(Codec codec, const Addresses& wires, const std::optional<std::vector<double>>& weights,
+                   double divisor, size_t first, size_t total, size_t blocks, uintptr_t wire, uintptr_t owed,
+                   double share) {
+  const Wires from = wires_of(wires, weights, divisor);
+  const Unlock unlocked;
+  combine(codec, from, first, total, blocks, reinterpret_cast<void*>(wire), floats(owed), share);
+}
+
+void bind_compression(py::module_& module) {
+  module.attr("BLOCK") = kBlock;
+  module.def("compress", &compress_flat, py::arg("codec"), py::arg("source"), py::arg("count"),
+             py::arg("wire"), py::arg("owed") = 0, py::arg("keep") = 1.0);
+  module.def("decompress", &decompress_flat, py::arg("codec"), py::arg("wire"), py::arg("destination"),
+             py::arg("count"));
+  module.def("combine", &combine_wires, py::arg("codec"), py::arg("wires"), py::arg("weights").none(true),
+             py::arg("divisor"), py::arg("first"), py::arg("total"), py::arg("blocks"), py::arg("wire"),
+             py::arg("owed"), py::arg("share"));
+}
+
+void bind_types(py::module_& module) {
+  auto dtype = py::enum_<DType>(module, "DType");
+  for (int i = 0; i < kDTypes; ++i) dtype.value(kDTypeNames[i], static_cast<DType>(i));
+  dtype.def_property_readonly("itemsize", &item_size);
+
+  auto reduction = py::enum_<Reduction>(module, "Reduction");
+  for (int i = 0; i < kReductions; ++i) reduction.value(kReductionNames[i], static_cast<Reduction>(i));
+
+  auto codec = py::enum_<Codec>(module, "Codec");
+  for (int i = 0; i < kCodecs; ++i) codec.value(kCodecNames[i], static_cast<Codec>(i));
+  codec.def_property_readonly("block_bytes", &block_bytes);
+  codec.def("wire_bytes", &wire_bytes, py::arg("values"));
+
+  py::class_<Layout>(module, "Layout")
+      .def(py::init<DType, std::vector<size_t>>(), py::arg("dtype"), py::arg("counts"))
+      .def_property_readonly("dtype", &Layout::dtype)
+      .def_property_readonly("counts", &Layout::counts)
+      .def_property_readonly("total", &Layout::total);
+}
+
+void bind_executors(py::module_& module) {
+  py::class_<Executor, std::shared_ptr<Executor>>(module, "Executor")
+      .def_property_readonly("name", &Executor::name)
+      .def("endpoint", [](Executor& executor) { return py::bytes(executor.endpoint()); })
+      .def("connect", &Executor::connect, py::arg("endpoints"), py::arg("timeout"), Unlocked());
+  py::class_<ShmExecutor, Executor, std::shared_ptr<ShmExecutor>>(module, "ShmExecutor")
+      .def(py::init<int, int>(), py::arg("rank"), py::arg("world_size"));
+  py::class_<NullExecutor, Executor, std::shared_ptr<NullExecutor>>(module, "NullExecutor")
+      .def(py::init<int, int>(), py::arg("rank"), py::arg("world_size"));
+}
+
+void bind_work(py::module_& module) {
+  py::class_<Received>(module, "Received", py::buffer_protocol()).def_buffer(&buffer_of);
+  py::class_<Work, std::shared_ptr<Work>>(module, "Work")
+      .def_property_readonly("name", [](const Work& work) { return work.operation().name; })
+      .def_property_readonly("done", &Work::done)
+      .def(
+          "wait", [](Work& work, double timeout) { wait_for(work, timeout, work.operation().title()); },
+          py::arg("timeout"))
+      .def_property_readonly("lanes", [](const Work& work) { return as_bytes(good(work).lanes); })
+      .def_property_readonly("received", &received)
+      .def_property_readonly("weight_sum", [](const Work& work) { return good(work).weight_sum; })
+      .def_property_readonly("seconds", [](const Work& work) { return good(work).seconds; })
+      .def_property_readonly("waited", [](const Work& work) { return good(work).waited; });
+
+  py::class_<Job, std::shared_ptr<Job>>(module, "Job")
+      .def_property_readonly("kind", [](const Job& job) { return kind_name(job.operation().kind); })
+      .def_property_readonly("name", [](const Job& job) { return job.operation().name; })
+      .def_property_readonly("layout",
+                             [](const Job& job) -> std::optional<Layout> {
+                               if (job.operation().kind == Kind::kAllgather) return std::nullopt;
+                               return job.operation().layout;
+                             })
+      .def_property_readonly("receives",
+                             [](const Job& job) -> std::optional<Layout> {
+                               if (job.operation().outputs.empty()) return std::nullopt;
+                               return job.operation().receives;
+                             })
+      .def_property_readonly("inputs", [](const Job& job) { return addresses(job.operation().inputs); })
+      .def_property_readonly("outputs", [](const Job& job) { return addresses(job.operation().outputs); })
+      .def_property_readonly("reduction", [](const Job& job) { return job.operation().reduction; })
+      .def_property_readonly("weight", [](const Job& job) { return job.operation().weight; })
+      .def_property_readonly("participants", [](const Job& job) { return job.operation().participants; })
+      .def_property_readonly("root", [](const Job& job) { return job.operation().root; })
+      .def_property_readonly("lane", [](const Job& job) { return py::bytes(job.operation().lane); })
+      .def_property_readonly("codec", [](const Job& job) { return job.operation().compression.codec; })
+      .def_property_readonly(
+          "owed",
+          [](const Job& job) { return reinterpret_cast<uintptr_t>(job.operation().compression.owed); })
+      .def_property_readonly("plain", [](const Job& job) { return job.operation().plain_bytes(); })
+      .def_property_readonly("keep", [](const Job& job) { return job.operation().compression.keep; })
+      .def(
+          "compress",
+          [](const Job& job, size_t begin, size_t end, uintptr_t to) {
+            job.compress(begin, end, reinterpret_cast<void*>(to));
+          },
+          py::arg("begin"), py::arg("end"), py::arg("wire"), Unlocked())
+      .def(
+          "decompress",
+          [](const Job& job, const Addresses& addresses, const std::optional<std::vector<double>>& weights,
+             double divisor) { job.decompress(wires_of(addresses, weights, divisor)); },
+          py::arg("wires"), py::arg("weights").none(true), py::arg("divisor"), Unlocked())
+      .def(
+          "pack",
+          [](const Job& job, uintptr_t to, std::optional<double> factor) {
+            job.pack(reinterpret_cast<void*>(to), factor);
+          },
+          py::arg("destination"), py::arg("factor").none(true) = py::none(), Unlocked())
+      .def(
+          "unpack",
+          [](const Job& job, uintptr_t from, double scale) {
+            job.unpack(reinterpret_cast<void*>(from), scale);
+          },
+          py::arg("source"), py::arg("scale"), Unlocked())
+      .def(
+          "allocate",
+          [](Job& job, const std::vector<size_t>& bytes) { return addresses(job.allocate(bytes)); },
+          py::arg("bytes"))
+      .def("finish", &finish, py::arg("lanes"), py::arg("weight_sum"), py::arg("seconds"), py::arg("waited"),
+           py::arg("sent") = 0, py::arg("plain") = 0)
+      .def(
+          "fail",
+          [](Job& job, const py::str& error, bool mismatch) {
+            const Error reason(mismatch ? Code::kMismatch : Code::kComm, utf8(error));
+            const Unlock unlocked;
+            job.fail(reason);
+          },
+          py::arg("error"), py::arg("mismatch") = false)
+      .def_property_readonly("unsure", [](const Job& job) { return job.operation().unsure; });
+}
+
+void bind_engine(py::module_& module) {
+  py::class_<Engine, std::unique_ptr<Engine, DeleteUnlocked>>(module, "Engine")
+      .def(py::init<std::shared_ptr<Executor>, int, int, double>(), py::arg("executor").none(true),
+           py::arg("rank"), py::arg("world_size"), py::arg("timeout"))
+      .def("allreduce", &allreduce, py::arg("layout"), py::arg("inputs"), py::arg("outputs"), py::arg("name"),
+           py::arg("weight") = 1.0, py::arg("lane") = py::bytes(), py::arg("reduction") = Reduction::kMean,
+           py::arg("unsure") = false, py::arg("codec") = Codec::kNone, py::arg("owed") = 0,
+           py::arg("keep") = 1.0, py::arg("plain") = -1, py::arg("held") = false)
+      .def("release", &Engine::release, py::arg("work"))
+      .def("exchange", &exchange, py::arg("sends"), py::arg("receives").none(true), py::arg("name"),
+           py::arg("unsure") = false)
+      .def("broadcast", &broadcast, py::arg("layout"), py::arg("tensors"), py::arg("root"), py::arg("name"),
+           py::arg("unsure") = false)
+      .def("allgather", &allgather, py::arg("data"), py::arg("name"))
+      .def("pull", &Engine::pull, py::arg("timeout"), Unlocked())
+      .def(
+          "abort",
+          [](Engine& engine, const py::str& reason, bool lost) {
+            const Error error(lost ? Code::kPeerLost : Code::kAborted, utf8(reason));
+            const Unlock unlocked;
+            engine.abort(error);
+          },
+          py::arg("reason"), py::arg("lost") = false)
+      .def("close", &Engine::close, py::arg("timeout"), Unlocked())
+      .def("record", &Engine::record, py::arg("timeline"), py::arg("track"))
+      .def_property_readonly("sent", &Engine::sent)
+      .def_property_readonly("closed", &Engine::closed)
+      .def_property_readonly("error", [](const Engine& engine) { return text_of(engine.error()); });
+}
+
+}  // namespace
+
+namespace dadt {
+
+Operation allreduce_operation(const Layout& layout, const Addresses& inputs, const Addresses& outputs,
+                              std::string name, Reduction reduction) {
+  Operation operation;
+  operation.kind = Kind::kAllreduce;
+  operation.reduction = reduction;
+  operation.name = std::move(name);
+  operation.layout = layout;
+  operation.inputs = pointers<const void*>(inputs);
+  operation.outputs = pointers<void*>(outputs);
+  return operation;
+}
+
+Operation broadcast_operation(const Layout& layout, const Addresses& tensors, int root, std::string name) {
+  Operation operation;
+  operation.kind = Kind::kBroadcast;
+  operation.name = std::move(name);
+  operation.layout = layout;
+  operation.inputs = pointers<const void*>(tensors);
+  operation.outputs = pointers<void*>(tensors);
+  operation.root = root;
+  return operation;
+}
+
+Operation exchange_operation(const Pieces& sends, const std::optional<Pieces>& receives, std::string name) {
+  Operation operation;
+  operation.kind = Kind::kExchange;
+  operation.name = std::move(name);
+  operation.layout = bytes_of(sends);
+  for (const auto& [address, bytes] : sends)
+    operation.inputs.push_back(reinterpret_cast<const void*>(address));
+  if (receives) {
+    operation.receives = bytes_of(*receives);
+    for (const auto& [address, bytes] : *receives)
+      operation.outputs.push_back(reinterpret_cast<void*>(address));
+  }
+  return operation;
+}
+
+std::vector<Received> received(const std::shared_ptr<Work>& work) {
+  std::vector<Received> all;
+  for (size_t rank = 0; rank < good(*work).received.size(); ++rank) all.push_back({work, rank});
+  return all;
+}
+
+}  // namespace dadt
+
+PYBIND11_MODULE(_core, module) {
+  module.attr("__version__") = DADT_VERSION;
+  module.attr("simd") = kernels().name;
+  py::register_local_exception_translator(&translate);
+  bind_types(module);
+  bind_compression(module);
+  bind_executors(module);
+  bind_work(module);
+  bind_mailbox(module);
+  bind_timeline(module);
+  bind_engine(module);
+  bind_negotiation(module);
+  module.def("predict", &predict, py::arg("dtype"), py::arg("counts"), py::arg("parameters"),
+             py::arg("displacements"), py::arg("factor"));
+  module.def("reduce", &reduce_sources, py::arg("dtype"), py::arg("reduction"), py::arg("destination"),
+             py::arg("sources"), py::arg("weights").none(true), py::arg("divisor"), py::arg("count"));
+  module.def("displace", &displace, py::arg("dtype"), py::arg("counts"), py::arg("parameters"),
+             py::arg("before"));
+  py::class_<NextStep>(module, "NextStep")
+      .def(py::init([](double momentum, double gradient, double decay, double keep, double square,
+                       double squared, double root, double epsilon) {
+             return NextStep{momentum, gradient, decay, keep, square, squared, root, epsilon};
+           }),
+           py::kw_only(), py::arg("momentum"), py::arg("gradient"), py::arg("decay"), py::arg("keep"),
+           py::arg("square"), py::arg("squared"), py::arg("root"), py::arg("epsilon"));
+  module.def("foresee", &foresee, py::arg("dtype"), py::arg("counts"), py::arg("parameters"),
+             py::arg("expected"), py::arg("momenta"), py::arg("squares"), py::arg("step"));
+}

@@ -1,0 +1,126 @@
+// The part of the core's Python face for named tensors.
+#include "bindings/bindings.h"
+#include "negotiation/negotiation.h"
+
+namespace dadt {
+namespace {
+
+std::string title_of(const Ticket& ticket) { return "\"" + ticket.name() + "\""; }
+
+const Result& good(const Ticket& ticket) {
+  const Result& result = ticket.result();
+  if (result.error) throw *result.error;
+  return result;
+}
+
+void wait(Ticket& ticket, double timeout) {
+  try {
+    wait_for(ticket, timeout, title_of(ticket));
+  } catch (const Error& error) {
+    if (ticket.decided()) throw;
+    throw Error(error.code(),
+                std::string(error.what()) + ": some rank has not submitted it, or not all of its group");
+  }
+}
+
+std::shared_ptr<Ticket> allreduce(Negotiation& negotiation, std::string name, std::string signature,
+                                  const Layout& layout, const Addresses& inputs, const Addresses& outputs,
+                                  Reduction reduction, std::string group, uint64_t group_size) {
+  return negotiation.submit(allreduce_operation(layout, inputs, outputs, std::move(name), reduction),
+                            std::move(signature), std::move(group), group_size);
+}
+
+std::shared_ptr<Ticket> broadcast(Negotiation& negotiation, std::string name, std::string signature,
+                                  const Layout& layout, const Addresses& tensors, int root, std::string group,
+                                  uint64_t group_size) {
+  return negotiation.submit(broadcast_operation(layout, tensors, root, std::move(name)), std::move(signature),
+                            std::move(group), group_size);
+}
+
+std::shared_ptr<Ticket> exchange(Negotiation& negotiation, std::string name, std::string signature,
+                                 const Pieces& sends, const std::optional<Pieces>& receives,
+                                 std::string group, uint64_t group_size) {
+  return negotiation.submit(exchange_operation(sends, receives, std::move(name)), std::move(signature),
+                            std::move(group), group_size);
+}
+
+void bind_ticket(py::module_& module) {
+  py::class_<Ticket, std::shared_ptr<Ticket>>(module, "Ticket")
+      .def_property_readonly("name", &Ticket::name)
+      .def_property_readonly("done", &Ticket::done)
+      .def("wait", &wait, py::arg("timeout"))
+      .def_property_readonly("operation",
+                             [](const Ticket& ticket) -> std::optional<std::string> {
+                               const auto work = ticket.work();
+                               return work ? std::optional(work->operation().name) : std::nullopt;
+                             })
+      .def_property_readonly("received",
+                             [](const Ticket& ticket) {
+                               good(ticket);
+                               const auto work = ticket.work();
+                               return work ? received(work) : std::vector<Received>{};
+                             })
+      .def_property_readonly("seconds", [](const Ticket& ticket) { return good(ticket).seconds; })
+      .def_property_readonly("last_joined", [](const Ticket& ticket) {
+        good(ticket);
+        return ticket.last_joined();
+      });
+  py::class_<Stall>(module, "Stall")
+      .def_readonly("name", &Stall::name)
+      .def_readonly("seconds", &Stall::seconds)
+      .def_readonly("submitted", &Stall::submitted)
+      .def_readonly("missing", &Stall::missing)
+      .def_readonly("steps", &Stall::steps)
+      .def_readonly("group", &Stall::group)
+      .def_readonly("group_has", &Stall::group_has)
+      .def_readonly("group_size", &Stall::group_size);
+  py::class_<Notice>(module, "Notice")
+      .def_readonly("stall", &Notice::stall)
+      .def_readonly("order", &Notice::order);
+}
+
+}  // namespace
+
+void bind_negotiation(py::module_& module) {
+  bind_ticket(module);
+  py::class_<Negotiation, std::unique_ptr<Negotiation, DeleteUnlocked>>(module, "Negotiation")
+      .def(py::init([](Engine& engine, Engine& broadcaster, int rank, int world_size,
+                       const std::vector<int>& sockets, double cycle, size_t buffer_bytes,
+                       size_t group_buffer_bytes, double stall_warning) {
+             const NegotiationOptions options{.cycle = cycle,
+                                              .buffer_bytes = buffer_bytes,
+                                              .group_buffer_bytes = group_buffer_bytes,
+                                              .stall_warning = stall_warning};
+             return std::unique_ptr<Negotiation, DeleteUnlocked>(
+                 new Negotiation(engine, broadcaster, rank, world_size, sockets, options));
+           }),
+           py::arg("engine"), py::arg("broadcaster"), py::arg("rank"), py::arg("world_size"),
+           py::arg("sockets"), py::arg("cycle"), py::arg("buffer_bytes"), py::arg("group_buffer_bytes"),
+           py::arg("stall_warning"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
+      .def("allreduce", &allreduce, py::arg("name"), py::arg("signature"), py::arg("layout"),
+           py::arg("inputs"), py::arg("outputs"), py::arg("reduction"), py::arg("group") = "",
+           py::arg("group_size") = 0)
+      .def("broadcast", &broadcast, py::arg("name"), py::arg("signature"), py::arg("layout"),
+           py::arg("tensors"), py::arg("root"), py::arg("group") = "", py::arg("group_size") = 0)
+      .def("exchange", &exchange, py::arg("name"), py::arg("signature"), py::arg("sends"),
+           py::arg("receives").none(true), py::arg("group") = "", py::arg("group_size") = 0)
+      .def("join", &Negotiation::join)
+      .def("set_step", &Negotiation::set_step, py::arg("step"))
+      .def(
+          "abort",
+          [](Negotiation& negotiation, const py::str& reason, bool lost) {
+            const Error error(lost ? Code::kPeerLost : Code::kAborted, utf8(reason));
+            const Unlock unlocked;
+            negotiation.abort(error);
+          },
+          py::arg("reason"), py::arg("lost") = false)
+      .def("notices", &Negotiation::notices, py::arg("timeout"), Unlocked())
+      .def("order", &Negotiation::order, py::arg("text"))
+      .def("close", &Negotiation::close, py::arg("timeout"), Unlocked())
+      .def("forsake", &Negotiation::forsake)
+      .def_property_readonly("closed", &Negotiation::closed)
+      .def_property_readonly("error",
+                             [](const Negotiation& negotiation) { return text_of(negotiation.error()); });
+}
+
+}  // namespace dadt

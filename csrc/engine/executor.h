@@ -1,0 +1,43 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "engine/work.h"
+
+namespace dadt {
+
+// Moves bytes between ranks. Life: construct, endpoint, connect (one thread), then run and close (the
+// engine's thread) and abort (any thread). A destructor in a forked child touches nothing.
+class Executor {
+ public:
+  virtual ~Executor() = default;
+
+  virtual const char* name() const = 0;
+
+  // What the peers need to reach this rank. Does not block.
+  virtual std::string endpoint() = 0;
+
+  // All ranks' endpoints, by rank. Blocks until every rank has connected; Error(kTimeout) names those that
+  // have not.
+  virtual void connect(const std::vector<std::string>& endpoints, double timeout) = 0;
+
+  // Runs one operation, blocking; no wait for a peer is longer than `timeout` seconds. Throws Error; after
+  // that the executor is good for abort and close only.
+  virtual Result run(const Operation& operation, double timeout) = 0;
+
+  // Makes a running `run` here and on the peers throw `error`, now; peers that arrive later, too. Never
+  // blocks.
+  virtual void abort(const Error& error) = 0;
+
+  // Tells the peers that this rank has come to its orderly end. Idempotent.
+  virtual void close() = 0;
+};
+
+// What an operation does on a rank that is alone, and what the null executor does on each of `world_size`.
+Result run_alone(const Operation& operation, int world_size);
+
+// Throws std::invalid_argument unless 0 <= rank < world_size.
+void check_rank(int rank, int world_size);
+
+}  // namespace dadt

@@ -1,0 +1,492 @@
+#include "negotiation/coordinator.h"
+
+#include <algorithm>
+#include <sstream>
+#include <utility>
+
+namespace dadt {
+namespace {
+
+Clock::duration duration(double seconds) {
+  // A year stands for "for ever": larger values would overflow the clock.
+  return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::min(seconds, 3.2e7)));
+}
+
+std::string quoted(const std::string& name) { return "\"" + name + "\""; }
+
+// What a user has asked for; in full where signatures alone do not tell the difference.
+std::string describe(const Request& request, bool in_full) {
+  std::ostringstream text;
+  text << request.signature;
+  if (!in_full) return text.str();
+  text << " (" << kind_name(request.kind);
+  if (request.kind == Kind::kAllreduce) {
+    text << " " << reduction_name(request.reduction) << " of " << request.bytes() << " bytes of "
+         << dtype_name(request.dtype) << " in " << request.counts.size() << " tensors";
+  }
+  if (request.group.empty()) {
+    text << ", in no group)";
+  } else {
+    text << ", in group " << quoted(request.group) << " of " << request.group_size << ")";
+  }
+  return text.str();
+}
+
+}  // namespace
+
+Coordinator::Patience::Patience(double first, Time now) : seconds(first), ends(now + duration(first)) {}
+
+bool Coordinator::Patience::is_over(Time now) {
+  if (now < ends) return false;
+  *this = Patience(2 * seconds, now);
+  return true;
+}
+
+Coordinator::Coordinator(int world_size, const NegotiationOptions& options)
+    : world_size_(world_size),
+      options_(options),
+      steps_(world_size),
+      waits_(world_size),
+      joined_(world_size),
+      left_(world_size) {}
+
+size_t Coordinator::Entry::first_rank() const {
+  return std::find_if(requests.begin(), requests.end(), [](const auto& one) { return one != nullptr; }) -
+         requests.begin();
+}
+
+void Coordinator::take(int rank, const Report& report, Time now) {
+  steps_[rank] = report.step;
+  bool understood = true;
+  for (uint64_t id : report.ids) {
+    const auto cached = cache_.find(id);
+    if (cached != cache_.end()) {
+      submit(rank, cached->second.request, now);
+    } else {
+      understood = false;  // gone since: the rank learns that, too, and sends the request in full
+    }
+  }
+  for (const Request& request : report.requests) {
+    const auto id = ids_.find(request.name);
+    if (id != ids_.end() && *cache_.at(id->second).request == request) {
+      submit(rank, cache_.at(id->second).request, now);
+    } else {
+      submit(rank, std::make_shared<const Request>(request), now);
+    }
+  }
+  waits_[rank] = report.waits && report.seen == decisions_;
+  // What it has submitted before it joined comes first: a join goes again with what is sent in full.
+  if (report.joined && understood && !joined_[rank]) {
+    joined_[rank] = true;
+    ++absent_;
+    if (!join_patience_) first_joined_ = now;
+    last_joined_ = rank;
+    review_all(now);
+  }
+  if (last_joined_ >= 0 && (report.joined || !report.ids.empty() || !report.requests.empty())) {
+    join_patience_ = Patience(options_.stall_warning, now);
+    next_stall_ = std::min(next_stall_, join_patience_->ends);
+  }
+}
+
+void Coordinator::leave(int rank, Time now) {
+  left_[rank] = true;
+  absent_ += !joined_[rank];
+  review_all(now);
+}
+
+// One that fails takes its group along, so names are looked up again.
+void Coordinator::review_all(Time now) {
+  std::vector<std::string> names;
+  for (const auto& [name, entry] : pending_) names.push_back(name);
+  for (const auto& name : names) {
+    if (const auto entry = pending_.find(name); entry != pending_.end()) review(entry->second, now);
+  }
+}
+
+void Coordinator::submit(int rank, std::shared_ptr<const Request> request, Time now) {
+  const uint64_t round = count_in(rank, *request);
+  if (!request->group.empty()) {
+    if (const auto& error = groups_[request->group].rounds[round].error) {
+      failures_.push_back({error->first, request->name, error->second, {rank}});
+      return;
+    }
+  }
+  Entry& entry = pending_[request->name];
+  if (entry.count == 0) {
+    entry.name = request->name;
+    entry.requests.resize(world_size_);
+    entry.rounds.resize(world_size_);
+    entry.first = now;
+    entry.patience = Patience(options_.stall_warning, now);
+    next_stall_ = std::min(next_stall_, entry.patience.ends);
+  }
+  if (entry.requests[rank] != nullptr)
+    throw Error(Code::kInternal,
+                "rank " + std::to_string(rank) + " submitted " + quoted(entry.name) + " twice");
+  entry.requests[rank] = std::move(request);
+  entry.rounds[rank] = round;
+  ++entry.count;
+  review(entry, now);
+}
+
+// The round of its group that the rank's request belongs to; 0 if it is in no group.
+uint64_t Coordinator::count_in(int rank, const Request& request) {
+  if (request.group.empty()) return 0;
+  Group& group = groups_[request.group];
+  group.progress.resize(world_size_);
+  auto& [round, members] = group.progress[rank];
+  const uint64_t number = round;
+  if (++members >= request.group_size) {
+    ++round;
+    members = 0;
+  }
+  return number;
+}
+
+// Whether the entry is complete now, or never will be.
+void Coordinator::review(Entry& entry, Time now) {
+  if (entry.complete || (absent_ == 0 && entry.count < world_size_)) return;
+  std::vector<uint64_t> missing;
+  bool waits = false;
+  for (int rank = 0; rank < world_size_; ++rank) {
+    if (entry.requests[rank] != nullptr) continue;
+    if (left_[rank]) {
+      return fail(entry, Code::kPeerLost,
+                  quoted(entry.name) + ": rank " + std::to_string(rank) + " has ended and submits no more");
+    }
+    if (joined_[rank]) missing.push_back(rank);
+    waits = waits || !joined_[rank];
+  }
+  if (waits) return;
+  if (!missing.empty() && entry.request().kind != Kind::kAllreduce) {
+    return fail(entry, Code::kMismatch,
+                quoted(entry.name) + ": rank " + std::to_string(missing[0]) +
+                    " has joined and takes part in " + "allreduces only; " +
+                    describe(entry.request(), false) + " needs all ranks");
+  }
+  entry.missing = std::move(missing);
+  complete(entry, now);
+}
+
+void Coordinator::complete(Entry& entry, Time now) {
+  const std::string text = difference(entry);
+  if (!text.empty()) return fail(entry, Code::kMismatch, text);
+  const Request& request = entry.request();
+  entry.complete = true;
+  entry.since = now;
+  if (const auto id = ids_.find(entry.name); id != ids_.end() && *cache_.at(id->second).request == request)
+    entry.id = id->second;
+  if (!request.group.empty()) {
+    // It is gone where members of one round do not agree on how many they are.
+    Group& group = groups_[request.group];
+    group.progress.resize(world_size_);
+    auto& rounds = group.rounds;
+    const auto round = rounds.try_emplace(entry.round()).first;
+    std::vector<Entry*>& members = round->second.complete;
+    members.push_back(&entry);
+    if (members.size() < request.group_size) return;
+    for (Entry* member : members) member->ready = true;
+    full_groups_.emplace_back(request.group, std::move(members));
+    rounds.erase(round);
+    return;
+  }
+  entry.ready = true;
+  if (request.kind == Kind::kAllreduce) {
+    fusible_.push_back(&entry);
+    size_t& bytes = bytes_[{request.dtype, request.reduction, entry.missing}];
+    bytes += request.bytes();
+    has_full_buffer_ = has_full_buffer_ || bytes >= options_.buffer_bytes;
+  } else {
+    single_.push_back(&entry);
+  }
+}
+
+// In which two ranks differ: the first that has submitted, and the first that wants something else. Empty if
+// none.
+std::string Coordinator::difference(const Entry& entry) const {
+  int first = -1;
+  for (int rank = 0; rank < world_size_; ++rank) {
+    if (entry.requests[rank] == nullptr) continue;
+    if (first < 0) first = rank;
+    const auto& one = entry.requests[first];
+    const auto& other = entry.requests[rank];
+    if ((one == other || *one == *other) && entry.rounds[first] == entry.rounds[rank]) continue;
+    if (*one == *other) {
+      return quoted(entry.name) + ": rank " + std::to_string(first) + " and rank " + std::to_string(rank) +
+             " have it in different rounds of group " + quoted(one->group) +
+             ": the same tensors must make up the group on all ranks";
+    }
+    const bool in_full = one->signature == other->signature;
+    return quoted(entry.name) + ": rank " + std::to_string(first) + " has " + describe(*one, in_full) +
+           ", rank " + std::to_string(rank) + " has " + describe(*other, in_full);
+  }
+  return {};
+}
+
+// The entry and, as it is all or none, its groups.
+void Coordinator::fail(Entry& entry, Code code, const std::string& text) {
+  std::vector<int> ranks;
+  std::vector<std::pair<std::string, uint64_t>> rounds;
+  for (int rank = 0; rank < world_size_; ++rank) {
+    const auto& request = entry.requests[rank];
+    if (request == nullptr) continue;
+    ranks.push_back(rank);
+    if (!request->group.empty()) rounds.emplace_back(request->group, entry.rounds[rank]);
+  }
+  const std::string name = entry.name;
+  const auto requests = std::move(entry.requests);
+  pending_.erase(name);
+  failures_.push_back({code, name, text, std::move(ranks)});
+  for (const auto& [group, number] : rounds) {
+    for (int rank = 0; rank < world_size_; ++rank) {
+      if (requests[rank] != nullptr && requests[rank]->group != group) pass_over(rank, group, number);
+    }
+    fail_round(group, number, code, text);
+  }
+}
+
+void Coordinator::fail_round(const std::string& name, uint64_t number, Code code, const std::string& text) {
+  // Where all ranks are through with the group, nobody is still to come to the round.
+  if (const auto group = groups_.find(name); group != groups_.end()) {
+    Round& round = group->second.rounds[number];
+    if (round.error) return;
+    round = {{}, {{code, text}}};
+  }
+  std::vector<std::string> members;
+  for (const auto& [other, entry] : pending_) {
+    for (int rank = 0; rank < world_size_; ++rank) {
+      if (entry.requests[rank] == nullptr || entry.requests[rank]->group != name ||
+          entry.rounds[rank] != number)
+        continue;
+      members.push_back(other);
+      break;
+    }
+  }
+  for (const std::string& member : members) {
+    if (const auto other = pending_.find(member); other != pending_.end()) fail(other->second, code, text);
+  }
+}
+
+// A rank that has put one of a round's tensors elsewhere, and has not begun the round, is not to come to it.
+void Coordinator::pass_over(int rank, const std::string& name, uint64_t number) {
+  const auto group = groups_.find(name);
+  if (group == groups_.end()) return;
+  Group::Progress& progress = group->second.progress[rank];
+  if (progress.round == number && progress.members == 0) ++progress.round;
+}
+
+// Once nobody submits any more, what waits for the rest of its group waits in vain.
+void Coordinator::fail_unfinished_groups() {
+  std::vector<std::string> names;
+  for (const auto& [name, entry] : pending_) {
+    if (!entry.ready) names.push_back(name);
+  }
+  for (const std::string& name : names) {
+    const auto entry = pending_.find(name);
+    if (entry == pending_.end()) continue;
+    const Stall stall = describe_stall(entry->second, entry->second.first);
+    fail(entry->second, Code::kMismatch,
+         quoted(name) + ": its group " + quoted(stall.group) + " has " + std::to_string(stall.group_has) +
+             " of " + std::to_string(stall.group_size) + " members, and all ranks have joined");
+  }
+  groups_.clear();
+}
+
+// Failed rounds that all have passed, and groups that all ranks are through with.
+void Coordinator::forget_groups() {
+  for (auto item = groups_.begin(); item != groups_.end();) {
+    Group& group = item->second;
+    uint64_t least = UINT64_MAX, most = 0;
+    bool is_between = true;
+    for (int rank = 0; rank < world_size_; ++rank) {
+      if (joined_[rank] || left_[rank]) continue;
+      least = std::min(least, group.progress[rank].round);
+      most = std::max(most, group.progress[rank].round);
+      is_between = is_between && group.progress[rank].members == 0;
+    }
+    std::erase_if(group.rounds, [&](const auto& round) { return round.second.error && round.first < least; });
+    const bool is_idle = group.rounds.empty() && is_between && least >= most;
+    item = is_idle ? groups_.erase(item) : std::next(item);
+  }
+}
+
+bool Coordinator::everybody_waits() const {
+  for (int rank = 0; rank < world_size_; ++rank) {
+    if (!waits_[rank] && !joined_[rank] && !left_[rank]) return false;
+  }
+  return true;
+}
+
+std::optional<Decision> Coordinator::decide(Time now) {
+  const bool all_joined = absent_ == world_size_ && last_joined_ >= 0;
+  const bool all = !fusible_.empty() && (everybody_waits() || now >= due());
+  if (!all && !has_full_buffer_ && single_.empty() && full_groups_.empty() && failures_.empty() &&
+      !all_joined)
+    return std::nullopt;
+  if (all_joined) fail_unfinished_groups();
+  Decision decision;
+  decision.number = ++decisions_;
+  decision.failures = std::move(failures_);
+  failures_.clear();
+  std::stable_sort(full_groups_.begin(), full_groups_.end(),
+                   [](const auto& a, const auto& b) { return a.first < b.first; });
+  for (auto& [key, members] : std::exchange(full_groups_, {}))
+    fuse(std::move(members), options_.group_buffer_bytes, true, decision);
+  if (all || has_full_buffer_) {
+    bytes_.clear();
+    has_full_buffer_ = false;
+    fuse(std::exchange(fusible_, {}), options_.buffer_bytes, all, decision);
+  }
+  fuse(std::exchange(single_, {}), 0, true, decision);
+  for (auto id = ages_.begin(); cache_.size() > options_.cache_capacity && id != ages_.end();) {
+    const uint64_t oldest = *id++;
+    // A rank that has named it would have to name it again.
+    if (!pending_.contains(cache_.at(oldest).request->name)) evict(oldest, decision);
+  }
+  forget_groups();
+  if (all_joined) {
+    decision.last_joined = std::exchange(last_joined_, -1);
+    join_patience_.reset();
+    absent_ = static_cast<int>(std::count(left_.begin(), left_.end(), true));
+    joined_.assign(world_size_, false);
+  }
+  waits_.assign(world_size_, false);
+  return decision;
+}
+
+// Cuts the entries into operations of up to `limit` bytes of one kind. Unless `all`, a buffer that is not
+// full stays.
+void Coordinator::fuse(std::vector<Entry*> entries, size_t limit, bool all, Decision& decision) {
+  // No id, 0, is the last of all.
+  const auto place = [](const Entry* entry) {
+    return std::tuple<uint64_t, const std::string&>(entry->id - 1, entry->name);
+  };
+  std::sort(entries.begin(), entries.end(),
+            [&](const Entry* a, const Entry* b) { return place(a) < place(b); });
+  std::map<Kin, std::pair<std::vector<Entry*>, size_t>> open;
+  for (Entry* entry : entries) {
+    const Request& request = entry->request();
+    const size_t bytes = request.bytes();
+    if (request.kind != Kind::kAllreduce || bytes >= limit) {
+      emit({entry}, decision);
+      continue;
+    }
+    auto& [buffer, filled] = open[{request.dtype, request.reduction, entry->missing}];
+    if (filled + bytes > limit) {
+      emit(buffer, decision);
+      buffer.clear();
+      filled = 0;
+    }
+    buffer.push_back(entry);
+    filled += bytes;
+  }
+  for (auto& [kin, buffer] : open) {
+    if (all || buffer.second >= limit) {
+      emit(buffer.first, decision);
+      continue;
+    }
+    bytes_[kin] = buffer.second;
+    fusible_.insert(fusible_.end(), buffer.first.begin(), buffer.first.end());
+  }
+}
+
+void Coordinator::emit(const std::vector<Entry*>& entries, Decision& decision) {
+  Batch batch;
+  const Request& first = entries[0]->request();
+  batch.missing = entries[0]->missing;
+  for (const Entry* entry : entries) batch.ids.push_back(admit(*entry, decision));
+  if (!batch.missing.empty()) {
+    batch.name = fused_name(first.name, entries.size());
+    batch.dtype = first.dtype;
+    batch.reduction = first.reduction;
+    for (const Entry* entry : entries) {
+      const auto& counts = entry->request().counts;
+      batch.counts.insert(batch.counts.end(), counts.begin(), counts.end());
+    }
+  }
+  decision.batches.push_back(std::move(batch));
+  for (const Entry* entry : entries) pending_.erase(std::string(entry->name));
+}
+
+// The id by which the ranks know this request from now on.
+uint64_t Coordinator::admit(const Entry& entry, Decision& decision) {
+  if (entry.id != 0) {
+    ages_.splice(ages_.end(), ages_, cache_.at(entry.id).age);
+    return entry.id;
+  }
+  if (const auto old = ids_.find(entry.name); old != ids_.end()) evict(old->second, decision);
+  const uint64_t id = next_id_++;
+  cache_[id] = {entry.requests[entry.first_rank()], ages_.insert(ages_.end(), id)};
+  ids_[entry.name] = id;
+  decision.admitted.push_back({id, entry.name});
+  return id;
+}
+
+void Coordinator::evict(uint64_t id, Decision& decision) {
+  const auto cached = cache_.find(id);
+  ids_.erase(cached->second.request->name);
+  ages_.erase(cached->second.age);
+  cache_.erase(cached);
+  decision.evicted.push_back(id);
+}
+
+Coordinator::Time Coordinator::due() const {
+  Time first = Time::max();
+  for (const Entry* entry : fusible_) first = std::min(first, entry->since);
+  return first == Time::max() ? first : first + duration(options_.cycle / 2);
+}
+
+Coordinator::Time Coordinator::next() const { return std::min(due(), next_stall_); }
+
+std::vector<Stall> Coordinator::stalls(Time now) {
+  std::vector<Stall> found;
+  if (now < next_stall_) return found;
+  next_stall_ = Time::max();
+  for (auto& [name, entry] : pending_) {
+    if (entry.ready) continue;
+    if (entry.patience.is_over(now)) found.push_back(describe_stall(entry, now));
+    next_stall_ = std::min(next_stall_, entry.patience.ends);
+  }
+  if (join_patience_) {
+    if (join_patience_->is_over(now)) found.push_back(describe_join(now));
+    next_stall_ = std::min(next_stall_, join_patience_->ends);
+  }
+  std::sort(found.begin(), found.end(), [](const Stall& a, const Stall& b) { return a.name < b.name; });
+  return found;
+}
+
+Stall Coordinator::describe_stall(const Entry& entry, Time now) const {
+  Stall stall{entry.name, seconds_between(entry.first, now), {}, {}, steps_, {}, 0, 0};
+  if (entry.complete) {
+    const Request& request = entry.request();
+    stall.group = request.group;
+    if (const auto group = groups_.find(request.group); group != groups_.end()) {
+      const auto round = group->second.rounds.find(entry.round());
+      if (round != group->second.rounds.end()) stall.group_has = round->second.complete.size();
+    }
+    stall.group_size = request.group_size;
+  }
+  for (int rank = 0; rank < world_size_; ++rank) {
+    if (entry.requests[rank] != nullptr) {
+      stall.submitted.push_back(rank);
+    } else if (!joined_[rank]) {
+      stall.missing.push_back(rank);
+    }
+  }
+  return stall;
+}
+
+Stall Coordinator::describe_join(Time now) const {
+  Stall stall{"join", seconds_between(first_joined_, now), {}, {}, steps_, {}, 0, 0};
+  for (int rank = 0; rank < world_size_; ++rank) {
+    if (joined_[rank]) {
+      stall.submitted.push_back(rank);
+    } else if (!left_[rank]) {
+      stall.missing.push_back(rank);
+    }
+  }
+  return stall;
+}
+
+}  // namespace dadt

@@ -1,0 +1,412 @@
+#include "negotiation/negotiation_state.h"
+
+#include <poll.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace dadt {
+namespace {
+
+// Seconds between looks at the engines, while something is pending or runs; in which a peer hears a goodbye.
+constexpr double kEngineCheck = 0.1;
+constexpr double kFarewell = 1.0;
+
+template <typename T>
+void append(std::vector<T>& to, const std::vector<T>& more) {
+  to.insert(to.end(), more.begin(), more.end());
+}
+
+}  // namespace
+
+// The thread ------------------------------------------------------------------------------------------
+
+void NegotiationState::run() {
+  try {
+    while (turn()) {
+    }
+  } catch (const Error& reason) {
+    fail({rank, reason.code(), reason.what()});
+  } catch (const std::exception& reason) {
+    fail({rank, Code::kInternal, reason.what()});
+  }
+  if (has_error) give_up();
+  for (const auto& link : links) link->close();
+  is_finished = true;
+  bell.ring();
+}
+
+// Once round; false at the end.
+bool NegotiationState::turn() {
+  sleep();
+  for (const auto& link : links) receive(*link);
+  for (const Engine* each : {engine, broadcaster}) {
+    if (const auto error = each->error()) fail({rank, error->code(), error->what()});
+  }
+  check_rank_0();
+  if (has_error) {
+    give_up();
+  } else {
+    report();
+    if (coordinator) decide();
+    give_orders();
+  }
+  take_leave();
+  for (const auto& link : links) link->flush();
+  const bool all_closed =
+      std::none_of(links.begin(), links.end(), [](const auto& link) { return link->open(); });
+  return !is_stopping && !(farewell && (all_closed || Clock::now() >= *farewell));
+}
+
+void NegotiationState::sleep() {
+  std::vector<pollfd> polled{{alarm->fd(), POLLIN, 0}};
+  for (const auto& link : links) {
+    if (link->open())
+      polled.push_back({link->fd(), static_cast<short>(POLLIN | (link->wants_to_write() ? POLLOUT : 0)), 0});
+  }
+  const Clock::time_point until = wake_at();
+  timespec left{};
+  if (until != Clock::time_point::max()) {
+    const auto ns = std::max<int64_t>(
+        0, std::chrono::duration_cast<std::chrono::nanoseconds>(until - Clock::now()).count());
+    left = {ns / 1'000'000'000, ns % 1'000'000'000};
+  }
+  ppoll(polled.data(), polled.size(), until == Clock::time_point::max() ? nullptr : &left, nullptr);
+  alarm->reset();
+}
+
+Clock::time_point NegotiationState::wake_at() {
+  Clock::time_point at = farewell.value_or(Clock::time_point::max());
+  if (has_error) return at;
+  if (is_due(Clock::now())) return Clock::now();
+  if (coordinator) at = std::min(at, coordinator->next());
+  while (!running.empty() && running.front()->done()) running.pop_front();
+  if (!running.empty()) at = std::min(at, deadline_after(kEngineCheck));
+  // It may have failed since it was looked at, and its operations with it.
+  if (engine->error() || broadcaster->error()) return Clock::now();
+  const std::lock_guard lock(mutex);
+  if (!pending.empty()) at = std::min(at, deadline_after(kEngineCheck));
+  if (!fresh.empty())
+    at = std::min(at, fresh_since + std::chrono::duration_cast<Clock::duration>(
+                                        std::chrono::duration<double>(options.cycle / 2)));
+  return at;
+}
+
+void NegotiationState::receive(Link& link) {
+  if (!link.open()) return;
+  const bool alive = link.receive();
+  while (const auto message = link.next()) hear(link, *message);
+  if (!alive && link.open()) lose(link);
+}
+
+void NegotiationState::hear(Link& link, const Link::Message& message) {
+  const auto now = Clock::now();
+  switch (message.type) {
+    case MessageType::kReport:
+      if (coordinator && !has_error) coordinator->take(link.peer(), decode_report(message.body), now);
+      return;
+    case MessageType::kDecision:
+      if (!has_error) follow(decode_decision(message.body));
+      return;
+    case MessageType::kGivingUp: {
+      const GivingUp reason = decode_giving_up(message.body);
+      fail(reason);
+      if (coordinator) send_to_all(encode(reason), link.peer());
+      return;
+    }
+    case MessageType::kGoodbye:
+      gone[link.peer()] = true;
+      link.close();
+      if (coordinator) coordinator->leave(link.peer(), now);
+      return;
+    case MessageType::kOrder:
+      return notify({std::nullopt, message.body});
+  }
+  throw Error(Code::kComm, "rank " + std::to_string(link.peer()) + " sent what is no message of DADT's");
+}
+
+void NegotiationState::lose(Link& link) {
+  link.close();
+  if (gone[link.peer()] || farewell) return;
+  const std::string who = "rank " + std::to_string(link.peer());
+  const GivingUp reason{-1, Code::kPeerLost, who + " is gone: its connection has ended without a goodbye"};
+  fail(reason);
+}
+
+// Without rank 0 nothing is decided.
+void NegotiationState::check_rank_0() {
+  if (!gone[0] || title_of_pending().empty()) return;
+  fail({-1, Code::kPeerLost, title_of_pending() + ": rank 0 has ended and submits no more"});
+}
+
+// One of those that are undecided; empty if there is none.
+std::string NegotiationState::title_of_pending() {
+  const std::lock_guard lock(mutex);
+  if (!pending.empty()) return "\"" + pending.begin()->first + "\"";
+  return joining != nullptr ? "join" : "";
+}
+
+// Whether this rank has something to tell that should not wait for more.
+bool NegotiationState::is_due(Clock::time_point now) {
+  const std::lock_guard lock(mutex);
+  const bool waits = alarm->waiters > 0 || (closing && !pending.empty());
+  if (join_is_fresh || (waits && told_to_wait != followed + 1)) return true;
+  if (fresh.empty()) return false;
+  return waits || fresh_bytes >= options.buffer_bytes ||
+         seconds_between(fresh_since, now) >= options.cycle / 2;
+}
+
+// Tells rank 0 what has been submitted here.
+void NegotiationState::report() {
+  if (!is_due(Clock::now())) return;
+  Report report;
+  std::vector<Pending*> told;
+  {
+    const std::lock_guard lock(mutex);
+    told.swap(fresh);
+    fresh_bytes = 0;
+    report.joined = std::exchange(join_is_fresh, false);
+    // Looked at after the tickets were taken: who waits for one of them counts.
+    report.waits = alarm->waiters > 0 || closing;
+  }
+  report.seen = followed;
+  report.step = step;
+  for (Pending* one : told) {
+    one->sent = true;
+    const auto found = known.find(one->request.name);
+    if (found != known.end() && found->second.request == one->request) {
+      one->sent_as = found->second.id;
+      report.ids.push_back(one->sent_as);
+    } else {
+      report.requests.push_back(one->request);
+    }
+  }
+  if (report.waits) told_to_wait = followed + 1;
+  if (coordinator) {
+    coordinator->take(rank, report, Clock::now());
+  } else {
+    links[0]->send(encode(report));
+  }
+}
+
+void NegotiationState::decide() {
+  const auto now = Clock::now();
+  while (const auto decision = coordinator->decide(now)) {
+    send_to_all(encode(*decision));
+    follow(*decision);
+  }
+  for (Stall& stall : coordinator->stalls(now)) notify({std::move(stall), {}});
+}
+
+void NegotiationState::follow(const Decision& decision) {
+  followed = decision.number;
+  for (const auto& [id, name] : decision.admitted) {
+    names[id] = name;
+    known[name] = {id, std::nullopt};
+  }
+  for (const Batch& batch : decision.batches) start(batch);
+  for (const auto& failure : decision.failures) {
+    if (std::find(failure.ranks.begin(), failure.ranks.end(), rank) == failure.ranks.end()) continue;
+    std::shared_ptr<Ticket> ticket;
+    {
+      const std::lock_guard lock(mutex);
+      const auto found = pending.find(failure.name);
+      if (found == pending.end())
+        throw Error(Code::kInternal, "rank 0 has failed \"" + failure.name + "\", which is not pending here");
+      ticket = found->second.ticket;
+      pending.erase(found);
+    }
+    ticket->fail(Error(failure.code, failure.text));
+  }
+  for (uint64_t id : decision.evicted) drop(id);
+  if (decision.last_joined >= 0) finish_join(decision.last_joined);
+}
+
+// Takes what this rank has submitted under these ids out of what is pending. Empty if it has joined.
+std::vector<NegotiationState::Pending> NegotiationState::take(const std::vector<uint64_t>& ids) {
+  std::vector<Pending> taken;
+  taken.reserve(ids.size());
+  const std::lock_guard lock(mutex);
+  for (uint64_t id : ids) {
+    const auto named = names.find(id);
+    auto node = named == names.end() ? decltype(pending)::node_type() : pending.extract(named->second);
+    if (node.empty()) {
+      const std::string what = named == names.end() ? std::to_string(id) : "\"" + named->second + "\"";
+      const Error error(Code::kInternal, "rank 0 has decided " + what + ", which is not pending here");
+      for (Pending& one : taken) one.ticket->fail(error);  // nobody else knows of them any more
+      throw error;
+    }
+    taken.push_back(std::move(node.mapped()));
+  }
+  return taken;
+}
+
+// Gives its engine one operation of the batch's tensors.
+void NegotiationState::start(const Batch& batch) {
+  if (batch.ids.empty() || batch.missing.size() >= static_cast<size_t>(world_size))
+    throw Error(Code::kComm, "rank 0 has decided on an operation without tensors or ranks");
+  const bool is_missing = std::find(batch.missing.begin(), batch.missing.end(),
+                                    static_cast<uint64_t>(rank)) != batch.missing.end();
+  Operation operation;
+  std::vector<Pending> taken;
+  if (is_missing) {
+    operation.name = batch.name;
+    operation.reduction = batch.reduction;
+    operation.layout = Layout(batch.dtype, batch.counts);
+    operation.inputs.assign(batch.counts.size(), nullptr);
+    operation.outputs.assign(batch.counts.size(), nullptr);
+    operation.weight = 0;
+  } else {
+    taken = take(batch.ids);
+    operation = std::move(taken[0].operation);
+  }
+  if (taken.size() > 1) {
+    std::vector<size_t> counts = operation.layout.counts();
+    for (size_t i = 1; i < taken.size(); ++i) {
+      append(counts, taken[i].operation.layout.counts());
+      append(operation.inputs, taken[i].operation.inputs);
+      append(operation.outputs, taken[i].operation.outputs);
+    }
+    operation.layout = Layout(operation.layout.dtype(), std::move(counts));
+    operation.name = fused_name(operation.name, taken.size());
+  }
+  if (!batch.missing.empty()) operation.participants = world_size - static_cast<int>(batch.missing.size());
+  Engine* to = operation.kind == Kind::kBroadcast ? broadcaster : engine;
+  std::shared_ptr<Work> work;
+  try {
+    work = to->submit(std::move(operation));
+  } catch (const std::exception& reason) {
+    for (Pending& one : taken) one.ticket->fail(Error(Code::kInternal, reason.what()));
+    throw;
+  }
+  running.push_back(work);
+  const auto now = Clock::now();
+  Timeline* timeline = to->timeline();
+  for (size_t i = 0; i < taken.size(); ++i) {
+    Pending& one = taken[i];
+    Known& known_as = known[one.request.name];
+    if (!known_as.request) known_as = {batch.ids[i], std::move(one.request)};
+    if (timeline != nullptr) timeline->negotiated(one.ticket->name(), one.ticket->submitted(), now);
+    one.ticket->run(work);
+  }
+}
+
+// The id means nothing any more. What was submitted under it, and rank 0 has not understood, is told in full.
+void NegotiationState::drop(uint64_t id) {
+  const auto named = names.find(id);
+  if (named == names.end()) return;
+  const std::string name = std::move(named->second);
+  names.erase(named);
+  if (const auto found = known.find(name); found != known.end() && found->second.id == id) known.erase(found);
+  const std::lock_guard lock(mutex);
+  const auto found = pending.find(name);
+  if (found == pending.end() || !found->second.sent || found->second.sent_as != id) return;
+  found->second.sent = false;
+  found->second.sent_as = 0;
+  if (fresh.empty()) fresh_since = Clock::now();
+  fresh.push_back(&found->second);
+  join_is_fresh = joining != nullptr;  // rank 0 counts nobody as joined whose requests it has not understood
+}
+
+void NegotiationState::finish_join(int64_t last) {
+  std::shared_ptr<Ticket> ticket;
+  {
+    const std::lock_guard lock(mutex);
+    join_is_fresh = false;
+    ticket.swap(joining);
+  }
+  if (ticket != nullptr) ticket->join(static_cast<int>(last));
+}
+
+// Failing ---------------------------------------------------------------------------------------------
+
+// Any thread: makes this the sticky error, unless there is one. The thread does the rest.
+void NegotiationState::fail(GivingUp reason) {
+  {
+    const std::lock_guard lock(mutex);
+    if (giving_up) return;
+    giving_up = std::move(reason);
+    has_error = true;
+  }
+  alarm->ring();
+}
+
+std::optional<Error> NegotiationState::first_error() {
+  if (!has_error) return std::nullopt;
+  const std::lock_guard lock(mutex);
+  return giving_up->rank == rank ? Error(giving_up->code, giving_up->text) : giving_up->error();
+}
+
+void NegotiationState::give_up() {
+  const Error error = *first_error();
+  if (!std::exchange(told_error, true)) {
+    std::string message;
+    {
+      const std::lock_guard lock(mutex);
+      message = encode(*giving_up);
+    }
+    send_to_all(message);
+    abort_engines(error);
+  }
+  settle_all(error);
+}
+
+// Any thread.
+void NegotiationState::abort_engines(const Error& error) {
+  engine->abort(error);
+  if (broadcaster != engine) broadcaster->abort(error);
+}
+
+void NegotiationState::settle_all(const Error& error) {
+  std::unordered_map<std::string, Pending> failed;
+  std::shared_ptr<Ticket> join;
+  {
+    const std::lock_guard lock(mutex);
+    failed.swap(pending);
+    fresh.clear();
+    join.swap(joining);
+    join_is_fresh = false;
+  }
+  for (auto& [name, one] : failed) one.ticket->fail(error);
+  if (join != nullptr) join->fail(error);
+}
+
+// Notices, orders, the end ----------------------------------------------------------------------------
+
+void NegotiationState::notify(Notice notice) {
+  {
+    const std::lock_guard lock(mutex);
+    notices.push_back(std::move(notice));
+    has_notices = true;
+  }
+  bell.ring();
+}
+
+void NegotiationState::give_orders() {
+  std::vector<std::string> given;
+  {
+    const std::lock_guard lock(mutex);
+    given.swap(orders);
+  }
+  for (const std::string& order : given) send_to_all(encode(MessageType::kOrder, order));
+}
+
+void NegotiationState::take_leave() {
+  if (farewell) return;
+  {
+    const std::lock_guard lock(mutex);
+    if (!closing || !pending.empty() || joining != nullptr) return;
+  }
+  send_to_all(encode(MessageType::kGoodbye, {}));
+  for (const auto& link : links) link->finish();
+  farewell = deadline_after(kFarewell);
+  is_leaving = true;
+}
+
+void NegotiationState::send_to_all(const std::string& message, int but) {
+  for (const auto& link : links) {
+    if (link->peer() != but) link->send(message);
+  }
+}
+
+}  // namespace dadt

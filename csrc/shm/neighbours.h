@@ -1,0 +1,112 @@
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/process.h"
+#include "shm/segment.h"
+
+namespace dadt {
+
+// The ranks of a host: everybody's segment, and whether its owner lives. What is in the segments is for
+// others to say.
+class Neighbours {
+ public:
+  // body_bytes, ready: see Segment; the same on all ranks.
+  Neighbours(int rank, int world_size, size_t body_bytes, bool ready);
+  ~Neighbours();
+  Neighbours(const Neighbours&) = delete;
+  Neighbours& operator=(const Neighbours&) = delete;
+
+  int rank() const { return rank_; }
+  int world_size() const { return world_size_; }
+
+  std::string endpoint() const;
+  // Blocks until all ranks have opened each other's segments. See Executor::connect.
+  void connect(const std::vector<std::string>& endpoints, double timeout);
+  // See Executor: abort from any thread, close from one.
+  void abort(const Error& error);
+  void close();
+
+  // After connect:
+
+  SegmentHead& head(int rank) const { return segments_[rank]->head(); }
+  uint8_t* body(int rank) const { return segments_[rank]->body(); }
+  State state(int rank) const { return head(rank).state.load(); }
+  bool alive(int rank) const { return watches_[rank] == nullptr || watches_[rank]->alive(); }
+
+  // Throws Error if this rank or a peer was aborted.
+  void check_aborted() const;
+
+  // Blocks until ready(). Throws Error if a rank that lags(rank) says holds this one up has died, has closed
+  // or is silent for `timeout` seconds, or if anybody aborts. title: what this rank is in.
+  template <typename Ready, typename Lags>
+  void wait(Ready&& ready, Lags&& lags, const std::string& title, double timeout) {
+    for (int i = 0; i < kSpins; ++i) {
+      if (ready()) return;
+      spin_pause();
+    }
+    const auto deadline = deadline_after(timeout);
+    while (true) {
+      const auto slice = std::min(deadline, Clock::now() + kLook);
+      head(rank_).bell.wait([&] { return ready() || has_ended(lags); }, slice);
+      if (ready()) return;
+      check_aborted();
+      check_peers(lags, title);
+      if (Clock::now() >= deadline) throw late(lags, title, timeout);
+    }
+  }
+
+  // What to say of a peer that has died, or has closed though it lives. title: what it was waited for in.
+  Error lost(int rank, bool lives, const std::string& title) const;
+
+  static constexpr int kSpins = 500;
+  static constexpr auto kLook =
+      std::chrono::milliseconds(100);  // how often a waiter looks whether its peers live
+
+ private:
+  void ring_all();
+
+  template <typename Lags>
+  bool has_ended(Lags&& lags) const {
+    for (int rank = 0; rank < world_size_; ++rank) {
+      const State now = state(rank);
+      if (now == State::kAborted || (now == State::kClosed && lags(rank))) return true;
+    }
+    return false;
+  }
+  template <typename Lags>
+  void check_peers(Lags&& lags, const std::string& title) const {
+    for (int rank = 0; rank < world_size_; ++rank) {
+      if (rank == rank_ || !lags(rank)) continue;
+      const bool lives = alive(rank);
+      if (state(rank) != State::kClosed && lives) continue;
+      // Looked at again: what it did last counts, even if it has gone since.
+      if (lags(rank)) throw lost(rank, lives, title);
+    }
+  }
+  template <typename Lags>
+  Error late(Lags&& lags, const std::string& title, double timeout) const {
+    std::vector<int> ranks;
+    for (int rank = 0; rank < world_size_; ++rank) {
+      if (rank != rank_ && lags(rank)) ranks.push_back(rank);
+    }
+    return late_error(ranks, title, timeout);
+  }
+  static Error late_error(const std::vector<int>& ranks, const std::string& title, double timeout);
+
+  // Constant after construction.
+  const int rank_;
+  const int world_size_;
+  const size_t body_bytes_;
+  const bool ready_;
+  const pid_t pid_;
+
+  // Constant after connect.
+  std::vector<std::unique_ptr<Segment>> segments_;  // by rank; before connect, this rank's only
+  std::vector<std::unique_ptr<Watch>> watches_;     // null: a rank of this process
+  std::atomic<bool> connected_{false};              // the peers' segments may be used by abort
+};
+
+}  // namespace dadt

@@ -1,0 +1,75 @@
+#pragma once
+
+#include "shm/neighbours.h"
+
+namespace dadt {
+
+// What a rank is in, written at the head of the slot that holds the first chunk of an operation.
+struct SlotHead {
+  uint32_t kind;
+  uint32_t dtype;
+  uint32_t reduction;
+  int32_t root;
+  uint32_t codec;
+  uint64_t total;   // elements
+  uint64_t layout;  // hash of the tensors' sizes
+  uint64_t lane;    // bytes
+  double weight;
+  uint64_t name_hash;  // of all of the name
+  char name[448];      // its beginning
+};
+static_assert(sizeof(SlotHead) == 512);
+
+// Where a rank's stream of chunks has got to; a count of chunks since the beginning, modulo 2^32.
+enum Counter { kPacked = 0, kReduced, kCounters };
+
+// Every rank writes chunks 0, 1, 2, ... to the slots of its own segment, slot chunk % kSlots, and says in its
+// counters how far it has come. Engine thread only, but for what Neighbours allows.
+class Ring : public Neighbours {
+ public:
+  static constexpr uint32_t kSlots = 4;
+
+  // slot_bytes: a multiple of 64.
+  Ring(int rank, int world_size, size_t slot_bytes)
+      : Neighbours(rank, world_size, kSlots * (kGap + slot_bytes), true), stride_(kGap + slot_bytes) {}
+
+  uint8_t* slot(int rank, uint32_t chunk) const { return body(rank) + chunk % kSlots * stride_ + kGap; }
+  SlotHead& slot_head(int rank, uint32_t chunk) const {
+    return *reinterpret_cast<SlotHead*>(slot(rank, chunk) - sizeof(SlotHead));
+  }
+
+  // Whether a rank's counter has gone past `chunk`.
+  bool passed(int rank, Counter which, uint32_t chunk) const {
+    return static_cast<int32_t>(counter(rank, which).load() - chunk) > 0;
+  }
+  bool all_passed(Counter which, uint32_t chunk) const {
+    for (int rank = 0; rank < world_size(); ++rank) {
+      if (!passed(rank, which, chunk)) return false;
+    }
+    return true;
+  }
+  // Sets this rank's counter, and wakes the peers that sleep.
+  void publish(Counter which, uint32_t value) {
+    counter(rank(), which).store(value);
+    for (int peer = 0; peer < world_size(); ++peer) {
+      if (peer != rank()) head(peer).bell.ring_if_waiting();
+    }
+  }
+
+ private:
+  static constexpr size_t kGap =
+      4096;  // before each slot; at its end the SlotHead, and before all the counters
+  struct alignas(64) Count {
+    std::atomic<uint32_t> value;
+  };
+  static_assert(sizeof(Count) * kCounters + sizeof(SlotHead) <= kGap);
+
+  std::atomic<uint32_t>& counter(int rank, Counter which) const {
+    return reinterpret_cast<Count*>(body(rank))[which].value;
+  }
+
+  // Constant after construction.
+  const size_t stride_;
+};
+
+}  // namespace dadt

@@ -1,0 +1,38 @@
+#pragma once
+
+#include "engine/executor.h"
+#include "shm/ring.h"
+
+namespace dadt {
+
+// Shared memory between the ranks of one host. An operation runs chunk by chunk through the slots of a Ring,
+// so that the bytes are reduced while they are in the cache: each rank packs its chunk into its slot, waits
+// for the peers' and reduces all of them straight into its outputs.
+class ShmExecutor final : public Executor {
+ public:
+  static constexpr size_t kSlotBytes = 128 * 1024;
+
+  // slot_bytes: the largest chunk, the same on all ranks; a multiple of 64.
+  ShmExecutor(int rank, int world_size, size_t slot_bytes = kSlotBytes);
+
+  const char* name() const override { return "shm"; }
+  std::string endpoint() override { return ring_.endpoint(); }
+  void connect(const std::vector<std::string>& endpoints, double timeout) override;
+  Result run(const Operation& operation, double timeout) override;
+  void abort(const Error& error) override { ring_.abort(error); }
+  void close() override { ring_.close(); }
+
+ private:
+  // Constant after construction.
+  const int rank_;
+  const int world_size_;
+  const size_t slot_bytes_;
+
+  Ring ring_;
+
+  // Engine thread only.
+  bool connected_ = false;
+  uint32_t chunk_ = 0;  // chunks of all operations so far
+};
+
+}  // namespace dadt
