@@ -6,7 +6,6 @@ import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from time import perf_counter
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +19,7 @@ from dadt.train.algorithm import Algorithm
 from dadt.train.batch_weight import BatchWeight
 from dadt.train.buffers import Buffers, ChangingBuffers
 from dadt.train.exchange import fingerprint
-from dadt.train.exchange.exchange import Exchange, Schema
+from dadt.train.exchange.exchange import Exchange, Schema, hand_out
 from dadt.train.exchange.lane import Lane
 from dadt.train.measure import Measure
 from dadt.train.param_groups import group_values
@@ -332,15 +331,8 @@ class Attachment:
         if again:
             # What it was to make up for went with the one before, which nobody uses.
             self._schema.forget_residuals()
-        exchange = Exchange(
-            self.runtime.engine,
-            self._schema,
-            number,
-            name,
-            self.batch_weight.value,
-            compressed=self._compresses,
-            background=self.runtime.background,
-        )
+        weight = self.batch_weight.value
+        exchange = Exchange(self.runtime, self._schema, number, name, weight, compressed=self._compresses)
         exchange.scale = self.scale
         self.runtime.keep(exchange)
         return exchange
@@ -369,18 +361,15 @@ class Attachment:
         return fingerprint.of_untrained(self.modules, others)
 
     def wait(self, exchange: Exchange | Arrived) -> list[Lane]:
-        begun = perf_counter()
-        lanes = exchange.wait(self.runtime.wait)
-        exchange.learn()
-        self.measure.exchanged(exchange.seconds, perf_counter() - begun)
-        return lanes
+        """For algorithms of users, who know it by this name."""
+        return exchange.receive()
 
     def deliver(self, exchange: Exchange | Arrived) -> None:
         ratio = None
         if self.scale is not exchange.scale:
             ratio = (1.0 if self.scale is None else self.scale) / (1.0 if exchange.scale is None else exchange.scale)
         absent = [p for p in self._tables if p.grad is None]
-        exchange.deliver(ratio)
+        hand_out(exchange.parameters, exchange.averaged_gradients(), ratio)
         for p in absent:
             # As on the ranks that had one: some optimizers take no dense gradient, or none after a sparse one.
             if p.grad is not None and p.grad.layout == torch.strided:
@@ -395,4 +384,5 @@ class Attachment:
 
     def agree(self, lanes: list[Lane], exchange: Exchange | Arrived) -> None:
         """Act on what the lanes say, the same on all ranks. Raises Mismatch."""
+        self.measure.exchanged(exchange.seconds, exchange.waited)
         self.agreement.check(lanes, exchange, self._exchanges - 1, late=self.measure.delayed > 0)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-from dadt.train.exchange.exchange import Exchange, Schema, hand_out
+from dadt.train.exchange.exchange import Exchange, Schema
 from dadt.train.exchange.lane import Lane
 from dadt.train.peers import Peers
 
 if TYPE_CHECKING:
-    from dadt.train.exchange.background import Wait
+    pass
 
 
 class Trained(Protocol):
@@ -43,7 +43,6 @@ class Arrived:
     def __init__(self, attachment: Trained, state: dict[str, Any]) -> None:
         """state: what `flight` gave."""
         parameters = list(numbers_of(attachment.optimizer))
-        self._parameters = attachment.parameters
         self._gradients = [
             (p, g.to(p.device, copy=True)) for i, g in state["gradients"].items() if (p := parameters[i]).requires_grad
         ]
@@ -53,25 +52,23 @@ class Arrived:
         self.value = state["value"]
         self.scale = state["scale"]
         self.schema = attachment.schema
+        self.parameters = attachment.parameters
         self.name = f"the checkpoint's gradient{attachment.name}"
         self.number = -1
-        self.seconds = 0.0
+        self.seconds = self.waited = 0.0
         self.halfway = False
 
-    def wait(self, wait: Wait) -> list[Lane]:
+    def receive(self) -> list[Lane]:
         return [Lane(self.schema.crc, 0, 0, 0, 0, False, 1.0, self.value)]
 
-    def go_on(self, wait: Wait) -> None:
+    def go_on(self) -> None:
         """Nothing is left of it."""
 
-    def learn(self) -> None:
-        """What it has taught compression was forgotten with the checkpoint."""
+    def wait(self) -> list[Lane]:
+        return self.receive()
 
     def norm(self) -> torch.Tensor:
         return torch.tensor(self._norm, dtype=torch.float64, device="cpu")
-
-    def deliver(self, ratio: torch.Tensor | float | None = None) -> None:
-        hand_out(self._parameters, self._gradients, ratio)
 
     def averaged_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return self._gradients
@@ -86,7 +83,7 @@ class Arrived:
 
 def flight(attachment: Trained, exchange: Exchange | Arrived) -> dict[str, Any]:
     """What an exchange in flight brings, once it is there: all ranks have launched it. Raises CommError."""
-    lanes = exchange.wait(attachment.runtime.wait)
+    lanes = exchange.wait()
     indices = numbers_of(attachment.optimizer)
     places = {place: i for i, place in enumerate(places_of(attachment))}
     buffers = zip(exchange.places, exchange.averaged_buffers(), strict=True)

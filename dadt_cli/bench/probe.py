@@ -20,7 +20,7 @@ from dadt.comm.executors import c10d
 from dadt.comm.executors.base import Connection
 from dadt.comm.executors.meet import Apart
 from dadt.inject import worker
-from dadt.train.exchange.exchange import Exchange, Schema
+from dadt.train.exchange.exchange import Exchange, Schema, hand_out
 from dadt.train.exchange.lane import Lane
 from dadt.train.runtime import Runtime
 from dadt_cli.bench import models
@@ -124,6 +124,18 @@ def probe(model: str, batch_size: int, device: str, seconds: float = COMPUTE_SEC
     return found
 
 
+class _Over:
+    """A connection, as an exchange needs it."""
+
+    background = None
+
+    def __init__(self, connection: Connection) -> None:
+        self.engine, self.device = connection.engine, connection.device
+
+    def wait(self, work: Any) -> None:
+        work.wait(TIMEOUT)
+
+
 class _Ranks:
     """All ranks, connected as for a training, and by Gloo for messages between two."""
 
@@ -212,10 +224,10 @@ class _Ranks:
     def _average(self, over: Connection, schema: Schema, device: torch.device) -> float:
         number = next(self._numbers)
         begun = time.perf_counter()
-        exchange = Exchange(over.engine, schema, number, f"probe {number}", 1.0)
+        exchange = Exchange(_Over(over), schema, number, f"probe {number}", 1.0)
         exchange.close(Lane(schema.crc, 0, 0, 0, 0, False, 1.0, 0.0))
-        exchange.wait(lambda work: work.wait(TIMEOUT))
-        exchange.deliver()
+        exchange.receive()
+        hand_out(schema.parameters, exchange.averaged_gradients(), None)
         _finish(device)
         return time.perf_counter() - begun
 

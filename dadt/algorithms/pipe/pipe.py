@@ -102,7 +102,7 @@ class Pipe(Algorithm):
             return
         if self._full:
             # Else its second half would queue behind the new exchange.
-            self._pending[0].go_on(a.runtime.wait)
+            self._pending[0].go_on()
         exchange = a.new_exchange()
         a.close(exchange, value=self._alarm())
         if self._warming_up:
@@ -163,7 +163,7 @@ class Pipe(Algorithm):
         a = self.attachment
         # Where a closure comes late, what is in flight is older than what it has computed.
         self._pending.clear()
-        a.agree(a.wait(exchange), exchange)
+        a.agree(exchange.receive(), exchange)
         self._deliver(exchange, late=False)
 
     def _step_late(self, exchange: Exchange) -> None:
@@ -177,7 +177,7 @@ class Pipe(Algorithm):
             a.zero_gradients()
             return
         oldest = self._pending.popleft()
-        lanes = a.wait(oldest)
+        lanes = oldest.receive()
         alarm = max(lane.value for lane in lanes)
         self._count_changes(before, exchange)
         applies = _trains(oldest, exchange)
@@ -206,7 +206,7 @@ class Pipe(Algorithm):
         a.measure.fell_back += 1
         a.runtime.say(f"step {a.step}: {_reason(alarm, a.name)}", level="warning")
         self.step_synchronously()
-        lanes = a.wait(exchange)
+        lanes = exchange.receive()
         a.agree(lanes, exchange)
         if _CHANGED in (alarm, *(lane.value for lane in lanes)):
             a.owner.adopt(a, weights=True)  # what ranks made of predicted weights may be in the true ones
