@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 TYPES = {name for name, value in vars(errors).items() if isinstance(value, type)}
 CALLS = {"ValueError", "TypeError"}
 """Of Python's own: what a verb says of its arguments."""
-INSIDE = ("dadt/launch/", "dadt_cli/bench/ratio.py")
+INSIDE = ("dadt/launch/", "dadt/control/", "dadt_cli/bench/ratio.py")
 """Where these are caught, and told in another sentence."""
 VERDICTS = "dadt/launch/ssh/verdict.py"
 THROWN = re.compile(r'Error\(Code::k(?!Internal)\w+,\s*(?:[\w.()]+ \+ )?"(?P<text>[^"]+)"')

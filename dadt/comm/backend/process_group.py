@@ -192,8 +192,8 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
 
     @_verb
     def all_gather_single_coalesced(self, outputs: Tensors, tensors: Tensors, opts: Any = None) -> Delivery:
-        parts = [parts(o, t, self._size) for o, t in zip(outputs, tensors, strict=True)]
-        return self._all_gather(parts, tensors, opts)
+        pieces = [parts(o, t, self._size) for o, t in zip(outputs, tensors, strict=True)]
+        return self._all_gather(pieces, tensors, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from dadt.config import Config
 from dadt.launch.channel import Launcher
-from dadt.launch.hosts import simulated
+from dadt.launch.hosts.simulated import wanted
 from dadt.launch.hosts.host import Host
 
 
@@ -20,7 +20,7 @@ def launcher_of(
     """How the agents of these hosts are started. command: of each worker. turned_away: is told, by any thread, of
     strangers who came to where agents are awaited."""
     # Each one is imported where it is used: an SSH library takes longer to import than all else.
-    if simulated.wanted(config):
+    if wanted(config):
         from dadt.launch.launchers.simulated import SimulatedLauncher
 
         return SimulatedLauncher(config)
