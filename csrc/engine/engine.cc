@@ -10,8 +10,8 @@
 #include <set>
 #include <thread>
 
-#include "kernels/kernels.h"
 #include "base/thread.h"
+#include "kernels/kernels.h"
 
 namespace dadt {
 

@@ -2,8 +2,8 @@
 
 #include <unistd.h>
 
-#include "negotiation/negotiation_state.h"
 #include "base/thread.h"
+#include "negotiation/negotiation_state.h"
 
 namespace dadt {
 namespace {

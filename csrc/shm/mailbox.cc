@@ -2,9 +2,9 @@
 
 #include <mutex>
 
+#include "base/thread.h"
 #include "engine/executor.h"
 #include "shm/post.h"
-#include "base/thread.h"
 
 namespace dadt {
 

@@ -2,9 +2,9 @@
 
 #include <string_view>
 
+#include "engine/work.h"
 #include "shm/exchange.h"
 #include "shm/ring.h"
-#include "engine/work.h"
 
 namespace dadt {
 

@@ -8,8 +8,8 @@
 
 #include "negotiation/coordinator.h"
 #include "negotiation/message.h"
-#include "shm/post.h"
 #include "ranks.h"
+#include "shm/post.h"
 
 namespace dadt {
 namespace {

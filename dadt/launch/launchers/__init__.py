@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from dadt.config import Config
 from dadt.launch.channel import Launcher
-from dadt.launch.hosts.simulated import wanted
 from dadt.launch.hosts.host import Host
+from dadt.launch.hosts.simulated import wanted
 
 
 def launcher_of(
