@@ -96,14 +96,13 @@ def flight(attachment: Trained, exchange: Exchange | Arrived) -> dict[str, Any]:
     }
 
 
-def flights(attachment: Trained, exchanges: Sequence[Exchange | Arrived]) -> list[dict[str, Any]]:
-    """The same of several, oldest first; none where the second half has to be begun by all ranks together."""
-    if any(exchange.halfway for exchange in exchanges):
+def flights(attachment: Trained, exchange: Exchange | Arrived | None) -> list[dict[str, Any]]:
+    """The same as a checkpoint has it; none where the second half has to be begun by all ranks together."""
+    if exchange is not None and exchange.halfway:
         attachment.runtime.say(
             "a checkpoint leaves out the gradient in flight: on a GPU --compression powersgd ends it in a step"
         )
-        return []
-    return [flight(attachment, exchange) for exchange in exchanges]
+    return [] if exchange is None or exchange.halfway else [flight(attachment, exchange)]
 
 
 def by_index(value: Any, indices: dict[torch.Tensor, int]) -> Any:

@@ -234,8 +234,7 @@ class Runtime(Registry):
         if self.control is not None:
             if self.step:
                 self.control.progress(self.step, last=True, **self.progress.numbers())
-            told = {"staleness": self.config.staleness, "explicit": self.explicit}
-            self.control.done({**self.progress.summary(), **told})
+            self.control.done({**self.progress.summary(), "explicit": self.explicit})
 
     def _leave(self, failed: bool) -> None:
         if self._engine is not None:

@@ -169,9 +169,8 @@ class Forum:
             if not summary["explicit"]:
                 _print("warning: training was NOT distributed: no torch.optim optimizer made a step in rank 0")
             return
-        late = {1: "one"}.get(staleness := int(summary["staleness"]), str(staleness))
         _print(
-            f"done: {summary['steps']} steps, {summary['delayed'] or 'none'} of them delayed by {late}, "
+            f"done: {summary['steps']} steps, {summary['delayed'] or 'none'} of them delayed by one, "
             f"{100 * summary['wait_fraction']:.1f} % of the time spent waiting for communication"
         )
 
