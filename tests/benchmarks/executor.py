@@ -182,7 +182,7 @@ def by_mpi4py() -> Library:
 
 def arguments_of(program: str, description: str | None) -> argparse.ArgumentParser:
     """Where a rank is, and what it measures."""
-    parser = argparse.ArgumentParser(prog=f"python -m dadt_cli.bench.{program}", description=description)
+    parser = argparse.ArgumentParser(prog=f"python tests/benchmarks/{program}.py", description=description)
     parser.add_argument("executor")
     parser.add_argument("--rank", type=int, default=-1, help="-1: as the launcher says")
     parser.add_argument("--np", type=int, default=0)
