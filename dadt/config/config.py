@@ -24,13 +24,13 @@ from dadt.config.check import (
     predict_factors,
     variable,
 )
+from dadt.config.extensions import LAUNCHERS
 from dadt.config.numbers import MOST
 from dadt.errors import ConfigError
 from dadt.world import World
 
 LEAST_MEASURED = 10
 """Steps that --algorithm auto must have seen to decide."""
-LAUNCHERS = ("auto", "local", "ssh", "slurm", "mpi")
 LEAST_HEARTBEAT_TIMEOUT = 2.0
 LEAST_ORPHAN_TIMEOUT = 2.0
 """A few signs of life fit into it."""
@@ -167,7 +167,9 @@ class Config:
     exclude: str = launch_knob("", "Of the hosts, all but these.", advanced=True, metavar="HOSTS")
     accelerators: int = launch_knob(0, "Workers on each host that has no slots given.", advanced=True)
     gpu_visibility: str = launch_knob("one", "GPUs that each worker sees.", choices=("one", "all"), advanced=True)
-    launcher: str = launch_knob("auto", "How the agent of each host is started.", choices=LAUNCHERS, advanced=True)
+    launcher: str = launch_knob(
+        "auto", "How the agent of each host is started.", choices=("auto", *LAUNCHERS), advanced=True
+    )
     ssh_backend: str = launch_knob("paramiko", "What speaks SSH.", choices=("paramiko", "openssh"), advanced=True)
     ssh_port: int = launch_knob(0, "Port of sshd; 0: as the SSH configuration says.", flags=("-p",), advanced=True)
     ssh_identity_file: str = launch_knob(

@@ -19,7 +19,7 @@ from dadt.control.job_folder import Folder
 from dadt.control.network import SAME_MACHINE
 from dadt.errors import ConfigError, DadtError, LaunchError
 from dadt.launch import environment, plan
-from dadt.launch.channel import Herald, Launcher
+from dadt.launch.channel import Herald, Launcher, Request
 from dadt.launch.crew import Crew, Node
 from dadt.launch.failure import signal_name
 from dadt.launch.hosts.slot import Room, Slot, place, share_out
@@ -93,7 +93,8 @@ def _record(the_plan: Plan, voice: Voice, placed: Told, signals: bool, exports: 
     interrupts = Interrupts([*ENDING_SIGNALS, *forwarded_signals(config)]) if signals else None
     report = Report(the_plan, Path(config.log_dir) / folder.job, lambda text: voice.say(text, "warning"))
     try:
-        launcher = launcher_of(the_plan.config, the_plan.hosts, the_plan.command, folder.job, report.journal.refused)
+        config, hosts, command = the_plan.config, the_plan.hosts, the_plan.command
+        launcher = launcher_of(Request(config, hosts, command, folder.job, report.journal.refused))
         with interrupts or nullcontext():
             try:
                 outcome = _run(the_plan, launcher, folder, voice, _views(placed, exports, voice), report, interrupts)

@@ -20,6 +20,7 @@ from dadt.control.frame import Frame
 from dadt.control.job_folder import Folder
 from dadt.errors import LaunchError
 from dadt.launch import plan, startup
+from dadt.launch.channel import Request
 from dadt.launch.crew import Crew, Node
 from dadt.launch.failure import last_line
 from dadt.launch.hosts.host import Host
@@ -84,7 +85,7 @@ def look(config: Config, asked: Asked, voice: Voice) -> Found:
             ready[host] = time.monotonic() - begin
 
     try:
-        launcher = launcher_of(the_plan.config, the_plan.hosts, the_plan.command, folder.job)
+        launcher = launcher_of(Request(the_plan.config, the_plan.hosts, the_plan.command, folder.job))
         crew = Crew(launcher, the_plan.hosts, config.orphan_timeout, see)
         voice.meanwhile(crew.beat)
         try:

@@ -52,6 +52,10 @@ def connect(name: str, config: Config, world: World, meet: Meet) -> Connection:
     return pull.connect(executor, world.rank, world.world_size, config.timeout)
 
 
+def gloo(config: Config, world: World, meet: Meet) -> Connection:
+    return connect("gloo", config, world, meet)
+
+
 def check(name: str) -> None:
     """Raises ConfigError where torch has no such backend, or none that ranks of our own can use."""
     if name == "gloo" or (name not in ("mpi", "dadt", "fake") and name.upper() in Backend._plugins):

@@ -18,7 +18,7 @@ from dadt.control import schema
 from dadt.control.connection import SEAL, Connection, Listener, Unreached, Words, dial
 from dadt.control.frame import Frame, Link
 from dadt.errors import DadtError, LaunchError, StartTimeout
-from dadt.launch.channel import Channel
+from dadt.launch.channel import Channel, Launcher, Request
 from dadt.launch.connect_back import Arrivals, SocketChannel
 from dadt.launch.failure import signal_name
 from dadt.launch.hosts.host import Host
@@ -30,6 +30,10 @@ from dadt.launch.startup import Voice
 END_SECONDS = 10.0
 """How long this host's agent may take to end after the job."""
 PR_SET_PDEATHSIG = 1
+
+
+def launcher(request: Request) -> Launcher:
+    return HandLauncher(request.config, request.job, request.command, request.turned_away)
 
 
 class HandLauncher:
