@@ -1,4 +1,4 @@
-"""Whole numbers as users list them: 0,3-5."""
+"""PlainLinkState numbers as users list them: 0,3-5."""
 
 from __future__ import annotations
 

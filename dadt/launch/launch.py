@@ -19,8 +19,8 @@ from dadt.control.job_folder import Folder
 from dadt.control.network import SAME_MACHINE
 from dadt.errors import ConfigError, DadtError, LaunchError
 from dadt.launch import environment, plan
+from dadt.launch.agents import Agents, Node
 from dadt.launch.channel import Herald, Launcher, Request
-from dadt.launch.crew import Crew, Node
 from dadt.launch.failure import signal_name
 from dadt.launch.hosts.slot import Room, Slot, place, share_out
 from dadt.launch.job import ENDING_SIGNALS, HANG_UP_SECONDS, Job
@@ -122,7 +122,7 @@ def _run(
     interrupts: Interrupts | None,
 ) -> Outcome:
     config = the_plan.config
-    crew = Crew(launcher, the_plan.hosts, config.orphan_timeout, report.journal.see)
+    crew = Agents(launcher, the_plan.hosts, config.orphan_timeout, report.journal.see)
     voice.meanwhile(crew.beat)
     try:
         if interrupts is not None:
@@ -178,7 +178,7 @@ def _views(placed: Told, exports: Sequence[Export], voice: Voice) -> Callable[[P
     return views
 
 
-def settle(the_plan: Plan, crew: Crew, job: str, voice: Voice) -> Placed:
+def settle(the_plan: Plan, crew: Agents, job: str, voice: Voice) -> Placed:
     """Who works where, once all hosts have told what they have. Agents that get no workers are let go."""
     config = the_plan.config
     rooms = [room(node, config) for node in crew.nodes]

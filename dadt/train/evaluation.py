@@ -15,7 +15,7 @@ def before(a: Attachment) -> None:
 def average(a: Attachment, loss: float) -> float:
     """Gradients and loss of one evaluation of a closure, averaged at once; the mean loss."""
     a.consumed = False
-    a.welcome()
+    a.broadcast_new_parameters()
     a.refresh()
     if not a.algorithm.averages:
         a.batch_weight.exchanged()

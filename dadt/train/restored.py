@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-from dadt.train.exchange.exchange import Exchange, Schema
-from dadt.train.exchange.lane import Lane
+from dadt.train.exchange.exchange import BucketPlan, Exchange
+from dadt.train.exchange.step_metadata import StepMetadata
 from dadt.train.peers import Peers
 
 if TYPE_CHECKING:
@@ -34,10 +34,10 @@ class Trained(Protocol):
     def modules(self) -> list[nn.Module]: ...
 
     @property
-    def schema(self) -> Schema: ...
+    def schema(self) -> BucketPlan: ...
 
 
-class Arrived:
+class RestoredExchange:
     """An averaging that was over when the checkpoint was taken; stands for its Exchange."""
 
     def __init__(self, attachment: Trained, state: dict[str, Any]) -> None:
@@ -58,13 +58,13 @@ class Arrived:
         self.seconds = self.waited = 0.0
         self.halfway = False
 
-    def receive(self) -> list[Lane]:
-        return [Lane(self.schema.crc, 0, 0, 0, 0, False, 1.0, self.value)]
+    def receive(self) -> list[StepMetadata]:
+        return [StepMetadata(self.schema.crc, 0, 0, 0, 0, False, 1.0, self.value)]
 
     def go_on(self) -> None:
         """Nothing is left of it."""
 
-    def wait(self) -> list[Lane]:
+    def wait(self) -> list[StepMetadata]:
         return self.receive()
 
     def norm(self) -> torch.Tensor:
@@ -81,7 +81,7 @@ class Arrived:
         return list(self._buffers.values())
 
 
-def flight(attachment: Trained, exchange: Exchange | Arrived) -> dict[str, Any]:
+def flight(attachment: Trained, exchange: Exchange | RestoredExchange) -> dict[str, Any]:
     """What an exchange in flight brings, once it is there: all ranks have launched it. Raises CommError."""
     lanes = exchange.wait()
     indices = numbers_of(attachment.optimizer)
@@ -96,7 +96,7 @@ def flight(attachment: Trained, exchange: Exchange | Arrived) -> dict[str, Any]:
     }
 
 
-def flights(attachment: Trained, exchange: Exchange | Arrived | None) -> list[dict[str, Any]]:
+def flights(attachment: Trained, exchange: Exchange | RestoredExchange | None) -> list[dict[str, Any]]:
     """The same as a checkpoint has it; none where the second half has to be begun by all ranks together."""
     if exchange is not None and exchange.halfway:
         attachment.runtime.say(

@@ -9,8 +9,8 @@ from typing import Any
 
 from dadt.control import machine
 from dadt.launch import launch
+from dadt.launch.agents import Node
 from dadt.launch.channel import Request
-from dadt.launch.crew import Node
 from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.slot import place, share_out
 from dadt.launch.launch import Placed

@@ -65,8 +65,8 @@ class Training:
         attachment.prediction.apply()
         self.optimizer.zero_grad()
         self.model(self.inputs).pow(2).mean().backward()
-        attachment.consume()
-        attachment.hold_back()
+        attachment.average_gradients()
+        attachment.withhold_gradients()
         self.optimizer.step()
         attachment.stepped()
 

@@ -49,7 +49,7 @@ class Local(Algorithm):
         self._steps = 0
         """That this rank has taken alone."""
         self._trained: tuple[Any, ...] = ()
-        self._end = End(attachment)
+        self._end = FinalAverage(attachment)
         attachment.owner.on_end.append(self._end)
 
     @property
@@ -60,7 +60,7 @@ class Local(Algorithm):
         """What each rank has done alone with weights that other optimizers train or have trained would be lost: they
         average first."""
         a = self.attachment
-        others = [end for end in a.owner.on_end if isinstance(end, End) and end.rounds]
+        others = [end for end in a.owner.on_end if isinstance(end, FinalAverage) and end.rounds]
         if not others:
             return
         # Held: an optimizer that the script has dropped lives on as garbage, on some ranks only.
@@ -253,7 +253,7 @@ class Local(Algorithm):
                 row.velocity.copy_(velocity)
 
 
-class End:
+class FinalAverage:
     """What all ranks do at the end of the process: the exact average, of what all ranks still have."""
 
     def __init__(self, attachment: Attachment) -> None:

@@ -9,7 +9,7 @@ import torch
 from dadt.algorithms.pipe.divergence import FACTOR, Divergence
 from dadt.algorithms.sync import Sync
 from dadt.train.algorithm import Algorithm
-from dadt.train.restored import Arrived, flights
+from dadt.train.restored import RestoredExchange, flights
 
 if TYPE_CHECKING:
     from dadt.train.attachment import Attachment
@@ -38,7 +38,7 @@ class Pipe(Algorithm):
     def __init__(self, attachment: Attachment) -> None:
         super().__init__(attachment)
         config = attachment.runtime.config
-        self._pending: Exchange | Arrived | None = None
+        self._pending: Exchange | RestoredExchange | None = None
         """The one under way."""
         self._holds = False
         self._sync: Sync | None = None
@@ -137,7 +137,7 @@ class Pipe(Algorithm):
         self._warmed_up = not state["measured"]
         if state["measured"]:
             self.attachment.measure.load_state(state["measured"])
-        self._pending = Arrived(self.attachment, state["in_flight"][-1]) if state["in_flight"] else None
+        self._pending = RestoredExchange(self.attachment, state["in_flight"][-1]) if state["in_flight"] else None
         self._norm = None if state["norm"] is None else torch.tensor(state["norm"], dtype=torch.float64, device="cpu")
         self._late = state["late"]
         self._changes = state.get("changes", 0)
@@ -175,7 +175,7 @@ class Pipe(Algorithm):
             self._holds = True
             a.zero_gradients()
 
-    def _count_changes(self, before: Exchange | Arrived, latest: Exchange) -> None:
+    def _count_changes(self, before: Exchange | RestoredExchange, latest: Exchange) -> None:
         """All ranks train the same parameters: the lanes say so."""
         self._changes = max(self._changes - 1, 0)
         if before.schema is not latest.schema:
@@ -192,10 +192,10 @@ class Pipe(Algorithm):
         lanes = exchange.receive()
         a.agree(lanes, exchange)
         if _CHANGED in (alarm, *(lane.value for lane in lanes)):
-            a.owner.adopt(a, weights=True)  # what ranks made of predicted weights may be in the true ones
+            a.owner.sync_from_rank0(a, weights=True)  # what ranks made of predicted weights may be in the true ones
         a.deliver(exchange)
 
-    def _deliver(self, exchange: Exchange | Arrived, late: bool) -> None:
+    def _deliver(self, exchange: Exchange | RestoredExchange, late: bool) -> None:
         prediction = self.attachment.prediction
         norm = exchange.norm() if self._divergence is not None or prediction.sees_gradients else None
         self._norm, self._late = norm, late
@@ -224,9 +224,9 @@ class Pipe(Algorithm):
         return self._divergence.see(norm)
 
 
-def _trains(oldest: Exchange | Arrived, latest: Exchange) -> bool:
+def _trains(oldest: Exchange | RestoredExchange, latest: Exchange) -> bool:
     """Whether anything of what has arrived is still trained."""
-    if isinstance(oldest, Arrived):
+    if isinstance(oldest, RestoredExchange):
         return bool(oldest.averaged_gradients())
     now = {id(p) for p in latest.schema.parameters} if oldest.schema is not latest.schema else set()
     return not now or any(id(p) in now for p in oldest.schema.parameters)

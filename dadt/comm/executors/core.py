@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from dadt import _core
 from dadt.comm.executors.base import Connection
-from dadt.comm.executors.mail import NoMail, SharedMail
 from dadt.comm.executors.meet import Meet
+from dadt.comm.executors.point_to_point import NoPointToPoint, SharedMemoryMessages
 
 if TYPE_CHECKING:
     from dadt.config import Config
@@ -26,12 +26,12 @@ def null(config: Config, world: World, meet: Meet) -> Connection:
     executor = _core.NullExecutor(world.rank, world.world_size)
     engine = _core.Engine(executor, world.rank, world.world_size, config.timeout)
     if world.world_size > 1:
-        return Connection(engine, NoMail(), lambda: None)
+        return Connection(engine, NoPointToPoint(), lambda: None)
     mail = _shared_mail(config, world, meet)  # its own values are what one rank gets, and its own messages
     return Connection(engine, mail, mail.close)
 
 
-def _shared_mail(config: Config, world: World, meet: Meet) -> SharedMail:
+def _shared_mail(config: Config, world: World, meet: Meet) -> SharedMemoryMessages:
     mailbox = _core.Mailbox(world.rank, world.world_size)
     mailbox.connect(meet.exchange("mailbox endpoint", mailbox.endpoint()), config.start_timeout)
-    return SharedMail(mailbox)
+    return SharedMemoryMessages(mailbox)

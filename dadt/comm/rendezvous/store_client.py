@@ -35,7 +35,7 @@ BEGUN = "has imported torch, not begun to train"
 T = TypeVar("T")
 
 
-class Forum:
+class StoreClient:
     """Has Control's methods. Rank 0 prints what is to be said, once. Belongs to the process that connected: in a
     forked child every method raises DadtError."""
 
@@ -50,7 +50,7 @@ class Forum:
         self._pid = os.getpid()
 
     @classmethod
-    def connect(cls, world: World, config: Config) -> tuple[Forum, Config]:
+    def connect(cls, world: World, config: Config) -> tuple[StoreClient, Config]:
         """Meet all ranks. Returns with the knobs of rank 0, which all take, where it has chosen what was open.
 
         Raises StartTimeout naming ranks that do not come, ConfigError where there is no way to meet.

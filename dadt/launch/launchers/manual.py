@@ -23,7 +23,7 @@ from dadt.launch.connect_back import Arrivals, SocketChannel
 from dadt.launch.failure import signal_name
 from dadt.launch.hosts.host import Host
 from dadt.launch.launchers.local import LocalLauncher
-from dadt.launch.launchers.node_rendezvous import meeting_of
+from dadt.launch.launchers.node_rendezvous import rendezvous_of
 from dadt.launch.signals import Interrupts
 from dadt.launch.startup import Voice
 
@@ -44,7 +44,7 @@ class HandLauncher:
         self._config = config
         self._job = job
         self._claims = claims(config, command)
-        self._meeting = meeting_of(config)
+        self._meeting = rendezvous_of(config)
         self._local = LocalLauncher(config)
         self._arrivals = Arrivals(f"node{rank}" for rank in range(1, config.nnodes))
         self._watchers: dict[str, Connection] = {}
@@ -112,7 +112,7 @@ def join(config: Config, command: Sequence[str], voice: Voice) -> int:
     """Another node's `dadt run`: runs its agent until the job is over. Returns the job's exit code."""
     name = f"node{config.node_rank}"
     hello = {"node": name, **claims(config, command)}
-    meeting = meeting_of(config)
+    meeting = rendezvous_of(config)
     deadline = time.monotonic() + config.start_timeout
     numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
     try:

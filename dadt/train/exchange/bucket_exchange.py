@@ -8,7 +8,7 @@ import torch
 
 from dadt.comm.bucket import Bucket, Staged
 from dadt.comm.compression import Feedback, Form, LowRank
-from dadt.comm.keepalive import keep_for_good
+from dadt.comm.keepalive import leak
 from dadt.errors import CommError
 
 if TYPE_CHECKING:
@@ -134,5 +134,5 @@ class BucketExchange:
             for work in self.works:
                 self._peers.wait(work)
         except CommError:
-            keep_for_good(self)  # a library may still be at its memory
+            leak(self)  # a library may still be at its memory
             raise

@@ -15,7 +15,7 @@ from dadt.comm.bucket import Staged, split
 from dadt.comm.compression import LowRank, forms
 from dadt.errors import Mismatch
 from dadt.train.exchange.bucket_exchange import BucketExchange, Peers
-from dadt.train.exchange.lane import LANE_BYTES, Lane, any_flags, pack_flags
+from dadt.train.exchange.step_metadata import METADATA_BYTES, StepMetadata, any_flags, pack_flags
 
 if TYPE_CHECKING:
     from dadt._core import Work
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dadt.train.exchange.background import Wait
 
 
-class Schema:
+class BucketPlan:
     """What the exchanges of one optimizer move: gradients, last parameters first, and buffers. Equal on all ranks."""
 
     def __init__(
@@ -70,7 +70,7 @@ class Exchange(BucketExchange):
     """One averaging. `launch` buckets in order, `close` with the lane, then `receive`."""
 
     def __init__(
-        self, peers: Peers, schema: Schema, number: int, name: str, weight: float, *, compressed: bool = True
+        self, peers: Peers, schema: BucketPlan, number: int, name: str, weight: float, *, compressed: bool = True
     ) -> None:
         """compressed: as the schema says; otherwise gradients travel as they are."""
         super().__init__(peers, name)
@@ -147,7 +147,7 @@ class Exchange(BucketExchange):
         self._rounds.append((index, round_))
         return round_.staged
 
-    def close(self, lane: Lane) -> None:
+    def close(self, lane: StepMetadata) -> None:
         """Submit buffers and all gradients that are left; the last bucket carries the lane."""
         last = len(self.schema.buckets) - 1
         for index in range(len(self._works), last + 1):
@@ -179,7 +179,7 @@ class Exchange(BucketExchange):
             round_.halfway()
             self._peers.engine.release(work)
 
-    def receive(self) -> list[Lane]:
+    def receive(self) -> list[StepMetadata]:
         """Until all is averaged; every rank's lane, by rank. All ranks come here between the same two exchanges."""
         begun = perf_counter()
         lanes = self.wait()
@@ -189,7 +189,7 @@ class Exchange(BucketExchange):
         self.waited = perf_counter() - begun
         return lanes
 
-    def wait(self) -> list[Lane]:
+    def wait(self) -> list[StepMetadata]:
         """As `receive`, for one rank alone: compression learns nothing of it yet."""
         self.go_on()
         self._await()
@@ -198,7 +198,7 @@ class Exchange(BucketExchange):
             self._finished = True
             for _, round_ in self._rounds:
                 round_.finish()
-        lanes = [Lane.unpack(data[-LANE_BYTES:]) for data in self._works[-1].lanes]
+        lanes = [StepMetadata.unpack(data[-METADATA_BYTES:]) for data in self._works[-1].lanes]
         for rank, lane in enumerate(lanes):
             if lane.layout != lanes[0].layout:
                 raise Mismatch(
