@@ -260,6 +260,17 @@ def test_flags_exist() -> None:
     assert not strangers
 
 
+PATH = re.compile(r"(?<![\w/.-])((?:dadt|dadt_cli|csrc|examples|tests|benchmarks)/[\w/.-]*\w)(?![\w(*])")
+TO_COME = re.compile(r"dadt/frontends|dadt/.*/mine\.py")
+"""What CONTRIBUTING.md says how to add."""
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_paths_exist(page: Path) -> None:
+    named = {path for path in PATH.findall(page.read_text()) if not TO_COME.fullmatch(path)}
+    assert not [path for path in sorted(named) if not (ROOT / path).exists()]
+
+
 def test_results_are_listed() -> None:
     listed = (ROOT / "docs" / "benchmarks.md").read_text()
     missing = [p.name for p in (ROOT / "docs" / "results").glob("*") if p.name not in listed]
