@@ -20,7 +20,7 @@ demo: .venv/installed
 	$(BIN)/dadt run -np $(WORKERS) examples/mnist.py --epochs 3
 
 test: lint docs native machines
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" --durations 30 --durations-min 3
 
 test-slow: .venv/testable browser
 	DADT_FUZZ_INPUTS=250000 $(MAKE) native-address

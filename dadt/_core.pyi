@@ -405,7 +405,7 @@ class Negotiation:
     @property
     def error(self) -> str | None: ...
 
-class Transit:
+class P2PWork:
     """A message under way."""
 
     @property
@@ -430,10 +430,10 @@ class Mailbox:
         """What the peers need to reach this rank; opaque."""
     def connect(self, endpoints: Sequence[bytes], timeout: float) -> None:
         """All ranks' endpoints, by rank. Raises CommTimeout naming the ranks that did not come."""
-    def send(self, address: int, bytes: int, peer: int, tag: int) -> Transit:
+    def send(self, address: int, bytes: int, peer: int, tag: int) -> P2PWork:
         """The memory must live, unchanged, until the transit is done. A short message (32 KB) is done before it is
         received. peer may be this rank."""
-    def receive(self, address: int, bytes: int, peer: int, tag: int) -> Transit:
+    def receive(self, address: int, bytes: int, peer: int, tag: int) -> P2PWork:
         """As many bytes as are sent. The memory must live until the transit is done. peer -1: from whoever sends with
         this tag first."""
     def abort(self, reason: str, lost: bool = False) -> None:

@@ -21,7 +21,6 @@ class Method:
     name: str
     delayed: bool = True
     warmup: int = 50
-    staleness: int = 1
     fall_back: int = 1
     """1: back to synchronous steps where gradients blow up."""
     c: float | None = None
@@ -53,13 +52,11 @@ class Method:
             if key not in known:
                 raise ValueError(f"{text}: {key} is unknown; there are {', '.join(sorted(known))}")
             given[key] = float(value) if key in ("c", "c2", "mix", "own", "back") else int(value)
-        if "own" in given and given.get("staleness", 1) != 1:
-            raise ValueError(f"{text}: own predicts one step ahead; leave staleness out")
         return cls(text, delayed=base != "sync", **given)  # type: ignore[arg-type]
 
     def share(self, ranks: int) -> float | None:
         """Of the own gradient; None where displacements predict."""
-        if self.c is not None or self.staleness > 1:
+        if self.c is not None:
             return None
         return share_of(ranks) if self.own is None else self.own
 
@@ -67,7 +64,7 @@ class Method:
         return DAMPING * share if self.back is None else self.back
 
     def factors(self, optimizer: torch.optim.Optimizer) -> tuple[float, float]:
-        return auto_factors(optimizer, self.staleness) if self.c is None else (self.c, self.c2)
+        return auto_factors(optimizer) if self.c is None else (self.c, self.c2)
 
 
 def own_step(optimizer: torch.optim.Optimizer, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:

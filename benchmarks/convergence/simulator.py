@@ -84,7 +84,7 @@ class Simulation:
         """Put the weights where the gradient that is computed now will be applied."""
         if not self.predicts or not self.displacements or self.share is not None:
             return
-        late = self.step - self.method.warmup - self.method.staleness + 1
+        late = self.step - self.method.warmup
         share = min(1.0, late / self.method.ramp) if self.method.ramp else 1.0
         ahead = [torch.zeros_like(d) for d in self.displacements[0]]
         if self.older and len(self.displacements) > 1:
@@ -95,7 +95,7 @@ class Simulation:
 
     @property
     def predicts(self) -> bool:
-        return len(self.pending) == self.method.staleness
+        return len(self.pending) == 1
 
     def predict_for(self, rank: int, true: Tensors) -> None:
         """The same by what this rank alone knows of the gradients in flight."""
@@ -141,7 +141,7 @@ class Simulation:
             self.norm = norm(gradients)
             return gradients
         self.pending.append((gradients, statistics, blown_up))
-        if len(self.pending) <= self.method.staleness:
+        if len(self.pending) <= 1:
             return None
         arrived, averages, blown_up = self.pending.popleft()
         if blown_up:  # synchronous from here on, for good
@@ -164,7 +164,7 @@ class Simulation:
 
     def shorten(self, true: Tensors) -> None:
         """Go only a part of the way, in the first delayed steps."""
-        late = self.step - self.method.warmup - self.method.staleness + 1
+        late = self.step - self.method.warmup
         if not self.late or not 0 < late < self.method.rise:
             return
         for p, t in zip(self.parameters, true, strict=True):

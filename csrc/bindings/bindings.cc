@@ -4,8 +4,8 @@
 
 #include "engine/engine.h"
 #include "engine/null.h"
-#include "shm/shm.h"
 #include "kernels/kernels.h"
+#include "shm/shm.h"
 
 using namespace dadt;
 

@@ -10,8 +10,8 @@
 #include <set>
 #include <thread>
 
-#include "kernels/kernels.h"
 #include "base/thread.h"
+#include "kernels/kernels.h"
 
 namespace dadt {
 
@@ -23,7 +23,7 @@ struct EngineState {
   double timeout = 0;
 
   // Any thread. Rung after each change of what mutex guards; the flags repeat it for those who sleep.
-  Bell bell;
+  EventCount event;
   std::atomic<bool> has_next{false};  // the queue's first may begin
   std::atomic<bool> is_idle{true};    // nothing is queued or runs
   std::atomic<bool> has_error{false};
@@ -78,7 +78,7 @@ void EngineState::settled(const Work& work) {
     if (current.get() == &work) current = nullptr;
     refresh();
   }
-  bell.ring();
+  event.notify();
 }
 
 // Makes `reason` the sticky error, unless there is one, and fails what is pending. An operation that a C++
@@ -98,7 +98,7 @@ void EngineState::fail(const Error& reason) {
   }
   for (const auto& work : failed) work->fail(first);
   if (executor != nullptr) executor->abort(first);
-  bell.ring();
+  event.notify();
 }
 
 // One operation, on the executor.
@@ -129,7 +129,7 @@ void EngineState::run(Work& work) {
 
 void EngineState::run() {
   while (true) {
-    bell.wait([this] { return has_next || is_stopping; }, deadline_after(3600));
+    event.wait([this] { return has_next || is_stopping; }, deadline_after(3600));
     const std::shared_ptr<Work> work = take();
     if (work == nullptr) {
       if (is_stopping) return;
@@ -250,7 +250,7 @@ std::shared_ptr<Work> Engine::submit(Operation operation, bool held) {
   if (error) {
     work->fail(*error);
   } else {
-    state_->bell.ring();
+    state_->event.notify();
   }
   return work;
 }
@@ -262,7 +262,7 @@ void Engine::release(Work& work) {
     state_->held.erase(&work);
     state_->refresh();
   }
-  state_->bell.ring();
+  state_->event.notify();
 }
 
 void Engine::check(const Operation& operation) const {
@@ -289,7 +289,7 @@ std::shared_ptr<Job> Engine::pull(double timeout) {
       throw std::runtime_error(state.current->operation().title() + " was pulled before and is not finished");
     }
   }
-  state.bell.wait([&] { return state.has_next || state.is_closed; }, deadline_after(timeout));
+  state.event.wait([&] { return state.has_next || state.is_closed; }, deadline_after(timeout));
   std::shared_ptr<Work> work = state.take();
   return work == nullptr ? nullptr : std::make_shared<Job>(state_, std::move(work));
 }
@@ -309,11 +309,11 @@ void Engine::close(double timeout) {
     state.closing = true;
   }
   if (!first) {  // another thread closes, or has
-    state.bell.wait([&] { return state.is_closed.load(); }, deadline);
+    state.event.wait([&] { return state.is_closed.load(); }, deadline);
     return;
   }
   const auto settled = [&] { return state.is_idle || state.has_error; };
-  while (!settled() && Clock::now() < deadline) state.bell.wait(settled, deadline);
+  while (!settled() && Clock::now() < deadline) state.event.wait(settled, deadline);
   std::optional<Error> late;
   if (!settled()) {
     std::string title = "the last operation";
@@ -327,11 +327,11 @@ void Engine::close(double timeout) {
     state.fail(Error(Code::kAborted, late->what()));
   }
   state.is_stopping = true;
-  state.bell.ring();
+  state.event.notify();
   if (state.thread.joinable()) state.thread.join();
   if (state.executor != nullptr) state.executor->close();
   state.is_closed = true;
-  state.bell.ring();
+  state.event.notify();
   if (late) throw *late;
 }
 

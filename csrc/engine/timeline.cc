@@ -104,7 +104,7 @@ void Timeline::step(int64_t number, Clock::time_point begin, Clock::time_point e
 }
 
 std::string Timeline::drain(double timeout) {
-  bell_.wait([this] { return is_many_ || is_closed_; }, deadline_after(timeout));
+  event_.wait([this] { return is_many_ || is_closed_; }, deadline_after(timeout));
   std::vector<Event> events;
   {
     const std::lock_guard lock(mutex_);
@@ -118,7 +118,7 @@ std::string Timeline::drain(double timeout) {
 
 void Timeline::close() {
   is_closed_ = true;
-  bell_.ring();
+  event_.notify();
 }
 
 void Timeline::add(std::vector<Event> events) {
@@ -130,7 +130,7 @@ void Timeline::add(std::vector<Event> events) {
   for (Event& event : events) events_.push_back(std::move(event));
   if (events_.size() < kMost / 4 || is_many_) return;
   is_many_ = true;
-  bell_.ring();
+  event_.notify();
 }
 
 // Spans of a thread must lie within one another, and these need not.

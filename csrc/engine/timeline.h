@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "base/bell.h"
+#include "base/event_count.h"
 #include "engine/work.h"
 
 namespace dadt {
@@ -75,7 +75,7 @@ class Timeline {
   const Clock::time_point origin_;
 
   // Any thread.
-  Bell bell_;  // no condition variable: a forked child must be able to destroy it
+  EventCount event_;  // no condition variable: a forked child must be able to destroy it
   std::atomic<uint64_t> next_id_{1};
   std::atomic<uint64_t> dropped_{0};
   std::atomic<bool> is_many_{false};

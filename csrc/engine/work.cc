@@ -10,7 +10,7 @@ Work::~Work() { delete result_.load(); }
 
 bool Work::wait(Clock::time_point deadline) {
   if (!done() && getpid() != pid_) throw std::runtime_error("this operation belongs to the parent process");
-  return bell_.wait([this] { return done(); }, deadline);
+  return event_.wait([this] { return done(); }, deadline);
 }
 
 const Result& Work::result() const {
@@ -24,7 +24,7 @@ bool Work::finish(Result result) {
   const Result* expected = nullptr;
   if (!result_.compare_exchange_strong(expected, mine.get())) return false;
   mine.release();
-  bell_.ring();
+  event_.notify();
   return true;
 }
 

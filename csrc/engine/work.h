@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
-#include "base/bell.h"
 #include "base/codec.h"
 #include "base/error.h"
+#include "base/event_count.h"
 #include "base/layout.h"
 #include "base/reduction.h"
 
@@ -105,7 +105,7 @@ class Work {
 
   // Any thread.
   std::atomic<const Result*> result_{nullptr};
-  Bell bell_;
+  EventCount event_;
 };
 
 }  // namespace dadt

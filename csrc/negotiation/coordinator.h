@@ -9,7 +9,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "base/bell.h"
+#include "base/event_count.h"
 #include "negotiation/message.h"
 
 namespace dadt {

@@ -2,8 +2,8 @@
 
 #include <unistd.h>
 
-#include "negotiation/negotiation_state.h"
 #include "base/thread.h"
+#include "negotiation/negotiation_state.h"
 
 namespace dadt {
 namespace {
@@ -104,7 +104,7 @@ std::shared_ptr<Ticket> Negotiation::submit(Operation operation, std::string sig
       rings = rings || (!was_full && state.fresh_bytes >= state.options.buffer_bytes);
     }
   }
-  if (rings) state.alarm->ring();
+  if (rings) state.alarm->notify();
   if (is_refused) ticket->fail(*state.first_error());
   return ticket;
 }
@@ -123,7 +123,7 @@ std::shared_ptr<Ticket> Negotiation::join() {
       state_->join_is_fresh = true;
     }
   }
-  state_->alarm->ring();
+  state_->alarm->notify();
   if (is_refused) ticket->fail(*state_->first_error());
   return ticket;
 }
@@ -140,7 +140,7 @@ void Negotiation::abort(const Error& error) {
 
 std::optional<std::vector<Notice>> Negotiation::notices(double timeout) {
   check_alive();
-  state_->bell.wait([this] { return state_->has_notices || state_->is_closed; }, deadline_after(timeout));
+  state_->event.wait([this] { return state_->has_notices || state_->is_closed; }, deadline_after(timeout));
   const std::lock_guard lock(state_->mutex);
   if (state_->notices.empty() && state_->is_closed) return std::nullopt;
   std::vector<Notice> taken(std::make_move_iterator(state_->notices.begin()),
@@ -157,7 +157,7 @@ void Negotiation::order(const std::string& text) {
     const std::lock_guard lock(state_->mutex);
     state_->orders.push_back(text);
   }
-  state_->alarm->ring();
+  state_->alarm->notify();
 }
 
 void Negotiation::close(double timeout) {
@@ -171,22 +171,22 @@ void Negotiation::close(double timeout) {
     state.closing = true;
   }
   if (!first) {  // another thread closes, or has
-    state.bell.wait([&] { return state.is_closed.load(); }, deadline);
+    state.event.wait([&] { return state.is_closed.load(); }, deadline);
     return;
   }
-  state.alarm->ring();
+  state.alarm->notify();
   const auto settled = [&] { return state.is_finished.load(); };
-  while (!settled() && Clock::now() < deadline) state.bell.wait(settled, deadline);
+  while (!settled() && Clock::now() < deadline) state.event.wait(settled, deadline);
   std::optional<Error> late;
   if (!settled() && !state.is_leaving && !state.has_error) {
     late = Error(Code::kTimeout, state.title_of_pending() + " was not decided when the negotiation closed");
     state.fail({state.rank, Code::kAborted, late->what()});
   }
   state.is_stopping = true;
-  state.alarm->ring();
+  state.alarm->notify();
   state.thread.join();
   state.is_closed = true;
-  state.bell.ring();
+  state.event.notify();
   if (late) throw *late;
 }
 

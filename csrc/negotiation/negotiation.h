@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "negotiation/coordinator.h"
 #include "engine/engine.h"
+#include "negotiation/coordinator.h"
 #include "negotiation/ticket.h"
 
 namespace dadt {

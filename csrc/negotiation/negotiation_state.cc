@@ -33,7 +33,7 @@ void NegotiationState::run() {
   if (has_error) give_up();
   for (const auto& link : links) link->close();
   is_finished = true;
-  bell.ring();
+  event.notify();
 }
 
 // Once round; false at the end.
@@ -328,7 +328,7 @@ void NegotiationState::fail(GivingUp reason) {
     giving_up = std::move(reason);
     has_error = true;
   }
-  alarm->ring();
+  alarm->notify();
 }
 
 std::optional<Error> NegotiationState::first_error() {
@@ -379,7 +379,7 @@ void NegotiationState::notify(Notice notice) {
     notices.push_back(std::move(notice));
     has_notices = true;
   }
-  bell.ring();
+  event.notify();
 }
 
 void NegotiationState::give_orders() {

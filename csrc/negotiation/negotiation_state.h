@@ -41,7 +41,7 @@ struct NegotiationState {
   std::atomic<bool> is_stopping{false};
   std::atomic<bool> is_finished{false};  // the thread is at its end
   std::atomic<bool> is_closed{false};
-  Bell bell;
+  EventCount event;
 
   // Guarded by mutex. Entries of `pending` are erased by the thread only, so that it may use them without.
   std::mutex mutex;

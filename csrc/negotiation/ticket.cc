@@ -24,7 +24,7 @@ Alarm::Alarm() : fd_(make_eventfd()) {}
 
 Alarm::~Alarm() { close(fd_); }
 
-void Alarm::ring() {
+void Alarm::notify() {
   // An eventfd that is full wakes as well.
   if (!rung_.exchange(true)) [[maybe_unused]]
     const int done = eventfd_write(fd_, 1);
@@ -50,7 +50,7 @@ bool Ticket::wait(Clock::time_point deadline) {
   if (!decided()) {
     if (getpid() != pid_) throw std::runtime_error("\"" + name_ + "\" belongs to the parent process");
     if (deadline > Clock::now()) tell_that_it_is_waited_for();
-    if (!bell_.wait([this] { return decided(); }, deadline)) return false;
+    if (!event_.wait([this] { return decided(); }, deadline)) return false;
   }
   const End& end = *end_.load();
   return end.work == nullptr || end.work->wait(deadline);
@@ -59,7 +59,7 @@ bool Ticket::wait(Clock::time_point deadline) {
 void Ticket::tell_that_it_is_waited_for() {
   if (counted_.fetch_or(kWaitedFor) != 0) return;
   ++alarm_->waiters;
-  alarm_->ring();
+  alarm_->notify();
 }
 
 const Ticket::End& Ticket::end() const {
@@ -79,7 +79,7 @@ bool Ticket::finish(std::unique_ptr<const End> end) {
   end.release();
   // Whoever of this and the waiter comes second takes it off the count; for a moment it may be below 0.
   if (counted_.fetch_or(kDecided) & kWaitedFor) --alarm_->waiters;
-  bell_.ring();
+  event_.notify();
   return true;
 }
 

@@ -6,7 +6,7 @@
 #include <memory>
 #include <string>
 
-#include "base/bell.h"
+#include "base/event_count.h"
 #include "engine/work.h"
 
 namespace dadt {
@@ -21,7 +21,7 @@ class Alarm {
 
   int fd() const { return fd_; }
   // Any thread; does not block.
-  void ring();
+  void notify();
   // The thread, before it looks at what has changed.
   void reset();
 
@@ -83,7 +83,7 @@ class Ticket {
   // Any thread.
   std::atomic<const End*> end_{nullptr};
   std::atomic<int> counted_{0};  // bits: somebody waits; decided
-  Bell bell_;
+  EventCount event_;
 };
 
 }  // namespace dadt

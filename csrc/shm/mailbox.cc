@@ -2,9 +2,9 @@
 
 #include <mutex>
 
+#include "base/thread.h"
 #include "engine/executor.h"
 #include "shm/post.h"
-#include "base/thread.h"
 
 namespace dadt {
 
@@ -34,7 +34,7 @@ struct MailboxState {
   void look(bool at_lives);
   int ends() const;
   bool has_news() const;
-  void wake() { neighbours.head(neighbours.rank()).bell.ring_if_waiting(); }
+  void wake() { neighbours.head(neighbours.rank()).event.notify_if_waiting(); }
 };
 
 Handle MailboxState::submit(Handle transit) {
@@ -91,7 +91,7 @@ void MailboxState::run() {
     }
     if (moved) continue;
     const auto slice = is_looking ? Clock::duration(Neighbours::kLook) : std::chrono::hours(1);
-    neighbours.head(neighbours.rank()).bell.wait([this] { return has_news(); }, Clock::now() + slice);
+    neighbours.head(neighbours.rank()).event.wait([this] { return has_news(); }, Clock::now() + slice);
   }
 }
 

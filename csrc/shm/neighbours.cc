@@ -78,8 +78,8 @@ void Neighbours::connect(const std::vector<std::string>& endpoints, double timeo
 }
 
 void Neighbours::ring_all() {
-  if (!connected_) return head(rank_).bell.ring();
-  for (const auto& segment : segments_) segment->head().bell.ring();
+  if (!connected_) return head(rank_).event.notify();
+  for (const auto& segment : segments_) segment->head().event.notify();
 }
 
 void Neighbours::abort(const Error& error) {

@@ -50,7 +50,7 @@ class Neighbours {
     const auto deadline = deadline_after(timeout);
     while (true) {
       const auto slice = std::min(deadline, Clock::now() + kLook);
-      head(rank_).bell.wait([&] { return ready() || has_ended(lags); }, slice);
+      head(rank_).event.wait([&] { return ready() || has_ended(lags); }, slice);
       if (ready()) return;
       check_aborted();
       check_peers(lags, title);

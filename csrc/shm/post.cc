@@ -26,10 +26,10 @@ Post::Post(Neighbours& neighbours, size_t pipe_bytes)
 
 // The pipe from rank r lies in its reader's segment, at place r.
 void Post::open() {
-  const size_t stride = Pipe::memory_bytes(pipe_bytes_);
+  const size_t stride = ByteRing::memory_bytes(pipe_bytes_);
   for (int peer = 0; peer < neighbours_.world_size(); ++peer) {
-    lines_.push_back(std::make_unique<Line>(Pipe(neighbours_.body(rank_) + peer * stride, pipe_bytes_),
-                                            Pipe(neighbours_.body(peer) + rank_ * stride, pipe_bytes_)));
+    lines_.push_back(std::make_unique<Line>(ByteRing(neighbours_.body(rank_) + peer * stride, pipe_bytes_),
+                                            ByteRing(neighbours_.body(peer) + rank_ * stride, pipe_bytes_)));
   }
 }
 
@@ -125,7 +125,7 @@ bool Post::read_frame(int peer) {
       take_data(peer, frame);
       break;
   }
-  if (line.in.pop(sizeof frame + frame.payload)) neighbours_.head(peer).bell.ring_if_waiting();
+  if (line.in.pop(sizeof frame + frame.payload)) neighbours_.head(peer).event.notify_if_waiting();
   return true;
 }
 
@@ -164,7 +164,7 @@ void Post::refuse(int peer) {
 void Post::take_message(int peer, const Frame& frame) {
   lines_[peer]->last_id = frame.id;
   if (error_) return;  // nobody can ever receive it
-  Pipe& in = lines_[peer]->in;
+  ByteRing& in = lines_[peer]->in;
   const Handle receive = take_posted(peer, frame.tag);
   if (receive == nullptr) {
     Stray stray{frame, peer, std::unique_ptr<uint8_t[]>(new uint8_t[frame.payload])};
@@ -258,7 +258,7 @@ bool Post::flush(int peer) {
     write_next(peer);
   }
   line.needs = size;
-  if (written > 0) neighbours_.head(peer).bell.ring_if_waiting();
+  if (written > 0) neighbours_.head(peer).event.notify_if_waiting();
   return written > 0;
 }
 

@@ -8,8 +8,8 @@
 #include <optional>
 #include <vector>
 
+#include "shm/byte_ring.h"
 #include "shm/neighbours.h"
-#include "shm/pipe.h"
 #include "shm/transit.h"
 
 namespace dadt {
@@ -50,10 +50,10 @@ struct Stray {
 // What there is between this rank and one other. Guarded by whoever owns the Post, but for what
 // is atomic.
 struct Line {
-  Line(const Pipe& incoming, const Pipe& outgoing) : in(incoming), out(outgoing) {}
+  Line(const ByteRing& incoming, const ByteRing& outgoing) : in(incoming), out(outgoing) {}
 
-  Pipe in;
-  Pipe out;
+  ByteRing in;
+  ByteRing out;
   std::deque<Outgoing> frames;         // go before the long messages
   std::map<uint64_t, Handle> offered;  // sends, by id
   std::deque<Course> sending;
@@ -69,7 +69,7 @@ struct Line {
 class Post {
  public:
   static size_t memory_bytes(int world_size, size_t pipe_bytes) {
-    return static_cast<size_t>(world_size) * Pipe::memory_bytes(pipe_bytes);
+    return static_cast<size_t>(world_size) * ByteRing::memory_bytes(pipe_bytes);
   }
 
   Post(Neighbours& neighbours, size_t pipe_bytes);

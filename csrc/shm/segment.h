@@ -7,21 +7,21 @@
 #include <cstdint>
 #include <string>
 
-#include "base/bell.h"
 #include "base/error.h"
+#include "base/event_count.h"
 
 namespace dadt {
 
 enum class State : uint32_t { kOpening = 0, kAttached, kClosed, kAborting, kAborted };
 
-// The head of a segment. Only its owner writes, but for `bell`.
+// The head of a segment. Only its owner writes, but for `event`.
 struct SegmentHead {
   uint64_t nonce;
   std::atomic<uint32_t> users;  // mappings shared between the ranks of the owner's process
   std::atomic<State> state;
   Code code;  // why it was aborted, before state is kAborted
   char reason[1024];
-  alignas(64) Bell bell;  // of the owner: whoever changes what the owner may be waiting for rings it
+  alignas(64) EventCount event;  // of the owner: whoever changes what the owner may be waiting for rings it
 };
 
 // The memory of one rank that the ranks of a host share: a head and a body, which is zeros at first. Made by

@@ -1,13 +1,13 @@
 #pragma once
 
 #include "engine/executor.h"
-#include "shm/ring.h"
+#include "shm/chunk_slots.h"
 
 namespace dadt {
 
-// Shared memory between the ranks of one host. An operation runs chunk by chunk through the slots of a Ring,
-// so that the bytes are reduced while they are in the cache: each rank packs its chunk into its slot, waits
-// for the peers' and reduces all of them straight into its outputs.
+// Shared memory between the ranks of one host. An operation runs chunk by chunk through the slots of a
+// ChunkSlots, so that the bytes are reduced while they are in the cache: each rank packs its chunk into its
+// slot, waits for the peers' and reduces all of them straight into its outputs.
 class ShmExecutor final : public Executor {
  public:
   static constexpr size_t kSlotBytes = 128 * 1024;
@@ -28,7 +28,7 @@ class ShmExecutor final : public Executor {
   const int world_size_;
   const size_t slot_bytes_;
 
-  Ring ring_;
+  ChunkSlots ring_;
 
   // Engine thread only.
   bool connected_ = false;

@@ -13,7 +13,7 @@ namespace {
 // peer has packed d, hence delivered d - kAhead: the last chunk that it may pack now, d + kAhead - 1, falls
 // into the slot of one that nobody asks for any more. So no rank ever waits for a free slot.
 constexpr uint32_t kAhead = 2;
-static_assert(Ring::kSlots >= 2 * kAhead);
+static_assert(ChunkSlots::kSlots >= 2 * kAhead);
 
 // Up to so many ranks, each reduces all of a chunk for itself: measured, that costs less than meeting twice.
 constexpr int kDirect = 8;
@@ -69,7 +69,7 @@ std::string difference(int rank, const SlotHead& one, int peer, const SlotHead& 
 
 }  // namespace
 
-Transfer::Transfer(Ring& ring, const Operation& operation, int rank, int world_size, uint32_t first,
+Transfer::Transfer(ChunkSlots& ring, const Operation& operation, int rank, int world_size, uint32_t first,
                    size_t slot_bytes, double timeout)
     : ring_(ring),
       operation_(operation),

@@ -2,19 +2,19 @@
 
 #include <string_view>
 
-#include "shm/exchange.h"
-#include "shm/ring.h"
 #include "engine/work.h"
+#include "shm/chunk_slots.h"
+#include "shm/exchange.h"
 
 namespace dadt {
 
-// One operation on its way through a Ring. Every rank's stream is its lane, padded, and then its tensors one
-// after the other; it is cut into chunks of equal size. An exchange's lane is its table, so that all know
-// what is where before the first byte of it comes. Engine thread only.
+// One operation on its way through a ChunkSlots. Every rank's stream is its lane, padded, and then its
+// tensors one after the other; it is cut into chunks of equal size. An exchange's lane is its table, so that
+// all know what is where before the first byte of it comes. Engine thread only.
 class Transfer {
  public:
   // first: the first chunk's number. slot_bytes: room for a chunk.
-  Transfer(Ring& ring, const Operation& operation, int rank, int world_size, uint32_t first,
+  Transfer(ChunkSlots& ring, const Operation& operation, int rank, int world_size, uint32_t first,
            size_t slot_bytes, double timeout);
 
   // Blocks until this rank has all it needs. Throws Error.
@@ -51,7 +51,7 @@ class Transfer {
   std::pair<size_t, size_t> share(const Extent& extent, int rank) const;
 
   // Constant after construction.
-  Ring& ring_;
+  ChunkSlots& ring_;
   const Operation& operation_;
   const int rank_;
   const int world_size_;

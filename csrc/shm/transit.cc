@@ -11,7 +11,7 @@ std::string Transit::title() const {
 bool Transit::wait(Clock::time_point deadline) {
   if (!done() && getpid() != pid_) throw std::runtime_error("this message belongs to the parent process");
   for (int i = 0; i < kSpins && !done(); ++i) spin_pause();
-  return done() || bell_.wait([this] { return done(); }, deadline);
+  return done() || event_.wait([this] { return done(); }, deadline);
 }
 
 std::string Transit::late(double seconds) const {

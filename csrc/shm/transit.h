@@ -8,8 +8,8 @@
 #include <stdexcept>
 #include <string>
 
-#include "base/bell.h"
 #include "base/error.h"
+#include "base/event_count.h"
 
 namespace dadt {
 
@@ -57,7 +57,7 @@ class Transit {
 
   void settle() {
     done_.store(true);
-    bell_.ring();
+    event_.notify();
   }
 
   const pid_t pid_;
@@ -68,7 +68,7 @@ class Transit {
 
   // Any thread.
   std::atomic<bool> done_{false};
-  Bell bell_;
+  EventCount event_;
 };
 
 }  // namespace dadt

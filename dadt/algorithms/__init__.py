@@ -1,4 +1,5 @@
-"""What is exchanged, when, and how it is applied. Each algorithm is one file and one line here."""
+"""What is exchanged, when, and how it is applied. Each algorithm is a file or folder here, and a line in
+dadt/config/extensions.py."""
 
 from __future__ import annotations
 
@@ -6,22 +7,15 @@ import traceback
 from importlib import import_module
 from types import ModuleType
 
+from dadt.config.extensions import ALGORITHMS
 from dadt.errors import ConfigError
 from dadt.train.algorithm import Algorithm
-
-BUILT_IN = {
-    "pipe": "dadt.algorithms.pipe.pipe:Pipe",
-    "sync": "dadt.algorithms.sync:Sync",
-    "local": "dadt.algorithms.local.local:Local",
-    "gossip": "dadt.algorithms.gossip.gossip:Gossip",
-    "auto": "dadt.algorithms.auto:Auto",
-}
 
 
 def find(name: str) -> type[Algorithm]:
     """The class of an algorithm of ours, or of the user's own: "package.module:Class". Raises ConfigError."""
-    if name in BUILT_IN:
-        path, _, cls = BUILT_IN[name].partition(":")
+    if name in ALGORITHMS:
+        path, _, cls = ALGORITHMS[name].partition(":")
         return getattr(import_module(path), cls)  # type: ignore[no-any-return]
     path, _, cls = name.partition(":")
     found = getattr(_import(name, path), cls, None)

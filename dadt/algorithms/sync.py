@@ -55,13 +55,13 @@ class Sync(Algorithm):
         self._exchange = None
         growth = self._overlap.growth(exchange.schema.parameters)
         a.close(exchange, growth=growth, redo=exchange.touched)
-        lanes = a.wait(exchange)
+        lanes = exchange.receive()
         agreed = len({lane.growth for lane in lanes}) == 1
         in_vain = any(lane.redo for lane in lanes)
         if in_vain:
             exchange = a.new_exchange(again=True)
             a.close(exchange)
-            lanes = a.wait(exchange)
+            lanes = exchange.receive()
         a.agree(lanes, exchange)
         a.deliver(exchange)
         self._overlap.step(agreed, in_vain)

@@ -21,7 +21,7 @@ import torch
 
 from dadt.api.lifecycle import among_of, root_of, session
 from dadt.comm.collectives import operation
-from dadt.comm.collectives.operation import Call
+from dadt.comm.collectives.operation import Operation
 from dadt.comm.collectives.process_set import Handle, Handles, ProcessSet
 from dadt.comm.collectives.serialize import pack, unpack
 
@@ -247,7 +247,7 @@ def scatter_async(
     """As scatter; the handle gives the tensor."""
     among = among_of(process_set)
     number = among.number_of(root, "root")
-    call = Call("scatter", f"scatter from rank {number}", "exchange")
+    call = Operation("scatter", f"scatter from rank {number}", "exchange")
     call.sends = [(0, 0)] * among.size
     if among.rank == number:
         if tensors is None or len(tensors) != among.size:

@@ -11,7 +11,7 @@ import torch
 
 from dadt.api.lifecycle import among_of
 from dadt.comm.collectives import operation
-from dadt.comm.collectives.operation import Call
+from dadt.comm.collectives.operation import Operation
 from dadt.comm.collectives.process_set import Handle
 from dadt.errors import CommTimeout
 
@@ -169,7 +169,7 @@ def _reduce_dense(among: ProcessSet, mine: _Entries, reduction: str, name: str) 
     return mine.tensor(union, dense[union])
 
 
-def _gather(tensor: Tensor, signature: str, size: int) -> Call:
+def _gather(tensor: Tensor, signature: str, size: int) -> Operation:
     call = operation.all_gather(tensor, size)
     call.signature = signature
     return call

@@ -14,7 +14,7 @@ from dadt.comm.collectives import operation
 from dadt.comm.collectives.object import allgather_object as gather
 from dadt.comm.collectives.object import broadcast_object as spread
 from dadt.comm.collectives.object import gather_bytes
-from dadt.comm.collectives.operation import Call
+from dadt.comm.collectives.operation import Operation
 from dadt.errors import Mismatch
 
 if TYPE_CHECKING:
@@ -163,10 +163,12 @@ def _overwrite(among: ProcessSet, tensors: Sequence[Tensor], root: int) -> None:
             handle.wait()
 
 
-def _broadcast(tensors: Sequence[Tensor], root: int, rank: int) -> Call:
+def _broadcast(tensors: Sequence[Tensor], root: int, rank: int) -> Operation:
     hosts = [operation.host_copy(t) if rank == root else operation.host_target(t) for t in tensors]
     sizes = [h.numel() * h.element_size() for h in hosts]
-    call = Call("broadcast", f"broadcast from rank {root} of {sum(sizes)} bytes", "broadcast", root=root, keep=hosts)
+    call = Operation(
+        "broadcast", f"broadcast from rank {root} of {sum(sizes)} bytes", "broadcast", root=root, keep=hosts
+    )
     call.layout = _core.Layout(_core.DType.uint8, sizes)
     call.inputs = call.outputs = [h.data_ptr() for h in hosts]
     if rank != root:

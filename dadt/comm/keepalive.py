@@ -19,7 +19,7 @@ class Ending(Protocol):
     def done(self) -> bool: ...
 
 
-class Kept:
+class KeepAlive:
     """What the operations under way need. Any thread.
 
     One that fails is done at once, as nobody shall wait for it, but a library may be in it for as long as it likes:
@@ -57,10 +57,10 @@ class Kept:
     def _keep_if_failed(self, gone: deque[tuple[Ending, Any]]) -> None:
         """Looks for an error last: what was done before there was one has ended."""
         if self._failed():
-            keep_for_good((gone, self._held))
+            leak((gone, self._held))
             self._held = deque()
 
 
-def keep_for_good(needed: Any) -> None:
+def leak(needed: Any) -> None:
     """Of an operation that has failed, and which a library may still be in."""
     _forever.append(needed)

@@ -8,15 +8,12 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
+from dadt.config.extensions import ALGORITHMS, EXECUTORS
 from dadt.config.numbers import numbers
 from dadt.errors import ConfigError
 
-EXECUTORS = ("auto", "shm", "null", "gloo", "nccl", "mpi", "mpicuda")
-"""Names of executors; c10d:<name> and hierarchical:<cross> are valid as well."""
 CROSS = ("gloo", "nccl", "mpi")
 """Executors that the hierarchical one may use between hosts; c10d:<name> is valid as well."""
-ALGORITHMS = ("pipe", "sync", "local", "gossip", "auto")
-"""Names of algorithms; <module>:<Class> is valid as well."""
 COMPRESSIONS = ("none", "bf16", "fp16", "int8")
 """Names of compressions; powersgd:<rank> is valid as well."""
 METRICS = ("tensorboard", "prometheus")
@@ -84,12 +81,13 @@ def predict_share(text: str) -> float | None:
 def check_executor(asked: str, name: str, optional: bool) -> None:
     family, colon, member = name.partition(":")
     crosses = member in CROSS or (member.startswith("c10d:") and member != "c10d:")
-    if name in EXECUTORS or (optional and not name) or (family == "c10d" and member):
+    if name == "auto" or name in EXECUTORS or (optional and not name) or (family == "c10d" and member):
         return
     if family == "hierarchical" and (crosses or not colon):
         return
+    known = ", ".join(("auto", *EXECUTORS))
     raise ConfigError(
-        f"{asked} {name}: unknown; choose one of {', '.join(EXECUTORS)}, c10d:<name of a torch.distributed backend>, "
+        f"{asked} {name}: unknown; choose one of {known}, c10d:<name of a torch.distributed backend>, "
         f"hierarchical:<{', '.join(CROSS)} or c10d:name>"
     )
 

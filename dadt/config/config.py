@@ -22,16 +22,15 @@ from dadt.config.check import (
     number,
     path_of,
     predict_factors,
-    predict_share,
     variable,
 )
+from dadt.config.extensions import LAUNCHERS
 from dadt.config.numbers import MOST
 from dadt.errors import ConfigError
 from dadt.world import World
 
 LEAST_MEASURED = 10
 """Steps that --algorithm auto must measure before it decides."""
-LAUNCHERS = ("auto", "local", "ssh", "slurm", "mpi")
 LEAST_HEARTBEAT_TIMEOUT = 2.0
 LEAST_ORPHAN_TIMEOUT = 2.0
 """Seconds; long enough for a few signs of life."""
@@ -94,9 +93,6 @@ class Config:
         "Weight prediction of `pipe`: auto; own:S by the optimizer's step, with a share S of the rank's own gradient;"
         " or factors of the last displacement, and of the one before: C or C,D.",
         advanced=True,
-    )
-    staleness: int = knob(
-        1, "Steps by which `pipe` is late; more than 1 needs a far lower learning rate.", advanced=True
     )
     fall_back: bool = knob(
         True, "Go back to `sync` on all ranks where gradients blow up once `pipe` delays.", advanced=True
@@ -171,7 +167,9 @@ class Config:
     exclude: str = launch_knob("", "Of the hosts, all but these.", advanced=True, metavar="HOSTS")
     accelerators: int = launch_knob(0, "Workers on each host that has no slots given.", advanced=True)
     gpu_visibility: str = launch_knob("one", "GPUs that each worker sees.", choices=("one", "all"), advanced=True)
-    launcher: str = launch_knob("auto", "How the agent of each host is started.", choices=LAUNCHERS, advanced=True)
+    launcher: str = launch_knob(
+        "auto", "How the agent of each host is started.", choices=("auto", *LAUNCHERS), advanced=True
+    )
     ssh_backend: str = launch_knob("paramiko", "What speaks SSH.", choices=("paramiko", "openssh"), advanced=True)
     ssh_port: int = launch_knob(0, "Port of sshd; 0: as the SSH configuration says.", flags=("-p",), advanced=True)
     ssh_identity_file: str = launch_knob(
@@ -257,8 +255,6 @@ class Config:
         if self.timeline:  # as seen from here: workers may be elsewhere
             object.__setattr__(self, "timeline", str(Path(here(), self.timeline)))
         predict_factors(self.predict)
-        if predict_share(self.predict) is not None and self.staleness != 1:
-            raise ConfigError(f"--predict {self.predict} looks one step ahead: leave --staleness at 1")
         if self.warmup_steps < 0:
             raise ConfigError(f"--warmup-steps {self.warmup_steps}: must be 0 or more")
         check_algorithm(self.algorithm)
@@ -267,7 +263,7 @@ class Config:
                 f"--algorithm auto measures in the synchronous steps: give --warmup-steps {LEAST_MEASURED} or more"
             )
         check_compression(self.compression)
-        for name in ("staleness", "sync_every", "fragments"):
+        for name in ("sync_every", "fragments"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)}: must be 1 or more")
         if self.outer_lr <= 0:

@@ -14,7 +14,7 @@ from typing import Any
 from dadt import errors
 from dadt.control import schema
 from dadt.control.frame import CHUNK, Frame, Parser
-from dadt.control.heartbeat import Pulse
+from dadt.control.heartbeat import Heartbeat
 from dadt.control.job_folder import line_of
 from dadt.errors import DadtError
 from dadt.world import World
@@ -22,7 +22,7 @@ from dadt.world import World
 REPORT_SECONDS = 0.2
 """Numbers that go with a step are sent at most this often."""
 SHOWN = 4096
-"""Letters of a path, or of a line of source."""
+"""FramedMessages of a path, or of a line of source."""
 LISTENER_SECONDS = 1.0
 """How long the thread that hears of other ranks' ends may take to end."""
 ANSWER_SECONDS = 10.0
@@ -35,7 +35,7 @@ class Control:
     Belongs to the process that connected: in a forked child every method raises DadtError.
     """
 
-    def __init__(self, world: World, reports: socket.socket, pulse: Pulse) -> None:
+    def __init__(self, world: World, reports: socket.socket, pulse: Heartbeat) -> None:
         self.world = world
         self._reports = reports
         self._pulse = pulse
@@ -55,7 +55,7 @@ class Control:
         if not world.agent:
             return None
         try:
-            return cls(world, _dial(world), Pulse(Path(world.agent).with_name("pulse")))
+            return cls(world, _dial(world), Heartbeat(Path(world.agent).with_name("pulse")))
         except OSError as error:
             raise _gone(world.agent, error) from error
 

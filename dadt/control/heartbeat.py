@@ -13,7 +13,7 @@ from pathlib import Path
 RECORD = struct.Struct("@qd")
 
 
-class Pulse:
+class Heartbeat:
     """One record per local rank: its step (-1: none yet) and when it was written.
 
     Survives its writer, so the step of a worker that was killed is known.
@@ -27,7 +27,7 @@ class Pulse:
         """Of a rank that writes. Who reads does not map it: another process could cut the file short under it."""
 
     @classmethod
-    def create(cls, path: Path, local_size: int) -> Pulse:
+    def create(cls, path: Path, local_size: int) -> Heartbeat:
         path.write_bytes(RECORD.pack(-1, time.monotonic()) * local_size)
         return cls(path)
 

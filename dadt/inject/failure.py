@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dadt.comm.rendezvous.store_client import Forum
+from dadt.comm.rendezvous.store_client import StoreClient
 from dadt.control.agent_client import Control
 from dadt.errors import Aborted, CommError, CommTimeout, ConfigError, DadtError, PeerLost, StartTimeout
 
@@ -23,7 +23,7 @@ OURS = str(Path(__file__).resolve().parents[1])
 FRAMES = 5
 
 
-def install(control: Control | Forum, step: Callable[[], int]) -> None:
+def install(control: Control | StoreClient, step: Callable[[], int]) -> None:
     """Chain into the exception hooks, and offer the stacks of all threads on a signal.
 
     What the script does with exceptions, its exit codes and what it prints stay as they are; but an error of DADT's

@@ -21,7 +21,7 @@ def install(runtime: Runtime, modules: Modules) -> None:
     def consume(attachment: Attachment) -> None:
         if not attachment.consumed:
             modules.step_begins(attachment.optimizer)
-        attachment.consume()
+        attachment.average_gradients()
 
     def consume_of(tensors: Iterable[torch.Tensor], *, gradients: bool = False) -> None:
         """Average what the optimizers of these parameters (or gradients) are about to use."""

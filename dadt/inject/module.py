@@ -47,9 +47,9 @@ class Entry:
             self._count(module)
             if module.training or self._trained_in_eval or not self._modules.runtime.began:
                 self._modules.forward_begins(module)
-                with self._modules.runtime.window.amid(), self._modules.wrappers.quiet():
+                with self._modules.runtime.window.training_pass(), self._modules.wrappers.quiet():
                     return call(*args, **kwargs)
-        look = self._modules.runtime.window.look([a.prediction for a in self._modules.attachments(module)])
+        look = self._modules.runtime.window.true_weights([a.prediction for a in self._modules.attachments(module)])
         with look, self._modules.wrappers.quiet():
             return call(*args, **kwargs)
 
@@ -180,7 +180,7 @@ class Modules:
         self.runtime.begin()
         self.runtime.buffers.hide_training()
         for attachment in self.attachments(module):
-            attachment.welcome()
+            attachment.broadcast_new_parameters()
             if attachment.algorithm.predicts and not attachment.consumed:
                 self._predict(attachment)
 
@@ -275,7 +275,7 @@ def install(modules: Modules) -> None:
     def patched_zero_grad(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         if any(a.consumed for a in runtime.attachments):
             ids = {id(p) for p in self.parameters()}
-            runtime.let_go(ids)
+            runtime.discard_averages(ids)
         zero_grad(self, *args, **kwargs)
 
     nn.Module.zero_grad = patched_zero_grad  # type: ignore[method-assign]
@@ -326,7 +326,9 @@ def _show_copies(runtime: Runtime) -> None:
     def patched_update(self: AveragedModel, model: nn.Module) -> None:
         for m in model.modules():
             runtime.buffers.show(m)
-        with runtime.window.look([a.prediction for a in runtime.attachments]):  # between a backward and its step, too
+        with runtime.window.true_weights(
+            [a.prediction for a in runtime.attachments]
+        ):  # between a backward and its step, too
             update(self, model)
 
     AveragedModel.update_parameters = patched_update  # type: ignore[method-assign]

@@ -70,8 +70,8 @@ class Steps:
             if len(args) > 1:
                 return (args[0], averaged, *args[2:]), kwargs
             return args, {**kwargs, "closure": averaged}
-        attachment.consume()
-        attachment.hold_back()
+        attachment.average_gradients()
+        attachment.withhold_gradients()
         return None
 
     def _after(self, frame: FrameType, optimizer: Optimizer) -> None:
@@ -153,7 +153,7 @@ def _patch_groups_and_zeroing(runtime: Runtime, modules: Modules) -> None:
     def patched_zero(self: Optimizer, *args: Any, **kwargs: Any) -> None:
         attachment = runtime.attached(self)
         if attachment is not None and attachment.consumed:
-            runtime.let_go({id(p) for p in attachment.parameters})
+            runtime.discard_averages({id(p) for p in attachment.parameters})
         zero(self, *args, **kwargs)
 
     Optimizer.add_param_group = patched_add  # type: ignore[method-assign]

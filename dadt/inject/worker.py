@@ -11,7 +11,7 @@ import torch
 from dadt import algorithms
 from dadt import world as environment
 from dadt.comm.peer_deaths import Abort
-from dadt.comm.rendezvous.store_client import Forum
+from dadt.comm.rendezvous.store_client import StoreClient
 from dadt.config import Config
 from dadt.control import machine
 from dadt.control.agent_client import Control
@@ -37,7 +37,7 @@ def start(world: World, *, explicit: bool = False) -> None:
     if runtime is not None:
         return
     config = Config.from_env()
-    control: Control | Forum | None = Control.connect(world)
+    control: Control | StoreClient | None = Control.connect(world)
     if control is None and world.launcher:
         control, config = _join(world, config)
         world = control.world
@@ -101,9 +101,9 @@ def _install_around(runtime: Runtime) -> None:
         download.install(runtime)
 
 
-def _join(world: World, config: Config) -> tuple[Forum, Config]:
+def _join(world: World, config: Config) -> tuple[StoreClient, Config]:
     """Meet the ranks that the same mpirun, srun or torchrun started."""
-    forum, agreed = Forum.connect(world, config)
+    forum, agreed = StoreClient.connect(world, config)
     environment.adopt()
     # torchrun's scripts choose by LOCAL_RANK, others take the first that they see.
     gpus = machine.gpus()

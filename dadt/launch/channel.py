@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from dadt.config import Config
 from dadt.control.frame import Link
 from dadt.launch.hosts.host import Host
 
@@ -32,6 +34,24 @@ class Noted(Protocol):
 
     notes: Sequence[str]
     """Each is the rest of a sentence that begins with the host's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The agents that a job needs."""
+
+    config: Config
+    hosts: Sequence[Host]
+    command: Sequence[str]
+    """Of each worker."""
+    job: str
+    turned_away: Callable[[str], None] = lambda text: None
+    """Is told, by any thread, of strangers who came to where agents are awaited."""
+
+    @property
+    def allocated(self) -> bool:
+        """A scheduler has named the hosts, and not the user."""
+        return any(host.name for host in self.hosts) and not (self.config.hosts or self.config.hostfile)
 
 
 class Launcher(Protocol):

@@ -15,7 +15,7 @@ from dadt.config import Config, document
 from dadt.errors import ConfigError
 from dadt.launch.hosts.slot import Slot
 
-SITE = Path(__file__).with_name("site")
+SITE = Path(__file__).parents[1] / "inject" / "site"
 """Its sitecustomize.py hooks DADT into a torch that knows no entry points."""
 FORWARDED = (
     "PATH",

@@ -10,8 +10,8 @@ from typing import Any
 
 from dadt.control import private_files
 from dadt.control.frame import Frame
+from dadt.launch.agents import Agents, Node
 from dadt.launch.cause import Cause
-from dadt.launch.crew import Crew, Node
 from dadt.launch.failure import Ending, Record, signal_name, steps_text
 from dadt.launch.hosts.slot import Slot
 from dadt.launch.monitor.journal import Journal
@@ -51,7 +51,7 @@ class Job:
     def __init__(
         self,
         job: str,
-        crew: Crew,
+        crew: Agents,
         slots: Sequence[Slot],
         output: Output,
         journal: Journal,

@@ -19,8 +19,8 @@ from dadt.control.job_folder import Folder
 from dadt.control.network import SAME_MACHINE
 from dadt.errors import ConfigError, DadtError, LaunchError
 from dadt.launch import environment, plan
-from dadt.launch.channel import Herald, Launcher
-from dadt.launch.crew import Crew, Node
+from dadt.launch.agents import Agents, Node
+from dadt.launch.channel import Herald, Launcher, Request
 from dadt.launch.failure import signal_name
 from dadt.launch.hosts.slot import Room, Slot, place, share_out
 from dadt.launch.job import ENDING_SIGNALS, HANG_UP_SECONDS, Job
@@ -93,7 +93,8 @@ def _record(the_plan: Plan, voice: Voice, placed: Told, signals: bool, exports: 
     interrupts = Interrupts([*ENDING_SIGNALS, *forwarded_signals(config)]) if signals else None
     report = Report(the_plan, Path(config.log_dir) / folder.job, lambda text: voice.say(text, "warning"))
     try:
-        launcher = launcher_of(the_plan.config, the_plan.hosts, the_plan.command, folder.job, report.journal.refused)
+        config, hosts, command = the_plan.config, the_plan.hosts, the_plan.command
+        launcher = launcher_of(Request(config, hosts, command, folder.job, report.journal.refused))
         with interrupts or nullcontext():
             try:
                 outcome = _run(the_plan, launcher, folder, voice, _views(placed, exports, voice), report, interrupts)
@@ -121,7 +122,7 @@ def _run(
     interrupts: Interrupts | None,
 ) -> Outcome:
     config = the_plan.config
-    crew = Crew(launcher, the_plan.hosts, config.orphan_timeout, report.journal.see)
+    crew = Agents(launcher, the_plan.hosts, config.orphan_timeout, report.journal.see)
     voice.meanwhile(crew.beat)
     try:
         if interrupts is not None:
@@ -177,7 +178,7 @@ def _views(placed: Told, exports: Sequence[Export], voice: Voice) -> Callable[[P
     return views
 
 
-def settle(the_plan: Plan, crew: Crew, job: str, voice: Voice) -> Placed:
+def settle(the_plan: Plan, crew: Agents, job: str, voice: Voice) -> Placed:
     """Who works where, once all hosts have told what they have. Agents that get no workers are let go."""
     config = the_plan.config
     rooms = [room(node, config) for node in crew.nodes]

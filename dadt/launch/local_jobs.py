@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dadt.control.heartbeat import Pulse
+from dadt.control.heartbeat import Heartbeat
 from dadt.control.job_folder import SOCKET, line_of, remove_stale, root
 from dadt.launch.processes import is_alive, kill, members, sweep
 from dadt.launch.query import Line
@@ -44,7 +44,7 @@ class Trace:
         steps = []
         for agent in self.agents:
             try:
-                pulse = Pulse(agent.with_name("pulse"))
+                pulse = Heartbeat(agent.with_name("pulse"))
             except (OSError, ValueError):
                 continue  # there is none yet, or no more
             steps += [pulse.read(rank)[0] for rank in range(pulse.local_size)]

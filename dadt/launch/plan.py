@@ -19,7 +19,7 @@ from dadt.launch.hosts import host, simulated
 from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.slot import Room, share_out
 from dadt.launch.hosts.slurm import slurm_hosts
-from dadt.launch.launchers.node_rendezvous import meeting_of
+from dadt.launch.launchers.node_rendezvous import rendezvous_of
 
 FIELDS = ("rank", "local_rank", "world_size", "master_addr", "master_port")
 MOST_SLOTS = 1 << 16
@@ -161,7 +161,7 @@ def _by_hand(config: Config) -> list[Host]:
                 "of each host"
             )
         slots = config.np // config.nnodes
-    meeting_of(config)  # what is wrong with it is told before anything listens
+    rendezvous_of(config)  # what is wrong with it is told before anything listens
     return [Host(name=f"node{index}", slots=slots) for index in range(config.nnodes)]
 
 

@@ -17,7 +17,7 @@ from dadt.control.frame import CHUNK, Frame, Link, Parser
 from dadt.errors import DadtError
 
 if TYPE_CHECKING:
-    from dadt.launch.crew import Crew
+    from dadt.launch.agents import Agents
     from dadt.launch.monitor.watch import Watch
 
 WRITE_SECONDS = 0.05
@@ -59,7 +59,7 @@ class Query:
     """The launcher's end. Single-threaded: lives in the job's selector, and never waits for a caller."""
 
     def __init__(
-        self, path: Path, crew: Crew, watch: Watch, facts: Mapping[str, Any], end: Callable[[], float]
+        self, path: Path, crew: Agents, watch: Watch, facts: Mapping[str, Any], end: Callable[[], float]
     ) -> None:
         """facts: what does not change, as the job's id and script. end: ends the job; gives its grace in seconds."""
         self._crew = crew

@@ -12,7 +12,7 @@ from typing import Any
 from dadt.config import Config, version
 from dadt.control import private_files
 from dadt.errors import DadtError
-from dadt.launch.crew import Node
+from dadt.launch.agents import Node
 from dadt.launch.failure import Failure
 from dadt.launch.hosts.slot import Slot
 from dadt.launch.monitor.journal import Journal

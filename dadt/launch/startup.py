@@ -10,8 +10,8 @@ from dadt.config.version import VERSION
 from dadt.control import network
 from dadt.control.frame import Frame
 from dadt.errors import LaunchError, StartTimeout
+from dadt.launch.agents import Agents, Node
 from dadt.launch.channel import Noted
-from dadt.launch.crew import Crew, Node
 
 STRAGGLER_SECONDS = 15.0
 """How long the others may still take once one host has failed: all failures are told, not the first."""
@@ -35,7 +35,7 @@ class Voice(Protocol):
         """What to do about every second while whoever reads our output takes nothing (a pager, Ctrl-S)."""
 
 
-def gather(crew: Crew, look: Callable[[Node], Mapping[str, Any]], timeout: float, job: str, voice: Voice) -> None:
+def gather(crew: Agents, look: Callable[[Node], Mapping[str, Any]], timeout: float, job: str, voice: Voice) -> None:
     """Wait for all agents. Those that fail are told one by one; then raises LaunchError, or StartTimeout."""
     failures, late = await_agents(crew, look, timeout, job, voice)
     if failures:
@@ -43,7 +43,7 @@ def gather(crew: Crew, look: Callable[[Node], Mapping[str, Any]], timeout: float
 
 
 def await_agents(
-    crew: Crew, look: Callable[[Node], Mapping[str, Any]], timeout: float, job: str, voice: Voice
+    crew: Agents, look: Callable[[Node], Mapping[str, Any]], timeout: float, job: str, voice: Voice
 ) -> tuple[dict[Node, str], bool]:
     """Until each agent has told what its host has, or has failed. Returns why some cannot take part, and whether time
     is up."""
@@ -85,7 +85,7 @@ def await_agents(
     return failures, late and bool(waiting)
 
 
-def agree(crew: Crew, wanted: str) -> None:
+def agree(crew: Agents, wanted: str) -> None:
     """Give each node the address at which all others reach it. Raises LaunchError where there is none."""
     nodes = crew.nodes
     if len(nodes) < 2:
@@ -119,7 +119,7 @@ def differences(nodes: Sequence[Node]) -> list[str]:
     return texts
 
 
-def _await_probes(crew: Crew) -> dict[Node, Mapping[str, Mapping[str, float]]]:
+def _await_probes(crew: Agents) -> dict[Node, Mapping[str, Mapping[str, float]]]:
     deadline = time.monotonic() + PROBE_SECONDS
     reached: dict[Node, Mapping[str, Mapping[str, float]]] = {}
     while len(reached) < len(crew.nodes):

@@ -10,8 +10,8 @@ import torch
 from dadt.errors import Mismatch
 from dadt.train.exchange.exchange import Exchange
 from dadt.train.exchange.fingerprint import of_gradient
-from dadt.train.exchange.lane import Lane
-from dadt.train.restored import Arrived
+from dadt.train.exchange.step_metadata import StepMetadata
+from dadt.train.restored import RestoredExchange
 
 FINGERPRINTED_STEPS = 20
 """At first: gradients, which are to differ."""
@@ -47,7 +47,9 @@ class Agreement:
             return of_gradient(parameters)
         return untrained() if number % _EVERY == 0 else 0
 
-    def check(self, lanes: list[Lane], exchange: Exchange | Arrived, newest: int, *, late: bool) -> None:
+    def check(
+        self, lanes: list[StepMetadata], exchange: Exchange | RestoredExchange, newest: int, *, late: bool
+    ) -> None:
         """Raises Mismatch where ranks have taken different steps.
 
         newest: number of the last exchange under way. late: some steps have used gradients of the steps before.
@@ -79,7 +81,7 @@ class Agreement:
         )
         self._adopt(weights=weights)
 
-    def _warn_identical(self, lanes: list[Lane]) -> None:
+    def _warn_identical(self, lanes: list[StepMetadata]) -> None:
         prints = {lane.fingerprint for lane in lanes}
         self._same = self._same + 1 if len(prints) == 1 and 0 not in prints else 0
         if self._same == _SAME_STEPS:
@@ -89,7 +91,7 @@ class Agreement:
                 "warning",
             )
 
-    def _warn_different(self, lanes: list[Lane]) -> None:
+    def _warn_different(self, lanes: list[StepMetadata]) -> None:
         if len({lane.fingerprint for lane in lanes}) > 1:
             self._say(
                 f"parameters that are not trained{self._name} differ between ranks. A script that makes them from"

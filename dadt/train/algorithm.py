@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 
 from dadt.train.exchange.exchange import Exchange
-from dadt.train.exchange.lane import Lane
-from dadt.train.restored import Arrived, Trained
+from dadt.train.exchange.step_metadata import StepMetadata
+from dadt.train.restored import RestoredExchange, Trained
 
 
 class Attached(Trained, Protocol):
@@ -23,11 +23,11 @@ class Attached(Trained, Protocol):
 
     def close(self, exchange: Exchange, *, growth: int = 0, redo: bool = False, value: float = 0.0) -> None: ...
 
-    def wait(self, exchange: Exchange | Arrived) -> list[Lane]: ...
+    def wait(self, exchange: Exchange | RestoredExchange) -> list[StepMetadata]: ...
 
-    def agree(self, lanes: list[Lane], exchange: Exchange | Arrived) -> None: ...
+    def agree(self, lanes: list[StepMetadata], exchange: Exchange | RestoredExchange) -> None: ...
 
-    def deliver(self, exchange: Exchange | Arrived) -> None: ...
+    def deliver(self, exchange: Exchange | RestoredExchange) -> None: ...
 
 
 class Algorithm(abc.ABC):

@@ -6,7 +6,6 @@ import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from time import perf_counter
 from typing import Any, Protocol
 
 import torch
@@ -20,21 +19,21 @@ from dadt.train.algorithm import Algorithm
 from dadt.train.batch_weight import BatchWeight
 from dadt.train.buffers import Buffers, ChangingBuffers
 from dadt.train.exchange import fingerprint
-from dadt.train.exchange.exchange import Exchange, Schema
-from dadt.train.exchange.lane import Lane
+from dadt.train.exchange.exchange import BucketPlan, Exchange, hand_out
+from dadt.train.exchange.step_metadata import StepMetadata
 from dadt.train.measure import Measure
 from dadt.train.param_groups import group_values
 from dadt.train.peers import Peers
-from dadt.train.restored import Arrived
+from dadt.train.prediction_scope import PredictionScope
+from dadt.train.restored import RestoredExchange
 from dadt.train.trained import below, listed, sparse_tables
-from dadt.train.window import Window
 
 
 class Owner(Protocol):
     """What an attachment and its algorithm ask of the runtime beside its peers."""
 
     buffers: Buffers
-    window: Window
+    window: PredictionScope
     on_end: list[Callable[[], None]]
     """Called when the script has ended, whatever has become of its optimizers: as added, the same on all ranks."""
     on_stop: list[Callable[[], None]]
@@ -54,11 +53,11 @@ class Owner(Protocol):
 
     def root_modules(self, optimizer: torch.optim.Optimizer) -> list[nn.Module]: ...
 
-    def adopt(self, attachment: Attachment, *, weights: bool) -> None: ...
+    def sync_from_rank0(self, attachment: Attachment, *, weights: bool) -> None: ...
 
     def follow_groups(self, attachment: Attachment) -> None: ...
 
-    def take_over(self, attachment: Attachment) -> None: ...
+    def release_other_predictions(self, attachment: Attachment) -> None: ...
 
     def join(self, attachment: Attachment) -> None: ...
 
@@ -90,7 +89,7 @@ class Attachment:
         self.scale_token: tuple[int, int] | None = None
         """What it is a copy of."""
         self.batch_weight = BatchWeight()
-        self.agreement = Agreement(self.name, runtime.say, partial(owner.adopt, self))
+        self.agreement = Agreement(self.name, runtime.say, partial(owner.sync_from_rank0, self))
         self._exchanges = 0
         self.consumed = False
         """This step's gradients are averaged."""
@@ -98,7 +97,7 @@ class Attachment:
         """The optimizer's own step is under way."""
         self._held: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._grew = False
-        self._schema: Schema | None = None
+        self._schema: BucketPlan | None = None
         self._tables: list[torch.Tensor] = []
         """Parameters whose gradients are sparse."""
         self._token: tuple[Any, ...] = ()
@@ -139,7 +138,7 @@ class Attachment:
         return not self.has_closure and len(self.owner.optimizers) == 1 and not self.consumed
 
     @property
-    def schema(self) -> Schema:
+    def schema(self) -> BucketPlan:
         assert self._schema is not None, "used before it was started"
         return self._schema
 
@@ -179,7 +178,7 @@ class Attachment:
         self.refresh()
         self.algorithm.started()
 
-    def welcome(self) -> None:
+    def broadcast_new_parameters(self) -> None:
         """Parameters that the script has added start from rank 0's values. Cheap where there are none."""
         optimizer = self.optimizer
         every = listed(optimizer)
@@ -208,7 +207,7 @@ class Attachment:
             self.prediction.follow(parameters)
             self.watch_gradients()
             self._tables = sparse_tables(self.modules, parameters)
-        self._schema = Schema(
+        self._schema = BucketPlan(
             parameters,
             self.buffers(),
             int(self.runtime.config.bucket_mb * 2**20),
@@ -239,7 +238,7 @@ class Attachment:
         self._token = (self._token[0], None)
         self.refresh()
 
-    def consume(self) -> None:
+    def average_gradients(self) -> None:
         """The first place of a step where gradients are used: exchange, and make `.grad` what shall be applied."""
         if self.consumed and not self.algorithm.averages:
             return  # gradients are the rank's own: what it does with them concerns nobody
@@ -253,10 +252,10 @@ class Attachment:
                 )
             return
         self.stepping = False
-        self.welcome()
+        self.broadcast_new_parameters()
         if self.step > 0 and self.owner.together:
             self.changing_buffers.select()
-        self.owner.take_over(self)
+        self.owner.release_other_predictions(self)
         if len(self.prediction.given) != len(parameters := self.parameters):
             self.prediction.follow(parameters)
         if self.algorithm.tracks:
@@ -278,7 +277,7 @@ class Attachment:
             zeros = torch.zeros_like(p)
             p.grad = zeros.to_sparse(1) if id(p) in tables else zeros
 
-    def hold_back(self) -> None:
+    def withhold_gradients(self) -> None:
         """Where no average has come yet: without gradients a step changes neither weights, momentum nor counters."""
         self.stepping = True
         if self.agreement.follows and self.algorithm.averages:
@@ -332,15 +331,8 @@ class Attachment:
         if again:
             # What it was to make up for went with the one before, which nobody uses.
             self._schema.forget_residuals()
-        exchange = Exchange(
-            self.runtime.engine,
-            self._schema,
-            number,
-            name,
-            self.batch_weight.value,
-            compressed=self._compresses,
-            background=self.runtime.background,
-        )
+        weight = self.batch_weight.value
+        exchange = Exchange(self.runtime, self._schema, number, name, weight, compressed=self._compresses)
         exchange.scale = self.scale
         self.runtime.keep(exchange)
         return exchange
@@ -349,7 +341,7 @@ class Attachment:
         """Launch what is left of the exchange, with this rank's lane; value: what the algorithm tells its peers."""
         exchange.scale = self.scale
         exchange.close(
-            Lane(
+            StepMetadata(
                 layout=exchange.schema.crc,
                 drawn=self.batch_weight.drawn,
                 groups=self.groups,
@@ -368,19 +360,16 @@ class Attachment:
         others = [p for o in self.owner.optimizers if o is not self.optimizer for p in listed(o)]
         return fingerprint.of_untrained(self.modules, others)
 
-    def wait(self, exchange: Exchange | Arrived) -> list[Lane]:
-        begun = perf_counter()
-        lanes = exchange.wait(self.runtime.wait)
-        exchange.learn()
-        self.measure.exchanged(exchange.seconds, perf_counter() - begun)
-        return lanes
+    def wait(self, exchange: Exchange | RestoredExchange) -> list[StepMetadata]:
+        """For algorithms of users, who know it by this name."""
+        return exchange.receive()
 
-    def deliver(self, exchange: Exchange | Arrived) -> None:
+    def deliver(self, exchange: Exchange | RestoredExchange) -> None:
         ratio = None
         if self.scale is not exchange.scale:
             ratio = (1.0 if self.scale is None else self.scale) / (1.0 if exchange.scale is None else exchange.scale)
         absent = [p for p in self._tables if p.grad is None]
-        exchange.deliver(ratio)
+        hand_out(exchange.parameters, exchange.averaged_gradients(), ratio)
         for p in absent:
             # As on the ranks that had one: some optimizers take no dense gradient, or none after a sparse one.
             if p.grad is not None and p.grad.layout == torch.strided:
@@ -393,6 +382,7 @@ class Attachment:
                     p.grad = None
         self.owner.buffers.update(exchange.places, exchange.averaged_buffers())
 
-    def agree(self, lanes: list[Lane], exchange: Exchange | Arrived) -> None:
+    def agree(self, lanes: list[StepMetadata], exchange: Exchange | RestoredExchange) -> None:
         """Act on what the lanes say, the same on all ranks. Raises Mismatch."""
+        self.measure.exchanged(exchange.seconds, exchange.waited)
         self.agreement.check(lanes, exchange, self._exchanges - 1, late=self.measure.delayed > 0)

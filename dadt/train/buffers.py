@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from dadt.train.exchange.lane import any_flags, pack_flags
+from dadt.train.exchange.step_metadata import any_flags, pack_flags
 from dadt.train.peers import Peers
 
 

@@ -15,14 +15,14 @@ def before(a: Attachment) -> None:
 def average(a: Attachment, loss: float) -> float:
     """Gradients and loss of one evaluation of a closure, averaged at once; the mean loss."""
     a.consumed = False
-    a.welcome()
+    a.broadcast_new_parameters()
     a.refresh()
     if not a.algorithm.averages:
         a.batch_weight.exchanged()
         return loss
     exchange = a.new_exchange()
     a.close(exchange, value=loss)
-    lanes = a.wait(exchange)
+    lanes = exchange.receive()
     a.agree(lanes, exchange)
     a.deliver(exchange)
     a.batch_weight.exchanged()

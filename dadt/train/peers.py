@@ -11,8 +11,8 @@ import torch
 
 from dadt.comm import executors, plain
 from dadt.comm.bucket import DTYPES, split
-from dadt.comm.executors.mail import NoMail
 from dadt.comm.executors.meet import AllRanks, Meet
+from dadt.comm.executors.point_to_point import NoPointToPoint
 from dadt.comm.peer_deaths import Abort, Deaths
 from dadt.comm.trace.recorder import Timeline
 from dadt.config import Config
@@ -24,9 +24,9 @@ from dadt.world import World
 
 if TYPE_CHECKING:
     from dadt._core import Engine, Work
-    from dadt.comm.executors.base import Connection, Mail
+    from dadt.comm.executors.base import Connection, PointToPoint
     from dadt.comm.executors.device import Averaging, Device
-    from dadt.comm.rendezvous.store_client import Forum
+    from dadt.comm.rendezvous.store_client import StoreClient
     from dadt.control.agent_client import Control
 
 
@@ -46,14 +46,14 @@ class InFlight(Protocol):
 class Peers:
     """Every rank calls the methods that exchange in the same order, on the script's training thread."""
 
-    def __init__(self, world: World, config: Config, control: Control | Forum | None) -> None:
+    def __init__(self, world: World, config: Config, control: Control | StoreClient | None) -> None:
         self.world = world
         self.config = config
         self.control = control
         self.progress = Progress()
         self.deaths = Deaths()
         self.timeline: Timeline | None = None
-        self.mail: Mail = NoMail()
+        self.mail: PointToPoint = NoPointToPoint()
         """Messages between two ranks."""
         self.background: Background
         """Computes what has to be between two operations of the engine."""

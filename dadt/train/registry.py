@@ -17,14 +17,14 @@ from dadt.train.peers import Peers
 from dadt.world import World
 
 if TYPE_CHECKING:
-    from dadt.comm.rendezvous.store_client import Forum
+    from dadt.comm.rendezvous.store_client import StoreClient
     from dadt.control.agent_client import Control
 
 
 class Registry(Peers):
     """What a rank trains. Optimizers come in the same order on all ranks."""
 
-    def __init__(self, world: World, config: Config, control: Control | Forum | None) -> None:
+    def __init__(self, world: World, config: Config, control: Control | StoreClient | None) -> None:
         super().__init__(world, config, control)
         self._training_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._ordinals = itertools.count()
@@ -134,7 +134,7 @@ class Registry(Peers):
                 ids = ids - owned
         return chosen
 
-    def let_go(self, ids: set[int]) -> None:
+    def discard_averages(self, ids: set[int]) -> None:
         """The script drops gradients of these parameters: averages that no step has used are left out, where nothing
         is left of them."""
         for attachment in self.attachments:
@@ -145,7 +145,7 @@ class Registry(Peers):
             if len(others) < len(mine) and not kept:
                 attachment.skipped()
 
-    def take_over(self, attachment: Attachment) -> None:
+    def release_other_predictions(self, attachment: Attachment) -> None:
         """Before its step: no other optimizer's prediction may stand in parameters that this one is to change."""
         ids = {id(p) for p in attachment.parameters}
         for other in self._attachments.values():

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-from dadt.train.exchange.exchange import Exchange, Schema, hand_out
-from dadt.train.exchange.lane import Lane
+from dadt.train.exchange.exchange import BucketPlan, Exchange
+from dadt.train.exchange.step_metadata import StepMetadata
 from dadt.train.peers import Peers
 
 if TYPE_CHECKING:
-    from dadt.train.exchange.background import Wait
+    pass
 
 
 class Trained(Protocol):
@@ -34,16 +34,15 @@ class Trained(Protocol):
     def modules(self) -> list[nn.Module]: ...
 
     @property
-    def schema(self) -> Schema: ...
+    def schema(self) -> BucketPlan: ...
 
 
-class Arrived:
+class RestoredExchange:
     """An averaging that was over when the checkpoint was taken; stands for its Exchange."""
 
     def __init__(self, attachment: Trained, state: dict[str, Any]) -> None:
         """state: what `flight` gave."""
         parameters = list(numbers_of(attachment.optimizer))
-        self._parameters = attachment.parameters
         self._gradients = [
             (p, g.to(p.device, copy=True)) for i, g in state["gradients"].items() if (p := parameters[i]).requires_grad
         ]
@@ -53,25 +52,23 @@ class Arrived:
         self.value = state["value"]
         self.scale = state["scale"]
         self.schema = attachment.schema
+        self.parameters = attachment.parameters
         self.name = f"the checkpoint's gradient{attachment.name}"
         self.number = -1
-        self.seconds = 0.0
+        self.seconds = self.waited = 0.0
         self.halfway = False
 
-    def wait(self, wait: Wait) -> list[Lane]:
-        return [Lane(self.schema.crc, 0, 0, 0, 0, False, 1.0, self.value)]
+    def receive(self) -> list[StepMetadata]:
+        return [StepMetadata(self.schema.crc, 0, 0, 0, 0, False, 1.0, self.value)]
 
-    def go_on(self, wait: Wait) -> None:
+    def go_on(self) -> None:
         """Nothing is left of it."""
 
-    def learn(self) -> None:
-        """What it has taught compression was forgotten with the checkpoint."""
+    def wait(self) -> list[StepMetadata]:
+        return self.receive()
 
     def norm(self) -> torch.Tensor:
         return torch.tensor(self._norm, dtype=torch.float64, device="cpu")
-
-    def deliver(self, ratio: torch.Tensor | float | None = None) -> None:
-        hand_out(self._parameters, self._gradients, ratio)
 
     def averaged_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return self._gradients
@@ -84,9 +81,9 @@ class Arrived:
         return list(self._buffers.values())
 
 
-def flight(attachment: Trained, exchange: Exchange | Arrived) -> dict[str, Any]:
+def flight(attachment: Trained, exchange: Exchange | RestoredExchange) -> dict[str, Any]:
     """What an exchange in flight brings, once it is there: all ranks have launched it. Raises CommError."""
-    lanes = exchange.wait(attachment.runtime.wait)
+    lanes = exchange.wait()
     indices = numbers_of(attachment.optimizer)
     places = {place: i for i, place in enumerate(places_of(attachment))}
     buffers = zip(exchange.places, exchange.averaged_buffers(), strict=True)
@@ -99,14 +96,13 @@ def flight(attachment: Trained, exchange: Exchange | Arrived) -> dict[str, Any]:
     }
 
 
-def flights(attachment: Trained, exchanges: Sequence[Exchange | Arrived]) -> list[dict[str, Any]]:
-    """The same of several, oldest first; none where the second half has to be begun by all ranks together."""
-    if any(exchange.halfway for exchange in exchanges):
+def flights(attachment: Trained, exchange: Exchange | RestoredExchange | None) -> list[dict[str, Any]]:
+    """The same as a checkpoint has it; none where the second half has to be begun by all ranks together."""
+    if exchange is not None and exchange.halfway:
         attachment.runtime.say(
             "a checkpoint leaves out the gradient in flight: on a GPU --compression powersgd ends it in a step"
         )
-        return []
-    return [flight(attachment, exchange) for exchange in exchanges]
+    return [] if exchange is None or exchange.halfway else [flight(attachment, exchange)]
 
 
 def by_index(value: Any, indices: dict[torch.Tensor, int]) -> Any:

@@ -23,13 +23,13 @@ from dadt.train.algorithm import Algorithm
 from dadt.train.attachment import Attachment
 from dadt.train.buffers import Buffers
 from dadt.train.checkpoint import Checkpoints
+from dadt.train.prediction_scope import PredictionScope
 from dadt.train.registry import Registry
-from dadt.train.window import Window
 from dadt.world import World
 
 if TYPE_CHECKING:
     from dadt.comm.executors.base import Connection
-    from dadt.comm.rendezvous.store_client import Forum
+    from dadt.comm.rendezvous.store_client import StoreClient
     from dadt.control.agent_client import Control
 
 _MERGE_SECONDS = 300.0  # that making one timeline of all ranks' may take
@@ -45,7 +45,7 @@ class Runtime(Registry):
         self,
         world: World,
         config: Config,
-        control: Control | Forum | None,
+        control: Control | StoreClient | None,
         find: Callable[[str], type[Algorithm]],
     ) -> None:
         """find: the class of an algorithm."""
@@ -64,7 +64,7 @@ class Runtime(Registry):
         the interpreter aborts the process where it ends and they do not."""
         self._claimed = False
         self.buffers = Buffers()
-        self.window = Window(lambda: [a.prediction for a in self.attachments], lambda: self.on_training_thread)
+        self.window = PredictionScope(lambda: [a.prediction for a in self.attachments], lambda: self.on_training_thread)
         self.checkpoints = Checkpoints(self, self)
 
     def resign(self) -> None:
@@ -162,10 +162,10 @@ class Runtime(Registry):
 
     def join(self, attachment: Attachment) -> None:
         """Training begins with rank 0's state, and with what it has loaded."""
-        self.adopt(attachment, weights=self.config.broadcast)
+        self.sync_from_rank0(attachment, weights=self.config.broadcast)
         self.checkpoints.spread(attachment)
 
-    def adopt(self, attachment: Attachment, *, weights: bool) -> None:
+    def sync_from_rank0(self, attachment: Attachment, *, weights: bool) -> None:
         """Take rank 0's param_group values; with `weights` its weights, buffers and optimizer state as well."""
         with self.checkpoints.aside():
             replicate.take_rank_0s(self, attachment, weights=weights)
@@ -234,8 +234,7 @@ class Runtime(Registry):
         if self.control is not None:
             if self.step:
                 self.control.progress(self.step, last=True, **self.progress.numbers())
-            told = {"staleness": self.config.staleness, "explicit": self.explicit}
-            self.control.done({**self.progress.summary(), **told})
+            self.control.done({**self.progress.summary(), "explicit": self.explicit})
 
     def _leave(self, failed: bool) -> None:
         if self._engine is not None:

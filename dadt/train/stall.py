@@ -10,7 +10,7 @@ from dadt.errors import CommError, CommTimeout, Mismatch
 if TYPE_CHECKING:
     from dadt._core import Work
     from dadt.comm.executors.device import Averaging
-    from dadt.comm.rendezvous.store_client import Forum
+    from dadt.comm.rendezvous.store_client import StoreClient
     from dadt.config import Config
     from dadt.control.agent_client import Control
 
@@ -21,7 +21,9 @@ PATIENCE = 3.0
 class Stall:
     """What becomes of one rank's waiting. Knows what the user has been told."""
 
-    def __init__(self, config: Config, rank: int, control: Control | Forum | None, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: Config, rank: int, control: Control | StoreClient | None, warn: Callable[[str], None]
+    ) -> None:
         self._config = config
         self._rank = rank
         self._control = control

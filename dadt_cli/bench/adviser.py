@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from dadt.errors import ConfigError
 from dadt_cli.bench import cost, probe
-from dadt_cli.bench.cost import Bucket, Figures, Handling, LowRank, Network, Tie, Way
+from dadt_cli.bench.cost import Bucket, Figures, Handling, LinkState, LowRank, Network, Way
 from dadt_cli.bench.party import Party, Place, start
 from dadt_cli.bench.probe import Found
 from dadt_cli.bench.training import Task
@@ -98,10 +98,10 @@ def buckets_of(found: Found) -> list[Bucket]:
     ]
 
 
-def _tie(found: Sequence[Found], compression: str) -> Tie:
+def _tie(found: Sequence[Found], compression: str) -> LinkState:
     """Of the slowest rank."""
     ties = [(each.ties[compression], each.scarcity) for each in found]
-    return Tie(ties[0][0].bytes, max(tie.say * s for tie, s in ties), max(tie.settle * s for tie, s in ties))
+    return LinkState(ties[0][0].bytes, max(tie.say * s for tie, s in ties), max(tie.settle * s for tie, s in ties))
 
 
 def fit(times: Iterable[tuple[int, float]]) -> tuple[float, float]:

@@ -74,7 +74,7 @@ class LowRank:
 
 
 @dataclass(frozen=True, slots=True)
-class Tie:
+class LinkState:
     """One end of an exchange of gossip, whichever way it compresses."""
 
     bytes: float
@@ -115,7 +115,7 @@ class Figures:
     """Seconds of that for each byte."""
     low_rank: float
     """Seconds that PowerSGD computes in a step."""
-    ties: Mapping[str, Tie]
+    ties: Mapping[str, LinkState]
     """By compression: what gossip computes."""
     mail: float
     """Seconds that a core is taken for each byte that goes to one other worker, and each that comes."""

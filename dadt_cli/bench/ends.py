@@ -9,17 +9,17 @@ from collections.abc import Sequence
 import torch
 
 from dadt.algorithms.gossip.pairing import tie
-from dadt.algorithms.gossip.snapshot import Published
-from dadt_cli.bench.cost import Tie
+from dadt.algorithms.gossip.snapshot import WeightSnapshot
+from dadt_cli.bench.cost import LinkState
 
 TIES = 3
 
 
-def ties(weights: Sequence[torch.Tensor], compressions: Sequence[str]) -> dict[str, Tie]:
+def ties(weights: Sequence[torch.Tensor], compressions: Sequence[str]) -> dict[str, LinkState]:
     """By compression. Two ends, both here: no byte travels."""
     found = {}
     for compression in compressions:
-        here, there = Published(weights), Published(weights)
+        here, there = WeightSnapshot(weights), WeightSnapshot(weights)
         here.publish(weights, 1)
         mine, theirs = tie(compression, here, asks=True), tie(compression, there, asks=False)
         rows = []
@@ -36,5 +36,5 @@ def ties(weights: Sequence[torch.Tensor], compressions: Sequence[str]) -> dict[s
             mine.settle(here, sent, answer, step)
             rows.append((size, said - begun, time.thread_time() - answered))
         # The first one sends all, whatever the compression; of PowerGossip, the others are of two kinds in turn.
-        found[compression] = Tie(*(statistics.mean(column) for column in zip(*rows[1:], strict=True)))
+        found[compression] = LinkState(*(statistics.mean(column) for column in zip(*rows[1:], strict=True)))
     return found

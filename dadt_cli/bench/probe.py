@@ -20,11 +20,11 @@ from dadt.comm.executors import c10d
 from dadt.comm.executors.base import Connection
 from dadt.comm.executors.meet import Apart
 from dadt.inject import worker
-from dadt.train.exchange.exchange import Exchange, Schema
-from dadt.train.exchange.lane import Lane
+from dadt.train.exchange.exchange import BucketPlan, Exchange, hand_out
+from dadt.train.exchange.step_metadata import StepMetadata
 from dadt.train.runtime import Runtime
 from dadt_cli.bench import models
-from dadt_cli.bench.cost import Tie
+from dadt_cli.bench.cost import LinkState
 from dadt_cli.bench.ends import ties
 from dadt_cli.bench.trainer import RATE, device_of
 
@@ -68,7 +68,7 @@ class Found:
     low_rank: list[tuple[int, int]]
     """The same buckets under PowerSGD: bytes of its two halves; 0, 0: it stays as it is."""
     low_rank_seconds: float
-    ties: dict[str, Tie]
+    ties: dict[str, LinkState]
     """By compression: one end of an exchange of gossip."""
     mail: float
     """Processor seconds of this process for each byte that it sends to one other rank while it receives as many."""
@@ -122,6 +122,18 @@ def probe(model: str, batch_size: int, device: str, seconds: float = COMPUTE_SEC
     )
     ranks.close()
     return found
+
+
+class _Over:
+    """A connection, as an exchange needs it."""
+
+    background = None
+
+    def __init__(self, connection: Connection) -> None:
+        self.engine, self.device = connection.engine, connection.device
+
+    def wait(self, work: Any) -> None:
+        work.wait(TIMEOUT)
 
 
 class _Ranks:
@@ -189,7 +201,7 @@ class _Ranks:
         for size in sizes:
             parameter = torch.nn.Parameter(torch.randn(size // 4, device=device))
             parameter.grad = torch.randn_like(parameter)
-            schema = Schema([parameter], [], 1 << 40, over.device, 2, compression)
+            schema = BucketPlan([parameter], [], 1 << 40, over.device, 2, compression)
             for turn in range(REPEATS):
                 gradient = parameter.grad.clone()  # what is delivered is the bucket's own memory
                 parameter.grad = gradient
@@ -209,13 +221,13 @@ class _Ranks:
             connection.engine.close(TIMEOUT)
             connection.close()
 
-    def _average(self, over: Connection, schema: Schema, device: torch.device) -> float:
+    def _average(self, over: Connection, schema: BucketPlan, device: torch.device) -> float:
         number = next(self._numbers)
         begun = time.perf_counter()
-        exchange = Exchange(over.engine, schema, number, f"probe {number}", 1.0)
-        exchange.close(Lane(schema.crc, 0, 0, 0, 0, False, 1.0, 0.0))
-        exchange.wait(lambda work: work.wait(TIMEOUT))
-        exchange.deliver()
+        exchange = Exchange(_Over(over), schema, number, f"probe {number}", 1.0)
+        exchange.close(StepMetadata(schema.crc, 0, 0, 0, 0, False, 1.0, 0.0))
+        exchange.receive()
+        hand_out(schema.parameters, exchange.averaged_gradients(), None)
         _finish(device)
         return time.perf_counter() - begun
 

@@ -20,7 +20,8 @@ from dadt.control.frame import Frame
 from dadt.control.job_folder import Folder
 from dadt.errors import LaunchError
 from dadt.launch import plan, startup
-from dadt.launch.crew import Crew, Node
+from dadt.launch.agents import Agents, Node
+from dadt.launch.channel import Request
 from dadt.launch.failure import last_line
 from dadt.launch.hosts.host import Host
 from dadt.launch.job import HANG_UP_SECONDS
@@ -84,8 +85,8 @@ def look(config: Config, asked: Asked, voice: Voice) -> Found:
             ready[host] = time.monotonic() - begin
 
     try:
-        launcher = launcher_of(the_plan.config, the_plan.hosts, the_plan.command, folder.job)
-        crew = Crew(launcher, the_plan.hosts, config.orphan_timeout, see)
+        launcher = launcher_of(Request(the_plan.config, the_plan.hosts, the_plan.command, folder.job))
+        crew = Agents(launcher, the_plan.hosts, config.orphan_timeout, see)
         voice.meanwhile(crew.beat)
         try:
             found = _look(the_plan, replace(asked, hosts=len(the_plan.hosts)), crew, folder.job, voice, ready)
@@ -100,7 +101,7 @@ def look(config: Config, asked: Asked, voice: Voice) -> Found:
     return found
 
 
-def _look(the_plan: Plan, asked: Asked, crew: Crew, job: str, voice: Voice, ready: Mapping[str, float]) -> Found:
+def _look(the_plan: Plan, asked: Asked, crew: Agents, job: str, voice: Voice, ready: Mapping[str, float]) -> Found:
     config = the_plan.config
     nodes = list(crew.nodes)
     failures, _ = startup.await_agents(crew, lambda node: _order(the_plan, job, node), config.start_timeout, job, voice)
@@ -172,7 +173,7 @@ def _names(nodes: Sequence[Node]) -> Iterator[Check]:
             yield fail("host names", value, hint).of("hosts")
 
 
-def _addresses(crew: Crew, wanted: str) -> list[Check]:
+def _addresses(crew: Agents, wanted: str) -> list[Check]:
     """Gives each node its address, if all can reach each other."""
     if len(crew.nodes) < 2:
         return []
@@ -206,7 +207,7 @@ def _orders(nodes: Sequence[Node], asked: Asked) -> list[Order]:
     return [Order(index=index, addresses=addresses, token=token, speed=asked.full) for index in range(len(nodes))]
 
 
-def _results(crew: Crew, asked: Asked, job: str) -> tuple[dict[Node, list[Check]], list[Way]]:
+def _results(crew: Agents, asked: Asked, job: str) -> tuple[dict[Node, list[Check]], list[Way]]:
     """What the checks say on each host, and what goes between them, by their places in the crew."""
     orders = _orders(crew.nodes, asked)
     peers = dict.fromkeys(name for node in crew.nodes for name in (node.name, node.address) if name and orders)

@@ -214,9 +214,8 @@ def _last_line(outcome: Outcome) -> str:
     summary: Mapping[str, float] = outcome.summaries.get(0, {})
     if steps := int(summary.get("steps", 0)):
         delayed = int(summary.get("delayed", 0))
-        late = {1: "one"}.get(staleness := int(summary.get("staleness", 1)), str(staleness))
         waiting = 100 * summary.get("wait_fraction", 0.0)
-        line += f": {steps} steps, " + (f"{delayed} of them delayed by {late}, " if delayed else "none delayed, ")
+        line += f": {steps} steps, " + (f"{delayed} of them delayed by one, " if delayed else "none delayed, ")
         line += f"{waiting:.1f} % of the time spent waiting for communication"
         if sent := summary.get("sent", 0):
             less = summary.get("plain", 0) / sent

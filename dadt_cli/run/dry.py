@@ -9,7 +9,8 @@ from typing import Any
 
 from dadt.control import machine
 from dadt.launch import launch
-from dadt.launch.crew import Node
+from dadt.launch.agents import Node
+from dadt.launch.channel import Request
 from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.slot import place, share_out
 from dadt.launch.launch import Placed
@@ -26,7 +27,7 @@ NAMES = {"DADT_THREADS": "OMP_NUM_THREADS"}
 def describe(the_plan: Plan) -> list[str]:
     """What is known before any host was asked; of other hosts, GPUs and addresses are not."""
     config = the_plan.config
-    launcher = launcher_of(config, the_plan.hosts, the_plan.command, JOB)
+    launcher = launcher_of(Request(config, the_plan.hosts, the_plan.command, JOB))
     nodes = [Node(index, host, report=_report(host)) for index, host in enumerate(the_plan.hosts)]
     rooms = [launch.room(node, config) for node in nodes]
     shares = share_out(config.np, rooms)

@@ -11,8 +11,9 @@ import click
 from click.shell_completion import CompletionItem
 
 from dadt.config import Config
-from dadt.config.check import ALGORITHMS, COMPRESSIONS, EXECUTORS, flag, variable
+from dadt.config.check import COMPRESSIONS, flag, variable
 from dadt.config.config import given_by_env
+from dadt.config.extensions import ALGORITHMS, EXECUTORS
 from dadt_cli.terminal import file
 from dadt_cli.terminal.file import Setting
 
@@ -21,9 +22,9 @@ Completion = Callable[[click.Context, click.Parameter, str], list[CompletionItem
 
 SUGGESTED = {
     "algorithm": ALGORITHMS,
-    "executor": EXECUTORS,
-    "broadcast_executor": EXECUTORS,
-    "allreduce_executor": EXECUTORS,
+    "executor": ("auto", *EXECUTORS),
+    "broadcast_executor": ("auto", *EXECUTORS),
+    "allreduce_executor": ("auto", *EXECUTORS),
     "compression": COMPRESSIONS,
     "output": ("all", "rank0", "errors"),
 }

@@ -20,9 +20,9 @@ import torch
 from torch.distributed import FileStore
 
 from dadt.comm import executors
-from dadt.comm.backend.rendezvous import Meeting
+from dadt.comm.backend.rendezvous import GroupRendezvous
 from dadt.comm.collectives import operation
-from dadt.comm.collectives.ordered import Group
+from dadt.comm.collectives.ordered import OrderedGroup
 from dadt.config import Config
 from dadt.errors import CommError, Mismatch
 from dadt.world import World
@@ -94,7 +94,7 @@ def defined(reduction: str, dtype: torch.dtype) -> bool:
 
 
 class Suite:
-    def __init__(self, group: Group, device: str = "cpu") -> None:
+    def __init__(self, group: OrderedGroup, device: str = "cpu") -> None:
         self.group = group
         self.device = device
         self.rank = group.rank
@@ -313,12 +313,12 @@ def world_of(executor: str, rank: int, size: int) -> World:
     )
 
 
-def connect(executor: str, rank: int, size: int, folder: str, case: str = "") -> Group:
+def connect(executor: str, rank: int, size: int, folder: str, case: str = "") -> OrderedGroup:
     world = World.from_launcher() if rank < 0 else world_of(executor, rank, size)
     store = FileStore(str(Path(folder) / f"store {case}"), world.world_size)
-    meet = Meeting(store, world.rank, world.world_size, DEADLINE)
+    meet = GroupRendezvous(store, world.rank, world.world_size, DEADLINE)
     config = Config(executor=executor, timeout=DEADLINE, start_timeout=DEADLINE)
-    return Group(executors.connect(config, world, meet), world.rank, world.world_size)
+    return OrderedGroup(executors.connect(config, world, meet), world.rank, world.world_size)
 
 
 def main(executor: str, rank: int, size: int, folder: str, *more: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch.distributed import FileStore
 
 from dadt import _core
-from dadt.comm.backend.rendezvous import Meeting
+from dadt.comm.backend.rendezvous import GroupRendezvous
 from dadt.comm.bucket import DTYPES, Bucket
 from dadt.comm.compression import CODECS, Codec, Feedback, forms
 from dadt.comm.executors import c10d
@@ -169,7 +169,7 @@ def main(executor: str, hosts: str, rank: int, folder: str) -> None:
     device = None
     if executor == "nccl's way":  # with Gloo in place of NCCL and the CPU in that of a GPU
         store = FileStore(str(Path(folder) / "group"), world.world_size)
-        meet = Meeting(store, world.rank, world.world_size, DEADLINE)
+        meet = GroupRendezvous(store, world.rank, world.world_size, DEADLINE)
         group = c10d.join("gloo", meet, world, range(world.world_size), Config(timeout=DEADLINE))
         device = Device(group, connection.engine, torch.device("cpu"), rank, world.world_size)
     averages = Averages(connection, rank, world.world_size, device)

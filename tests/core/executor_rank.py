@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import Backend
 
 from dadt import _core
 from dadt.comm import executors
-from dadt.comm.backend.rendezvous import Meeting
+from dadt.comm.backend.rendezvous import GroupRendezvous
 from dadt.comm.executors import c10d
 from dadt.comm.executors.base import Connection
 from dadt.comm.executors.device import Device
@@ -32,7 +32,7 @@ def make_ours(store, rank, world_size, timeout):
 
 def connect(executor: str, world: World, folder: str) -> Connection:
     store = FileStore(str(Path(folder) / "store"), world.world_size)
-    meet = Meeting(store, world.rank, world.world_size, DEADLINE)
+    meet = GroupRendezvous(store, world.rank, world.world_size, DEADLINE)
 
     Backend.register_backend("ours", make_ours, devices="cpu")
     rest, _, broadcasts = executor.partition("+")
@@ -63,7 +63,7 @@ def sums(connection: Connection, rank: int, size: int) -> None:
 def averages(connection: Connection, world: World, folder: str) -> None:
     """NCCL's way, with Gloo's group in place of NCCL's and the CPU in that of a GPU."""
     store = FileStore(str(Path(folder) / "group"), world.world_size)
-    meet = Meeting(store, world.rank, world.world_size, DEADLINE)
+    meet = GroupRendezvous(store, world.rank, world.world_size, DEADLINE)
     group = c10d.join("gloo", meet, world, range(world.world_size), Config(timeout=DEADLINE))
     device = Device(group, connection.engine, torch.device("cpu"), world.rank, world.world_size)
     rank, size = world.rank, world.world_size

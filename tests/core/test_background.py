@@ -12,8 +12,8 @@ from dadt import _core
 from dadt.comm.executors.device import Averaging
 from dadt.errors import Aborted
 from dadt.train.exchange.background import Background
-from dadt.train.exchange.exchange import Exchange, Schema
-from dadt.train.exchange.lane import Lane
+from dadt.train.exchange.exchange import BucketPlan, Exchange
+from dadt.train.exchange.step_metadata import StepMetadata
 
 DEADLINE = 30.0
 STEPS = 6
@@ -38,20 +38,21 @@ class Steps:
     """Of a training whose gradients come one step late."""
 
     def __init__(self, engine: _core.Engine, background: Background | None) -> None:
-        self._engine, self._background = engine, background
+        self.engine, self.device, self.background = engine, None, background
         self._random = torch.Generator().manual_seed(0)
         self._parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((24, 16), (16,), (8, 24))]
-        self._schema = Schema(self._parameters, [], 1600, turns=2, compression="powersgd:2")
+        self._schema = BucketPlan(self._parameters, [], 1600, turns=2, compression="powersgd:2")
         assert len(self._schema.buckets) == 2
         self._number = 0
+
+    def wait(self, work: _core.Work | Averaging) -> None:
+        wait(work)
 
     def launch(self) -> Exchange:
         for p in self._parameters:
             p.grad = torch.randn(p.shape, generator=self._random)
-        exchange = Exchange(
-            self._engine, self._schema, self._number, f"step {self._number}", 1.0, background=self._background
-        )
-        exchange.close(Lane(self._schema.crc, 0, 0, 0, 0, False, 1.0, 0.0))
+        exchange = Exchange(self, self._schema, self._number, f"step {self._number}", 1.0)
+        exchange.close(StepMetadata(self._schema.crc, 0, 0, 0, 0, False, 1.0, 0.0))
         self._number += 1
         return exchange
 
@@ -65,13 +66,12 @@ class Steps:
         before = self.launch()
         for _ in range(STEPS):
             if early:
-                before.go_on(wait)
+                before.go_on()
             after = self.launch()
-            before.wait(wait)
-            before.learn()
+            before.receive()
             got += [average.clone() for _, average in before.averaged_gradients()]
             before = after
-        before.wait(wait)
+        before.wait()
         return got
 
 

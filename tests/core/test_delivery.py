@@ -10,9 +10,9 @@ import pytest
 from torch import distributed
 
 from dadt import _core
-from dadt.comm.backend.rendezvous import Meeting
-from dadt.comm.backend.work import Deliveries, Delivery
-from dadt.comm.collectives.operation import Call
+from dadt.comm.backend.rendezvous import GroupRendezvous
+from dadt.comm.backend.work import BackendWork, PendingWorks
+from dadt.comm.collectives.operation import Operation
 from dadt.comm.collectives.ordered import Pending
 
 
@@ -24,12 +24,12 @@ def engine():
 
 
 def test_an_error_is_raised_where_its_operation_is_waited_for(engine) -> None:
-    deliveries = Deliveries(Meeting(distributed.HashStore(), 0, 1, 10.0))
+    deliveries = PendingWorks(GroupRendezvous(distributed.HashStore(), 0, 1, 10.0))
 
-    def delivery(finish: Callable[[], object]) -> Delivery:
+    def delivery(finish: Callable[[], object]) -> BackendWork:
         work = engine.allgather(b"", "bytes")
         work.wait(10.0)
-        return Delivery(deliveries, "allgather", 1, [(work, finish)], [], 10.0)
+        return BackendWork(deliveries, "allgather", 1, [(work, finish)], [], 10.0)
 
     def fail() -> None:
         raise RuntimeError("this result cannot be copied")
@@ -51,7 +51,7 @@ def test_threads_that_wait_for_one_handle_get_one_result(engine) -> None:
         made.append(object())
         return made[0]
 
-    call = Call("all_gather", "all_gather bytes", "exchange")
+    call = Operation("all_gather", "all_gather bytes", "exchange")
     call.finish = finish
     pending = Pending(engine.allgather(b"", "bytes"), call)
     with ThreadPoolExecutor(3) as pool:

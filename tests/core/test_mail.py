@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dadt import _core
-from dadt.comm.executors.mail import NoMail, SharedMail
+from dadt.comm.executors.point_to_point import NoPointToPoint, SharedMemoryMessages
 from dadt.errors import Aborted, CommTimeout, Mismatch, PeerLost
 
 LONG = 100_000
@@ -18,7 +18,7 @@ LONG = 100_000
 
 
 @pytest.fixture
-def mails() -> Iterator[list[SharedMail]]:
+def mails() -> Iterator[list[SharedMemoryMessages]]:
     """Those of two ranks, both in this process."""
     boxes = [_core.Mailbox(rank, 2) for rank in (0, 1)]
     endpoints = [box.endpoint() for box in boxes]
@@ -27,7 +27,7 @@ def mails() -> Iterator[list[SharedMail]]:
         thread.start()
     for thread in threads:
         thread.join()
-    mails = [SharedMail(box) for box in boxes]
+    mails = [SharedMemoryMessages(box) for box in boxes]
     yield mails
     for mail in mails:
         mail.close()
@@ -91,7 +91,7 @@ def test_a_rank_that_is_none_is_refused(mails):
 
 def test_no_mail_moves_nothing():
     tensor = torch.ones(3)
-    send, receive = NoMail().send(tensor, 1), NoMail().receive(tensor, 2)
+    send, receive = NoPointToPoint().send(tensor, 1), NoPointToPoint().receive(tensor, 2)
     send.wait(0)
     receive.wait(0)
     assert send.done and receive.done and receive.source == 2

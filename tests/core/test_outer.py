@@ -17,11 +17,17 @@ def engine():
 
 
 def fragment(engine, parameters, outer: Outer, compression: str = "none") -> Fragment:
-    return Fragment("a test", parameters, outer, engine, None, 64, compression)
+    return Fragment("a test", parameters, outer, Peers(engine), 64, compression)
 
 
-def wait(work) -> None:
-    work.wait(10.0)
+class Peers:
+    device = background = None
+
+    def __init__(self, engine) -> None:
+        self.engine = engine
+
+    def wait(self, work) -> None:
+        work.wait(10.0)
 
 
 def step(parameters) -> None:
@@ -46,7 +52,7 @@ def test_with_its_own_values_as_the_mean_a_rank_is_not_moved_by_a_merge(engine) 
         one.send(0)
         step(parameters)
         before = [p.clone() for p in parameters]
-        one.receive(wait)
+        one.receive()
         one.merge()
         for p, b in zip(parameters, before):
             assert torch.allclose(p, b, rtol=0, atol=1e-6)
@@ -58,7 +64,7 @@ def test_what_is_resumed_is_what_a_merge_would_have_made(engine) -> None:
     step(parameters)
     one.send(0)
     resumed = {id(row.parameter): (a.clone(), v.clone()) for row, a, v in one.resumed()}
-    one.receive(wait)
+    one.receive()
     one.merge()
     assert len(resumed) == 2
     for key, row in one.rows.items():
@@ -77,7 +83,7 @@ def test_what_low_rank_loses_of_a_rounds_progress_comes_later(engine) -> None:
         weight += progress
         bias += 1.0
         one.send(0)
-        assert not one.receive(wait)[0].settles
+        assert not one.receive()[0].settles
         one.merge()
     anchor = one.rows[id(weight)].anchor
     assert torch.equal(weight, anchor) and torch.equal(bias, torch.full((12,), float(rounds)))
@@ -90,7 +96,7 @@ def test_anchors_of_16_bit_weights_have_32(engine) -> None:
     one = fragment(engine, [weight], Outer(0.5, 0.0))
     weight.copy_(torch.full((4,), 1 + 2**-7))
     one.send(0)
-    one.receive(wait)
+    one.receive()
     one.merge()
     assert torch.equal(one.rows[id(weight)].anchor, torch.full((4,), 1 + 2**-8))
 
@@ -100,14 +106,14 @@ def test_settling_begins_anew(engine) -> None:
     one = fragment(engine, [weight], Outer(1.0, 0.9))
     weight.add_(1)
     one.send(0)
-    one.settle(wait, 0)
+    one.settle(0)
     assert torch.equal(one.rows[id(weight)].velocity, torch.ones(4))  # what was in flight counts
     assert not one.under_way
     weight.add_(1)
     one.send(0)
     weight.fill_(5)
     one.replaced = True
-    one.settle(wait, 0)
+    one.settle(0)
     assert torch.equal(weight, torch.full((4,), 5.0))
     assert torch.equal(one.rows[id(weight)].anchor, weight)
     assert torch.equal(one.rows[id(weight)].velocity, torch.zeros(4))
@@ -126,10 +132,10 @@ def test_what_compression_has_lost_is_there_once_ranks_have_settled(engine, oute
         table += progress[1]
         one.send(0)
         if not (last and under_way):
-            one.receive(wait)
+            one.receive()
             one.merge()
     assert under_way or not torch.allclose(weight, 5 * outer.lr * progress[0], rtol=0, atol=1e-4)
-    one.settle(wait, 0)
+    one.settle(0)
     torch.testing.assert_close(weight, 5 * outer.lr * progress[0], rtol=0, atol=1e-5)
     torch.testing.assert_close(table, 5 * outer.lr * progress[1], rtol=0, atol=1e-5)
 
@@ -141,5 +147,5 @@ def test_what_was_replaced_owes_nothing(engine) -> None:
     one.send(0)
     weight.fill_(5.0)
     one.replaced = True
-    one.settle(wait, 0)
+    one.settle(0)
     assert torch.equal(weight, torch.full((12, 30), 5.0))

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.distributed import FileStore
 
-from dadt.comm.backend.rendezvous import Meeting
+from dadt.comm.backend.rendezvous import GroupRendezvous
 from dadt.comm.executors import c10d, hierarchical
 from dadt.config import Config
 from dadt.control.schema import WORKER
@@ -28,7 +28,7 @@ SECRET = b"of the job"
 SECONDS = 30.0
 
 
-class Keyed(Meeting):
+class Keyed(GroupRendezvous):
     """Of ranks that have a secret."""
 
     secret = SECRET
@@ -44,7 +44,7 @@ class Counting(Keyed):
         return super().get(keys)
 
 
-def meet_of(kind: type[Meeting], folder: str, rank: int, size: int) -> Meeting:
+def meet_of(kind: type[GroupRendezvous], folder: str, rank: int, size: int) -> GroupRendezvous:
     return kind(FileStore(f"{folder}/store", size), rank, size, SECONDS)
 
 

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from core.ranks import spawn
 from dadt import _core
 from dadt.comm.trace import clock
+from dadt.comm.trace import merge as merging
 from dadt.comm.trace.clock import Clock, align
 from dadt.comm.trace.gather import Through
 from dadt.comm.trace.merge import merge
@@ -60,13 +61,13 @@ def test_clocks_that_run_unlike_are_brought_together() -> None:
     begin, end = Clock(offset=5.0, error=1e-5, at=100.0, origin=90.0), Clock(offset=5.02, error=1e-5, at=300.0)
     lines = b'{"ts":10000000.000,"x":1},\n{"ts":210000000.000,"dur":3},\n'
     # The first was when they were compared first, the second when they were compared last.
-    assert merge._shifted(lines, begin, end) == b'{"ts":10000000.000,"x":1},\n{"ts":210020000.000,"dur":3},\n'
+    assert merging._shifted(lines, begin, end) == b'{"ts":10000000.000,"x":1},\n{"ts":210020000.000,"dur":3},\n'
     unmoved = Clock(offset=5.00001, error=1e-5, at=300.0)
-    assert merge._shifted(lines, begin, unmoved) is lines
+    assert merging._shifted(lines, begin, unmoved) is lines
 
 
 def _record(engine: _core.Engine, rank: int, world_size: int, path: str, operations: int, piece: int) -> str:
-    merge._PIECE_BYTES = piece
+    merging._PIECE_BYTES = piece
     mine = Timeline(path, world(rank, world_size))
     mine.start(Through(engine, world_size, 30.0))
     mine._record(engine, "exchange")

@@ -18,8 +18,8 @@ class Gate final : public Executor {
   void connect(const std::vector<std::string>&, double) override {}
   Result run(const Operation& operation, double timeout) override {
     entered = true;
-    bell.ring();
-    bell.wait([this] { return open || aborted; }, deadline_after(timeout));
+    event.notify();
+    event.wait([this] { return open || aborted; }, deadline_after(timeout));
     if (!open) throw Error(Code::kAborted, "the gate was aborted");
     if (operation.name == "bad") throw Error(Code::kPeerLost, "bad is bad");
     if (operation.name == "bug") throw std::runtime_error("a bug");
@@ -28,19 +28,19 @@ class Gate final : public Executor {
   }
   void abort(const Error&) override {
     aborted = true;
-    bell.ring();
+    event.notify();
   }
   void close() override { closed = true; }
 
   void let_go() {
     open = true;
-    bell.ring();
+    event.notify();
   }
   void wait_entered() {
-    EXPECT_TRUE(bell.wait([this] { return entered.load(); }, deadline_after(30)));
+    EXPECT_TRUE(event.wait([this] { return entered.load(); }, deadline_after(30)));
   }
 
-  Bell bell;
+  EventCount event;
   std::atomic<bool> open{false}, aborted{false}, entered{false}, closed{false};
   std::vector<std::string> names;  // engine thread, until joined
 };

@@ -8,8 +8,8 @@
 
 #include "negotiation/coordinator.h"
 #include "negotiation/message.h"
-#include "shm/post.h"
 #include "ranks.h"
+#include "shm/post.h"
 
 namespace dadt {
 namespace {
@@ -177,7 +177,7 @@ class FuzzMail : public Fuzz {
 
 // Rank 1 writes frames into its pipe to rank 0 that no rank would write.
 TEST_F(FuzzMail, Frames) {
-  Pipe pipe(ranks_[0]->body(0) + Pipe::memory_bytes(kPipe), kPipe);
+  ByteRing pipe(ranks_[0]->body(0) + ByteRing::memory_bytes(kPipe), kPipe);
   go("frames of mail", [&] {
     Post post(*ranks_[0], kPipe);
     post.open();
@@ -213,7 +213,7 @@ TEST_F(FuzzMail, Frames) {
     for (const Handle& receive : receives) EXPECT_TRUE(receive->done());
     EXPECT_EQ(post.pending(), 0u);
     // What rank 0 has answered is for rank 1 to read.
-    Pipe answers(ranks_[0]->body(1), kPipe);
+    ByteRing answers(ranks_[0]->body(1), kPipe);
     answers.pop(answers.unread());
     return sound;
   });

@@ -1,4 +1,4 @@
-"""Whole scripts that know nothing of DADT, under `dadt run`."""
+"""PlainLinkState scripts that know nothing of DADT, under `dadt run`."""
 
 from __future__ import annotations
 

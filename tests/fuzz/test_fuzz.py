@@ -29,9 +29,9 @@ from dadt.control.frame import LENGTHS, Frame, Parser
 from dadt.control.schema import AGENT
 from dadt.control.seal import Seal
 from dadt.errors import DadtError, LaunchError
+from dadt.launch.agents import Agents, Node
+from dadt.launch.agents import _named as named
 from dadt.launch.channel import Channel
-from dadt.launch.crew import Crew, Node
-from dadt.launch.crew import _named as named
 from dadt.launch.hosts import host
 from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.slot import Slot
@@ -153,7 +153,7 @@ def a_job(folder: Path) -> tuple[Job, Node]:
     """Of two ranks on one host."""
     slots = [Slot(rank=rank, local_rank=rank, world_size=2, local_size=2, host="h0") for rank in range(2)]
     journal = Journal(folder / "events.jsonl", lambda text: None)
-    crew = Crew(Idle(), [Host(name="h0")], 30.0, journal.see)
+    crew = Agents(Idle(), [Host(name="h0")], 30.0, journal.see)
     output = Output(folder, ["h0", "h0"], (set(), set()), lambda stream, data: None, lambda text: None)
     job = Job("fuzz", crew, slots, output, journal, lambda text, level: None, 1.0)
     (node,) = crew.nodes

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from dadt import algorithms
 from dadt.config import Config
 from dadt.train.runtime import Runtime
 from dadt.world import World
@@ -55,7 +56,7 @@ class Training:
         self.model = nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.Tanh(), nn.Linear(256, 1)).to(device)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
         config = Config(executor=executor, algorithm=algorithm, warmup_steps=5, bucket_mb=0.01)
-        self.runtime = Exchanging(World(), config, None)
+        self.runtime = Exchanging(World(), config, None, algorithms.find)
         self.runtime.register(self.optimizer)
         self.inputs = torch.randn(32, 64, device=device)
 
@@ -65,8 +66,8 @@ class Training:
         attachment.prediction.apply()
         self.optimizer.zero_grad()
         self.model(self.inputs).pow(2).mean().backward()
-        attachment.consume()
-        attachment.hold_back()
+        attachment.average_gradients()
+        attachment.withhold_gradients()
         self.optimizer.step()
         attachment.stepped()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-PROGRAM = [sys.executable, "-m", "dadt_cli.bench.executor"]
+PROGRAM = [sys.executable, str(Path(__file__).parents[1] / "benchmarks" / "executor.py")]
 
 
 @pytest.mark.gpu

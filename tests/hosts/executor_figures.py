@@ -24,7 +24,8 @@ from dadt_cli.bench import ddp
 from dadt_cli.bench.figure import conditions
 from dadt_cli.bench.ratio import Interval
 
-PROGRAM = [sys.executable, "-m", "dadt_cli.bench.executor"]
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+PROGRAM = [sys.executable, str(BENCHMARKS / "executor.py")]
 SIZES = "64,4096,65536,1048576,8388608,67108864,268435456"
 SECONDS = 900.0
 MEBIBYTE = 1 << 20
@@ -55,7 +56,7 @@ def under_mpi(mpirun: str, sizes: str, seconds: float) -> Rows:
 def burst(ranks: int) -> Any:
     """A thousand tensors of 4 KiB by name over shared memory, against one Gloo allreduce after the other."""
     with tempfile.TemporaryDirectory(prefix="dadt-figures-") as folder:
-        program = [sys.executable, "-m", "dadt_cli.bench.burst", "shm", "--np", ranks, "--store", f"{folder}/store"]
+        program = [sys.executable, str(BENCHMARKS / "burst.py"), "shm", "--np", ranks, "--store", f"{folder}/store"]
         return ended([started([*program, "--rank", rank]) for rank in range(ranks)])
 
 

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import date
@@ -47,6 +47,8 @@ SHORT = ("--timeout", "12", "--stall-warning", "5", "--heartbeat-timeout", "4", 
 DEFAULTS = ("--timeout", "300", "--heartbeat-timeout", "10", "--orphan-timeout", "30")
 """For cuts that are to be survived as a user's jobs survive them."""
 NOWHERE = "lladdr 02:00:00:00:00:99 dev eth0 nud permanent"
+STEPPED_SECONDS = 15.0
+"""How long a job goes on after a step of the clock: longer than each of its waits."""
 TELL_LETTERS = 220
 CGROUP = Path(f"/sys/fs/cgroup/memory/dadt-faults-{os.getpid()}")
 
@@ -54,8 +56,11 @@ CGROUP = Path(f"/sys/fs/cgroup/memory/dadt-faults-{os.getpid()}")
 class Job:
     """A running job of two or more ranks, all of which train."""
 
-    def __init__(self, folder: Path, place: str, arguments: Sequence[str], network: Network | None) -> None:
+    def __init__(
+        self, folder: Path, place: str, arguments: Sequence[str], variables: Mapping[str, str], network: Network | None
+    ) -> None:
         self.folder = folder
+        (folder / "clock").write_text("+0")
         self.network = network
         (folder / "train.py").write_text(SCRIPT)
         more = {"2 simulated hosts": ["--simulate-hosts", "2"], "2 hosts by SSH": ["-H", "h0:1,h1:1"]}.get(place, [])
@@ -66,7 +71,7 @@ class Job:
         self.process = subprocess.Popen(
             network.launcher.enter(command, folder) if network is not None else command,
             cwd=folder,
-            env={**os.environ, "HOME": str(network.launcher.home) if network is not None else os.environ["HOME"]},
+            env={**os.environ, **variables, "HOME": str(network.launcher.home if network else os.environ["HOME"])},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -149,6 +154,8 @@ class Fault:
     """A pattern of the line that names it; empty: nobody is to be bothered."""
     code: int
     arguments: tuple[str, ...] = ()
+    variables: Callable[[Path], Mapping[str, str]] = lambda folder: {}
+    """Of the job in this folder."""
     needs: Callable[[], str] = lambda: ""
     """Why it cannot be tried here; empty if it can."""
 
@@ -228,6 +235,33 @@ def fill_disk(job: Job) -> None:
     job.finish()
 
 
+def with_clock(folder: Path) -> dict[str, str]:
+    """All processes of the job read the clock with the seconds that stand in this file, but for the monotonic one."""
+    library = folder / "clock.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, Path(__file__).with_name("clock.c")], check=True)
+    return {"LD_PRELOAD": str(library), "CLOCK_FILE": str(folder / "clock")}
+
+
+def step_clock(seconds: int) -> Callable[[Job], None]:
+    def step(job: Job) -> None:
+        job.strike("Path('clock.read').write_text(str(time.time())); os.remove('strike')")
+        await_that(lambda: _read(job.folder / "clock.read"), "the clock to be read")
+        before = float(_read(job.folder / "clock.read"))
+        (job.folder / "clock.new").write_text(f"{seconds:+d}")
+        (job.folder / "clock.new").rename(job.folder / "clock")
+        (job.folder / "clock.read").unlink()
+        job.strike("Path('clock.read').write_text(str(time.time())); os.remove('strike')")
+        await_that(lambda: _read(job.folder / "clock.read"), "the clock to be read again")
+        assert abs(float(_read(job.folder / "clock.read")) - before - seconds) < SECONDS, "the clock has not stepped"
+        time.sleep(STEPPED_SECONDS)
+
+    return step
+
+
+def _read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
 WAS_STOPPED = r"stopped \(SIGSTOP"
 KILLED = r"worker 1 failed \(killed by signal 9, SIGKILL\)"
 EARLY = r"worker 1 failed \(ended too early"
@@ -254,7 +288,9 @@ def faults() -> Iterator[Fault]:
     silent = "no sign of life for"
     yield Fault("SIGSTOP of the agent", HERE, "gloo", lambda job: os.kill(job.agent(0), 19), silent, 3)
     yield Fault("kill -9 of the launcher", HERE, "gloo", lambda job: job.process.kill(), "", -9)
-    yield Fault("a step of the clock", HERE, "gloo", stop, "", 0, needs=lambda: "the clock is the whole machine's")
+    for seconds, what in ((3600, "forward"), (-3600, "back")):
+        step = for_a_while(0, step_clock(seconds), lambda job: None)
+        yield Fault(f"the clock steps an hour {what}", HERE, "gloo", step, "", 0, variables=with_clock)
     yield Fault("kill -9 of a worker", SIMULATED, "gloo", kill, KILLED, 137)
     yield Fault("SIGSTOP of a worker", SIMULATED, "gloo", stop, WAS_STOPPED, 1)
     yield Fault("kill -9 of an agent", SIMULATED, "gloo", kill_agent, "sim1: .* was killed", 3)
@@ -300,7 +336,9 @@ def try_out(fault: Fault) -> Row:
             stack.callback(network.close)
         if "disk" in fault.arguments:
             stack.enter_context(small_disk(folder / "disk"))
-        job = Job(folder, fault.place, ["--executor", fault.executor, *fault.arguments], network)
+        job = Job(
+            folder, fault.place, ["--executor", fault.executor, *fault.arguments], fault.variables(folder), network
+        )
         stack.callback(job.process.kill)
         begin = time.monotonic()
         fault.strike(job)

@@ -137,6 +137,8 @@ def test_a_dry_run_shows_the_command_and_connects_to_nobody(hosts: Callable[[int
     result = launch(network, WHERE, "--dry-run")
     assert result.code == 0, result.err
     # The Python of the `dadt` that is called, which may have another name in the same environment.
-    command = rf"ssh -F {network.config} h0 'cd /; exec {Path(sys.executable).parent}/python[\d.]* -u -m dadt\.agent'"
+    command = (
+        rf"ssh -F {network.config} h0 'cd /; exec {Path(sys.executable).parent}/python[\d.]* -u -m dadt\.launch\.agent'"
+    )
     assert re.search(command, result.out.decode()), result.out
     assert "Connection from" not in network[0].log.read_text()

@@ -14,7 +14,7 @@ from run import Result, Run, await_that, is_running
 
 from dadt.control.connection import Reach
 from dadt.errors import LaunchError
-from dadt.launch.launchers.node_rendezvous import FileMeeting
+from dadt.launch.launchers.node_rendezvous import FileRendezvous
 
 Start = Callable[..., Run]
 SECRET = "what only the nodes of this job know"
@@ -259,7 +259,7 @@ def test_a_file_of_another_program_is_refused(start: Start, tmp_path: Path) -> N
     for text in ("something else", "[" * 60_000, " " * (1 << 17) + REACH.to_text()):
         written(path, text)
         with pytest.raises(LaunchError, match="was not written by dadt; give another file"):
-            FileMeeting(path).find()
+            FileRendezvous(path).find()
     for rank in (0, 1):
         result = node(start, rank, f"file://{path}").finish()
         assert result.code == 3
@@ -281,21 +281,21 @@ def test_a_file_of_another_user_is_refused(start: Start, tmp_path: Path) -> None
 
 def test_a_file_that_others_can_read_or_change_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "meet", REACH.to_text())
-    assert FileMeeting(path).find() == REACH
+    assert FileRendezvous(path).find() == REACH
     for mode, may in ((0o640, "read"), (0o604, "read"), (0o620, "change"), (0o602, "change")):
         path.chmod(mode)
         with pytest.raises(LaunchError, match=f"others may {may} it, and it holds the job's key; remove it"):
-            FileMeeting(path).find()
+            FileRendezvous(path).find()
 
 
 def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     written(tmp_path / "real", REACH.to_text())
     (tmp_path / "link").symlink_to(tmp_path / "real")
     with pytest.raises(LaunchError, match="it is a symbolic link"):
-        FileMeeting(tmp_path / "link").find()
+        FileRendezvous(tmp_path / "link").find()
     os.mkfifo(tmp_path / "pipe", 0o600)
     with pytest.raises(LaunchError, match="is not a file"):
-        FileMeeting(tmp_path / "pipe").find()
+        FileRendezvous(tmp_path / "pipe").find()
 
 
 def test_a_folder_where_everyone_replaces_files_is_refused(tmp_path: Path) -> None:
@@ -303,9 +303,9 @@ def test_a_folder_where_everyone_replaces_files_is_refused(tmp_path: Path) -> No
     folder.mkdir()
     path = written(folder / "meet", REACH.to_text())
     folder.chmod(0o1777)
-    assert FileMeeting(path).find() == REACH
+    assert FileRendezvous(path).find() == REACH
     folder.chmod(0o777)
-    for step in (FileMeeting(path).find, lambda: FileMeeting(path).open(REACH)):
+    for step in (FileRendezvous(path).find, lambda: FileRendezvous(path).open(REACH)):
         with pytest.raises(LaunchError, match=f"everyone may replace files in {folder}; chmod o-w it"):
             step()
 

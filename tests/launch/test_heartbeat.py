@@ -20,7 +20,7 @@ from run import Run, await_that
 
 from dadt.config import Config
 from dadt.errors import ConfigError
-from dadt.launch.agent.heartbeat import Heartbeat
+from dadt.launch.agent.host_heartbeat import HostHeartbeat
 
 SECRET = bytes(range(32))
 ADDRESSES = ("127.0.0.1", "127.0.0.2")
@@ -51,7 +51,7 @@ class Pair:
     """Two hosts, driven by the test."""
 
     def __init__(self) -> None:
-        self.hearts = [Heartbeat(SECRET, index, address, TIMEOUT) for index, address in enumerate(ADDRESSES)]
+        self.hearts = [HostHeartbeat(SECRET, index, address, TIMEOUT) for index, address in enumerate(ADDRESSES)]
         hosts = [
             {"index": index, "address": ADDRESSES[index], "port": heart.port} for index, heart in enumerate(self.hearts)
         ]
@@ -141,7 +141,7 @@ def test_a_flood_costs_bounded_work_and_hides_nobody(pair: Pair) -> None:
     assert pair.told == []
 
 
-def waiting(heart: Heartbeat) -> int:
+def waiting(heart: HostHeartbeat) -> int:
     """Bytes of memory that datagrams take which are not read yet."""
     port = f":{heart.port:04X} "
     [line] = [line for line in Path("/proc/net/udp").read_text().splitlines() if port in line]

@@ -24,12 +24,12 @@ from dadt.control.connection import (
     Listener,
     Reach,
     Refused,
-    SocketChannel,
     Unreached,
     Words,
     dial,
 )
 from dadt.control.frame import MAGIC, Frame, Link
+from dadt.launch.connect_back import SocketChannel
 
 KEY = b"k" * 32
 

@@ -13,13 +13,13 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import dadt_cli.page
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from run import DADT, Run, await_that
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import dadt_cli
+import dadt_cli.report.page
 from dadt.control.step_times import StepTimes, bound
 from dadt.launch.monitor import series
 from dadt.launch.monitor.journal import Journal

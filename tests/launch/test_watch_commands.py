@@ -72,7 +72,7 @@ def test_ps_of_a_job_lists_its_ranks(start):
 
 
 def test_ps_is_quick_and_imports_no_torch(tmp_path):
-    modules = ", ".join(f"dadt_cli.{name}" for name in ("ps", "logs", "stacks", "kill"))
+    modules = ", ".join(f"dadt_cli.jobs.{name}" for name in ("ps", "logs", "stacks", "kill"))
     code = f"import sys, {modules}; print('torch' in sys.modules, 'rich' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "False False\n", done.stderr

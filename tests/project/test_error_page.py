@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 TYPES = {name for name, value in vars(errors).items() if isinstance(value, type)}
 CALLS = {"ValueError", "TypeError"}
 """Of Python's own: what a verb says of its arguments."""
-INSIDE = ("dadt/launch/", "dadt_cli/bench/ratio.py")
+INSIDE = ("dadt/launch/", "dadt/control/", "dadt_cli/bench/ratio.py")
 """Where these are caught, and told in another sentence."""
 VERDICTS = "dadt/launch/ssh/verdict.py"
 THROWN = re.compile(r'Error\(Code::k(?!Internal)\w+,\s*(?:[\w.()]+ \+ )?"(?P<text>[^"]+)"')
@@ -25,7 +25,7 @@ REMEDY = re.compile(r"; | -> |: (?=give|use|choose|run|start|send)|\? | \((?=is|
 """Where a sentence goes on with what to do, or with more than it takes to know it again."""
 HOLE = "\0"
 ENOUGH, TOO_FEW = 22, 8
-"""Letters of a message to know it by."""
+"""FramedMessages of a message to know it by."""
 
 
 def template(node: ast.expr) -> str:

@@ -189,7 +189,7 @@ def parse(given: list[str]) -> None:
     """Flags and the values that they take; the rest may be left out."""
     command: click.Command = dadt_command
     context = click.Context(command)
-    while isinstance(command, click.Group) and given and given[0] != "--help":
+    while isinstance(command, click.OrderedGroup) and given and given[0] != "--help":
         if given[0].startswith("--model"):
             given = ["model", *given]  # of `dadt bench`, which has a command for it
         found = command.get_command(context, given[0])
@@ -242,7 +242,7 @@ def test_generated_pages_are_fresh(name: str) -> None:
 def flags(command: click.Command) -> set[str]:
     """All options of a command and of those below it."""
     known = {name for each in command.params for name in (*each.opts, *each.secondary_opts)} | {"--help"}
-    if isinstance(command, click.Group):
+    if isinstance(command, click.OrderedGroup):
         context = click.Context(command)
         for name in [*command.list_commands(context), "model"]:
             if found := command.get_command(context, name):

@@ -30,9 +30,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_files(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    for name in ("py.typed", "_core.pyi", f"_core{suffix}", "runtime.py", "launch/site/sitecustomize.py"):
+    for name in ("py.typed", "_core.pyi", f"_core{suffix}", "train/runtime.py", "inject/site/sitecustomize.py"):
         assert f"dadt/{name}" in names
-    assert {"dadt_cli/__init__.py", "dadt_cli/report.html"} <= set(names)
+    assert {"dadt_cli/__init__.py", "dadt_cli/report/report.html"} <= set(names)
     modules = {str(p.relative_to(ROOT)) for folder in ("dadt", "dadt_cli") for p in (ROOT / folder).rglob("*.py")}
     assert modules <= set(names)
     strangers = [n for n in names if not n.startswith(("dadt/", "dadt_cli/", "dadt-"))]

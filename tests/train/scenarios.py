@@ -125,12 +125,12 @@ def snapshot(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, 
     return state
 
 
-def factors(scenario: Scenario, staleness: int) -> tuple[float, float]:
+def factors(scenario: Scenario) -> tuple[float, float]:
     """Of the last displacement and of the one before."""
     if scenario.ahead < 0:
         return (0.0, 0.0)
-    if staleness > 1 or scenario.ahead == 0:
-        return (staleness + scenario.ahead, 0.0)
+    if scenario.ahead == 0:
+        return (1.0, 0.0)
     return (1.8, -0.9)
 
 
@@ -169,16 +169,16 @@ def next_weights(optimizer: torch.optim.Optimizer, parameters: list[Any], gradie
 class Simulation:
     """All ranks in one process, from the algorithm's definition: nothing of dadt is used."""
 
-    def __init__(self, name: str, world: int, algorithm: str, warmup: int, staleness: int) -> None:
+    def __init__(self, name: str, world: int, algorithm: str, warmup: int) -> None:
         self.scenario = SCENARIOS[name]
-        self.world, self.staleness = world, staleness
+        self.world = world
         self.late_from = math.inf if algorithm == "sync" else warmup
         torch.manual_seed(0)
         self.model = self.scenario.model()
         self.parameters = list(self.model.parameters())
         self.optimizer = self.scenario.optimizer(self.parameters)
         self.scheduler = self.scenario.scheduler(self.optimizer) if self.scenario.scheduler else None
-        self.own = staleness == 1 and self.scenario.own
+        self.own = self.scenario.own
         self.displacements: list[list[torch.Tensor]] = []
         self.pending: list[Gradients] = []
         self.fresh: list[Gradients] = []
@@ -190,7 +190,7 @@ class Simulation:
     def predicted(self, rank: int) -> list[torch.Tensor]:
         """Where the rank's gradient is computed."""
         true = [p.detach().clone() for p in self.parameters]
-        if len(self.pending) < self.staleness or not self.displacements:
+        if not self.pending or not self.displacements:
             return true
         if self.own:
             gradients = expected(
@@ -198,7 +198,7 @@ class Simulation:
             )
             there = next_weights(self.optimizer, self.parameters, gradients)
         else:
-            factor, before = factors(self.scenario, self.staleness)
+            factor, before = factors(self.scenario)
             last, older = self.displacements[0], self.displacements[-1] if len(self.displacements) > 1 else None
             older = older or [torch.zeros_like(t) for t in true]
             there = [t + (o * before).add_(d, alpha=factor) for t, d, o in zip(true, last, older)]
@@ -234,7 +234,7 @@ class Simulation:
         arrived: Gradients | None = self.mean()
         if step >= self.late_from:
             self.pending.append(self.mean())
-            arrived = self.pending.pop(0) if len(self.pending) > self.staleness else None
+            arrived = self.pending.pop(0) if len(self.pending) > 1 else None
         for p, g in zip(self.parameters, arrived or [None] * len(self.parameters)):
             p.grad = g if p.requires_grad else None
         if arrived is not None:
@@ -257,9 +257,9 @@ class Simulation:
 
 
 def simulate(
-    name: str, world: int, algorithm: str, warmup: int = WARMUP, steps: int = STEPS, staleness: int = 1
+    name: str, world: int, algorithm: str, warmup: int = WARMUP, steps: int = STEPS
 ) -> dict[str, torch.Tensor]:
-    simulation = Simulation(name, world, algorithm, warmup, staleness)
+    simulation = Simulation(name, world, algorithm, warmup)
     for step in range(steps):
         simulation.step(step)
     return snapshot(simulation.model, simulation.optimizer)

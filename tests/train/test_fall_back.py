@@ -39,9 +39,8 @@ VALLEY = """
 """
 
 
-@pytest.mark.parametrize("staleness", ["1", pytest.param("2", marks=pytest.mark.slow)])
-def test_a_rate_that_only_sync_bears(dadt_run, staleness) -> None:
-    run = dadt_run(VALLEY, "--warmup-steps", "25", "--staleness", staleness)
+def test_a_rate_that_only_sync_bears(dadt_run) -> None:
+    run = dadt_run(VALLEY, "--warmup-steps", "25")
     assert run.output.count(BACK) == 1
     assert "warning: step " in run.output and "Lower the learning rate or raise --warmup-steps" in run.output
     assert_replicas_equal(run)

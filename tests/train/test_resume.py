@@ -258,12 +258,10 @@ def test_random_states_survive_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        ("--staleness", "2"),
         ("--predict", "1.8,-0.9"),
         ("--executor", "gloo"),
         ("--compression", "int8"),
         ("--compression", "powersgd:1", "--executor", "gloo"),
-        ("--compression", "powersgd:1", "--staleness", "2"),
         ("--compression", "powersgd:1", "--algorithm", "sync"),
         ("--algorithm", "sync", "--no-buffers"),
     ],

@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from dadt import _core
-from dadt.algorithms.gossip.link_state import Whole, half_way
+from dadt.algorithms.gossip.link_state import PlainLinkState, half_way
 from dadt.algorithms.gossip.snapshot import grains
 from dadt.comm.compression.base import BLOCK, WIDE, Codec
 
 if TYPE_CHECKING:
-    from dadt.algorithms.gossip.snapshot import Part, Published
+    from dadt.algorithms.gossip.snapshot import Part, WeightSnapshot
 
 _ALIGNMENT = 64
 
 
-class Choco(Whole):
+class Choco(PlainLinkState):
     """The first message is of the weights as they are: rounding them would move ranks that are equal apart."""
 
-    def __init__(self, name: str, published: Published, codec: Codec) -> None:
+    def __init__(self, name: str, published: WeightSnapshot, codec: Codec) -> None:
         super().__init__(name, published)
         self._codec = codec.core
         self._reference = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -45,7 +45,7 @@ class Choco(Whole):
     def size(self) -> int:
         return self._short if self.number else super().size
 
-    def say(self, published: Published, message: torch.Tensor) -> int:
+    def say(self, published: WeightSnapshot, message: torch.Tensor) -> int:
         if not self.number:
             return super().say(published, message)
         step = published.step
@@ -62,7 +62,7 @@ class Choco(Whole):
             _core.compress(self._codec, values.data_ptr(), values.numel(), to.data_ptr())
         return step
 
-    def _settle(self, published: Published, mine: torch.Tensor, theirs: torch.Tensor) -> None:
+    def _settle(self, published: WeightSnapshot, mine: torch.Tensor, theirs: torch.Tensor) -> None:
         if not self.number:
             self._begin(published, mine, theirs)
             super()._settle(published, mine, theirs)
@@ -78,7 +78,7 @@ class Choco(Whole):
             torch._foreach_add_(grains(part.of(self._reference)), [_known(grain) for grain in grains(mean)])
             published.add(part, half_way(own, other))
 
-    def _begin(self, published: Published, mine: torch.Tensor, theirs: torch.Tensor) -> None:
+    def _begin(self, published: WeightSnapshot, mine: torch.Tensor, theirs: torch.Tensor) -> None:
         self._reference = torch.empty(published.bytes, dtype=torch.uint8, device="cpu")
         for part in published.parts:
             if _rounds(part):

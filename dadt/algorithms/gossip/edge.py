@@ -14,9 +14,9 @@ import torch
 from dadt.errors import CommTimeout
 
 if TYPE_CHECKING:
-    from dadt.algorithms.gossip.link_state import Tie
-    from dadt.algorithms.gossip.snapshot import Published
-    from dadt.comm.executors.base import Mail, Transit
+    from dadt.algorithms.gossip.link_state import LinkState
+    from dadt.algorithms.gossip.snapshot import WeightSnapshot
+    from dadt.comm.executors.base import P2PWork, PointToPoint
 
 _SLICE = 1 << 28
 """Bytes of one message: some libraries count in 32 bits."""
@@ -45,10 +45,10 @@ class Head(NamedTuple):
     bytes: int
 
 
-class Line:
+class LinkMessages:
     """Messages between this rank and one neighbour, in order. One thread."""
 
-    def __init__(self, mail: Mail, rank: int, peer: int, tag: int, timeout: float) -> None:
+    def __init__(self, mail: PointToPoint, rank: int, peer: int, tag: int, timeout: float) -> None:
         self.peer = peer
         self._mail = mail
         self._rank = rank
@@ -57,16 +57,16 @@ class Line:
         self.sent = 0
         """Bytes of weights."""
 
-    def say(self, kind: Kind) -> list[Transit]:
+    def say(self, kind: Kind) -> list[P2PWork]:
         """A message of a head alone."""
         return self._send(Head(kind, 0, 0, 0))
 
-    def send(self, tie: Tie, weights: torch.Tensor) -> list[Transit]:
+    def send(self, tie: LinkState, weights: torch.Tensor) -> list[P2PWork]:
         """Does not wait. The weights must not change until all is done."""
         self.sent += len(weights)
         return self._send(Head(Kind.WEIGHTS, tie.crc, tie.number, len(weights)), *torch.split(weights, _SLICE))
 
-    def _send(self, head: Head, *slices: torch.Tensor) -> list[Transit]:
+    def _send(self, head: Head, *slices: torch.Tensor) -> list[P2PWork]:
         return [
             self._mail.send(each, self.peer, self._tag)
             for each in (torch.tensor(head, dtype=torch.int64, device="cpu"), *slices)
@@ -87,7 +87,7 @@ class Line:
     def receive(self, weights: torch.Tensor) -> None:
         self.wait([self._mail.receive(each, self.peer, self._tag) for each in torch.split(weights, _SLICE)])
 
-    def wait(self, transits: list[Transit]) -> None:
+    def wait(self, transits: list[P2PWork]) -> None:
         """Until all are done. Raises CommTimeout that names the neighbour, and PeerLost."""
         deadline = monotonic() + self._timeout
         for transit in transits:
@@ -95,7 +95,7 @@ class Line:
                 raise CommTimeout(f"rank {self._rank} waited {self._timeout:g} s for rank {self.peer} in a gossip")
 
 
-def _done_within(transit: Transit, seconds: float) -> bool:
+def _done_within(transit: P2PWork, seconds: float) -> bool:
     try:
         transit.wait(seconds)
     except CommTimeout:
@@ -105,14 +105,14 @@ def _done_within(transit: Transit, seconds: float) -> bool:
     return True
 
 
-class End:
+class LinkEnd:
     """What both sides have."""
 
     def __init__(
         self,
-        line: Line,
-        weights: Callable[[], AbstractContextManager[Published | None]],
-        tie: Callable[[Published], Tie],
+        line: LinkMessages,
+        weights: Callable[[], AbstractContextManager[WeightSnapshot | None]],
+        tie: Callable[[WeightSnapshot], LinkState],
     ) -> None:
         """weights: those of now, for one exchange. tie: begins one with them."""
         self.line = line
@@ -120,21 +120,21 @@ class End:
         """Bytes that `line` would have sent without compression."""
         self._weights = weights
         self._begin = tie
-        self._tie: Tie | None = None
+        self._tie: LinkState | None = None
 
-    def _send(self, published: Published, tie: Tie, mine: torch.Tensor) -> list[Transit]:
+    def _send(self, published: WeightSnapshot, tie: LinkState, mine: torch.Tensor) -> list[P2PWork]:
         self.plain += published.bytes
         return self.line.send(tie, mine)
 
 
-class Asking(End):
+class Asking(LinkEnd):
     """The side that asks, once for each order."""
 
     def __init__(
         self,
-        line: Line,
-        weights: Callable[[], AbstractContextManager[Published | None]],
-        tie: Callable[[Published], Tie],
+        line: LinkMessages,
+        weights: Callable[[], AbstractContextManager[WeightSnapshot | None]],
+        tie: Callable[[WeightSnapshot], LinkState],
         ended: Callable[[Asking, bool], None],
     ) -> None:
         """ended: called after each exchange, with whether there was an average."""
@@ -162,7 +162,7 @@ class Asking(End):
         with self._weights() as published:
             return published is not None and self._average(published)
 
-    def _average(self, published: Published) -> bool:
+    def _average(self, published: WeightSnapshot) -> bool:
         if self._tie is None or not self._tie.fits(published):
             self._tie = self._begin(published)
         tie = self._tie
@@ -181,7 +181,7 @@ class Asking(End):
         return averaged
 
 
-class Answering(End):
+class Answering(LinkEnd):
     """The side that answers, and never asks."""
 
     def run(self) -> None:
@@ -199,7 +199,7 @@ class Answering(End):
             else:
                 self._average(published, tie)
 
-    def _average(self, published: Published, tie: Tie) -> None:
+    def _average(self, published: WeightSnapshot, tie: LinkState) -> None:
         mine, theirs = published.take(tie.size), published.take(tie.size)
         self.line.receive(theirs)
         step = tie.say(published, mine)
@@ -208,7 +208,7 @@ class Answering(End):
         self.line.wait(transits)
         published.give_back(mine, theirs)
 
-    def _tie_for(self, question: Head, published: Published) -> Tie | None:
+    def _tie_for(self, question: Head, published: WeightSnapshot) -> LinkState | None:
         """What both ends know; None where this one does not know what the other one does."""
         if question.number == 0:
             self._tie = self._begin(published)

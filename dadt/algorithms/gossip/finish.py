@@ -10,7 +10,7 @@ import torch
 from dadt.errors import CommError, CommTimeout
 
 if TYPE_CHECKING:
-    from dadt.comm.executors.base import Transit
+    from dadt.comm.executors.base import P2PWork
     from dadt.train.peers import Peers
 
 _PATIENCE = 3.0
@@ -34,7 +34,7 @@ def await_all(runtime: Peers, tag: int) -> None:
     _wait(runtime, [mail.send(note[:1], peer, tag) for peer in peers])
 
 
-def _wait(runtime: Peers, transits: list[Transit]) -> None:
+def _wait(runtime: Peers, transits: list[P2PWork]) -> None:
     config = runtime.config
     known = _peers(runtime)
     begun = moved = monotonic()
@@ -53,7 +53,7 @@ def _wait(runtime: Peers, transits: list[Transit]) -> None:
                 runtime.say(f"rank {runtime.world.rank} has ended and waits for the others: {who}", level="warning")
 
 
-def _done(runtime: Peers, transit: Transit) -> bool:
+def _done(runtime: Peers, transit: P2PWork) -> bool:
     try:
         transit.wait(_PATIENCE)
     except CommTimeout:

@@ -59,7 +59,7 @@ class Gossip(Algorithm):
         runtime.progress.senders.append(self._pairing)
         # The optimizer may be collected long before the end, on each rank when it likes.
         weakref.finalize(attachment.optimizer, self._pairing.forsake).atexit = False
-        end = End(runtime, weakref.ref(attachment), self._pairing, tag + 1)
+        end = FinalAverage(runtime, weakref.ref(attachment), self._pairing, tag + 1)
         attachment.owner.on_end.append(end)
         attachment.owner.on_stop.append(self._pairing.stop)
 
@@ -91,7 +91,7 @@ class Gossip(Algorithm):
         return self.attachment.runtime.step - self._stepped <= _IDLE_STEPS
 
 
-class End:
+class FinalAverage:
     """What all ranks do at the end of the process, each when it is there."""
 
     def __init__(self, runtime: Peers, attachment: weakref.ref[Attachment], pairing: Pairing, tag: int) -> None:

@@ -11,17 +11,17 @@ import torch
 from dadt.algorithms.gossip.snapshot import grains
 
 if TYPE_CHECKING:
-    from dadt.algorithms.gossip.snapshot import Published
+    from dadt.algorithms.gossip.snapshot import WeightSnapshot
 
 
-class Tie(abc.ABC):
+class LinkState(abc.ABC):
     """One end of it. Each end computes it from the same messages, so both have the same bits; where one has lost it,
     both begin anew. One thread.
 
     An exchange is a message each way, of one size. Then both ends move by the same numbers with opposite signs.
     """
 
-    def __init__(self, name: str, published: Published) -> None:
+    def __init__(self, name: str, published: WeightSnapshot) -> None:
         """name: as given to --compression."""
         self._name = name.encode()
         self.crc = zlib.crc32(self._name, published.crc)
@@ -29,7 +29,7 @@ class Tie(abc.ABC):
         self.number = 0
         """Exchanges so far."""
 
-    def fits(self, published: Published) -> bool:
+    def fits(self, published: WeightSnapshot) -> bool:
         """These are weights of the kind that it began with."""
         return self.crc == zlib.crc32(self._name, published.crc)
 
@@ -39,10 +39,10 @@ class Tie(abc.ABC):
         """Bytes of the next message."""
 
     @abc.abstractmethod
-    def say(self, published: Published, message: torch.Tensor) -> int:
+    def say(self, published: WeightSnapshot, message: torch.Tensor) -> int:
         """Fill this end's message; the step of the copy that it is of."""
 
-    def settle(self, published: Published, mine: torch.Tensor, theirs: torch.Tensor, step: int) -> None:
+    def settle(self, published: WeightSnapshot, mine: torch.Tensor, theirs: torch.Tensor, step: int) -> None:
         """Both messages are known: go half the way to the other end. mine: what `say` gave, at this step. Overwrites
         theirs."""
         self._settle(published, mine, theirs)
@@ -50,13 +50,13 @@ class Tie(abc.ABC):
         published.moved(step)
 
     @abc.abstractmethod
-    def _settle(self, published: Published, mine: torch.Tensor, theirs: torch.Tensor) -> None: ...
+    def _settle(self, published: WeightSnapshot, mine: torch.Tensor, theirs: torch.Tensor) -> None: ...
 
 
-class Whole(Tie):
+class PlainLinkState(LinkState):
     """The weights as they are."""
 
-    def __init__(self, name: str, published: Published) -> None:
+    def __init__(self, name: str, published: WeightSnapshot) -> None:
         super().__init__(name, published)
         self._bytes = published.bytes
 
@@ -64,13 +64,13 @@ class Whole(Tie):
     def size(self) -> int:
         return self._bytes
 
-    def say(self, published: Published, message: torch.Tensor) -> int:
+    def say(self, published: WeightSnapshot, message: torch.Tensor) -> int:
         step = published.step
         for part in published.parts:
             published.read(part, part.of(message))
         return step
 
-    def _settle(self, published: Published, mine: torch.Tensor, theirs: torch.Tensor) -> None:
+    def _settle(self, published: WeightSnapshot, mine: torch.Tensor, theirs: torch.Tensor) -> None:
         for part in published.parts:
             published.add(part, half_way(part.of(mine), part.of(theirs)))
 

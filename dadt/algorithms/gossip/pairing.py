@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dadt.algorithms.gossip.choco import Choco
-from dadt.algorithms.gossip.edge import Answering, Asking, Line
-from dadt.algorithms.gossip.link_state import Tie, Whole
+from dadt.algorithms.gossip.edge import Answering, Asking, LinkMessages
+from dadt.algorithms.gossip.link_state import LinkState, PlainLinkState
 from dadt.algorithms.gossip.powergossip import PowerGossip
-from dadt.algorithms.gossip.snapshot import Published
+from dadt.algorithms.gossip.snapshot import WeightSnapshot
 from dadt.algorithms.gossip.topology import asks, neighbours, partner
 from dadt.comm.compression import CODECS
 from dadt.errors import CommTimeout
 
 if TYPE_CHECKING:
-    from dadt.comm.executors.base import Mail
+    from dadt.comm.executors.base import PointToPoint
     from dadt.world import World
 
 _LATE_SECONDS = 1.0
@@ -41,7 +41,7 @@ class Pairing:
     """
 
     def __init__(
-        self, mail: Mail, world: World, topology: str, tag: int, timeout: float, compression: str = "none"
+        self, mail: PointToPoint, world: World, topology: str, tag: int, timeout: float, compression: str = "none"
     ) -> None:
         self.ages: Counter[int] = Counter()
         """Exchanges whose difference has reached the live weights, by how many steps these had made meanwhile."""
@@ -52,10 +52,10 @@ class Pairing:
         self._world = world
         self._topology = topology
         self._compression = compression
-        self._published: Published | None = None
+        self._published: WeightSnapshot | None = None
         self._token: list[Any] = []
         self._parameters: list[weakref.ref[torch.Tensor]] = []
-        self._replaced: list[tuple[Published, list[weakref.ref[torch.Tensor]]]] = []
+        self._replaced: list[tuple[WeightSnapshot, list[weakref.ref[torch.Tensor]]]] = []
         """Copies of what the script has changed since: differences may still come to them."""
         self._step = 0
         """Boundaries so far: unlike the script's steps, they go forward only."""
@@ -68,7 +68,7 @@ class Pairing:
         self._asking: dict[int, Asking] = {}
         self._edges: dict[int, Asking | Answering] = {}
         for peer in neighbours(topology, world.rank, world.world_size):
-            line = Line(mail, world.rank, peer, tag, timeout)
+            line = LinkMessages(mail, world.rank, peer, tag, timeout)
             if asks(world.rank):
                 self._edges[peer] = self._asking[peer] = Asking(line, self._weights, self._tie, self._ended)
             else:
@@ -100,7 +100,7 @@ class Pairing:
             self._take_over(published, self._parameters)
             self._replaced.append((published, self._parameters))
             published = None
-        published = published or Published(tensors)
+        published = published or WeightSnapshot(tensors)
         self._parameters = [weakref.ref(p) for p in parameters]
         self.ages += published.publish(tensors, self._step)
         self._token = token
@@ -143,7 +143,7 @@ class Pairing:
         for thread in self._threads.values():
             thread.join(max(0.0, deadline - monotonic()))
 
-    def _take_over(self, published: Published, parameters: Sequence[weakref.ref[torch.Tensor]]) -> bool:
+    def _take_over(self, published: WeightSnapshot, parameters: Sequence[weakref.ref[torch.Tensor]]) -> bool:
         """What has been added to a copy that is replaced: the neighbour has moved by as much. Whether more may come."""
         with self._lock:
             used = published.users > 0
@@ -151,11 +151,11 @@ class Pairing:
         published.hand_over([None if p is None else p.data for p in live])
         return used
 
-    def _tie(self, published: Published) -> Tie:
+    def _tie(self, published: WeightSnapshot) -> LinkState:
         return tie(self._compression, published, asks(self._world.rank))
 
     @contextmanager
-    def _weights(self) -> Iterator[Published | None]:
+    def _weights(self) -> Iterator[WeightSnapshot | None]:
         """For one exchange: if they are replaced meanwhile, what it adds still counts."""
         with self._lock:
             published = self._published
@@ -212,9 +212,9 @@ class Pairing:
             self._published, self._replaced = None, []
 
 
-def tie(name: str, published: Published, asks: bool) -> Tie:
+def tie(name: str, published: WeightSnapshot, asks: bool) -> LinkState:
     """For one end of an edge. name: as given to --compression; asks: this end asks, the other one answers."""
     family, _, rank = name.partition(":")
     if family == "powersgd":
         return PowerGossip(name, published, int(rank), asks)
-    return Choco(name, published, CODECS[name]) if name in CODECS else Whole(name, published)
+    return Choco(name, published, CODECS[name]) if name in CODECS else PlainLinkState(name, published)

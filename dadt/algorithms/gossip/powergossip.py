@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from dadt.algorithms.gossip.link_state import Tie, half_way
+from dadt.algorithms.gossip.link_state import LinkState, half_way
 from dadt.comm.compression.base import WIDE
 from dadt.comm.compression.powersgd import orthonormal
 
 if TYPE_CHECKING:
-    from dadt.algorithms.gossip.snapshot import Kind, Published
+    from dadt.algorithms.gossip.snapshot import Kind, WeightSnapshot
 
 _ALIGNMENT = 64
 _SEED = 2008_01425
@@ -33,11 +33,11 @@ class Matrix(NamedTuple):
     """0: it travels as it is."""
 
 
-class PowerGossip(Tie):
+class PowerGossip(LinkState):
     """One side in odd exchanges, the other in even ones. Ranks must have processors of one kind: each multiplies itself
     what all are to move by."""
 
-    def __init__(self, name: str, published: Published, rank: int, asks: bool) -> None:
+    def __init__(self, name: str, published: WeightSnapshot, rank: int, asks: bool) -> None:
         super().__init__(name, published)
         self._asks = asks
         self._dtypes = [kind.dtype for kind in published.kinds]
@@ -56,7 +56,7 @@ class PowerGossip(Tie):
     def size(self) -> int:
         return max((place.stop for place in self._places()), default=0)
 
-    def say(self, published: Published, message: torch.Tensor) -> int:
+    def say(self, published: WeightSnapshot, message: torch.Tensor) -> int:
         step = published.step
         for index, place in enumerate(self._places()):
             flat, matrix, base = published.read_tensor(index), self._matrices[index], self._bases[index]
@@ -68,7 +68,7 @@ class PowerGossip(Tie):
             torch.mm(values.T if self._by_columns else values, base, out=to.view(-1, matrix.rank))
         return step
 
-    def _settle(self, published: Published, mine: torch.Tensor, theirs: torch.Tensor) -> None:
+    def _settle(self, published: WeightSnapshot, mine: torch.Tensor, theirs: torch.Tensor) -> None:
         for index, place in enumerate(self._places()):
             own, other = (message[place].view(self._dtypes[index]) for message in (mine, theirs))
             base, rank = self._bases[index], self._matrices[index].rank

@@ -54,7 +54,7 @@ class Part:
         return memory[self.start : self.stop].view(self.dtype)
 
 
-class Published:
+class WeightSnapshot:
     """A copy of the weights as they were at the last step boundary, and what has been added to it since.
 
     One thread trains and calls `publish`; any other may average the copy with a peer's meanwhile. What both move by

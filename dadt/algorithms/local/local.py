@@ -49,7 +49,7 @@ class Local(Algorithm):
         self._steps = 0
         """That this rank has taken alone."""
         self._trained: tuple[Any, ...] = ()
-        self._end = End(attachment)
+        self._end = FinalAverage(attachment)
         attachment.owner.on_end.append(self._end)
 
     @property
@@ -60,7 +60,7 @@ class Local(Algorithm):
         """What each rank has done alone with weights that other optimizers train or have trained would be lost: they
         average first."""
         a = self.attachment
-        others = [end for end in a.owner.on_end if isinstance(end, End) and end.rounds]
+        others = [end for end in a.owner.on_end if isinstance(end, FinalAverage) and end.rounds]
         if not others:
             return
         # Held: an optimizer that the script has dropped lives on as garbage, on some ranks only.
@@ -85,7 +85,7 @@ class Local(Algorithm):
             a = self.attachment
             exchange = a.new_exchange()
             a.close(exchange)
-            a.agree(a.wait(exchange), exchange)
+            a.agree(exchange.receive(), exchange)
             a.deliver(exchange)
 
     def after_step(self) -> None:
@@ -147,7 +147,7 @@ class Local(Algorithm):
         runtime = self.attachment.runtime
         name = f"local, {what}{self.attachment.name}"
         size, compression = int(runtime.config.bucket_mb * 2**20), runtime.config.compression
-        return Fragment(name, tensors, outer, runtime.engine, runtime.device, size, compression)
+        return Fragment(name, tensors, outer, runtime, size, compression)
 
     def _follow(self) -> None:
         """The script has added, frozen or moved parameters, in this step on all ranks: they begin a round together."""
@@ -173,7 +173,7 @@ class Local(Algorithm):
     def _merge(self, fragment: Fragment) -> None:
         a = self.attachment
         begun = perf_counter()
-        told = fragment.receive(a.runtime.wait)
+        told = fragment.receive()
         a.measure.exchanged(fragment.seconds, perf_counter() - begun)
         if fragment.replaced:
             return  # the weights that this belongs to are gone
@@ -186,7 +186,7 @@ class Local(Algorithm):
         begun = perf_counter()
         for fragment in fragments:
             a.runtime.keep(fragment)
-            fragment.settle(a.runtime.wait, a.groups)
+            fragment.settle(a.groups)
         a.measure.exchanged(0.0, perf_counter() - begun)
 
     def _sentence(self) -> str:
@@ -253,7 +253,7 @@ class Local(Algorithm):
                 row.velocity.copy_(velocity)
 
 
-class End:
+class FinalAverage:
     """What all ranks do at the end of the process: the exact average, of what all ranks still have."""
 
     def __init__(self, attachment: Attachment) -> None:

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from dadt.comm.bucket import Bucket, Staged, split
-from dadt.comm.compression import Feedback, LowRank, forms
-from dadt.comm.keepalive import keep_for_good
-from dadt.errors import CommError, Mismatch
+from dadt.comm.bucket import Bucket, split
+from dadt.comm.compression import LowRank, forms
+from dadt.errors import Mismatch
+from dadt.train.exchange.bucket_exchange import BucketExchange, Peers
 
 if TYPE_CHECKING:
-    from dadt._core import Engine, Work
-    from dadt.comm.compression.powersgd import Round
-    from dadt.comm.executors.device import Averaging, Device
-
-Wait = Callable[["Work | Averaging"], None]
+    from dadt._core import Work
+    from dadt.comm.executors.device import Averaging
 
 _OWN, _MEAN = 0, 1
 """The bucket's flat buffers: what this rank sends, and what comes."""
@@ -66,7 +63,7 @@ class Row(NamedTuple):
     velocity: torch.Tensor | None
 
 
-class Fragment:
+class Fragment(BucketExchange):
     """Parameters that are exchanged together: `send` begins an exchange, `receive` and `merge` end it, later.
 
     While one is in flight, a rank goes on from where its own progress alone would lead the anchor; what it has added to
@@ -78,8 +75,7 @@ class Fragment:
         name: str,
         parameters: Sequence[torch.Tensor],
         outer: Outer,
-        engine: Engine,
-        device: Device | None,
+        peers: Peers,
         bucket_bytes: int,
         compression: str = "none",
     ) -> None:
@@ -87,23 +83,16 @@ class Fragment:
 
         compression: how progress travels.
         """
-        self.name = name
+        super().__init__(peers, name)
         self.outer = outer
-        self._engine = engine
-        self._device = device
         self._number = 0
-        self._works: list[Work | Averaging] = []
-        self._second: list[Work | Averaging] = []
-        """Of those that take two allreduces."""
-        self._rounds: list[tuple[int, Round]] = []
-        """Buckets of which the second one is not submitted yet."""
-        self._alive: list[list[torch.Tensor | None]] = []
-        """What is under way."""
         self.replaced = False
         """The script has set the weights since the last exchange: the next one settles them."""
         with torch.no_grad():
             rows = [Row(p, a := _wide(p), torch.zeros_like(a) if outer.momentum else None) for p in parameters]
-        self._buckets = split([r.anchor for r in rows], bucket_bytes, None if device is None else device.device)
+        self._buckets = split(
+            [r.anchor for r in rows], bucket_bytes, None if peers.device is None else peers.device.device
+        )
         self._forms = forms(compression, self._buckets)
         by_anchor = {id(r.anchor): r for r in rows}
         self._rows = [[by_anchor[id(a)] for a in bucket.tensors] for bucket in self._buckets]
@@ -120,19 +109,6 @@ class Fragment:
         """An exchange is not merged yet."""
         return bool(self._works)
 
-    @property
-    def works(self) -> list[Work | Averaging]:
-        return self._works + self._second
-
-    @property
-    def done(self) -> bool:
-        return all(w.done for w in self.works)
-
-    @property
-    def seconds(self) -> float:
-        """Of the exchange that has come."""
-        return sum(w.seconds for w in self.works)
-
     def tensors_of(self, work: Work | Averaging) -> list[torch.Tensor]:
         """The parameters that it moves; none if it is not one of these works."""
         index = next((i for i, mine in enumerate(self._works) if mine is work), None)
@@ -140,15 +116,10 @@ class Fragment:
 
     # One exchange ----------------------------------------------------------------------------------------------
 
-    def receive(self, wait: Wait) -> list[Told]:
+    def receive(self) -> list[Told]:
         """Until what is in flight has come; what every rank told with it. None is in flight: nothing."""
-        try:
-            for work in self._works:
-                wait(work)
-            self._go_on(wait)
-        except CommError:
-            keep_for_good(self)  # a library may still be at its memory
-            raise
+        self._await()
+        self._go_on()
         self._alive.clear()
         if not self._works:
             return []
@@ -185,10 +156,10 @@ class Fragment:
                     row.parameter.data.copy_(ahead)
         self._send(groups, settles=False)
 
-    def settle(self, wait: Wait, groups: int) -> None:
+    def settle(self, groups: int) -> None:
         """Now, on all ranks: the mean of their weights, from which a round begins. What low rank has lost of their
         progress goes with them, as there is no next round with which it could. (By 8 or 16 bits it is a thousandth.)"""
-        self.receive(wait)
+        self.receive()
         if self._works and not self.replaced and any(isinstance(form, LowRank) for form in self._forms):
             self.merge()  # what is owed is what this has left out
         with torch.no_grad():
@@ -204,7 +175,7 @@ class Fragment:
                         own = own.to(row.anchor).add(owed, alpha=self.outer.lr * (1 + self.outer.momentum))
                     bucket.views[_OWN][i].copy_(own, non_blocking=True)
         self._send(groups, settles=True)
-        self.receive(wait)
+        self.receive()
         with torch.no_grad():
             for bucket, rows in zip(self._buckets, self._rows, strict=True):
                 for i, row in enumerate(rows):
@@ -238,50 +209,29 @@ class Fragment:
         self._number += 1
         told = _LANE.pack(*Told(self._layout, self._number % 2**32, settles, groups))
         last = len(self._buckets) - 1
-        self._works = [
-            self._launch(index, told if index == last else b"", settles=settles) for index in range(last + 1)
-        ]
+        self._works, self._second_works = [], []
+        for index in range(last + 1):
+            self._launch(index, told if index == last else b"", settles=settles)
 
-    def _launch(self, index: int, lane: bytes, *, settles: bool) -> Work | Averaging:
+    def _launch(self, index: int, lane: bytes, *, settles: bool) -> None:
         bucket, form = self._buckets[index], None if settles else self._forms[index]
-        name = f"{self.name}, bucket {index}"
-        if not isinstance(form, LowRank):
-            return self._submit(bucket, bucket.stage(bucket.views[_OWN], _OWN), name, lane, form)
-        round_ = form.begin([bucket.deliver(i, _OWN) for i in range(len(bucket.tensors))], None, _MEAN)
-        self._rounds.append((index, round_))
-        plain = bucket.layout.total * bucket.layout.dtype.itemsize
-        return self._submit(form.first, round_.staged, name, lane, plain=plain)
+        if isinstance(form, LowRank):
+            round_ = form.begin([bucket.deliver(i, _OWN) for i in range(len(bucket.tensors))], None, _MEAN)
+            self._rounds.append((index, round_))
+            self.submit_bucket(index, bucket, form, round_.staged, _MEAN, lane)
+        else:
+            self.submit_bucket(index, bucket, form, bucket.stage(bucket.views[_OWN], _OWN), _MEAN, lane)
 
-    def _go_on(self, wait: Wait) -> None:
+    def _go_on(self) -> None:
         """The second half of what takes two allreduces. Every rank comes here at the same step."""
         rounds, self._rounds = self._rounds, []
         for _, round_ in rounds:
             round_.halfway()
-        self._second = [
-            self._submit(round_.form.second, round_.then, f"{self.name}, bucket {index}, second half", b"", plain=0)
-            for index, round_ in rounds
-        ]
-        for (_, round_), work in zip(rounds, self._second, strict=True):
-            wait(work)
+        self._second_works = [self._submit_second(index, round_, _MEAN) for index, round_ in rounds]
+        self._await()
+        for _, round_ in rounds:
             round_.finish()
             round_.learn()
-
-    def _submit(
-        self, bucket: Bucket, staged: Staged, name: str, lane: bytes, form: Feedback | None = None, plain: int = -1
-    ) -> Work | Averaging:
-        """plain: bytes of what it stands for, where it is something else."""
-        self._alive.append(staged.values)
-        if self._device is not None and bucket.direct:
-            places, flat = bucket.views[_MEAN], bucket.flats[_MEAN]
-            coding = None if form is None else (form, form.keep(None))
-            beside = {"name": name, "weight": 1.0, "lane": lane, "plain": plain}
-            return self._device.average(staged.values, places, flat, coding, **beside)
-        if staged.ready is not None:
-            staged.ready.synchronize()
-        compressed = {} if form is None else form.arguments(bucket.layout.total)
-        own = [0 if t is None else t.data_ptr() for t in staged.values]
-        mean = bucket.pointers[_MEAN]
-        return self._engine.allreduce(bucket.layout, own, mean, name, 1.0, lane, plain=plain, **compressed)
 
 
 def parts(parameters: Sequence[torch.Tensor], count: int) -> list[list[torch.Tensor]]:

@@ -1,21 +1,15 @@
-"""Pipe-SGD (arXiv:1811.03619): gradients are averaged `staleness` steps late, behind the next steps' compute."""
+"""Pipe-SGD (arXiv:1811.03619): gradients are averaged one step late, behind the next step's compute."""
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dadt.algorithms.pipe import stability
 from dadt.algorithms.pipe.divergence import FACTOR, Divergence
 from dadt.algorithms.sync import Sync
-from dadt.config.check import predict_factors
 from dadt.train.algorithm import Algorithm
-from dadt.train.prediction.displacement import auto_factors, momentum_of
-from dadt.train.prediction.expectation import DAMPING, share_of
-from dadt.train.prediction.next_step import known
-from dadt.train.restored import Arrived, flights
+from dadt.train.restored import RestoredExchange, flights
 
 if TYPE_CHECKING:
     from dadt.train.attachment import Attachment
@@ -29,11 +23,11 @@ those that are."""
 
 
 class Pipe(Algorithm):
-    """w(t+1) = optimizer(w(t), mean of g(t-K)), where g(t) was computed at predicted weights; K is the staleness.
+    """w(t+1) = optimizer(w(t), mean of g(t-1)), where g(t) was computed at predicted weights.
 
-    The first `warmup_steps` steps are synchronous. The K steps after them launch their exchanges and apply nothing
-    (not zeros: momentum, decay and counters stand still); from then on each step applies what the one K steps before
-    launched. The last K gradients of the training are averaged and dropped, on all ranks.
+    The first `warmup_steps` steps are synchronous. The step after them launches its exchange and applies nothing (not
+    zeros: momentum, decay and counters stand still). From then on each step applies what the step before has launched.
+    The last gradient of the training is averaged and dropped, on all ranks.
 
     Once it is late, each rank watches the averages' norm. One that sees it blow up says so in the lane of its next
     exchange; when that exchange is applied, all ranks go back to synchronous steps, for good.
@@ -44,9 +38,8 @@ class Pipe(Algorithm):
     def __init__(self, attachment: Attachment) -> None:
         super().__init__(attachment)
         config = attachment.runtime.config
-        self.in_flight = config.staleness
-        self._pending: deque[Exchange | Arrived] = deque()
-        """Under way, oldest first."""
+        self._pending: Exchange | RestoredExchange | None = None
+        """The one under way."""
         self._holds = False
         self._sync: Sync | None = None
         """What takes the steps where they are synchronous for good."""
@@ -59,22 +52,14 @@ class Pipe(Algorithm):
         """Of which parameters are trained, lately."""
         self._warmed_up = False
         """What was measured in the synchronous steps has been told, and acted on."""
-        if self.in_flight > 1:
-            bears = _bears(attachment.optimizer, config.predict, self.in_flight, attachment.runtime.world.world_size)
-            attachment.runtime.say(bears, level="warning")
 
     @property
     def _warming_up(self) -> bool:
         return self.attachment.step < self.attachment.warmup_steps or self.attachment.has_closure
 
     @property
-    def _full(self) -> bool:
-        """The next step applies what is under way longest."""
-        return len(self._pending) == self.in_flight
-
-    @property
     def predicts(self) -> bool:
-        return self._full and not self._warming_up
+        return self._pending is not None and not self._warming_up
 
     @property
     def tracks(self) -> bool:
@@ -82,7 +67,7 @@ class Pipe(Algorithm):
         a = self.attachment
         last = a.warmup_steps - a.prediction.needs <= a.step < a.warmup_steps
         first = a.step >= a.warmup_steps and a.prediction.sees_gradients
-        return not a.has_closure and self._sync is None and (self._full or last or first)
+        return not a.has_closure and self._sync is None and (self._pending is not None or last or first)
 
     @property
     def holds(self) -> bool:
@@ -100,9 +85,9 @@ class Pipe(Algorithm):
         if self._sync is not None:
             self._sync.before_step()
             return
-        if self._full:
+        if self._pending is not None:
             # Else its second half would queue behind the new exchange.
-            self._pending[0].go_on(a.runtime.wait)
+            self._pending.go_on()
         exchange = a.new_exchange()
         a.close(exchange, value=self._alarm())
         if self._warming_up:
@@ -121,7 +106,7 @@ class Pipe(Algorithm):
 
     def step_synchronously(self) -> None:
         """From now on, for good: what `sync` does."""
-        self._pending.clear()
+        self._pending = None
         self.attachment.prediction.end()
         self.attachment.measure.late = 0
         self._sync = Sync(self.attachment)
@@ -152,7 +137,7 @@ class Pipe(Algorithm):
         self._warmed_up = not state["measured"]
         if state["measured"]:
             self.attachment.measure.load_state(state["measured"])
-        self._pending = deque(Arrived(self.attachment, each) for each in state["in_flight"][-self.in_flight :])
+        self._pending = RestoredExchange(self.attachment, state["in_flight"][-1]) if state["in_flight"] else None
         self._norm = None if state["norm"] is None else torch.tensor(state["norm"], dtype=torch.float64, device="cpu")
         self._late = state["late"]
         self._changes = state.get("changes", 0)
@@ -162,24 +147,22 @@ class Pipe(Algorithm):
     def _step_synchronously(self, exchange: Exchange) -> None:
         a = self.attachment
         # Where a closure comes late, what is in flight is older than what it has computed.
-        self._pending.clear()
-        a.agree(a.wait(exchange), exchange)
+        self._pending = None
+        a.agree(exchange.receive(), exchange)
         self._deliver(exchange, late=False)
 
     def _step_late(self, exchange: Exchange) -> None:
         # Launched before waiting: the wire stays busy where communication is slower than compute.
         a = self.attachment
         a.measure.delayed += 1
-        before = self._pending[-1] if self._pending else exchange
-        self._pending.append(exchange)
-        if len(self._pending) <= self.in_flight:
+        oldest, self._pending = self._pending, exchange
+        if oldest is None:
             self._holds = True
             a.zero_gradients()
             return
-        oldest = self._pending.popleft()
-        lanes = a.wait(oldest)
+        lanes = oldest.receive()
         alarm = max(lane.value for lane in lanes)
-        self._count_changes(before, exchange)
+        self._count_changes(oldest, exchange)
         applies = _trains(oldest, exchange)
         if alarm or self._changes >= _PATIENCE:
             a.agree(lanes, oldest)
@@ -192,7 +175,7 @@ class Pipe(Algorithm):
             self._holds = True
             a.zero_gradients()
 
-    def _count_changes(self, before: Exchange | Arrived, latest: Exchange) -> None:
+    def _count_changes(self, before: Exchange | RestoredExchange, latest: Exchange) -> None:
         """All ranks train the same parameters: the lanes say so."""
         self._changes = max(self._changes - 1, 0)
         if before.schema is not latest.schema:
@@ -206,17 +189,17 @@ class Pipe(Algorithm):
         a.measure.fell_back += 1
         a.runtime.say(f"step {a.step}: {_reason(alarm, a.name)}", level="warning")
         self.step_synchronously()
-        lanes = a.wait(exchange)
+        lanes = exchange.receive()
         a.agree(lanes, exchange)
         if _CHANGED in (alarm, *(lane.value for lane in lanes)):
-            a.owner.adopt(a, weights=True)  # what ranks made of predicted weights may be in the true ones
+            a.owner.sync_from_rank0(a, weights=True)  # what ranks made of predicted weights may be in the true ones
         a.deliver(exchange)
 
-    def _deliver(self, exchange: Exchange | Arrived, late: bool) -> None:
+    def _deliver(self, exchange: Exchange | RestoredExchange, late: bool) -> None:
         prediction = self.attachment.prediction
         norm = exchange.norm() if self._divergence is not None or prediction.sees_gradients else None
         self._norm, self._late = norm, late
-        self.attachment.measure.late = self.in_flight if late else 0
+        self.attachment.measure.late = int(late)
         self.attachment.deliver(exchange)
         prediction.arrived(norm)
 
@@ -241,9 +224,9 @@ class Pipe(Algorithm):
         return self._divergence.see(norm)
 
 
-def _trains(oldest: Exchange | Arrived, latest: Exchange) -> bool:
+def _trains(oldest: Exchange | RestoredExchange, latest: Exchange) -> bool:
     """Whether anything of what has arrived is still trained."""
-    if isinstance(oldest, Arrived):
+    if isinstance(oldest, RestoredExchange):
         return bool(oldest.averaged_gradients())
     now = {id(p) for p in latest.schema.parameters} if oldest.schema is not latest.schema else set()
     return not now or any(id(p) in now for p in oldest.schema.parameters)
@@ -272,22 +255,4 @@ def _reason(alarm: float, name: str) -> str:
     return (
         f"the script trains other parameters{name} every few steps, so late gradients come to what is frozen: back to"
         " synchronous steps on all ranks"
-    )
-
-
-def _bears(optimizer: torch.optim.Optimizer, predict: str, delay: int, ranks: int) -> str:
-    """What learning rate a long delay leaves."""
-    momentum, nesterov = momentum_of(optimizer)
-
-    def limit(late: int) -> float:
-        factors = predict_factors(predict)
-        if late == 1 and factors is None and known(optimizer):
-            return stability.limit_by_own(momentum, share_of(ranks), DAMPING, nesterov=nesterov)
-        factors = factors or auto_factors(optimizer, late)
-        return stability.limit(momentum, late, *(factors if late else (0.0, 0.0)), nesterov=nesterov)
-
-    return (
-        f"--staleness {delay}: with momentum {momentum:g} learning rates are stable up to {limit(delay):.2g}/curvature,"
-        f" against {limit(1):.2g} at staleness 1 and {limit(0):.2g} with sync: lower the learning rate accordingly, or"
-        " leave --staleness at 1"
     )

@@ -20,10 +20,10 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from dadt.comm import executors
 from dadt.comm.backend.arguments import Tensors, first, listed, parts, reduction_of, rows
-from dadt.comm.backend.rendezvous import Meeting
-from dadt.comm.backend.work import Deliveries, Delivery, Parcel
+from dadt.comm.backend.rendezvous import GroupRendezvous
+from dadt.comm.backend.work import BackendWork, PendingWorks, Transfer
 from dadt.comm.collectives import operation
-from dadt.comm.collectives.ordered import Group
+from dadt.comm.collectives.ordered import OrderedGroup
 from dadt.comm.peer_deaths import Abort
 from dadt.config import Config, executor
 from dadt.errors import CommError
@@ -102,16 +102,16 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
         self._timeout = timeout
         self._limit = 0.0  # the executor's own, which is the same until the script sets another
         self._store = store
-        self._meeting = Meeting(store, rank, size, timeout)
+        self._meeting = GroupRendezvous(store, rank, size, timeout)
         around = self._meeting.look_around()
         config = replace(Config.from_env(), timeout=timeout, start_timeout=timeout, executor=_executor(around.workers))
         config = replace(config, broadcast_executor="", allreduce_executor="")
-        self._group = Group(executors.connect(config, around.world, self._meeting), rank, size)
-        self._deliveries = Deliveries(self._meeting)
+        self._group = OrderedGroup(executors.connect(config, around.world, self._meeting), rank, size)
+        self._deliveries = PendingWorks(self._meeting)
         self._gpu_each = around.gpu_each
         self._inner: Any = None
         self._name = self._description = ""
-        self._batch: list[Delivery] | None = None
+        self._batch: list[BackendWork] | None = None
         self._closed = False
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -119,38 +119,38 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
     # Reductions -------------------------------------------------------------------------------------------------------
 
     @_verb
-    def allreduce(self, tensors: Any, opts: Any = None) -> Delivery:
+    def allreduce(self, tensors: Any, opts: Any = None) -> BackendWork:
         tensors, reduction = listed(tensors), reduction_of(opts)
         return self._run(tensors, opts, [operation.all_reduce(t, t, reduction, self._size) for t in tensors])
 
     @_verb
-    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Delivery:
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> BackendWork:
         return self.allreduce(tensors, opts)
 
     @_verb
-    def reduce(self, tensors: Any, opts: Any) -> Delivery:
+    def reduce(self, tensors: Any, opts: Any) -> BackendWork:
         tensors, reduction, root = listed(tensors), reduction_of(opts), opts.rootRank
         calls = [operation.reduce(t, t, reduction, root, self._rank, self._size) for t in tensors]
         return self._run(tensors, opts, calls)
 
     @_verb
-    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Delivery:
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> BackendWork:
         return self._reduce_scatter(outputs, inputs, opts)
 
     @_verb
-    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Delivery:
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> BackendWork:
         return self._reduce_scatter([output], [parts(tensor, output, self._size)], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
     @_verb
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, tensors: Tensors, opts: Any = None) -> Delivery:
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, tensors: Tensors, opts: Any = None) -> BackendWork:
         parts = [parts(t, o, self._size) for t, o in zip(tensors, outputs, strict=True)]
         return self._reduce_scatter(outputs, parts, opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def _reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Delivery:
+    def _reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> BackendWork:
         reduction = reduction_of(opts)
         pairs = zip(inputs, outputs, strict=True)
         calls = [operation.reduce_scatter(i, o, reduction, self._rank, self._size) for i, o in pairs]
@@ -159,20 +159,20 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
     # From one to all, and from all to one -----------------------------------------------------------------------------
 
     @_verb
-    def broadcast(self, tensors: Any, opts: Any) -> Delivery:
+    def broadcast(self, tensors: Any, opts: Any) -> BackendWork:
         tensors = listed(tensors)
         calls = [operation.broadcast(t, opts.rootRank, self._rank, self._size) for t in tensors]
         return self._run(tensors, opts, calls)
 
     @_verb
-    def gather(self, outputs: Sequence[Tensors], tensors: Tensors, opts: Any) -> Delivery:
+    def gather(self, outputs: Sequence[Tensors], tensors: Tensors, opts: Any) -> BackendWork:
         root = opts.rootRank
         places: Sequence[Tensors | None] = outputs if root == self._rank else [None] * len(tensors)
         calls = [operation.gather(t, root, self._rank, self._size, o) for t, o in zip(tensors, places, strict=True)]
         return self._run(outputs, opts, calls)
 
     @_verb
-    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Delivery:
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> BackendWork:
         root = opts.rootRank
         given: Sequence[Tensors | None] = inputs if root == self._rank else [None] * len(outputs)
         calls = [operation.scatter(o, i, root, self._rank, self._size) for o, i in zip(outputs, given, strict=True)]
@@ -181,33 +181,33 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
     # Everybody to everybody -------------------------------------------------------------------------------------------
 
     @_verb
-    def allgather(self, outputs: Sequence[Tensors], tensors: Tensors, opts: Any = None) -> Delivery:
+    def allgather(self, outputs: Sequence[Tensors], tensors: Tensors, opts: Any = None) -> BackendWork:
         return self._all_gather(outputs, tensors, opts)
 
     @_verb
-    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Delivery:
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> BackendWork:
         return self._all_gather([parts(output, tensor, self._size)], [tensor], opts)
 
     _allgather_base = all_gather_single
 
     @_verb
-    def all_gather_single_coalesced(self, outputs: Tensors, tensors: Tensors, opts: Any = None) -> Delivery:
-        parts = [parts(o, t, self._size) for o, t in zip(outputs, tensors, strict=True)]
-        return self._all_gather(parts, tensors, opts)
+    def all_gather_single_coalesced(self, outputs: Tensors, tensors: Tensors, opts: Any = None) -> BackendWork:
+        pieces = [parts(o, t, self._size) for o, t in zip(outputs, tensors, strict=True)]
+        return self._all_gather(pieces, tensors, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     @_verb
-    def allgather_coalesced(self, outputs: Sequence[Tensors], tensors: Tensors, opts: Any = None) -> Delivery:
+    def allgather_coalesced(self, outputs: Sequence[Tensors], tensors: Tensors, opts: Any = None) -> BackendWork:
         """outputs: for each rank, one for each tensor."""
         return self._all_gather(list(zip(*outputs, strict=True)), tensors, opts)
 
-    def _all_gather(self, outputs: Sequence[Tensors], tensors: Tensors, opts: Any) -> Delivery:
+    def _all_gather(self, outputs: Sequence[Tensors], tensors: Tensors, opts: Any) -> BackendWork:
         pairs = zip(outputs, tensors, strict=True)
         return self._run(outputs, opts, [operation.all_gather(t, self._size, o) for o, t in pairs])
 
     @_verb
-    def alltoall(self, outputs: Tensors, tensors: Tensors, opts: Any = None) -> Delivery:
+    def alltoall(self, outputs: Tensors, tensors: Tensors, opts: Any = None) -> BackendWork:
         return self._run(outputs, opts, [operation.all_to_all(tensors, self._size, outputs)])
 
     @_verb
@@ -218,14 +218,14 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
         output_splits: Sequence[int],
         splits: Sequence[int],
         opts: Any = None,
-    ) -> Delivery:
+    ) -> BackendWork:
         """Splits: rows to and from each rank; empty: equally many."""
         outputs, tensors = rows(output, output_splits, self._size), rows(tensor, splits, self._size)
         return self._run([output], opts, [operation.all_to_all(tensors, self._size, outputs)])
 
     alltoall_base = all_to_all_single
 
-    def barrier(self, opts: Any = None) -> Delivery:
+    def barrier(self, opts: Any = None) -> BackendWork:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # as NCCL's does, also for what the stream has yet to do
             torch.cuda.current_stream().synchronize()
         return self._run([], opts, [operation.barrier(self._size)])
@@ -237,29 +237,29 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
     # Messages ---------------------------------------------------------------------------------------------------------
 
     @_verb
-    def send(self, tensors: Tensors, peer: int, tag: int) -> Delivery:
+    def send(self, tensors: Tensors, peer: int, tag: int) -> BackendWork:
         hosts = [operation.host_copy(t) for t in tensors]
         transits = [self._group.mail.send(h, peer, tag) for h in hosts]
         return self._carry(f"send to rank {peer} (tag {tag})", tensors, [(t, None) for t in transits])
 
     @_verb
-    def recv(self, tensors: Tensors, peer: int, tag: int) -> Delivery:
+    def recv(self, tensors: Tensors, peer: int, tag: int) -> BackendWork:
         return self._receive(f"receive from rank {peer} (tag {tag})", tensors, peer, tag)
 
     @_verb
-    def recv_anysource(self, tensors: Tensors, tag: int) -> Delivery:
+    def recv_anysource(self, tensors: Tensors, tag: int) -> BackendWork:
         return self._receive(f"receive from any rank (tag {tag})", tensors, None, tag)
 
-    def _receive(self, what: str, tensors: Tensors, peer: int | None, tag: int) -> Delivery:
+    def _receive(self, what: str, tensors: Tensors, peer: int | None, tag: int) -> BackendWork:
         targets = [operation.host_target(t) for t in tensors]
-        parcels: list[Parcel] = []
+        parcels: list[Transfer] = []
         for target, tensor in zip(targets, tensors, strict=True):
             transit = self._group.mail.receive(target, peer, tag)
             parcels.append((transit, partial(operation.deliver, target, tensor)))
         return self._carry(what, tensors, parcels)
 
-    def _carry(self, what: str, tensors: Tensors, parcels: Sequence[Parcel]) -> Delivery:
-        return self._deliveries.add(Delivery(self._deliveries, what, 0, parcels, list(tensors), self._timeout))
+    def _carry(self, what: str, tensors: Tensors, parcels: Sequence[Transfer]) -> BackendWork:
+        return self._deliveries.add(BackendWork(self._deliveries, what, 0, parcels, list(tensors), self._timeout))
 
     # What torch asks of a group beside its verbs ----------------------------------------------------------------------
 
@@ -312,9 +312,9 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
     def _start_coalescing(self, device: torch.device) -> None:
         self._batch = []
 
-    def _end_coalescing(self, device: torch.device) -> Delivery:
+    def _end_coalescing(self, device: torch.device) -> BackendWork:
         batch, self._batch = self._batch or [], None
-        return Delivery.of(self._deliveries, batch, self._timeout)
+        return BackendWork.of(self._deliveries, batch, self._timeout)
 
     # Its life ---------------------------------------------------------------------------------------------------------
 
@@ -343,7 +343,7 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
         if self._inner is not None:
             self._inner._get_backend(torch.device("cuda")).shutdown()
 
-    def _run(self, outputs: Any, opts: Any, calls: Sequence[operation.Call]) -> Delivery:
+    def _run(self, outputs: Any, opts: Any, calls: Sequence[operation.Operation]) -> BackendWork:
         """Start the calls, in the order that all ranks agree on."""
         given = opts.timeout.total_seconds() if hasattr(opts, "timeout") else 0.0
         limit = given if given > 0 else self._limit
@@ -354,7 +354,7 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
                 raise dist.DistBackendError(f"dadt: {error}") from error
             number = self._group.calls
         what = ", ".join(dict.fromkeys(call.verb for call in calls))
-        delivery = Delivery(self._deliveries, what, number, [(p, None) for p in pending], list(outputs), limit)
+        delivery = BackendWork(self._deliveries, what, number, [(p, None) for p in pending], list(outputs), limit)
         if self._batch is not None:
             self._batch.append(delivery)
         return self._deliveries.add(delivery)

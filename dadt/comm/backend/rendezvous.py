@@ -38,7 +38,7 @@ class Surroundings:
     """Every rank can have a GPU of its own, and NCCL."""
 
 
-class Meeting:
+class GroupRendezvous:
     """One rank's side. timeout: seconds within which all ranks come."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:

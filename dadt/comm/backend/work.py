@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
-from dadt.comm.backend.rendezvous import Meeting, ranks
+from dadt.comm.backend.rendezvous import GroupRendezvous, ranks
 from dadt.errors import CommError, CommTimeout
 
 PATIENCE = 1.0
@@ -23,26 +23,26 @@ LONG = 1e8
 
 
 class Waitable(Protocol):
-    """A verb (group.Pending) or a message (base.Transit)."""
+    """A verb (group.Pending) or a message (base.P2PWork)."""
 
     @property
     def done(self) -> bool: ...
     def wait(self, timeout: float) -> Any: ...
 
 
-Parcel = tuple[Waitable, "Callable[[], object] | None"]
+Transfer = tuple[Waitable, "Callable[[], object] | None"]
 """What to wait for, and what brings its result to where the caller wants it."""
 
 
-class Delivery(Work):
+class BackendWork(Work):
     """torch's Work: one call of a collective, or one message. Any thread may wait."""
 
     def __init__(
         self,
-        owner: Deliveries,
+        owner: PendingWorks,
         what: str,
         number: int,
-        parcels: Sequence[Parcel],
+        parcels: Sequence[Transfer],
         outputs: list[Any],
         limit: float,
     ) -> None:
@@ -60,7 +60,7 @@ class Delivery(Work):
         self._future: Future[Any] | None = None
 
     @classmethod
-    def of(cls, owner: Deliveries, several: Sequence[Delivery], limit: float) -> Delivery:
+    def of(cls, owner: PendingWorks, several: Sequence[BackendWork], limit: float) -> BackendWork:
         """All of them as one."""
         parcels = [parcel for each in several for parcel in each._parcels]
         outputs = [output for each in several for output in each._outputs]
@@ -168,27 +168,27 @@ class Delivery(Work):
         waitable.wait(max(left, 0.0))
 
 
-class Deliveries:
+class PendingWorks:
     """What is under way in one group, whether somebody waits for it or not."""
 
-    def __init__(self, meeting: Meeting) -> None:
+    def __init__(self, meeting: GroupRendezvous) -> None:
         self._meeting = meeting
-        self._flying: set[Delivery] = set()
+        self._flying: set[BackendWork] = set()
         self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue[Delivery | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[BackendWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def add(self, delivery: Delivery) -> Delivery:
+    def add(self, delivery: BackendWork) -> BackendWork:
         """Hold it, and with it the memory that it reads and writes, until it is done."""
         self._flying.add(delivery)
         for each in list(self._flying):
             each.is_completed()
         return delivery
 
-    def discard(self, delivery: Delivery) -> None:
+    def discard(self, delivery: BackendWork) -> None:
         self._flying.discard(delivery)
 
-    def complete_later(self, delivery: Delivery) -> None:
+    def complete_later(self, delivery: BackendWork) -> None:
         """By a thread of Python's: completing a future takes the GIL, which no thread of the core's does."""
         with self._lock:
             if self._thread is None:

@@ -18,16 +18,16 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from dadt import _core
+from dadt.comm.collectives.operation import Operation
 from dadt.comm.collectives.ordered import Pending
-from dadt.comm.keepalive import Kept
+from dadt.comm.keepalive import KeepAlive
 from dadt.control.accept import MOST_UNPROVED, Entrance
 from dadt.errors import CommError, StartTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dadt.comm.collectives.operation import Call
-    from dadt.comm.executors.base import Connection, Mail
+    from dadt.comm.executors.base import Connection, PointToPoint
     from dadt.comm.executors.meet import Meet
     from dadt.config import Config
     from dadt.world import World
@@ -84,7 +84,7 @@ class Named:
             config.group_buffer_size,
             config.stall_warning,
         )
-        self._kept = Kept(self._has_failed)
+        self._kept = KeepAlive(self._has_failed)
         _open.add(self)
         # A daemon: it must not keep a process from ending that does not close us.
         self._watch = threading.Thread(target=self._listen, name="dadt-stalls", daemon=True)
@@ -95,10 +95,10 @@ class Named:
         return self._connection
 
     @property
-    def mail(self) -> Mail:
+    def mail(self) -> PointToPoint:
         return self._connection.mail
 
-    def submit(self, call: Call, name: str, group: str = "", group_size: int = 0) -> Pending:
+    def submit(self, call: Operation, name: str, group: str = "", group_size: int = 0) -> Pending:
         """Start the verb on all ranks that submit this name; does not block.
 
         group: its group_size members are run together, or fail together. ValueError if the name is pending here.

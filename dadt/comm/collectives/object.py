@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dadt.comm.collectives.operation import Call
+from dadt.comm.collectives.operation import Operation
 from dadt.errors import DadtError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def gather_bytes(among: ProcessSet, data: bytes, name: str) -> list[bytes]:
     """Every rank's bytes, of any lengths, by rank of the set."""
     mine = _bytes(data)
-    call = Call("all_gather", "all_gather bytes", "exchange", keep=[mine])
+    call = Operation("all_gather", "all_gather bytes", "exchange", keep=[mine])
     call.sends = [(mine.data_ptr(), len(data))] * among.size
     call.finish = lambda work: [bytes(memory) for memory in work.received]
     received: list[bytes] = among.submit(call, name).wait()
@@ -32,7 +32,7 @@ def gather_bytes(among: ProcessSet, data: bytes, name: str) -> list[bytes]:
 def broadcast_bytes(among: ProcessSet, data: bytes, root: int, name: str) -> bytes:
     """The bytes of the root (its number within the set), of any length."""
     mine = _bytes(data if among.rank == root else b"")
-    call = Call("broadcast", f"broadcast of bytes from rank {root}", "exchange", keep=[mine])
+    call = Operation("broadcast", f"broadcast of bytes from rank {root}", "exchange", keep=[mine])
     call.sends = [(mine.data_ptr(), mine.numel()) if among.rank == root else (0, 0)] * among.size
     call.finish = lambda work: bytes(work.received[root])
     received: bytes = among.submit(call, name).wait()

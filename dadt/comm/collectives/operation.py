@@ -37,7 +37,7 @@ class Work(Protocol):
 
 
 @dataclass(slots=True)
-class Call:
+class Operation:
     """One verb, ready to be submitted. What is in `keep` must live, and inputs stay as they are, until it is done."""
 
     verb: str
@@ -60,7 +60,7 @@ class Call:
 # One operation each ---------------------------------------------------------------------------------------------------
 
 
-def all_reduce(tensor: torch.Tensor, output: torch.Tensor, reduction: str, size: int) -> Call:
+def all_reduce(tensor: torch.Tensor, output: torch.Tensor, reduction: str, size: int) -> Operation:
     """output (as tensor; may be it) becomes the reduction over `size` ranks. Raises TypeError, ValueError."""
     _check_reduction(reduction, tensor.dtype)
     signature = f"all_reduce {reduction} {_describe(tensor)}"
@@ -74,7 +74,7 @@ def all_reduce(tensor: torch.Tensor, output: torch.Tensor, reduction: str, size:
     return call
 
 
-def reduce(tensor: torch.Tensor, output: torch.Tensor, reduction: str, root: int, rank: int, size: int) -> Call:
+def reduce(tensor: torch.Tensor, output: torch.Tensor, reduction: str, root: int, rank: int, size: int) -> Operation:
     """As all_reduce, on the root only; elsewhere output is left alone."""
     _check_reduction(reduction, tensor.dtype)
     _check_root(root, size)
@@ -89,7 +89,9 @@ def reduce(tensor: torch.Tensor, output: torch.Tensor, reduction: str, root: int
     return call
 
 
-def reduce_scatter(tensors: Sequence[torch.Tensor], output: torch.Tensor, reduction: str, rank: int, size: int) -> Call:
+def reduce_scatter(
+    tensors: Sequence[torch.Tensor], output: torch.Tensor, reduction: str, rank: int, size: int
+) -> Operation:
     """tensors: one for each rank, the same shapes on all ranks; output becomes the reduction of the rank's own."""
     if len(tensors) != size:
         raise ValueError(f"reduce_scatter: {len(tensors)} tensors for {size} ranks; give one for each")
@@ -108,11 +110,13 @@ def reduce_scatter(tensors: Sequence[torch.Tensor], output: torch.Tensor, reduct
     return call
 
 
-def broadcast(tensor: torch.Tensor, root: int, rank: int, size: int) -> Call:
+def broadcast(tensor: torch.Tensor, root: int, rank: int, size: int) -> Operation:
     """The root's tensor overwrites the others'."""
     _check_root(root, size)
     host = host_copy(tensor) if rank == root else host_target(tensor)
-    call = Call("broadcast", f"broadcast from rank {root} {_describe(tensor)}", "broadcast", root=root, keep=[host])
+    call = Operation(
+        "broadcast", f"broadcast from rank {root} {_describe(tensor)}", "broadcast", root=root, keep=[host]
+    )
     call.layout = _core.Layout(_core.DType.uint8, [_bytes(host)])
     call.inputs = call.outputs = [host.data_ptr()]
     if rank != root:
@@ -120,20 +124,20 @@ def broadcast(tensor: torch.Tensor, root: int, rank: int, size: int) -> Call:
     return call
 
 
-def all_gather(tensor: torch.Tensor, size: int, outputs: Sequence[torch.Tensor] | None = None) -> Call:
+def all_gather(tensor: torch.Tensor, size: int, outputs: Sequence[torch.Tensor] | None = None) -> Operation:
     """Every rank's tensor, by rank: into outputs, or as a list of new tensors that may differ in their first size."""
     return _gather_call("all_gather", tensor, range(size), size, outputs, receiving=True)
 
 
 def gather(
     tensor: torch.Tensor, root: int, rank: int, size: int, outputs: Sequence[torch.Tensor] | None = None
-) -> Call:
+) -> Operation:
     """As all_gather, on the root only; elsewhere the result is None."""
     _check_root(root, size)
     return _gather_call(f"gather to rank {root}", tensor, [root], size, outputs, receiving=rank == root)
 
 
-def scatter(output: torch.Tensor, tensors: Sequence[torch.Tensor] | None, root: int, rank: int, size: int) -> Call:
+def scatter(output: torch.Tensor, tensors: Sequence[torch.Tensor] | None, root: int, rank: int, size: int) -> Operation:
     """output becomes this rank's of the root's tensors (one for each rank)."""
     _check_root(root, size)
     pieces: Sequence[torch.Tensor] = ()
@@ -145,14 +149,14 @@ def scatter(output: torch.Tensor, tensors: Sequence[torch.Tensor] | None, root: 
         pieces = [host_copy(t) for t in tensors]
     target = host_target(output)
     signature = f"scatter from rank {root} {_name(output.dtype)}"
-    call = Call("scatter", signature, "exchange", keep=[*pieces, target])
+    call = Operation("scatter", signature, "exchange", keep=[*pieces, target])
     call.sends = [_piece(p) for p in pieces] or [(0, 0)] * size
     call.receives = [_piece(target) if r == root else (0, 0) for r in range(size)]
     call.finish = lambda work: deliver(target, output)
     return call
 
 
-def all_to_all(tensors: Sequence[torch.Tensor], size: int, outputs: Sequence[torch.Tensor] | None = None) -> Call:
+def all_to_all(tensors: Sequence[torch.Tensor], size: int, outputs: Sequence[torch.Tensor] | None = None) -> Operation:
     """tensors[r] goes to rank r; what comes from each, by rank: into outputs, or as a list of new tensors."""
     if len(tensors) != size or (outputs is not None and len(outputs) != size):
         raise ValueError(
@@ -163,15 +167,15 @@ def all_to_all(tensors: Sequence[torch.Tensor], size: int, outputs: Sequence[tor
     # With given outputs only the bytes count, as in torch.distributed.
     like = tensors[0] if outputs is not None else _alike("all_to_all", tensors)
     signature = f"all_to_all {_name(like.dtype)}" + (f" {_rows(like)}" if outputs is None else "")
-    call = Call("all_to_all", signature, "exchange", keep=hosts)
+    call = Operation("all_to_all", signature, "exchange", keep=hosts)
     call.sends = [_piece(h) for h in hosts]
     _receive(call, outputs, like)
     return call
 
 
-def barrier(size: int) -> Call:
+def barrier(size: int) -> Operation:
     """Nothing but that all have come."""
-    return Call("barrier", "barrier", "exchange", sends=[(0, 0)] * size, receives=[(0, 0)] * size)
+    return Operation("barrier", "barrier", "exchange", sends=[(0, 0)] * size, receives=[(0, 0)] * size)
 
 
 # What they are made of ------------------------------------------------------------------------------------------------
@@ -208,10 +212,10 @@ def _reduce_call(
     hosts: Sequence[torch.Tensor],
     targets: Sequence[torch.Tensor | None],
     reduction: str,
-) -> Call:
+) -> Operation:
     dtype = hosts[0].dtype
     parts = 2 if dtype.is_complex else 1
-    call = Call(verb, signature, "allreduce", keep=[*hosts, *(t for t in targets if t is not None)])
+    call = Operation(verb, signature, "allreduce", keep=[*hosts, *(t for t in targets if t is not None)])
     call.layout = _core.Layout(DTYPES[dtype], [h.numel() * parts for h in hosts])
     call.inputs = [h.data_ptr() for h in hosts]
     call.outputs = [0 if t is None else t.data_ptr() for t in targets]
@@ -226,12 +230,12 @@ def _gather_call(
     size: int,
     outputs: Sequence[torch.Tensor] | None,
     receiving: bool,
-) -> Call:
+) -> Operation:
     host = host_copy(tensor)
     # All ranks must say the same, but who does not receive does not know whether outputs are given. Where all have them
     # only the bytes count, as in torch.distributed.
     shape = f" {_rows(tensor)}" if outputs is None or len(receivers) == 1 else ""
-    call = Call(verb.partition(" ")[0], f"{verb} {_name(tensor.dtype)}{shape}", "exchange", keep=[host])
+    call = Operation(verb.partition(" ")[0], f"{verb} {_name(tensor.dtype)}{shape}", "exchange", keep=[host])
     call.sends = [_piece(host) if r in receivers else (0, 0) for r in range(size)]
     if receiving:
         _receive(call, outputs, tensor)
@@ -240,7 +244,7 @@ def _gather_call(
     return call
 
 
-def _receive(call: Call, outputs: Sequence[torch.Tensor] | None, like: torch.Tensor) -> None:
+def _receive(call: Operation, outputs: Sequence[torch.Tensor] | None, like: torch.Tensor) -> None:
     """Where an exchange's results go."""
     if outputs is None:
         trail = tuple(like.shape[1:])
@@ -276,9 +280,9 @@ def _gather_and_fold(
     reduction: str,
     receivers: Sequence[int] | range,
     size: int,
-) -> Call:
+) -> Operation:
     host = host_copy(tensor)
-    call = Call(verb, signature, "exchange", keep=[host])
+    call = Operation(verb, signature, "exchange", keep=[host])
     call.sends = [_piece(host) if r in receivers else (0, 0) for r in range(size)]
     call.finish = lambda work: _fold(work, output, reduction)
     return call
@@ -286,9 +290,9 @@ def _gather_and_fold(
 
 def _exchange_and_fold(
     signature: str, tensors: Sequence[torch.Tensor], output: torch.Tensor, reduction: str, size: int
-) -> Call:
+) -> Operation:
     hosts = [host_copy(t) for t in tensors]
-    call = Call("reduce_scatter", signature, "exchange", keep=hosts, sends=[_piece(h) for h in hosts])
+    call = Operation("reduce_scatter", signature, "exchange", keep=hosts, sends=[_piece(h) for h in hosts])
     call.finish = lambda work: _fold(work, output, reduction)
     return call
 

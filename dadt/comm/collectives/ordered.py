@@ -6,21 +6,21 @@ import threading
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from dadt.comm.keepalive import Kept
+from dadt.comm.keepalive import KeepAlive
 
 if TYPE_CHECKING:
     from dadt import _core
     from dadt._core import Engine
-    from dadt.comm.collectives.operation import Call, Work
-    from dadt.comm.executors.base import Connection, Mail
+    from dadt.comm.collectives.operation import Operation, Work
+    from dadt.comm.executors.base import Connection, PointToPoint
 
 
 class Pending:
     """A verb under way. `wait` once or more often, from any thread; the result is made at the first."""
 
-    def __init__(self, work: Work, call: Call) -> None:
+    def __init__(self, work: Work, call: Operation) -> None:
         self._work = work
-        self._call: Call | None = call
+        self._call: Operation | None = call
         self._result: Any = None
         self._lock = threading.Lock()
 
@@ -39,7 +39,7 @@ class Pending:
         return self._result
 
 
-class Group:
+class OrderedGroup:
     """One rank's place among those that it exchanges with. Calls must come in one order on all ranks; any thread."""
 
     def __init__(self, connection: Connection, rank: int, size: int) -> None:
@@ -47,7 +47,7 @@ class Group:
         self.size = size
         self._connection = connection
         self._calls = 0
-        self._kept = Kept(lambda: connection.failed)
+        self._kept = KeepAlive(lambda: connection.failed)
 
     @property
     def connection(self) -> Connection:
@@ -59,10 +59,10 @@ class Group:
         return self._calls
 
     @property
-    def mail(self) -> Mail:
+    def mail(self) -> PointToPoint:
         return self._connection.mail
 
-    def submit(self, call: Call) -> Pending:
+    def submit(self, call: Operation) -> Pending:
         """Start the verb."""
         self._calls += 1
         # The name is compared between ranks, and with it what the call says of itself: scripts may differ in both.
@@ -87,7 +87,7 @@ class Group:
             self._connection.engine.close(timeout)
 
 
-def start(engine: Engine, call: Call, name: str) -> _core.Work:
+def start(engine: Engine, call: Operation, name: str) -> _core.Work:
     """Submit the call to an engine: the core's Work."""
     if call.kind == "exchange":
         return engine.exchange(call.sends, call.receives, name, unsure=True)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dadt.comm import executors
 from dadt.comm.collectives.named import Named
+from dadt.comm.collectives.operation import Operation
 from dadt.errors import CommError, DadtError
 
 if TYPE_CHECKING:
-    from dadt.comm.collectives.operation import Call
-    from dadt.comm.executors.base import Mail
+    from dadt.comm.executors.base import PointToPoint
     from dadt.comm.executors.meet import Meet
     from dadt.comm.peer_deaths import Deaths
     from dadt.config import Config
@@ -132,7 +132,7 @@ class ProcessSet:
         return self._named
 
     @property
-    def mail(self) -> Mail:
+    def mail(self) -> PointToPoint:
         """Messages between two of its ranks."""
         return self.named.mail
 
@@ -158,7 +158,7 @@ class ProcessSet:
 
     def submit(
         self,
-        call: Call,
+        call: Operation,
         name: str | None,
         finish: Callable[[Any], Any] | None = None,
         group: str = "",

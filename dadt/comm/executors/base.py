@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from dadt.comm.executors.device import Device
 
 
-class Transit(Protocol):
+class P2PWork(Protocol):
     """A message under way."""
 
     @property
@@ -27,21 +27,21 @@ class Transit(Protocol):
         """After wait: the rank that sent it."""
 
 
-class Mail(Protocol):
+class PointToPoint(Protocol):
     """Messages between two ranks, beside the operations of all. Any thread. One pair and tag keeps its order."""
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Transit:
+    def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> P2PWork:
         """tensor: contiguous, of the host, unchanged until the transit is done."""
 
-    def receive(self, tensor: torch.Tensor, peer: int | None, tag: int = 0) -> Transit:
+    def receive(self, tensor: torch.Tensor, peer: int | None, tag: int = 0) -> P2PWork:
         """Overwrite the contiguous tensor. peer None: from whoever sends with this tag first."""
 
     def abort(self) -> None:
         """Any thread, more than once: make what waits raise, where the library can."""
 
 
-class Executor(Mail, Protocol):
-    """Moves bytes between ranks. One thread calls its verbs, but for Mail's; all tensors are flat."""
+class Executor(PointToPoint, Protocol):
+    """Moves bytes between ranks. One thread calls its verbs, but for PointToPoint's; all tensors are flat."""
 
     name: str
 
@@ -73,7 +73,7 @@ class Connection:
     """What connects this rank with its peers: an engine for what all do in one order, mail for what two do."""
 
     engine: Engine
-    mail: Mail
+    mail: PointToPoint
     close: Callable[[], None]
     """Call after the engine is closed."""
     broadcaster: Engine | None = None

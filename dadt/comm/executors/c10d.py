@@ -29,10 +29,10 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
 from dadt.comm.executors import proof, pull
 from dadt.comm.executors.base import Connection
 from dadt.comm.executors.c10d_message import Message, Waiters
-from dadt.comm.executors.framed import Letters
+from dadt.comm.executors.framed import FramedMessages
 from dadt.comm.executors.keys import Keys
 from dadt.comm.executors.meet import Meet
-from dadt.comm.keepalive import Kept
+from dadt.comm.keepalive import KeepAlive
 from dadt.errors import ConfigError, PeerLost
 
 if TYPE_CHECKING:
@@ -50,6 +50,10 @@ def connect(name: str, config: Config, world: World, meet: Meet) -> Connection:
     check(name)
     executor = join(name, meet, world, range(world.world_size), config)
     return pull.connect(executor, world.rank, world.world_size, config.timeout)
+
+
+def gloo(config: Config, world: World, meet: Meet) -> Connection:
+    return connect("gloo", config, world, meet)
 
 
 def check(name: str) -> None:
@@ -151,11 +155,11 @@ class C10d:
         self._world_size = world_size
         self._device = device
         self._aborted = False
-        self._kept = Kept(lambda: False)  # each ends by itself, be it by an error
+        self._kept = KeepAlive(lambda: False)  # each ends by itself, be it by an error
         self._messages: weakref.WeakSet[Message] = weakref.WeakSet()
         self._waiters = Waiters()
         self._lock = threading.Lock()
-        self._letters = Letters(group, rank)
+        self._letters = FramedMessages(group, rank)
 
     def start(self, flat: torch.Tensor) -> Any:
         """A sum in place of a tensor in the group's own kind of memory, as torch.distributed's Work."""

@@ -49,7 +49,7 @@ class Waiters:
 
 
 class Message:
-    """A torch.distributed Work as a Transit. What was moved goes to its target when it has come."""
+    """A torch.distributed Work as a P2PWork. What was moved goes to its target when it has come."""
 
     def __init__(
         self, waiters: Waiters, work: Any, source: int | None, moved: torch.Tensor, target: torch.Tensor

@@ -17,7 +17,7 @@ _LONGEST = 1 << 40
 """Bytes: more is no message, but would be asked of the memory."""
 
 
-class Letters:
+class FramedMessages:
     """Sends and receives over a process group. What belongs to a length is known by the tag beside it, so receives of
     one tag stay in order though several are under way."""
 

@@ -19,7 +19,7 @@ import torch
 from dadt import _core
 from dadt.comm.bucket import DTYPES
 from dadt.comm.executors import c10d, compressed, mpi, pull
-from dadt.comm.executors.base import Connection, Executor, Transit
+from dadt.comm.executors.base import Connection, Executor, P2PWork
 from dadt.comm.executors.meet import Apart, Meet
 from dadt.errors import CommError
 
@@ -191,10 +191,10 @@ class Hierarchical:
         with self._failing():
             self._flat.exchange(sends, receives)
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Transit:
+    def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> P2PWork:
         return self._flat.send(tensor, peer, tag)
 
-    def receive(self, tensor: torch.Tensor, peer: int | None, tag: int = 0) -> Transit:
+    def receive(self, tensor: torch.Tensor, peer: int | None, tag: int = 0) -> P2PWork:
         return self._flat.receive(tensor, peer, tag)
 
     # Failing and ending -----------------------------------------------------------------------------------------------

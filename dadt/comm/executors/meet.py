@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from dadt.errors import DadtError
 
 if TYPE_CHECKING:
-    from dadt.comm.rendezvous.store_client import Forum
+    from dadt.comm.rendezvous.store_client import StoreClient
     from dadt.control.agent_client import Control
     from dadt.world import World
 
@@ -57,7 +57,7 @@ class AllRanks:
     """The Meet of all ranks of a job, over this one's line to its agent."""
 
     world: World
-    control: Control | Forum | None
+    control: Control | StoreClient | None
     timeout: float
     """Seconds within which the peers must come."""
 
@@ -75,7 +75,7 @@ class AllRanks:
         return self._line.get(keys, self.timeout)
 
     @property
-    def _line(self) -> Control | Forum:
+    def _line(self) -> Control | StoreClient:
         if self.control is None:
             raise DadtError(f"rank {self.world.rank} has no agent to meet its peers: start it with `dadt run`")
         return self.control

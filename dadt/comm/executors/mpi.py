@@ -14,7 +14,7 @@ from dadt.comm.executors import proof, pull
 from dadt.comm.executors.base import Connection
 from dadt.comm.executors.meet import Meet
 from dadt.comm.executors.mpi_process import process
-from dadt.comm.keepalive import Kept, keep_for_good
+from dadt.comm.keepalive import KeepAlive, leak
 from dadt.control import mpi_library
 from dadt.errors import Aborted, CommTimeout, ConfigError, Mismatch, PeerLost
 
@@ -106,7 +106,7 @@ class Mpi:
         self._mail = comm.Dup()  # the caller's tags are its own
         self._highest_tag = comm.Get_attr(mpi.TAG_UB)
         self._timeout = timeout
-        self._kept = Kept(lambda: self._aborted)
+        self._kept = KeepAlive(lambda: self._aborted)
         self._aborted = False
         self._serial = process.serial
         # Of two numbers each; asked for so often that tensors would take longer than MPI.
@@ -195,7 +195,7 @@ class Mpi:
             with self._serial:
                 self._mail.Free()
                 self._comm.Free()
-        keep_for_good(self._kept)  # MPI may still be at what nobody has received
+        leak(self._kept)  # MPI may still be at what nobody has received
         process.closed(failed=self._aborted)
 
     def until(self, done: Callable[[], bool], timeout: float, what: str) -> None:
@@ -256,7 +256,7 @@ class Mpi:
 
 
 class Message:
-    """A request of MPI's as a Transit."""
+    """A request of MPI's as a P2PWork."""
 
     def __init__(self, mpi: Mpi, tensor: torch.Tensor, request: Any, receives: bool) -> None:
         self._owner = mpi

@@ -11,14 +11,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dadt.comm.executors import c10d
+from dadt.comm.executors import c10d, connect_one, places
 from dadt.comm.executors.base import Connection
 from dadt.comm.executors.device import Device
 from dadt.comm.executors.meet import Apart, Meet
+from dadt.config.executor import pick_for_host_memory
 
 if TYPE_CHECKING:
     from dadt.config import Config
     from dadt.world import World
+
+
+def connect(config: Config, world: World, meet: Meet) -> Connection:
+    """Host tensors and metadata use the executor that a job without GPUs would use."""
+    c10d.check("nccl")
+    name, _ = pick_for_host_memory([place.workers for place in places(world, meet, "nccl host")])
+    return beside(connect_one(name, config, world, meet), config, world, meet)
 
 
 def beside(host: Connection, config: Config, world: World, meet: Meet) -> Connection:

@@ -35,7 +35,7 @@ BEGUN = "has imported torch, not begun to train"
 T = TypeVar("T")
 
 
-class Forum:
+class StoreClient:
     """Has Control's methods. Rank 0 prints what is to be said, once. Belongs to the process that connected: in a
     forked child every method raises DadtError."""
 
@@ -50,7 +50,7 @@ class Forum:
         self._pid = os.getpid()
 
     @classmethod
-    def connect(cls, world: World, config: Config) -> tuple[Forum, Config]:
+    def connect(cls, world: World, config: Config) -> tuple[StoreClient, Config]:
         """Meet all ranks. Returns with the knobs of rank 0, which all take, where it has chosen what was open.
 
         Raises StartTimeout naming ranks that do not come, ConfigError where there is no way to meet.
@@ -169,9 +169,8 @@ class Forum:
             if not summary["explicit"]:
                 _print("warning: training was NOT distributed: no torch.optim optimizer made a step in rank 0")
             return
-        late = {1: "one"}.get(staleness := int(summary["staleness"]), str(staleness))
         _print(
-            f"done: {summary['steps']} steps, {summary['delayed'] or 'none'} of them delayed by {late}, "
+            f"done: {summary['steps']} steps, {summary['delayed'] or 'none'} of them delayed by one, "
             f"{100 * summary['wait_fraction']:.1f} % of the time spent waiting for communication"
         )
 

@@ -41,7 +41,7 @@ class Through:
         return self._wait(self._engine.allgather(data, name)).lanes
 
     def gather(self, data: bytes, name: str) -> list[bytes]:
-        # Kept: an operation that was not done in time may still read from it.
+        # KeepAlive: an operation that was not done in time may still read from it.
         self._sent = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
         sends = [(0, 0)] * self._world_size
         sends[0] = (ctypes.addressof(self._sent), len(data))

@@ -13,7 +13,7 @@ from dadt.control.frame import Frame
 from dadt.launch.agent.worker import STREAMS, Worker
 
 
-class Adoption:
+class ShimAdmission:
     """The agent's side. A worker's pipes are named ones, of which the shim opens the other end."""
 
     def __init__(self, folder: Path, answer: Callable[[int, Frame], None]) -> None:

@@ -19,14 +19,14 @@ from dadt.control import machine, mpi_library, network, schema
 from dadt.control.accept import MOST_AT_ONCE, Entrance
 from dadt.control.condition import STILL_SECONDS, Conditions
 from dadt.control.frame import Frame, Link
-from dadt.control.heartbeat import Pulse
+from dadt.control.heartbeat import Heartbeat
 from dadt.control.job_folder import Folder
 from dadt.errors import DadtError, LaunchError
 from dadt.launch import environment
 from dadt.launch.agent import adoption
-from dadt.launch.agent.heartbeat import Heartbeat
+from dadt.launch.agent.host_heartbeat import HostHeartbeat
 from dadt.launch.agent.launcher_line import TURN_SECONDS, LauncherLine
-from dadt.launch.agent.roster import SHIMS, Line, Roster
+from dadt.launch.agent.registry import SHIMS, Line, WorkerRegistry
 from dadt.launch.agent.stop import Stop
 from dadt.launch.agent.worker import Worker
 from dadt.launch.processes import sweep
@@ -52,7 +52,7 @@ class Agent:
         self._stop: Stop | None = None
         self._paused = False
         self._conditions = Conditions()
-        self._heart: Heartbeat | None = None
+        self._heart: HostHeartbeat | None = None
         """What tells whether data from the other hosts come through."""
         self._ranks: dict[int, int] = {}
         """Rank to local rank."""
@@ -134,7 +134,7 @@ class Agent:
         try:
             if job.body:
                 self._folder.function.write_bytes(job.body)
-            self._pulse = Pulse.create(self._folder.pulse, len(self._ranks))
+            self._pulse = Heartbeat.create(self._folder.pulse, len(self._ranks))
         except OSError as error:
             self._launcher.send(
                 Frame("unstarted", {"message": f"{self._folder.path}: cannot be written ({error.strerror})"})
@@ -144,8 +144,8 @@ class Agent:
             return
         speaker = schema.WORKER.without(*(() if job.body else ("result",)), *(() if job["adopt"] else SHIMS))
         secret = bytes.fromhex(job["secret"])
-        self._roster = Roster(self._folder.socket, self._ranks, self._pulse, self._hear, speaker, secret)
-        self._adoption = adoption.Adoption(self._folder.path, self._roster.answer)
+        self._roster = WorkerRegistry(self._folder.socket, self._ranks, self._pulse, self._hear, speaker, secret)
+        self._adoption = adoption.ShimAdmission(self._folder.path, self._roster.answer)
         self._memory_kills = machine.memory_kills()
         entrances = self._roster.listen(self._drop)
         for rank, entrance in entrances.items():
@@ -170,7 +170,7 @@ class Agent:
         if (own := job.get("heartbeat")) is None:
             return
         try:
-            self._heart = Heartbeat(bytes.fromhex(job["secret"]), own["index"], own["address"], own["timeout"])
+            self._heart = HostHeartbeat(bytes.fromhex(job["secret"]), own["index"], own["address"], own["timeout"])
         except OSError:  # its address is gone: the others will not hear this host
             self._launcher.send(Frame("heartbeat", {"port": 0}))
             return

@@ -18,18 +18,22 @@ from dadt.control import schema
 from dadt.control.connection import SEAL, Connection, Listener, Unreached, Words, dial
 from dadt.control.frame import Frame, Link
 from dadt.errors import DadtError, LaunchError, StartTimeout
-from dadt.launch.channel import Channel
+from dadt.launch.channel import Channel, Launcher, Request
 from dadt.launch.connect_back import Arrivals, SocketChannel
 from dadt.launch.failure import signal_name
 from dadt.launch.hosts.host import Host
 from dadt.launch.launchers.local import LocalLauncher
-from dadt.launch.launchers.node_rendezvous import meeting_of
+from dadt.launch.launchers.node_rendezvous import rendezvous_of
 from dadt.launch.signals import Interrupts
 from dadt.launch.startup import Voice
 
 END_SECONDS = 10.0
 """How long this host's agent may take to end after the job."""
 PR_SET_PDEATHSIG = 1
+
+
+def launcher(request: Request) -> Launcher:
+    return HandLauncher(request.config, request.job, request.command, request.turned_away)
 
 
 class HandLauncher:
@@ -40,7 +44,7 @@ class HandLauncher:
         self._config = config
         self._job = job
         self._claims = claims(config, command)
-        self._meeting = meeting_of(config)
+        self._meeting = rendezvous_of(config)
         self._local = LocalLauncher(config)
         self._arrivals = Arrivals(f"node{rank}" for rank in range(1, config.nnodes))
         self._watchers: dict[str, Connection] = {}
@@ -108,7 +112,7 @@ def join(config: Config, command: Sequence[str], voice: Voice) -> int:
     """Another node's `dadt run`: runs its agent until the job is over. Returns the job's exit code."""
     name = f"node{config.node_rank}"
     hello = {"node": name, **claims(config, command)}
-    meeting = meeting_of(config)
+    meeting = rendezvous_of(config)
     deadline = time.monotonic() + config.start_timeout
     numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
     try:

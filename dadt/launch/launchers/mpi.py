@@ -21,7 +21,7 @@ from dadt.config import Config
 from dadt.control.connection import Connection, Listener, Words
 from dadt.errors import ConfigError, LaunchError
 from dadt.launch.agent.shim import NOTE
-from dadt.launch.channel import Channel
+from dadt.launch.channel import Channel, Launcher, Request
 from dadt.launch.connect_back import Arrivals, SocketChannel
 from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.slot import Room, share_out
@@ -44,6 +44,10 @@ NO_WAY = re.compile(
 )
 """Of SSH, after which MPICH waits for ever."""
 NOISE = ("---", "===", "[proxy:", "Primary job  terminated normally", "a non-zero exit code. Per user-direction")
+
+
+def launcher(request: Request) -> Launcher:
+    return MpiLauncher(request.config, request.hosts, request.job, request.turned_away)
 
 
 class MpiLauncher:

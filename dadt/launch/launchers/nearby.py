@@ -5,9 +5,17 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 from dadt.config import Config
-from dadt.launch.channel import Channel, Launcher
+from dadt.launch.channel import Channel, Launcher, Request
 from dadt.launch.hosts.host import Host
 from dadt.launch.launchers.local import LocalLauncher
+
+
+def launcher(request: Request) -> Launcher:
+    return NearbyLauncher(request.config)
+
+
+def ssh(request: Request) -> Launcher:
+    return ssh_launcher(request.config)
 
 
 class NearbyLauncher:

@@ -22,7 +22,7 @@ ASK_SECONDS = 2.0
 """How long a launcher that may be using the same file has to answer."""
 
 
-class PortMeeting:
+class PortRendezvous:
     def __init__(self, key: bytes, host: str, port: int, silence: float) -> None:
         self.port = port
         self.key = key
@@ -38,7 +38,7 @@ class PortMeeting:
         pass
 
 
-class FileMeeting:
+class FileRendezvous:
     """Node 0 writes where it is, and a key for this job, into a file that only this user can read."""
 
     def __init__(self, path: Path) -> None:
@@ -122,18 +122,18 @@ class FileMeeting:
             return
 
 
-def meeting_of(config: Config) -> PortMeeting | FileMeeting:
+def rendezvous_of(config: Config) -> PortRendezvous | FileRendezvous:
     """What --rendezvous names. Raises ConfigError."""
     text = config.rendezvous
     if text.startswith(FILE):
         path = Path(text.removeprefix(FILE))
         if not path.is_absolute() or path.is_dir():
             raise ConfigError(f"--rendezvous {text}: give the absolute path of a file, as file:///shared/meet")
-        return FileMeeting(path)
+        return FileRendezvous(path)
     found = ADDRESS.fullmatch(text)
     if found is None or not 0 < int(found["port"]) < 65536:
         raise ConfigError(f"--rendezvous {text}: give host:port of node 0, as host1:29400, or file:///shared/meet")
     # Without one, whoever reaches the port could join, or be taken for node 0 and have its commands run here.
     if not (key := shared_key(f"--rendezvous {text}")):
         raise ConfigError(f"--rendezvous {text}: a port needs a secret: {MAKE_SECRET}")
-    return PortMeeting(key, found["six"] or found["name"], int(found["port"]), config.orphan_timeout)
+    return PortRendezvous(key, found["six"] or found["name"], int(found["port"]), config.orphan_timeout)

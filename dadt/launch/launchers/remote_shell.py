@@ -12,7 +12,7 @@ from dadt.launch.hosts.host import Host
 
 PLAIN = re.compile(r"[\w@%+=:,./~-]+")
 STDERR_BYTES = 4096
-"""Kept of what the other side prints."""
+"""KeepAlive of what the other side prints."""
 NOT_FOUND = 127
 NOT_EXECUTABLE = 126
 NO_PROGRAM = ("command not found", "no such file or directory", "not found", "unknown command")

@@ -19,7 +19,7 @@ from dadt.control import mpi_library
 from dadt.control.connection import Connection, Listener, Words
 from dadt.errors import LaunchError
 from dadt.launch.agent.slurm_step import REACH
-from dadt.launch.channel import Channel
+from dadt.launch.channel import Channel, Launcher, Request
 from dadt.launch.connect_back import Arrivals, SocketChannel
 from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.slurm import forget_step
@@ -28,6 +28,10 @@ END_SECONDS = 5.0
 TAIL_LINES = 20
 LABELLED = re.compile(r"(?P<task>\d+): ?(?P<text>.*)")
 VERDICT = re.compile(r"srun: error: \S+: tasks? (?P<tasks>[\d,-]+): (?P<verdict>.*)")
+
+
+def launcher(request: Request) -> Launcher:
+    return SlurmLauncher(request.config, request.hosts, request.turned_away)
 
 
 class SlurmLauncher:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from dadt.control.frame import Frame
-from dadt.launch.crew import Node
+from dadt.launch.agents import Node
 from dadt.launch.failure import Blame
 from dadt.launch.monitor.journal import Journal
 

@@ -134,7 +134,7 @@ def _read(files: Iterable[Path]) -> Iterator[Entry]:
 
 
 def _append(file: Path, line: str) -> None:
-    """Whole, though others append at the same time, and once."""
+    """PlainLinkState, though others append at the same time, and once."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with file.open("a+b") as known:
         if not file.is_file():

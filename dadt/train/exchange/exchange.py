@@ -5,25 +5,26 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
-from dadt.comm.bucket import Bucket, Staged, split
-from dadt.comm.compression import Feedback, LowRank, forms
-from dadt.comm.keepalive import keep_for_good
-from dadt.errors import CommError, Mismatch
-from dadt.train.exchange.lane import LANE_BYTES, Lane, any_flags, pack_flags
+from dadt.comm.bucket import Staged, split
+from dadt.comm.compression import LowRank, forms
+from dadt.errors import Mismatch
+from dadt.train.exchange.bucket_exchange import BucketExchange, Peers
+from dadt.train.exchange.step_metadata import METADATA_BYTES, StepMetadata, any_flags, pack_flags
 
 if TYPE_CHECKING:
-    from dadt._core import Engine, Work
+    from dadt._core import Work
     from dadt.comm.compression.powersgd import Round
     from dadt.comm.executors.device import Averaging, Device
-    from dadt.train.exchange.background import Background, Wait
+    from dadt.train.exchange.background import Wait
 
 
-class Schema:
+class BucketPlan:
     """What the exchanges of one optimizer move: gradients, last parameters first, and buffers. Equal on all ranks."""
 
     def __init__(
@@ -65,42 +66,32 @@ class Schema:
                 form.forget()
 
 
-class Exchange:
-    """The works of one averaging. `launch` buckets in order, `close` with the lane, `wait`, `deliver`."""
+class Exchange(BucketExchange):
+    """One averaging. `launch` buckets in order, `close` with the lane, then `receive`."""
 
     def __init__(
-        self,
-        engine: Engine,
-        schema: Schema,
-        number: int,
-        name: str,
-        weight: float,
-        *,
-        compressed: bool = True,
-        background: Background | None = None,
+        self, peers: Peers, schema: BucketPlan, number: int, name: str, weight: float, *, compressed: bool = True
     ) -> None:
-        """compressed: as the schema says; otherwise gradients travel as they are. background: goes on with what takes
-        two allreduces."""
+        """compressed: as the schema says; otherwise gradients travel as they are."""
+        super().__init__(peers, name)
         self.schema = schema
         self._forms = schema.forms if compressed else [None] * len(schema.buckets)
-        self._rounds: list[tuple[int, Round]] = []
-        """Of the buckets that take two allreduces."""
-        self._background = background
         self._finished = False
         self.number = number
-        self.name = name
         self.weight = weight
         self.scale: torch.Tensor | None = None
         """The loss scale that the gradients carry."""
+        self.waited = 0.0
+        """Seconds in `receive`."""
         schema.turn = (schema.turn + 1) % schema.turns
         self._turn = schema.turn
-        self._engine = engine
         self._ahead: dict[int, Staged] = {}
-        self._works: list[Work | Averaging] = []
         self._buffer_works: list[Work | Averaging] = []
-        self._more_works: list[Work | Averaging] = []
-        self._alive: list[list[torch.Tensor | None]] = []
         self._ahead_of_step: list[_Sent] = []
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        return self.schema.parameters
 
     @property
     def launched(self) -> int:
@@ -119,21 +110,12 @@ class Exchange:
 
     @property
     def works(self) -> list[Work | Averaging]:
-        return self._buffer_works + self._works + self._more_works
-
-    @property
-    def done(self) -> bool:
-        return all(w.done for w in self.works)
+        return self._buffer_works + super().works
 
     @property
     def halfway(self) -> bool:
         """Its second half is to begin by `go_on`, at the same place on all ranks."""
-        return bool(self._rounds) and not self._more_works
-
-    @property
-    def seconds(self) -> float:
-        """Time in which bytes moved, without waiting for the last rank to arrive."""
-        return sum(w.seconds for w in self.works)
+        return bool(self._rounds) and not self._second_works
 
     def tensors_of(self, work: Work | Averaging) -> list[torch.Tensor]:
         """The parameters whose gradients it moves; none if it is not one of these works."""
@@ -148,14 +130,13 @@ class Exchange:
     def launch(self, lane: bytes = b"") -> None:
         """Submit the next bucket's gradients as they are now. They must not change until the work is done."""
         index = len(self._works)
-        bucket = self.schema.buckets[index]
         staged = self._ahead.pop(index, None) or self._stage(index)
-        form = self._forms[index]
-        if isinstance(form, LowRank):
-            plain = bucket.layout.total * bucket.layout.dtype.itemsize
-            self._works.append(self._submit(form.first, staged, f"bucket {index}", lane, plain=plain))
-        else:
-            self._works.append(self._submit(bucket, staged, f"bucket {index}", lane, form))
+        bucket, lane = self.schema.buckets[index], self._lane(staged) + lane
+        self.submit_bucket(index, bucket, self._forms[index], staged, self._turn, lane, self.weight, self.scale)
+
+    def _lane(self, staged: Staged) -> bytes:
+        """Which tensors this rank has."""
+        return pack_flags([value is not None for value in staged.values])
 
     def _stage(self, index: int) -> Staged:
         bucket, form = self.schema.buckets[index], self._forms[index]
@@ -166,7 +147,7 @@ class Exchange:
         self._rounds.append((index, round_))
         return round_.staged
 
-    def close(self, lane: Lane) -> None:
+    def close(self, lane: StepMetadata) -> None:
         """Submit buffers and all gradients that are left; the last bucket carries the lane."""
         last = len(self.schema.buckets) - 1
         for index in range(len(self._works), last + 1):
@@ -180,66 +161,44 @@ class Exchange:
             for view in bucket.views[self._turn]:
                 view.copy_(next(buffers), non_blocking=True)  # what is staged from a GPU is waited for below
             staged = bucket.stage(bucket.views[self._turn], self._turn)
-            work = self._submit(bucket, staged, f"buffers {i}", b"")
-            self._buffer_works.append(work)
+            name, flags = f"{self.name}, buffers {i}", self._lane(staged)
+            self._buffer_works.append(self._submit(bucket, staged, self._turn, name, flags, self.weight))
         self.launch(lane.pack())
         # What a GPU computes would be in the way of the script's own computations there.
-        if self._background is not None and self._rounds and all(r.form.bucket.of_host for _, r in self._rounds):
-            held = [cast("Work", self._submit_second(i, round_.then, held=True)) for i, round_ in self._rounds]
-            self._more_works += held
-            self._background.begin(partial(self._go_on_held, self._rounds, held))
+        background = self._peers.background
+        if background is not None and self._rounds and all(r.form.bucket.of_host for _, r in self._rounds):
+            self._second_works = [
+                self._submit_second(i, round_, self._turn, self.weight, held=True) for i, round_ in self._rounds
+            ]
+            background.begin(partial(self._go_on_held, self._rounds, cast("list[Work]", self._second_works)))
 
     def _go_on_held(self, rounds: list[tuple[int, Round]], held: list[Work], wait: Wait) -> None:
         """In the background."""
         for (index, round_), work in zip(rounds, held, strict=True):
             wait(self._works[index])
             round_.halfway()
-            self._engine.release(work)
+            self._peers.engine.release(work)
 
-    def _submit(
-        self,
-        bucket: Bucket,
-        staged: Staged,
-        what: str,
-        lane: bytes,
-        feedback: Feedback | None = None,
-        plain: int = -1,
-        *,
-        held: bool = False,
-    ) -> Work | Averaging:
-        """plain: bytes of what it stands for, where it is something else. held: as of Engine.allreduce."""
-        flags = pack_flags([v is not None for v in staged.values]) + lane
-        name = f"{self.name}, {what}"
-        self._alive.append(staged.values)
-        if self.schema.device is not None and bucket.direct:
-            places, flat = bucket.views[self._turn], bucket.flats[self._turn]
-            beside = {"name": name, "weight": self.weight, "lane": flags, "plain": plain}
-            coding = None if feedback is None else (feedback, feedback.keep(self.scale))
-            return self.schema.device.average(staged.values, places, flat, coding, **beside)
-        if staged.ready is not None:
-            staged.ready.synchronize()
-        return self._engine.allreduce(
-            bucket.layout,
-            [0 if t is None else t.data_ptr() for t in staged.values],
-            bucket.pointers[self._turn],
-            name,
-            self.weight,
-            flags,
-            plain=plain,
-            held=held,
-            **({} if feedback is None else feedback.arguments(bucket.layout.total, self.scale)),
-        )
+    def receive(self) -> list[StepMetadata]:
+        """Until all is averaged; every rank's lane, by rank. All ranks come here between the same two exchanges."""
+        begun = perf_counter()
+        lanes = self.wait()
+        rounds, self._rounds = self._rounds, []
+        for _, round_ in rounds:
+            round_.learn()
+        self.waited = perf_counter() - begun
+        return lanes
 
-    def wait(self, wait: Wait) -> list[Lane]:
-        """Until all is averaged; every rank's lane, by rank."""
-        self.go_on(wait)
-        self._wait(wait)
+    def wait(self) -> list[StepMetadata]:
+        """As `receive`, for one rank alone: compression learns nothing of it yet."""
+        self.go_on()
+        self._await()
         self._alive.clear()
         if not self._finished:
             self._finished = True
             for _, round_ in self._rounds:
                 round_.finish()
-        lanes = [Lane.unpack(data[-LANE_BYTES:]) for data in self._works[-1].lanes]
+        lanes = [StepMetadata.unpack(data[-METADATA_BYTES:]) for data in self._works[-1].lanes]
         for rank, lane in enumerate(lanes):
             if lane.layout != lanes[0].layout:
                 raise Mismatch(
@@ -248,38 +207,25 @@ class Exchange:
                 )
         return lanes
 
-    def go_on(self, wait: Wait) -> None:
+    def go_on(self) -> None:
         """The second half of what takes two allreduces, if it does not begin by itself. Every rank comes here between
         the same two exchanges."""
         if not self.halfway:
             return
-        self._wait(wait)
+        self._await()
         for _, round_ in self._rounds:
             round_.halfway()
-        self._more_works = [self._submit_second(index, round_.then) for index, round_ in self._rounds]
+        self._second_works = [self._submit_second(i, round_, self._turn, self.weight) for i, round_ in self._rounds]
 
-    def _wait(self, wait: Wait) -> None:
+    def _await(self) -> None:
         try:
-            for work in self.works:
-                wait(work)
-        except CommError as error:
-            keep_for_good(self)  # with the gradients, which a library may still be at
-            if isinstance(error, Mismatch) and "buffers" in str(error):
+            super()._await()
+        except Mismatch as error:
+            if "buffers" in str(error):
                 raise Mismatch(
                     f"{error}. If a forward gives buffers another shape on each rank: --no-buffers"
                 ) from error
             raise
-
-    def _submit_second(self, index: int, staged: Staged, *, held: bool = False) -> Work | Averaging:
-        form = self._forms[index]
-        assert isinstance(form, LowRank)
-        return self._submit(form.second, staged, f"bucket {index}, second half", b"", plain=0, held=held)
-
-    def learn(self) -> None:
-        """What this exchange teaches compression. After `wait`; on all ranks between the same two exchanges."""
-        rounds, self._rounds = self._rounds, []
-        for _, round_ in rounds:
-            round_.learn()
 
     def norm(self) -> torch.Tensor:
         """Of all averages together, without their loss scale; equal on all ranks but for rounding. One element."""
@@ -289,13 +235,6 @@ class Exchange:
         every = torch.stack([part.to(parts[0].device, torch.float64) for part in parts])
         norm: torch.Tensor = torch.linalg.vector_norm(every)
         return norm if self.scale is None else norm.to(self.scale.device) / self.scale
-
-    def deliver(self, ratio: torch.Tensor | float | None = None) -> None:
-        """Hand the averages to the script as `.grad`; None where no rank had a gradient.
-
-        ratio: what the averages are multiplied with, where the loss scale has changed since.
-        """
-        hand_out(self.schema.parameters, self.averaged_gradients(), ratio)
 
     def averaged_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Parameters and their averages, of those for which any rank had a gradient."""

@@ -24,14 +24,14 @@ def choose(
     Raises ConfigError where `own` is asked for, but the optimizer's step is not known.
     """
     factors, share = predict_factors(config.predict), predict_share(config.predict)
-    if share is None and factors is None and config.staleness == 1 and known(optimizer):
+    if share is None and factors is None and known(optimizer):
         share = share_of(ranks)
     if share is None:
         found = weakref.ref(optimizer)
 
         def by_momentum() -> tuple[float, float]:
             of = found()
-            return (0.0, 0.0) if of is None else auto_factors(of, config.staleness)
+            return (0.0, 0.0) if of is None else auto_factors(of)
 
         return Displacement(parameters, by_momentum if factors is None else lambda: factors)
     if not known(optimizer):

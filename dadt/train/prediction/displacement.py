@@ -113,20 +113,18 @@ def momentum_of(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
     return found
 
 
-def auto_factors(optimizer: torch.optim.Optimizer, delay: int = 1) -> tuple[float, float]:
+def auto_factors(optimizer: torch.optim.Optimizer) -> tuple[float, float]:
     """How far ahead to predict: factors of the last displacement d(t) and of the one before.
 
     With momentum or first beta m: 2m and -m, that is m times the displacement that the last two lead to,
-    2 d(t) - d(t-1). Momentum narrows the stable learning rate from 2(1+m) to 1-m at delay 1; so predicted it is at
-    least 0.5 for every m (algorithms/pipe/stability.py). Nesterov's step looks ahead by itself: 1. At longer delays one
-    displacement serves better: delay + 1, or delay with Nesterov. Without memory of direction prediction does harm: 0.
+    2 d(t) - d(t-1). Momentum narrows the stable learning rate from 2(1+m) to 1-m where gradients are one step late;
+    so predicted it is at least 0.5 for every m (docs/algorithms.md). Nesterov's step looks ahead by itself: 1. Without
+    memory of direction prediction does harm: 0.
     """
     momentum, nesterov = momentum_of(optimizer)
     if not momentum:
         return 0.0, 0.0
-    if delay > 1 or nesterov:
-        return float(delay if nesterov else delay + 1), 0.0
-    return 2 * momentum, -momentum
+    return (1.0, 0.0) if nesterov else (2 * momentum, -momentum)
 
 
 def _first_beta(group: dict[str, Any]) -> float:

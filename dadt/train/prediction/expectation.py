@@ -36,7 +36,7 @@ class Expectation(Prediction):
     The mean over ranks of where they predict to is then near the true next point: the mean of their own gradients is
     the average in flight. The last term has the mean 0. Without it what a rank is off by comes back in its next
     gradient, turned round, and grows where rate * curvature * share is above 1; with it, where that is above 2
-    (algorithms/pipe/stability.py). One buffer of each parameter holds the rank's own gradient, then what is expected,
+    (docs/algorithms.md). One buffer of each parameter holds the rank's own gradient, then what is expected,
     then the true weights, another the own gradient before. (Prediction by the optimizer's step with old gradients:
     XPipe, arXiv:1911.04610. That a rank knows its own part of those in flight is added here.)
     """

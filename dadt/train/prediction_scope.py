@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dadt.train.prediction.base import Prediction
 
 
-class Window:
+class PredictionScope:
     """Counts what is under way on the training thread; other threads change nothing."""
 
     def __init__(self, predictions: Callable[[], Sequence[Prediction]], on_training_thread: Callable[[], bool]) -> None:
@@ -36,7 +36,7 @@ class Window:
         return self._backwards > 0
 
     @contextmanager
-    def amid(self) -> Iterator[None]:
+    def training_pass(self) -> Iterator[None]:
         """A training forward, or a backward: weights stay as they are, also where an optimizer steps in its midst."""
         here = self._on_training_thread()
         self._passes += here
@@ -59,7 +59,7 @@ class Window:
         here = self._on_training_thread()
         self._backwards += here
         try:
-            with self.amid():
+            with self.training_pass():
                 yield
         finally:
             self._backwards -= here
@@ -67,7 +67,7 @@ class Window:
                 prediction.suspend()
 
     @contextmanager
-    def look(self, predictions: Sequence[Prediction]) -> Iterator[None]:
+    def true_weights(self, predictions: Sequence[Prediction]) -> Iterator[None]:
         """A forward that trains nothing: at true weights, also what it differentiates inside."""
         here = self._on_training_thread()
         mine = [prediction for prediction in predictions if prediction.applied]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dadt.control.accept import Entrance, peer_of
 from dadt.control.frame import Frame, Link
-from dadt.control.heartbeat import Pulse
+from dadt.control.heartbeat import Heartbeat
 from dadt.control.job_folder import line_of
 from dadt.control.schema import Speaker
 from dadt.errors import DadtError
@@ -55,13 +55,13 @@ class SaveWait:
 
 
 @dataclass(slots=True)
-class Roster:
+class WorkerRegistry:
     """Answers what one host can answer, and passes the rest on with the number of the line it came by."""
 
     path: Path
     ranks: Mapping[int, int]
     """Of this host's workers, to their local ranks."""
-    pulse: Pulse
+    pulse: Heartbeat
     forward: Callable[[Frame], None]
     speaker: Speaker
     """What workers may say."""

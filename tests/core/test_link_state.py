@@ -10,11 +10,11 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from dadt.algorithms.gossip.edge import Answering, Asking, Line
+from dadt.algorithms.gossip.edge import Answering, Asking, LinkMessages
 from dadt.algorithms.gossip.gossip import check_copies
-from dadt.algorithms.gossip.link_state import Tie
+from dadt.algorithms.gossip.link_state import LinkState
 from dadt.algorithms.gossip.pairing import tie
-from dadt.algorithms.gossip.snapshot import Published
+from dadt.algorithms.gossip.snapshot import WeightSnapshot
 from dadt.errors import CommTimeout, ConfigError
 
 LEAST = {"bf16": 1.99, "fp16": 1.99, "int8": 3.9, "powersgd:2": 4.9}
@@ -57,7 +57,7 @@ class Rank:
 
     def __init__(self, seed: int, large: int = 300) -> None:
         self.live = weights(seed, large)
-        self.published = Published(self.live)
+        self.published = WeightSnapshot(self.live)
         self.step = 0
         self.publish()
 
@@ -71,11 +71,11 @@ class Rank:
         self.publish()
 
 
-def ends(name: str, one: Rank, other: Rank) -> tuple[Tie, Tie]:
+def ends(name: str, one: Rank, other: Rank) -> tuple[LinkState, LinkState]:
     return tie(name, one.published, True), tie(name, other.published, False)
 
 
-def exchange(between: tuple[Tie, Tie], one: Rank, other: Rank) -> int:
+def exchange(between: tuple[LinkState, LinkState], one: Rank, other: Rank) -> int:
     """Gives the bytes of a message."""
     size, again = (end.size for end in between)
     assert size == again
@@ -179,7 +179,7 @@ def test_four_that_train_stay_as_near_as_without_compression(name: str) -> None:
 
 
 class Post:
-    """Messages between two threads, as a Mail's between two ranks."""
+    """Messages between two threads, as a PointToPoint's between two ranks."""
 
     def __init__(self) -> None:
         self._boxes: defaultdict[int, queue.SimpleQueue[torch.Tensor]] = defaultdict(queue.SimpleQueue)
@@ -212,15 +212,17 @@ class Message:
 
 def test_ends_begin_anew_where_one_has_lost_what_both_knew() -> None:
     one, other, post = Rank(1), Rank(2), Post()
-    there: list[Published | None] = [other.published]
+    there: list[WeightSnapshot | None] = [other.published]
     ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
     asking = Asking(
-        Line(post, 0, 1, 0, 20.0),
+        LinkMessages(post, 0, 1, 0, 20.0),
         lambda: nullcontext(one.published),
         lambda published: tie("int8", published, True),
         lambda edge, averaged: ended.put(averaged),
     )
-    answering = Answering(Line(post, 1, 0, 0, 20.0), lambda: nullcontext(there[0]), lambda p: tie("int8", p, False))
+    answering = Answering(
+        LinkMessages(post, 1, 0, 0, 20.0), lambda: nullcontext(there[0]), lambda p: tie("int8", p, False)
+    )
     threads = [threading.Thread(target=end.run, daemon=True) for end in (asking, answering)]
     for thread in threads:
         thread.start()
@@ -237,7 +239,7 @@ def test_ends_begin_anew_where_one_has_lost_what_both_knew() -> None:
     assert ask() == (True, whole)
     averaged, short = ask()
     assert averaged and short < whole / 2
-    there[0] = Published(one.live[:3])  # the script trains fewer
+    there[0] = WeightSnapshot(one.live[:3])  # the script trains fewer
     assert ask() == (False, short)
     assert ask() == (False, whole)
     there[0] = other.published

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dadt.algorithms.gossip import snapshot
-from dadt.algorithms.gossip.link_state import Tie, Whole
-from dadt.algorithms.gossip.snapshot import Published
+from dadt.algorithms.gossip.link_state import LinkState, PlainLinkState
+from dadt.algorithms.gossip.snapshot import WeightSnapshot
 
 
 def weights(seed: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -34,21 +34,21 @@ def weights(seed: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]
 def test_parts_are_small_and_hold_every_element_once() -> None:
     tensors = weights(0)
     seen = [torch.zeros(t.numel(), dtype=torch.long) for t in tensors]
-    for part in Published(tensors).parts:
+    for part in WeightSnapshot(tensors).parts:
         assert part.stop - part.start <= snapshot.PART_BYTES
         for piece in part.pieces:
             seen[piece.tensor][piece.start : piece.stop] += 1
     assert all(bool((count == 1).all()) for count in seen)
 
 
-def begin(one: Published) -> tuple[Tie, torch.Tensor, int]:
+def begin(one: WeightSnapshot) -> tuple[LinkState, torch.Tensor, int]:
     """What one end says."""
-    tie = Whole("none", one)
+    tie = PlainLinkState("none", one)
     message = one.take(tie.size)
     return tie, message, tie.say(one, message)
 
 
-def exchange(one: Published, other: Published) -> int:
+def exchange(one: WeightSnapshot, other: WeightSnapshot) -> int:
     """What two edges do; gives the step of the copy that was sent."""
     (asking, question, step), (answering, answer, other_step) = begin(one), begin(other)
     answering.settle(other, answer, question.clone(), other_step)
@@ -62,7 +62,7 @@ def exchange(one: Published, other: Published) -> int:
 def test_both_come_to_the_mean_at_the_next_boundary(dtype: torch.dtype) -> None:
     mine, theirs = weights(1, dtype), weights(2, dtype)
     means = [(a.to(torch.complex128) + b) / 2 for a, b in zip(mine, theirs, strict=True)]
-    one, other = Published(mine), Published(theirs)
+    one, other = WeightSnapshot(mine), WeightSnapshot(theirs)
     assert one.crc == other.crc
     assert not one.publish(mine, 1) and not other.publish(theirs, 5)
     before = [t.clone() for t in mine]
@@ -92,7 +92,7 @@ def assert_sums(mine: list[torch.Tensor], theirs: list[torch.Tensor], totals: li
 def test_a_late_answer_keeps_the_sum() -> None:
     mine, theirs = weights(1), weights(2)
     totals = [a.double() + b + 3 * 0.25 for a, b in zip(mine, theirs, strict=True)]
-    one, other = Published(mine), Published(theirs)
+    one, other = WeightSnapshot(mine), WeightSnapshot(theirs)
     one.publish(mine, 0)
     other.publish(theirs, 0)
     (asking, question, step), (answering, answer, other_step) = begin(one), begin(other)
@@ -112,7 +112,7 @@ def test_a_late_answer_keeps_the_sum() -> None:
 def test_training_and_averaging_at_once_lose_nothing() -> None:
     mine, theirs = weights(1), weights(2)
     begun = [a.double() + b for a, b in zip(mine, theirs, strict=True)]
-    one, other = Published(mine), Published(theirs)
+    one, other = WeightSnapshot(mine), WeightSnapshot(theirs)
     one.publish(mine, 0)
     other.publish(theirs, 0)
     ended = threading.Event()
@@ -144,7 +144,7 @@ def test_training_and_averaging_at_once_lose_nothing() -> None:
 def test_what_was_added_goes_to_tensors_of_another_kind() -> None:
     mine, theirs = weights(1), weights(2)
     means = [(a.double() + b) / 2 for a, b in zip(mine, theirs, strict=True)]
-    one, other = Published(mine), Published(theirs)
+    one, other = WeightSnapshot(mine), WeightSnapshot(theirs)
     one.publish(mine, 0)
     other.publish(theirs, 0)
     exchange(one, other)

@@ -10,7 +10,7 @@ _FORMAT = struct.Struct("<IIIIIBdd")
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class StepMetadata:
     """One rank's side of one step's agreement. Packs to the same length on every rank."""
 
     layout: int
@@ -43,12 +43,12 @@ class Lane:
         )
 
     @classmethod
-    def unpack(cls, data: bytes) -> Lane:
+    def unpack(cls, data: bytes) -> StepMetadata:
         layout, drawn, groups, fingerprint, growth, redo, weight, value = _FORMAT.unpack_from(data)
         return cls(layout, drawn, groups, fingerprint, growth, bool(redo), weight, value)
 
 
-LANE_BYTES = _FORMAT.size
+METADATA_BYTES = _FORMAT.size
 
 
 def pack_flags(flags: Sequence[bool]) -> bytes:

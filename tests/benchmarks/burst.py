@@ -11,12 +11,12 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from executor import TIMEOUT, arguments_of, library_group, place
 
 from dadt.comm import executors
 from dadt.comm.collectives import operation
 from dadt.comm.collectives.named import Named
 from dadt.config import Config
-from dadt_cli.bench.executor import TIMEOUT, arguments_of, library_group, place
 from dadt_cli.bench.ratio import interval, ratio
 
 

@@ -18,7 +18,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from dadt import _core
 from dadt.comm import executors
-from dadt.comm.backend.rendezvous import Meeting
+from dadt.comm.backend.rendezvous import GroupRendezvous
 from dadt.comm.collectives import operation
 from dadt.comm.collectives.ordered import Pending, start
 from dadt.comm.executors import c10d
@@ -182,7 +182,7 @@ def by_mpi4py() -> Library:
 
 def arguments_of(program: str, description: str | None) -> argparse.ArgumentParser:
     """Where a rank is, and what it measures."""
-    parser = argparse.ArgumentParser(prog=f"python -m dadt_cli.bench.{program}", description=description)
+    parser = argparse.ArgumentParser(prog=f"python tests/benchmarks/{program}.py", description=description)
     parser.add_argument("executor")
     parser.add_argument("--rank", type=int, default=-1, help="-1: as the launcher says")
     parser.add_argument("--np", type=int, default=0)
@@ -206,7 +206,7 @@ def place(options: argparse.Namespace) -> tuple[World, Meet]:
             address=options.address,
         )
     store = FileStore(options.store, world.world_size)
-    return world, Meeting(store, world.rank, world.world_size, TIMEOUT)
+    return world, GroupRendezvous(store, world.rank, world.world_size, TIMEOUT)
 
 
 def library_group(name: str, world: World, meet: Meet) -> Any:

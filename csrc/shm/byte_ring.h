@@ -9,11 +9,11 @@ namespace dadt {
 
 // One direction between two ranks: a ring of bytes in shared memory that frames go through whole. One writer,
 // one reader. Zeros are an empty one.
-class Pipe {
+class ByteRing {
  public:
   static size_t memory_bytes(size_t capacity) { return sizeof(Head) + capacity; }
 
-  Pipe(void* memory, size_t capacity)
+  ByteRing(void* memory, size_t capacity)
       : head_(static_cast<Head*>(memory)),
         bytes_(static_cast<uint8_t*>(memory) + sizeof(Head)),
         capacity_(capacity) {}

@@ -40,7 +40,7 @@ class Peer:
     """No sign has ever come."""
 
 
-class Heartbeat:
+class HostHeartbeat:
     """One host's end. Single-threaded: lives in the agent's selector, and never waits."""
 
     def __init__(self, secret: bytes, index: int, address: str, timeout: float) -> None:

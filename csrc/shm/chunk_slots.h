@@ -25,12 +25,12 @@ enum Counter { kPacked = 0, kReduced, kCounters };
 
 // Every rank writes chunks 0, 1, 2, ... to the slots of its own segment, slot chunk % kSlots, and says in its
 // counters how far it has come. Engine thread only, but for what Neighbours allows.
-class Ring : public Neighbours {
+class ChunkSlots : public Neighbours {
  public:
   static constexpr uint32_t kSlots = 4;
 
   // slot_bytes: a multiple of 64.
-  Ring(int rank, int world_size, size_t slot_bytes)
+  ChunkSlots(int rank, int world_size, size_t slot_bytes)
       : Neighbours(rank, world_size, kSlots * (kGap + slot_bytes), true), stride_(kGap + slot_bytes) {}
 
   uint8_t* slot(int rank, uint32_t chunk) const { return body(rank) + chunk % kSlots * stride_ + kGap; }
@@ -52,7 +52,7 @@ class Ring : public Neighbours {
   void publish(Counter which, uint32_t value) {
     counter(rank(), which).store(value);
     for (int peer = 0; peer < world_size(); ++peer) {
-      if (peer != rank()) head(peer).bell.ring_if_waiting();
+      if (peer != rank()) head(peer).event.notify_if_waiting();
     }
   }
 

@@ -36,17 +36,17 @@ inline void spin_pause() {
 // Sleeping until something changes: an event count on a futex. Works between processes in shared memory,
 // holds no lock, needs no destructor (so a forked child may forget it). Conditions must be sequentially
 // consistent atomics.
-class Bell {
+class EventCount {
  public:
   // Wakes everybody who waits, to look again. Any thread, any process, never blocks.
-  void ring() {
+  void notify() {
     count_.fetch_add(1);
     if (sleepers_.load() != 0) futex(FUTEX_WAKE, INT_MAX, nullptr);
   }
 
-  // As ring, for a caller that has just changed the condition: one load where nobody sleeps.
-  void ring_if_waiting() {
-    if (sleepers_.load() != 0) ring();
+  // As notify, for a caller that has just changed the condition: one load where nobody sleeps.
+  void notify_if_waiting() {
+    if (sleepers_.load() != 0) notify();
   }
 
   // Sleeps until ready() or the deadline; true if ready. Returns early, with what ready() says, on a signal.

@@ -15,16 +15,16 @@ import torch
 from dadt import _core
 from dadt.comm.collectives import operation as verb
 from dadt.comm.collectives.named import Named
-from dadt.comm.collectives.ordered import Group
+from dadt.comm.collectives.ordered import OrderedGroup
 from dadt.comm.executors.base import Connection
-from dadt.comm.executors.mail import NoMail
-from dadt.comm.keepalive import Kept
+from dadt.comm.executors.point_to_point import NoPointToPoint
+from dadt.comm.keepalive import KeepAlive
 from dadt.config import Config
 from dadt.errors import Aborted
 from dadt.world import World
 
 SUBMITTERS: dict[str, Callable[[Connection], Any]] = {
-    "group": lambda connection: Group(connection, 0, 1),
+    "group": lambda connection: OrderedGroup(connection, 0, 1),
     "named": lambda connection: Named(connection, Config(), World(), lambda key, blob: [blob]),
 }
 
@@ -42,7 +42,7 @@ class Memory:
 def engine_and_submit(request: pytest.FixtureRequest) -> Any:
     """An engine whose operations the test runs, and what submits an allreduce of an array to it."""
     engine = _core.Engine(None, 0, 1, 30.0)
-    among = SUBMITTERS[request.param](Connection(engine, NoMail(), lambda: None))
+    among = SUBMITTERS[request.param](Connection(engine, NoPointToPoint(), lambda: None))
 
     def submit(array: np.ndarray, name: str) -> Any:
         tensor = torch.from_numpy(array)
@@ -97,7 +97,7 @@ def test_what_fails_while_a_library_is_in_it_is_kept(engine_and_submit):
 
 
 def test_what_is_done_does_not_wait_for_long_behind_what_is_not():
-    kept = Kept(lambda: False)
+    kept = KeepAlive(lambda: False)
     kept.add(Operation(), "the first of all")
     memories = []
     for _ in range(1000):
@@ -109,7 +109,7 @@ def test_what_is_done_does_not_wait_for_long_behind_what_is_not():
 
 
 def test_threads_let_go_of_nothing_that_is_not_done():
-    kept = Kept(lambda: False)
+    kept = KeepAlive(lambda: False)
     pending: list[Any] = []
 
     def add() -> None:

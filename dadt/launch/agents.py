@@ -50,7 +50,7 @@ class Node:
         return self.host.name
 
 
-class Crew:
+class Agents:
     """Single-threaded, but for what the launcher does until it has connected."""
 
     def __init__(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dadt.comm.keepalive import Kept
+from dadt.comm.keepalive import KeepAlive
 
 if TYPE_CHECKING:
     import torch
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
     from dadt import _core
 
 
-class SharedMail:
-    """A Mail through the core's mailbox."""
+class SharedMemoryMessages:
+    """A PointToPoint through the core's mailbox."""
 
     def __init__(self, mailbox: _core.Mailbox) -> None:
         self._mailbox = mailbox
-        self._kept = Kept(lambda: False)  # the core leaves the memory of what has failed alone
+        self._kept = KeepAlive(lambda: False)  # the core leaves the memory of what has failed alone
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> _core.Transit:
+    def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> _core.P2PWork:
         return self._keep(self._mailbox.send(*_memory(tensor), peer, tag), tensor)
 
-    def receive(self, tensor: torch.Tensor, peer: int | None, tag: int = 0) -> _core.Transit:
+    def receive(self, tensor: torch.Tensor, peer: int | None, tag: int = 0) -> _core.P2PWork:
         return self._keep(self._mailbox.receive(*_memory(tensor), -1 if peer is None else peer, tag), tensor)
 
     def abort(self) -> None:
@@ -33,13 +33,13 @@ class SharedMail:
         """What is not done fails."""
         self._mailbox.close()
 
-    def _keep(self, transit: _core.Transit, tensor: torch.Tensor) -> _core.Transit:
+    def _keep(self, transit: _core.P2PWork, tensor: torch.Tensor) -> _core.P2PWork:
         self._kept.add(transit, tensor)
         return transit
 
 
-class NoMail:
-    """A Mail that moves nothing: a send is done at once, and a receive leaves the tensor as it is."""
+class NoPointToPoint:
+    """A PointToPoint that moves nothing: a send is done at once, and a receive leaves the tensor as it is."""
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Unsent:
         return Unsent(peer)

@@ -1,0 +1,37 @@
+"""The core's own executors: shared memory, and one that moves nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dadt import _core
+from dadt.comm.executors.base import Connection
+from dadt.comm.executors.meet import Meet
+from dadt.comm.executors.point_to_point import NoPointToPoint, SharedMemoryMessages
+
+if TYPE_CHECKING:
+    from dadt.config import Config
+    from dadt.world import World
+
+
+def shm(config: Config, world: World, meet: Meet) -> Connection:
+    executor = _core.ShmExecutor(world.rank, world.world_size)
+    executor.connect(meet.exchange("shm endpoint", executor.endpoint()), config.start_timeout)
+    mail = _shared_mail(config, world, meet)
+    return Connection(_core.Engine(executor, world.rank, world.world_size, config.timeout), mail, mail.close)
+
+
+def null(config: Config, world: World, meet: Meet) -> Connection:
+    meet.exchange("null endpoint", b"")  # it starts as others do, with everybody there
+    executor = _core.NullExecutor(world.rank, world.world_size)
+    engine = _core.Engine(executor, world.rank, world.world_size, config.timeout)
+    if world.world_size > 1:
+        return Connection(engine, NoPointToPoint(), lambda: None)
+    mail = _shared_mail(config, world, meet)  # its own values are what one rank gets, and its own messages
+    return Connection(engine, mail, mail.close)
+
+
+def _shared_mail(config: Config, world: World, meet: Meet) -> SharedMemoryMessages:
+    mailbox = _core.Mailbox(world.rank, world.world_size)
+    mailbox.connect(meet.exchange("mailbox endpoint", mailbox.endpoint()), config.start_timeout)
+    return SharedMemoryMessages(mailbox)

@@ -1,0 +1,138 @@
+"""Allreduces of buckets that belong together: submitting them, waiting for them, and the memory that they need."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from dadt.comm.bucket import Bucket, Staged
+from dadt.comm.compression import Feedback, Form, LowRank
+from dadt.comm.keepalive import leak
+from dadt.errors import CommError
+
+if TYPE_CHECKING:
+    from dadt._core import Engine, Work
+    from dadt.comm.compression.powersgd import Round
+    from dadt.comm.executors.device import Averaging, Device
+    from dadt.train.exchange.background import Background
+
+
+class Peers(Protocol):
+    """What an exchange needs of this rank's connection with the others."""
+
+    @property
+    def background(self) -> Background | None: ...
+
+    @property
+    def engine(self) -> Engine: ...
+
+    @property
+    def device(self) -> Device | None: ...
+
+    def wait(self, work: Work | Averaging) -> None:
+        """Until the work is done. Raises CommError."""
+
+
+class BucketExchange:
+    """A bucket takes one allreduce, or two where low rank compresses it: the second one follows from the first."""
+
+    def __init__(self, peers: Peers, name: str) -> None:
+        self.name = name
+        self._peers = peers
+        self._works: list[Work | Averaging] = []
+        """The first allreduce of each bucket."""
+        self._second_works: list[Work | Averaging] = []
+        self._rounds: list[tuple[int, Round]] = []
+        """Buckets that take two, by number."""
+        self._alive: list[list[torch.Tensor | None]] = []
+        """What is read while they are under way."""
+
+    @property
+    def works(self) -> list[Work | Averaging]:
+        return self._works + self._second_works
+
+    @property
+    def done(self) -> bool:
+        return all(work.done for work in self.works)
+
+    @property
+    def seconds(self) -> float:
+        """Time in which bytes moved, without waiting for the last rank to arrive."""
+        return sum(work.seconds for work in self.works)
+
+    def submit_bucket(
+        self,
+        index: int,
+        bucket: Bucket,
+        form: Form | None,
+        staged: Staged,
+        into: int,
+        lane: bytes,
+        weight: float = 1.0,
+        scale: torch.Tensor | None = None,
+    ) -> None:
+        """The next bucket's first allreduce. into: the flat buffer for the mean. scale: the values' loss scale."""
+        name = f"{self.name}, bucket {index}"
+        if isinstance(form, LowRank):
+            plain = bucket.layout.total * bucket.layout.dtype.itemsize
+            work = self._submit(form.first, staged, into, name, lane, weight, plain=plain)
+        else:
+            work = self._submit(bucket, staged, into, name, lane, weight, form, scale)
+        self._works.append(work)
+
+    def _submit_second(
+        self, index: int, round_: Round, into: int, weight: float = 1.0, *, held: bool = False
+    ) -> Work | Averaging:
+        name = f"{self.name}, bucket {index}, second half"
+        staged = round_.then
+        return self._submit(round_.form.second, staged, into, name, self._lane(staged), weight, plain=0, held=held)
+
+    def _lane(self, staged: Staged) -> bytes:
+        """What travels with each allreduce."""
+        return b""
+
+    def _submit(
+        self,
+        bucket: Bucket,
+        staged: Staged,
+        into: int,
+        name: str,
+        lane: bytes,
+        weight: float,
+        feedback: Feedback | None = None,
+        scale: torch.Tensor | None = None,
+        *,
+        plain: int = -1,
+        held: bool = False,
+    ) -> Work | Averaging:
+        """plain: bytes of what it stands for, where it is something else. held: as in Engine.allreduce."""
+        self._alive.append(staged.values)
+        device = self._peers.device
+        if device is not None and bucket.direct:
+            places, flat = bucket.views[into], bucket.flats[into]
+            coding = None if feedback is None else (feedback, feedback.keep(scale))
+            beside = {"name": name, "weight": weight, "lane": lane, "plain": plain}
+            return device.average(staged.values, places, flat, coding, **beside)
+        if staged.ready is not None:
+            staged.ready.synchronize()
+        return self._peers.engine.allreduce(
+            bucket.layout,
+            [0 if t is None else t.data_ptr() for t in staged.values],
+            bucket.pointers[into],
+            name,
+            weight,
+            lane,
+            plain=plain,
+            held=held,
+            **({} if feedback is None else feedback.arguments(bucket.layout.total, scale)),
+        )
+
+    def _await(self) -> None:
+        """Until all that is submitted is done. Raises CommError."""
+        try:
+            for work in self.works:
+                self._peers.wait(work)
+        except CommError:
+            leak(self)  # a library may still be at its memory
+            raise
