@@ -1,10 +1,10 @@
-"""What can go wrong, as types; each carries the exit code that `dadt` ends with."""
+"""The exception types of DADT. Each carries the exit code that `dadt` ends with."""
 
 from __future__ import annotations
 
 
 class DadtError(Exception):
-    """Something the user can act on: the message says what is wrong, where, and what to do."""
+    """An error the user can act on: the message says what is wrong, where, and what to do."""
 
     exit_code = 1
 
@@ -28,7 +28,7 @@ class StartTimeout(DadtError):
 
 
 class Unproved(DadtError):
-    """Who has joined a group of ranks does not belong to the job; the message names the rank."""
+    """A process that does not belong to the job joined a group of ranks; the message names its rank."""
 
 
 class CommError(DadtError):

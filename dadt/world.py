@@ -1,4 +1,4 @@
-"""Who am I: rank, local rank, and how many there are."""
+"""This process's rank, local rank and world size, read from the environment."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ LAUNCHERS = {
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    # Intel MPI's variables are these, too.
+    # Intel MPI sets the same variables.
     "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    # After the others: their daemons may have been started by srun.
+    # srun comes last, because it may have started the daemons of the others.
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
-"""Where other launchers say the rank, the number of ranks, and the same within the host."""
+"""For each other launcher, its variables for rank, world size, local rank and local size."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,13 +33,13 @@ class World:
     world_size: int = 1
     local_size: int = 1
     address: str = ""
-    """At which other hosts reach this one; empty where all ranks are on one host."""
+    """Address at which other hosts reach this one; empty if all ranks are on one host."""
     job: str = ""
     """Short id of the running job; empty outside `dadt run`."""
     agent: str = ""
     """Path of the Unix socket of this host's agent; empty without one."""
     launcher: str = ""
-    """Who started this worker, where that was not `dadt run`: one of LAUNCHERS."""
+    """The launcher (a key of LAUNCHERS) that started this worker; empty for `dadt run`."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> World:
@@ -56,10 +56,10 @@ class World:
 
     @classmethod
     def from_launcher(cls, env: Mapping[str, str] = os.environ) -> World:
-        """As another launcher tells it, who also knows nothing of agents; a world of one where there is none."""
+        """Read the variables of another launcher, which has no agents; a world of one if none is found."""
         for launcher, (rank, size, local_rank, local_size) in LAUNCHERS.items():
             if launcher == "torchrun" and "TORCHELASTIC_RUN_ID" not in env:
-                continue  # scripts are given RANK by hand, too
+                continue  # users also set RANK by hand
             if not {rank, size, local_rank, local_size} <= env.keys():
                 continue
             here = env[local_size]
@@ -86,40 +86,40 @@ class World:
 
 
 def master(env: Mapping[str, str] = os.environ) -> tuple[str, int] | None:
-    """Address and port where torch's ranks meet, if they are given."""
+    """Address and port of torch's rendezvous, or None if the environment does not give both."""
     if not env.get("MASTER_ADDR") or not env.get("MASTER_PORT", "").isdigit():
         return None
     return env["MASTER_ADDR"], int(env["MASTER_PORT"])
 
 
 def torchrun_attempt(env: Mapping[str, str] = os.environ) -> tuple[bool, str]:
-    """Whether torchrun itself serves a store at `master`, and the number of this attempt to train."""
+    """Whether torchrun itself serves a store at `master`, and its restart count."""
     return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True", env.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def see(gpu: str) -> None:
-    """Leave this process one GPU, named as in CUDA_VISIBLE_DEVICES. Before CUDA is first used."""
+    """Make one GPU visible, named as in CUDA_VISIBLE_DEVICES. Call it before CUDA is first used."""
     os.environ["CUDA_VISIBLE_DEVICES"] = gpu
 
 
 def threads_chosen(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether somebody has said how many threads a process may use."""
+    """Whether the environment sets the number of threads of a process."""
     return "OMP_NUM_THREADS" in env
 
 
 def speak_over(interface: str) -> None:
-    """Let libraries use this network interface, where the user has not chosen one."""
+    """Make Gloo and NCCL use this network interface, unless the user has chosen one."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
 def adopt() -> None:
-    """This process is a worker now: what it starts are none, though they inherit the launcher's variables."""
+    """Mark this process as the worker: its children inherit the launcher's variables but are not workers."""
     os.environ["DADT_INJECT"] = "none"
 
 
 def _tasks(counts: str, node: int) -> int:
-    """Slurm's tasks of a node, from "2(x3),1": 2 on the first three, 1 on the fourth."""
+    """Number of tasks on a node in Slurm's notation: "2(x3),1" is 2 on the first three nodes, 1 on the fourth."""
     for part in counts.split(","):
         count, _, repeated = part.partition("(x")
         node -= int(repeated.rstrip(")")) if repeated else 1

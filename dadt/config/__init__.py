@@ -1,4 +1,4 @@
-"""Every knob, its checks, and what is chosen from them. No torch."""
+"""Every knob, its checks, and the executor chosen from them. Imports no torch."""
 
 from dadt.config.config import Config
 

@@ -1,4 +1,4 @@
-"""What single knobs may be, and what their text means."""
+"""Checks and parsers for the values of single knobs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from dadt.config.numbers import numbers
 from dadt.errors import ConfigError
 
 CROSS = ("gloo", "nccl", "mpi")
-"""What moves bytes between hosts for the hierarchical executor; beside them c10d:<name>."""
+"""Executors that the hierarchical one may use between hosts; c10d:<name> is valid as well."""
 COMPRESSIONS = ("none", "bf16", "fp16", "int8")
-"""Beside them powersgd:<rank>."""
+"""Names of compressions; powersgd:<rank> is valid as well."""
 METRICS = ("tensorboard", "prometheus")
 TOPOLOGIES = ("ring", "exponential", "complete")
 
@@ -46,7 +46,7 @@ def check_compression(name: str) -> None:
 
 
 def metrics_place(text: str) -> tuple[str, str]:
-    """What `--metrics KIND:WHERE` names. Raises ConfigError."""
+    """The kind and the place in `--metrics KIND:WHERE`. Raises ConfigError."""
     kind, _, place = text.partition(":")
     if kind not in METRICS or not place:
         raise ConfigError(f"--metrics {text}: give tensorboard:DIR, or prometheus:PORT")
@@ -54,7 +54,8 @@ def metrics_place(text: str) -> tuple[str, str]:
 
 
 def predict_factors(text: str) -> tuple[float, float] | None:
-    """Of the last displacement, which is 0 or more, and of the one before; None for others. Raises ConfigError."""
+    """Factors of the last displacement (0 or more) and of the one before; None if `--predict` gives no factors.
+    Raises ConfigError."""
     if text == "auto" or predict_share(text) is not None:
         return None
     expected = "auto, own:0.9, a number from 0, as 1.5, or two, as 1.8,-0.9"
@@ -66,7 +67,7 @@ def predict_factors(text: str) -> tuple[float, float] | None:
 
 
 def predict_share(text: str) -> float | None:
-    """From 0 to 1, of the rank's own gradient; None where it is not to be used. Raises ConfigError."""
+    """The share S of `--predict own:S`, from 0 to 1; None for other values. Raises ConfigError."""
     name, _, share = text.partition(":")
     if name != "own":
         return None
@@ -92,9 +93,9 @@ def check_executor(asked: str, name: str, optional: bool) -> None:
 
 
 def loader_numbers(name: str, text: str) -> set[int] | None:
-    """The DataLoaders that "1,3-5" names; None for "all".
+    """The numbers of the DataLoaders in text such as "1,3-5"; None for "all".
 
-    Raises ConfigError where the text is neither.
+    Raises ConfigError if the text is neither.
     """
     if text == "all":
         return None
@@ -105,23 +106,23 @@ def loader_numbers(name: str, text: str) -> set[int] | None:
 
 
 def here() -> str:
-    """The current folder as the user's shell names it: other hosts may not know what a link leads to.
+    """The current folder as the user's shell names it, since the target of a symlink may not exist on other hosts.
 
-    Raises ConfigError if it has been deleted.
+    Raises ConfigError if the folder has been deleted.
     """
     try:
         current = Path.cwd()
     except OSError as error:
         raise ConfigError(f"the current folder is gone ({error.strerror}) -> cd to one that exists") from error
     named = Path(os.environ.get("PWD", ""))
-    with suppress(OSError):  # it is of no use where this process has left it since
+    with suppress(OSError):  # PWD is stale if this process has changed folders since
         if named.is_absolute() and named.samefile(current):
             return str(named)
     return str(current)
 
 
 def path_of(name: str, text: str, program: bool) -> str:
-    """With ~ expanded, which no shell does in files and variables; a program's in full, as it is run from elsewhere."""
+    """Expand ~, which no shell does in files and variables. A program's path becomes absolute, as it runs elsewhere."""
     if text.startswith("~"):
         try:
             return str(Path(text).expanduser())
@@ -131,7 +132,7 @@ def path_of(name: str, text: str, program: bool) -> str:
 
 
 def number(name: str, text: str | float, expected: str) -> float:
-    """Raises ConfigError also for what is not finite."""
+    """The number in the text. Raises ConfigError if it is no number, or not finite."""
     try:
         value = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Every knob of DADT: the flag `--warmup-steps`, the variable DADT_WARMUP_STEPS and the docs come from here."""
+"""Every knob of DADT. Each field gives the flag (`--warmup-steps`), the variable (DADT_WARMUP_STEPS) and the docs."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from dadt.errors import ConfigError
 from dadt.world import World
 
 LEAST_MEASURED = 10
-"""Steps that --algorithm auto must have seen to decide."""
+"""Steps that --algorithm auto must measure before it decides."""
 LEAST_HEARTBEAT_TIMEOUT = 2.0
 LEAST_ORPHAN_TIMEOUT = 2.0
-"""A few signs of life fit into it."""
+"""Seconds; long enough for a few signs of life."""
 
 
 def knob(
@@ -46,9 +46,9 @@ def knob(
     flags: tuple[str, ...] = (),
     metavar: str = "",
 ) -> Any:
-    """A field of Config with the text its flag shows.
+    """A field of Config, with the help text of its flag.
 
-    advanced: not common, so listed by --help-all only. launch: concerns the launcher, and is not passed on to workers.
+    advanced: shown by --help-all only. launch: for the launcher only, not passed on to workers.
     flags: other names of the flag.
     """
     metadata = {
@@ -68,7 +68,7 @@ def launch_knob(default: Any, help: str, **options: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """What one job does, the same on every rank. Frozen: made once by the command line, rebuilt in each worker."""
+    """The configuration of one job, the same on every rank. The command line makes it and each worker rebuilds it."""
 
     algorithm: str = knob(
         "pipe",
@@ -302,7 +302,7 @@ class Config:
             raise ConfigError(f"--share and --no-share both name DataLoader {both}: name it once")
 
     def to_env(self) -> dict[str, str]:
-        """What workers are told: the knobs that are theirs."""
+        """The variables passed to workers: all knobs except the launcher's."""
         theirs = (f for f in fields(self) if not f.metadata["launch"])
         return {variable(f.name): _text(getattr(self, f.name)) for f in theirs}
 
@@ -317,15 +317,15 @@ def given_by_env(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 
 def misspelt(env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables that are no knob's but look like one's: to the one that was probably meant."""
+    """Variables that look like a knob's but are not, each with the name that was probably meant."""
     known = {variable(f.name) for f in fields(Config)}
-    own = World().to_env()  # where a worker's script calls dadt
+    own = World().to_env()  # present when a worker's script calls dadt
     near = {n: difflib.get_close_matches(n, known, 1, 0.85) for n in env if n.startswith("DADT_") and n not in own}
     return {name: found[0] for name, found in near.items() if found and name not in known}
 
 
 def parse(name: str, text: str) -> Any:
-    """A knob's value from its variable's text, by the type of its default."""
+    """Parse the text of a knob's variable, by the type of the knob's default. Raises ConfigError."""
     default = next(f.default for f in fields(Config) if f.name == name)
     if isinstance(default, bool):
         if text.lower() not in ("0", "1", "true", "false"):

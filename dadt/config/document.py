@@ -1,4 +1,4 @@
-"""A text file of the user's, read whole."""
+"""Read a whole text file given by the user."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 from dadt.errors import ConfigError
 
 LIMIT = 16 << 20
-"""Bytes of a list of hosts or of variables; a longer one is another file, or has no end, as /dev/zero."""
+"""Most bytes of a list of hosts or variables; a longer file is a mistake, or endless, such as /dev/zero."""
 
 
 def read(path: Path, flag: str, limit: int = LIMIT) -> str:
-    """flag: by which the user has named it. Raises ConfigError."""
+    """The text of the file. flag: the option that named it, for the message. Raises ConfigError."""
     try:
         with path.open("rb") as file:
             data = file.read(limit + 1)

@@ -1,4 +1,4 @@
-"""Which executors a job has: whether those that were asked for fit its hosts, and what `auto` picks, and why."""
+"""The choice of a job's executors: check those the user asked for against its hosts, and resolve `auto`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Place:
     """One host of a job."""
 
     name: str
-    """Empty: this host, in a job of one."""
+    """Name of the host; empty for this host in a job of one host."""
     workers: int
     gpus: int
-    """That they may use, by a torch that can."""
+    """NVIDIA GPUs that the workers may use; 0 if torch has no CUDA."""
 
 
 def choose(config: Config, places: Sequence[Place]) -> tuple[Config, str]:
-    """The configuration without `auto`, and the reason in a sentence.
+    """Resolve `auto`. Returns the configuration and the reason in a sentence.
 
     Raises ConfigError for an executor that cannot work on these hosts.
     """
@@ -46,14 +46,14 @@ def choose(config: Config, places: Sequence[Place]) -> tuple[Config, str]:
 
 
 def pick(places: Sequence[Place]) -> tuple[str, str]:
-    """What `auto` is on these hosts, and why."""
+    """The executor that `auto` means on these hosts, and why."""
     if all(place.gpus >= place.workers for place in places):
         return "nccl", "every worker has a GPU of its own"
     return pick_for_host_memory([place.workers for place in places])
 
 
 def pick_for_host_memory(workers: Sequence[int]) -> tuple[str, str]:
-    """What `auto` is for tensors that no GPU holds, by the number of workers on each host."""
+    """The executor that `auto` means for host tensors, given the number of workers on each host, and why."""
     if len(workers) == 1:
         return "shm", "all workers are on one host"
     if max(workers) == 1:
@@ -63,7 +63,7 @@ def pick_for_host_memory(workers: Sequence[int]) -> tuple[str, str]:
 
 
 def shown(config: Config) -> str:
-    """For the user: one name, or two."""
+    """The executors as shown to the user: one name, or two if broadcasts use another."""
     broadcast, allreduce = executors_of(config)
     return allreduce if broadcast == allreduce else f"{allreduce} (broadcasts: {broadcast})"
 
@@ -83,10 +83,10 @@ def _check(asked: str, name: str, places: Sequence[Place]) -> None:
 
 
 def executors_of(config: Config) -> tuple[str, str]:
-    """What moves broadcasts, and what moves the rest."""
+    """The executor for broadcasts, and the one for everything else."""
     return config.broadcast_executor or config.executor, config.allreduce_executor or config.executor
 
 
 def mpi_executor(config: Config) -> str:
-    """The one of its executors that is, or is over, MPI; empty where none is."""
+    """The name of the executor that is MPI or runs over it; empty if there is none."""
     return next((name for name in executors_of(config) if name.rpartition(":")[2] in ("mpi", "mpicuda")), "")

@@ -1,3 +1,3 @@
-"""Which DADT this is."""
+"""The version of DADT."""
 
 VERSION = "0.1.0"
