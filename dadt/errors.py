@@ -1,10 +1,10 @@
-"""What can go wrong, as types; each carries the exit code that `dadt` ends with."""
+"""The exceptions of DADT, each with the exit code of `dadt`."""
 
 from __future__ import annotations
 
 
 class DadtError(Exception):
-    """Something the user can act on: the message says what is wrong, where, and what to do."""
+    """An error that the user can act on: the message says what is wrong, where, and what to do."""
 
     exit_code = 1
 
@@ -28,11 +28,11 @@ class StartTimeout(DadtError):
 
 
 class Unproved(DadtError):
-    """Who has joined a group of ranks does not belong to the job; the message names the rank."""
+    """A process that joined a group of ranks does not belong to the job; the message names the rank."""
 
 
 class CommError(DadtError):
-    """An operation between ranks failed; raised where the training thread waits for it."""
+    """An operation between ranks failed. Raised where the training thread waits for it."""
 
 
 class PeerLost(CommError):
