@@ -32,7 +32,7 @@ class Unproved(DadtError):
 
 
 class CommError(DadtError):
-    """An operation between ranks failed; raised where the training thread waits for it."""
+    """An operation between ranks failed. Raised where the training thread waits for it."""
 
 
 class PeerLost(CommError):

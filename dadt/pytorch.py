@@ -1,7 +1,7 @@
-"""The spelling of the first DADT: `import dadt.pytorch as dadt`. New scripts `import dadt`.
+"""The API of the first DADT: `import dadt.pytorch as dadt`. New scripts use `import dadt`.
 
-Its verbs take the tensor and a name or number for it, in either order, and sum. Its `_async` verbs do not wait: they
-return what the call before with the same name has summed, and zeros the first time.
+Its operations take a tensor and its name or number, in either order, and return sums. Those ending in `_async` do not
+wait: they return the sum of the previous call with the same name, and zeros the first time.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _under_way: dict[str, Handle] = {}
 
 
 class Config:
-    """Settings to be given to `initialize`; what is None is as `dadt.init` has it."""
+    """Settings for `initialize`. None means the default of `dadt.init`."""
 
     cycle_duration_ms: float | None = None
     executor_type: str | None = None
@@ -73,7 +73,7 @@ def init(
     timeline_path: str | None = None,
     **knobs: Any,
 ) -> None:
-    """`dadt.init`."""
+    """Same as `dadt.init`."""
     lifecycle.init(
         cycle_duration_ms=cycle_duration_ms,
         broadcast_executor=_lower(broad_cast_executor),
@@ -92,7 +92,7 @@ def initialize(
     gpu_device_id: int = -1,
     **knobs: Any,
 ) -> None:
-    """`dadt.init`, from arguments or a Config. gpu_device_id: the CUDA device to use; -1: leave it."""
+    """Same as `dadt.init`, with arguments or a Config. gpu_device_id: CUDA device to use; -1 leaves the current one."""
     if isinstance(cycle_duration_ms, Config):
         given = cycle_duration_ms
         gpu_device_id, executor_type = given.gpu_device_id, given.executor_type
@@ -107,7 +107,7 @@ def initialize(
 
 
 def shutdown() -> None:
-    """`dadt.shutdown`."""
+    """Same as `dadt.shutdown`."""
     handles = list(_under_way.values())
     _under_way.clear()
     try:
@@ -118,19 +118,19 @@ def shutdown() -> None:
 
 
 def broad_cast(x: Any, name: Any) -> Tensor:
-    """Rank 0's tensor, on all ranks."""
+    """Return rank 0's tensor on all ranks."""
     tensor, name = _ordered(x, name)
     return collectives.broadcast(tensor, name=f"broad_cast {name}")
 
 
 def all_reduce(x: Any, name: Any, multiplier: float = 1.0) -> Tensor:
-    """The sum over ranks, times the multiplier."""
+    """Return the sum over ranks, times the multiplier."""
     tensor, name = _ordered(x, name)
     return _times(collectives.all_reduce(tensor, "sum", name=f"all_reduce {name}"), multiplier)
 
 
 def all_reduce_async(x: Any, name: Any, multiplier: float = 1.0) -> Tensor:
-    """The sum of the call before, times the multiplier; the sum of this one comes with the next."""
+    """Return the sum of the previous call, times the multiplier. The next call returns the sum of this one."""
     tensor, name = _ordered(x, name)
     copy = tensor.detach().clone()  # the caller goes on to use it
     before = _previous(f"all_reduce_async {name}", lambda key: collectives.all_reduce_async(copy, "sum", name=key))
@@ -138,13 +138,13 @@ def all_reduce_async(x: Any, name: Any, multiplier: float = 1.0) -> Tensor:
 
 
 def coo_all_reduce(x: Any, name: Any) -> Tensor:
-    """The sum over ranks of sparse tensors."""
+    """Return the sum over ranks of a sparse tensor."""
     tensor, name = _ordered(x, name)
     return sparse.coo_all_reduce(tensor, "sum", name=f"coo_all_reduce {name}")
 
 
 def coo_all_reduce_async(x: Any, name: Any) -> Tensor:
-    """The sum of the call before; the sum of this one comes with the next."""
+    """Return the sum of the previous call. The next call returns the sum of this one."""
     tensor, name = _ordered(x, name)
     copy = tensor.detach().coalesce().clone()
     key = f"coo_all_reduce_async {name}"
@@ -153,7 +153,7 @@ def coo_all_reduce_async(x: Any, name: Any) -> Tensor:
 
 
 def DistributedOptimizer(optimizer: T, avg: bool = True, is_avg: bool = True) -> T:
-    """`dadt.DistributedOptimizer`. avg, is_avg: of the gradients the mean, else the sum."""
+    """Same as `dadt.DistributedOptimizer`. avg, is_avg: average gradients if both are true, else sum them."""
     return _wrap(optimizer, reduction="mean" if avg and is_avg else "sum")
 
 

@@ -16,13 +16,13 @@ from dadt_cli.terminal import console
 
 COMMANDS = {
     "run": ("dadt_cli.run.command", "Train a script on several workers."),
-    "check-env": ("dadt_cli.check_env.command", "Check whether training can work here, and on other hosts."),
-    "config": ("dadt_cli.config", "Show the settings and where they come from."),
+    "check-env": ("dadt_cli.check_env.command", "Check whether training can work here and on other hosts."),
+    "config": ("dadt_cli.config", "Show all settings and where they come from."),
     "ps": ("dadt_cli.jobs.ps", "List your jobs on this machine, or the ranks of one."),
     "logs": ("dadt_cli.jobs.logs", "Print what the workers of a job have printed."),
-    "stacks": ("dadt_cli.jobs.stacks", "Print where every rank of a running job is, in Python."),
-    "timeline": ("dadt_cli.report.timeline", "Sum up what --timeline has recorded."),
-    "report": ("dadt_cli.report.command", "Write a page on how a job went."),
+    "stacks": ("dadt_cli.jobs.stacks", "Print the Python stacks of every rank of a running job."),
+    "timeline": ("dadt_cli.report.timeline", "Summarize a recorded timeline."),
+    "report": ("dadt_cli.report.command", "Write a page about how a job went."),
     "compare": ("dadt_cli.compare.command", "Compare the weights in two files."),
     "kill": ("dadt_cli.jobs.kill", "End a job."),
     "bench": ("dadt_cli.bench.command", "Measure how fast a model trains, and what communication costs."),
@@ -30,11 +30,11 @@ COMMANDS = {
 
 
 LATER = {"While a job runs": ("ps", "logs", "stacks", "kill"), "Afterwards": ("timeline", "report", "compare")}
-"""What --help tells apart."""
+"""Sections of --help."""
 
 
 class LazyGroup(click.Group):
-    """Knows its commands by name and sentence; imports the one that is called."""
+    """Knows the name and the sentence of each command; imports only the one that is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -68,10 +68,10 @@ def dadt_command() -> None:
     """Train a PyTorch script on several workers, without changing it.
 
     \b
-    dadt run -np 4 train.py                      in place of python train.py
+    dadt run -np 4 train.py                      instead of python train.py
     dadt run -np 4 -H host1:2,host2:2 train.py   on two hosts
-    dadt check-env                               would it work?
-    dadt COMMAND --help                          what a command takes
+    dadt check-env                               check whether it would work
+    dadt COMMAND --help                          list the options of a command
     """
 
 

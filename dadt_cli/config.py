@@ -13,18 +13,18 @@ from dadt_cli.terminal.options import Brief, knobs, settings_of
 
 @click.group()
 def config() -> None:
-    """Settings, and where they come from."""
+    """Show all settings and where they come from."""
 
 
 @config.command(
     cls=Brief,
     context_settings={"max_content_width": 110},
-    short_help="Print each setting, its value and where it comes from.",
+    short_help="Print each setting, its value and its source.",
 )
 @knobs
-@click.option("--changed", is_flag=True, help="Only those that are not at their defaults.")
+@click.option("--changed", is_flag=True, help="Leave out settings at their defaults.")
 def show(changed: bool, **given: Any) -> int:
-    """Print each setting, its value and its source, given these flags, this environment and --config.
+    """Print each setting, its value and its source, under these flags, this environment and --config.
 
     A flag wins over a DADT_* variable, which wins over the file that --config names. No other file is read.
     """

@@ -38,7 +38,7 @@ HEAD = """\
 
 <!-- Written by docs/api.py from the docstrings: `make format` brings it up to date. -->
 
-A script that nobody has to change needs none of this. One that wants to say itself what is exchanged does so:
+An unmodified script needs none of this. A script that controls the exchange itself looks like this:
 
 <!-- file: train.py -->
 ```python
@@ -67,10 +67,10 @@ $ dadt run -np 2 train.py
 [1] rank 1 of 2 is done
 ```
 
-It runs under `dadt run -np 4 train.py`, under torchrun, mpirun and srun, and alone under plain `python`. From
-`dadt.init()` on nothing but the optimizers given to `DistributedOptimizer` is DADT's business: data, saving and other
-optimizers are the script's own. Under `dadt run` the random generators of all ranks start alike and part at the
-first step, unless the script seeds them (see `init`). `examples/mnist_api.py` is a whole script.
+It runs under `dadt run -np 4 train.py`, under torchrun, mpirun and srun, and alone under plain `python`. After
+`dadt.init()`, DADT handles only the optimizers given to `DistributedOptimizer`; data, saving and other optimizers are
+up to the script. Under `dadt run` the random generators of all ranks start alike and diverge at the first step, unless
+the script seeds them (see `init`). `examples/mnist_api.py` is a whole script.
 
 """
 
@@ -78,8 +78,8 @@ first step, unless the script seeds them (see `init`). `examples/mnist_api.py` i
 FROM_HOROVOD = """\
 ## From Horovod
 
-With `import horovod.torch as hvd` replaced by `import dadt`, these calls become what stands beside them. Averages come
-one step late by default: `dadt.init(algorithm="sync")` computes what Horovod does.
+Replace `import horovod.torch as hvd` by `import dadt`, and these calls as the table shows. By default averages come one
+step late; `dadt.init(algorithm="sync")` computes what Horovod does.
 
 | Horovod | DADT |
 |---|---|
@@ -89,9 +89,9 @@ one step late by default: `dadt.init(algorithm="sync")` computes what Horovod do
 | `broadcast_parameters(model.state_dict(), root_rank=0)`, `broadcast_optimizer_state(optimizer, root_rank=0)` | the same; not needed before training: `DistributedOptimizer` does it |
 | `DistributedOptimizer(optimizer, named_parameters=model.named_parameters())` | the same |
 | its `op=hvd.Sum` | `reduction="sum"` |
-| its `backward_passes_per_step=` | leave it out: gradients are averaged where they are used, after as many backward passes as there were |
-| its `compression=`, `op=hvd.Adasum`, `gradient_predivide_factor=` | there is none |
-| `allreduce(tensor)`, and `allreduce_`, `allreduce_async`, `grouped_allreduce` | `all_reduce(tensor)`, `all_reduce_`, `all_reduce_async`, `grouped_all_reduce`: the mean, too |
+| its `backward_passes_per_step=` | omit it: gradients are averaged where they are used, after any number of backward passes |
+| its `compression=`, `op=hvd.Adasum`, `gradient_predivide_factor=` | not available |
+| `allreduce(tensor)`, and `allreduce_`, `allreduce_async`, `grouped_allreduce` | `all_reduce(tensor)`, `all_reduce_`, `all_reduce_async`, `grouped_all_reduce`; the mean is the default here, too |
 | `op=hvd.Sum`, `hvd.Min`, `hvd.Max`, `hvd.Product`; `average=False` | `reduction="sum"`, `"min"`, `"max"`, `"product"`; `"sum"` |
 | `prescale_factor=`, `postscale_factor=` | multiply the tensor, or the result |
 | `sparse_allreduce_async(tensor, name, op)` | `coo_all_reduce_async(tensor, reduction, name=name)` |

@@ -20,10 +20,10 @@ HEAD = """\
 
 <!-- Written by docs/configuration.py from dadt.config.Config: `make format` brings it up to date. -->
 
-Every setting is a flag of `dadt run`, a variable, and a key of the YAML file that `--config` names, where the key is
-the flag's name without dashes before it (`warmup-steps: 50`). A flag wins over a variable, which wins over the file; no
-file is read that was not named. Settings are fixed for a job and the same on every rank. `dadt config show` prints
-each one's value and where it comes from.
+Every setting is a flag of `dadt run`, an environment variable, and a key of the YAML file that `--config` names. The
+key is the name of the flag without the leading dashes (`warmup-steps: 50`). A flag wins over a variable, which wins
+over the file; no other file is read. Settings are fixed for a job and the same on every rank. `dadt config show` prints
+each setting, its value and its source.
 """
 
 

@@ -1,15 +1,15 @@
-"""`import dadt`: start, tell who is who, and exchange tensors by name. The verbs are MPI's, and those of Horovod's
-API under names of their own: see "From Horovod". How tensors are brought together is described in "Exascale Deep
-Learning for Scientific Inverse Problems" (arXiv 1909.11150).
+"""`import dadt` joins the job, tells each process its rank and exchanges tensors by name. The operations are those of
+MPI and of Horovod, some under other names: see "From Horovod". "Exascale Deep Learning for Scientific Inverse
+Problems" (arXiv 1909.11150) describes how tensors are matched across ranks.
 
-Every verb takes `name` and `process_set`. Calls with the same name belong together, in whatever order and from
-whatever threads they come; a name may be used again once its call is done. Calls without a name are numbered, so these
-must come in the same order on all ranks of the set. Ranks are always those of the job, also within a process set.
-Tensors may be of any dtype, memory layout and device; results are new tensors on the device of what was given. A verb
-whose name ends in `_async` returns a handle at once.
+Every operation takes `name` and `process_set`. Calls with the same name belong together, in any order and from any
+thread; a name may be used again once its call is done. Calls without a name are numbered, so all ranks of the set must
+make them in the same order. Rank numbers are always those of the job, even within a process set. Tensors may have any
+dtype, memory layout and device; results are new tensors on the device of the input. An operation whose name ends in
+`_async` returns a handle at once.
 
-Where ranks disagree (another dtype, shape, root or verb under one name) each of them gets the same `dadt.Mismatch`,
-which names both sides. A lost rank is a `PeerLost`, a wait that took longer than `--timeout` a `CommTimeout`.
+If ranks disagree on the dtype, shape, root or operation under a name, all of them raise the same `dadt.Mismatch`, which
+names both sides. A lost rank raises `PeerLost`, and a wait longer than `--timeout` raises `CommTimeout`.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 def all_reduce(
     tensor: Tensor, reduction: str = "mean", *, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Tensor:
-    """The reduction of all ranks' tensors, the same bits on each.
+    """Reduce the tensors of all ranks. The result is bit-identical on every rank.
 
-    tensor: of the same dtype and shape on all ranks. reduction: mean, sum, min, max, product; band, bor or bxor of
-    whole numbers. Integers' mean is truncated; bools' sum is their or, their product their and. Returns a tensor of
-    this shape. Raises TypeError and ValueError for what cannot be reduced so.
+    tensor: same dtype and shape on all ranks. reduction: mean, sum, min, max or product; band, bor or bxor for
+    integers. The mean of integers is truncated; the sum of bools is their or, the product their and. Returns a tensor
+    of the same shape. Raises TypeError or ValueError for a tensor that cannot be reduced this way.
     """
     result: Tensor = all_reduce_async(tensor, reduction, name=name, process_set=process_set).wait()
     return result
@@ -47,14 +47,14 @@ def all_reduce(
 def all_reduce_async(
     tensor: Tensor, reduction: str = "mean", *, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Handle:
-    """As all_reduce; the handle gives the result."""
+    """Like all_reduce, but returns a handle for the result."""
     return _all_reduce(tensor, _like(tensor), reduction, name, process_set)
 
 
 def all_reduce_(
     tensor: Tensor, reduction: str = "mean", *, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Tensor:
-    """As all_reduce, in place: overwrites the tensor, and returns it."""
+    """Like all_reduce, but overwrites the tensor and returns it."""
     result: Tensor = all_reduce_async_(tensor, reduction, name=name, process_set=process_set).wait()
     return result
 
@@ -62,7 +62,7 @@ def all_reduce_(
 def all_reduce_async_(
     tensor: Tensor, reduction: str = "mean", *, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Handle:
-    """As all_reduce_; the tensor is overwritten once the handle was waited for."""
+    """Like all_reduce_, but returns a handle. Waiting for the handle overwrites the tensor."""
     return _all_reduce(tensor, tensor, reduction, name, process_set)
 
 
@@ -73,9 +73,9 @@ def grouped_all_reduce(
     name: str | None = None,
     process_set: ProcessSet | None = None,
 ) -> list[Tensor]:
-    """As all_reduce of each, all or none: nothing of the group moves before every rank has submitted all of it.
+    """All-reduce a group of tensors together: nothing moves before every rank has submitted the whole group.
 
-    tensors: as many, with the same dtypes and shapes, on all ranks. Fused up to `group_buffer_size` bytes.
+    tensors: same number, dtypes and shapes on all ranks. They are fused up to `group_buffer_size` bytes.
     """
     return grouped_all_reduce_async(tensors, reduction, name=name, process_set=process_set).wait()
 
@@ -87,7 +87,7 @@ def grouped_all_reduce_async(
     name: str | None = None,
     process_set: ProcessSet | None = None,
 ) -> Handles:
-    """As grouped_all_reduce; the handle gives the list."""
+    """Like grouped_all_reduce, but returns a handle for the list."""
     return _grouped(tensors, [_like(t) for t in tensors], reduction, name, process_set)
 
 
@@ -98,16 +98,16 @@ def grouped_all_reduce_(
     name: str | None = None,
     process_set: ProcessSet | None = None,
 ) -> list[Tensor]:
-    """As grouped_all_reduce, in place."""
+    """Like grouped_all_reduce, but overwrites the tensors and returns them."""
     return _grouped(tensors, tensors, reduction, name, process_set).wait()
 
 
 def join(process_set: ProcessSet | None = None) -> int:
-    """This rank has no more to reduce: it waits, and adds nothing to the others' allreduces, until all have joined.
+    """Tell the others that this rank has no more data, and wait, without a time limit, until all ranks have joined.
 
-    A mean is over the ranks that have not joined. Other verbs fail while a rank has. Returns the last rank that joined,
-    the same on all; then everything starts anew. For ranks with unequal numbers of batches (as Horovod's join). Waits
-    for as long as it takes.
+    Use it when ranks have unequal numbers of batches, as with Horovod's join. A rank that has joined adds nothing to
+    the allreduces of the others, and their means are over the ranks that have not joined. Other operations fail while
+    any rank has joined. Returns the last rank to join, the same on all ranks; after that, all ranks take part again.
     """
     among = among_of(process_set)
     ticket = among.named.join()
@@ -128,9 +128,9 @@ def broadcast(
     process_set: ProcessSet | None = None,
     root_rank: int | None = None,
 ) -> Tensor:
-    """The root's tensor, on all ranks.
+    """Return the root's tensor on all ranks.
 
-    tensor: of the same dtype and shape on all ranks. root_rank: the root, as Horovod spells it.
+    tensor: same dtype and shape on all ranks. root_rank: Horovod's name for root.
     """
     result: Tensor = broadcast_async(tensor, root, name=name, process_set=process_set, root_rank=root_rank).wait()
     return result
@@ -144,7 +144,7 @@ def broadcast_async(
     process_set: ProcessSet | None = None,
     root_rank: int | None = None,
 ) -> Handle:
-    """As broadcast; the handle gives the result."""
+    """Like broadcast, but returns a handle for the result."""
     among, root = among_of(process_set), root_of(root, root_rank)
     output = tensor.detach().clone() if among.rank == among.number_of(root, "root") else _like(tensor)
     return _broadcast(among, output, root, name)
@@ -158,7 +158,7 @@ def broadcast_(
     process_set: ProcessSet | None = None,
     root_rank: int | None = None,
 ) -> Tensor:
-    """As broadcast, in place: overwrites the tensor on the other ranks, and returns it."""
+    """Like broadcast, but overwrites the tensor on the other ranks and returns it."""
     result: Tensor = broadcast_async_(tensor, root, name=name, process_set=process_set, root_rank=root_rank).wait()
     return result
 
@@ -171,7 +171,7 @@ def broadcast_async_(
     process_set: ProcessSet | None = None,
     root_rank: int | None = None,
 ) -> Handle:
-    """As broadcast_; the tensor is overwritten once the handle was waited for."""
+    """Like broadcast_, but returns a handle. Waiting for the handle overwrites the tensor."""
     return _broadcast(among_of(process_set), tensor, root_of(root, root_rank), name)
 
 
@@ -183,7 +183,7 @@ def reduce(
     name: str | None = None,
     process_set: ProcessSet | None = None,
 ) -> Tensor | None:
-    """As all_reduce, on the root; None on the other ranks."""
+    """Like all_reduce, but only the root gets the result; the other ranks get None."""
     result: Tensor | None = reduce_async(tensor, root, reduction, name=name, process_set=process_set).wait()
     return result
 
@@ -196,7 +196,7 @@ def reduce_async(
     name: str | None = None,
     process_set: ProcessSet | None = None,
 ) -> Handle:
-    """As reduce; the handle gives the result."""
+    """Like reduce, but returns a handle for the result."""
     among = among_of(process_set)
     number = among.number_of(root, "root")
     output = _like(tensor)
@@ -207,7 +207,7 @@ def reduce_async(
 def gather(
     tensor: Tensor, root: int = 0, *, name: str | None = None, process_set: ProcessSet | None = None
 ) -> list[Tensor] | None:
-    """Every rank's tensor, by rank, on the root; None on the other ranks. Shapes as of all_gather."""
+    """Return every rank's tensor, by rank, on the root, and None on the other ranks. Shapes are as for all_gather."""
     result: list[Tensor] | None = gather_async(tensor, root, name=name, process_set=process_set).wait()
     return result
 
@@ -215,7 +215,7 @@ def gather(
 def gather_async(
     tensor: Tensor, root: int = 0, *, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Handle:
-    """As gather; the handle gives the list."""
+    """Like gather, but returns a handle for the list."""
     among = among_of(process_set)
     call = operation.gather(tensor, among.number_of(root, "root"), among.rank, among.size)
     return among.submit(call, name, lambda received: None if received is None else _shaped(received, tensor))
@@ -228,10 +228,10 @@ def scatter(
     name: str | None = None,
     process_set: ProcessSet | None = None,
 ) -> Tensor:
-    """This rank's of the root's tensors.
+    """Return the tensor that the root gives for this rank.
 
-    tensors: on the root one for each rank, of any dtypes and shapes; ignored on the other ranks, which get theirs in
-    memory of the host. Raises ValueError on the root for another number of tensors.
+    tensors: on the root one per rank, of any dtypes and shapes; ignored on the other ranks, which get theirs in host
+    memory. Raises ValueError on the root for any other number of tensors.
     """
     result: Tensor = scatter_async(tensors, root, name=name, process_set=process_set).wait()
     return result
@@ -244,7 +244,7 @@ def scatter_async(
     name: str | None = None,
     process_set: ProcessSet | None = None,
 ) -> Handle:
-    """As scatter; the handle gives the tensor."""
+    """Like scatter, but returns a handle for the tensor."""
     among = among_of(process_set)
     number = among.number_of(root, "root")
     call = Operation("scatter", f"scatter from rank {number}", "exchange")
@@ -262,16 +262,16 @@ def scatter_async(
 
 
 def all_gather(tensor: Tensor, *, name: str | None = None, process_set: ProcessSet | None = None) -> list[Tensor]:
-    """Every rank's tensor, by rank: torch.cat of them is what Horovod's allgather returns.
+    """Return every rank's tensor, by rank. Horovod's allgather returns the torch.cat of these.
 
-    tensor: of the same dtype and number of dimensions on all ranks; first dimensions may differ, the others must not.
+    tensor: same dtype and number of dimensions on all ranks; only the first dimension may differ in size.
     """
     result: list[Tensor] = all_gather_async(tensor, name=name, process_set=process_set).wait()
     return result
 
 
 def all_gather_async(tensor: Tensor, *, name: str | None = None, process_set: ProcessSet | None = None) -> Handle:
-    """As all_gather; the handle gives the list."""
+    """Like all_gather, but returns a handle for the list."""
     among = among_of(process_set)
     return among.submit(operation.all_gather(tensor, among.size), name, lambda received: _shaped(received, tensor))
 
@@ -279,10 +279,10 @@ def all_gather_async(tensor: Tensor, *, name: str | None = None, process_set: Pr
 def all_to_all(
     tensors: Sequence[Tensor], *, name: str | None = None, process_set: ProcessSet | None = None
 ) -> list[Tensor]:
-    """tensors[r] goes to the set's r-th rank; returns what came from each, by rank.
+    """Send tensors[r] to the r-th rank of the set. Returns what each rank sent to this one, by rank.
 
-    tensors: one for each rank, empty ones included, of one dtype; first dimensions may differ, the others must not.
-    Raises ValueError for another number of tensors.
+    tensors: one per rank, all of one dtype; empty ones are allowed, and only the first dimension may differ in size.
+    Raises ValueError for any other number of tensors.
     """
     result: list[Tensor] = all_to_all_async(tensors, name=name, process_set=process_set).wait()
     return result
@@ -291,7 +291,7 @@ def all_to_all(
 def all_to_all_async(
     tensors: Sequence[Tensor], *, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Handle:
-    """As all_to_all; the handle gives the list."""
+    """Like all_to_all, but returns a handle for the list."""
     among = among_of(process_set)
     return among.submit(operation.all_to_all(tensors, among.size), name)
 
@@ -303,9 +303,9 @@ def reduce_scatter(
     name: str | None = None,
     process_set: ProcessSet | None = None,
 ) -> Tensor:
-    """The set's r-th rank gets the reduction of all ranks' tensors[r].
+    """Reduce tensors[r] of all ranks, and return the result on the r-th rank of the set.
 
-    tensors: one for each rank, of one dtype, and the same shapes on all ranks. Reductions as of all_reduce.
+    tensors: one per rank, all of one dtype, with the same shapes on all ranks. Reductions are those of all_reduce.
     """
     result: Tensor = reduce_scatter_async(tensors, reduction, name=name, process_set=process_set).wait()
     return result
@@ -318,7 +318,7 @@ def reduce_scatter_async(
     name: str | None = None,
     process_set: ProcessSet | None = None,
 ) -> Handle:
-    """As reduce_scatter; the handle gives the tensor."""
+    """Like reduce_scatter, but returns a handle for the tensor."""
     among = among_of(process_set)
     if len(tensors) != among.size:
         raise ValueError(f"reduce_scatter: {len(tensors)} tensors for {among.size} ranks; give one for each")
@@ -328,13 +328,13 @@ def reduce_scatter_async(
 
 
 def barrier(process_set: ProcessSet | None = None) -> None:
-    """Wait until all ranks are here."""
+    """Wait until all ranks have called this."""
     among = among_of(process_set)
     among.submit(operation.barrier(among.size), None).wait()
 
 
 def local_barrier() -> None:
-    """Wait until all ranks of this host are here."""
+    """Wait until all ranks of this host have called this."""
     session().local_barrier()
 
 
@@ -342,12 +342,12 @@ def local_barrier() -> None:
 
 
 def synchronize(handle: Handle | Handles) -> Any:
-    """Wait for a handle: its result."""
+    """Wait for a handle and return its result."""
     return handle.wait()
 
 
 def poll(handle: Handle | Handles) -> bool:
-    """Whether waiting for the handle would not block."""
+    """Return whether the operation is done, so that waiting for the handle would not block."""
     return handle.done
 
 

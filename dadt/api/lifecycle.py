@@ -1,4 +1,4 @@
-"""Start and end of a script's work with other ranks, who is who, and sets of ranks."""
+"""Start and end of a script's work with other ranks, rank numbers, and process sets."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ def init(
     timeline_path: str | None = None,
     **knobs: Any,
 ) -> None:
-    """Become one of the job's ranks: under `dadt run`, torchrun, mpirun or srun, or alone under plain python.
+    """Join the job as one of its ranks: under `dadt run`, torchrun, mpirun or srun, or alone under plain python.
 
-    From here on nothing but the optimizers given to `DistributedOptimizer` is DADT's business: data, seeds, files and
-    other optimizers are the script's. All ranks call it, at the top of the script and with the same arguments; a second
-    call does nothing.
+    From then on DADT handles only the optimizers given to `DistributedOptimizer`; data, seeds, files and other
+    optimizers are up to the script. All ranks call this at the top of the script with the same arguments; a second call
+    does nothing.
 
-    Random numbers: under `dadt run` the generators of torch, numpy and random begin alike on all ranks, so that splits
+    Random numbers: under `dadt run` the generators of torch, numpy and random start alike on all ranks, so that splits
     and weights agree. When training begins (the first training forward of a model whose optimizer is wrapped, or the
-    first step of any optimizer of torch), each rank goes on with numbers of its own, derived from those. A generator
-    that the script has seeded after `init` stays as it is. `--no-seeding` leaves all of them to the script.
+    first step of any torch optimizer), each rank continues with its own stream, derived from the common one. A
+    generator that the script has seeded after `init` stays as it is. `--no-seeding` leaves all seeding to the script.
 
-    cycle_duration_ms: longest time in milliseconds that a ready tensor waits for others to be fused with.
-    executor, broadcast_executor, all_reduce_executor: what moves the bytes, as of `--executor`.
-    all_reduce_buffer_size, group_buffer_size: bytes up to which tensors are fused; 0: none are.
+    cycle_duration_ms: longest time in milliseconds that a ready tensor waits to be fused with others.
+    executor, broadcast_executor, all_reduce_executor: executors to use, as for `--executor`.
+    all_reduce_buffer_size, group_buffer_size: size in bytes up to which tensors are fused; 0 fuses none.
     timeline_path: file for a trace of who waited for what.
-    knobs: any other setting of a worker by its name in docs/configuration.md, as algorithm="sync" or timeout=60.
+    knobs: any other worker setting by its name in docs/configuration.md, such as algorithm="sync" or timeout=60.
 
-    Each stands above the flag or variable of the same setting. Raises ConfigError for a wrong value, or one that
-    differs between ranks; StartTimeout naming the ranks that do not come; DadtError after `shutdown`, and where
-    training has begun.
+    An argument overrides the flag and the variable of the same setting. Raises ConfigError for a value that is wrong or
+    differs between ranks; StartTimeout, which names the missing ranks; and DadtError after `shutdown` or once training
+    has begun.
     """
     global _session
     given = {
@@ -69,14 +69,14 @@ def init(
 
 
 def initialized() -> bool:
-    """Whether this process is between `init` and `shutdown`; a forked child never is."""
+    """Return whether this process is between `init` and `shutdown`. A forked child never is."""
     return _session is not None and not _session.forked
 
 
 def shutdown() -> None:
-    """Wait for what is pending and leave the job. All ranks call it, or end without it, which does the same.
+    """Wait for pending operations and leave the job. All ranks call this; a process that just ends does the same.
 
-    Does nothing before `init`, when called again, and in a forked child. Raises CommTimeout if something is still
+    Does nothing before `init`, when called again, and in a forked child. Raises CommTimeout if an operation is still
     pending after `--timeout`.
     """
     global _session, _ended
@@ -86,7 +86,7 @@ def shutdown() -> None:
 
 
 def session() -> Session:
-    """What `init` has made. Raises DadtError before it."""
+    """Return the session that `init` has made. Raises DadtError before it."""
     if _session is None:
         when = "after dadt.shutdown()" if _ended else "before dadt.init(): call it at the top of the script"
         raise DadtError(f"a function of dadt was called {when}")
@@ -98,46 +98,46 @@ def session() -> Session:
 
 
 def rank() -> int:
-    """This process's number among all, from 0. Raises DadtError before `init`, as all that follows."""
+    """Return the rank of this process, from 0. Like the functions below, raises DadtError before `init`."""
     return session().world.rank
 
 
 def size() -> int:
-    """How many ranks there are."""
+    """Return the number of ranks."""
     return session().world.world_size
 
 
 def local_rank() -> int:
-    """This process's number among those of its host, from 0."""
+    """Return the number of this process among those of its host, from 0."""
     return session().world.local_rank
 
 
 def local_size() -> int:
-    """How many ranks this host has."""
+    """Return the number of ranks on this host."""
     return session().world.local_size
 
 
 def cross_rank() -> int:
-    """This host's number among the hosts, from 0."""
+    """Return the number of this host among all hosts, from 0."""
     return session().world.cross_rank
 
 
 def cross_size() -> int:
-    """How many hosts there are."""
+    """Return the number of hosts."""
     return session().cross_size
 
 
 def add_process_set(ranks: Sequence[int]) -> ProcessSet:
-    """A set of ranks that exchange with each other alone, over a connection of their own: give it as `process_set=`.
+    """Make a set of ranks that exchange among themselves, over their own connection. Pass it as `process_set=`.
 
-    All ranks of the job call this, with the same ranks, also those that are not in it. Raises ValueError where ranks do
-    not exist, come twice, or differ between callers.
+    All ranks of the job call this with the same ranks, including those outside the set. Raises ValueError if ranks do
+    not exist, occur twice, or differ between callers.
     """
     return session().add(ranks)
 
 
 def remove_process_set(process_set: ProcessSet) -> None:
-    """Close the set's connection. Its ranks call this when they have finished with it."""
+    """Close the connection of a set. The ranks of the set call this when they no longer need it."""
     session().remove(process_set)
 
 
@@ -148,5 +148,5 @@ def among_of(process_set: ProcessSet | None) -> ProcessSet:
 
 
 def root_of(root: int, root_rank: int | None) -> int:
-    """Whichever of DADT's and Horovod's spelling is used."""
+    """Return the root in whichever of the two spellings was used, DADT's or Horovod's."""
     return root if root_rank is None else root_rank

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def send(tensor: Tensor, peer: int, tag: int = 0, *, process_set: ProcessSet | None = None) -> None:
-    """Send the tensor to a rank that calls `recv`. tag: 0 to 2**18; messages of one pair and tag keep their order."""
+    """Send a tensor to a rank that calls `recv`. tag: 0 to 2**18; messages of one pair and tag keep their order."""
     isend(tensor, peer, tag, process_set=process_set).wait()
 
 
 def isend(tensor: Tensor, peer: int, tag: int = 0, *, process_set: ProcessSet | None = None) -> Handle:
-    """As send; the tensor must not change until the handle was waited for."""
+    """Like send, but returns a handle. The tensor must not change until you have waited for it."""
     among = among_of(process_set)
     _check_tag(tag)
     host = operation.host_copy(tensor)
@@ -27,16 +27,16 @@ def isend(tensor: Tensor, peer: int, tag: int = 0, *, process_set: ProcessSet | 
 
 
 def recv(tensor: Tensor, peer: int | None = None, tag: int = 0, *, process_set: ProcessSet | None = None) -> int:
-    """Overwrite the tensor with what a rank sends, and return that rank.
+    """Receive a tensor from a rank, in place, and return that rank.
 
-    tensor: of as many bytes as the sender's, else Mismatch. peer: None for whoever sends with this tag first.
+    tensor: as many bytes as the sender's, else raises Mismatch. peer: None takes the first message with this tag.
     """
     source: int = irecv(tensor, peer, tag, process_set=process_set).wait()
     return source
 
 
 def irecv(tensor: Tensor, peer: int | None = None, tag: int = 0, *, process_set: ProcessSet | None = None) -> Handle:
-    """As recv; the handle gives the sender's rank."""
+    """Like recv, but returns a handle for the rank of the sender."""
     among = among_of(process_set)
     _check_tag(tag)
     target = operation.host_target(tensor)

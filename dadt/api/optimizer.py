@@ -1,4 +1,4 @@
-"""Optimizers that train data-parallel where the script says which."""
+"""Data-parallel optimizers in scripts that name them."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _sums: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 def DistributedOptimizer(
     optimizer: T, named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None, *, reduction: str = "mean"
 ) -> T:
-    """Train with this optimizer on all ranks: the very object, so its class, state_dict, schedulers, GradScaler and
-    add_param_group are what they were.
+    """Train with this optimizer on all ranks. Returns the same object, so its class, state_dict, schedulers, GradScaler
+    and add_param_group work as before.
 
-    Its gradients are averaged as `--algorithm` says: `pipe` one step late behind the computation, with weight
-    prediction (after Pipe-SGD, arXiv 1811.03619), or `sync` at once. Before the first step all ranks take rank 0's
-    weights, buffers and optimizer state (`--no-broadcast` leaves them). Clipping and gradient accumulation see what
-    they see in one process. All ranks wrap the same optimizers, in the same order.
+    Gradients are averaged by `--algorithm`: `pipe` averages them one step late, behind the computation, and predicts
+    weights (after Pipe-SGD, arXiv 1811.03619); `sync` averages them at once. Before the first step all ranks take rank
+    0's weights, buffers and optimizer state (`--no-broadcast` leaves them as they are). Clipping and gradient
+    accumulation work as in one process. All ranks wrap the same optimizers in the same order.
 
-    named_parameters: taken for the sake of scripts written for Horovod; parameters go by their order.
-    reduction: mean, or sum, which multiplies the averages by the number of ranks just before the step; of a closure,
-    gradients and loss at each evaluation.
+    named_parameters: accepted for scripts written for Horovod, and not used; parameters are matched by their order.
+    reduction: mean, or sum, which multiplies the averages by the number of ranks just before the step. With a closure,
+    it multiplies gradients and loss at each evaluation.
 
-    Raises TypeError for what is no torch.optim.Optimizer, DadtError before `init`.
+    Raises TypeError if it is not a torch.optim.Optimizer, and DadtError before `init`.
     """
     session()
     if not isinstance(optimizer, torch.optim.Optimizer):

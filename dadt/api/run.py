@@ -1,6 +1,6 @@
-"""`dadt.run`: a function instead of a script, on all workers, from Python or a notebook.
+"""`dadt.run`: call a function, instead of a script, on all workers, from Python or a notebook.
 
-In a worker (`python -m dadt.api.run`) it calls the function and sends back what it returned or raised.
+In a worker, `python -m dadt.api.run` calls the function and sends back what it returned or raised.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from dadt.launch.failure import size
 from dadt.world import World
 
 FILE = "function"
-"""In the agent's folder."""
+"""File in the agent's folder."""
 
 
 class WorkerTraceback(Exception):
-    """Stands as the cause of a worker's exception, so that its own traceback is printed, too."""
+    """The cause of an exception from a worker, so that the traceback of the worker is printed, too."""
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(f"\n\nin worker {rank}:\n{text}")
@@ -43,13 +43,13 @@ def run(
     **settings: Any,
 ) -> list[Any]:
     """Call `function(*args, **kwargs)` in `np` worker processes, on this host or on `hosts` ("host1:2,host2:2" or a
-    list), and return what each rank returned, by rank.
+    list), and return the results by rank.
 
-    Inside, training is distributed as under `dadt run`. settings: the knobs of Config, as algorithm="sync". What
-    goes in and out must be picklable; functions and classes of a notebook are.
+    In the function, training is distributed as under `dadt run`. settings: the knobs of Config, such as
+    algorithm="sync". Arguments and results must be picklable; functions and classes of a notebook are.
 
-    Raises what the worker raised that failed first, with the worker's traceback as its cause; DadtError where a
-    worker ended without an exception or could not be started; KeyboardInterrupt after Ctrl-C.
+    Raises the exception of the worker that failed first, with its traceback as the cause; DadtError if a worker ended
+    without an exception or could not be started; KeyboardInterrupt after Ctrl-C.
     """
     from dadt.launch import launch, plan
 
@@ -75,7 +75,7 @@ def run(
 
 
 def main() -> None:
-    """One worker's part."""
+    """Run in a worker: call the function and send its result."""
     world = World.from_env()
     sys.path.insert(0, str(Path.cwd()))
     function, args, kwargs = pickle.loads(Path(world.agent).with_name(FILE).read_bytes())
@@ -105,7 +105,7 @@ def _send(world: World, well: bool, value: Any) -> None:
 
 
 def _pickled(value: Any, what: str) -> bytes:
-    """Raises DadtError for more than goes into one message."""
+    """Raises DadtError if the result does not fit into one message."""
     import cloudpickle  # type: ignore[import-untyped]
 
     blob: bytes = cloudpickle.dumps(value)
@@ -115,7 +115,7 @@ def _pickled(value: Any, what: str) -> bytes:
 
 
 def _picklable(error: Exception) -> Exception | None:
-    """The exception itself, if it survives the journey."""
+    """Return the exception if it can be pickled and unpickled, else None."""
     import cloudpickle
 
     try:
@@ -138,7 +138,7 @@ def _reraise(rank: int, result: bytes | None) -> None:
 
 
 class _Streams:
-    """Speaks through Python's streams, which notebooks show."""
+    """Writes to the streams of Python, which notebooks show."""
 
     def __init__(self) -> None:
         self._grows = False

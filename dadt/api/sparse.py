@@ -1,4 +1,4 @@
-"""Allreduce of sparse tensors: what ranks have is gathered, or reduced as a dense tensor where that moves less."""
+"""Allreduce of sparse tensors: gathers their entries, or reduces them as dense tensors where that moves less."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ _HALF = (torch.float16, torch.bfloat16)
 def coo_all_reduce(
     tensor: Tensor, reduction: str = "mean", *, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Tensor:
-    """The sum or mean of all ranks' sparse tensors, the same bits on each.
+    """Return the sum or mean of the sparse tensors of all ranks, bit-identical on every rank.
 
-    tensor: a torch.sparse_coo tensor, coalesced or not, of the same shape, dtype and number of sparse dimensions on all
-    ranks; they may have any indices, or none. reduction: mean or sum. Returns a coalesced one whose indices are those
-    that any rank has. All entries are gathered and summed in rank order; where together they take more memory than the
-    dense tensor, that is reduced instead. Raises TypeError and ValueError for another layout or reduction.
+    tensor: a torch.sparse_coo tensor, coalesced or not, with the same shape, dtype and number of sparse dimensions on
+    all ranks. Indices may differ, and a tensor may have none. reduction: mean or sum. Returns a coalesced tensor with
+    all indices that any rank has. The entries of all ranks are gathered and summed in rank order; if together they take
+    more memory than the dense tensor, that is reduced instead. Raises TypeError for another layout and ValueError for
+    another reduction.
     """
     return _prepare(tensor, reduction, name, process_set)()
 
@@ -39,12 +40,12 @@ def coo_all_reduce(
 def coo_all_reduce_async(
     tensor: Tensor, reduction: str = "mean", *, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Handle:
-    """As coo_all_reduce; the handle gives the result."""
+    """Like coo_all_reduce, but returns a handle for the result."""
     return Handle(among_of(process_set), _Later(_prepare(tensor, reduction, name, process_set)))
 
 
 class _Later:
-    """What comes to pass on a thread of its own: the second half depends on what the first one brings."""
+    """An action on its own thread, since its second half depends on the result of the first."""
 
     def __init__(self, action: Callable[[], Tensor]) -> None:
         self._action = action
@@ -74,7 +75,7 @@ class _Later:
 
 
 def _prepare(tensor: Tensor, reduction: str, name: str | None, process_set: ProcessSet | None) -> Callable[[], Tensor]:
-    """Start, and what is left to do."""
+    """Start the operation, and return the function that finishes it."""
     among = among_of(process_set)
     if tensor.layout != torch.sparse_coo:
         raise TypeError(
@@ -123,7 +124,7 @@ class _Entries:
         return f"{dtype} {list(self.shape)} with {len(self.sparse)} sparse dimensions"
 
     def tensor(self, flat: Tensor, values: Tensor) -> Tensor:
-        """A tensor like this one with other entries."""
+        """Return a tensor like this one with other entries."""
         indices = torch.stack(torch.unravel_index(flat, self.sparse)) if self.sparse else flat.new_zeros((0, len(flat)))
         return torch.sparse_coo_tensor(
             indices,
@@ -154,7 +155,7 @@ def _gather_entries(among: ProcessSet, mine: _Entries, reduction: str, name: str
 
 
 def _reduce_dense(among: ProcessSet, mine: _Entries, reduction: str, name: str) -> Tensor:
-    """With a byte for each place that says whether any rank has it: a sum may be zero there."""
+    """Also reduces a byte for each place that says whether any rank has it, since a sum may be zero there."""
     dense = torch.zeros((prod(mine.sparse), *mine.values.shape[1:]), dtype=mine.dtype, device="cpu")
     there = torch.zeros(prod(mine.sparse), dtype=torch.bool, device="cpu")
     dense[mine.flat] = mine.values

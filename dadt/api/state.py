@@ -1,4 +1,4 @@
-"""The same model and optimizer on all ranks, to begin with."""
+"""Broadcasts that give all ranks the same model and optimizer."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def broadcast_parameters(
     process_set: ProcessSet | None = None,
     root_rank: int | None = None,
 ) -> None:
-    """Overwrite the tensors with the root's, in place.
+    """Overwrite the tensors with those of the root, in place.
 
-    parameters: a module's state_dict() or named_parameters(), the same names, dtypes and shapes on all ranks; else
-    Mismatch names the first that differs. root_rank: the root, as Horovod spells it. Raises TypeError for what is no
-    tensor.
+    parameters: a module's state_dict() or named_parameters(), with the same names, dtypes and shapes on all ranks;
+    otherwise Mismatch names the first that differs. root_rank: Horovod's name for root. Raises TypeError for a value
+    that is not a tensor.
     """
     among = among_of(process_set)
     items = list(parameters.items() if isinstance(parameters, Mapping) else parameters)
@@ -54,11 +54,11 @@ def broadcast_optimizer_state(
     process_set: ProcessSet | None = None,
     root_rank: int | None = None,
 ) -> None:
-    """Take the root's optimizer state and settings (learning rate, momentum, ...), also where there is no state yet.
+    """Load the root's optimizer state and settings (learning rate, momentum, ...), even where there is no state yet.
 
-    optimizer: of the same kind, for the same parameters in the same order, on all ranks; else Mismatch. What is no
-    tensor in it is pickled, as in broadcast_object.
-    root_rank: the root, as Horovod spells it.
+    optimizer: same type, with the same parameters in the same order, on all ranks; otherwise raises Mismatch. Values
+    that are not tensors are pickled, as in broadcast_object.
+    root_rank: Horovod's name for root.
     """
     among = among_of(process_set)
     number = among.number_of(root_of(root, root_rank), "root")
@@ -82,23 +82,24 @@ def broadcast_object(
     process_set: ProcessSet | None = None,
     root_rank: int | None = None,
 ) -> Any:
-    """The root's object, on all ranks; the others' arguments are ignored. root_rank: the root, as Horovod spells it.
+    """Return the root's object on all ranks. Other ranks' values are ignored. root_rank: Horovod's name for root.
 
-    Pickled, so only between ranks that have proved that they belong to this job: DadtError where those of several
-    hosts met without a secret, as under torchrun without DADT_SECRET. Raises what pickling raises.
+    The object is pickled, so this works only between ranks that have proved that they belong to the job: it raises
+    DadtError if ranks of several hosts met without a secret, as under torchrun without DADT_SECRET. Errors of pickle
+    are raised as they are.
     """
     among = among_of(process_set)
     return spread(among, value, among.number_of(root_of(root, root_rank), "root"), among.name(name))
 
 
 def allgather_object(value: Any, *, name: str | None = None, process_set: ProcessSet | None = None) -> list[Any]:
-    """Every rank's object, by rank. Pickled, as in broadcast_object."""
+    """Return every rank's object, by rank. Objects are pickled, as in broadcast_object."""
     among = among_of(process_set)
     return gather(among, value, among.name(name))
 
 
 class _Tensor:
-    """Stands for a tensor of the root's in what is pickled."""
+    """Placeholder for a tensor of the root in pickled state."""
 
     def __init__(self, like: Tensor) -> None:
         self.shape = tuple(like.shape)
@@ -106,7 +107,7 @@ class _Tensor:
 
 
 def _sketch(value: Any, tensors: list[Tensor]) -> Any:
-    """The value with tensors replaced, which are collected."""
+    """Return the value with placeholders for its tensors, which are collected in `tensors`."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return _Tensor(value)
@@ -118,7 +119,7 @@ def _sketch(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def _fill(sketch: Any, tensors: list[Tensor]) -> Any:
-    """The same with new tensors in their places, of the host: load_state_dict brings them to their parameters."""
+    """Replace placeholders by new tensors in host memory. load_state_dict copies them to their parameters."""
     if isinstance(sketch, _Tensor):
         tensors.append(torch.empty(sketch.shape, dtype=sketch.dtype, device="cpu"))
         return tensors[-1]
@@ -130,12 +131,12 @@ def _fill(sketch: Any, tensors: list[Tensor]) -> Any:
 
 
 def _rebuilt(like: Any, items: list[Any]) -> Any:
-    """A list or tuple of its type; a named one takes its items one by one."""
+    """Return a list or tuple of the same type. A named tuple takes its items one by one."""
     return type(like)(*items) if hasattr(like, "_fields") else type(like)(items)
 
 
 def _compare(among: ProcessSet, lines: Sequence[str]) -> None:
-    """Raises the same Mismatch on all ranks where their lines differ."""
+    """Raise the same Mismatch on all ranks if their lines differ."""
     told = plain.encode(list(lines), "what the ranks are to have alike")
     every = [plain.decode(data) for data in gather_bytes(among, told, among.name(None))]
     for rank, theirs in zip(among.ranks, every, strict=True):
@@ -148,7 +149,7 @@ def _compare(among: ProcessSet, lines: Sequence[str]) -> None:
 
 
 def _overwrite(among: ProcessSet, tensors: Sequence[Tensor], root: int) -> None:
-    """With the root's, many in one operation. All ranks have the same ones."""
+    """Overwrite the tensors with the root's, many in one operation. All ranks give the same ones."""
     with torch.no_grad():
         parts: list[list[Tensor]] = [[]]
         room = _FUSED_BYTES

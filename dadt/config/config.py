@@ -72,173 +72,193 @@ class Config:
 
     algorithm: str = knob(
         "pipe",
-        "How ranks learn from each other: pipe, sync, local, gossip, auto, or <module>:<Class>.",
+        "How ranks average: pipe, sync, local, gossip, auto, or <module>:<Class>.",
         metavar="NAME",
     )
     executor: str = knob(
         "auto",
-        "What moves the bytes: auto, shm, gloo, nccl, mpi, mpicuda, null, c10d:<name>, hierarchical:<name>.",
+        "How ranks exchange data: auto, shm, gloo, nccl, mpi, mpicuda, null, c10d:<name>, hierarchical:<name>.",
         metavar="NAME",
     )
     broadcast_executor: str = knob(
-        "", "The same for broadcasts alone; else as --executor.", metavar="NAME", advanced=True
+        "", "Executor for broadcasts, if not that of --executor.", metavar="NAME", advanced=True
     )
     allreduce_executor: str = knob(
-        "", "The same for all but broadcasts; else as --executor.", metavar="NAME", advanced=True
+        "", "Executor for everything but broadcasts, if not that of --executor.", metavar="NAME", advanced=True
     )
-    verbose: bool = knob(False, "Say why, where dadt chooses.", flags=("-v",))
-    warmup_steps: int = knob(50, "Synchronous steps before `pipe` begins to delay.", advanced=True)
+    verbose: bool = knob(False, "Explain what dadt chooses.", flags=("-v",))
+    warmup_steps: int = knob(50, "Synchronous steps before `pipe` starts to delay gradients.", advanced=True)
     predict: str = knob(
         "auto",
-        "Weight prediction of `pipe`: auto; own:S by the optimizer's step, with a share S of the rank's own gradient;"
-        " or factors of the last displacement, and of the one before: C or C,D.",
+        "Weight prediction of `pipe`: auto; own:S, the optimizer's step with a share S of the rank's own gradient;"
+        " or C or C,D, factors of the last displacement and of the one before it.",
         advanced=True,
     )
     fall_back: bool = knob(
-        True, "Go back to `sync` on all ranks where gradients blow up once `pipe` delays.", advanced=True
+        True, "Fall back to `sync` on all ranks if gradients blow up once `pipe` delays them.", advanced=True
     )
     compression: str = knob(
-        "none", "What goes over the wire: none, bf16, fp16, int8, or powersgd:<rank>.", metavar="NAME"
+        "none", "Compression of what ranks exchange: none, bf16, fp16, int8, or powersgd:<rank>.", metavar="NAME"
     )
-    sync_every: int = knob(32, "Steps of its own that a rank takes between two averages of `local`.", advanced=True)
+    sync_every: int = knob(32, "`local`: steps that each rank takes alone between two averages.", advanced=True)
     outer_lr: float = knob(1.0, "`local`: the outer optimizer's learning rate; DiLoCo's is 0.7.", advanced=True)
     outer_momentum: float = knob(
         0.0, "`local`: the outer optimizer's Nesterov momentum; DiLoCo's is 0.9.", advanced=True
     )
-    fragments: int = knob(1, "`local`: parts of the model that are averaged at different steps.", advanced=True)
-    topology: str = knob("exponential", "`gossip`: who averages with whom.", choices=TOPOLOGIES, advanced=True)
+    fragments: int = knob(1, "`local`: number of parts of the model, averaged at different steps.", advanced=True)
+    topology: str = knob(
+        "exponential", "`gossip`: which ranks average with each other.", choices=TOPOLOGIES, advanced=True
+    )
     batch: str = knob(
         "per-rank",
-        "The script's batch size is each rank's, or is divided among ranks.",
+        "Give each rank the script's batch size, or divide it among ranks.",
         choices=("per-rank", "global"),
     )
     scale_lr: str = knob(
         "none", "Multiply learning rates by the number of workers.", choices=("none", "linear", "sqrt")
     )
-    share: str = knob("", "DataLoaders that train, by number, as 1,3.")
-    no_share: str = knob("", "DataLoaders not to be shared out: 2, or all.")
+    share: str = knob("", "Numbers of DataLoaders to shard, such as 1,3.")
+    no_share: str = knob("", "DataLoaders not to shard: numbers, or all.")
     seed: int = knob(
-        -1, "Seed of torch, numpy and random on every rank before the script's own; -1 draws one.", advanced=True
+        -1, "Seed of torch, numpy and random on every rank until the script sets its own; -1 draws one.", advanced=True
     )
     seeding: bool = knob(True, "Seed all ranks alike, then give each its own random stream.", advanced=True)
     broadcast: bool = knob(True, "Start all ranks from rank 0's weights, buffers and optimizer state.", advanced=True)
-    buffers: bool = knob(True, "Average buffers (BatchNorm statistics) over ranks.", advanced=True)
+    buffers: bool = knob(True, "Average buffers (BatchNorm statistics) across ranks.", advanced=True)
     save_once: bool = knob(
         True,
-        "torch.save to a path: one rank of each host writes, the others wait for the file.",
+        "When all ranks torch.save to a path, one rank per host writes and the others wait for the file.",
         advanced=True,
     )
-    lock_downloads: bool = knob(True, "Download into one folder by one rank of a host at a time.", advanced=True)
-    bucket_mb: float = knob(25.0, "Gradients are exchanged in buckets of about this many MiB.", advanced=True)
-    timeline: str = knob("", "Record what each rank does when, for Perfetto and `dadt timeline`.", metavar="FILE")
+    lock_downloads: bool = knob(
+        True, "Let only one rank per host at a time download into the same folder.", advanced=True
+    )
+    bucket_mb: float = knob(25.0, "Approximate size of a gradient bucket in MiB.", advanced=True)
+    timeline: str = knob("", "Record a timeline of all ranks, for Perfetto and `dadt timeline`.", metavar="FILE")
     cycle_duration_ms: float = knob(
-        1.0, "Named tensors: milliseconds that one that is ready may wait for others to go with it.", advanced=True
+        1.0, "Named tensors: milliseconds that a ready tensor may wait to be fused with others.", advanced=True
     )
     all_reduce_buffer_size: int = knob(
-        64 << 20, "Named tensors: bytes of a buffer in which they are reduced together; 0: one by one.", advanced=True
+        64 << 20, "Named tensors: size of the fusion buffer in bytes; 0 reduces them one by one.", advanced=True
     )
-    group_buffer_size: int = knob(64 << 20, "The same within an explicit group of tensors.", advanced=True)
+    group_buffer_size: int = knob(
+        64 << 20, "Named tensors: size of the fusion buffer within an explicit group, in bytes.", advanced=True
+    )
     stall_warning: float = knob(
-        60.0, "Seconds after which a tensor that some ranks have not submitted is told of.", advanced=True
+        60.0, "Warn when some ranks have not submitted a tensor after this many seconds.", advanced=True
     )
     on_stall: str = knob(
         "dump",
-        "What happens then: a line, every rank's stacks too, or an end on all ranks.",
+        "Action on such a stall: print a line, also dump the stacks of every rank, or abort all ranks.",
         choices=("warn", "dump", "abort"),
         advanced=True,
     )
     timeout: float = knob(300.0, "Seconds that a rank waits for a silent peer before it fails.", advanced=True)
     start_timeout: float = knob(
         120.0,
-        "Seconds in which all hosts must be ready, and all ranks once one of them begins to train.",
+        "Seconds allowed for all hosts to become ready, and for all ranks to begin training once one has.",
         advanced=True,
     )
     inject: str = knob(
         "auto",
-        "How DADT gets into the script.",
+        "How DADT is loaded into the script.",
         choices=("auto", "entrypoint", "sitecustomize", "none"),
         advanced=True,
     )
 
-    np: int = launch_knob(0, "Workers, exactly; 0: one for each slot.", flags=("-np", "-n", "--num-proc"))
+    np: int = launch_knob(0, "Exact number of workers; 0: one per slot.", flags=("-np", "-n", "--num-proc"))
     hosts: str = launch_knob("", "Hosts and slots: host1:2,user@host2:2,[::1].", flags=("-H",), metavar="HOSTS")
-    hostfile: str = launch_knob("", "File of hosts, a line each: `host slots=N`.", metavar="FILE")
-    include: str = launch_knob("", "Of the hosts, these only.", advanced=True, metavar="HOSTS")
-    exclude: str = launch_knob("", "Of the hosts, all but these.", advanced=True, metavar="HOSTS")
-    accelerators: int = launch_knob(0, "Workers on each host that has no slots given.", advanced=True)
-    gpu_visibility: str = launch_knob("one", "GPUs that each worker sees.", choices=("one", "all"), advanced=True)
+    hostfile: str = launch_knob("", "Hostfile with a line `host slots=N` per host.", metavar="FILE")
+    include: str = launch_knob("", "Use only these of the given hosts.", advanced=True, metavar="HOSTS")
+    exclude: str = launch_knob("", "Use all of the given hosts but these.", advanced=True, metavar="HOSTS")
+    accelerators: int = launch_knob(0, "Number of workers on each host whose slots are not given.", advanced=True)
+    gpu_visibility: str = launch_knob("one", "GPUs visible to each worker.", choices=("one", "all"), advanced=True)
     launcher: str = launch_knob(
-        "auto", "How the agent of each host is started.", choices=("auto", *LAUNCHERS), advanced=True
+        "auto", "How to start the agent of each host.", choices=("auto", *LAUNCHERS), advanced=True
     )
-    ssh_backend: str = launch_knob("paramiko", "What speaks SSH.", choices=("paramiko", "openssh"), advanced=True)
-    ssh_port: int = launch_knob(0, "Port of sshd; 0: as the SSH configuration says.", flags=("-p",), advanced=True)
+    ssh_backend: str = launch_knob("paramiko", "SSH client to use.", choices=("paramiko", "openssh"), advanced=True)
+    ssh_port: int = launch_knob(0, "SSH port; 0: the port in the SSH configuration.", flags=("-p",), advanced=True)
     ssh_identity_file: str = launch_knob(
-        "", "Private key for SSH, and no other.", flags=("-i",), metavar="FILE", advanced=True
+        "", "Private key for SSH; no other key is tried.", flags=("-i",), metavar="FILE", advanced=True
     )
-    ssh_config: str = launch_knob("", "SSH configuration in place of ~/.ssh/config.", advanced=True, metavar="FILE")
+    ssh_config: str = launch_knob(
+        "", "SSH configuration file to read instead of ~/.ssh/config.", advanced=True, metavar="FILE"
+    )
     ssh_host_keys: str = launch_knob(
         "accept-new",
-        "Hosts whose key is not known yet; a changed key is refused in strict and accept-new.",
+        "How to treat unknown host keys; strict and accept-new refuse a changed key.",
         choices=("strict", "accept-new", "off"),
         advanced=True,
     )
     mpirun: str = launch_knob(
-        "mpirun", "The mpirun of --launcher mpi: Open MPI's, MPICH's or Intel MPI's.", advanced=True, metavar="PATH"
+        "mpirun", "The mpirun of --launcher mpi, from Open MPI, MPICH or Intel MPI.", advanced=True, metavar="PATH"
     )
-    mpi_args: str = launch_knob("", "Further arguments for mpirun, as '--mca btl tcp,self'.", advanced=True)
-    nnodes: int = launch_knob(0, "Hosts, where `dadt run` is called on each by hand.", advanced=True)
-    node_rank: int = launch_knob(-1, "Which of them this one is, from 0.", advanced=True)
+    mpi_args: str = launch_knob("", "More arguments for mpirun, such as '--mca btl tcp,self'.", advanced=True)
+    nnodes: int = launch_knob(0, "Number of hosts, if you call `dadt run` on each by hand.", advanced=True)
+    node_rank: int = launch_knob(-1, "Number of this host among --nnodes, from 0.", advanced=True)
     rendezvous: str = launch_knob(
         "",
-        "Where they meet: host:port on node 0 (with DADT_SECRET on all), or file:///a/shared/path.",
+        "Where --nnodes hosts meet: host:port on node 0 (with DADT_SECRET on all), or file:///a/shared/path.",
         advanced=True,
         metavar="WHERE",
     )
     link: str = launch_knob(
-        "", "Workers on hosts simulated here, each behind a link of this speed, as 1gbit (root).", advanced=True
+        "",
+        "Run workers on simulated hosts, each behind a link of this speed, such as 1gbit (needs root).",
+        advanced=True,
     )
-    latency: str = launch_knob("", "The same: time from host to host on such links, as 5ms.", advanced=True)
+    latency: str = launch_knob("", "One-way latency between simulated hosts, such as 5ms.", advanced=True)
     simulate_hosts: int = launch_knob(
-        0, "So many simulated hosts, with the workers shared out among them; 0: one for each worker.", advanced=True
+        0, "Number of simulated hosts to divide the workers among; 0: one per worker.", advanced=True
     )
     network_interface: str = launch_knob(
-        "", "Interfaces (eth0) or networks (10.0.0.0/8) between hosts, by comma.", advanced=True, metavar="IF|CIDR"
+        "",
+        "Comma-separated interfaces (eth0) or networks (10.0.0.0/8) to use between hosts.",
+        advanced=True,
+        metavar="IF|CIDR",
     )
     forward: tuple[str, ...] = launch_knob(
         (), "Variables for workers: NAME[=VALUE], 'ABC_*'.", flags=("-x",), metavar="NAME"
     )
     env_file: str = launch_knob(
-        "", "Variables for the workers, a line each: NAME=VALUE, taken as it stands.", metavar="FILE", advanced=True
+        "",
+        "File of variables for workers, with a line NAME=VALUE for each, taken literally.",
+        metavar="FILE",
+        advanced=True,
     )
-    workdir: str = launch_knob("", "Folder in which workers start; else this one.", metavar="DIR", advanced=True)
-    python: str = launch_knob("", "Python of the workers and agents; else this one.", metavar="PATH", advanced=True)
+    workdir: str = launch_knob(
+        "", "Folder in which workers start, if not the current one.", metavar="DIR", advanced=True
+    )
+    python: str = launch_knob(
+        "", "Python of the workers and agents, if not the one that runs dadt.", metavar="PATH", advanced=True
+    )
     prologue: str = launch_knob(
-        "", "Shell commands (bash) before the workers of a host, as 'source env.sh'.", advanced=True
+        "", "bash commands to run on each host before its workers, such as 'source env.sh'.", advanced=True
     )
     pass_local_rank: bool = launch_knob(False, "Add --local_rank N to the script's arguments.", advanced=True)
-    torch_env: bool = launch_knob(True, "Set RANK, WORLD_SIZE, MASTER_ADDR and their like.", advanced=True)
-    output: str = launch_knob("all", "Shown here: all, rank0, errors, or ranks as 0,3-5.", metavar="WHAT")
+    torch_env: bool = launch_knob(True, "Set RANK, WORLD_SIZE, MASTER_ADDR and similar variables.", advanced=True)
+    output: str = launch_knob("all", "Output to show: all, rank0, errors, or ranks such as 0,3-5.", metavar="WHAT")
     log_dir: str = launch_knob(
-        "dadt-logs", "Everything that workers print goes to files here.", metavar="DIR", advanced=True
+        "dadt-logs", "Folder for the logs, which hold everything that workers print.", metavar="DIR", advanced=True
     )
     live: str = launch_knob(
-        "auto", "Live view of all ranks; auto: on a terminal.", choices=("auto", "on", "off"), advanced=True
+        "auto", "Live view of all ranks; auto shows it on a terminal.", choices=("auto", "on", "off"), advanced=True
     )
     metrics: tuple[str, ...] = launch_knob(
         (),
-        "Figures of each rank while it runs: tensorboard:DIR, or prometheus:PORT.",
+        "Publish the figures of each rank while it runs: tensorboard:DIR, or prometheus:PORT.",
         metavar="KIND:WHERE",
         advanced=True,
     )
-    grace: float = launch_knob(5.0, "Seconds from SIGTERM to SIGKILL when you end a job.", advanced=True)
+    grace: float = launch_knob(5.0, "Seconds between SIGTERM and SIGKILL when you end a job.", advanced=True)
     forward_signals: str = launch_knob(
-        "USR1,USR2", "Signals that dadt passes on to all workers, by comma.", advanced=True, metavar="NAMES"
+        "USR1,USR2", "Comma-separated signals that dadt passes on to all workers.", advanced=True, metavar="NAMES"
     )
     heartbeat_timeout: float = launch_knob(
-        10.0, "Seconds without a sign of life between two hosts after which that is told; 0: none.", advanced=True
+        10.0, "Warn when two hosts have exchanged no heartbeat for this many seconds; 0: never.", advanced=True
     )
     orphan_timeout: float = launch_knob(
-        30.0, "Seconds of silence after which launcher and agent give each other up.", advanced=True
+        30.0, "Seconds of silence after which the launcher and an agent give each other up.", advanced=True
     )
 
     def __post_init__(self) -> None:

@@ -74,21 +74,21 @@ def _models(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> 
 @click.command(
     cls=Brief,
     context_settings={"max_content_width": 110},
-    short_help="Predict steps/s of each way to train, on up to 1,024 hosts.",
+    short_help="Predict steps/s of each algorithm on up to 1,024 hosts.",
 )
 @click.argument("model", default="resnet18", shell_complete=_models)
-@click.option("-np", "--np", type=int, metavar="N", help="Workers.  [default: 2]")
+@click.option("-np", "--np", type=int, metavar="N", help="Number of workers.  [default: 2]")
 @some_knobs(*WHERE, *KNOBS)
-@click.option("--batch-size", default=8, show_default=True, help="Samples of each worker's step.")
+@click.option("--batch-size", default=8, show_default=True, help="Samples per worker and step.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
-@click.option("--check", is_flag=True, help="Train in each way on these hosts, too, and say how far off it was.")
+@click.option("--check", is_flag=True, help="Also train in each way here, and print the prediction error.")
 @json_option
 def advise(*, model: str, batch_size: int, device: str, check: bool, json: str | None, **given: Any) -> int:
     """Predict steps/s of each algorithm and compression, on these hosts and on up to 1,024 of them.
 
-    Measures a step of MODEL (a name that dadt bench --help lists, or module:factory), and latency and bandwidth between
-    the workers. The best of each number of hosts is marked: of those nearly as fast as the fastest, the one that
-    changes the training least.
+    Measures a step of MODEL (a name from dadt bench --help, or module:factory) and the latency and bandwidth between
+    the workers. For each number of hosts, a mark shows which of the ways nearly as fast as the fastest changes the
+    training least.
 
     \b
     dadt bench advise resnet50 -np 2 -H host1,host2

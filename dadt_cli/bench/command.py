@@ -1,4 +1,4 @@
-"""`dadt bench`: how fast a model trains here, and what communication costs."""
+"""`dadt bench`: how fast a model trains here and what communication costs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ HOW = ("algorithm", "executor", "compression")
 KNOWN = (*HOW, "sync_every")
 """Settings by which a measurement goes, wherever they come from."""
 
-np_option = click.option("-np", "--np", "ranks", default=2, show_default=True, help="Worker processes.")
+np_option = click.option("-np", "--np", "ranks", default=2, show_default=True, help="Number of workers.")
 
 
 class Bench(click.Group):
@@ -65,7 +65,9 @@ class Bench(click.Group):
 
 @click.group(cls=Bench)
 def bench() -> None:
-    """Measure how fast a model trains here, and what communication costs: contenders in turn, medians with intervals.
+    """Measure how fast a model trains here and what communication costs.
+
+    Contenders run in turn; results are medians with 95 % intervals.
 
     \b
     dadt bench resnet50 -np 4 --against ddp,sync
@@ -77,7 +79,11 @@ def bench() -> None:
 
 def _train_command(name: str) -> click.Command:
     """The command of a model; `model`: of any, which --model names."""
-    given = [click.Option(["--model"], required=True, metavar="MODULE:FACTORY", help="Makes (model, batch, loss).")]
+    given = [
+        click.Option(
+            ["--model"], required=True, metavar="MODULE:FACTORY", help="Factory that returns (model, batch, loss)."
+        )
+    ]
 
     def train(**options: Any) -> int:
         options.setdefault("model", name)
@@ -90,23 +96,28 @@ def _train_command(name: str) -> click.Command:
         params=params,
         callback=train,
         hidden=name == "model",
-        short_help=f"{text}, on made-up or real data.",
-        help=f"{text}, beside one worker alone and beside workers that exchange nothing (the limit).",
+        short_help=f"{text} on synthetic or real data.",
+        help=f"{text}. Compare with one worker alone and with workers that exchange nothing (the limit).",
         context_settings={"max_content_width": 110},
     )
 
 
 @click.command()
-@click.option("-np", "--np", type=int, metavar="N", help="Workers.  [default: 2]")
+@click.option("-np", "--np", type=int, metavar="N", help="Number of workers.  [default: 2]")
 @some_knobs(*WHERE, *HOW)
-@click.option("--batch-size", default=8, show_default=True, help="Samples of each worker's step.")
-@click.option("--steps", default=5, show_default=True, help="Steps that count of each contender in a round.")
-@click.option("--rounds", default=10, show_default=True, help="Rounds; contenders take turns.")
+@click.option("--batch-size", default=8, show_default=True, help="Samples per worker and step.")
+@click.option("--steps", default=5, show_default=True, help="Measured steps of each contender in a round.")
+@click.option("--rounds", default=10, show_default=True, help="Number of rounds; contenders take turns.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True)
-@click.option("--data", default="", metavar="PATH", help="Real data: folders of images by class, or a file of text.")
-@click.option("--against", multiple=True, metavar="LIST", help="Peers to compare with: ddp,horovod,sync.")
-@click.option("--sweep", multiple=True, metavar="LIST", help="Every combination of settings: executor=shm,gloo,np=1,2.")
+@click.option("--data", default="", metavar="PATH", help="Real data: folders of images by class, or a text file.")
+@click.option("--against", multiple=True, metavar="LIST", help="Peers to compare with, such as ddp,horovod,sync.")
+@click.option(
+    "--sweep",
+    multiple=True,
+    metavar="LIST",
+    help="Run every combination of settings, such as executor=shm,gloo,np=1,2.",
+)
 @json_option
 @csv_option
 @plot_option
@@ -229,17 +240,17 @@ def _range(values: Sequence[float]) -> str:
     return low if low == high else f"{low}–{high}"
 
 
-@bench.command(short_help="Averaging alone, as nccl-tests does it, beside libraries.")
+@bench.command(short_help="Measure allreduce alone, as nccl-tests does.")
 @np_option
-@click.option("--sizes", default="64K,1M,100M", show_default=True, help="Bytes of float32, with K, M or G.")
-@click.option("--rounds", default=50, show_default=True, help="Times that each contender runs.")
+@click.option("--sizes", default="64K,1M,100M", show_default=True, help="Sizes in bytes, with K, M or G.")
+@click.option("--rounds", default=50, show_default=True, help="Runs of each contender.")
 @json_option
 @csv_option
 @plot_option
 def allreduce(ranks: int, sizes: str, rounds: int, json: str | None, csv: str | None, plot: str | None) -> int:
-    """The averaging alone, as nccl-tests does: shared memory against torch's Gloo and a memcpy.
+    """Measure allreduce alone, as nccl-tests does: shared memory against torch's Gloo and a memcpy.
 
-    Packing and delivering 60 tensors is part of it. Ends with 1 if an element was wrong.
+    The time includes packing and unpacking 60 float32 tensors. Exits with 1 if an element was wrong.
     """
     from dadt_cli.bench.allreduce import measure
 
@@ -272,15 +283,17 @@ def allreduce(ranks: int, sizes: str, rounds: int, json: str | None, csv: str | 
     return 1 if any(row.wrong for row in rows) else 0
 
 
-@bench.command(short_help="A step of DistributedDataParallel over dadt and over Gloo.")
+@bench.command(short_help="Measure a DDP step over dadt and over Gloo.")
 @np_option
-@click.option("--width", default=2240, show_default=True, help="Of 5 layers, width x width each: 100 MB.")
-@click.option("--batch-size", default=2, show_default=True, help="Samples of each worker's step.")
-@click.option("--rounds", default=20, show_default=True, help="Rounds; contenders take turns.")
+@click.option(
+    "--width", default=2240, show_default=True, help="Width of the 5 layers (width x width each, 100 MB by default)."
+)
+@click.option("--batch-size", default=2, show_default=True, help="Samples per worker and step.")
+@click.option("--rounds", default=20, show_default=True, help="Number of rounds; contenders take turns.")
 @json_option
 @csv_option
 def ddp(ranks: int, width: int, batch_size: int, rounds: int, json: str | None, csv: str | None) -> None:
-    """A step of DistributedDataParallel over backend dadt against torch's Gloo."""
+    """Measure a step of DistributedDataParallel over backend dadt against torch's Gloo."""
     from dadt_cli.bench.ddp import measure
 
     outputs = Outputs(json, csv)
@@ -291,13 +304,13 @@ def ddp(ranks: int, width: int, batch_size: int, rounds: int, json: str | None, 
     Figures([row], [Table(title, head, lines)]).report(title, outputs)
 
 
-@bench.command(short_help="From the command to the first step, beside torchrun.")
+@bench.command(short_help="Measure the time from the command to the first step.")
 @np_option
 @click.option("--rounds", default=5, show_default=True, help="Starts of each contender.")
 @json_option
 @csv_option
 def startup(ranks: int, rounds: int, json: str | None, csv: str | None) -> None:
-    """From the command to the first step: `dadt run` against torchrun."""
+    """Measure the time from the command to the first step: `dadt run` against torchrun."""
     from dadt_cli.bench.startup import measure
 
     outputs = Outputs(json, csv)

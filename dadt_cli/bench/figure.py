@@ -29,11 +29,13 @@ if TYPE_CHECKING:
 
 CAPTION = "medians; below them, the interval of 95 %"
 json_option = click.option(
-    "--json", metavar="FILE", help="Write the figures as JSON, too; - for stdout.", shell_complete=paths("file")
+    "--json", metavar="FILE", help="Also write the figures as JSON; - for stdout.", shell_complete=paths("file")
 )
-csv_option = click.option("--csv", metavar="FILE", help="The same as CSV; - for stdout.", shell_complete=paths("file"))
+csv_option = click.option(
+    "--csv", metavar="FILE", help="Also write the figures as CSV; - for stdout.", shell_complete=paths("file")
+)
 plot_option = click.option(
-    "--plot", metavar="FILE", help="Draw a picture: .png, .svg, .pdf or .html.", shell_complete=paths("file")
+    "--plot", metavar="FILE", help="Also plot them: .png, .svg, .pdf or .html.", shell_complete=paths("file")
 )
 
 

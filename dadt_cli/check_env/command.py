@@ -48,16 +48,16 @@ class Row:
 @click.command(
     cls=Brief,
     context_settings={"max_content_width": 110},
-    epilog="Ends with 0, with 1 where a check fails (--strict: or warns), and with 2 for bad input.",
+    epilog="Exits with 0, with 1 if a check fails (with --strict: or warns), and with 2 for bad input.",
 )
-@click.option("--full", is_flag=True, help="Longer tests, too: bandwidth between hosts, speed of workers, MPI.")
-@click.option("--json", "as_json", is_flag=True, help="Print all as JSON.")
-@click.option("--strict", is_flag=True, help="End with 1 where something is only worth a warning, too.")
+@click.option("--full", is_flag=True, help="Also run longer tests: bandwidth between hosts, worker speed, MPI.")
+@click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
+@click.option("--strict", is_flag=True, help="Exit with 1 for warnings, too.")
 @some_knobs(*KNOBS)
 def check_env(full: bool, as_json: bool, strict: bool, **given: Any) -> int:
-    """Check whether training can work on this machine, or on the hosts of -H and between them.
+    """Check whether training can work on this machine, or on and between the hosts of -H.
 
-    Each check passes, warns or fails, and says what to do. Nothing is changed.
+    Each check passes, warns or fails, and says what to do. It changes nothing.
     """
     # Neither what is trained nor how ranks start matters here, only where.
     config = replace(config_of(given), np=1, nnodes=0, executor="auto", broadcast_executor="", allreduce_executor="")

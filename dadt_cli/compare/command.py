@@ -27,17 +27,17 @@ HEAD = ["NAME", "KIND", "TYPE", "DIFFERENCE", "RELATIVE", "ELEMENTS"]
 
 
 @click.command(
-    epilog="Ends with 0 if the two are equal, 1 if they differ, 2 if one of them cannot be read. No code that a file "
-    "may hold is run."
+    epilog="Exits with 0 if the two are equal, 1 if they differ, 2 if one of them cannot be read. Code in the files "
+    "is never run."
 )
 @click.argument("a", type=click.Path())
 @click.argument("b", type=click.Path())
-@click.option("--tolerance", default=0.0, metavar="X", help="What numbers may differ by.  [default: 0]")
-@click.option("--ignore-dtype", is_flag=True, help="Compare the values of tensors, in whatever dtype they are.")
-@click.option("--all", "everything", is_flag=True, help="List every name, equal ones too.")
+@click.option("--tolerance", default=0.0, metavar="X", help="Largest difference between equal numbers.  [default: 0]")
+@click.option("--ignore-dtype", is_flag=True, help="Compare the values of tensors, whatever their dtypes.")
+@click.option("--all", "everything", is_flag=True, help="List every name, including equal ones.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def compare(a: str, b: str, tolerance: float, ignore_dtype: bool, everything: bool, as_json: bool) -> int:
-    """Compare the weights in A and B: files of torch.save or safetensors, or FILE:PART of one, as last.pt:model."""
+    """Compare the weights in A and B: torch.save or safetensors files, or FILE:PART, such as last.pt:model."""
     if not 0 <= tolerance < math.inf:
         raise ConfigError(f"--tolerance {tolerance:g}: give a number from 0")
     from dadt_cli.compare.stored import read

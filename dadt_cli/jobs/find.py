@@ -25,7 +25,9 @@ def _ranks(ctx: click.Context, parameter: click.Parameter, text: str | None) -> 
     return ranks
 
 
-rank_option = click.option("--rank", "ranks", callback=_ranks, metavar="RANKS", help="Of these ranks only, as 0,3-5.")
+rank_option = click.option(
+    "--rank", "ranks", callback=_ranks, metavar="RANKS", help="Show only these ranks, such as 0,3-5."
+)
 LOG_DIR = "dadt-logs"
 log_dir_option = click.option(
     "--log-dir",
@@ -33,7 +35,7 @@ log_dir_option = click.option(
     show_default=True,
     metavar="DIR",
     shell_complete=paths("dir"),
-    help="Where the logs of jobs are.",
+    help="Folder with the logs of jobs.",
 )
 
 

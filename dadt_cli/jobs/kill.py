@@ -21,7 +21,7 @@ HARD_SECONDS = 10.0
 @click.command()
 @click.argument("job", shell_complete=jobs)
 def kill(job: str) -> int:
-    """End JOB: gently, as Ctrl-C does, and by force what has not ended after its grace."""
+    """End JOB as Ctrl-C does, and kill what is left after its grace period."""
     trace = find(job)
     line = trace.call()
     if line is None:

@@ -24,10 +24,10 @@ LOOK_SECONDS = 0.2
 @click.command()
 @click.argument("job", default="latest", shell_complete=recorded_jobs)
 @rank_option
-@click.option("-f", "--follow", is_flag=True, help="Go on until the job ends.")
+@click.option("-f", "--follow", is_flag=True, help="Follow the logs until the job ends.")
 @log_dir_option
 def logs(job: str, ranks: set[int] | None, follow: bool, log_dir: str) -> None:
-    """Print what the workers of JOB, or of the latest job, have printed."""
+    """Print the output of the workers of JOB, or of the latest job."""
     trace, folder = folder_of(job, Path(log_dir), "rank0.log")
     files = _files(folder, ranks)
     line = trace.call() if trace is not None and follow else None

@@ -15,7 +15,7 @@ SECONDS = 10.0
 @click.argument("job", shell_complete=jobs)
 @rank_option
 def stacks(job: str, ranks: set[int] | None) -> None:
-    """Print the Python stacks of every rank of JOB, which goes on running."""
+    """Print the Python stacks of every rank of JOB. The job keeps running."""
     trace = find(job)
     line = trace.call()
     if line is None:

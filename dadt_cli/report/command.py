@@ -19,13 +19,13 @@ from dadt_cli.terminal.options import paths
     "--output",
     metavar="FILE",
     shell_complete=paths("file"),
-    help="The page.  [default: report.html in the job's folder]",
+    help="File to write.  [default: report.html in the job's folder]",
 )
 @log_dir_option
 def report(job: str, output: str | None, log_dir: str) -> None:
-    """Write a page on how JOB, or the latest job, went: throughput, waiting, step times, environment, failures.
+    """Write a page about how JOB, or the latest job, went: throughput, waiting, step times, environment, failures.
 
-    JOB is its id, or its folder. The page is one file, which needs no network.
+    JOB is a job's id or folder. The page is a single file that needs no network.
     """
     from dadt_cli.report.page import page
     from dadt_cli.report.record import Record

@@ -26,9 +26,9 @@ NOTABLE = 1.05
 @click.command()
 @click.argument("files", metavar="FILE...", nargs=-1, required=True, shell_complete=paths("file"))
 def timeline(files: Sequence[str]) -> None:
-    """Sum up a timeline that `dadt run --timeline FILE` has recorded.
+    """Summarize a timeline recorded by `dadt run --timeline FILE`.
 
-    Of a job that runs or failed, the parts FILE.rank0, FILE.rank1 and so on are read.
+    If the job still runs or has failed, this reads its parts FILE.rank0, FILE.rank1 and so on.
     """
     summary = Summary()
     for file in files:

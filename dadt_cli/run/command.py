@@ -42,15 +42,15 @@ MOST = 1 << 20
         "max_content_width": 110,
     },
     options_metavar="-np N [-H HOSTS] [OPTIONS]",
-    epilog="Ends with 0, or the exit code of the worker that failed first (128 + n if signal n ended it), 2 for bad "
+    epilog="Exits with 0, or the code of the worker that failed first (128 + n if signal n ended it), 2 for bad "
     "input, 3 if workers could not be started or their agent was lost, 124 if some did not arrive in time, 130 after "
     "Ctrl-C.",
 )
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...", shell_complete=paths("file"))
 @click.option("-m", "module", is_flag=True, help="SCRIPT is a module, as with python -m.")
 @click.option("--no-python", is_flag=True, hidden=True, help="SCRIPT is any executable.")
-@click.option("--dry-run", is_flag=True, help="Print what would be started; start nothing.")
-@click.option("--display-map", is_flag=True, hidden=True, help="Print which rank is placed where.")
+@click.option("--dry-run", is_flag=True, help="Print what would be started, and start nothing.")
+@click.option("--display-map", is_flag=True, hidden=True, help="Print where each rank is placed.")
 @knobs
 def run(
     command: tuple[str, ...],
@@ -60,7 +60,7 @@ def run(
     display_map: bool,
     **given: Any,
 ) -> int:
-    """Train SCRIPT on N workers of this host, or of those that -H names. What follows SCRIPT are its own arguments.
+    """Train SCRIPT on N workers, on this host or on those that -H names. ARGS are the arguments of SCRIPT.
 
     \b
     dadt run -np 2 train.py --epochs 3

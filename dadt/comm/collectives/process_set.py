@@ -29,7 +29,7 @@ class Waited(Protocol):
 
 
 class Handle:
-    """A verb under way. `wait` gives its result, once or more often, in any thread; its tensors must stay as they are
+    """A pending operation. `wait` returns its result, any number of times and in any thread. Do not change its tensors
     until then."""
 
     def __init__(self, owner: ProcessSet, waited: Waited, finish: Callable[[Any], Any] | None = None) -> None:
@@ -46,10 +46,10 @@ class Handle:
         return self._finished or self._waited.done
 
     def wait(self, timeout: float | None = None) -> Any:
-        """The verb's result: what the verb without `_async` returns.
+        """Wait for the result, which is what the operation without `_async` returns.
 
-        timeout: seconds; else as long as `--timeout` says. Raises CommTimeout after it (the verb then still runs),
-        another CommError where the ranks' calls do not fit together or a rank is lost.
+        timeout: seconds to wait; by default those of `--timeout`. Raises CommTimeout after that (the operation still
+        runs), and another CommError if the calls of the ranks do not match or a rank is lost.
         """
         if not self._finished:
             with self._owner.naming_ranks():
@@ -79,7 +79,7 @@ class Handles:
 
 
 class ProcessSet:
-    """Some ranks of the job, with a connection of their own. `dadt.add_process_set` makes one."""
+    """Some ranks of the job with their own connection, made by `dadt.add_process_set`."""
 
     def __init__(
         self,
@@ -109,17 +109,17 @@ class ProcessSet:
 
     @property
     def included(self) -> bool:
-        """Whether this rank is one of them."""
+        """Whether this rank is in the set."""
         return self._world is not None
 
     @property
     def size(self) -> int:
-        """How many ranks the set has."""
+        """Number of ranks in the set."""
         return len(self.ranks)
 
     @property
     def rank(self) -> int:
-        """This rank's number within the set. Raises DadtError where it is none of them."""
+        """Number of this rank within the set. Raises DadtError if it is not in the set."""
         return self.named.rank
 
     @property
