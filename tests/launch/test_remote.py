@@ -41,6 +41,7 @@ def test_what_is_shown_can_be_typed() -> None:
         (1, "", "/p: Command not found.", "there is no /p -> "),
         (126, "", "sh: /p: Permission denied", "/p cannot be run there (sh: /p: Permission denied) -> "),
         (1, "", "/p: No module named dadt", "/p there has no dadt -> "),
+        (1, "", "/p: No module named dadt.launch.agent", "/p there has an older dadt -> install the same version"),
         (1, "", "/p: Error while finding module (ModuleNotFoundError: No module named 'dadt')", "/p there has no dadt"),
         (
             1,

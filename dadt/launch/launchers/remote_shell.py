@@ -17,6 +17,8 @@ NOT_FOUND = 127
 NOT_EXECUTABLE = 126
 NO_PROGRAM = ("command not found", "no such file or directory", "not found", "unknown command")
 NO_MODULE = re.compile(r"No module named '?dadt\b")
+NO_AGENT = re.compile(r"No module named '?dadt\.")
+"""An older DADT has its agent elsewhere."""
 
 
 def command(python: str) -> str:
@@ -50,6 +52,8 @@ def explain(code: int | None, noise: bytes, stderr: bytes, python: str) -> str:
         return ""
     text = stderr.decode(errors="replace")
     words = last_line(stderr) or last_line(noise)
+    if NO_AGENT.search(text):
+        return f"{python} there has an older dadt -> install the same version there, or give --python PATH"
     if NO_MODULE.search(text):
         return f"{python} there has no dadt -> install it there, or give --python PATH"
     # csh says so by 1, which is Python's own code, too: then the text decides.
