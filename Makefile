@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Python files take effect at once; these need an install.
 BUILT := pyproject.toml $(wildcard CMakeLists.txt) $(shell find csrc -type f)
 
-.PHONY: demo test test-slow test-gpu machines browser figures faults convergence lint format docs native clean
+.PHONY: demo check test test-slow test-gpu machines browser figures faults convergence lint format docs native clean
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -21,6 +21,10 @@ demo: .venv/installed
 
 test: lint docs native machines
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" --durations 30 --durations-min 3
+
+# What is quick: lint, types, layers, and the tests that start no processes.
+check: lint
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not slow and not job and not gpu"
 
 test-slow: .venv/testable browser
 	DADT_FUZZ_INPUTS=250000 $(MAKE) native-address

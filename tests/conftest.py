@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from types import CodeType
+from typing import Any
 
 import leftover
 import pytest
 
+STARTERS = {"subprocess", "multiprocessing", "run", "machine", "core.ranks", "ranks", "api_run", "job", "terminal"}
+"""Modules by which tests start processes."""
 SESSION = pytest.StashKey[leftover.Session]()
 LEFT = pytest.StashKey[list[str]]()
 
@@ -26,8 +30,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
     for item in items:
+        if starts_processes(item):
+            item.add_marker(pytest.mark.job)
         if place := shared(item):
             item.add_marker(pytest.mark.xdist_group(place))
+
+
+def starts_processes(item: pytest.Item) -> bool:
+    """Whether it uses a fixture of a folder's conftest.py, or reaches one of STARTERS by what it calls."""
+    fixtures = [each for found in item._fixtureinfo.name2fixturedefs.values() for each in found if each.baseid]
+    known: set[str] = set()
+
+    def reaches(function: Any) -> bool:
+        code, names = getattr(function, "__code__", None), getattr(function, "__globals__", {})
+        for name in _names(code) - known if code else ():
+            known.add(name)
+            value = names.get(name)
+            if name in STARTERS or getattr(value, "__module__", "") in STARTERS or reaches(value):
+                return True
+        return False
+
+    own = [each.func for each in fixtures if each.baseid.endswith(".py")]
+    return len(own) < len(fixtures) or any(map(reaches, [item.function, *own]))
+
+
+def _names(code: CodeType) -> set[str]:
+    return set(code.co_names).union(*(_names(each) for each in code.co_consts if isinstance(each, CodeType)))
 
 
 def shared(item: pytest.Item) -> str:
