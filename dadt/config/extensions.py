@@ -1,6 +1,6 @@
-"""What can be chosen by name, and where it is: adding one is a file and a line here (CONTRIBUTING.md).
+"""The algorithms, executors and launchers that have a name. A new one is a file and a line here (CONTRIBUTING.md).
 
-Names of modules only, as nothing of this layer imports torch.
+Modules are given by name, since this layer must not import torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ ALGORITHMS = {
     "gossip": "dadt.algorithms.gossip.gossip:Gossip",
     "auto": "dadt.algorithms.auto:Auto",
 }
-"""Subclasses of dadt.algorithms.Algorithm. A user's own is named <module>:<Class>."""
+"""Subclasses of dadt.algorithms.Algorithm. Users name their own as <module>:<Class>."""
 EXECUTORS = {
     "shm": "dadt.comm.executors.core:shm",
     "null": "dadt.comm.executors.core:null",
@@ -21,11 +21,11 @@ EXECUTORS = {
     "mpi": "dadt.comm.executors.mpi:connect",
     "mpicuda": "dadt.comm.executors.mpicuda:connect",
 }
-"""connect(config, world, meet) -> Connection. Beside them there are c10d:<name> and hierarchical:<name>."""
+"""Functions connect(config, world, meet) -> Connection. c10d:<name> and hierarchical:<name> are valid as well."""
 LAUNCHERS = {
     "local": "dadt.launch.launchers.nearby:launcher",
     "ssh": "dadt.launch.launchers.nearby:ssh",
     "slurm": "dadt.launch.launchers.slurm:launcher",
     "mpi": "dadt.launch.launchers.mpi:launcher",
 }
-"""launcher(request) -> Launcher."""
+"""Functions launcher(request) -> Launcher."""

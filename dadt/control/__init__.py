@@ -1,1 +1,1 @@
-"""What every process of a job shares: frames, the connection to the agent, facts about the host. No torch."""
+"""Code that every process of a job uses: frames, connections, facts about the host. Imports no torch."""

@@ -1,4 +1,4 @@
-"""Accepting connections from whoever comes: a flood ends no listener, fills no memory and keeps nobody else out."""
+"""Accept connections from strangers. A flood neither ends the listener, nor fills memory, nor keeps others out."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from typing import NamedTuple
 
 PEER = struct.Struct("3i")
 FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-"""No descriptor or no memory is left: for now."""
+"""Errors of accept() that pass: no descriptor or no memory is left."""
 CLOSED = (errno.EBADF, errno.EINVAL, errno.ENOTSOCK)
 FULL_SECONDS = 0.01
 MOST_AT_ONCE = 64
-"""Accepted before others get their turn."""
+"""Connections accepted in a row before the caller turns to its other work."""
 MOST_UNPROVED = 64
-"""Connections at once that have not shown yet that they belong here."""
+"""Connections that may be open at once without having proved that they belong to the job."""
 
 
 class Entrance:
-    """A listening socket, and the connections that have not proved themselves. Of too many the oldest goes, of the
-    address that has most: who comes from elsewhere is not pushed out. Thread-safe."""
+    """A listening socket and its unproved connections. When there are too many, the oldest one of the address with
+    the most is dropped, so a flood from one address does not push out the others. Thread-safe."""
 
     def __init__(self, server: socket.socket, drop: Callable[[socket.socket], None], most: int = MOST_UNPROVED) -> None:
-        """drop: ends a connection that is not worth its place any more."""
+        """drop: closes an unproved connection to make room."""
         self.server = server
         self._drop = drop
         self._most = most
         self._unproved: dict[socket.socket, str] = {}
-        """To the address it came from, oldest first."""
+        """Connection to the address it came from, oldest first."""
         self._lock = threading.Lock()
         self._spare: int | None = _spare()
-        """Given up for a moment where no other descriptor is left, to take and drop who waits."""
+        """A descriptor in reserve. When no other is left, it is closed so that a waiting connection can be dropped."""
 
     def accept(self) -> socket.socket | None:
-        """The next connection; None where none can be had now. Raises OSError where the server is closed."""
+        """The next connection, or None if there is none now. Raises OSError if the server is closed."""
         try:
             connection, address = self.server.accept()
         except OSError as error:
@@ -47,19 +47,19 @@ class Entrance:
                 raise
             if error.errno in FULL and not self._drop_one(0):
                 self._turn_away()
-            return None  # nobody is there, it has changed its mind, or its network has failed
+            return None  # nobody waits, the client hung up, or its network failed
         with self._lock:
             self._unproved[connection] = str(address[0]) if isinstance(address, tuple) else ""
         self._drop_one(self._most)
         return connection
 
     def settle(self, connection: socket.socket) -> None:
-        """It has proved itself, or is gone. Idempotent."""
+        """Stop counting a connection that has proved itself or is gone. Idempotent."""
         with self._lock:
             self._unproved.pop(connection, None)
 
     def close(self) -> None:
-        """Nothing is accepted any more, and who has not proved itself is dropped. Idempotent."""
+        """Close the server and drop all unproved connections. Idempotent."""
         self.server.close()
         while self._drop_one(0):
             pass
@@ -68,7 +68,7 @@ class Entrance:
             self._spare = None
 
     def _drop_one(self, most: int) -> bool:
-        """Where there are more than so many; whether there were."""
+        """Drop one connection if more than `most` are unproved. Returns whether it did."""
         with self._lock:
             if len(self._unproved) <= most:
                 return False
@@ -79,20 +79,20 @@ class Entrance:
         return True
 
     def _turn_away(self) -> None:
-        """Whoever waits longest: it would be seen again and again, and cannot be taken."""
+        """Drop the connection that waits longest: it cannot be kept, and would wake the selector again and again."""
         if self._spare is not None:
             os.close(self._spare)
             try:
                 self.server.accept()[0].close()
             except OSError:
-                pass  # it has gone, or another thread has taken the descriptor
+                pass  # the client hung up, or another thread took the descriptor
         else:
-            time.sleep(FULL_SECONDS)  # nobody tells when there are descriptors again
+            time.sleep(FULL_SECONDS)  # no event says that descriptors are free again
         self._spare = _spare()
 
 
 class Peer(NamedTuple):
-    """The other side of a Unix socket, as the kernel knows it."""
+    """The process at the other end of a Unix socket, as the kernel reports it."""
 
     pid: int
     uid: int

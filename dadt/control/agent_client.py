@@ -1,4 +1,4 @@
-"""A worker's line to the agent of its host: who is here, what happened, what all must know to begin."""
+"""A worker's connection to the agent of its host: reports, questions, and the key-value exchange at the start."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from dadt.errors import DadtError
 from dadt.world import World
 
 REPORT_SECONDS = 0.2
-"""Numbers that go with a step are sent at most this often."""
+"""Least time between two reports of the numbers of a step."""
 SHOWN = 4096
-"""FramedMessages of a path, or of a line of source."""
+"""Characters sent of a path or of a line of source."""
 LISTENER_SECONDS = 1.0
-"""How long the thread that hears of other ranks' ends may take to end."""
+"""How long the listening thread may take to end."""
 ANSWER_SECONDS = 10.0
-"""How long the agent may take to answer, on top of what the question itself may take."""
+"""How long the agent may take to answer, on top of the question's own timeout."""
 
 
 class Control:
@@ -43,12 +43,12 @@ class Control:
         self._pid = os.getpid()
         self._reported = 0.0
         self.secret = b""
-        """Of the job, known once the rank is claimed."""
+        """The job's secret, known once the rank is claimed."""
         self._listener: threading.Thread | None = None
 
     @classmethod
     def connect(cls, world: World) -> Control | None:
-        """The line to the agent that started this worker; None where no agent did.
+        """Connect to the agent that started this worker; None if no agent did.
 
         Raises DadtError if the agent is gone.
         """
@@ -60,49 +60,49 @@ class Control:
             raise _gone(world.agent, error) from error
 
     def hello(self, torch: str) -> None:
-        """This process has imported torch (its version) and DADT is hooked in."""
+        """Report that this process has imported torch (its version) and DADT is hooked in."""
         self._report("hello", torch=torch)
 
     def stacks(self, path: Path, signal: int) -> None:
-        """On this signal, this process writes the stacks of its threads to the file."""
+        """Report that this process writes the stacks of its threads to the file on this signal."""
         self._report("stacks", path=str(path), signal=int(signal))
 
     def claim(self) -> None:
-        """This process trains as this rank. Again by the same process: nothing happens.
+        """Claim the rank for this process, which trains as it. Calling it again changes nothing.
 
         Raises DadtError if another living process has claimed the rank.
         """
         self.secret = self._ask("claim", 0.0).body
 
     def exchange(self, key: str, blob: bytes, timeout: float) -> list[bytes]:
-        """Every rank's blob for the key, by rank; each key once per job.
+        """All-gather: every rank's blob for the key, by rank. Each key may be used once per job.
 
-        Raises StartTimeout after `timeout` seconds, or as soon as a missing rank has exited, naming the
+        Raises StartTimeout after `timeout` seconds, or as soon as a missing rank has exited; the message names the
         missing ranks and how far they came.
         """
         return _parts(self._ask("exchange", timeout, blob, key=key))
 
     def put(self, key: str, blob: bytes) -> None:
-        """For whichever rank asks for the key; each key once per job. Raises DadtError where it has been put, and
-        where this rank has put too much."""
+        """Store a blob for any rank that asks for the key. Raises DadtError if the key was put before, or if this rank
+        has put too many bytes."""
         self._ask("put", 0.0, blob, key=key)
 
     def get(self, keys: Sequence[str], timeout: float) -> list[bytes]:
-        """What some ranks have put there, or will. Raises StartTimeout as `exchange`, naming those that have not."""
+        """The blobs under the keys; waits for those not put yet. Raises StartTimeout as `exchange` does."""
         return _parts(self._ask("get", timeout, keys=list(keys)))
 
     def say(self, text: str, level: str = "info") -> None:
-        """The launcher prints `dadt: text`, once however many ranks say it. level: info or warning."""
+        """Have the launcher print `dadt: text`, once however many ranks say it. level: info or warning."""
         self._report("say", text=text[: schema.TEXT], level=level)
 
     @property
     def due(self) -> bool:
-        """Numbers that are given to `progress` now would be sent: five times a second."""
+        """Whether `progress` would send numbers now, which it does five times a second."""
         return time.monotonic() - self._reported >= REPORT_SECONDS
 
     def progress(self, step: int, last: bool = False, **numbers: Any) -> None:
-        """Optimizer steps done so far. Costs a write to memory; numbers are sent when they are due, the last ones
-        always."""
+        """Record the optimizer steps done so far, which costs a write to memory. Numbers are sent when `due`, the
+        last ones always."""
         self._check_process()
         self._pulse.write(self.world.local_rank, step)
         if numbers and (last or self.due):
@@ -118,9 +118,9 @@ class Control:
         secondary: bool = False,
         thread: str = "",
     ) -> None:
-        """An uncaught exception: its type and text, and frames {file, line, function, text}, innermost last.
+        """Report an uncaught exception: its type and text, and frames {file, line, function, text}, innermost last.
 
-        secondary: another rank's failure caused it. thread: name of the thread, empty for the main one.
+        secondary: whether another rank's failure caused it. thread: name of the thread, empty for the main one.
         """
         self._report(
             "failed",
@@ -134,55 +134,55 @@ class Control:
         )
 
     def ending(self, steps: int) -> None:
-        """The script is over after so many steps; this rank waits for the others to end, too."""
+        """Report that the script ended after this many steps and this rank now waits for the others."""
         self._report("ending", steps=steps)
 
     def done(self, summary: Mapping[str, float]) -> None:
-        """Training has ended well: {steps, delayed, wait_fraction} and whatever else is known."""
+        """Report that training succeeded. summary: {steps, delayed, wait_fraction} and further numbers."""
         self._report("done", summary=dict(summary))
 
     def result(self, blob: bytes) -> None:
-        """What the function of `dadt.run` returned or raised; arrives before this process's end is known."""
+        """Send what the function of `dadt.run` returned or raised. Waits, so that it arrives before the exit does."""
         self._ask("result", 0.0, blob)
 
     def peers(self) -> list[dict[str, Any]]:
-        """All ranks, by rank: {rank, pid, state, step (-1: none), seconds (since the last sign of life)}."""
+        """All ranks in order: {rank, pid, state, step (-1: none), seconds (since the last sign of life)}."""
         ranks: list[dict[str, Any]] = self._ask("peers", 0.0)["peers"]
         return ranks
 
     def dump(self) -> None:
-        """Have every rank's Python stacks put beside its log."""
+        """Ask for every rank's Python stacks to be written beside its log."""
         self._report("dump")
 
     def saved(self, path: str, count: int) -> None:
-        """Local rank 0 has written the file for the count-th time."""
+        """Report that local rank 0 has written the file for the count-th time."""
         self._report("saved", path=path, count=count)
 
     def await_save(self, path: str, count: int, step: int, timeout: float) -> str:
         """Wait until local rank 0 has written the file `count` times.
 
-        "there": it has. "write": it went on to a later step than `step`, ended, or was not there within
-        `timeout` seconds, so the caller writes the file itself.
+        Returns "there" if it has. Returns "write" if local rank 0 went past `step`, ended, or took longer than
+        `timeout` seconds: the caller then writes the file itself.
         """
         return str(self._ask("await_save", timeout, path=path, count=count, step=step)["verdict"])
 
     def listen(self, hear: Callable[[str, int | None], None]) -> bool:
-        """From now on what the agent tells of other ranks' ends goes to `hear`, in a thread of its own: what is to be
-        said of it, and after how many steps if it ended well. Call it once. Whether there is anybody who tells."""
+        """Call `hear` in a thread of its own when another rank ends: with a text, and the steps if it ended well. Call
+        this once. Returns whether there is an agent to tell."""
         self._report("listen")
         self._listener = threading.Thread(target=self._listen, args=(hear,), name="dadt-control", daemon=True)
         self._listener.start()
         return True
 
     def stop_listening(self) -> None:
-        """What this rank waited for is over. Idempotent."""
+        """End the listening thread. Idempotent."""
         listener, self._listener = self._listener, None
         if listener is not None and os.getpid() == self._pid:
             self._reports.shutdown(socket.SHUT_RD)
             listener.join(LISTENER_SECONDS)
 
     def _listen(self, hear: Callable[[str, int | None], None]) -> None:
-        """Ends with the connection: also where the agent is gone, which whoever asks it is told."""
+        """Ends with the connection. A lost agent is not reported here: the next question raises."""
         parser = Parser(schema.ANSWERS)
         while data := _heard(self._reports):
             for frame in parser.feed(data):
@@ -236,7 +236,7 @@ def _dial(world: World) -> socket.socket:
 
 
 def _checked(frame: Frame) -> Frame:
-    """Raises DadtError for what the agent would refuse, where it can still be told why."""
+    """Raises DadtError for a frame that the agent would refuse, since here the caller can be told why."""
     if refusal := schema.WORKER.refusal(frame.kind, frame.header, len(frame.body)):
         raise DadtError(refusal)
     return frame
@@ -265,7 +265,7 @@ def _heard(line: socket.socket) -> bytes:
 
 
 def _parts(answer: Frame) -> list[bytes]:
-    """Of a body that several blobs make."""
+    """Split a body that consists of several blobs."""
     blobs: list[bytes] = []
     start = 0
     for size in answer["sizes"]:

@@ -1,4 +1,4 @@
-"""What the kernel says of a worker that makes no steps: stopped, held, hanging, swapping, or busy."""
+"""Why a worker makes no steps, according to the kernel: stopped, traced, hanging, swapping, or busy."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 STILL_SECONDS = 2.0
-"""A worker that has made no step for so long is looked at closely."""
+"""A worker that has made no step for this long is inspected."""
 SWAPPING_FAULTS = 100.0
-"""Pages fetched from disk per second, from which on a worker waits for its memory."""
+"""Major page faults per second from which a worker counts as swapping."""
 SWAPPED_BYTES = 16 << 20
 BUSY_SHARE = 0.5
-"""Of a core, from which on it computes."""
+"""Share of a core from which a worker counts as busy."""
 
 TEXTS = {
     "stopped": "is stopped (SIGSTOP, {place}; kill -CONT {pid} lets it go on)",
@@ -23,18 +23,18 @@ TEXTS = {
     "swapping": "is swapping: memory is short ({place})",
     "busy": "computes ({place})",
 }
-"""The rest of a sentence that begins with the rank."""
+"""Ends of a sentence that begins with the rank."""
 HELD = {
     "stopped": "it was stopped (SIGSTOP)",
     "traced": "a debugger held it",
     "hanging": "it hung in the kernel, in a device or a file server",
     "swapping": "it was swapping, as memory was short",
 }
-"""Those that keep a rank from going on, as told afterwards. One that is busy is only slow."""
+"""Conditions that keep a rank from going on, in the past tense. A busy rank is only slow, so it is not here."""
 
 
 class Look(NamedTuple):
-    """At a process, at a time (time.monotonic)."""
+    """A sample of a process at a time (time.monotonic)."""
 
     at: float
     letter: str
@@ -45,13 +45,13 @@ class Look(NamedTuple):
 
 
 class Conditions:
-    """Of one host's workers. Two looks are compared, so the first tells only what a single one can."""
+    """The conditions of one host's workers. Most need two samples, so the first look tells only stopped or traced."""
 
     def __init__(self) -> None:
         self._looks: dict[int, Look] = {}
 
     def look(self, still: Mapping[int, int]) -> dict[str, str]:
-        """still: pid by rank, of those that stand still. By rank: a key of TEXTS; of others nothing is known."""
+        """still: rank to pid of the workers that make no steps. Returns rank to a key of TEXTS, if one is known."""
         looks = {pid: look for pid in still.values() if (look := _look(pid)) is not None}
         found = {str(rank): _judge(looks.get(pid), self._looks.get(pid), pid) for rank, pid in still.items()}
         self._looks = looks
@@ -75,7 +75,7 @@ def _judge(now: Look | None, before: Look | None, pid: int) -> str:
 
 
 def _look(pid: int) -> Look | None:
-    """None once it is gone."""
+    """A sample of the process; None once it is gone."""
     fields = _stat(Path(f"/proc/{pid}/stat"))
     if not fields:
         return None
@@ -88,11 +88,11 @@ def _tasks(pid: int) -> list[Path]:
     try:
         return list(Path(f"/proc/{pid}/task").iterdir())
     except OSError:
-        return []  # it has just ended
+        return []  # the process has just ended
 
 
 def _stat(path: Path) -> list[str]:
-    """Fields of a stat file from the state on."""
+    """The fields of a stat file from the process state on."""
     try:
         return path.read_text(errors="replace").rpartition(")")[2].split()
     except OSError:

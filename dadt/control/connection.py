@@ -1,4 +1,4 @@
-"""Connections of control over a network: both ends, and how each proves who it is."""
+"""Control connections over a network: both ends, and the handshake by which each proves that it knows the key."""
 
 from __future__ import annotations
 
@@ -23,43 +23,43 @@ NONCE_BYTES = 32
 PROOF_BYTES = 32
 TEXT_LIMIT = 1 << 20
 STRANGERS = 100
-"""So many that were turned away are told of."""
+"""Most strangers that are reported."""
 SEAL = "DADT_SEAL"
-"""Tells an agent whose standard input is a connection how to open what comes over it."""
+"""The variable with the keys of a connection that is an agent's standard input."""
 MEET_SECONDS = 10.0
-"""How long one that connects may take to prove who it is."""
+"""How long the handshake may take."""
 CONNECT_SECONDS = 3.0
 PAUSES = (0.1, 1.0)
-"""Between attempts, growing: nobody tells when a port is opened or a file written on another host."""
+"""First and longest pause between attempts; no event says that another host opened a port or wrote a file."""
 KEEPALIVE_PROBES = 3
 
 Words = Mapping[str, Any]
 
 
 class Connection(NamedTuple):
-    """One whose two sides have proved themselves to each other."""
+    """A connection whose two sides have proved themselves to each other."""
 
     socket: socket.socket
     seal: Seal
 
 
 class Refused(LaunchError):
-    """The launcher is there, knows the key, and does not want us; the message is its sentence."""
+    """The launcher knows the key but refuses this process; the message is the launcher's."""
 
 
 class Unreached(LaunchError):
-    """The launcher was not found, or what was found is not it."""
+    """No launcher with this key was found."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reach:
-    """Where a launcher listens, and the key by which both sides know each other."""
+    """Where a launcher listens, and the key that both sides share."""
 
     addresses: Sequence[str]
     port: int
     key: bytes
     silence: float
-    """Seconds after which either side takes a silent connection for broken."""
+    """Seconds after which either side considers a silent connection broken."""
 
     def to_text(self) -> str:
         words = {"addresses": list(self.addresses), "port": self.port, "key": self.key.hex(), "silence": self.silence}
@@ -67,7 +67,7 @@ class Reach:
 
     @classmethod
     def from_text(cls, text: str) -> Reach:
-        """Raises ValueError where it is none."""
+        """Raises ValueError if the text is no such record."""
         try:
             words = json.loads(text)
             key, silence = bytes.fromhex(words["key"]), float(words["silence"])
@@ -77,8 +77,8 @@ class Reach:
 
 
 class Listener:
-    """Accepts in a thread, and meets each one that connects in a thread of its own: who says nothing, or does not know
-    the key, is dropped and disturbs nobody. Until it has proved that it knows it, 64 bytes of it are read."""
+    """Accepts in one thread and runs each handshake in another, so that a silent client or one without the key
+    disturbs nobody. At most 64 bytes are read from a client that has not proved that it knows the key."""
 
     def __init__(
         self,
@@ -90,9 +90,9 @@ class Listener:
         *,
         turned_away: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """greet: answers one that has proved to know the key; {"refused": sentence} turns it away. take: gets the
-        connection of one that was not. turned_away: is told of strangers, once for each address and reason. All are
-        called by several threads. Raises OSError if the port is taken."""
+        """greet: answers a client that knows the key; {"refused": sentence} turns it away. take: gets the connection
+        of a client that was accepted. turned_away: gets a text about each stranger, once per address and reason. All
+        three are called by several threads. Raises OSError if the port is taken."""
         self._key, self._silence = key, silence
         self._greet, self._take = greet, take
         self._turned_away = turned_away
@@ -107,9 +107,9 @@ class Listener:
         self._thread.start()
 
     def reach(self, wanted: str = "") -> Reach:
-        """For those who are to connect. wanted: as --network-interface says."""
+        """The address that clients need. wanted: the value of --network-interface."""
         found = [entry["address"] for entry in network.allowed(network.addresses(), wanted)]
-        # On a host without a network all agents are its own.
+        # Loopback is for a host without a network, where all agents are local.
         return Reach(addresses=[*found, network.SAME_MACHINE], port=self.port, key=self._key, silence=self._silence)
 
     def close(self) -> None:
@@ -130,7 +130,7 @@ class Listener:
                 continue
             try:
                 threading.Thread(target=self._meet, args=(connection,), name="dadt-meet", daemon=True).start()
-            except RuntimeError:  # no thread can be had now
+            except RuntimeError:  # no thread can be started now
                 self._entrance.settle(connection)
                 connection.close()
 
@@ -151,7 +151,7 @@ class Listener:
                 connection.close()
 
     def _hear(self, connection: socket.socket, deadline: float) -> tuple[Words, Seal] | None:
-        """What it says, once it has proved to know the key; None if it is not wanted."""
+        """The handshake. Returns the client's hello and the seal; None if `greet` refused it."""
         ours = GREETING + secrets.token_bytes(NONCE_BYTES)
         _write(connection, ours, deadline)
         theirs = _read(connection, NONCE_BYTES, deadline)
@@ -165,7 +165,7 @@ class Listener:
         return None if "refused" in answer else (hello, seal)
 
     def _tell(self, connection: socket.socket, error: Exception) -> None:
-        """Of a flood, the first of each address; of many addresses, some."""
+        """Report a stranger, once per address and reason, and STRANGERS at most."""
         try:
             address = connection.getpeername()[0].removeprefix("::ffff:")
         except OSError:
@@ -177,10 +177,10 @@ class Listener:
 
 
 def dial(find: Callable[[], Reach], hello: Words, deadline: float) -> tuple[Connection, Words, str]:
-    """Connect to the launcher: the connection, its answer, and the address where it was.
+    """Connect to the launcher. Returns the connection, the launcher's answer, and the address that worked.
 
-    find: where it is; asked before each round of attempts, raises Unreached while that is not known. Raises Refused,
-    or Unreached after the deadline.
+    find: returns where the launcher is, or raises Unreached while that is not known; called before each round of
+    attempts. Raises Refused, or Unreached after the deadline.
     """
     pause, longest = PAUSES
     while True:
@@ -194,7 +194,7 @@ def dial(find: Callable[[], Reach], hello: Words, deadline: float) -> tuple[Conn
 
 
 def guard(connection: socket.socket, silence: float) -> None:
-    """Let the kernel break the connection once the other side has been silent for so many seconds."""
+    """Let the kernel close the connection once the other side has been silent for this many seconds."""
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -206,20 +206,20 @@ def guard(connection: socket.socket, silence: float) -> None:
 
 
 def become_standard(connection: Connection) -> None:
-    """From now on this process's standard input is the connection, in both directions."""
+    """Make the connection this process's standard input, used in both directions."""
     os.dup2(connection.socket.fileno(), 0)
     os.environ[SEAL] = connection.seal.to_text()
     connection.socket.close()
 
 
 def handed_over() -> Seal | None:
-    """Of the connection that is this process's standard input; None where that is a pipe, or SSH's."""
+    """The seal of the connection on standard input; None if that is a pipe or comes from SSH."""
     text = os.environ.pop(SEAL, "")
     return Seal.from_text(text) if text else None
 
 
 def _attempt(reach: Reach, hello: Words, deadline: float) -> tuple[Connection, Words, str]:
-    """One round over all addresses."""
+    """Try all addresses once."""
     failures = []
     for address in reach.addresses:
         where = f"[{address}]:{reach.port}" if ":" in address else f"{address}:{reach.port}"
@@ -260,7 +260,7 @@ def _introduce(connection: socket.socket, key: bytes, hello: Words, deadline: fl
 
 
 def _proof(key: bytes, role: bytes, ours: bytes, theirs: bytes) -> bytes:
-    """Knows the key and what both have drawn; the role keeps one side's proof from being given back to it."""
+    """A proof made from the key and both nonces; the role keeps one side's proof from being replayed to it."""
     return hmac.digest(key, b"dadt proof " + role + b"\0" + ours + theirs, "sha256")
 
 
@@ -275,7 +275,7 @@ def _write_words(connection: socket.socket, seal: Seal, words: Words, deadline: 
 
 
 def _read_words(connection: socket.socket, seal: Seal, deadline: float) -> Words:
-    """Of one that has proved itself. Raises ValueError, or DadtError where they were changed on their way."""
+    """Read from a proved peer. Raises ValueError, or DadtError if the record was changed on its way."""
     said = bytearray()
     size = LENGTH.size
     while len(said) < size:
@@ -307,11 +307,11 @@ def _read(connection: socket.socket, count: int, deadline: float) -> bytes:
 
 
 def _shut(connection: socket.socket) -> None:
-    """Ends what waits for it in another thread, which closes it."""
+    """Wake the thread that waits on the connection; that thread closes it."""
     try:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError:
-        pass  # it is gone already
+        pass  # already gone
 
 
 def _write(connection: socket.socket, data: bytes, deadline: float) -> None:

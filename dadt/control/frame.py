@@ -1,4 +1,4 @@
-"""What travels on every pipe and socket of the launcher: a JSON header, then bytes."""
+"""Frames, the messages on every pipe and socket of the launcher: two lengths, a JSON header, then bytes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from dadt.errors import DadtError
 
 LENGTHS = struct.Struct(">II")
 MAGIC = b"\n\0DADT1\0\n"
-"""Comes before an agent's first frame: what a shell's or Python's start-up files print comes before it."""
+"""Marks the start of an agent's frames; output of the shell's or Python's start-up files comes before it."""
 NOISE_LIMIT = 1 << 16
 CHUNK = 1 << 16
 CHUNKS = 16
-"""Read at most this many of them before others get their turn."""
+"""Chunks read in a row before the caller turns to its other work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One message: `kind`, the other keys of its header, and its bytes."""
+    """One message: its kind, the other keys of its header, and its bytes."""
 
     kind: str
     header: dict[str, Any] = field(default_factory=dict)
@@ -42,23 +42,23 @@ class Frame:
 
 
 class Parser:
-    """Bytes in, frames out; keeps what is not complete yet, and never more than the frame that comes may have."""
+    """Turns bytes into frames. Buffers an incomplete frame, and never more than that frame may have."""
 
     def __init__(self, speaker: Speaker, noisy: bool = False) -> None:
-        """speaker: who sends, and so what may come. noisy: skip what comes before the first MAGIC."""
+        """speaker: the sender, which determines the frames that are allowed. noisy: skip everything before MAGIC."""
         self.preface = b""
-        """What came before the first MAGIC, once that has come."""
+        """The bytes before the first MAGIC, once that has come."""
         self._speaker = speaker
         self._buffer = bytearray()
         self._noisy = noisy
         self._head: Frame | None = None
-        """Of the frame that is under way, once its header is there."""
+        """The header of the frame under way, once it is complete."""
         self._left = 0
-        """Bytes of its body."""
+        """Bytes of that frame's body."""
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """Raises DadtError where the bytes are no frames (another program writes to the same pipe), or none that this
-        speaker may send."""
+        """Yield the frames that are complete now. Raises DadtError if the bytes are no frames (another program writes
+        to the same pipe), or frames that this speaker may not send."""
         self._buffer += data
         if self._noisy and not self._skip_noise():
             return
@@ -70,11 +70,11 @@ class Parser:
 
     @property
     def noise(self) -> bytes:
-        """What has come, as long as no MAGIC has."""
+        """The bytes received so far, as long as no MAGIC has come."""
         return bytes(self._buffer) if self._noisy else b""
 
     def _begin(self) -> bool:
-        """Whether the header of the next frame is there."""
+        """Parse the next header. Returns whether it is complete."""
         if self._head is not None:
             return True
         if len(self._buffer) < LENGTHS.size:
@@ -103,16 +103,16 @@ class Parser:
 
 
 class Link:
-    """Frames over two non-blocking descriptors. Owns neither.
+    """Frames over two non-blocking descriptors, neither of which it owns.
 
-    `send` never blocks: what the other side does not take yet stays in `unsent` until `flush`.
+    `send` never blocks: bytes that do not fit into the pipe stay in `unsent` until `flush`.
     """
 
     def __init__(
         self, reader: int, writer: int, speaker: Speaker, noisy: bool = False, seal: Seal | None = None
     ) -> None:
-        """speaker: the other side. noisy: skip what comes before the first MAGIC. seal: of a connection over a network
-        whose two sides have proved themselves to each other."""
+        """speaker: the other side. noisy: skip everything before the first MAGIC. seal: encrypts a connection over a
+        network, after both sides have proved themselves."""
         self.reader = reader
         self.writer = writer
         self.unsent = bytearray()
@@ -123,17 +123,17 @@ class Link:
 
     @property
     def noise(self) -> bytes:
-        """What has come where an agent has not answered yet."""
+        """The bytes received before the agent's MAGIC, as long as that has not come."""
         return self._parser.noise
 
     @property
     def preface(self) -> bytes:
-        """What a login shell has printed before the agent's first word."""
+        """The output of a login shell before the agent's MAGIC."""
         return self._parser.preface
 
     def receive(self) -> list[Frame]:
-        """The complete frames that have come. Raises EOFError once the other side has closed, DadtError where what
-        came is nothing that it may send."""
+        """The complete frames that have come. Raises EOFError once the other side has closed, and DadtError for bytes
+        that it may not send."""
         frames: list[Frame] = []
         for _ in range(CHUNKS):
             try:
@@ -141,16 +141,16 @@ class Link:
             except BlockingIOError:
                 break
             except OSError:
-                data = b""  # reset, or nothing that was sent has arrived for too long
+                data = b""  # the connection was reset or timed out
             if not data:
                 if frames:
-                    break  # said again by the next read
+                    break  # the next read reports the end again
                 raise EOFError
             frames.extend(self._parser.feed(data if self._seal is None else self._seal.opened(data)))
         return frames
 
     def post(self, data: bytes) -> None:
-        """Bytes of frames, to be sent by `flush`."""
+        """Queue the bytes of frames for `flush`."""
         self.unsent += data if self._seal is None else self._seal.closed(data)
 
     def send(self, frame: Frame) -> None:
@@ -158,7 +158,7 @@ class Link:
         self.flush()
 
     def flush(self) -> None:
-        """Write what fits. Raises BrokenPipeError once the other side has closed."""
+        """Write as much as fits. Raises BrokenPipeError once the other side has closed."""
         while self.unsent:
             try:
                 written = os.write(self.writer, self.unsent[:CHUNK])
@@ -170,7 +170,7 @@ class Link:
 
 
 def _checked(speaker: Speaker, data: bytes, body_size: int) -> Frame:
-    """A header as a frame without its bytes. Raises DadtError where the speaker may not say that."""
+    """Parse a header into a frame without its body. Raises DadtError if the speaker may not send it."""
     try:
         header = json.loads(data)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""What cleans up after a process that was killed: a shell that waits for its end."""
+"""Cleaning up after a process that was killed, by a shell that waits for its end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 MARK = "DADT_GUARD=1"
-"""Of the guard itself: it is no part of the job that it guards."""
+"""Set for the guard itself, which is no part of the job that it guards."""
 SCRIPT = """
 trap '' HUP INT QUIT TERM
 read -r _
@@ -33,13 +33,13 @@ rm -rf -- "$1"
 
 
 class Guard:
-    """Ends what carries the mark, and removes the folder, once this process is gone, however it went.
+    """Once this process is gone for any reason, kills the processes that carry the mark and removes the folder.
 
-    A process of its own, because nothing in a killed process runs any more; a shell, because it costs little.
+    The guard is a process of its own, as nothing runs in a killed process any more, and a shell, as that costs little.
     """
 
     def __init__(self, folder: Path, mark: str = "") -> None:
-        """mark: a variable and its value, as DADT_AGENT=/tmp/...; empty: only the folder is removed."""
+        """mark: a variable and its value, such as DADT_AGENT=/tmp/...; if empty, only the folder is removed."""
         self._process = subprocess.Popen(
             ["sh", "-c", SCRIPT, "dadt-guard", str(folder), mark],
             stdin=subprocess.PIPE,
@@ -51,7 +51,7 @@ class Guard:
         )
 
     def release(self) -> None:
-        """The folder is removed, and nothing is left that carries the mark. Idempotent."""
+        """End the guard. Call it once the folder is removed and no process carries the mark. Idempotent."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.kill()

@@ -1,4 +1,4 @@
-"""Where each worker of a host writes its step: shared memory, so that a sign of life costs no system call."""
+"""Shared memory to which each worker of a host writes its step, so that a sign of life costs no system call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RECORD = struct.Struct("@qd")
 class Heartbeat:
     """One record per local rank: its step (-1: none yet) and when it was written.
 
-    Survives its writer, so the step of a worker that was killed is known.
+    The record survives its writer, so the last step of a killed worker is known.
     """
 
     def __init__(self, path: Path) -> None:
@@ -24,7 +24,7 @@ class Heartbeat:
         self.close = weakref.finalize(self, os.close, self._file)
         """Idempotent."""
         self._records: mmap.mmap | None = None
-        """Of a rank that writes. Who reads does not map it: another process could cut the file short under it."""
+        """Mapped by writers only: a reader would crash if another process truncated the file."""
 
     @classmethod
     def create(cls, path: Path, local_size: int) -> Heartbeat:
@@ -41,7 +41,7 @@ class Heartbeat:
         RECORD.pack_into(self._records, local_rank * RECORD.size, step, time.monotonic())
 
     def read(self, local_rank: int) -> tuple[int, float]:
-        """The step, and the seconds since it was written; -1 and 0 where the rank has written what cannot be."""
+        """The step, and the seconds since it was written; -1 and 0 if the record is not valid."""
         data = os.pread(self._file, RECORD.size, local_rank * RECORD.size)
         if len(data) < RECORD.size:
             return -1, 0.0

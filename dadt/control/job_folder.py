@@ -1,4 +1,4 @@
-"""The folder of a running job on one host: its agent's socket, steps and stacks. Its name is the job's id."""
+"""The folder of a running job on one host, named by the job's id: the agent's socket, steps and stacks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from dadt.control.guard import Guard
 from dadt.errors import LaunchError
 
 LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"
-"""Without those that are read as another."""
+"""Characters of a job's id, without those that are easily confused."""
 FRESH_SECONDS = 60.0
 SOCKET = "agent"
 
 
 class Folder:
-    """/tmp/dadt-<uid>/<job>, for this user alone. Whoever holds it keeps its lock, so a folder whose lock is
-    free belongs to nobody any more and is removed by the next job."""
+    """/tmp/dadt-<uid>/<job>, readable by this user only. Its holders share its lock, so a folder whose lock is free
+    is stale, and the next job removes it."""
 
     def __init__(self, path: Path, lock: IO[bytes], guard: Guard | None) -> None:
         self.path = path
@@ -31,7 +31,7 @@ class Folder:
 
     @classmethod
     def reserve(cls, logs: Path) -> Folder:
-        """A new job id: unique among the running jobs of this machine, and among the logs."""
+        """Make a folder with a new job id, unique among the running jobs of this machine and among the logs."""
         remove_stale()
         while True:
             job = "".join(secrets.choice(LETTERS) for _ in range(4))
@@ -45,8 +45,8 @@ class Folder:
 
     @classmethod
     def join(cls, job: str, guarded: bool = False) -> Folder:
-        """The folder of a job that has its id already, made if it is not there. guarded: it is removed, and the
-        workers that know it are ended, even if this process is killed."""
+        """Open the folder of an existing job id, or make it. guarded: it is removed, and the workers that know it
+        are killed, even if this process is killed."""
         path = root() / job
         path.mkdir(mode=0o700, exist_ok=True)
         lock = (path / "lock").open("wb")
@@ -55,7 +55,7 @@ class Folder:
 
     @property
     def socket(self) -> Path:
-        """By which workers know their agent; each has a line of its own there."""
+        """The path by which workers know their agent; each worker has its own socket, see `line_of`."""
         return self.path / SOCKET
 
     @property
@@ -64,7 +64,7 @@ class Folder:
 
     @property
     def mark(self) -> str:
-        """What the processes that belong to the agent have in their environment."""
+        """The variable in the environment of all processes that belong to the agent."""
         return _mark(self.path)
 
     @property
@@ -72,7 +72,7 @@ class Folder:
         return self.path / "pulse"
 
     def leave(self) -> None:
-        """Remove it, unless somebody else holds it still."""
+        """Release the folder, and remove it unless another process still holds it."""
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -82,7 +82,7 @@ class Folder:
 
     @property
     def function(self) -> Path:
-        """What `dadt.run` has its workers call."""
+        """The file with the pickled function of `dadt.run`."""
         return self.path / "function"
 
     def remove(self) -> None:
@@ -94,7 +94,7 @@ class Folder:
 
 
 def line_of(socket: Path | str, local_rank: int) -> Path:
-    """Where the agent with that socket listens to this one of its host's workers, and to nobody else."""
+    """The socket at which the agent listens to one worker of its host, and to nobody else."""
     return Path(f"{socket}.{local_rank}")
 
 
@@ -112,17 +112,17 @@ def root() -> Path:
 
 
 def remove_stale() -> None:
-    """The folders that nobody holds any more."""
+    """Remove the folders that nobody holds any more."""
     for path in root().iterdir():
         if not is_held(path):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             else:
-                path.unlink(missing_ok=True)  # where ranks have met that were killed meanwhile
+                path.unlink(missing_ok=True)  # the rendezvous of ranks that were killed
 
 
 def is_held(path: Path) -> bool:
-    """By whoever has made it, or is about to."""
+    """Whether a process holds the folder, or has just made it and is about to."""
     try:
         with (path / "lock").open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

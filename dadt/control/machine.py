@@ -1,4 +1,4 @@
-"""What this host has: cores, GPUs, memory. Asks the kernel and the driver's tools, never torch."""
+"""Facts about this host (cores, GPUs, memory), from the kernel and the driver's tools, never from torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NVIDIA_SMI_SECONDS = 20.0
 
 
 def report(env: Mapping[str, str]) -> dict[str, Any]:
-    """What an agent tells of its host. env: of its workers."""
+    """An agent's report about its host. env: the environment of the workers."""
     return {
         "version": VERSION,
         "python": platform.python_version(),
@@ -38,19 +38,19 @@ def report(env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def identity() -> str:
-    """The same whatever name a machine is called by; each network namespace is one of its own."""
+    """An id of the machine that does not depend on its name. Each network namespace counts as a machine."""
     return f"{_read(Path('/proc/sys/kernel/random/boot_id'))} {Path('/proc/self/ns/net').readlink()}"
 
 
 def free_port() -> int:
-    """A port of TCP that nobody uses just now."""
+    """A TCP port that is free at the moment."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
 def cores() -> int:
-    """CPU cores that this process may use: its affinity, and the quota of its cgroup."""
+    """CPU cores that this process may use, by its affinity and the quota of its cgroup."""
     usable = len(os.sched_getaffinity(0))
     for folder in _cgroup_folders():
         quota, _, period = _read(folder / "cpu.max").partition(" ")
@@ -89,7 +89,7 @@ def memory_limit() -> int:
 
 
 def memory_kills() -> int:
-    """Processes of this cgroup that the kernel has killed so far for lack of memory."""
+    """Number of processes of this cgroup that the kernel has killed so far for lack of memory."""
     kills = 0
     for folder in _cgroup_folders():
         for name in ("memory.events", "memory.oom_control"):
@@ -101,7 +101,7 @@ def memory_kills() -> int:
 
 
 def process_limit() -> int:
-    """Processes and threads that this cgroup may have at once; 0: no limit."""
+    """Most processes and threads that this cgroup may have at once; 0: no limit."""
     texts = (_read(folder / "pids.max") for folder in _cgroup_folders())
     return min((int(text) for text in texts if text.isdigit()), default=0)
 

@@ -1,4 +1,4 @@
-"""Which MPI library a rank must use: that of the mpirun that started it. With another one, each rank is alone."""
+"""The MPI library of a rank must be that of the mpirun that started it: with another, each rank is a world of one."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ from pathlib import Path
 from dadt.errors import ConfigError
 
 CHOICE = "MPI4PY_LIBMPI"
-"""By this mpi4py is told which library to load."""
+"""The variable that tells mpi4py which library to load."""
 DEBIANS, WANTED = "libmpich.so.12", "libmpi.so.12"
-"""Debian's name of MPICH's library, and that by which mpi4py from PyPI asks for it."""
+"""Debian's name of MPICH's library, and the name that mpi4py from PyPI looks for."""
 LIBRARIES = {
     "libmpi.so.40": ("orterun", "orted", "prterun", "prted", "prte"),
     WANTED: ("mpiexec.hydra", "hydra_pmi_proxy", "hydra_bstrap_proxy", "mpiexec"),
     DEBIANS: ("mpiexec.hydra", "hydra_pmi_proxy"),
 }
-"""By name, the programs that start ranks which use them: Open MPI's; MPICH's and Intel MPI's; Debian's MPICH's."""
+"""Library to the programs that start its ranks: Open MPI; MPICH and Intel MPI; Debian's MPICH."""
 FOLDERS = ("lib", "lib64", "lib/release", "lib/*-linux-gnu")
-"""Where libraries are, beside the bin of such a program."""
+"""Folders with libraries, beside the bin folder of such a program."""
 INSTALL = "pip install 'dadt[mpi]', or apt-get install openmpi-bin and pip install mpi4py"
 CHECK_SECONDS = 30.0
 
 
 def of_mpirun() -> Path | None:
-    """The library of the mpirun that started this process; None where that is not known."""
+    """The library of the mpirun that started this process; None if it is not known."""
     return next((found for program in _ancestors() for found in beside(program)), None)
 
 
 def choose() -> None:
-    """In a rank, before mpi4py.MPI is imported: let it load the library of its mpirun."""
+    """Make mpi4py load the library of this rank's mpirun. Call it before mpi4py.MPI is imported."""
     if (library := of_mpirun()) is not None:
         os.environ.setdefault(CHOICE, str(library))
 
 
 def variables(env: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """What makes a worker's mpi4py load the library of its mpirun, whatever else is installed.
+    """Variables that make a worker's mpi4py load the library of its mpirun, whatever else is installed.
 
-    env: what the worker would get without. folder: this job's, where a link may be put.
+    env: the worker's environment without them. folder: the job's folder, where a symlink may be put.
     """
     library = Path(env[CHOICE]) if CHOICE in env else of_mpirun()
     if library is None:
         return {}
     chosen = {CHOICE: str(library)}
     if library.name == DEBIANS:
-        # A folder with nothing else in it: that of all libraries would come before a Python's own.
+        # The link has a folder to itself, as the system's folder would hide the libraries of a Python.
         links = folder / "mpi"
         links.mkdir(exist_ok=True)
         link = links / WANTED
@@ -62,7 +62,7 @@ def variables(env: Mapping[str, str], folder: Path) -> dict[str, str]:
 
 
 def loaded() -> str:
-    """What the library that mpi4py loads here calls itself. Raises ConfigError where there is none."""
+    """The version string of the library that mpi4py loads here. Raises ConfigError if there is none."""
     tell = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
     try:
         done = subprocess.run(
@@ -76,9 +76,9 @@ def loaded() -> str:
 
 
 def missing(env: Mapping[str, str], folder: Path) -> list[str]:
-    """What a worker of this host would need of MPI in vain: a sentence, with the places and what to do.
+    """The reason why a worker of this host cannot use MPI, with the places searched and what to do; or an empty list.
 
-    env, folder: as of `variables`.
+    env, folder: as for `variables`.
     """
     load = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI"
     try:
@@ -99,7 +99,7 @@ def missing(env: Mapping[str, str], folder: Path) -> list[str]:
 
 
 def unusable(error: str) -> str:
-    """Why mpi4py cannot be used, from the error with which it could not be imported."""
+    """A sentence that says why mpi4py cannot be used. error: the standard error of its failed import."""
     if find_spec("mpi4py") is None:
         places = ", ".join(path for path in sys.path if path.endswith("-packages"))
         return f"executor mpi: there is no mpi4py for {sys.executable} (looked in {places}) -> {INSTALL}"
@@ -115,7 +115,7 @@ def unusable(error: str) -> str:
 
 
 def beside(program: Path) -> Iterator[Path]:
-    """The libraries for the ranks of a program that starts ranks."""
+    """The MPI libraries installed beside a program that starts ranks."""
     for name, programs in LIBRARIES.items():
         if program.name in programs:
             for folder in FOLDERS:
@@ -129,8 +129,8 @@ def _ancestors() -> Iterator[Path]:
         try:
             yield Path(f"/proc/{pid}/exe").resolve(strict=True)
         except OSError:
-            pass  # another user's, as Slurm's daemon
+            pass  # another user's process, such as Slurm's daemon
         try:
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
-            return  # it has ended
+            return  # the process has ended

@@ -1,4 +1,4 @@
-"""Which address of a host the other hosts reach: found by connecting, not by the names of interfaces."""
+"""The address at which other hosts reach a host, found by connecting rather than by the names of interfaces."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from dadt.control.accept import MOST_AT_ONCE, Entrance
 from dadt.errors import ConfigError, LaunchError
 
 VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "flannel", "cali", "lxc", "podman")
-"""Interfaces that lead to containers of the same host."""
+"""Prefixes of interfaces that lead to containers of the same host."""
 PROBE_SECONDS = 3.0
 SETTLE_SECONDS = 0.2
-"""How long to wait for slower answers once each host has answered at one of its addresses."""
+"""How long to wait for slower answers once every host has answered at one of its addresses."""
 CROWD = 16
-"""Of more hosts, some may find a queue full; kernels try again after 1 s, and that is waited for."""
+"""With more hosts a listen queue may overflow; kernels retry after 1 s, and CROWD_SETTLE_SECONDS allows for that."""
 CROWD_SETTLE_SECONDS = 1.3
 BACKLOG = 4096
-"""Connections at once: from each other host to each address. The kernel takes what it can."""
+"""Length of the listen queue, for a connection from every other host to every address; the kernel may cap it."""
 TOKEN_BYTES = 16
 SAME_MACHINE = "127.0.0.1"
 
@@ -38,7 +38,7 @@ def addresses() -> list[dict[str, Any]]:
     others: list[dict[str, Any]] = []
     for name, entries in psutil.net_if_addrs().items():
         state = states.get(name)
-        # The kernel may say only a second after an interface came up that it runs.
+        # An interface may be up for a second before the kernel reports that it runs.
         if name.startswith(VIRTUAL) or state is None or not (state.isup or _is_up(state)):
             continue
         for entry in entries:
@@ -61,7 +61,7 @@ def interface_of(address: str) -> str:
 
 
 def allowed(entries: Sequence[Mapping[str, Any]], wanted: str) -> list[Mapping[str, Any]]:
-    """Those that --network-interface names: interfaces or networks, by comma; all if it is empty."""
+    """The entries that --network-interface selects (interfaces or networks, by comma); all if it is empty."""
     if not wanted:
         return list(entries)
     parts = [part.strip() for part in wanted.split(",")]
@@ -69,12 +69,12 @@ def allowed(entries: Sequence[Mapping[str, Any]], wanted: str) -> list[Mapping[s
 
 
 def fastest(entries: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Which address is taken, if all others reach each."""
+    """The entry to use when the other hosts reach all of them."""
     return min(entries, key=lambda entry: _cost(entry, []))
 
 
 def check(wanted: str) -> None:
-    """Raises ConfigError where --network-interface holds a network that is none."""
+    """Raises ConfigError if --network-interface contains an invalid network."""
     for part in filter(None, wanted.split(",")):
         if "/" in part:
             try:
@@ -84,12 +84,12 @@ def check(wanted: str) -> None:
 
 
 class Listener:
-    """Answers whoever connects with this agent's token, so that an address which several hosts have for themselves
-    (a container network) is not taken for a way between them."""
+    """Answers every connection with this agent's token. Without it, an address that several hosts have (a container
+    network) would look like a way between them."""
 
     def __init__(self, token: bytes) -> None:
         self._token = token
-        # One socket for both families, where the kernel knows the newer one.
+        # One socket serves both families if the kernel has IPv6.
         both = socket.has_dualstack_ipv6()
         server = socket.create_server(("", 0), family=_family(), backlog=BACKLOG, dualstack_ipv6=both)
         server.setblocking(False)
@@ -103,9 +103,9 @@ class Listener:
         for _ in range(MOST_AT_ONCE):
             connection = self._entrance.accept()
             if connection is None:
-                return  # or it could not be had now, and is seen again
+                return  # a connection that could not be accepted now wakes the selector again
             self._entrance.settle(connection)
-            with connection, suppress(ConnectionError):  # it has hung up already
+            with connection, suppress(ConnectionError):  # the client has hung up already
                 connection.send(self._token)  # 16 bytes always fit into a new socket's buffer
 
     def close(self) -> None:
@@ -123,12 +123,12 @@ class _Attempt:
 
 @dataclass(slots=True)
 class Probe:
-    """Tries to connect to all addresses of all other hosts at once; advanced by the agent until `finished`."""
+    """Connects to all addresses of all other hosts at once. The agent advances it until `finished`."""
 
     targets: Sequence[Mapping[str, Any]]
-    """{index, port, token, addresses} of each other host."""
+    """One {index, port, token, addresses} per other host."""
     reached: dict[int, dict[str, float]] = field(default_factory=dict)
-    """Host to those of its addresses that answered, and the seconds that took."""
+    """Host to the addresses that answered, each with the seconds it took."""
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _deadline: float = field(default_factory=lambda: time.monotonic() + PROBE_SECONDS)
     _settled: float = float("inf")
@@ -161,7 +161,7 @@ class Probe:
         try:
             connection = socket.socket(family, socket.SOCK_STREAM)
         except OSError:
-            return  # this host does not speak that family
+            return  # this host lacks that address family
         connection.setblocking(False)
         error = connection.connect_ex((address, target["port"]))
         if error not in (0, errno.EINPROGRESS):
@@ -176,7 +176,7 @@ class Probe:
         except BlockingIOError:
             return
         except OSError:
-            data = b""  # refused, or no way there
+            data = b""  # refused or unreachable
         attempt.heard += data
         if attempt.heard == attempt.token:
             self.reached[attempt.index][attempt.address] = time.monotonic() - attempt.begun
@@ -193,8 +193,8 @@ def agree(
 ) -> list[tuple[str, str]]:
     """For each host the (address, interface) that all others reach: the fastest link, then the quickest answer.
 
-    reports: what each agent said of its host, with the addresses that are allowed. reached: what each one's Probe
-    found, by index. Raises LaunchError that names all pairs without a way.
+    reports: each agent's report about its host, with the allowed addresses only. reached: the result of each agent's
+    Probe, by index. Raises LaunchError, which names all pairs without a way.
     """
     ways = [
         [reached[other].get(str(index), {}) for other in range(len(reports)) if other != index]
@@ -207,7 +207,7 @@ def agree(
     if not all(good):
         raise LaunchError(_cut(names, reports, reached, [index for index, entries in enumerate(good) if not entries]))
     for newer in (False, True):
-        # One family for all, where all have one in common: libraries do not mix them well.
+        # Use one address family for all hosts if possible, since libraries do not mix them well.
         same = [[entry for entry in entries if (":" in entry["address"]) is newer] for entries in good]
         if all(same):
             good = same

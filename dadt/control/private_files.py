@@ -1,5 +1,5 @@
-"""Who may read what DADT writes: this user alone, unless a folder that was there says otherwise. The umask is left to
-the script."""
+"""Permissions of the files that DADT writes: only this user may read them, unless an existing folder grants more. The
+umask is left to the script."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ PRIVATE = 0o700
 
 
 def make_folder(path: Path) -> None:
-    """With what is missing above it, for this user alone. One that is there stays as it is."""
+    """Make the folder and its missing parents, for this user only. An existing folder stays as it is."""
     missing = [each for each in (path, *path.parents) if not each.exists()]
     for each in reversed(missing):
         each.mkdir(PRIVATE, exist_ok=True)
     if not missing and not path.is_dir():
-        path.mkdir()  # raises that there is a file
+        path.mkdir()  # raises FileExistsError, as there is a file
 
 
 def make_inner_folder(path: Path) -> None:
-    """In a folder of the user's or ours, with its permissions. Raises FileExistsError."""
+    """Make a folder with the permissions of its parent. Raises FileExistsError."""
     path.mkdir(PRIVATE)
-    with suppress(PermissionError):  # a file system that knows no permissions
+    with suppress(PermissionError):  # a file system without permissions
         path.chmod(stat.S_IMODE(path.stat().st_mode) & stat.S_ISGID | permissions(path.parent))
 
 
 def open_file(path: Path, how: str = "wb", *, inner: bool = False, **options: Any) -> IO[Any]:
-    """As `Path.open`, to write. A new file is for this user alone; an inner one has the permissions of its folder,
-    and one that was there stays as it is."""
+    """Open a file for writing, as `Path.open` does. A new file is for this user only, or has the permissions of its
+    folder if `inner`; an existing file stays as it is."""
     mode = (permissions(path.parent) if inner else PRIVATE) & 0o666
 
     def opener(name: str, flags: int) -> int:
@@ -38,13 +38,13 @@ def open_file(path: Path, how: str = "wb", *, inner: bool = False, **options: An
         descriptor = os.open(name, flags, mode)
         if fresh:
             with suppress(PermissionError):
-                os.fchmod(descriptor, mode)  # what the umask has taken away
+                os.fchmod(descriptor, mode)  # restores the bits that the umask cleared
         return descriptor
 
     return open(path, how, opener=opener, **options)
 
 
 def permissions(folder: Path) -> int:
-    """Of what is made in this folder: as it grants, but where all users make files, as in /tmp, it grants nothing."""
+    """Permissions for a file or folder made in this folder: the folder's own, but private if it is world-writable."""
     mode = folder.stat().st_mode
     return PRIVATE if mode & stat.S_IWOTH else PRIVATE | stat.S_IMODE(mode) & 0o077

@@ -1,6 +1,6 @@
-"""What may be said on each line of a job: by whom, which kinds of frames, their facts, and how many bytes go with them.
+"""The frames allowed on each connection of a job: for each speaker the kinds, their fields, and their largest bodies.
 
-Every frame is checked against this before anything is done about it. One that does not fit ends its connection.
+Every frame is checked against this before it is handled. One that does not fit ends its connection.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 Check = Callable[[Any], bool]
 
 TEXT = 1 << 16
-"""Most letters of what is said to people."""
+"""Most characters of a text for users."""
 BLOB = 64 << 20
-"""Most bytes that a rank gives to the others at once while they meet."""
+"""Most bytes that a rank gives to the others in one exchange."""
 RESULT = 1 << 30
-"""Most bytes of a function of `dadt.run` with its arguments, and of what it returns."""
+"""Most bytes of the function of `dadt.run` with its arguments, and of its result."""
 OUTPUT = 1 << 20
-"""Most bytes that a worker has printed, or of its stacks, in one frame."""
+"""Most bytes of a worker's output or stacks in one frame."""
 MOST_RANKS = 1 << 20
 SIZE = re.compile(r"-?[0-9]{1,6}")
 DEPTH = 6
-"""Of values within values that are passed on as they are."""
+"""Deepest nesting of values that are passed on unread."""
 
 
 def whole(least: int = 0, most: int = 1 << 62) -> Check:
@@ -31,7 +31,7 @@ def whole(least: int = 0, most: int = 1 << 62) -> Check:
 
 
 def number(value: Any) -> bool:
-    """Finite: what is no number compares as false."""
+    """Whether it is a finite number; the comparison is false for NaN."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
 
 
@@ -60,18 +60,18 @@ def listed(check: Check, most: int) -> Check:
 
 
 def mapped(check: Check, most: int = 4096) -> Check:
-    """By names."""
+    """A dictionary with any names as keys."""
     return lambda value: isinstance(value, dict) and len(value) <= most and all(map(check, value.values()))
 
 
 def by_rank(check: Check) -> Check:
-    """By numbers of ranks, which JSON writes as text."""
+    """A dictionary with ranks as keys, which JSON writes as text."""
     values = mapped(check, MOST_RANKS)
     return lambda value: values(value) and all(name.isascii() and name.isdigit() and len(name) < 8 for name in value)
 
 
 def by_size(check: Check) -> Check:
-    """By whole numbers, as text."""
+    """A dictionary with whole numbers as keys, as text."""
     values = mapped(check)
     return lambda value: values(value) and all(SIZE.fullmatch(str(name)) for name in value)
 
@@ -81,19 +81,19 @@ def pair(first: Check, second: Check) -> Check:
 
 
 def record(**facts: Check) -> Check:
-    """Each fact is there, and no other; `name_` with an underscore behind it may be absent."""
+    """A dictionary with these fields and no others; a field named with a trailing underscore may be absent."""
     return lambda value: isinstance(value, dict) and misfit(facts, value) is None
 
 
 def anything(value: Any, depth: int = DEPTH) -> bool:
-    """JSON that nests to a bounded depth: passed on, never looked into."""
+    """JSON of bounded depth, which is passed on unread."""
     if isinstance(value, dict):
         value = list(value.values())
     return not isinstance(value, list) or (depth > 0 and all(anything(each, depth - 1) for each in value))
 
 
 def misfit(facts: Mapping[str, Check], header: Mapping[str, Any]) -> str | None:
-    """The name of the first fact that is missing, wrong or not known; None if all fit."""
+    """The name of the first field that is missing, wrong or unknown; None if all fit."""
     for name, check in facts.items():
         optional = name.endswith("_")
         name = name.rstrip("_")
@@ -108,23 +108,23 @@ def misfit(facts: Mapping[str, Check], header: Mapping[str, Any]) -> str | None:
 
 class Kind(NamedTuple):
     facts: Mapping[str, Check] | None
-    """None: whatever does not nest too deep, as it is only shown."""
+    """Checks by field; None allows any fields of bounded depth, for a frame that is only shown."""
     body: int = 0
     """Most bytes that follow the header."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speaker:
-    """One side of a line."""
+    """One side of a connection, and the kinds of frames it may send."""
 
     name: str
-    """As the rest of a sentence: "a worker"."""
+    """Name for messages, such as "a worker"."""
     kinds: Mapping[str, Kind]
     header: int = 1 << 20
     """Most bytes of a header."""
 
     def refusal(self, kind: str, header: Mapping[str, Any], body: int) -> str:
-        """Why this may not be said, with so many bytes; empty if it may."""
+        """Why a frame with this header and this many bytes is not allowed; empty if it is."""
         known = self.kinds.get(kind)
         if known is None:
             return f"{kind[:80]!r} is nothing that {self.name} may say"
@@ -143,7 +143,7 @@ class Speaker:
 
 
 RANK = whole(0, MOST_RANKS)
-PID = whole(2, 1 << 31)  # never 0, 1 or negative: a process that is signalled is nobody else's
+PID = whole(2, 1 << 31)  # kill() would signal others for 0, 1 or a negative number
 SECONDS = number
 STEP = whole(-1)
 COUNT = whole()
@@ -155,7 +155,7 @@ ARGUMENTS = listed(text(1 << 20), 1 << 16)
 VARIABLES = mapped(text(1 << 20), 1 << 16)
 
 DEATH = Kind({"text": text(TEXT), "steps_": COUNT})
-"""A rank has ended: who, and how; with its steps where it has ended well."""
+"""Says which rank has ended and how, with its steps if it ended well."""
 
 _process: dict[str, Check] = {"rank": RANK, "pid": PID}
 _question: dict[str, Check] = {**_process, "timeout": SECONDS}
@@ -191,7 +191,7 @@ _passed_on: dict[str, Kind] = {
     "peers": Kind(_question),
     "dump": Kind(_process),
 }
-"""What workers say to the launcher, through their agent."""
+"""Frames of workers that the agent forwards to the launcher."""
 
 WORKER = Speaker(
     "a worker",
@@ -207,7 +207,7 @@ WORKER = Speaker(
         "ended": Kind({"rank": RANK, "status": whole(0, 1 << 16), "peak_memory": COUNT}),
     },
 )
-"""To the agent of its host."""
+"""Frames from a worker or shim to the agent of its host."""
 
 _member = record(rank=RANK, host=text(), pid=COUNT, state=text(TEXT), said=text(), step=STEP, seconds=number)
 
@@ -225,7 +225,7 @@ ANSWERS = Speaker(
     },
     header=64 << 20,
 )
-"""To a worker, or to what mpirun has started in its place."""
+"""Frames from an agent to a worker, or to the shim that mpirun started in its place."""
 
 _about_a_peer: dict[str, Check] = {"peer": RANK, "seconds": number}
 _address = record(interface=text(64), address=text(64), speed=number)
@@ -289,7 +289,7 @@ AGENT = Speaker(
     },
     header=8 << 20,
 )
-"""To the launcher."""
+"""Frames from an agent to the launcher."""
 
 _worker = record(rank=RANK, local_rank=RANK, env=VARIABLES, command=ARGUMENTS)
 _target = record(index=RANK, port=whole(1, 65535), token=text(64), addresses=listed(text(64), 1 << 16))
@@ -333,10 +333,10 @@ LAUNCHER = Speaker(
     },
     header=64 << 20,
 )
-"""To an agent."""
+"""Frames from the launcher to an agent."""
 
 VERDICT = Speaker("node0", {"verdict": Kind({"code": whole(0, 255), "lines": listed(text(TEXT), 100)})})
-"""Of a job that was started by hand: to the other nodes' `dadt run`."""
+"""Frames from node 0 to the `dadt run` of the other nodes, in a job started by hand."""
 
 CALLER = Speaker(
     "a caller",
@@ -347,7 +347,7 @@ CALLER = Speaker(
     },
     header=8 << 20,
 )
-"""Of a running job: `dadt ps`, `stacks`, `kill`."""
+"""Frames from `dadt ps`, `dadt stacks` and `dadt kill` to the launcher of a running job."""
 
 TOLD = Speaker(
     "the launcher",
@@ -359,4 +359,4 @@ TOLD = Speaker(
     },
     header=64 << 20,
 )
-"""To such a caller."""
+"""Frames from the launcher to such a caller."""

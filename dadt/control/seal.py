@@ -1,7 +1,7 @@
-"""What goes over a network between two sides that have proved themselves: encrypted, in records that count.
+"""Encryption of a network connection between two sides that have proved themselves, in numbered records.
 
-A record is its length and then the text under ChaCha20-Poly1305 (RFC 8439), whose nonce is the record's number. So one
-that was changed, left out, repeated or put elsewhere on its way ends the connection.
+A record is its length and then the text under ChaCha20-Poly1305 (RFC 8439), with the record's number as nonce. A
+record that was changed, dropped, repeated or reordered on its way therefore ends the connection.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from dadt.errors import DadtError
 
 LENGTH = struct.Struct(">I")
 RECORD = 1 << 16
-"""Most bytes of text in one record."""
+"""Most bytes of plain text in one record."""
 TAG_BYTES = 16
 NONCE = struct.Struct(">4xQ")
 
 
 @dataclass(slots=True)
 class Way:
-    """One direction: its key, and the number of its next record."""
+    """One direction of a connection: its key, and the number of its next record."""
 
     key: bytes
     number: int = 0
@@ -42,7 +42,7 @@ class Seal:
 
     @classmethod
     def between(cls, key: bytes, transcript: bytes, mine: bytes, theirs: bytes) -> Seal:
-        """Of this connection alone: transcript has what both sides have drawn for it. mine, theirs: their names."""
+        """Derive the keys of one connection. transcript: both sides' nonces. mine, theirs: the names of the sides."""
 
         def way(side: bytes) -> Way:
             return Way(hmac.digest(key, b"dadt seal " + side + b"\0" + transcript, "sha256"))
@@ -50,7 +50,7 @@ class Seal:
         return cls(way(mine), way(theirs))
 
     def to_text(self) -> str:
-        """For another process that takes the connection over, between two records."""
+        """Serialize for another process that takes the connection over, between two records."""
         return " ".join(f"{way.key.hex()} {way.number}" for way in (self.sent, self.received))
 
     @classmethod
@@ -59,8 +59,8 @@ class Seal:
         return cls(Way(bytes.fromhex(sent), int(sent_number)), Way(bytes.fromhex(received), int(received_number)))
 
     def closed(self, data: bytes) -> bytes:
-        """As it goes over the network."""
-        from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305  # not before there is a network
+        """Encrypt the data into records."""
+        from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305  # needed only with a network
 
         cipher = ChaCha20Poly1305(self.sent.key)
         records = bytearray()
@@ -71,7 +71,7 @@ class Seal:
         return bytes(records)
 
     def opened(self, data: bytes) -> bytes:
-        """The text of the records that are complete. Raises DadtError where one is not the other side's next."""
+        """Decrypt the records that are complete. Raises DadtError if one is not the next of the other side."""
         from cryptography.exceptions import InvalidTag
         from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 

@@ -1,4 +1,4 @@
-"""How long a rank's steps take: counted by size, so that it stays small however long a job runs."""
+"""A histogram of a rank's step times, which stays small however long a job runs."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from collections.abc import Mapping
 from typing import Any
 
 PER_DOUBLING = 8
-"""Sizes between a time and twice that time: each is 9 % longer than the one before."""
+"""Bins between a time and twice that time; each is 9 % longer than the one before."""
 
 
 def bound(size: int) -> float:
-    """Seconds from which on a step is of this size; those below 1 s are negative."""
+    """Lower bound of a bin in seconds; bins below 1 s have negative numbers."""
     return float(2.0 ** (size / PER_DOUBLING))
 
 
 class StepTimes:
-    """From the end of each step to the end of the next, whatever the script does in between."""
+    """Times from the end of each step to the end of the next, including whatever the script does in between."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
         self._seconds = 0.0
         self.last = 0.0
-        """When the last step ended."""
+        """Time at which the last step ended."""
 
     def stepped(self, now: float) -> None:
-        """A step ends: now, in seconds of a clock that only goes forward."""
+        """Record the end of a step. now: seconds of a monotonic clock."""
         seconds = now - self.last
         if self.last and seconds > 0.0:
             size = math.floor(PER_DOUBLING * math.log2(seconds))

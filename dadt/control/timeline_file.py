@@ -1,4 +1,4 @@
-"""Where a timeline is written: the names of its parts, how they begin, and whether that can be."""
+"""The files of a timeline: the names and headers of its parts, and a check that they can be written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dadt.errors import ConfigError
 
 HEAD = b'{"displayTimeUnit":"ms","otherData":{"program":"dadt"},"traceEvents":[\n'
 PART_HEAD = b"[\n"
-"""The format lets such an array go without its end, so that parts of a job that failed can be opened, too."""
+"""The format allows an array without its end, so the parts of a failed job can be opened as well."""
 
 
 def part(path: Path, rank: int) -> Path:

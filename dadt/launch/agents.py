@@ -1,4 +1,4 @@
-"""The agents of a job, one per host, seen from the launcher: their frames in, orders out."""
+"""The agents of a job, one per host, as the launcher sees them: it receives their frames and sends orders."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from dadt.launch.channel import Channel, Launcher
 from dadt.launch.hosts.host import Host
 
 BEATS = 6
-"""Signs of life that each side sends within the time after which the other gives it up."""
+"""Heartbeats that each side sends within the timeout after which the other gives it up."""
 EXPLAIN_SECONDS = 2.0
-"""How long the end of an agent may take to explain itself."""
+"""How long to wait for the reason of an agent's end."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,21 +29,21 @@ class Node:
     host: Host
     channel: Channel | None = None
     report: Mapping[str, Any] = field(default_factory=dict)
-    """What the agent said of its host; empty until it is ready."""
+    """The agent's report about its host; empty until it is ready."""
     address: str = ""
-    """At which the other hosts reach it; empty in a job of one host."""
+    """Address at which the other hosts reach it; empty in a job of one host."""
     interface: str = ""
     ranks: frozenset[int] = frozenset()
-    """Of its workers: it may speak of no other."""
+    """Ranks of its workers, the only ones of which it may speak."""
     state: str = "is not connected"
     heard: float = 0.0
-    """When its last frame came (time.monotonic)."""
+    """Time of its last frame (time.monotonic)."""
     clock: float = float("-inf")
-    """Its clock minus this one's, in seconds: known too low by the fastest frame's way."""
+    """Its clock minus this one's, in seconds: a lower bound, off by the travel time of the fastest frame."""
     done: bool = False
-    """It has said that all of its workers have ended."""
+    """Whether it has reported that all of its workers have ended."""
     ended: bool = False
-    """Nothing more comes from it."""
+    """Whether nothing more comes from it."""
 
     @property
     def name(self) -> str:
@@ -51,7 +51,7 @@ class Node:
 
 
 class Agents:
-    """Single-threaded, but for what the launcher does until it has connected."""
+    """All agents of a job. Single-threaded, except that the launcher may connect in threads."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Agents:
         orphan_timeout: float,
         see: Callable[[str, Frame], None] = lambda host, frame: None,
     ) -> None:
-        """Begins to start the agents. see: is shown every frame, with its host."""
+        """Begins to start the agents. see: called with every frame and its host."""
         self.nodes = [Node(index, host) for index, host in enumerate(hosts)]
         self.orphan_timeout = orphan_timeout
         self._launcher = launcher
@@ -85,8 +85,8 @@ class Agents:
         self._selector.unregister(source)
 
     def turn(self, seconds: float) -> Iterator[tuple[Node, Frame]]:
-        """Wait for frames, at most so long, and yield them. Two kinds come from no agent: `connected`, and `lost`
-        {message}, after which nothing more comes from that node."""
+        """Wait at most `seconds` for frames, and yield them. Two kinds are made here: `connected`, and `lost`
+        {message}, the last frame of a node."""
         self._excuse()
         self.beat()
         for node in self.nodes:
@@ -99,7 +99,7 @@ class Agents:
         for node in self.nodes:
             self._flush(node)
             silence = time.monotonic() - node.heard
-            # Until it is ready it may be busy with what its host takes long for.
+            # An agent that is not ready yet may be busy for long, for example with the prologue.
             if node.report and not node.ended and silence > self.orphan_timeout:
                 self._lose(node, f"no sign of life for {silence:.0f} s", 0.0)
         events, self._events = self._events, []
@@ -108,7 +108,7 @@ class Agents:
             yield node, frame
 
     def _excuse(self) -> None:
-        """If this process itself was away for long (suspended, or its reader slow), silence is not the agents'."""
+        """Forgive silence while this process itself was away (suspended, or blocked by a slow reader)."""
         now = time.monotonic()
         if now - self._turned > self.orphan_timeout / 2:
             for node in self.nodes:
@@ -116,7 +116,7 @@ class Agents:
         self._turned = now
 
     def _watch_writes(self, node: Node) -> None:
-        """Be woken when what could not be written at once can go on."""
+        """Wake up when the bytes that did not fit can be written."""
         if node.channel is None or node.ended:
             return
         writer, waiting = node.channel.link.writer, bool(node.channel.link.unsent)
@@ -127,7 +127,7 @@ class Agents:
                 self._selector.unregister(writer)
 
     def beat(self) -> None:
-        """Let the agents know that the launcher is alive, if it is time to. While nobody calls `turn`, call this."""
+        """Send the agents a heartbeat, if one is due. To be called while nobody calls `turn`."""
         now = time.monotonic()
         if now - self._beat >= self.orphan_timeout / BEATS:
             self._beat = now
@@ -143,7 +143,7 @@ class Agents:
             self.send(node, frame)
 
     def dismiss(self, nodes: Sequence[Node]) -> None:
-        """Let the agents of these hosts go: they get no workers."""
+        """End the agents of these hosts, which get no workers."""
         for node in nodes:
             self._finish(node, EXPLAIN_SECONDS)
             self.nodes.remove(node)
@@ -167,7 +167,7 @@ class Agents:
         self._waker.close()
 
     def _collect(self) -> None:
-        """The channels that have come about since the last time."""
+        """Collect the futures that were settled since the last call."""
         for node, future in list(self._futures.items()):
             if not future.done():
                 continue
@@ -216,12 +216,12 @@ class Agents:
         try:
             node.channel.link.flush()
         except BrokenPipeError:
-            pass  # the agent is gone, which the end of its output tells, too
+            pass  # the agent is gone, which reading from it reports
 
     def _lose(self, node: Node, why: str, seconds: float) -> None:
-        at = time.time()  # what others do because of it must not seem to come first
+        at = time.time()  # taken first, so that the consequences do not seem to come before it
         told = self._finish(node, seconds)
-        # One that is given no time is ended by us, which says nothing of why.
+        # With no time to explain, the agent is ended here, and how it ends does not say why.
         self._events.append((node, Frame("lost", {"message": told or why if seconds else why, "time": at})))
 
     def _finish(self, node: Node, seconds: float) -> str:
@@ -244,7 +244,7 @@ class Agents:
         try:
             self._wake.send(b"1")
         except OSError:
-            pass  # closed: whoever connects now is hung up on
+            pass  # closed, so the new connection is closed as well
 
 
 def _named(frame: Frame) -> set[int]:
@@ -255,6 +255,6 @@ def _named(frame: Frame) -> set[int]:
 
 
 def _hang_up(future: Future[Channel]) -> None:
-    """A connection that came about too late."""
+    """Close a connection that came too late."""
     if not future.cancelled() and future.exception() is None:
         future.result().hang_up()

@@ -1,4 +1,4 @@
-"""What has ended a job: of all that its agents and workers told, the first cause."""
+"""The first cause of a job's end, from everything that its agents and workers reported."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ UNCAUGHT = 1
 
 
 class Cause:
-    """Collects what is known of each rank's end, and judges once all have ended."""
+    """Collects the facts about each rank's end, and judges once all have ended."""
 
     def __init__(
         self, slots: Sequence[Slot], members: Sequence[Member], output: Output, silence: Callable[[], Blame | None]
     ) -> None:
-        """silence: between hosts, if there is any now."""
+        """silence: returns the blame for hosts that do not hear each other now, if there are any."""
         self._slots = slots
         self._members = members
         self._output = output
@@ -29,35 +29,35 @@ class Cause:
         self._endings: dict[int, Ending] = {}
         self._records: dict[int, Record] = {}
         self._left: list[int] = []
-        """Ranks that ended well while others went on, as they left."""
+        """Ranks that ended well while others went on, in that order."""
         self._held: Member | None = None
-        """What could not go on when the first rank gave up waiting."""
+        """The rank that could not go on when the first other rank gave up waiting."""
         self._blame: Blame | None = None
         self._error = ""
-        """Why an agent is lost, or has not started its workers. The first that is told counts."""
+        """Why an agent was lost, or did not start its workers; the first report counts."""
         self._lost_at = float("inf")
-        """When the first agent was lost."""
+        """Time at which the first agent was lost."""
 
     def lose(self, text: str, at: float = float("inf")) -> None:
-        """An agent is lost, or has not started its workers."""
+        """Record that an agent was lost, or did not start its workers."""
         self._error = self._error or text
         self._lost_at = min(self._lost_at, at)
 
     def leave(self, rank: int) -> None:
-        """It has ended well, at least in its own eyes."""
+        """Record that a rank ended well, at least by its own account."""
         if rank not in self._left:
             self._left.append(rank)
 
     def hold(self, member: Member) -> None:
-        """Others have given up on this one, which cannot go on."""
+        """Record that other ranks gave up waiting for this one, which cannot go on."""
         if self._held is None:
             self._held = member
             self._blame = Blame.of_held(member.condition)
 
     def give_up(self, rank: int, record: Record) -> None:
-        """An exception of this rank's, after which the process ends unless it is a thread's."""
+        """Record an exception of this rank. It ends the process unless it is another thread's."""
         known = self._records.get(rank)
-        # What ends the process is the main thread's exception; of several others the first counts.
+        # The main thread's exception ends the process. Among those of other threads the first counts.
         if known is None or (known.thread and not record.thread):
             self._records[rank] = record
         if record.secondary and record.type != "Mismatch" and self._held is None:
@@ -68,10 +68,10 @@ class Cause:
                 self._blame = self._blame or self._silence()
 
     def end(self, ending: Ending) -> Record | None:
-        """A worker has exited. Returns the exception that has ended it, as it reported or as its traceback tells."""
+        """Record a worker's exit. Returns the exception that ended it, from its report or its traceback."""
         self._endings[ending.rank] = ending
         if ending.code == 0:
-            self._records.pop(ending.rank, None)  # an exception that did not end the process
+            self._records.pop(ending.rank, None)  # the exception did not end the process
         elif ending.rank not in self._records and ending.code == UNCAUGHT and not ending.stopped:
             record = Record.from_stderr(self._output.tails[ending.rank].data)
             if record is not None:
@@ -79,8 +79,8 @@ class Cause:
         return self._records.get(ending.rank)
 
     def judge(self, begun: float, stacks: Sequence[Path]) -> Failure | None:
-        """begun: when the job began. stacks: files with the ranks' stacks. Raises LaunchError where no worker is the
-        cause, and it did not end well either."""
+        """The failure; None if the job ended well. begun: time at which the job began. stacks: files with the ranks'
+        stacks. Raises LaunchError if the job failed but no worker is the cause."""
         cause = self._find()
         if cause is not None:
             return self._failure(*cause, begun, stacks)
@@ -95,10 +95,10 @@ class Cause:
         if self._held is not None and self._held.rank in self._endings:
             held = self._endings[self._held.rank]
             gave_up = cause is not None and cause[1] is not None and cause[1].secondary
-            if gave_up or (cause is None and held.stopped):  # else it went on, and all ended well
+            if gave_up or (cause is None and held.stopped):  # otherwise it recovered, and all ended well
                 cause = held, None
         if cause is not None and self._lost_at < _time(*cause):
-            return None  # a scheduler, or silence, ended the others because of it
+            return None  # the others were ended because the agent was lost
         return cause
 
     def _failure(self, ending: Ending, record: Record | None, begun: float, stacks: Sequence[Path]) -> Failure:
@@ -125,5 +125,5 @@ class Cause:
 
 
 def _time(ending: Ending, record: Record | None) -> float:
-    """When it failed: an exception is raised before the exit."""
+    """The time of the failure: that of the exception if known, as it comes before the exit."""
     return record.time if record is not None and record.time else ending.time

@@ -16,14 +16,14 @@ from dadt.launch.channel import Channel
 
 
 class Arrivals:
-    """The futures of agents that are to come, by name. Several threads may settle one; the first does."""
+    """The futures of expected agents, by name. Several threads may settle a future; the first one wins."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.futures: dict[str, Future[Channel]] = {name: Future() for name in names}
         self._lock = threading.Lock()
 
     def admit(self, name: str, channel: Channel) -> None:
-        """It is hung up where nobody waits for it any more."""
+        """Settle the future with a channel, which is closed if nobody waits for it any more."""
         if not self._settle(name, lambda future: future.set_result(channel)):
             channel.end(0.0)
 
@@ -43,15 +43,15 @@ class Arrivals:
 
 
 class SocketChannel:
-    """The launcher's end of an agent that has connected by itself."""
+    """The launcher's end of the connection to an agent that connected by itself."""
 
     def __init__(self, connection: Connection, explain: Callable[[float], str] = lambda seconds: "") -> None:
-        """explain: why the agent is gone, where something comes to know that within so many seconds."""
+        """explain: returns why the agent is gone, if that becomes known within the given seconds."""
         self._connection = connection.socket
         self._explain = explain
         self._hung_up = False
         self._end: str | None = None
-        self._writer = connection.socket.dup()  # a selector takes a descriptor once, to read or to write
+        self._writer = connection.socket.dup()  # a selector takes each descriptor only once
         ends = connection.socket.fileno(), self._writer.fileno()
         self.link = Link(*ends, schema.AGENT, noisy=True, seal=connection.seal)
 
@@ -60,7 +60,7 @@ class SocketChannel:
         try:
             self._connection.shutdown(socket.SHUT_WR)
         except OSError:
-            pass  # the agent was quicker
+            pass  # the agent closed first
 
     def end(self, timeout: float) -> str:
         if self._end is None:
@@ -74,7 +74,7 @@ class SocketChannel:
         return self._end
 
     def _await_end(self, deadline: float) -> bool:
-        """The agent closes its side when nothing of it is left."""
+        """Wait for the agent to close its side, which it does last. Returns whether it did."""
         try:
             while (rest := deadline - time.monotonic()) > 0:
                 self._connection.settimeout(rest)
@@ -83,5 +83,5 @@ class SocketChannel:
         except TimeoutError:
             return False
         except OSError:
-            return True  # reset: it is gone, too
+            return True  # the connection was reset, so the agent is gone as well
         return False

@@ -1,4 +1,4 @@
-"""The environment that a worker is born into: that of its host's agent, and what the launcher adds."""
+"""The environment of a worker: that of its host's agent, with the variables that the launcher adds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dadt.errors import ConfigError
 from dadt.launch.hosts.slot import Slot
 
 SITE = Path(__file__).parents[1] / "inject" / "site"
-"""Its sitecustomize.py hooks DADT into a torch that knows no entry points."""
+"""The folder whose sitecustomize.py hooks DADT into a torch that has no entry points."""
 FORWARDED = (
     "PATH",
     "LD_LIBRARY_PATH",
@@ -46,13 +46,13 @@ FORWARDED = (
     "MLFLOW_*",
     "XDG_CACHE_HOME",
 )
-"""What other hosts' workers get without being asked for. CUDA_VISIBLE_DEVICES is each host's own."""
+"""Variables that workers on other hosts get by default. Each host keeps its own CUDA_VISIBLE_DEVICES."""
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 PROLOGUE_SECONDS = 60.0
 
 
 def forwarded(config: Config, env: Mapping[str, str] = os.environ) -> tuple[dict[str, str], dict[str, str]]:
-    """What workers of other hosts get beside their host's own environment, and what all workers get: that which
+    """The variables for workers on other hosts, on top of their host's environment, and those for all workers, which
     --env-file and -x name. Raises ConfigError."""
     defaults = {name: value for name, value in env.items() if _matches(name, FORWARDED)}
     named = _file(Path(config.env_file)) if config.env_file else {}
@@ -62,14 +62,14 @@ def forwarded(config: Config, env: Mapping[str, str] = os.environ) -> tuple[dict
 
 
 def base(env: Mapping[str, str], prologue: str, mark: str, cwd: str) -> tuple[dict[str, str], list[str]]:
-    """On the agent's host: its own environment with these variables, after the prologue; and what went wrong.
+    """Called by the agent: its environment with these variables, after the prologue, and a list of problems.
 
-    mark: variable and value by which what the prologue starts is known. cwd: folder in which it runs.
+    mark: variable and value that mark the processes of the prologue. cwd: folder in which it runs.
     """
     result = {name: value for name, value in os.environ.items() if not name.startswith("DADT_")} | dict(env)
     if not prologue:
         return result, []
-    # What it prints may be anything, so the variables go to a file of their own.
+    # The prologue may print anything, so the variables go to a file of their own.
     with tempfile.TemporaryFile() as file, tempfile.TemporaryFile() as printed:
         script = f"{prologue}\nstatus=$?\nenv -0 >&{file.fileno()}\nexit $status"
         try:
@@ -101,24 +101,24 @@ def base(env: Mapping[str, str], prologue: str, mark: str, cwd: str) -> tuple[di
 
 
 def missing(cwd: str, files: Sequence[str]) -> list[str]:
-    """What workers would look for on this host in vain."""
+    """Problems with the folder and the files that workers need on this host."""
     try:
         if not Path(cwd).is_dir():
             return [f"there is no folder {cwd} -> make it there, share it, or --workdir DIR"]
         absent = [file for file in files if not (Path(cwd) / file).exists()]
-    except OSError as error:  # another user's, for one
+    except OSError as error:  # for example another user's folder
         return [f"{error.filename or cwd} cannot be looked at ({error.strerror}) -> allow it, or --workdir DIR"]
     return [f"there is no {file} in {cwd} -> copy it there, or share the folder" for file in absent]
 
 
 def common(config: Config) -> dict[str, str]:
-    """What the launcher adds for all workers."""
+    """The variables that the launcher adds for all workers."""
     return {**config.to_env(), "PYTHONUNBUFFERED": "1"}
 
 
 def own(slot: Slot, job: str, master: tuple[str, int] | None) -> dict[str, str]:
-    """What differs between workers. master: address and port of torch's rendezvous; None leaves torchrun's
-    variables out."""
+    """The variables that differ between workers. master: address and port of torch's rendezvous; None leaves
+    torchrun's variables out."""
     result = slot.world(job).to_env()
     if master is not None:
         result.update(
@@ -136,7 +136,7 @@ def own(slot: Slot, job: str, master: tuple[str, int] | None) -> dict[str, str]:
 
 
 def of_worker(base: Mapping[str, str], given: Mapping[str, str], socket: Path) -> dict[str, str]:
-    """On the agent's host: all that a worker is born with. socket: the agent's."""
+    """Called by the agent: the complete environment of a worker. socket: the agent's."""
     result = {**base, **given, "DADT_AGENT": str(socket)}
     result.setdefault("OMP_NUM_THREADS", result.pop("DADT_THREADS"))
     if interface := result.pop("DADT_INTERFACE", ""):
@@ -150,7 +150,7 @@ def of_worker(base: Mapping[str, str], given: Mapping[str, str], socket: Path) -
 
 
 def needs_sitecustomize(inject: str, env: Mapping[str, str]) -> bool:
-    """Whether torch will not call DADT's entry point by itself: before 2.5, or told not to."""
+    """Whether torch will not call DADT's entry point by itself, being older than 2.5 or told not to."""
     if inject in ("none", "entrypoint"):
         return False
     return (
@@ -159,7 +159,7 @@ def needs_sitecustomize(inject: str, env: Mapping[str, str]) -> bool:
 
 
 def isolating_flags(arguments: Sequence[str]) -> list[str]:
-    """Python's own flags among the arguments that make it ignore PYTHON* variables or site packages."""
+    """Python's own flags, among the arguments, that make it ignore PYTHON* variables or site packages."""
     found = []
     for argument in arguments:
         if not argument.startswith("-") or argument in ("-", "-m", "-c"):
@@ -170,7 +170,7 @@ def isolating_flags(arguments: Sequence[str]) -> list[str]:
 
 
 def _named(text: str, env: Mapping[str, str]) -> dict[str, str]:
-    """The variables of one -x."""
+    """The variables that one -x names. Raises ConfigError."""
     name, equals, value = text.partition("=")
     if name.startswith("DADT_"):
         raise ConfigError(f"-x {name}: the settings of dadt are flags; `dadt config show` lists them")
@@ -188,7 +188,7 @@ def _named(text: str, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _file(path: Path) -> dict[str, str]:
-    """NAME=VALUE a line, as docker's --env-file: nothing is unquoted; # begins a comment line."""
+    """Read NAME=VALUE lines, as docker's --env-file: nothing is unquoted, and # begins a comment line."""
     found = {}
     for number, line in enumerate(document.read(path, "--env-file").splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
@@ -207,7 +207,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _torch_version() -> tuple[int, int]:
-    """Of the installed torch, without importing it; very new where there is none to look at."""
+    """The version of the installed torch, without importing it; a very new one if there is none."""
     try:
         major, minor, *_ = importlib.metadata.version("torch").split(".")
     except importlib.metadata.PackageNotFoundError:

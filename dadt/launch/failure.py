@@ -1,4 +1,4 @@
-"""Why a job failed: the first cause among all that went wrong, and the block that tells the user."""
+"""Why a job failed: the first cause among all failures, and the text that tells the user."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ NO_PYTHON = re.compile(r'^  File ".+", line \d+\n(?:    .*\n)+(?=(?:Syntax|Inden
 CAUSE_LINES, CAUSE_LETTERS = 10, 4000
 MEMORY_TEXTS = ("out of memory", "can't allocate memory", "cannot allocate memory")
 EXIT_CODES = {"ConfigError": errors.ConfigError.exit_code, "StartTimeout": errors.StartTimeout.exit_code}
-"""Of exceptions that have one of their own."""
+"""Exit codes of the exceptions that have their own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """An uncaught exception, as its worker reported it or as its traceback on stderr tells."""
+    """An uncaught exception, from its worker's report or from the traceback on stderr."""
 
     type: str
     message: str = ""
     frames: Sequence[Mapping[str, Any]] = ()
-    """{file, line, function, text}, innermost last."""
+    """Stack frames {file, line, function, text}, innermost last."""
     step: int | None = None
     secondary: bool = False
-    """Another rank's failure caused it."""
+    """Whether another rank's failure caused it."""
     thread: str = ""
     time: float = 0.0
 
@@ -42,8 +42,8 @@ class Record:
 
     @classmethod
     def from_stderr(cls, tail: bytes) -> Record | None:
-        """The last traceback in the last bytes of a worker's stderr, or what stands for one where the script is no
-        Python; None if there is none."""
+        """The last traceback in the last bytes of a worker's stderr, or the syntax error of a script that is not
+        Python; None if there is neither."""
         told = tail.decode(errors="replace")
         _, found, text = told.rpartition(TRACEBACK)
         if not found:
@@ -56,7 +56,7 @@ class Record:
             if (frame := FRAME_LINE.match(line)) is not None:
                 frames.append({**frame.groupdict(), "text": ""})
             elif line.startswith("    "):
-                # Below the source line stand marks of the error's place.
+                # Lines below the source line mark the place of the error.
                 if frames and not frames[-1]["text"]:
                     frames[-1]["text"] = line.strip()
             elif (error := ERROR_LINE.match(line)) is not None:
@@ -84,9 +84,9 @@ class Ending:
     peak_memory: int
     memory_limit: int
     memory_kills: int
-    """Processes killed for lack of memory since the job began."""
+    """Number of processes killed for lack of memory since the job began."""
     stopped: bool
-    """It ended after its agent began to stop everything."""
+    """Whether it ended after its agent had begun to stop everything."""
 
     @property
     def killed_for_memory(self) -> bool:
@@ -94,7 +94,7 @@ class Ending:
 
     @property
     def text(self) -> str:
-        """The rest of a sentence that begins with the worker."""
+        """The end of a sentence that begins with the worker."""
         if self.stopped and self.code < 0:
             return "was ended with the job"
         if self.killed_for_memory:
@@ -106,21 +106,21 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """A cause that no worker has told. If it is no worker's, the verdict is a sentence."""
+    """A cause that no worker reported. If no worker is to blame, the verdict is a sentence."""
 
     verdict: str
     cause: str
 
     @classmethod
     def of_early(cls, ending: Ending) -> Blame:
-        """It ended as if all were well, while others still needed it."""
+        """The worker ended with success while others still needed it."""
         code = "" if ending.stopped else " with exit code 0"
         cause = f"its script ended{code} after {steps_text(ending.step)}, while others went on"
         return cls(f"ended too early{',' if code else ''}{code}", cause)
 
     @classmethod
     def of_held(cls, condition: str) -> Blame:
-        """Something kept it from going on: a key of condition.HELD."""
+        """A condition (a key of condition.HELD) kept the worker from going on."""
         return cls(condition, f"{HELD[condition]}, and the others waited for it")
 
 
@@ -131,18 +131,18 @@ class Failure:
     ending: Ending
     record: Record | None
     seconds: float
-    """From the start of the workers to the failure."""
+    """Time from the start of the workers to the failure."""
     pid: int
     host: str
     log: Path
     stopped: Sequence[int] = ()
-    """Ranks that were stopped because of it."""
+    """Ranks that were stopped because of the failure."""
     stacks: Sequence[Path] = ()
-    """Where the stacks of those stand."""
+    """Files with the stacks of the stopped ranks."""
     last_words: str = field(default="")
-    """Last line on stderr, where there is no record."""
+    """The last line on stderr, shown if there is no record."""
     blame: Blame | None = None
-    """In place of a record, or what lies behind it."""
+    """The cause if there is no record, or the cause behind the record."""
 
     @property
     def exit_code(self) -> int:
@@ -157,8 +157,8 @@ class Failure:
 
     def lines(self) -> list[str]:
         if self.record is not None and self.record.type in EXIT_CODES:
-            return [self.record.message]  # the sentence says all, and this worker is not to blame
-        # A record beside it is that of one who waited.
+            return [self.record.message]  # the message is complete, and this worker is not to blame
+        # With a blame, the record is that of a rank that waited.
         whole = self.blame is not None and self.record is not None
         head = self._verdict() if whole else f"worker {self.ending.rank} failed ({self._verdict()})"
         head += f" after {self.seconds:.1f} s"
@@ -184,7 +184,7 @@ class Failure:
         if self.blame is not None:
             return self.blame.verdict
         if self.ending.stopped and self.record is not None:
-            return f"exit code {self.exit_code}"  # stopped on its way there
+            return f"exit code {self.exit_code}"  # it was stopped before it exited
         if self.ending.code < 0:
             return f"killed by signal {-self.ending.code}, {signal_name(-self.ending.code)}"
         return f"exit code {self.ending.code}"
@@ -220,11 +220,11 @@ class Failure:
 def find_cause(
     endings: Sequence[Ending], records: Mapping[int, Record], left: Sequence[int] = ()
 ) -> tuple[Ending, Record | None] | None:
-    """The first failure by time that neither another one nor the stop caused; None if nothing failed.
+    """The earliest failure that neither another failure nor the stop caused; None if nothing failed.
 
-    An exception counts from when it was raised, which is before the exit. Where all failures were caused by
-    others, it is the first rank that left its training as if all were well, or else the first of these failures.
-    left: such ranks, as they left.
+    An exception counts from when it was raised, which is before the exit. If every failure was caused by another, the
+    result is the first rank that left its training with success, or else the first of the failures.
+    left: ranks that left so, in that order.
     """
 
     def failed(ending: Ending) -> bool:
@@ -236,7 +236,7 @@ def find_cause(
     def order(ending: Ending) -> tuple[bool, float]:
         record = records.get(ending.rank)
         if record is None or record.thread:
-            # What ended a thread need not be what ended the process, so its time says nothing.
+            # An exception that ended a thread need not have ended the process, so its time does not count.
             return False, ending.time
         return record.secondary, record.time or ending.time
 
@@ -253,14 +253,14 @@ def find_cause(
 
 
 def last_line(tail: bytes) -> str:
-    """The script's own: what dadt says of the rank's end is no cause."""
+    """The last line that the script printed. Lines of dadt about the rank's end are no cause."""
     lines = [line.strip() for line in tail.decode(errors="replace").splitlines()]
     lines = [line for line in lines if any(map(str.isalnum, line)) and not line.startswith("dadt: ")]
     return printable(lines[-1][:200]) if lines else ""
 
 
 def steps_text(step: int) -> str:
-    """Of optimizer steps done; -1: none."""
+    """The number of optimizer steps done, as text; -1: none."""
     return "1 step" if step == 1 else f"{max(0, step)} steps"
 
 
@@ -272,7 +272,7 @@ def signal_name(number: int) -> str:
 
 
 def size(count: int) -> str:
-    """Bytes as people say them: 850 MiB, 1.2 GiB, 24 GiB."""
+    """A number of bytes as text: 850 MiB, 1.2 GiB, 24 GiB."""
     units = ("B", "KiB", "MiB", "GiB", "TiB")
     power = min((max(count, 1).bit_length() - 1) // 10, len(units) - 1)
     value = count / 1024**power
@@ -280,20 +280,20 @@ def size(count: int) -> str:
 
 
 def _as_typed(file: str) -> str:
-    """As the user names it: the interpreter may have made the script's path absolute."""
+    """The script's path as the user typed it, since the interpreter may have made it absolute."""
     try:
         return str(Path(file).relative_to(Path.cwd()))
-    except (ValueError, OSError):  # it is elsewhere, or the current folder has been deleted
+    except (ValueError, OSError):  # outside the current folder, or that has been deleted
         return file
 
 
 def printable(text: str) -> str:
-    """With what moves a terminal's cursor, or is no character, spelt out."""
+    """The text with control characters, such as those that move a cursor, escaped."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def _shortened(text: str) -> list[str]:
-    """The first lines, so that what stands above them stays on the screen."""
+    """The first lines only, so that the text above them stays on the screen."""
     lines = printable(text[:CAUSE_LETTERS]).split("\n")[:CAUSE_LINES]
     more = text.count("\n") + 1 - len(lines)
     if more > 0:

@@ -1,4 +1,4 @@
-"""A running job, seen from the launcher: start, wait, terminate."""
+"""A running job, as the launcher sees it: start, wait, terminate."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from dadt.launch.signals import Interrupts
 
 TURN_SECONDS = 0.5
 MOST_SAID = 10_000
-"""Different lines of the workers, each of which is printed once."""
+"""Most different lines of `say` that are printed, each once."""
 PRIMARY_SECONDS = 1.0
-"""After a failure that another one caused: how long to wait for that other one to show itself."""
+"""How long to wait, after a failure that another one caused, for that other one to show."""
 EXIT_SECONDS = 1.0
-"""After an uncaught exception was reported: how long the worker may take to exit."""
+"""How long a worker may take to exit after it reported an uncaught exception."""
 FAILURE_GRACE = 1.0
-"""From SIGTERM to SIGKILL after a failure. After the user's Ctrl-C it is --grace."""
+"""Time from SIGTERM to SIGKILL after a failure. After the user's Ctrl-C it is --grace."""
 DUMP_SECONDS = 30.0
-"""All stacks are written at most this often because of a stall."""
+"""Least time between two dumps of all stacks because of a stall."""
 END_SECONDS = 5.0
-"""How long an agent may take beyond that until all is gone."""
+"""How long an agent may take to end, beyond the grace."""
 HANG_UP_SECONDS = 4.0
-"""How long an agent whose launcher hangs up may take to end its workers."""
+"""How long an agent may take to end its workers after the launcher hangs up."""
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Say = Callable[[str, str], None]
@@ -46,7 +46,7 @@ Say = Callable[[str, str], None]
 
 
 class Job:
-    """One per `dadt run`. `wait` does all the work, in the thread that calls it."""
+    """The job of one `dadt run`. `wait` does all the work, in the thread that calls it."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class Job:
         verbose: bool = False,
         timeout: float = float("inf"),
     ) -> None:
-        """crew: all agents are ready. grace: from SIGTERM to SIGKILL when the user ends the job. timeout: seconds for
-        which ranks wait for one that cannot go on."""
+        """crew: agents that are all ready. grace: seconds from SIGTERM to SIGKILL when the user ends the job. timeout:
+        seconds for which ranks wait for one that cannot go on."""
         self._timeout = timeout
         self._held_since = 0.0
         self._job = job
@@ -77,25 +77,25 @@ class Job:
         self._views: list[View] = []
         self._said: set[str] = set()
         self._unsaid: list[str] = []
-        """What the user is to be told as soon as nothing else is being written."""
+        """Texts for the user, printed as soon as nothing else is being written."""
         self._cause = Cause(slots, self._rendezvous.members, output, self._silences.blame)
         self._outcome = Outcome(seconds=0.0)
         self._stacks: list[Path] = []
         self._dumped = float("-inf")
-        """When a worker last asked for them."""
+        """Time at which a worker last asked for the stacks."""
         self._working: set[Node] = set(crew.nodes)
-        """Those whose workers are not all reported to have ended."""
+        """Nodes that have not reported yet that all their workers have ended."""
         self._fail_at = float("inf")
-        """When to stop everything because of what has failed so far."""
+        """Time at which to stop everything because of the failures so far."""
         self._end_by = float("inf")
-        """When the agents that were told to stop must have done so."""
+        """Deadline for the agents that were told to stop."""
         self._grace = float("inf")
         self._hang_up = HANG_UP_SECONDS
         self._deaths: list[Frame] = []
-        """What all ranks are still to be told of one that has ended."""
+        """Frames about ended ranks that must still be sent to all ranks."""
 
     def start(self, orders: Sequence[Frame]) -> None:
-        """Tell each node's agent what to start."""
+        """Send each node's agent the order to start its workers."""
         self._begin = time.monotonic()
         self._begin_time = time.time()
         ranks: dict[int, set[int]] = {}
@@ -108,18 +108,18 @@ class Job:
                 self._lose(node, "was lost before it could start its workers")
 
     def serve(self, path: Path, facts: Mapping[str, Any]) -> None:
-        """Answer other commands of this user at the socket. facts: of the job, which do not change."""
+        """Answer other commands of this user at the socket. facts: constant facts about the job."""
         self._query = Query(path, self._crew, self.watch, facts, lambda: self.end(signal.SIGTERM, "dadt kill"))
 
     def show(self, view: View) -> None:
-        """Keep this one up to date, too, until the job is over, and close it."""
+        """Keep this view up to date until the job is over, and then close it."""
         self._views.append(view)
 
     def wait(self, interrupts: Interrupts | None) -> Outcome:
-        """Until nothing of the job is left. SIGINT, SIGTERM and SIGHUP end it gently, a second one at once; other
+        """Wait until nothing of the job is left. SIGINT, SIGTERM and SIGHUP end it gently, a second one at once; other
         signals among the interrupts go to all workers.
 
-        Raises LaunchError where the workers could not be started or an agent is lost.
+        Raises LaunchError if the workers could not be started or an agent is lost.
         """
         if interrupts is not None:
             self._crew.watch(interrupts, lambda: self._interrupt(interrupts.take()))
@@ -127,7 +127,7 @@ class Job:
             while self._working:
                 for node, frame in self._crew.turn(self._patience()):
                     self.watch.see(frame)
-                    # Kinds that only the beginning knows come too late.
+                    # Kinds that belong to the startup may come late, and are ignored.
                     getattr(self, f"_on_{frame.kind}", _ignore)(node, frame)
                 self._turn()
         finally:
@@ -137,7 +137,7 @@ class Job:
         return self._judge()
 
     def end(self, number: int, who: str) -> float:
-        """By the user: gently, and at once if asked again. Returns the seconds until it is by force."""
+        """End the job for the user: gently, or at once if asked again. Returns the seconds until SIGKILL."""
         if self._outcome.signal:
             self.terminate(0.0, who)
         else:
@@ -147,7 +147,7 @@ class Job:
         return self._grace
 
     def attend(self, interrupts: Interrupts | None) -> None:
-        """What must go on while whoever reads our output takes nothing. Raises Unread if the user has asked twice."""
+        """Handle heartbeats and signals while the output is blocked. Raises Unread if the user has asked twice."""
         self._crew.beat()
         caught = interrupts.take() if interrupts is not None else set()
         again = self._outcome.signal and caught & set(ENDING_SIGNALS)
@@ -156,7 +156,7 @@ class Job:
             raise Unread(self._outcome.signal)
 
     def terminate(self, grace: float, why: str, stacks: bool = False) -> None:
-        """SIGTERM to all workers, and SIGKILL after `grace` seconds; the second call can only hasten it."""
+        """Send SIGTERM to all workers, and SIGKILL after `grace` seconds. A second call can only hasten it."""
         if grace < self._grace:
             self._grace = grace
             self.watch.stops(why, grace)
@@ -174,16 +174,16 @@ class Job:
             self._fail_at = float("inf")
             self.terminate(FAILURE_GRACE, "a worker failed", stacks=True)
         self._look_for_held(now)
-        for death in self._deaths:  # once stacks are asked for, which show where each rank was
+        for death in self._deaths:  # after the stacks are asked for, as ranks move on when they hear of a death
             self._crew.send_all(death)
         self._deaths.clear()
         if now >= self._end_by:
-            # An agent is stuck: it is killed, and its workers with it.
+            # A stuck agent is killed, and its workers with it.
             self._working.clear()
             self._hang_up = 0.0
 
     def _look_for_held(self, now: float) -> None:
-        """Where all ranks have ended but some that cannot go on, nobody else gives up on those."""
+        """Give up on ranks that cannot go on when all others have ended, since no rank waits for them then."""
         living = [member for member in self._rendezvous.members if not member.ended]
         if not living or len(living) == len(self._rendezvous.members) or not all(member.held for member in living):
             self._held_since = now
@@ -338,7 +338,7 @@ class Job:
     def _on_stacks(self, node: Node, frame: Frame) -> None:
         path = self._output.stacks(frame["rank"])
         try:
-            with private_files.open_file(path, "ab", inner=True) as file:  # those of a stall say more than what follows
+            with private_files.open_file(path, "ab", inner=True) as file:  # keeps the stacks of a stall, which say more
                 file.write(b"\n" * bool(file.tell()) + frame.body)
         except OSError as error:
             self._say(f"{path} could not be written: {error.strerror}", "warning")
@@ -347,7 +347,7 @@ class Job:
             self._stacks.append(path)
 
     def _on_dump(self, node: Node, frame: Frame) -> None:
-        """A worker that waits in vain wants to know where all are. Those that wait for the same ask together."""
+        """A stalled worker asks for all stacks. Others stalled by the same cause ask at about the same time."""
         now = time.monotonic()
         if now - self._dumped < DUMP_SECONDS:
             return
@@ -380,7 +380,7 @@ class Job:
         self._fail_at = min(self._fail_at, time.monotonic() + seconds)
 
     def _close(self) -> None:
-        """Nothing of the job outlives this, even if its agents were killed."""
+        """Close everything. No process of the job outlives this, even if its agents were killed."""
         self._crew.close(self._hang_up)
         self._outcome.stuck = sweep(f"DADT_JOB={self._job}") or self._outcome.stuck
         if self._query is not None:

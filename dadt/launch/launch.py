@@ -1,4 +1,4 @@
-"""From a plan to a running job and its outcome: what the command line and `dadt.run` share."""
+"""From a plan to a running job and its outcome, for both the command line and `dadt.run`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from dadt.launch.startup import Voice, agree, differences, gather
 
 
 class Ended(DadtError):
-    """By a signal, before the workers were started."""
+    """A signal ended the job before the workers were started."""
 
     def __init__(self, number: int) -> None:
         super().__init__(
@@ -55,27 +55,26 @@ class Placed:
 
     plan: Plan
     config: Config
-    """With what all ranks must choose alike."""
+    """The configuration with all choices made that must be the same on all ranks."""
     job: str
     logs: Path
     nodes: Sequence[Node]
     slots: Sequence[Slot]
     master: tuple[str, int] | None
     secret: str
-    """Random, in hex: known to the launcher, the agents and the workers."""
+    """A random secret in hex, known to the launcher, the agents and the workers."""
     why: str = ""
-    """What was chosen, and the reason."""
+    """The chosen executor, and the reason."""
 
 
 Told = Callable[[Placed, Watch], View | None]
-"""Is told once it is known who works where; gives what shows the job, if anything shall."""
+"""Called once every worker has its place. Returns the view that shows the job, or None."""
 
 
 def run(the_plan: Plan, voice: Voice, placed: Told, signals: bool = True) -> Outcome:
     """Start the job and wait for its end.
 
-    signals: whether this thread may take over the process's signals. Raises DadtError where nothing could be
-    started.
+    signals: whether this thread may take over the process's signals. Raises DadtError if nothing could be started.
     """
     config = the_plan.config
     exports = metrics.prepare(config.metrics)
@@ -87,7 +86,7 @@ def run(the_plan: Plan, voice: Voice, placed: Told, signals: bool = True) -> Out
 
 
 def _record(the_plan: Plan, voice: Voice, placed: Told, signals: bool, exports: Sequence[Export]) -> Outcome:
-    """Run it, and leave in its folder what it was."""
+    """Run the job, and write its report into its folder."""
     config = the_plan.config
     folder = reserve(Path(config.log_dir))
     interrupts = Interrupts([*ENDING_SIGNALS, *forwarded_signals(config)]) if signals else None
@@ -163,7 +162,7 @@ def _run(
 
 
 def _views(placed: Told, exports: Sequence[Export], voice: Voice) -> Callable[[Placed, Watch], Sequence[View]]:
-    """Makes all that shows or records how the ranks go on."""
+    """A function that makes all views of the job: the display, the exported metrics and the recorded series."""
 
     def views(where: Placed, watch: Watch) -> Sequence[View]:
         view = placed(where, watch)
@@ -179,7 +178,7 @@ def _views(placed: Told, exports: Sequence[Export], voice: Voice) -> Callable[[P
 
 
 def settle(the_plan: Plan, crew: Agents, job: str, voice: Voice) -> Placed:
-    """Who works where, once all hosts have told what they have. Agents that get no workers are let go."""
+    """Place the workers, once all hosts have reported. Agents that get no workers are ended."""
     config = the_plan.config
     rooms = [room(node, config) for node in crew.nodes]
     shares = share_out(config.np, rooms)
@@ -208,7 +207,7 @@ def settle(the_plan: Plan, crew: Agents, job: str, voice: Voice) -> Placed:
 
 
 def room(node: Node, config: Config) -> Room:
-    """What a host that is ready offers."""
+    """The room that a host offers, from the report of its agent."""
     return Room(
         host=node.name,
         slots=node.host.slots,
@@ -219,7 +218,7 @@ def room(node: Node, config: Config) -> Room:
 
 
 def orders(where: Placed) -> list[Frame]:
-    """What each node's agent is told to start."""
+    """The order for each node's agent, in order of nodes."""
     slots: list[list[Slot]] = [[] for _ in where.nodes]
     for slot in where.slots:
         slots[slot.cross_rank].append(slot)
@@ -227,7 +226,7 @@ def orders(where: Placed) -> list[Frame]:
 
 
 def reserve(log_dir: Path) -> Folder:
-    """The job's id, and the folder of its logs."""
+    """Reserve the job's id, and make the folder of its logs. Raises ConfigError or LaunchError."""
     try:
         private_files.make_folder(log_dir)
     except OSError as error:
@@ -247,19 +246,19 @@ def reserve(log_dir: Path) -> Folder:
 
 
 def forwarded_signals(config: Config) -> list[int]:
-    """Those that --forward-signals names. Raises ConfigError."""
+    """The numbers of the signals in --forward-signals. Raises ConfigError."""
     numbers = []
     for name in filter(None, (part.strip().upper() for part in config.forward_signals.split(","))):
         number = getattr(signal, name if name.startswith("SIG") else f"SIG{name}", None)
         if not isinstance(number, signal.Signals) or number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD):
             raise ConfigError(f"--forward-signals {config.forward_signals}: {name} is no signal that can be forwarded")
-        if number not in ENDING_SIGNALS:  # those end the job, and workers get SIGTERM
+        if number not in ENDING_SIGNALS:  # these end the job, and workers get SIGTERM
             numbers.append(int(number))
     return numbers
 
 
 def not_distributed(outcome: Outcome, where: Placed) -> str | None:
-    """Why training was not distributed although the job ended well; None if it was."""
+    """Why training was not distributed although the job succeeded; None if it was."""
     if len(where.slots) < 2:
         return None
     if not outcome.hooked and where.config.inject == "none":
@@ -269,7 +268,7 @@ def not_distributed(outcome: Outcome, where: Placed) -> str | None:
             "no worker imported torch with DADT hooked in (does the script import torch, in a Python in which dadt "
             "is installed? try --inject sitecustomize)"
         )
-    # A script that calls dadt.init does with its ranks what it likes.
+    # A script that calls dadt.init may use its ranks without an optimizer.
     told = any(summary.get("steps", 0) or summary.get("explicit") for summary in outcome.summaries.values())
     if not (told or outcome.stepped):
         return (
@@ -280,13 +279,13 @@ def not_distributed(outcome: Outcome, where: Placed) -> str | None:
 
 
 def _facts(where: Placed) -> dict[str, Any]:
-    """What other commands are told of the job."""
+    """Constant facts about the job for other commands."""
     logs = str(where.logs.resolve())
     return {"job": where.job, "command": list(where.plan.command), "logs": logs, "hosts": len(where.nodes)}
 
 
 def _labels(where: Placed) -> dict[str, str]:
-    """What metrics are told of it."""
+    """The job's labels for metrics."""
     config = where.config
     executor = executors_of(config)[1]
     chosen = {"algorithm": config.algorithm, "executor": executor, "compression": config.compression}
@@ -294,11 +293,11 @@ def _labels(where: Placed) -> dict[str, str]:
 
 
 def _look(the_plan: Plan, job: str, node: Node) -> Mapping[str, Any]:
-    """What an agent is told before it tells what its host has."""
+    """The fields of the `look` frame, which asks an agent to report about its host."""
     config = the_plan.config
-    # A child has our environment, and the end of its pipe says all that our silence could.
+    # A child has our environment, and needs no timeout: it sees the end of its pipe.
     is_child = isinstance(node.channel, LocalChannel)
-    # By hand, each host's environment is what the user has made it.
+    # In a job started by hand, the user has set up each host's environment.
     has_own = is_child or config.nnodes
     return {
         "job": job,
@@ -322,7 +321,7 @@ def _order(where: Placed, slots: Sequence[Slot], node: Node) -> Frame:
         for slot in slots
     ]
     env = {**environment.common(where.config), "DADT_INTERFACE": node.interface}
-    # Seconds in which mpirun must have started the workers; 0 where the agent starts them.
+    # Seconds in which mpirun must have started the workers; 0 if the agent starts them.
     adopt = where.config.start_timeout if where.config.launcher == "mpi" else 0.0
     header = {
         "job": where.job,
@@ -339,7 +338,7 @@ def _order(where: Placed, slots: Sequence[Slot], node: Node) -> Frame:
 
 
 def heartbeats(where: Placed) -> bool:
-    """Whether the hosts give each other signs of life: of one machine they would say nothing."""
+    """Whether the hosts send each other heartbeats, which would be of no use on one machine."""
     apart = len(where.nodes) > 1 and all(node.address != SAME_MACHINE for node in where.nodes)
     return apart and where.config.heartbeat_timeout > 0
 
@@ -363,7 +362,7 @@ def _master(config: Config, first: Node) -> tuple[str, int]:
 
 
 def _resolved(config: Config, slots: Sequence[Slot], nodes: Sequence[Node]) -> tuple[Config, str]:
-    """With what all ranks must choose alike: the executors, and why, and the seed where none is given."""
+    """Make the choices that must be the same on all ranks: the executors, with the reason, and the seed if unset."""
     if config.seed < 0:
         config = replace(config, seed=secrets.randbelow(2**31))
     workers = Counter(slot.cross_rank for slot in slots)

@@ -1,4 +1,4 @@
-"""What the jobs of this user have on this machine: folders, sockets, processes."""
+"""The traces of this user's jobs on this machine: folders, sockets, processes."""
 
 from __future__ import annotations
 
@@ -23,49 +23,49 @@ END_SECONDS = 5.0
 
 @dataclass(slots=True)
 class Trace:
-    """One job's. A job that was launched elsewhere has agents here, but no launcher."""
+    """The traces of one job. A job that was launched elsewhere has agents here, but no launcher."""
 
     job: str
     launcher: Path | None = None
     """The socket of its launcher, which may be dead."""
     agents: list[Path] = field(default_factory=list)
-    """The first sockets of its agents."""
+    """The socket for local rank 0 of each of its agents."""
     pids: list[int] = field(default_factory=list)
-    """Processes that carry its mark: the workers, and what they started."""
+    """Processes that carry its mark: the workers and their descendants."""
     workers: dict[int, int] = field(default_factory=dict)
     """Rank to pid."""
 
     def call(self) -> Line | None:
-        """A connection to its launcher; None where none listens."""
+        """A connection to its launcher; None if it does not listen."""
         return _call(self.launcher) if self.launcher is not None else None
 
     def steps(self) -> list[int]:
-        """Of the ranks of this machine; -1 where none was done."""
+        """Steps done by each of this machine's ranks; -1 for none."""
         steps = []
         for agent in self.agents:
             try:
                 pulse = Heartbeat(agent.with_name("pulse"))
             except (OSError, ValueError):
-                continue  # there is none yet, or no more
+                continue  # not there yet, or removed
             steps += [pulse.read(rank)[0] for rank in range(pulse.local_size)]
             pulse.close()
         return steps
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether processes of it run, and neither its launcher nor an agent that would end them."""
+        """Whether its processes run without a launcher or agent that would end them."""
         sockets = [*self.agents, *filter(None, [self.launcher])]
         return bool(self.pids) and not any(_listener(path) for path in sockets)
 
     @property
     def since(self) -> float:
-        """When the first of its folders was made, or process started."""
+        """Time at which the first of its folders was made, or the first process started."""
         folders = [path.parent for path in [self.launcher, *self.agents] if path is not None]
         paths = [*folders, *(Path(f"/proc/{pid}") for pid in self.pids)]
         return min(filter(None, map(_begin, paths)), default=0.0)
 
     def kill(self) -> list[int]:
-        """End its agents and processes on this machine, gently and then by force, whatever has become of its launcher.
+        """End its agents and processes on this machine, gently and then by force, even without its launcher.
 
         Returns the processes that did not die.
         """
@@ -80,7 +80,7 @@ class Trace:
 
 
 def traces() -> list[Trace]:
-    """Of all jobs that run or have left something running, oldest first."""
+    """The traces of all jobs that run or have left something running, oldest first."""
     found: dict[str, Trace] = {}
     for path in sorted(root().iterdir()):
         if (name := NAME.fullmatch(path.name)) is None:
@@ -99,20 +99,20 @@ def traces() -> list[Trace]:
 
 
 def _exists(trace: Trace) -> bool:
-    """Folders alone may be left of a job that was killed; the next job removes them."""
+    """Whether more than folders is left. A killed job may leave these, and the next job removes them."""
     sockets = [*trace.agents, *filter(None, [trace.launcher])]
     return bool(trace.pids) or any(_listener(path) for path in sockets)
 
 
 def _marked() -> Iterator[tuple[int, dict[str, str]]]:
-    """This user's processes with a job's mark, and their DADT_* variables."""
+    """This user's processes that carry a job's mark, and their DADT_* variables."""
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         try:
             text = (entry / "environ").read_text(errors="replace") if entry.stat().st_uid == os.getuid() else ""
         except OSError:
-            continue  # it has just ended, or is not ours to look into
+            continue  # it has just ended, or we may not read it
         pairs = (pair.partition("=") for pair in text.split("\0") if pair.startswith("DADT_"))
         marks = {name: value for name, _, value in pairs}
         if NAME.fullmatch(marks.get("DADT_JOB", "")) and is_alive(int(entry.name)):
@@ -136,7 +136,7 @@ def _listener(path: Path) -> int:
 
 
 def _begin(path: Path) -> float:
-    """Of a folder or a process; 0 if it is gone meanwhile."""
+    """Time at which a folder was made or a process started; 0 if it is gone."""
     try:
         return path.stat().st_ctime
     except OSError:
@@ -151,7 +151,7 @@ def _leads_session(pid: int) -> bool:
 
 
 def _await_end(agents: list[int], job: str, seconds: float) -> None:
-    """The kernel announces the end of a process only to its parent: these have to be looked at."""
+    """Wait for the processes to end. They are polled, as the kernel reports an end only to the parent."""
     deadline = time.monotonic() + seconds
     while (any(map(is_alive, agents)) or members(f"DADT_JOB={job}")) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -11,20 +11,20 @@ from dadt.launch.failure import Failure, signal_name
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What is known when nothing of the job is left."""
+    """The facts about a job of which nothing is left."""
 
     seconds: float
     failure: Failure | None = None
     signal: int = 0
-    """The signal by which the user ended it."""
+    """The signal by which the user ended it; 0: none."""
     summaries: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-    """What each rank reported at the end of its training."""
+    """Rank to its summary at the end of training."""
     results: Mapping[int, bytes] = field(default_factory=dict)
-    """What each rank's function returned or raised, where `dadt.run` has called one."""
+    """Rank to what the function of `dadt.run` returned or raised."""
     hooked: bool = False
-    """At least one worker imported torch with DADT hooked in."""
+    """Whether any worker imported torch with DADT hooked in."""
     stepped: bool = False
-    """An optimizer of theirs has made a step, also where the process has ended by os._exit and told nothing."""
+    """Whether any worker's optimizer made a step; known even if the process ended by os._exit without a report."""
     stuck: Sequence[int] = ()
     """Processes that did not die of SIGKILL."""
 
@@ -36,7 +36,7 @@ class Outcome:
 
 
 class Unread(DadtError):
-    """Ended by the user while nobody read our output."""
+    """The user ended the job while nobody read its output."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"ended by {signal_name(number)} while nobody read the output; all workers stopped")

@@ -1,4 +1,4 @@
-"""What a job is to be, before anything is started: its hosts, how their agents are started, what they run."""
+"""The plan of a job, made before anything is started: its hosts, its launcher and its command."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from dadt.launch.launchers.node_rendezvous import rendezvous_of
 
 FIELDS = ("rank", "local_rank", "world_size", "master_addr", "master_port")
 MOST_SLOTS = 1 << 16
-"""Of one host: more are a slip of the finger, and would take long to lay out."""
+"""Most slots of one host; a larger number is a typing error and would take long to lay out."""
 BRACES = re.compile(r"\{\{|\}\}|\{(" + "|".join(FIELDS) + r")\}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One job, as its user asked for it."""
+    """One job, as the user asked for it."""
 
     config: Config
     command: Sequence[str]
-    """Of each worker; {rank} and its like are filled in."""
+    """Command line of each worker, in which {rank} and other FIELDS are filled in."""
     files: Sequence[str] = ()
-    """Which must exist on each host, seen from `cwd`."""
+    """Files that must exist on each host, relative to `cwd`."""
     blob: bytes = b""
-    """Goes into a file in each agent's folder."""
+    """Bytes for a file in each agent's folder: the function of `dadt.run`."""
     hosts: Sequence[Host] = ()
     elsewhere: Mapping[str, str] = field(default_factory=dict)
     """Variables for workers on other hosts."""
@@ -47,12 +47,12 @@ class Plan:
 
     @property
     def by_name(self) -> bool:
-        """Whether the user, or a scheduler, named hosts."""
+        """Whether the user or a scheduler named hosts."""
         return any(host.name for host in self.hosts)
 
 
 def make(config: Config, command: Sequence[str], files: Sequence[str] = (), blob: bytes = b"") -> Plan:
-    """Raises ConfigError."""
+    """Make the plan. Raises ConfigError."""
     config = _for_mpi(config)
     network.check(config.network_interface)
     elsewhere, named = environment.forwarded(config)
@@ -72,7 +72,7 @@ def make(config: Config, command: Sequence[str], files: Sequence[str] = (), blob
 
 
 def _for_mpi(config: Config) -> Config:
-    """With the launcher that the executor needs: ranks of MPI are started by mpirun, or by srun as such."""
+    """The configuration with the launcher that its executor needs: only mpirun or srun can start MPI ranks."""
     name = mpi_executor(config)
     if not name or config.launcher == "mpi":
         return config
@@ -86,14 +86,14 @@ def _for_mpi(config: Config) -> Config:
 
 
 def _enough(count: int, hosts: list[Host]) -> list[Host]:
-    """Raises ConfigError where it is known before they are asked that they have too few slots."""
+    """Raises ConfigError if the hosts have too few slots, as far as that is known before they are asked."""
     if all(host.slots for host in hosts):
         share_out(count, [Room(host=host.name, slots=host.slots) for host in hosts])
     return hosts
 
 
 def hosts_of(config: Config, env: Mapping[str, str] = os.environ) -> list[Host]:
-    """Where the job runs. One host without a name is this one. Raises ConfigError."""
+    """The hosts of the job. A single host without a name is this one. Raises ConfigError."""
     if simulated.wanted(config):
         return [Host(name=name, slots=slots) for name, slots in simulated.hosts_and_slots(config).items()]
     if config.nnodes:
@@ -125,13 +125,13 @@ def hosts_of(config: Config, env: Mapping[str, str] = os.environ) -> list[Host]:
 
 
 def fill(command: Sequence[str], values: Mapping[str, object]) -> list[str]:
-    """The command of one worker: `{rank}` and its like are replaced, `{{` and `}}` are literal braces."""
+    """The command of one worker: `{rank}` and other FIELDS are replaced, `{{` and `}}` are literal braces."""
 
     def value(found: re.Match[str]) -> str:
         name = found[1]
         return str(values[name]) if name else found[0][0]
 
-    # Braces that mean nothing here stay as they are: a script may take JSON.
+    # Arguments without a field keep their braces, as a script may take JSON.
     return [BRACES.sub(value, part) if _has_field(part) else part for part in command]
 
 
@@ -161,12 +161,12 @@ def _by_hand(config: Config) -> list[Host]:
                 "of each host"
             )
         slots = config.np // config.nnodes
-    rendezvous_of(config)  # what is wrong with it is told before anything listens
+    rendezvous_of(config)  # reports errors before anything listens
     return [Host(name=f"node{index}", slots=slots) for index in range(config.nnodes)]
 
 
 def _allocated(config: Config, env: Mapping[str, str]) -> list[Host]:
-    """The hosts that a scheduler has given us."""
+    """The hosts that a scheduler has allocated; empty outside of an allocation."""
     if "SLURM_JOB_ID" not in env:
         if config.launcher == "slurm":
             raise ConfigError("--launcher slurm: this is no Slurm allocation; use sbatch or salloc")

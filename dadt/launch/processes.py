@@ -1,4 +1,4 @@
-"""The processes of a job, however they got away from their parents, and their end."""
+"""Finding and killing the processes of a job, even those that got away from their parents."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from dadt.control import guard
 SWEEP_SECONDS = 4.0
 TRACKER = b"multiprocessing.resource_tracker"
 TRACKER_SECONDS = 1.0
-"""How long a resource tracker may take to remove what the others left."""
+"""How long a resource tracker may take to remove the resources of dead processes."""
 
 
 def members(mark: str, descendants: bool = False) -> list[int]:
-    """Processes of this user that carry the mark, as DADT_JOB=p7q2, in their environment.
+    """Processes of this user that carry the mark, such as DADT_JOB=p7q2, in their environment.
 
-    With `descendants`, those of this process too: as the subreaper it also finds a process that left its
-    parent and cleared its environment.
+    With `descendants` also those of this process, which is a subreaper: this finds processes that left their parent
+    and cleared their environment.
     """
     found = {int(entry.name) for entry in Path("/proc").iterdir() if _is_marked(entry, mark.encode())}
     if descendants:
-        # Not those of other users (a sudo, a setuid program), whom this one cannot end.
+        # Processes of other users (by sudo or a setuid program) are left out, as they cannot be killed.
         found.update(pid for pid in _descendants(os.getpid()) if _is_own(Path(f"/proc/{pid}")))
     found.discard(os.getpid())
     found.difference_update([pid for pid in found if _is_marked(Path(f"/proc/{pid}"), guard.MARK.encode())])
@@ -37,19 +37,19 @@ def kill(pids: Iterable[int], number: int) -> None:
         try:
             os.kill(pid, number)
         except (ProcessLookupError, PermissionError):
-            pass  # already gone; or another user's, whom this one cannot end
+            pass  # already gone, or another user's
 
 
 def without_trackers(pids: Iterable[int]) -> list[int]:
-    """Without multiprocessing's resource trackers: those remove the semaphores and segments of the others once
-    these are dead, and then end by themselves."""
+    """The processes without multiprocessing's resource trackers, which remove the semaphores and segments of dead
+    processes and then end by themselves."""
     return [pid for pid in pids if TRACKER not in _bytes(Path(f"/proc/{pid}/cmdline"))]
 
 
 def sweep(mark: str) -> list[int]:
-    """Kill what carries the mark on this machine, again until nothing does.
+    """Kill all processes on this machine that carry the mark, repeatedly until none is left.
 
-    Returns what does not die (stuck in the kernel).
+    Returns the processes that do not die (stuck in the kernel).
     """
     begin = time.monotonic()
     pause = 0.001
@@ -58,7 +58,7 @@ def sweep(mark: str) -> list[int]:
         if now > begin + SWEEP_SECONDS:
             return left
         kill(left if now > begin + TRACKER_SECONDS else without_trackers(left), signal.SIGKILL)
-        # The kernel announces the end of a process only to its parent, and these are not our children.
+        # The kernel reports the end of a process only to its parent, and these are not our children.
         time.sleep(pause)
         pause = min(2 * pause, 0.05)
     return []
@@ -81,7 +81,7 @@ def is_alive(pid: int) -> bool:
 
 
 def state(pid: int) -> str:
-    """The kernel's letter for what the process does, as S or D; empty once it is gone."""
+    """The kernel's letter for the state of the process, such as S or D; empty once it is gone."""
     return _state_and_parent(pid)[0]
 
 
@@ -101,7 +101,7 @@ def _descendants(root: int) -> set[int]:
 
 def _state_and_parent(pid: int) -> tuple[str, int]:
     try:
-        # The name, in parentheses, may itself hold spaces and parentheses.
+        # The name, in parentheses, may itself contain spaces and parentheses.
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return "", 0
@@ -112,4 +112,4 @@ def _bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError:
-        return b""  # it has just ended, or is not ours to look into
+        return b""  # it has just ended, or we may not read it

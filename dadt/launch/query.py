@@ -1,4 +1,4 @@
-"""Questions to a running job: the launcher's socket, and how other commands of the same user ask it."""
+"""Questions to a running job: the launcher's socket, and the client for other commands of the same user."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 WRITE_SECONDS = 0.05
 OWN_INQUIRY = 0
-"""The number of what the job itself asks; those of callers count from 1."""
+"""The number of the job's own inquiries; those of callers count from 1."""
 STACKS_SECONDS = 4.0
-"""Beyond the time that an agent gives its workers."""
+"""How long agents may take to answer; longer than they wait for their workers."""
 ANSWER_SECONDS = 3.0
 MOST_CALLERS = 256
 UNSENT_LIMIT = 4 << 20
-"""A caller that has not taken so many bytes of its answers may ask no more."""
+"""A caller with more unread bytes of answers than this may ask no more."""
 
 
 @dataclass(eq=False, slots=True)
 class Caller:
-    """One connection; stays open until the caller hangs up or the job ends, which the caller may wait for."""
+    """One connection. It stays open until the caller hangs up or the job ends, so callers can wait for that."""
 
     socket: socket.socket
     link: Link = field(init=False)
@@ -42,13 +42,13 @@ class Caller:
         self.link = Link(self.socket.fileno(), self.socket.fileno(), schema.CALLER)
 
     def answer(self, frame: Frame) -> None:
-        """Never blocks: what does not fit is sent by and by."""
+        """Queue an answer. Never blocks: the bytes are sent as they fit."""
         self.link.post(frame.encode())
 
 
 @dataclass(eq=False, slots=True)
 class Inquiry:
-    """A caller who waits for stacks, and the ranks that have not answered yet."""
+    """A caller that waits for stacks, and the ranks that have not answered yet."""
 
     caller: Caller
     ranks: set[int]
@@ -56,12 +56,12 @@ class Inquiry:
 
 
 class Query:
-    """The launcher's end. Single-threaded: lives in the job's selector, and never waits for a caller."""
+    """The launcher's end. Single-threaded: it runs in the job's selector and never waits for a caller."""
 
     def __init__(
         self, path: Path, crew: Agents, watch: Watch, facts: Mapping[str, Any], end: Callable[[], float]
     ) -> None:
-        """facts: what does not change, as the job's id and script. end: ends the job; gives its grace in seconds."""
+        """facts: constants such as the job's id and command. end: ends the job and returns its grace in seconds."""
         self._crew = crew
         self._watch = watch
         self._facts = facts
@@ -77,8 +77,8 @@ class Query:
         crew.watch(server, self._accept)
 
     def turn(self) -> float:
-        """Send what has not fitted yet, and end what takes too long. Returns the seconds until it is to be called
-        again."""
+        """Send bytes that did not fit before, and end inquiries that take too long. Returns the seconds until the next
+        call is due."""
         now = time.monotonic()
         for number, inquiry in list(self._inquiries.items()):
             if now >= inquiry.deadline:
@@ -92,7 +92,7 @@ class Query:
         return min((inquiry.deadline - now for inquiry in self._inquiries.values()), default=float("inf"))
 
     def told(self, frame: Frame) -> None:
-        """An agent's answer about the stacks of a rank."""
+        """Handle an agent's answer about the stacks of a rank."""
         inquiry = self._inquiries.get(frame["number"])
         if inquiry is None or frame["rank"] not in inquiry.ranks:
             return  # too late
@@ -104,12 +104,13 @@ class Query:
             inquiry.caller.answer(Frame("end"))
 
     def close(self) -> None:
-        """After the crew. Callers see that the job is over by their connection's end. Idempotent."""
+        """Hang up on all callers, which tells them that the job is over. Call it after the agents are closed.
+        Idempotent."""
         for caller in self._callers:
             try:
                 caller.link.flush()
             except BrokenPipeError:
-                pass  # it has hung up, too
+                pass  # the caller has hung up as well
             caller.socket.close()
         self._callers.clear()
         self._entrance.close()
@@ -120,7 +121,7 @@ class Query:
         caller.answer(Frame("description", {**self._facts, **about}))
 
     def _stacks(self, caller: Caller, question: Frame) -> None:
-        """Of the ranks in question that live; null: of all."""
+        """Ask for the stacks of those ranks in question that live; null means all ranks."""
         asked = question["ranks"]
         ranks = {gauge.rank for gauge in self._watch.gauges if not gauge.member.ended}
         ranks = ranks if asked is None else ranks & set(asked)
@@ -198,7 +199,7 @@ class Line:
     """A caller's end: a connection to a launcher or an agent."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError where nobody listens any more."""
+        """Raises OSError if nobody listens there."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(ANSWER_SECONDS)
         try:
@@ -216,14 +217,14 @@ class Line:
 
     @property
     def pid(self) -> int:
-        """Of the process that listens, as the kernel knows it."""
+        """Pid of the process that listens, according to the kernel."""
         return peer_of(self._socket).pid
 
     def ask(self, frame: Frame, seconds: float = ANSWER_SECONDS) -> Iterator[Frame]:
-        """The answers, as they come. Ends with the connection; raises TimeoutError after so many seconds."""
+        """Yield the answers as they come, until the connection ends. Raises TimeoutError after `seconds`."""
         deadline = time.monotonic() + seconds
         self._socket.settimeout(seconds)
-        with suppress(BrokenPipeError, ConnectionResetError):  # it is ending; what it has sent before can be read
+        with suppress(BrokenPipeError, ConnectionResetError):  # the job is ending, and sent bytes can still be read
             self._socket.sendall(frame.encode())
         while True:
             self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
@@ -236,7 +237,7 @@ class Line:
             yield from self._parser.feed(data)
 
     def ended(self, seconds: float) -> bool:
-        """Wait so long for the other side to hang up; whether it has."""
+        """Wait at most `seconds` for the other side to hang up. Returns whether it has."""
         deadline = time.monotonic() + seconds
         while select.select([self._socket], [], [], max(0.0, deadline - time.monotonic()))[0]:
             try:

@@ -1,4 +1,4 @@
-"""`report.json`: how a job went, as data; while it runs, how it goes."""
+"""`report.json`, which describes a job as data, while it runs and after its end."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from dadt.launch.outcome import Outcome
 from dadt.launch.plan import Plan
 
 VERSION = 1
-"""Of the format: raised when a name changes its meaning or goes."""
+"""Version of the format, raised when a name changes its meaning or is removed."""
 SECONDS = 2.0
-"""From one report to the next while the job runs."""
+"""Time between two reports while the job runs."""
 SHARE = 0.01
-"""Of the launcher's time that these may take: with very many ranks they come less often."""
+"""Largest share of the launcher's time for reports: with very many ranks they are written less often."""
 
 
 class Interim:
@@ -42,14 +42,14 @@ class Interim:
         return self._due - now
 
     def close(self) -> None:
-        """The last report is written when all is known."""
+        """Does nothing: `Report.close` writes the last report."""
 
 
 class Report:
-    """What is left of a job in its log folder: the journal, and the report. Never stops a job."""
+    """The records of a job in its log folder: the journal and the report. Errors here never stop a job."""
 
     def __init__(self, plan: Plan, logs: Path, warn: Callable[[str], None]) -> None:
-        """warn: is told if something cannot be written."""
+        """warn: called with a text if something cannot be written."""
         self.journal = Journal(logs / "events.jsonl", warn)
         self._plan = plan
         self._logs = logs
@@ -68,18 +68,18 @@ class Report:
         self.journal.write("start", job=logs.name, command=list(plan.command), dadt=version.VERSION)
 
     def placed(self, config: Config, nodes: Sequence[Node], slots: Sequence[Slot], watch: Watch) -> None:
-        """It is known who works where."""
+        """Record the places of the workers."""
         self._config, self._nodes, self._slots, self._watch = config, list(nodes), slots, watch
         ranks = [{name: getattr(slot, name) for name in ("rank", "host", "local_rank", "gpu")} for slot in slots]
         self.journal.write("placed", ranks=ranks, algorithm=config.algorithm, executor=config.executor)
 
     def ended(self, outcome: Outcome) -> None:
-        """By itself, by a worker's failure, or by the user."""
+        """Record the outcome of a job that ended by itself, by a worker's failure, or by the user."""
         self._exit_code, self._failure, self._signal = outcome.exit_code, outcome.failure, outcome.signal
         self._error = ""
 
     def failed(self, error: DadtError) -> None:
-        """Otherwise."""
+        """Record the error of a job without an outcome."""
         self._exit_code, self._error = error.exit_code, str(error)
 
     def interim(self) -> Interim:
@@ -92,7 +92,7 @@ class Report:
         self._write()
 
     def _write(self) -> None:
-        """Whoever reads meanwhile reads the one before, or this."""
+        """Replace the report atomically: readers see the previous one or this one."""
         path = self._logs / "report.json"
         new = path.with_name(f"{path.name}.new")
         try:
@@ -127,7 +127,7 @@ class Report:
 
 
 def _value(name: str, value: Any) -> Any:
-    """Of what is passed on to workers the names alone: a value may be a secret."""
+    """A knob's value; of forwarded variables only the names, as their values may be secret."""
     return [each.partition("=")[0] for each in value] if name == "forward" else value
 
 

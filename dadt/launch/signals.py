@@ -1,4 +1,4 @@
-"""Signals as something to select on."""
+"""Signals that a selector can wait for."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 
 class Interrupts:
-    """While open, these signals no longer end the process: their numbers are read from `fileno()`.
+    """While open, these signals do not end the process; their numbers are read from `fileno()`.
 
-    Main thread only, as all signal handling in Python.
+    For the main thread only, like all signal handling in Python.
     """
 
     def __init__(self, numbers: Sequence[int]) -> None:
@@ -24,7 +24,7 @@ class Interrupts:
         os.set_blocking(self._reader, False)
         os.set_blocking(self._writer, False)
         self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        # Under nohup, a hang-up is to be ignored, and stays so.
+        # SIGHUP stays ignored under nohup.
         spared = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
         taken = [number for number in self._numbers if number not in spared]
         self._previous = {number: signal.signal(number, _ignore) for number in taken}
@@ -51,4 +51,4 @@ class Interrupts:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Python wakes the reader; there is nothing else to do."""
+    """A handler that does nothing, as Python writes the number to the wake-up pipe."""

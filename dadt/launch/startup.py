@@ -1,4 +1,4 @@
-"""The beginning of a job: until every agent has told what its host has, and at which address others reach it."""
+"""The startup of a job, in which every agent reports about its host and the hosts agree on addresses."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from dadt.launch.agents import Agents, Node
 from dadt.launch.channel import Noted
 
 STRAGGLER_SECONDS = 15.0
-"""How long the others may still take once one host has failed: all failures are told, not the first."""
+"""How long the other hosts may still take once one has failed, so that all failures are reported together."""
 PROBE_SECONDS = 10.0
 NAMED_HOSTS = 8
-"""Of more hosts only those that fail are named as they come."""
+"""With more hosts than this, only those that fail are named as they come."""
 
 
 class Voice(Protocol):
-    """Who speaks to the user."""
+    """Output to the user."""
 
     def say(self, text: str, level: str = "info") -> None: ...
 
     def part(self, text: str, last: bool = False) -> None:
-        """The next part of a line that grows; `last` ends it."""
+        """Append to the current line; `last` ends it."""
 
     def lines(self, stream: str, data: bytes) -> None:
-        """Complete lines of a worker's "out" or "err"."""
+        """Print complete lines of a worker's "out" or "err"."""
 
     def meanwhile(self, act: Callable[[], None]) -> None:
-        """What to do about every second while whoever reads our output takes nothing (a pager, Ctrl-S)."""
+        """Call `act` about every second while the output is blocked (by a pager or Ctrl-S)."""
 
 
 def gather(crew: Agents, look: Callable[[Node], Mapping[str, Any]], timeout: float, job: str, voice: Voice) -> None:
-    """Wait for all agents. Those that fail are told one by one; then raises LaunchError, or StartTimeout."""
+    """Wait for all agents. Reports each one that fails, and then raises LaunchError or StartTimeout."""
     failures, late = await_agents(crew, look, timeout, job, voice)
     if failures:
         _refuse(failures, late, timeout, voice)
@@ -45,8 +45,8 @@ def gather(crew: Agents, look: Callable[[Node], Mapping[str, Any]], timeout: flo
 def await_agents(
     crew: Agents, look: Callable[[Node], Mapping[str, Any]], timeout: float, job: str, voice: Voice
 ) -> tuple[dict[Node, str], bool]:
-    """Until each agent has told what its host has, or has failed. Returns why some cannot take part, and whether time
-    is up."""
+    """Wait until each agent has reported about its host or failed. Returns the reasons by node that cannot take part,
+    and whether the timeout passed."""
     named = any(node.name for node in crew.nodes)
     begin = time.monotonic()
     deadline = begin + timeout
@@ -86,7 +86,7 @@ def await_agents(
 
 
 def agree(crew: Agents, wanted: str) -> None:
-    """Give each node the address at which all others reach it. Raises LaunchError where there is none."""
+    """Give each node the address at which all others reach it. Raises LaunchError if there is none."""
     nodes = crew.nodes
     if len(nodes) < 2:
         return
@@ -109,7 +109,7 @@ def agree(crew: Agents, wanted: str) -> None:
 
 
 def differences(nodes: Sequence[Node]) -> list[str]:
-    """What is not the same on all hosts but may work all the same."""
+    """Warnings about versions that differ between the hosts but may work together."""
     texts = []
     for what, name in (("torch", "torch"), ("Python", "python")):
         found = {node.name: ".".join(str(node.report[name]).split(".")[:2]) for node in nodes}

@@ -1,4 +1,4 @@
-"""A class of the user's own that a flag names: looked for in its source, before workers are started."""
+"""Check a class of the user's that a flag names, by its source, before workers are started."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dadt.errors import ConfigError
 
 
 def check(asked: str, name: str, folder: Path) -> None:
-    """name: "package.module:Class"; folder: where workers look first. Raises ConfigError.
+    """Raises ConfigError. name: "package.module:Class"; folder: where workers look first.
 
-    To import it here would import torch, and where its source is not in the folder, the workers know better.
+    Importing it here would import torch. A source outside the folder is not checked, as only workers can find it.
     """
     path, _, cls = name.partition(":")
     base = folder.joinpath(*path.split("."))
@@ -27,7 +27,7 @@ def check(asked: str, name: str, folder: Path) -> None:
 
 
 def _names(tree: ast.Module) -> set[str]:
-    """All that it may define, "*" among them where it takes all of another module."""
+    """All names that the module may define; includes "*" if it imports everything from another module."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):

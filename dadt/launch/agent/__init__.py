@@ -1,1 +1,1 @@
-"""The one process per host that owns its workers, and the shim under mpirun."""
+"""The agent, one process per host that owns the host's workers, and the shim that mpirun starts."""

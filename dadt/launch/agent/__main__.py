@@ -1,4 +1,4 @@
-"""`python -m dadt.launch.agent`: frames on stdin and stdout, or on a connection that is its stdin."""
+"""`python -m dadt.launch.agent`, which speaks frames on stdin and stdout, or on a socket that is its stdin."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PR_SET_CHILD_SUBREAPER = 36
 def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     if os.getpgid(0) != os.getpid():
-        os.setsid()  # which the leader of a group, as a task of Slurm is, cannot and need not do
+        os.setsid()  # a group leader, such as a Slurm task, cannot call this and need not
     if "--connect" in sys.argv[1:]:
         from dadt.launch.agent.slurm_step import connect
 
@@ -29,7 +29,7 @@ def main() -> None:
             connect()
         except LaunchError as error:
             sys.exit(f"dadt: {error}")
-    # Frames keep descriptors of their own, so that nothing printed in this process can get between them.
+    # Frames use descriptors of their own, so that nothing printed in this process gets between them.
     seal = handed_over()
     reader, writer = os.dup(0), os.dup(1 if seal is None else 0)
     with open(os.devnull) as null:  # noqa: PTH123
@@ -41,7 +41,7 @@ def main() -> None:
         launcher.post(MAGIC)
         launcher.flush()
         Agent(launcher, interrupts).run()
-    gc.freeze()  # or the interpreter, on its way out, goes through all that was ever imported
+    gc.freeze()  # else the last collection at exit visits everything that was ever imported
 
 
 if __name__ == "__main__":

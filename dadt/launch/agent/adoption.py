@@ -1,4 +1,4 @@
-"""Workers that mpirun starts: each comes to the agent as a shim, which asks what to run."""
+"""Admission of shims: mpirun starts one per rank, and each asks the agent which worker to run."""
 
 from __future__ import annotations
 
@@ -14,56 +14,56 @@ from dadt.launch.agent.worker import STREAMS, Worker
 
 
 class ShimAdmission:
-    """The agent's side. A worker's pipes are named ones, of which the shim opens the other end."""
+    """The agent's side. A worker's output comes through named pipes, whose other ends the shim opens."""
 
     def __init__(self, folder: Path, answer: Callable[[int, Frame], None]) -> None:
-        """answer: takes the number of a line, and the frame for whoever is there."""
+        """answer: sends a frame on the line with a number."""
         self._folder = folder
         self._answer = answer
         self._orders: dict[int, dict[str, Any]] = {}
-        """What the ranks are to run that have not asked yet."""
+        """Rank to the order for its shim, which has not come yet."""
         self._admitted: dict[int, Worker] = {}
-        """Shims that were told what to run, by line."""
+        """Line to the worker of a shim that has its order."""
         self._deadline = float("inf")
 
     def expect(self, rank: int, order: Mapping[str, Any], timeout: float) -> None:
-        """A shim will come for this rank."""
+        """Expect a shim for this rank within `timeout` seconds."""
         self._orders[rank] = dict(order)
         self._deadline = time.monotonic() + timeout
 
     @property
     def pending(self) -> bool:
-        """Some workers are not there yet."""
+        """Whether some workers have not been started yet."""
         return bool(self._orders) or any(not worker.pid for worker in self._admitted.values())
 
     def missing(self) -> str:
-        """A sentence, once shims are overdue."""
+        """A sentence that names the overdue shims; empty as long as none is."""
         if not self._orders or time.monotonic() < self._deadline:
             return ""
         ranks = ", ".join(map(str, sorted(self._orders)))
         return f"mpirun did not start rank {ranks} here in time"
 
     def dismiss(self) -> None:
-        """Whoever comes now gets nothing to run."""
+        """Give no order to the shims that come from now on."""
         self._orders.clear()
         self._admitted = {line: worker for line, worker in self._admitted.items() if worker.pid}
 
     def admit(self, frame: Frame) -> None:
-        """Tell a shim what to run."""
+        """Send a shim its order."""
         order = self._orders.pop(frame["rank"], None)
         if order is None:
-            return  # dismissed; the end of the line tells it
+            return  # dismissed: the shim sees its line closed
         paths = {stream: self._folder / f"{frame['rank']}.{stream}" for stream in STREAMS}
         descriptors = []
         for path in paths.values():
             os.mkfifo(path, 0o600)
-            # Not read before the shim has opened it: until then it seems to have ended.
+            # A pipe without a writer reads as ended, so it is not read before the shim has opened it.
             descriptors.append(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
         self._admitted[frame["line"]] = Worker(frame["rank"], 0, *descriptors)
         self._answer(frame["line"], Frame("order", {**order, **{stream: str(path) for stream, path in paths.items()}}))
 
     def spawned(self, frame: Frame) -> Worker | None:
-        """The shim has started the worker."""
+        """Handle a shim's report that it has started the worker. Returns the worker, if the report is expected."""
         worker = self._admitted.get(frame["line"])
         if worker is None or worker.pid:
             return None
@@ -71,11 +71,11 @@ class ShimAdmission:
         return worker
 
     def admitted(self, line: int) -> bool:
-        """Whether a shim is there that was told what to run."""
+        """Whether the shim on this line has its order."""
         return line in self._admitted
 
     def ended(self, frame: Frame) -> tuple[Worker, int] | None:
-        """The shim says how the worker ended: it, and its peak memory."""
+        """Handle a shim's report of how its worker ended. Returns the worker and its peak memory in bytes."""
         worker = self._admitted.pop(frame["line"], None)
         if worker is None:
             return None
@@ -83,7 +83,7 @@ class ShimAdmission:
         return worker, frame["peak_memory"]
 
     def hung_up(self, line: int) -> Worker | None:
-        """Whoever was there is gone. Returns a worker whose shim was killed: it was killed with it."""
+        """Handle the end of a line. Returns the worker of a shim that was killed: the worker died with it."""
         worker = self._admitted.pop(line, None)
         if worker is not None:
             worker.end(signal.SIGKILL)

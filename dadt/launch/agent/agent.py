@@ -1,8 +1,8 @@
-"""The one process per host that owns its workers.
+"""The agent: the one process per host that owns the host's workers.
 
-It tells what its host has, starts what the launcher asks for, passes on what the workers print and report, and ends
-them all when it is told to, when its input closes or falls silent (the launcher is gone), or when it is signalled. It
-decides nothing else.
+It reports what the host has, starts the workers that the launcher orders, and forwards their output and reports. It
+ends them when the launcher says so, when its input closes or falls silent (the launcher is gone), or on a signal. It
+makes no other decisions.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ PROBE_TICK_SECONDS = 0.01
 ADDRESS_SECONDS = 3.0
 """How long a host without an address may take to get one."""
 NATURAL_SECONDS = 0.5
-"""How long what the workers left running may take to end by itself, after they ended well."""
+"""How long processes left by successful workers may take to end by themselves."""
 
 
 class Agent:
-    """Single-threaded: one selector over the launcher, the signals, the workers' pipes and their control lines."""
+    """Single-threaded, with one selector for the launcher, signals, and the workers' pipes and control lines."""
 
     def __init__(self, launcher: Link, interrupts: Interrupts) -> None:
         self._launcher = LauncherLine(launcher)
@@ -53,12 +53,12 @@ class Agent:
         self._paused = False
         self._conditions = Conditions()
         self._heart: HostHeartbeat | None = None
-        """What tells whether data from the other hosts come through."""
+        """Checks that data from the other hosts come through."""
         self._ranks: dict[int, int] = {}
         """Rank to local rank."""
         self._heartbeat = 0.0
         self._signal = 0
-        """By which somebody told this process to end."""
+        """The signal that told this process to end."""
 
     def run(self) -> None:
         self._launcher.watch(self._interrupts.fileno(), self._read_signals)
@@ -72,11 +72,11 @@ class Agent:
             if job is not None:
                 self._serve(job)
         finally:
-            sweep(self._folder.mark)  # a prologue that did not end in time, or that left something running
+            sweep(self._folder.mark)  # the prologue may still run, or have left processes
             self._folder.remove()
 
     def _await_job(self, look: Frame) -> Frame | None:
-        """Tell what there is, help to find out who reaches whom, and wait for the order to start workers."""
+        """Report what the host has, probe the other hosts, and wait for the order to start workers."""
         token = os.urandom(network.TOKEN_BYTES)
         listener = network.Listener(token) if look["hosts"] > 1 else None
         try:
@@ -101,7 +101,7 @@ class Agent:
                 listener.close()
 
     def _await_address(self) -> list[dict[str, Any]]:
-        """A machine that has just booted may get its address only now."""
+        """Wait for an address, which a machine that has just booted may not have yet."""
         deadline = time.monotonic() + ADDRESS_SECONDS
         while not (found := network.addresses()) and time.monotonic() < deadline:
             self._launcher.select(PROBE_TICK_SECONDS)
@@ -118,7 +118,7 @@ class Agent:
         self._launcher.send(Frame("probed", {"reached": probe.reached}))
 
     def _await_order(self, *kinds: str) -> Frame | None:
-        """The next order of these kinds; None if there is none to come."""
+        """The next order of these kinds; None if the launcher is gone or a signal came."""
         while not self._launcher.gone and not self._signal:
             self._launcher.select(TURN_SECONDS)
             self._beat()
@@ -171,7 +171,7 @@ class Agent:
             return
         try:
             self._heart = HostHeartbeat(bytes.fromhex(job["secret"]), own["index"], own["address"], own["timeout"])
-        except OSError:  # its address is gone: the others will not hear this host
+        except OSError:  # the address is gone, so the others will not hear this host
             self._launcher.send(Frame("heartbeat", {"port": 0}))
             return
         self._launcher.watch(self._heart.fileno(), self._heart.read)
@@ -187,7 +187,7 @@ class Agent:
                 self._own(Worker.start(slot["rank"], slot["command"], env, job["cwd"]))
 
     def _own(self, worker: Worker) -> None:
-        """From now on this worker is read, reported and stopped."""
+        """Begin to read, report and later stop this worker."""
         self._workers[worker.rank] = worker
         self._pids[worker.pid] = worker
         self._launcher.send(Frame("started", {"rank": worker.rank, "pid": worker.pid}))
@@ -195,7 +195,7 @@ class Agent:
             self._watch_pipe(worker, stream)
 
     def _hear(self, frame: Frame) -> None:
-        """From a process of this host, what is not for its roster."""
+        """Handle a frame of a process of this host that is not for the registry."""
         if frame.kind == "shim":
             self._adoption.admit(frame)
         elif frame.kind == "spawned" and (worker := self._adoption.spawned(frame)) is not None:
@@ -212,7 +212,7 @@ class Agent:
         self._begin_stop(Frame("stop"))
 
     def _is_over(self) -> bool:
-        """All have ended and were reported, or do not die."""
+        """Whether all workers have ended and were reported, or cannot be killed."""
         stop = self._stop
         return stop is not None and stop.finished and (bool(stop.stuck) or self._all_ended())
 
@@ -261,7 +261,7 @@ class Agent:
                 worker.signal(order["number"])
 
     def _begin_stop(self, order: Frame) -> None:
-        """A later order may only hasten the end."""
+        """Begin to stop the workers. A later order may only hasten the end."""
         self._adoption.dismiss()
         living = [worker for worker in self._workers.values() if not worker.ended]
         dumps = self._roster.dumps if order.get("stacks") else {}
@@ -293,7 +293,7 @@ class Agent:
                 self._report_end(worker, usage.ru_maxrss * 1024)
 
     def _report_end(self, worker: Worker, peak_memory: int) -> None:
-        """After everything that the worker said and printed while it lived."""
+        """Report a worker's end, after everything that it said and printed."""
         for line in list(self._roster.lines.values()):
             self._read_line(line)
         for stream in worker.pipes:
@@ -322,14 +322,14 @@ class Agent:
             self._launcher.watch(line.link.reader, partial(self._read_line, line))
 
     def _drop(self, connection: socket.socket) -> None:
-        """It has said nothing, and others want its place."""
+        """Close an unproved connection to make room for others."""
         for line in list(self._roster.lines.values()):
             if line.socket is connection:
                 self._hang_up(line)
 
     def _read_line(self, line: Line) -> None:
         if line.number not in self._roster.lines:
-            return  # hung up since the selector saw it
+            return  # closed since the selector reported it
         try:
             self._roster.receive(line)
         except EOFError:
@@ -348,7 +348,7 @@ class Agent:
         self._launcher.watch(worker.pipes[stream].fileno(), lambda: self._read_pipe(worker, stream))
 
     def _read_pipe(self, worker: Worker, stream: str) -> bool:
-        """Pass on what has come; whether there may be more."""
+        """Forward what has come. Returns whether there may be more."""
         pipe = worker.pipes[stream]
         if pipe.closed:
             return False
@@ -374,7 +374,7 @@ class Agent:
             self._launcher.send(Frame("beat", told))
 
     def _balance(self) -> None:
-        """Read the workers only as fast as the launcher takes it."""
+        """Apply backpressure: stop reading the workers while the launcher does not keep up."""
         full = self._launcher.full
         if full == self._paused:
             return

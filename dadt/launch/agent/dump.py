@@ -1,4 +1,4 @@
-"""The Python stacks of a host's workers, asked for by a signal."""
+"""The Python stacks of a host's workers, which each writes to a file on a signal."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from dadt.control.schema import OUTPUT
 from dadt.launch.processes import is_alive, kill, state
 
 ANSWER_SECONDS = 2.0
-"""How long a worker may take that is asked while the job goes on."""
+"""How long a worker may take to answer while the job goes on."""
 STATES = {"T": "it is stopped", "t": "a debugger holds it", "D": "it hangs in the kernel (a device or a file server)"}
 
 Offers = Mapping[int, tuple[int, int, Path]]
-"""Pid to its rank, its signal, and the file into which it then writes its stacks."""
+"""Pid to its rank, its signal, and the file to which it then writes its stacks."""
 
 
 class Stack(NamedTuple):
-    """Of all threads of one process; empty if it did not write them in time."""
+    """The stacks of all threads of one process; the text is empty if it did not write them in time."""
 
     rank: int
     pid: int
@@ -30,10 +30,10 @@ class Stack(NamedTuple):
 
 
 class Dump:
-    """Advanced until it is complete; never blocks. Each dump is appended to the ones before it."""
+    """One dump, which the caller advances until it is complete. Never blocks. Files are appended to."""
 
     def __init__(self, offers: Offers, seconds: float) -> None:
-        """Asks those that live, and waits at most so long."""
+        """Signals the processes that live, and waits at most `seconds` for their stacks."""
         self._offers = {pid: offer for pid, offer in offers.items() if is_alive(pid)}
         self._deadline = time.monotonic() + seconds
         self._begins = {pid: _size(path) for pid, (_, _, path) in self._offers.items()}
@@ -43,7 +43,7 @@ class Dump:
             kill([pid], number)
 
     def advance(self) -> None:
-        """A dump has no end mark: it is whole when it has stopped growing from one look to the next."""
+        """Check the files. A dump has no end mark, so it is complete once it has stopped growing."""
         sizes = {pid: _size(path) for pid, (_, _, path) in self._offers.items()}
         grown = all(sizes[pid] > begin for pid, begin in self._begins.items())
         self.complete = self.complete or (grown and sizes == self._sizes) or time.monotonic() >= self._deadline
@@ -55,7 +55,7 @@ class Dump:
 
     def _text(self, pid: int, path: Path) -> bytes:
         try:
-            # What a worker has put there instead must not keep the agent waiting, nor lead elsewhere.
+            # A worker may have put a pipe or a symlink there, which must not block or mislead the agent.
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             with os.fdopen(descriptor, "rb") as file:
                 if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -67,7 +67,7 @@ class Dump:
 
 
 class Inquiry:
-    """A question for the stacks of some ranks of this host; one frame for each of them answers it."""
+    """A question for the stacks of some ranks of this host, answered by one frame per rank."""
 
     def __init__(self, number: int, ranks: Sequence[int], offers: Offers) -> None:
         self._number = number
@@ -75,12 +75,12 @@ class Inquiry:
         self._dump = Dump({pid: offer for pid, offer in offers.items() if offer[0] in ranks}, ANSWER_SECONDS)
 
     def advance(self) -> list[Frame]:
-        """The answers, once all of them are there or late."""
+        """The answers, once all are there or overdue; empty until then."""
         self._dump.advance()
         return [self._answer(rank) for rank in self._ranks] if self._dump.complete else []
 
     def _answer(self, rank: int) -> Frame:
-        """Several processes of a rank may have offered their stacks."""
+        """The answer for a rank, of which several processes may have offered their stacks."""
         stacks = [stack for stack in self._dump.stacks if stack.rank == rank]
         problems = [_problem(stack.pid) for stack in stacks if not stack.text]
         if not stacks:

@@ -1,4 +1,4 @@
-"""Signs of life between the agents of two hosts, over the addresses that their data take: small datagrams, proved."""
+"""Heartbeats between the agents of two hosts: small authenticated datagrams over the addresses that data use."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from typing import Any
 from dadt.control.frame import Frame
 
 SIGN = struct.Struct(">IIQ")
-"""Sender, receiver, counter; HMAC-SHA256 of them comes after."""
+"""Sender, receiver, counter; their HMAC-SHA256 follows."""
 SIGN_BYTES = SIGN.size + hashlib.sha256().digest_size
 PURPOSE = b"dadt heartbeat"
-"""What keeps this key apart from others of the same secret."""
+"""Keeps this key apart from other keys derived from the same secret."""
 BEATS = 8
-"""Signs within the time after which a host counts as silent."""
+"""Heartbeats sent within the timeout after which a host counts as silent."""
 MOST_AT_ONCE = 64
-"""Datagrams read before others get their turn."""
+"""Datagrams read in a row before the agent turns to its other work."""
 
 
 @dataclass(slots=True)
 class Peer:
-    """Another host, as this one hears it."""
+    """Another host, as this host hears it."""
 
     index: int
     place: tuple[str, int]
     heard_at: float
-    """time.monotonic; at first, when it was begun with."""
+    """Time (time.monotonic) of its last heartbeat; at first, of `begin`."""
     counter: int = 0
-    """Of its last sign: 0 as long as none has come."""
+    """Counter of its last heartbeat; 0 as long as none has come."""
     silent: bool = False
     given_up: bool = False
-    """No sign has ever come."""
+    """Whether it was reported that no heartbeat has ever come."""
 
 
 class HostHeartbeat:
-    """One host's end. Single-threaded: lives in the agent's selector, and never waits."""
+    """One host's end. Single-threaded: it runs in the agent's selector and never blocks."""
 
     def __init__(self, secret: bytes, index: int, address: str, timeout: float) -> None:
-        """Bound to this host's data address only. timeout: seconds. Raises OSError where that is not possible."""
+        """Binds to this host's data address only. timeout: seconds. Raises OSError if that is not possible."""
         self._key = hmac.digest(secret, PURPOSE, "sha256")
         self._index = index
         self._timeout = timeout
@@ -64,7 +64,7 @@ class HostHeartbeat:
         return self._socket.fileno()
 
     def begin(self, hosts: Sequence[Mapping[str, Any]]) -> None:
-        """With these: {index, address, port} of all hosts."""
+        """Begin to send to and expect heartbeats from these hosts: {index, address, port} of each."""
         now = time.monotonic()
         for host in hosts:
             if host["index"] != self._index:
@@ -72,20 +72,20 @@ class HostHeartbeat:
                 self._peers[place] = Peer(host["index"], place, now)
 
     def read(self) -> None:
-        """Take what has come. What is none of a peer's signs, or an old one, is dropped."""
+        """Read the datagrams that have come, dropping those that are no peer's heartbeat, or an old one."""
         for _ in range(MOST_AT_ONCE):
             try:
                 data, source = self._socket.recvfrom(SIGN_BYTES + 1)
             except BlockingIOError:
                 return
             except OSError:
-                continue  # an earlier one was sent back
+                continue  # an ICMP error about an earlier datagram
             peer = self._peers.get(source[:2])
             if peer is not None and len(data) == SIGN_BYTES:
                 self._hear(peer, data)
 
     def turn(self) -> list[Frame]:
-        """Send what is due, and tell what is new: `silent`, `heard` and `unheard`, each with {peer, seconds}."""
+        """Send heartbeats that are due. Returns new frames `silent`, `heard` and `unheard`: {peer, seconds} each."""
         now = time.monotonic()
         if now - self._turned > self._timeout / 2:
             self._excuse(now)
@@ -99,7 +99,7 @@ class HostHeartbeat:
         self._socket.close()
 
     def _excuse(self, now: float) -> None:
-        """This process itself was away (stopped, or its machine asleep): that was no silence of others."""
+        """Forgive silence while this process itself was away (stopped, or its machine asleep)."""
         for peer in self._peers.values():
             if not peer.silent:
                 peer.heard_at = now
@@ -108,7 +108,7 @@ class HostHeartbeat:
         self._counter += 1
         for peer in self._peers.values():
             sign = SIGN.pack(self._index, peer.index, self._counter)
-            with suppress(OSError):  # no way there just now: the other side notices
+            with suppress(OSError):  # unreachable now, which the other side notices
                 self._socket.sendto(sign + self._proof(sign), peer.place)
 
     def _hear(self, peer: Peer, data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""An agent's line to its launcher, and the selector that it waits in: for orders, and for all that the agent reads."""
+"""An agent's connection to its launcher, and the selector in which the agent waits for everything it reads."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class LauncherLine:
         self._link = link
         self.selector = selectors.DefaultSelector()
         self.orders: list[Frame] = []
-        """That have come and are not obeyed yet."""
+        """Orders that have come and were not carried out yet."""
         self.gone = False
         self.patience = float("inf")
-        """Seconds of its silence after which it is given up."""
+        """Seconds of silence after which the launcher is given up."""
         self._heard = time.monotonic()
-        """When it last gave a sign of life."""
+        """Time of its last sign of life."""
         self.watch(link.reader, self._read)
 
     def watch(self, descriptor: int, read: Callable[[], Any]) -> None:
@@ -51,11 +51,11 @@ class LauncherLine:
 
     @property
     def full(self) -> bool:
-        """The launcher takes less than the workers print."""
+        """Whether so much waits for the launcher that workers should not be read."""
         return len(self._link.unsent) > UNSENT_LIMIT
 
     def take_leave(self) -> None:
-        """The last frames, for as long as the launcher gives signs of life: whoever reads its output may be slow."""
+        """Send the last frames, for as long as the launcher lives: the reader of its output may be slow."""
         while self._link.unsent and not self.gone:
             self.select(TURN_SECONDS)
 
@@ -70,7 +70,7 @@ class LauncherLine:
             self.forget(self._link.reader)
 
     def _watch_writes(self) -> None:
-        """Be woken when what could not be written at once can go on."""
+        """Wake up when the bytes that did not fit can be written."""
         writer = self._link.writer
         waiting = bool(self._link.unsent) and not self.gone
         if not waiting:

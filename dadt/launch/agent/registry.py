@@ -1,4 +1,4 @@
-"""The agent's end of the control channel: which process trains as which rank, and who waits for which file."""
+"""The agent's end of the control connections: which process trains as which rank, and who waits for which file."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from dadt.launch.agent.dump import Inquiry
 from dadt.launch.processes import is_alive
 
 LOCAL = ("stacks", "saved", "await_save", "listen")
-"""Kinds that concern this host alone; all others are passed on to the launcher."""
+"""Kinds that concern this host only; all others are forwarded to the launcher."""
 SHIMS = ("shim", "spawned", "unspawned", "ended")
-"""Kinds of those that mpirun starts: they speak of another process than their own."""
+"""Kinds that shims send, which speak of another process than their own."""
 STACKS_FILE = re.compile(r"stacks-[0-9]+")
 UNSENT_LIMIT = 64 << 20
-"""Bytes of answers that a process may leave unread."""
+"""Most bytes of answers that a process may leave unread."""
 
 
 @dataclass(slots=True)
@@ -33,14 +33,14 @@ class Line:
 
     number: int
     rank: int
-    """Which it speaks for: by where it came in, whatever it says."""
+    """The rank it speaks for, known by the socket at which it connected."""
     pid: int
-    """Of who connected; 0 where the kernel cannot tell."""
+    """The process that connected; 0 if the kernel does not know."""
     link: Link
     socket: socket.socket
     entrance: Entrance
     listens: bool = False
-    """Its process wants to be told of other ranks' ends."""
+    """Whether its process wants to hear of other ranks' ends."""
 
 
 @dataclass(slots=True)
@@ -56,33 +56,33 @@ class SaveWait:
 
 @dataclass(slots=True)
 class WorkerRegistry:
-    """Answers what one host can answer, and passes the rest on with the number of the line it came by."""
+    """Answers the questions that one host can answer, and forwards the rest with the number of their line."""
 
     path: Path
     ranks: Mapping[int, int]
-    """Of this host's workers, to their local ranks."""
+    """Rank to local rank of this host's workers."""
     pulse: Heartbeat
     forward: Callable[[Frame], None]
     speaker: Speaker
-    """What workers may say."""
+    """The frames that workers may send."""
     secret: bytes
-    """Of the job: its workers prove with it to each other that they belong to it."""
+    """The job's secret, by which its workers prove to each other that they belong to it."""
     lines: dict[int, Line] = field(default_factory=dict)
     claims: dict[int, int] = field(default_factory=dict)
     """Rank to the pid that trains as it."""
     dumps: dict[int, tuple[int, int, Path]] = field(default_factory=dict)
-    """Pid to its rank, its signal, and the file into which it then writes its stacks."""
+    """Pid to its rank, its signal, and the file to which it then writes its stacks."""
     saves: dict[str, int] = field(default_factory=dict)
     """Path to how many times local rank 0 has written it."""
     waits: list[SaveWait] = field(default_factory=list)
     first_ended: bool = False
-    """Local rank 0 has ended, so it will write nothing more."""
+    """Whether local rank 0 has ended, so that it will write no more files."""
     inquiries: list[Inquiry] = field(default_factory=list)
-    """Where the launcher waits for stacks."""
+    """Stacks for which the launcher waits."""
     _numbered: int = 0
 
     def listen(self, drop: Callable[[socket.socket], None]) -> dict[int, Entrance]:
-        """Where each rank's processes come in. drop: is given a connection that is not worth its place any more."""
+        """Open a socket for each rank. drop: closes an unproved connection to make room."""
         entrances = {}
         for rank, local_rank in self.ranks.items():
             server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -103,8 +103,8 @@ class WorkerRegistry:
         return line
 
     def receive(self, line: Line) -> None:
-        """Handle what has come, and what could not be sent yet. Raises EOFError when the worker has hung up, DadtError
-        where it says what it may not say."""
+        """Handle the frames that have come, and send what did not fit before. Raises EOFError when the worker has hung
+        up, and DadtError for a frame that it may not send."""
         try:
             line.link.flush()
         except BrokenPipeError:
@@ -114,7 +114,7 @@ class WorkerRegistry:
                 raise DadtError(f"{frame.kind!r} for rank {frame['rank']} came from a process of rank {line.rank}")
             line.entrance.settle(line.socket)
             if "pid" in frame.header and frame.kind not in SHIMS and line.pid > 1:
-                frame.header["pid"] = line.pid  # as the kernel says: it may come to be signalled
+                frame.header["pid"] = line.pid  # the kernel's word counts, as the pid may be signalled
             if frame.kind == "claim":
                 self._claim(line, frame)
             elif frame.kind in LOCAL:
@@ -123,22 +123,22 @@ class WorkerRegistry:
                 self.forward(Frame(frame.kind, {**frame.header, "line": line.number}, frame.body))
 
     def answer(self, number: int, frame: Frame) -> None:
-        """To the line with that number, if its process still is there."""
+        """Send a frame on the line with that number, if it is still open."""
         line = self.lines.get(number)
         if line is None:
             return
         try:
             line.link.send(frame)
         except BrokenPipeError:
-            # It died while it waited, or hears nothing more: what it has still said is read.
+            # It died while it waited, or stopped listening. What it has sent before is still read.
             line.link.unsent.clear()
             line.listens = False
         if len(line.link.unsent) > UNSENT_LIMIT + len(frame.body):
             line.link.unsent.clear()
-            line.socket.shutdown(socket.SHUT_RDWR)  # it asks on without reading
+            line.socket.shutdown(socket.SHUT_RDWR)  # it keeps asking without reading
 
     def tell(self, frame: Frame) -> None:
-        """To every process that listens."""
+        """Send a frame to every process that listens."""
         for line in [line for line in self.lines.values() if line.listens]:
             self.answer(line.number, frame)
 
@@ -153,11 +153,11 @@ class WorkerRegistry:
         return bool(self.waits or self.inquiries)
 
     def inquire(self, number: int, ranks: list[int]) -> None:
-        """The launcher wants the stacks of these ranks of this host."""
+        """Begin to collect the stacks of these ranks of this host for the launcher."""
         self.inquiries.append(Inquiry(number, ranks, self.dumps))
 
     def settle(self) -> None:
-        """Answer what has come to an end."""
+        """Answer the waits and inquiries that are complete."""
         self.settle_saves()
         for inquiry in list(self.inquiries):
             if answers := inquiry.advance():

@@ -1,8 +1,8 @@
-"""Between mpirun and a worker: `python -m dadt.launch.agent.shim`, which mpirun starts as a rank.
+"""The shim between mpirun and a worker: `python -m dadt.launch.agent.shim`, which mpirun starts as a rank.
 
-Children of an agent would be no ranks of MPI. So the shim asks its host's agent what to run, runs it as its own child
-with all that MPI gave to it, and tells how it ended; the agent reads, watches and stops it as it does any worker. The
-first shim of a host starts the agent.
+Children of an agent would not be MPI ranks. So the shim asks its host's agent what to run, runs it as its own child
+with everything that MPI gave to the shim, and reports how it ended. The agent reads, watches and stops the worker like
+any other. The first shim of a host starts the agent.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from dadt.launch.signals import Interrupts
 from dadt.world import World
 
 NOTE = "DADT_SHIM"
-"""JSON {job, shares, reach, timeout}: by a variable, as it holds a key."""
+"""The variable with JSON {job, shares, reach, timeout}; not an argument, as it contains a key."""
 MPI_VARIABLES = ("OMPI_", "OPAL_", "ORTE_", "PRTE_", "PMIX_", "PMI_", "MPI_", "MPIR_", "HYDRA_", "HYDI_", "I_MPI_")
-"""By these MPI knows its ranks."""
+"""Prefixes of the variables by which MPI knows its ranks."""
 RETRY_SECONDS = 0.05
 
 
 class Shim:
-    """One rank."""
+    """The shim of one rank."""
 
     def __init__(self, world: World, note: Mapping[str, Any]) -> None:
-        """Raises LaunchError where mpirun has placed this rank elsewhere than `dadt run` has."""
+        """Raises LaunchError if mpirun has placed this rank elsewhere than `dadt run` planned."""
         self._rank = world.rank
         self._reach = Reach.from_text(note["reach"])
         self._deadline = time.monotonic() + note["timeout"]
@@ -50,13 +50,13 @@ class Shim:
         self._agent: subprocess.Popen[bytes] | None = None
 
     def run(self) -> None:
-        """Until the worker has ended, or the agent has. Raises LaunchError."""
+        """Run until the worker or the agent has ended. Raises LaunchError."""
         if self._local_rank == 0:
             self._start_agent()
         try:
             self._serve()
         except (BrokenPipeError, EOFError):
-            pass  # the agent is gone: its guard ends what the worker has started, and the kernel the worker
+            pass  # the agent is gone: its guard kills the worker's children, and the kernel kills the worker
 
     def _serve(self) -> None:
         with Interrupts([signal.SIGCHLD]) as interrupts, self._connect() as line:
@@ -72,7 +72,7 @@ class Shim:
             self._watch(link, interrupts, worker)
 
     def _start_agent(self) -> None:
-        """Its input is the way to the launcher."""
+        """Start the agent, whose standard input is a connection to the launcher."""
         hello = {"index": self._index}
         connection, _, _ = dial(lambda: self._reach, hello, self._deadline)
         env = {name: value for name, value in os.environ.items() if name not in self._own}
@@ -88,14 +88,14 @@ class Shim:
             )
 
     def _connect(self) -> socket.socket:
-        """To the agent, which listens once it is told to start workers."""
+        """Connect to the agent, which listens once it has the order to start workers."""
         while time.monotonic() < self._deadline:
             line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 line.connect(str(self._socket))
                 return line
             except OSError:
-                line.close()  # not there yet, and nobody tells when it is
+                line.close()  # not listening yet, and no event says when it does
             if self._agent is not None and self._agent.poll() is not None:
                 raise LaunchError(f"the agent of this host has ended with code {self._agent.returncode}")
             time.sleep(RETRY_SECONDS)
@@ -110,7 +110,7 @@ class Shim:
         raise LaunchError("the agent of this host did not answer in time")
 
     def _start_worker(self, order: Frame) -> subprocess.Popen[bytes]:
-        """With the descriptors that MPI's daemon left open for its rank."""
+        """Start the worker, keeping open the descriptors that MPI's daemon left for its rank."""
         with Path(order["out"]).open("wb", buffering=0) as out, Path(order["err"]).open("wb", buffering=0) as err:
             env = {**order["env"], **self._own, **_libraries(order["env"])}
             env |= mpi_library.variables(env, self._socket.parent)
@@ -133,14 +133,14 @@ class Shim:
 
 
 def _libraries(env: Mapping[str, str]) -> dict[str, str]:
-    """Where mpirun has found its own on this host comes first."""
+    """LD_LIBRARY_PATH with mpirun's folders on this host before those of the worker's environment."""
     own, given = (each.get("LD_LIBRARY_PATH", "").split(":") for each in (os.environ, env))
     folders = dict.fromkeys(folder for folder in [*own, *given] if folder)
     return {"LD_LIBRARY_PATH": ":".join(folders)} if folders else {}
 
 
 def _place(world: World, shares: list[int]) -> tuple[int, int]:
-    """Which host's agent is this rank's, and its number there."""
+    """The index of this rank's host, and its local rank there. Raises LaunchError."""
     if world.world_size != sum(shares):
         raise LaunchError(f"mpirun started {world.world_size} ranks, and not {sum(shares)} as it was told")
     index = next(i for i in range(len(shares)) if world.rank < sum(shares[: i + 1]))
@@ -155,7 +155,7 @@ def _place(world: World, shares: list[int]) -> tuple[int, int]:
 
 
 def _wait_for(pid: int) -> tuple[int, int] | None:
-    """Exit status and peak memory of a child that has ended."""
+    """Exit status and peak memory in bytes of a child; None as long as it runs."""
     ended, status, usage = os.wait4(pid, os.WNOHANG)
     return (status, usage.ru_maxrss * 1024) if ended else None
 

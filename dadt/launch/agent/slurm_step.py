@@ -1,4 +1,4 @@
-"""How an agent that is a task of a Slurm step gets to its launcher."""
+"""The connection of an agent that is a task of a Slurm step to its launcher."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from dadt.errors import LaunchError
 from dadt.launch.hosts.slurm import forget_step
 
 REACH = "DADT_REACH"
-"""Tells an agent where its launcher is, and the key: on a command line, ps would show it."""
+"""The variable with the launcher's addresses and the key, which ps would show on a command line."""
 OVERHEARD = (signal.SIGUSR1, signal.SIGUSR2)
-"""Slurm's --signal goes to all processes of a step, and is meant for the workers."""
+"""Signals that Slurm's --signal sends to all processes of a step, though they are meant for the workers."""
 CONNECT_SECONDS = 30.0
 
 
 def connect() -> None:
-    """In the agent: its standard input and output become the way to its launcher. Raises LaunchError."""
+    """Make a connection to the launcher this agent's standard input. Raises LaunchError."""
     if REACH not in os.environ:
         raise LaunchError(f"--connect: {REACH} does not say where the launcher is; dadt run starts agents by itself")
     reach = Reach.from_text(os.environ.pop(REACH))
     if near := os.environ.get("SLURM_LAUNCH_NODE_IPADDR"):
-        # Where Slurm has found srun from here, the launcher is.
+        # The launcher is where srun was started, and Slurm knows an address of that host.
         reach = replace(reach, addresses=[near, *reach.addresses])
     name = os.environ.get("SLURMD_NODENAME", "")
     forget_step(os.environ)
     for number in OVERHEARD:
-        signal.signal(number, lambda number, frame: None)  # to ignore it would be inherited
+        signal.signal(number, lambda number, frame: None)  # workers would inherit SIG_IGN
     connection, _, _ = dial(lambda: reach, {"name": name}, time.monotonic() + CONNECT_SECONDS)
     become_standard(connection)

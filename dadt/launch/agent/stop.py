@@ -1,4 +1,4 @@
-"""The end of a host's workers, phase by phase: stacks, SIGTERM, SIGKILL, and whatever got away."""
+"""Stopping a host's workers in phases: dump stacks, SIGTERM, SIGKILL, and then the processes that got away."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KILL_SECONDS = 3.0
 
 
 class Stop:
-    """Advanced by the agent until `finished`; never blocks."""
+    """One stop, which the agent advances until it is `finished`. Never blocks."""
 
     def __init__(
         self,
@@ -26,10 +26,10 @@ class Stop:
         natural: float,
         grace: float,
     ) -> None:
-        """mark: the variable by which the agent's processes are known. workers: those that live. dumps: who writes its
-        stacks into which file on which signal.
+        """mark: the variable by which the agent's processes are known. workers: those that live. dumps: the processes
+        that write their stacks on a signal.
 
-        natural: seconds in which what is left may end by itself. grace: seconds from SIGTERM to SIGKILL.
+        natural: seconds in which the processes may end by themselves. grace: seconds from SIGTERM to SIGKILL.
         """
         self._mark = mark
         self._workers = workers
@@ -40,7 +40,7 @@ class Stop:
         self._kill_at = 0.0
         self.natural = natural > 0
         self.signalled = False
-        """Whatever ends from now on was ended by us."""
+        """Whether SIGTERM was sent: from then on a worker's end counts as caused by the stop."""
         self.finished = False
         self.stuck: list[int] = []
         """Processes that did not die of SIGKILL."""
@@ -51,7 +51,7 @@ class Stop:
             self._kill_at = min(self._kill_at, time.monotonic() + grace)
 
     def advance(self) -> list[Stack]:
-        """Go on as far as it is time to. Returns the stacks of those who have written them."""
+        """Take the steps that are due. Returns the stacks that were written."""
         now = time.monotonic()
         stacks: list[Stack] = []
         if self._dump is not None:
@@ -85,4 +85,4 @@ def _in_groups(pid: int, workers: Sequence[Worker]) -> bool:
     try:
         return os.getpgid(pid) in {worker.pid for worker in workers}
     except ProcessLookupError:
-        return True  # it has ended, so it needs no signal
+        return True  # the process has ended and needs no signal

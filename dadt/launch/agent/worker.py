@@ -1,4 +1,4 @@
-"""One worker process, seen from the agent that started it."""
+"""One worker process, as the agent sees it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Worker:
-    """Leads a session and process group of its own; the kernel kills it when its parent dies, however that dies."""
+    """A process that leads its own session and process group. The kernel kills it when its parent dies."""
 
     def __init__(self, rank: int, pid: int, out: int, err: int) -> None:
-        """out, err: where to read what it prints; they are its own from now on."""
+        """out, err: descriptors of the worker's output; this object closes them."""
         self.rank = rank
         self.pid = pid
         self.pipes = {"out": os.fdopen(out, "rb", 0), "err": os.fdopen(err, "rb", 0)}
@@ -28,12 +28,12 @@ class Worker:
             os.set_blocking(pipe.fileno(), False)
         self.ended = False
         self.returncode = 0
-        """Of an ended worker; -n if signal n ended it."""
+        """Exit code of an ended worker; -n if signal n ended it."""
         self._process: subprocess.Popen[bytes] | None = None
 
     @classmethod
     def start(cls, rank: int, command: Sequence[str], env: Mapping[str, str], cwd: str) -> Worker:
-        """A child of this process. Raises LaunchError if the command cannot be run."""
+        """Start a worker as a child of this process. Raises LaunchError if the command cannot be run."""
         (out, printed), (err, complained) = os.pipe(), os.pipe()
         try:
             process = spawn(command, env, cwd, printed, complained)
@@ -49,21 +49,21 @@ class Worker:
         return worker
 
     def read(self, stream: str) -> bytes | None:
-        """What has come on "out" or "err": b"" if nothing, None at the end of the stream."""
+        """Read from "out" or "err": b"" if nothing has come, None at the end of the stream."""
         try:
             return os.read(self.pipes[stream].fileno(), CHUNK) or None
         except BlockingIOError:
             return b""
 
     def signal(self, number: int) -> None:
-        """To its whole process group, which may outlive it."""
+        """Send a signal to its whole process group, which may outlive it."""
         try:
             os.killpg(self.pid, number)
         except ProcessLookupError:
-            pass  # all of them have ended
+            pass  # all processes of the group have ended
 
     def end(self, status: int) -> None:
-        """Its exit status was collected (as os.wait4 gives it)."""
+        """Record the exit status, as os.wait4 gives it."""
         self.ended = True
         self.returncode = os.waitstatus_to_exitcode(status)
         if self._process is not None:
@@ -75,7 +75,7 @@ def spawn(
 ) -> subprocess.Popen[bytes]:
     """Start a worker's process. Raises LaunchError if the command cannot be run.
 
-    Main thread of a single-threaded process only: the kernel's guard is bound to the thread that forks.
+    Call it in the main thread of a single-threaded process: PR_SET_PDEATHSIG is bound to the thread that forks.
     """
     parent = os.getpid()
     try:
@@ -98,7 +98,7 @@ def _die_with(parent: int) -> None:
     """Runs in the child between fork and exec."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        os._exit(128 + signal.SIGKILL)  # the parent died before the guard was set
+        os._exit(128 + signal.SIGKILL)  # the parent died before prctl took effect
 
 
 def _reason(error: Exception) -> str:

@@ -1,1 +1,1 @@
-"""Hosts and slots as users and schedulers name them; simulated hosts."""
+"""Hosts and slots as users and schedulers name them, and simulated hosts."""

@@ -1,4 +1,4 @@
-"""Hosts as users name them: in -H, in a hostfile, in the list of a scheduler."""
+"""Hosts as users name them in -H or a hostfile, or as a scheduler lists them."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ HOST = re.compile(
 )
 SLOTS = re.compile(r"slots=([0-9]{1,9})")
 SHOWN = 400
-"""Characters of a list of hosts that a message repeats."""
+"""Most characters of a list of hosts that a message repeats."""
 EXAMPLES = "give hosts as host1:2,user@host2:2,[::1]:2"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Host:
-    """A machine that gets one agent."""
+    """A machine, which gets one agent."""
 
     name: str
     """Name or address, without brackets."""
     user: str = ""
-    """Empty: as SSH's configuration says."""
+    """User for SSH; empty for the one in SSH's configuration."""
     slots: int = 0
-    """Places for workers; 0: as many as it has GPUs, or one."""
+    """Most workers on the host; 0 for one per GPU, or one without GPUs."""
 
     def __str__(self) -> str:
         return self.name
 
     @property
     def is_local(self) -> bool:
-        """Whether the name is this very machine's."""
+        """Whether the name is this machine's."""
         return self.name in ("localhost", "127.0.0.1", "::1", socket.gethostname()) and not self.user
 
 
 def parse(text: str) -> list[Host]:
-    """Hosts of -H. Raises ConfigError."""
+    """The hosts of -H. Raises ConfigError."""
     where = f"-H {_brief(text)}"
     return _without_duplicates([_host(part.strip(), where) for part in text.split(",")], where)
 
 
 def read(path: Path) -> list[Host]:
-    """Hosts of a hostfile. Raises ConfigError."""
+    """The hosts of a hostfile. Raises ConfigError."""
     hosts = []
     for number, line in enumerate(document.read(path, "--hostfile").splitlines(), 1):
         words = line.partition("#")[0].split()
@@ -68,7 +68,7 @@ def read(path: Path) -> list[Host]:
 
 
 def choose(hosts: Sequence[Host], include: str, exclude: str) -> list[Host]:
-    """Those that --include names, without those that --exclude names. Raises ConfigError."""
+    """The hosts that --include names, without those that --exclude names. Raises ConfigError."""
     chosen = list(hosts)
     for name, text in (("--include", include), ("--exclude", exclude)):
         if not text:
@@ -86,12 +86,12 @@ def choose(hosts: Sequence[Host], include: str, exclude: str) -> list[Host]:
 
 
 def with_slots(host: Host, slots: int) -> Host:
-    """With so many slots, if none were given for it."""
+    """The host with this many slots, unless it has a number already."""
     return host if host.slots else replace(host, slots=slots)
 
 
 def _brief(text: str) -> str:
-    """As much of it as a sentence can hold."""
+    """The text, shortened to SHOWN characters."""
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 

@@ -1,7 +1,7 @@
-"""Hosts that are simulated on this one: a network of their own behind a link of a given speed, joined by a switch.
+"""Hosts that are simulated on this one: each has its own network behind a link of a given speed to a switch.
 
-Network namespaces without a name, held open by this process and by what runs in them: the kernel takes them away, with
-all interfaces, when the last of these ends, however it ends. So there is nothing that could be left behind.
+They are unnamed network namespaces, held open by this process and by the processes in them. The kernel removes them
+with all interfaces when the last of these processes ends, so nothing can be left behind.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "taskset": "util-linux"}
 PREFIX = "sim"
 MOST_HOSTS = 200
-"""As many as have an address in the network."""
+"""Fewer than the /24 network has addresses."""
 CLONE_NEWNET = 0x40000000
 SECONDS = 30.0
 BURST_BYTES = 64 * 1024
-"""A packet that the kernel's TCP hands over may have so many."""
+"""Least bytes of a burst, as large as the packets that the kernel's TCP hands over."""
 BURST_SECONDS = 1e-3
 QUEUE = "50ms"
-"""What waits longer than this for its turn is dropped, as switches do."""
+"""Packets that would wait longer than this are dropped, as a switch does."""
 PACKETS = 100_000
-"""That may be under way on a link with latency."""
+"""Most packets under way on a link with latency."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """From each host to the switch and back; full duplex."""
+    """The full-duplex link between each host and the switch."""
 
     rate: float = 0.0
-    """Bits per second, with the headers of Ethernet and TCP; 0: as fast as this machine is."""
+    """Bits per second, including the headers of Ethernet and TCP; 0: unlimited."""
     latency: float = 0.0
-    """Seconds that a packet takes from host to host, beside what the machine itself takes."""
+    """Seconds added to the way of a packet from host to host."""
 
 
 def wanted(config: Config) -> bool:
@@ -52,14 +52,14 @@ def wanted(config: Config) -> bool:
 
 
 def link_of(config: Config) -> Link:
-    """Raises ConfigError."""
+    """The link that the flags describe. Raises ConfigError."""
     rate = _number("--link", config.link, RATE, "a speed as 100mbit, 1gbit or 2.5gbit") if config.link else 0.0
     latency = _number("--latency", config.latency, LATENCY, "a time as 500us or 5ms") if config.latency else 0.0
     return Link(rate, latency)
 
 
 def hosts_and_slots(config: Config) -> dict[str, int]:
-    """The simulated hosts by name, and how many workers each gets. Raises ConfigError where this cannot be had."""
+    """The simulated hosts by name, and how many workers each gets. Raises ConfigError if the flags do not allow it."""
     link_of(config)
     asked = next(flag for flag, value in _flags(config).items() if value)
     if config.hosts or config.hostfile or config.nnodes or config.launcher not in ("auto", "local"):
@@ -78,7 +78,7 @@ def hosts_and_slots(config: Config) -> dict[str, int]:
 
 
 def check_machine(asked: str) -> None:
-    """Raises ConfigError where this process cannot make networks. asked: the flag that wants them."""
+    """Raises ConfigError if this process cannot make networks. asked: the flag that needs them."""
     if os.geteuid() != 0:
         raise ConfigError(f"{asked}: networks can be made by root only -> sudo -E, or a container with --privileged")
     for program, package in PROGRAMS.items():
@@ -87,10 +87,10 @@ def check_machine(asked: str) -> None:
 
 
 class Network:
-    """Namespaces of the simulated hosts and of the switch between them."""
+    """The namespaces of the simulated hosts and of the switch between them."""
 
     def __init__(self, link: Link) -> None:
-        """Raises ConfigError where the kernel does not let us, or lacks what the link needs."""
+        """Raises ConfigError if the kernel forbids it, or lacks a feature that the link needs."""
         self._link = link
         self._hosts: list[int] = []
         self._switch = _namespace()
@@ -102,7 +102,7 @@ class Network:
             raise
 
     def add(self) -> list[str]:
-        """One more host. Returns what goes before a command line that is to run there."""
+        """Add a host. Returns the words to put before a command line so that it runs there."""
         number = len(self._hosts) + 1
         host = _namespace()
         self._hosts.append(host)
@@ -117,13 +117,13 @@ class Network:
         return ["nsenter", f"--net={_path(host)}"]
 
     def close(self) -> None:
-        """Let go of them; what still runs in one keeps it. Idempotent."""
+        """Close the namespaces; one in which a process still runs stays until that ends. Idempotent."""
         for descriptor in [self._switch, *self._hosts] if self._switch >= 0 else []:
             os.close(descriptor)
         self._switch, self._hosts = -1, []
 
     def _limit(self, namespace: int, device: str, latency: float) -> None:
-        """Of what leaves by the device."""
+        """Limit the traffic that leaves by the device."""
         parent = "root"
         if latency:
             delay = ["netem", "delay", f"{1e6 * latency:.0f}us", "limit", str(PACKETS)]
@@ -165,10 +165,10 @@ def _number(flag: str, text: str, pattern: re.Pattern[str], expected: str) -> fl
 
 
 def _namespace() -> int:
-    """A descriptor of a new network namespace. Raises ConfigError where that is not allowed."""
+    """A descriptor of a new network namespace. Raises ConfigError if that is not allowed."""
     made: list[int] = []
 
-    def make() -> None:  # in a thread, whose own namespace ends with it
+    def make() -> None:  # runs in a thread, so that this one keeps its namespace
         library = ctypes.CDLL(None, use_errno=True)
         if library.unshare(CLONE_NEWNET) == 0:
             made.append(os.open("/proc/thread-self/ns/net", os.O_RDONLY))

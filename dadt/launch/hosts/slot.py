@@ -1,4 +1,4 @@
-"""Places for workers, and who gets which."""
+"""Slots for workers, and which rank gets which."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dadt.errors import ConfigError
 from dadt.world import World
 
 SHOWN = 16
-"""Hosts of which a message tells the slots."""
+"""Most hosts whose slots a message lists."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slot:
-    """A place for one worker: its rank, its host, and its part of the host."""
+    """A slot for one worker: its rank, its host, and its part of the host."""
 
     rank: int
     world_size: int
@@ -22,13 +22,13 @@ class Slot:
     local_size: int
     cross_rank: int = 0
     host: str = ""
-    """Empty: this host, in a job of one."""
+    """Name of the host; empty for this host in a job of one host."""
     address: str = ""
-    """At which other hosts reach it; empty in a job of one."""
+    """Address at which other hosts reach it; empty in a job of one host."""
     gpu: str | None = None
-    """What CUDA_VISIBLE_DEVICES shall say; None leaves it as it is."""
+    """Value for CUDA_VISIBLE_DEVICES; None leaves it as it is."""
     threads: int = 1
-    """CPU threads for each of its parallel regions."""
+    """CPU threads per parallel region."""
 
     def world(self, job: str) -> World:
         return World(
@@ -44,16 +44,16 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Room:
-    """What one host offers."""
+    """The slots, GPUs and cores that one host offers."""
 
     host: str = ""
     slots: int = 0
-    """As the user said; 0: one for each GPU, or one."""
+    """The number the user gave; 0: one per GPU, or one without GPUs."""
     gpus: Sequence[str] = ()
-    """One for each worker; empty where workers get none, or see all."""
+    """GPUs to give one each to the workers; empty if workers get none, or see all."""
     cores: int = 1
     machine: str = ""
-    """Equal where two names stand for one machine; empty: not known."""
+    """An id that is equal for two names of one machine; empty if unknown."""
 
     @property
     def places(self) -> int:
@@ -61,9 +61,9 @@ class Room:
 
 
 def share_out(count: int, rooms: Sequence[Room]) -> list[int]:
-    """How many of `count` workers each host gets: the first hosts are filled first. 0: all places.
+    """How many of `count` workers each host gets, filling hosts in order. count: 0 for one worker per slot.
 
-    Raises ConfigError where there are too few places, or too few GPUs for them.
+    Raises ConfigError if there are too few slots, or too few GPUs for them.
     """
     places = [room.places for room in rooms]
     if count > sum(places):
@@ -89,7 +89,7 @@ def share_out(count: int, rooms: Sequence[Room]) -> list[int]:
 
 
 def _check_owners(rooms: Sequence[Room], shares: Sequence[int]) -> None:
-    """Raises ConfigError where a machine has two names, and one of its GPUs would get two workers."""
+    """Raises ConfigError if a machine has two names, so that one of its GPUs would get two workers."""
     owners: dict[tuple[str, str], Room] = {}
     for room, share in zip(rooms, shares, strict=True):
         for gpu in room.gpus[:share] if room.machine else ():
@@ -102,7 +102,7 @@ def _check_owners(rooms: Sequence[Room], shares: Sequence[int]) -> None:
 
 
 def place(shares: Sequence[int], rooms: Sequence[Room], addresses: Sequence[str]) -> list[Slot]:
-    """Ranks host by host: a GPU each where there are GPUs, and an equal part of the cores."""
+    """Assign ranks host by host, each with a GPU if the host offers GPUs, and an equal part of the cores."""
     slots: list[Slot] = []
     world_size = sum(shares)
     for cross_rank, (share, room, address) in enumerate(zip(shares, rooms, addresses, strict=True)):

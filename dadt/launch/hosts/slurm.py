@@ -10,13 +10,13 @@ from dadt.errors import ConfigError, LaunchError
 from dadt.launch.hosts.host import Host
 
 KEPT = re.compile(r"SLURM_(JOB|ARRAY_|SUBMIT_|CLUSTER_|WORKING_CLUSTER|CONF|RESTART_COUNT|TMPDIR|PROTOCOL)|SLURMD_")
-"""What says which job this is. The other SLURM_* are options of srun (inherited, --cpus-per-task would leave an agent
-the cores of one worker) or describe a step (in which a worker must not take itself for a task)."""
+"""The variables that identify the job. Others are options of srun (with an inherited --cpus-per-task an agent would
+get the cores of one worker) or describe a step (in which a worker must not take itself for a task)."""
 SCONTROL_SECONDS = 30.0
 
 
 def slurm_hosts(env: Mapping[str, str]) -> list[Host] | None:
-    """The nodes of the allocation that we are in; None if we are in none. Raises ConfigError."""
+    """The nodes of the current allocation; None outside of one. Raises ConfigError."""
     nodes = env.get("SLURM_JOB_NODELIST")
     if "SLURM_JOB_ID" not in env or not nodes:
         return None
@@ -30,7 +30,7 @@ def slurm_hosts(env: Mapping[str, str]) -> list[Host] | None:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """2,2,2,1 of Slurm's "2(x3),1". Raises ValueError."""
+    """Expand Slurm's notation: "2(x3),1" is 2, 2, 2, 1. Raises ValueError."""
     counts: list[int] = []
     for part in text.split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -41,7 +41,7 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def forget_step(env: MutableMapping[str, str]) -> None:
-    """Leave only what says which job this is."""
+    """Delete all Slurm variables except those that identify the job."""
     for name in [name for name in env if name.startswith(("SLURM_", "SRUN_")) and not KEPT.match(name)]:
         del env[name]
 
@@ -59,8 +59,8 @@ def _expand(nodes: str) -> list[str]:
 
 
 def _slots(env: Mapping[str, str], count: int) -> list[int]:
-    """Places on each node: its tasks where several were asked for; else 0, as one task of several GPUs is the habit
-    of launchers that start a process for each GPU, as this one does."""
+    """Slots of each node: its tasks if some node has several. Otherwise 0 (one per GPU), as users of launchers that
+    start a process per GPU commonly ask for one task per node."""
     text = env.get("SLURM_TASKS_PER_NODE", "")
     if "SLURM_NTASKS" not in env or not text:
         return [0] * count  # without a number of tasks, Slurm counts cores

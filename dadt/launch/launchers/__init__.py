@@ -1,4 +1,4 @@
-"""Ways to start the agents of a job's hosts. Each is a file here, and a line in dadt/config/extensions.py."""
+"""Launchers, which start the agents of a job's hosts. Each is a file here and a line in dadt/config/extensions.py."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dadt.launch.channel import Launcher, Request
 from dadt.launch.hosts.simulated import wanted
 
 UNNAMED = {"simulated": "dadt.launch.launchers.simulated:launcher", "manual": "dadt.launch.launchers.manual:launcher"}
-"""Those that other flags than --launcher ask for."""
+"""Launchers that are chosen by flags other than --launcher."""
 
 
 def launcher_of(request: Request) -> Launcher:
-    """Its module is imported only now: an SSH library takes longer to import than all else."""
+    """The launcher for a request. Its module is imported here, as the SSH library takes long to import."""
     module, _, function = {**LAUNCHERS, **UNNAMED}[_name(request)].partition(":")
     made: Launcher = getattr(import_module(module), function)(request)
     return made

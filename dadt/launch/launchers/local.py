@@ -1,4 +1,4 @@
-"""The agent of this host: a child of the launcher."""
+"""The launcher for this host, whose agent is a child process of the launcher."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class LocalChannel:
     """An agent that leads its own session, so Ctrl-C does not reach it."""
 
     def __init__(self, python: str, place: Sequence[str] = (), more: Mapping[str, str] | None = None) -> None:
-        """place: what goes before the command line, and execs it. more: variables. Raises OSError."""
+        """place: words before the command line, a program that execs it. more: further variables. Raises OSError."""
         env = {name: value for name, value in os.environ.items() if not name.startswith("DADT_")}
         self._process = subprocess.Popen(
             [*place, python, "-u", "-m", "dadt.launch.agent"],
@@ -59,14 +59,14 @@ class LocalChannel:
             stdout=subprocess.PIPE,
             start_new_session=True,
             env={**env, **(more or {})},
-            cwd="/",  # python -m looks for modules in the current folder first, and there is the user's own
+            cwd="/",  # python -m looks for modules in the current folder first, where the user's own may be
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         for pipe in (self._process.stdin, self._process.stdout):
             try:
                 fcntl.fcntl(pipe, F_SETPIPE_SZ, PIPE_BYTES)
             except OSError:
-                pass  # this user's share of pipe memory is used up: a small pipe does as well
+                pass  # this user's pipe memory is used up, and a small pipe will do
         self.link = Link(self._process.stdout.fileno(), self._process.stdin.fileno(), schema.AGENT, noisy=True)
 
     def hang_up(self) -> None:

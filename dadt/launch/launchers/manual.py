@@ -1,4 +1,4 @@
-"""Where nothing reaches the other hosts, `dadt run` is called on each: node 0 launches, the others come to it."""
+"""The launcher for jobs started by hand: `dadt run` is called on each host, and the others connect to node 0."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def launcher(request: Request) -> Launcher:
 
 
 class HandLauncher:
-    """Node 0: its agent is a child, the others' come."""
+    """The launcher on node 0. Its own agent is a child process, and those of the other nodes connect to it."""
 
     def __init__(self, config: Config, job: str, command: Sequence[str], turned_away: Callable[[str], None]) -> None:
         self._turned_away = turned_away
@@ -74,7 +74,7 @@ class HandLauncher:
         return f"by hand there: dadt run --nnodes {self._config.nnodes} --node-rank {rank} --rendezvous ..."
 
     def close(self) -> None:
-        # Before any other node learns that the job is over: none that begins the next one must meet this one.
+        # This comes before other nodes learn that the job is over, so that their next job does not find this one.
         if self._listener is not None:
             self._listener.close()
             self._meeting.close()
@@ -109,7 +109,7 @@ class HandLauncher:
 
 
 def join(config: Config, command: Sequence[str], voice: Voice) -> int:
-    """Another node's `dadt run`: runs its agent until the job is over. Returns the job's exit code."""
+    """`dadt run` on a node other than 0: run its agent until the job is over. Returns the job's exit code."""
     name = f"node{config.node_rank}"
     hello = {"node": name, **claims(config, command)}
     meeting = rendezvous_of(config)
@@ -126,14 +126,14 @@ def join(config: Config, command: Sequence[str], voice: Voice) -> int:
 
 
 def claims(config: Config, command: Sequence[str]) -> dict[str, object]:
-    """What all nodes must have been started with, as they say it."""
-    # Without the Python, which may be elsewhere on each host.
+    """The settings that must be the same on all nodes, by name."""
+    # The Python is left out, as its path may differ between hosts.
     program = " ".join(command[1:] if len(command) > 1 else command)
     return {"--nnodes": config.nnodes, "-np": config.np, "--accelerators": config.accelerators, "the script": program}
 
 
 def _follow(watcher: Connection, agent: subprocess.Popen[bytes], interrupts: Interrupts, voice: Voice) -> int:
-    """Until the verdict has come. Ctrl-C here ends the job: its agent tells the launcher."""
+    """Wait for the verdict. Ctrl-C here ends the job, as the agent reports it to the launcher."""
     link = Link(watcher.socket.fileno(), watcher.socket.fileno(), schema.VERDICT, seal=watcher.seal)
     caught = 0
     with selectors.DefaultSelector() as selector:
@@ -163,16 +163,16 @@ def _tell(connection: Connection, verdict: Frame) -> None:
         ends = connection.socket.fileno(), connection.socket.fileno()
         Link(*ends, schema.VERDICT, seal=connection.seal).send(verdict)
     except BrokenPipeError:
-        pass  # it did not wait
+        pass  # the other node did not wait for it
 
 
 def _is_gone(connection: Connection) -> bool:
-    """One that waits for the verdict sends nothing: what can be read is its end."""
+    """Whether the other side has hung up. It sends nothing while it waits, so anything to read is the end."""
     return bool(select.select([connection.socket], [], [], 0)[0])
 
 
 def _agent(config: Config, connection: Connection) -> subprocess.Popen[bytes]:
-    """This host's agent, whose standard input is the connection."""
+    """Start this host's agent with the connection as its standard input. Raises LaunchError."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("DADT_")}
     env[SEAL] = connection.seal.to_text()
     libc, parent = ctypes.CDLL(None), os.getpid()
@@ -191,7 +191,7 @@ def _agent(config: Config, connection: Connection) -> subprocess.Popen[bytes]:
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
                 env=env,
-                cwd="/",  # python -m looks for modules in the current folder first, and there is the user's own
+                cwd="/",  # python -m looks for modules in the current folder first, where the user's own may be
                 preexec_fn=end_with_us,
             )
         except OSError as error:

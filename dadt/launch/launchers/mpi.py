@@ -1,4 +1,4 @@
-"""Workers that are ranks of MPI: mpirun starts a shim for each, and the first of each host starts its agent."""
+"""The launcher for MPI ranks: mpirun starts a shim per rank, and the first shim of each host starts its agent."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FLAVOURS = {
     "MPICH": ("HYDRA", "MPICH", "MVAPICH"),
     "Slurm": ("slurm",),
 }
-"""What their `mpirun --version` says; Slurm's is srun."""
+"""Texts by which `mpirun --version` is recognized; Slurm's mpirun is srun."""
 VERSION_SECONDS = 20.0
 END_SECONDS = 3.0
 SAID_LINES = 100
@@ -42,7 +42,7 @@ SHOWN_LINES = 5
 NO_WAY = re.compile(
     r"ssh: |Host key verification failed|.*Permission denied \(|kex_exchange|Connection (closed|reset) by"
 )
-"""Of SSH, after which MPICH waits for ever."""
+"""Errors of SSH after which MPICH waits forever."""
 NOISE = ("---", "===", "[proxy:", "Primary job  terminated normally", "a non-zero exit code. Per user-direction")
 
 
@@ -51,7 +51,7 @@ def launcher(request: Request) -> Launcher:
 
 
 class MpiLauncher:
-    """All agents by one mpirun, whose words explain what goes wrong."""
+    """Starts all agents by one mpirun, whose output explains failures."""
 
     def __init__(self, config: Config, hosts: Sequence[Host], job: str, turned_away: Callable[[str], None]) -> None:
         self._turned_away = turned_away
@@ -59,7 +59,7 @@ class MpiLauncher:
         self._job = job
         self._hosts = hosts
         self._arrivals = Arrivals([])
-        """Of agents, by the index of their host."""
+        """The expected agents, by the index of their host."""
         self._listener: Listener | None = None
         self._mpirun: Mpirun | None = None
         self._connections: list[Connection] = []
@@ -81,7 +81,7 @@ class MpiLauncher:
         env |= ssh_variables(self._config, env) | {NOTE: json.dumps(note)}
         if flavour == "Slurm":
             forget_step(env)
-            env["SLURM_OVERLAP"] = "1"  # shares the nodes with the step that we may be in
+            env["SLURM_OVERLAP"] = "1"  # shares the nodes with the step that this process may be in
         command = command_line(path, flavour, self._config, hosts, shares)
         try:
             self._mpirun = Mpirun(command, env, self._give_up)
@@ -113,7 +113,7 @@ class MpiLauncher:
         self._arrivals.admit(str(hello["index"]), SocketChannel(connection, self._mpirun.why))
 
     def _give_up(self) -> None:
-        """mpirun has ended: who has not connected will not, and who has no workers by now gets none."""
+        """mpirun has ended: agents that have not connected will not, and those without workers get none."""
         assert self._mpirun is not None
         why = self._mpirun.why(0.0)
         for index in self._arrivals.futures:
@@ -125,11 +125,11 @@ class MpiLauncher:
                 try:
                     connection.socket.shutdown(socket.SHUT_RDWR)
                 except OSError:
-                    pass  # closed by now
+                    pass  # closed meanwhile
 
 
 class Mpirun:
-    """A running mpirun, and what it says."""
+    """A running mpirun, and its output."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], ended: Callable[[], None]) -> None:
         """ended: called by another thread. Raises OSError if it cannot be run."""
@@ -151,11 +151,11 @@ class Mpirun:
         self._thread = threading.Thread(target=self._read, name="dadt-mpirun", daemon=True)
 
     def listen(self) -> None:
-        """Once whoever is told of its end knows it: it may end at once."""
+        """Begin to read. Call it once `ended` may be called, as mpirun may end at once."""
         self._thread.start()
 
     def why(self, seconds: float) -> str:
-        """Why an agent is gone or has not come, as far as it is known within so many seconds."""
+        """Why an agent is gone or has not come, if that becomes known within `seconds`; else empty."""
         if not self._over.wait(seconds) or self._process.returncode == 0:
             return ""
         ours = [line.removeprefix("dadt: ") for line in self._said if line.startswith("dadt: ")]
@@ -167,7 +167,7 @@ class Mpirun:
         return f"mpirun ended with code {self._process.returncode}{shown}"
 
     def close(self, at_once: bool) -> None:
-        """Until it has ended. at_once: without waiting for the ranks to end by themselves. Idempotent."""
+        """Wait until mpirun has ended. at_once: do not wait for the ranks to end by themselves. Idempotent."""
         self.closing.set()
         for patience, number in ((0.0 if at_once else END_SECONDS, signal.SIGTERM), (END_SECONDS, signal.SIGKILL)):
             try:
@@ -191,12 +191,12 @@ class Mpirun:
 
 
 def located(name: str) -> str | None:
-    """Also where pip has put it, whose folder is in PATH only once its environment is activated."""
+    """The path of a program in PATH or beside Python, where pip installs it; None if there is none."""
     return shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
 
 
 def find(name: str) -> tuple[str, str]:
-    """Path and flavour. Raises ConfigError."""
+    """The path of mpirun and its flavour, a key of FLAVOURS. Raises ConfigError."""
     path = located(name)
     if path is None:
         where = "" if "/" in name else f" in PATH ({os.environ.get('PATH', '')}) or beside {sys.executable}"
@@ -215,7 +215,7 @@ def find(name: str) -> tuple[str, str]:
 
 
 def said_version(path: str) -> str:
-    """What its --version prints. Raises ConfigError."""
+    """The output of its --version. Raises ConfigError."""
     try:
         done = subprocess.run([path, "--version"], capture_output=True, timeout=VERSION_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -224,7 +224,7 @@ def said_version(path: str) -> str:
 
 
 def command_line(path: str, flavour: str, config: Config, hosts: Sequence[Host], shares: Sequence[int]) -> list[str]:
-    """Ranks go host by host, and are not bound to cores: `dadt run` shares out the cores."""
+    """The command line of mpirun. Ranks go host by host and are not bound to cores, which `dadt run` shares out."""
     shim = [config.python or sys.executable, "-u", "-m", "dadt.launch.agent.shim"]
     places = [(_name(host), share) for host, share in zip(hosts, shares, strict=True)]
     try:
@@ -248,7 +248,7 @@ def command_line(path: str, flavour: str, config: Config, hosts: Sequence[Host],
 
 
 def ssh_variables(config: Config, env: Mapping[str, str]) -> dict[str, str]:
-    """How mpirun's own SSH learns of whom to reach, and what --ssh-port and its like say."""
+    """Variables that pass --ssh-port and similar options to mpirun's own SSH."""
     options = ["-o", "BatchMode=yes"]
     if config.ssh_port:
         options += ["-p", str(config.ssh_port)]
@@ -259,7 +259,7 @@ def ssh_variables(config: Config, env: Mapping[str, str]) -> dict[str, str]:
     names = ["OMPI_MCA_plm_rsh_args", "PRTE_MCA_plm_ssh_args", "HYDRA_LAUNCHER_EXTRA_ARGS"]
     names += ["I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"]
     joined = {name: " ".join([*filter(None, [env.get(name)]), *options]) for name in names}
-    # Open MPI would cut a host's name at its first dot.
+    # By default, Open MPI cuts a host's name at its first dot.
     return joined | {"OMPI_MCA_orte_keep_fqdn_hostnames": "1", "PRTE_MCA_prte_keep_fqdn_hostnames": "1"}
 
 
@@ -269,7 +269,7 @@ def _name(host: Host) -> str:
 
 
 def _shares(config: Config, hosts: Sequence[Host]) -> list[int]:
-    """Workers of each host, which mpirun must know before an agent can tell its GPUs."""
+    """Workers per host, which mpirun must know before an agent can report its GPUs. Raises ConfigError."""
     if six := [host.name for host in hosts if ":" in host.name]:
         raise ConfigError(f"--launcher mpi: mpirun does not take {', '.join(six)} for a host; give its name")
     if vague := [host.name for host in hosts if not host.slots]:

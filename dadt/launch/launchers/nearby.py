@@ -1,4 +1,4 @@
-"""This host's agent as a child process, the others' by SSH: what most jobs need."""
+"""The usual launcher: this host's agent is a child process, and those of other hosts are started by SSH."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def ssh(request: Request) -> Launcher:
 
 
 class NearbyLauncher:
-    """Local for the names of this host, SSH for all others."""
+    """Uses LocalLauncher for the names of this host, and SSH for all others."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -45,7 +45,7 @@ class NearbyLauncher:
 
 
 def ssh_launcher(config: Config) -> Launcher:
-    # Imported where they are used: the library takes longer to import than all else.
+    # The module is imported only if needed, as the SSH library takes long to import.
     if config.ssh_backend == "openssh":
         from dadt.launch.launchers.openssh import OpensshLauncher
 

@@ -1,4 +1,4 @@
-"""Where the nodes of a job meet that is started by hand on each: at a port of node 0, or in a file that all see."""
+"""The rendezvous of nodes in a job started by hand: a port of node 0, or a file that all nodes can read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ADDRESS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<name>[\w.-]+)):(?P<por
 FILE = "file://"
 FILE_LIMIT = 1 << 16
 ASK_SECONDS = 2.0
-"""How long a launcher that may be using the same file has to answer."""
+"""How long to wait for an answer of a launcher that may be using the same file."""
 
 
 class PortRendezvous:
@@ -32,14 +32,14 @@ class PortRendezvous:
         return self._reach
 
     def open(self, reach: Reach) -> None:
-        pass  # everyone knows it
+        pass  # all nodes know it already
 
     def close(self) -> None:
         pass
 
 
 class FileRendezvous:
-    """Node 0 writes where it is, and a key for this job, into a file that only this user can read."""
+    """Node 0 writes its address and a key for this job to a file that only this user can read."""
 
     def __init__(self, path: Path) -> None:
         self.port = 0
@@ -48,10 +48,10 @@ class FileRendezvous:
         self._name = f"--rendezvous {FILE}{path}"
 
     def find(self) -> Reach:
-        """What node 0 wrote. Raises Unreached while there is nothing, LaunchError if it is not from node 0."""
+        """Read the file of node 0. Raises Unreached while there is none, and LaunchError if it is not from node 0."""
         try:
             self._check_folder()
-            # A link would have us believe a file of its maker's choice; a pipe would let us wait for its writer.
+            # A symlink could lead to a file of somebody else's choice, and a pipe would block until it has a writer.
             descriptor = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             with os.fdopen(descriptor, "rb") as file:
                 self._check_file(os.fstat(descriptor))
@@ -69,11 +69,11 @@ class FileRendezvous:
             raise LaunchError(f"{self._name}: was not written by dadt; give another file") from error
 
     def open(self, reach: Reach) -> None:
-        """Raises LaunchError where the file cannot be written, or another job meets there."""
+        """Write the file. Raises LaunchError if that is not possible, or if another job uses it."""
         if self._path.parent.is_dir():
             self._check_folder()
         self._refuse_used()
-        # All of it or nothing, as others may read it at any time.
+        # The file appears atomically, as others may read it at any time.
         fresh = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}")
         try:
             descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -92,10 +92,10 @@ class FileRendezvous:
             if self.find().key == self.key:
                 self._path.unlink(missing_ok=True)
         except LaunchError:
-            pass  # removed or replaced by another
+            pass  # somebody has removed or replaced it
 
     def _check_folder(self) -> None:
-        """Where everyone may replace files, this one says nothing of who wrote it."""
+        """Raises LaunchError if everyone may replace files in the folder, so that the file could be anybody's."""
         mode = self._path.parent.stat().st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             folder = self._path.parent
@@ -111,7 +111,7 @@ class FileRendezvous:
             raise LaunchError(f"{self._name}: others may {may} it, and it holds the job's key; remove it")
 
     def _refuse_used(self) -> None:
-        """A file that is there was left by a launcher that was killed, unless that one answers."""
+        """Raises LaunchError if a launcher answers at the file's address. Otherwise a killed launcher left the file."""
         if not os.path.lexists(self._path):
             return
         try:
@@ -123,7 +123,7 @@ class FileRendezvous:
 
 
 def rendezvous_of(config: Config) -> PortRendezvous | FileRendezvous:
-    """What --rendezvous names. Raises ConfigError."""
+    """The rendezvous that --rendezvous names. Raises ConfigError."""
     text = config.rendezvous
     if text.startswith(FILE):
         path = Path(text.removeprefix(FILE))
@@ -133,7 +133,7 @@ def rendezvous_of(config: Config) -> PortRendezvous | FileRendezvous:
     found = ADDRESS.fullmatch(text)
     if found is None or not 0 < int(found["port"]) < 65536:
         raise ConfigError(f"--rendezvous {text}: give host:port of node 0, as host1:29400, or file:///shared/meet")
-    # Without one, whoever reaches the port could join, or be taken for node 0 and have its commands run here.
+    # Without a secret, a stranger could join at the port, or pretend to be node 0 and run commands here.
     if not (key := shared_key(f"--rendezvous {text}")):
         raise ConfigError(f"--rendezvous {text}: a port needs a secret: {MAKE_SECRET}")
     return PortRendezvous(key, found["six"] or found["name"], int(found["port"]), config.orphan_timeout)

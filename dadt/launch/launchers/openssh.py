@@ -1,4 +1,4 @@
-"""Agents on other hosts, by SSH, spoken by the `ssh` program: for Kerberos, hardware keys, shared connections."""
+"""The launcher that starts agents by the `ssh` program, for Kerberos, hardware keys and shared connections."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from dadt.launch.ssh.report import Report
 from dadt.launch.ssh.route import Route
 
 STDERR_BYTES = 1 << 16
-"""What `ssh -v` says of the connection fits into this."""
+"""Bytes kept of stderr, enough for everything that `ssh -v` prints about a connection."""
 FORCE_SECONDS = 1.0
 SSH_FAILED = 255
 OPTIONS = (
     "BatchMode=yes",
-    "LogLevel=DEBUG1",  # names the keys that it tries, and the host's
+    "LogLevel=DEBUG1",  # names the keys that ssh tries, and the host's key
     "ConnectionAttempts=1",
     "ClearAllForwardings=yes",
     "ForwardAgent=no",
@@ -44,7 +44,7 @@ OPTIONS = (
 
 
 class OpensshLauncher:
-    """One `ssh` per host, which is waited for until it has logged in."""
+    """Runs one `ssh` per host, and waits until it has logged in."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -71,11 +71,11 @@ class OpensshLauncher:
             raise LaunchError("there is no ssh program on this machine -> install it, or --ssh-backend paramiko")
         config = self._config
         route = routes.find(config, host.name, host.user, config.ssh_port, config.ssh_identity_file)
-        # Each `ssh` connects to the first jump anew, unless the user's configuration shares connections.
+        # Each `ssh` opens its own connection to the first jump, unless the user's configuration shares connections.
         with self._gates.passed(route.jumps[0] if route.jumps else route.where, deadline):
             channel = OpensshChannel(self._command_line(ssh, host, route), self._python, self._processes)
             if self._attempts.closed:
-                channel.end(0.0)  # `close` may have come too early to see this process
+                channel.end(0.0)  # `close` may have been called before this process was listed
                 raise LaunchError("given up")
             has_output = channel.await_output(deadline)
         report = channel.report()
@@ -108,7 +108,7 @@ class OpensshChannel:
     """An `ssh` that leads its own session, so Ctrl-C does not reach it."""
 
     def __init__(self, command: list[str], python: str, processes: set[subprocess.Popen[bytes]]) -> None:
-        """processes: those that run, for who wants to end them."""
+        """processes: the set of running processes, so that `close` can end them."""
         self._python = python
         self._processes = processes
         self.notes: Sequence[str] = ()
@@ -133,7 +133,7 @@ class OpensshChannel:
         return self._process.returncode
 
     def await_output(self, deadline: float) -> bool:
-        """Whether the other side has printed something; if not, the process has ended. Raises LaunchError."""
+        """Wait until the other side prints something (True) or the process ends (False). Raises LaunchError."""
         poll = select.poll()
         poll.register(self.link.reader, select.POLLIN)
         events = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
@@ -142,7 +142,7 @@ class OpensshChannel:
             raise LaunchError("timeout: not connected within --start-timeout")
         if events[0][1] & select.POLLIN:
             return True
-        self._process.wait()  # it has closed its output, so it is on its way out
+        self._process.wait()  # ssh has closed its output, so it is about to exit
         self._errors.join(FORCE_SECONDS)
         return False
 

@@ -1,4 +1,4 @@
-"""Starting an agent through another machine's shell: the command line, and what its end means."""
+"""Starting an agent through another machine's shell: the command line, and the meaning of its exit code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dadt.launch.hosts.host import Host
 
 PLAIN = re.compile(r"[\w@%+=:,./~-]+")
 STDERR_BYTES = 4096
-"""KeepAlive of what the other side prints."""
+"""Bytes kept of the other side's standard error."""
 NOT_FOUND = 127
 NOT_EXECUTABLE = 126
 NO_PROGRAM = ("command not found", "no such file or directory", "not found", "unknown command")
@@ -22,10 +22,10 @@ NO_AGENT = re.compile(r"No module named '?dadt\.")
 
 
 def command(python: str) -> str:
-    """What sh, csh and fish understand alike; all else travels in frames.
+    """A command line that sh, csh and fish understand alike; everything else travels in frames.
 
-    `python -m` looks for modules in the current folder first, and that would be the home folder, with whatever
-    stands there.
+    It starts with cd, as `python -m` looks for modules in the current folder first, which would be the home folder.
+    Raises ConfigError.
     """
     if not PLAIN.fullmatch(python):
         if set("'!\\\n") & set(python):
@@ -35,7 +35,7 @@ def command(python: str) -> str:
 
 
 def shown(config: Config, host: Host, command: str) -> str:
-    """The `ssh` command line that does the same, for people to read."""
+    """The equivalent `ssh` command line, for users to read."""
     words = ["-F", config.ssh_config] if config.ssh_config else []
     words += ["-p", str(config.ssh_port)] if config.ssh_port else []
     words += ["-i", config.ssh_identity_file] if config.ssh_identity_file else []
@@ -43,10 +43,9 @@ def shown(config: Config, host: Host, command: str) -> str:
 
 
 def explain(code: int | None, noise: bytes, stderr: bytes, python: str) -> str:
-    """How an agent ended, from its exit code (-n: signal n; None: unknown, by a signal) and from what was printed in
-    its place (on stdout: noise).
+    """How an agent ended, as a text to follow the host's name; empty if it ended well.
 
-    The rest of a sentence that begins with the host's name; empty if it ended well.
+    code: its exit code (-n: signal n; None: an unknown signal). noise: output on stdout before its first frame.
     """
     if code == 0:
         return ""
@@ -56,7 +55,7 @@ def explain(code: int | None, noise: bytes, stderr: bytes, python: str) -> str:
         return f"{python} there has an older dadt -> install the same version there, or give --python PATH"
     if NO_MODULE.search(text):
         return f"{python} there has no dadt -> install it there, or give --python PATH"
-    # csh says so by 1, which is Python's own code, too: then the text decides.
+    # csh exits with 1 for that, as Python does after an exception, so the text decides.
     if code == NOT_FOUND or (code == 1 and "Traceback" not in text and _lacks_program(text)):
         return f"there is no {python} -> give --python PATH, a path that is right on all hosts"
     if code == NOT_EXECUTABLE:

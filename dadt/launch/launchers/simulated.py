@@ -1,4 +1,4 @@
-"""Agents on hosts that are simulated on this one, each in a network of its own and on cores of its own."""
+"""The launcher for simulated hosts: agents on this machine, each in its own network and on its own cores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def launcher(request: Request) -> Launcher:
 
 
 class SimulatedLauncher:
-    """The networks end with the last of this process and its agents, and the agents with this process."""
+    """Starts the agents. They end with this process, and the networks end with the last of these processes."""
 
     def __init__(self, config: Config) -> None:
         self._python = config.python or sys.executable
@@ -28,7 +28,7 @@ class SimulatedLauncher:
         self._network: Network | None = None
 
     def launch(self, hosts: list[Host]) -> list[Future[Channel]]:
-        """Raises ConfigError where the kernel lacks what the link needs."""
+        """Raises ConfigError if the kernel lacks a feature that the link needs."""
         self._network = Network(self._link)
         try:
             places = [self._network.add() for _ in hosts]
@@ -39,7 +39,7 @@ class SimulatedLauncher:
         gpus = machine.gpus()
         futures = []
         for number, (host, place) in enumerate(zip(hosts, places, strict=True)):
-            # More hosts than cores share them, one each.
+            # If there are more hosts than cores, each gets one core and shares it.
             mine = cores[number :: len(hosts)] or [cores[number % len(cores)]]
             pinned = [*place, "taskset", "--cpu-list", ",".join(map(str, mine))]
             before = sum(each.slots for each in hosts[:number])
@@ -54,8 +54,8 @@ class SimulatedLauncher:
             self._network.close()
 
     def _start(self, place: list[str], host: Host, gpus: list[str]) -> Future[Channel]:
-        # NCCL would find that all hosts are one machine, and take the way inside it. Nobody here knows names of the
-        # hosts' addresses, of which torch would warn.
+        # Without an id per host, NCCL would find one machine and bypass the network. The addresses have no names, of
+        # which torch would warn.
         env = {"NCCL_HOSTID": host.name, "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
         env |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
         future: Future[Channel] = Future()

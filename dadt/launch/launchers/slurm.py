@@ -1,4 +1,4 @@
-"""Agents inside a Slurm allocation: one srun step, one agent per node, which connects back."""
+"""The launcher inside a Slurm allocation: one srun step starts an agent per node, which connects back."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def launcher(request: Request) -> Launcher:
 
 
 class SlurmLauncher:
-    """All agents by one srun, whose words explain what goes wrong."""
+    """Starts all agents by one srun, whose output explains failures."""
 
     def __init__(self, config: Config, hosts: Sequence[Host], turned_away: Callable[[str], None]) -> None:
         self._turned_away = turned_away
@@ -53,7 +53,7 @@ class SlurmLauncher:
         )
         env = {name: value for name, value in os.environ.items() if not name.startswith("DADT_")}
         forget_step(env)
-        # By a variable, which srun before 20.11 does not mind: share the nodes with the step that we may be in.
+        # SLURM_OVERLAP shares the nodes with the step that this process may be in; srun before 20.11 ignores it.
         env |= {REACH: self._listener.reach(self._config.network_interface).to_text(), "SLURM_OVERLAP": "1"}
         try:
             self._step = Step(self._srun(hosts), env, self._python, self._give_up)
@@ -81,14 +81,14 @@ class SlurmLauncher:
             "--ntasks-per-node=1",
             f"--nodelist={','.join(host.name for host in hosts)}",
             "--kill-on-bad-exit=1",
-            "--wait=0",  # an agent whose workers are done early must not end the others
+            "--wait=0",  # an agent whose workers end early must not end the others
             "--export=ALL",
             "--cpu-bind=none",
             "--mem=0",
             "--mpi=none",
             "--input=none",
             "--label",
-            "--chdir=/",  # python -m looks for modules in the current folder first, and there is the user's own
+            "--chdir=/",  # python -m looks for modules in the current folder first, where the user's own may be
             self._python,
             "-u",
             "-m",
@@ -111,7 +111,7 @@ class SlurmLauncher:
         return self._step.why(self._index(name), seconds)
 
     def _give_up(self, step: Step) -> None:
-        """srun has ended: whoever has not connected will not."""
+        """srun has ended, so agents that have not connected will not."""
         for host in self._hosts:
             if not self._arrivals.has(host.name):
                 self._arrivals.refuse(host.name, LaunchError(step.why(self._index(host.name), 0.0)))
@@ -123,7 +123,7 @@ class SlurmLauncher:
 def ranks_of_mpi(
     srun: str, names: Sequence[str], shares: Sequence[int], extra: Sequence[str], command: Sequence[str]
 ) -> list[str]:
-    """The srun that starts ranks of the MPI that mpi4py loads here. Raises ConfigError."""
+    """The srun command line for ranks of the MPI that mpi4py loads here. Raises ConfigError."""
     kind = "pmix" if mpi_library.loaded().startswith("Open MPI") else "pmi2"
     return [
         srun,
@@ -134,7 +134,7 @@ def ranks_of_mpi(
         f"--nodelist={','.join(names)}",
         "--distribution=block",
         "--kill-on-bad-exit=1",
-        "--wait=0",  # as above
+        "--wait=0",  # a rank that ends early must not end the others
         "--export=ALL",
         "--cpu-bind=none",
         "--mem=0",
@@ -147,7 +147,7 @@ def ranks_of_mpi(
 
 
 class Step:
-    """A running srun, and what it and the agents say."""
+    """A running srun, and the output of it and its agents."""
 
     def __init__(
         self, command: Sequence[str], env: Mapping[str, str], python: str, ended: Callable[[Step], None]
@@ -156,9 +156,9 @@ class Step:
         self._python = python
         self._ended = ended
         self._said: dict[int, deque[str]] = {}
-        """Last lines of each task."""
+        """Task to its last lines."""
         self._verdicts: dict[int, str] = {}
-        """How each task ended, as srun says it."""
+        """Task to how it ended, in the words of srun."""
         self._complaints: deque[str] = deque(maxlen=TAIL_LINES)
         self._news = threading.Condition()
         self._over = False
@@ -176,19 +176,19 @@ class Step:
         self._thread.start()
 
     def why(self, task: int, seconds: float) -> str:
-        """Why this agent is gone, or has not come, as far as it is known within so many seconds."""
+        """Why this agent is gone or has not come, if that becomes known within `seconds`; else empty."""
         with self._news:
             self._news.wait_for(lambda: self._over or task in self._verdicts, seconds)
             said = [line for line in self._said.get(task, ()) if not line.startswith("slurmstepd")]
             steps = [line for line in self._said.get(task, ()) if line.startswith("slurmstepd")]
             verdict = self._verdicts.get(task, "")
             complaint = self._complaints[-1] if self._complaints else ""
-        if failed := [line for line in steps if "execve()" in line]:  # others follow: that the step was cancelled
+        if failed := [line for line in steps if "execve()" in line]:  # lines about the cancelled step follow it
             reason = failed[-1].rpartition(": ")[2]
             return f"{self._python} cannot be run there ({reason}) -> --python PATH"
         if said and "No module named" in said[-1]:
             return f"dadt is not installed for {self._python} there -> pip install it, or --python PATH"
-        # What the agents say is lost where srun ends the step in that moment.
+        # An agent's last output is lost if srun ends the step at that moment.
         lost = verdict.startswith("Exited") and any(words for other, words in self._said.items() if other != task)
         if not said and (verdict == "Terminated" or lost):
             return "srun ended the agent, because another node's had failed, or the job was cancelled"
@@ -199,13 +199,13 @@ class Step:
         return f"srun ended with code {self._process.returncode}" if self._over else ""
 
     def close(self, at_once: bool) -> None:
-        """Until srun has ended. at_once: without waiting for the agents to end by themselves. Idempotent."""
+        """Wait until srun has ended. at_once: do not wait for the agents to end by themselves. Idempotent."""
         for patience, number in ((0.0 if at_once else END_SECONDS, signal.SIGTERM), (END_SECONDS, signal.SIGKILL)):
             try:
                 self._process.wait(patience)
                 break
             except subprocess.TimeoutExpired:
-                self._process.send_signal(number)  # SIGTERM makes srun kill all of the step
+                self._process.send_signal(number)  # SIGTERM makes srun kill the whole step
         self._thread.join(END_SECONDS)
 
     def _read(self) -> None:
@@ -234,7 +234,7 @@ class Step:
 
 
 def _numbers(text: str) -> Iterator[int]:
-    """0, 2, 3 of "0,2-3"."""
+    """Expand srun's lists of tasks: "0,2-3" is 0, 2, 3."""
     for part in text.split(","):
         first, _, last = part.partition("-")
         yield from range(int(first), int(last or first) + 1)

@@ -1,4 +1,4 @@
-"""Agents on other hosts, by SSH, spoken by Paramiko: one connection and one channel without a terminal per host."""
+"""The launcher that starts agents by SSH with Paramiko: one connection and one channel without terminal per host."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from dadt.launch.ssh.connection import Connection, Connector
 
 OPEN_SECONDS = 15.0
 STATUS_SECONDS = 5.0
-"""From the end of the agent's output to its exit code."""
+"""How long the exit code may take to come after the end of the agent's output."""
 FORCE_SECONDS = 1.0
 
 
 class SshLauncher:
-    """Connects in threads that nobody waits for: an attempt that hangs does not keep the process from ending."""
+    """Connects in daemon threads, so that an attempt that hangs does not keep the process from ending."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -58,7 +58,7 @@ class SshLauncher:
 
 
 class SshChannel:
-    """An agent at the other end of a channel, which is no descriptor: threads carry the bytes to one."""
+    """An agent at the other end of a Paramiko channel. Threads copy its bytes to a socket, which can be selected on."""
 
     def __init__(self, connection: Connection, channel: paramiko.Channel, python: str, notes: Sequence[str]) -> None:
         self.notes = notes
@@ -68,9 +68,9 @@ class SshChannel:
         self._stderr = b""
         self._explanation: str | None = None
         self._lost: str | None = None
-        """Why the connection ended before the agent did."""
+        """Why the connection was lost before the agent ended; None if it was not."""
         self._ours, self._theirs = socket.socketpair()
-        self._writer = self._ours.dup()  # a selector takes a descriptor once, to read or to write
+        self._writer = self._ours.dup()  # a selector takes each descriptor only once
         self.link = Link(self._ours.fileno(), self._writer.fileno(), schema.AGENT, noisy=True)
         self._errors = threading.Thread(target=self._carry_errors, name="dadt-ssh-err", daemon=True)
         self._out = threading.Thread(target=self._carry_out, name="dadt-ssh-out", daemon=True)
@@ -111,10 +111,10 @@ class SshChannel:
                 self._channel.sendall(data)
             self._channel.shutdown_write()
         except (OSError, EOFError, paramiko.SSHException):
-            pass  # the connection is lost, as the end of the agent's output tells
+            pass  # the connection is lost, which the end of the agent's output reports
 
     def _carry_out(self) -> None:
-        """To the last byte, even if nobody takes it any more: what is not read blocks the whole connection."""
+        """Read to the last byte even if nobody takes it any more, as unread bytes block the whole connection."""
         try:
             self._pass_on()
             self._errors.join()

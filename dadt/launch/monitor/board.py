@@ -1,4 +1,4 @@
-"""What ranks have put at the launcher for each other, by key, and those that wait for it."""
+"""A key-value store at the launcher for the ranks of a job, and the ranks that wait for keys."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dadt.control.frame import Frame
 
 MOST_KEYS = 4096
 MOST_TOGETHER = 1 << 30
-"""Bytes of one answer."""
+"""Most bytes of one answer."""
 MOST_BYTES = 16 << 20
-"""Of one rank. Its addresses in a group of 10,000 ranks are less than 1 MB."""
+"""Most bytes of one rank, whose addresses in a group of 10,000 ranks take less than 1 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Want:
 
 @dataclass(slots=True)
 class Share:
-    """How much one rank has put."""
+    """Number of keys and bytes that one rank has put."""
 
     keys: int = 0
     bytes: int = 0
@@ -36,17 +36,17 @@ class Share:
 
 @dataclass(slots=True)
 class Board:
-    """Keys look as GROUP/NAME; what is put stays as long as the job."""
+    """The store. Keys have the form GROUP/NAME, and their values stay for the whole job."""
 
     _blobs: dict[str, bytes] = field(default_factory=dict)
     _shares: dict[int, Share] = field(default_factory=dict)
     _present: dict[str, set[int]] = field(default_factory=dict)
-    """Ranks that have put something, by group."""
+    """Group to the ranks that have put something."""
     _wants: dict[str, list[Want]] = field(default_factory=dict)
-    """By the first of their keys that is not there."""
+    """First missing key to the wants that wait for it."""
 
     def put(self, key: str, rank: int, blob: bytes) -> str:
-        """Why not; empty if it is done."""
+        """Store a value. Returns the reason if that is not allowed, else an empty text."""
         share = self._shares.setdefault(rank, Share())
         if key in self._blobs:
             return f"rank {rank} puts {key!r}, which is there already: each key is put once in a job"
@@ -64,7 +64,7 @@ class Board:
         return ""
 
     def want(self, want: Want) -> None:
-        """Answered as soon as all its keys are there."""
+        """Answer a want as soon as all its keys are there."""
         absent = next((key for key in want.keys if key not in self._blobs), None)
         if absent is None:
             blobs = [self._blobs[key] for key in dict.fromkeys(want.keys)]
@@ -81,9 +81,9 @@ class Board:
         return bool(self._wants)
 
     def settle(self, ended: Iterable[int], refuse: Callable[[str, set[int], str], Frame]) -> None:
-        """Give up what cannot come any more, as these ranks have ended, or has not come in time.
+        """Refuse the wants whose keys cannot come any more, as these ranks have ended, or did not come in time.
 
-        refuse: makes the answer from the key, the ranks that have done their part, and what is wrong.
+        refuse: makes the answer from the key, the ranks that have done their part, and the problem.
         """
         now, gone = time.monotonic(), set(ended)
         for key, wants in list(self._wants.items()):
@@ -104,7 +104,7 @@ class Board:
 
 
 def together(blobs: Sequence[bytes]) -> Frame:
-    """The answer that brings them all."""
+    """The answer that contains all blobs."""
     return Frame("exchanged", {"sizes": [len(blob) for blob in blobs]}, b"".join(blobs))
 
 

@@ -1,4 +1,4 @@
-"""`events.jsonl`: what happened in a job, a line each, as it happened."""
+"""`events.jsonl`: the events of a job, one line each, written as they happen."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ KEPT = {
     "unheard": ("peer",),
     "end": ("stuck", "signal"),
 }
-"""Of each kind of an agent's frames that is an event: the facts that are kept."""
+"""Kinds of frames that are events, each with the fields to keep."""
 NAMES = {"end": "agent ended", "done": "summary", "say": "said", "ready": "agent ready", "lost": "agent lost"}
-"""Kinds that are called differently where people read them."""
+"""Clearer names of some kinds for readers of the file."""
 
 
 class Journal:
-    """Every line is written at once, so that it is there whatever comes next. Thread-safe."""
+    """Writes every line at once, so that it survives whatever comes next. Thread-safe."""
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
-        """warn: is told, once, if the file cannot be written."""
+        """warn: called once with a text if the file cannot be written."""
         self._path = path
         self._warn = warn
         self._file: IO[bytes] | None = None
@@ -49,7 +49,7 @@ class Journal:
         self._broken = False
 
     def see(self, host: str, frame: Frame) -> None:
-        """A frame of the agent of this host: written down if it is an event."""
+        """Write a frame of this host's agent, if it is an event."""
         if frame.kind == "refused":
             self.refused(frame["why"], host=host, rank=frame["rank"])
         elif frame.kind in KEPT:
@@ -73,13 +73,13 @@ class Journal:
         self._warn(text)
 
     def refused(self, why: str, **where: Any) -> None:
-        """A connection was closed for who came, or what came over it. Not more often than people can read."""
+        """Record that a connection was refused. After MOST_REFUSALS no more are written, as nobody would read them."""
         self._refusals += 1
         if self._refusals <= MOST_REFUSALS:
             self.write("refused", why=why, **where)
 
     def close(self) -> None:
-        """Idempotent; nothing is written after it."""
+        """Close the file; later events are dropped. Idempotent."""
         with self._lock:
             self._broken = True
             if self._file is not None:

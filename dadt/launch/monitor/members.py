@@ -1,4 +1,4 @@
-"""What all ranks of a job must know of each other: how far each came, and what each gave to the others."""
+"""The ranks of a job as the launcher knows them: the progress of each, and the exchange of blobs between them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dadt.launch.monitor.board import Board, Want, together
 Reply = Callable[[Frame], None]
 MOST_EXCHANGES = 1 << 16
 MOST_GIVEN = 256 << 20
-"""Bytes of one rank that wait for the others'."""
+"""Most bytes of one rank that wait for those of the others."""
 OVER = Frame("exchanged")
 
 
@@ -28,15 +28,15 @@ class Member:
     state: str = "has not imported torch"
     step: int = -1
     seen: float = 0.0
-    """When it last gave a sign of life (time.monotonic)."""
+    """Time of its last sign of life (time.monotonic)."""
     condition: str = ""
-    """What the kernel says of it where it makes no steps: a key of condition.TEXTS."""
+    """Why it makes no steps, according to the kernel: a key of condition.TEXTS, or empty."""
     claimed: bool = False
-    """A process of it trains, or has."""
+    """Whether a process of it trains or has trained."""
     ended: bool = False
-    """Its process has exited."""
+    """Whether its process has exited."""
     finished: bool = False
-    """Its script is over, and it waits for the others."""
+    """Whether its script is over, so that it waits for the others."""
 
     def sign(self, state: str) -> None:
         self.state = state
@@ -55,12 +55,12 @@ class Member:
 
     @property
     def held(self) -> str:
-        """What keeps it from going on, if anything does."""
+        """The condition that keeps it from going on, as text; empty if there is none."""
         return self._condition if self.condition in HELD and not self.ended else ""
 
     @property
     def standing(self) -> str:
-        """Its state and its condition."""
+        """Its state and its condition, as text."""
         if self.held:
             return f"{self.held}, {self.state}"
         return f"{self.state} and {self._condition}" if self.condition and not self.ended else self.state
@@ -91,16 +91,16 @@ class Exchange:
 
     blobs: dict[int, bytes] = field(default_factory=dict)
     complete: Frame | None = None
-    """The answer to all; nothing of it is kept once it was given."""
+    """The answer to all ranks; OVER once it was given, to free the memory."""
     waits: list[tuple[float, float, Reply]] = field(default_factory=list)
-    """Deadline, its timeout, and where the answer goes."""
+    """Deadline, timeout in seconds, and where the answer goes."""
 
 
 class Rendezvous:
-    """Collects, and answers once all have come, or with an error once they cannot."""
+    """Collects the blobs of all ranks. Answers once all have come, or with an error once some cannot."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
-        """hosts: each rank's; empty in a job of one host."""
+        """hosts: name of each rank's host; empty names in a job of one host."""
         self.members = [Member(rank, host, seen=time.monotonic()) for rank, host in enumerate(hosts)]
         self._exchanges: dict[str, Exchange] = {}
         self._board = Board()
@@ -118,7 +118,7 @@ class Rendezvous:
         self.settle()
 
     def put(self, key: str, rank: int, blob: bytes) -> Frame:
-        """The answer."""
+        """Store a blob for other ranks. Returns the answer."""
         if refusal := self._board.put(key, rank, blob):
             return Frame("error", {"type": "DadtError", "message": refusal})
         return Frame("taken")
@@ -127,7 +127,7 @@ class Rendezvous:
         self._board.want(Want(rank, keys, time.monotonic() + timeout, timeout, reply))
 
     def settle(self) -> None:
-        """Answer what can be answered now; call it after anything has changed and when time has passed."""
+        """Answer all ranks that can be answered now. Call it after every change, and as time passes."""
         self._board.settle((member.rank for member in self.members if member.ended), self._refuse)
         now = time.monotonic()
         for key, exchange in self._exchanges.items():
@@ -146,7 +146,7 @@ class Rendezvous:
                 else:
                     exchange.waits.append((deadline, timeout, reply))
             if exchange.complete and exchange.blobs:
-                exchange.blobs, exchange.complete = {}, OVER  # all that were to come have been answered
+                exchange.blobs, exchange.complete = {}, OVER  # all ranks have been answered
 
     @property
     def waiting(self) -> bool:

@@ -1,4 +1,4 @@
-"""What the workers print: complete in a file per rank, readable on the console."""
+"""The workers' output: complete in a file per rank, and readable on the console."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dadt.control import private_files
 from dadt.errors import ConfigError
 
 BAR_SECONDS = 0.5
-"""A progress bar, redrawn after a carriage return, is shown this often."""
+"""Least time between two lines shown of a progress bar, which redraws itself after a carriage return."""
 LINE_LIMIT = 1 << 16
 TAIL_BYTES = 1 << 14
 
@@ -22,7 +22,7 @@ Sink = Callable[[str, bytes], None]
 
 
 def ranks_shown(text: str, world_size: int) -> tuple[set[int], set[str]]:
-    """The ranks and the streams that `--output` names: all, rank0, errors, or ranks as 0,3-5."""
+    """The ranks and the streams that `--output` names: all, rank0, errors, or ranks as 0,3-5. Raises ConfigError."""
     everyone = set(range(world_size))
     if text in ("all", "errors"):
         return everyone, {"err"} if text == "errors" else {"out", "err"}
@@ -35,15 +35,15 @@ def ranks_shown(text: str, world_size: int) -> tuple[set[int], set[str]]:
 
 
 class Assembler:
-    """Bytes of one stream in, complete lines out. Bytes stay what they are: nothing is decoded."""
+    """Turns the bytes of one stream into complete lines. Nothing is decoded, so the bytes stay as they are."""
 
     def __init__(self) -> None:
         self._line = bytearray()
         self._bar = b""
-        """The last state of a progress bar that was not shown yet."""
+        """The last state of a progress bar, if it was not shown yet."""
         self._bar_shown = 0.0
         self._is_bar = False
-        """The unfinished line was redrawn at least once."""
+        """Whether the unfinished line was redrawn at least once."""
 
     def feed(self, data: bytes, now: float) -> list[bytes]:
         *complete, rest = data.split(b"\n")
@@ -68,7 +68,7 @@ class Assembler:
         return lines
 
     def tick(self, now: float) -> list[bytes]:
-        """The progress bar, if it is time to show it again."""
+        """The progress bar, if it is due."""
         if not self._bar or now < self.due:
             return []
         line, self._bar, self._bar_shown = self._bar, b"", now
@@ -76,11 +76,11 @@ class Assembler:
 
     @property
     def due(self) -> float:
-        """When a waiting bar is to be shown; infinite if none waits."""
+        """Time at which the bar is due; infinite if there is none."""
         return self._bar_shown + BAR_SECONDS if self._bar else float("inf")
 
     def finish(self) -> list[bytes]:
-        """What has no end of line at the end of the stream."""
+        """The last line of the stream, if it has no end of line."""
         rest = _last_state(bytes(self._line), self._bar)
         self._line.clear()
         self._bar = b""
@@ -88,7 +88,7 @@ class Assembler:
 
 
 def _last_state(line: bytes, before: bytes) -> bytes:
-    r"""What a terminal would show of a line whose parts are drawn over each other after each \r."""
+    r"""The text that a terminal would show of a line in which each \r starts to draw over the part before."""
     return next((part for part in reversed(line.split(b"\r")) if part.strip()), before or line.strip(b"\r"))
 
 
@@ -103,7 +103,7 @@ class Tail:
 
 
 class Output:
-    """Everything goes to the rank's file as it came; the chosen part goes to the console, a prefix per line."""
+    """Writes everything to the rank's file unchanged, and the chosen part to the console with a prefix per line."""
 
     def __init__(
         self,
@@ -113,9 +113,9 @@ class Output:
         sink: Sink,
         warn: Callable[[str], None],
     ) -> None:
-        """folder: exists. hosts: each rank's. shown: as `ranks_shown` gives it.
+        """folder: an existing folder. hosts: name of each rank's host. shown: the result of `ranks_shown`.
 
-        warn: is told of a log that cannot be written.
+        warn: called with a text about a log that cannot be written.
         """
         self.folder = folder
         self._ranks, self._streams = shown
@@ -133,7 +133,7 @@ class Output:
         return self.folder / f"rank{rank}.log"
 
     def stacks(self, rank: int) -> Path:
-        """Where its stacks go, if they are written."""
+        """The file for the rank's stacks, if they are written."""
         return self.folder / f"rank{rank}.stacks"
 
     def _open(self, rank: int) -> IO[bytes]:
@@ -155,7 +155,7 @@ class Output:
         return min((each.due for each in self._assemblers.values()), default=float("inf")) - now
 
     def close(self) -> None:
-        """Idempotent."""
+        """Show unfinished lines, and close the files. Idempotent."""
         for (rank, stream), assembler in self._assemblers.items():
             self._show(rank, stream, assembler.finish())
         for file in self._files.values():

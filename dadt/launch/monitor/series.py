@@ -1,4 +1,4 @@
-"""`progress.jsonl`: how far each rank had come, twice a second. A job of days takes no more room than one of hours."""
+"""`progress.jsonl`: each rank's progress, at first twice a second. The file of a long job does not grow for ever."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from dadt.control import private_files
 from dadt.launch.monitor.watch import Gauge, Watch
 
 SECONDS = 0.5
-"""From one moment to the next, at first."""
+"""Time between two samples, at first."""
 MOMENTS = 8192
-"""Moments that are kept for one rank; as many as for two ranks are shared by more."""
+"""Samples kept of each rank in a job of one or two ranks; with more ranks, the total stays the same."""
 LEAST = 256
-"""Moments that are kept however many ranks there are."""
+"""Least samples kept of each rank."""
 
 
 class Series:
-    """A line for each rank at each moment. Where it has become long, every second moment goes, and from then on half as
-    many come. Sums stay true, as each line holds what was done from the beginning on."""
+    """A line for each rank at each sample. When the file is full, every second sample is removed, and the time between
+    samples doubles. Sums stay exact, as each line counts from the beginning of the job."""
 
     def __init__(self, path: Path, watch: Watch, warn: Callable[[str], None]) -> None:
-        """warn: is told, once, if the file cannot be written."""
+        """warn: called once with a text if the file cannot be written."""
         self._path = path
         self._watch = watch
         self._warn = warn
@@ -34,11 +34,11 @@ class Series:
         self._due = 0.0
         self._file: IO[bytes] | None = None
         self._ends: list[int] = []
-        """Where in the file each moment ends."""
+        """Offset in the file at which each sample ends."""
         self._broken = False
 
     def tick(self) -> float:
-        """Write, if it is time to. Returns the seconds until it will be."""
+        """Write a sample, if one is due. Returns the seconds until the next one."""
         now = time.monotonic()
         if now >= self._due:
             self._due = now + self._seconds
@@ -46,7 +46,7 @@ class Series:
         return self._due - now
 
     def close(self) -> None:
-        """With the last moment. Idempotent."""
+        """Write the last sample, and close the file. Idempotent."""
         self._write()
         self._broken = True
         if self._file is not None:
@@ -68,7 +68,7 @@ class Series:
             self._warn(f"{self._path} is incomplete: {error.strerror}")
 
     def _thin(self) -> None:
-        """Whoever reads meanwhile reads the one or the other."""
+        """Remove every second sample. The file is replaced atomically, as others may be reading it."""
         assert self._file is not None
         content = self._path.read_bytes()
         moments = [content[a:b] for a, b in zip([0, *self._ends], self._ends, strict=False)][1::2]
@@ -82,7 +82,7 @@ class Series:
 
 
 def _line(gauge: Gauge) -> bytes:
-    """Nothing as long as the rank has made no step."""
+    """The line of a rank; empty as long as it has reported no step."""
     mark = gauge.last
     if mark is None:
         return b""

@@ -1,4 +1,4 @@
-"""Which hosts hear nothing of each other although both answer the launcher: told once, and once it is over."""
+"""Hosts that hear nothing from each other although both answer the launcher; reported at its begin and its end."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from dadt.launch.failure import Blame
 from dadt.launch.monitor.journal import Journal
 
 JOIN_SECONDS = 2.0
-"""How long the other side may take to tell the same: one line tells of both."""
+"""How long the other side may take to report the same, so that one line covers both."""
 ANSWER_SECONDS = 3.0
-"""An agent that has told nothing for so long does not answer; it tells something twice a second."""
+"""An agent that was silent for this long does not answer: it sends something twice a second."""
 
 
 @dataclass(slots=True)
 class Outage:
-    """Between two hosts."""
+    """An outage between two hosts."""
 
     since: float
-    """time.monotonic, when the last sign came through."""
+    """Time (time.monotonic) at which the last heartbeat came through."""
     noticed: float
     deaf: set[int] = field(default_factory=set)
-    """Those of the two that hear nothing of the other."""
+    """The hosts of the two that hear nothing from the other."""
     told: bool = False
 
 
 class Silences:
-    """Of all pairs of hosts."""
+    """The outages between all pairs of hosts."""
 
     def __init__(
         self, nodes: Sequence[Node], say: Callable[[str, str], None], journal: Journal, *, verbose: bool = False
     ) -> None:
-        """verbose: tell of what cannot be listened to, too."""
+        """verbose: also report pairs between which no heartbeat ever came through."""
         self._nodes = nodes
         self._verbose = verbose
         self._ports: dict[int, int] = {}
-        """Where each host listens for the others' heartbeats."""
+        """Host to the port at which it listens for heartbeats; 0: none."""
         self._say = say
         self._journal = journal
         self._outages: dict[tuple[int, int], Outage] = {}
 
     def listens(self, host: int, port: int) -> Frame | None:
-        """It does at this port; 0: at none. Returns what all agents are to know, once all have told."""
+        """Record the port at which a host listens; 0: none. Once all are known, returns the frame for all agents."""
         self._ports[host] = port
         if len(self._ports) < len(self._nodes):
             return None
@@ -57,7 +57,7 @@ class Silences:
         return Frame("heartbeat", {"hosts": hosts})
 
     def unheard(self, listener: int, other: int) -> None:
-        """Nothing has come from the other one from the beginning on."""
+        """Record that no heartbeat has ever come from the other host."""
         if self._verbose:
             there = self._nodes[other]
             self._say(
@@ -67,13 +67,13 @@ class Silences:
             )
 
     def silent(self, listener: int, other: int, seconds: float) -> None:
-        """One host has heard nothing from the other for so long."""
+        """Record that a host has heard nothing from the other for this many seconds."""
         now = time.monotonic()
         outage = self._outages.setdefault(_pair(listener, other), Outage(now - seconds, now))
         outage.deaf.add(listener)
 
     def heard(self, listener: int, other: int) -> None:
-        """It has heard it again."""
+        """Record that a host hears the other one again."""
         outage = self._outages.get(_pair(listener, other))
         if outage is None:
             return
@@ -86,7 +86,7 @@ class Silences:
                 self._tell(f"{first} and {second} hear each other again, after {seconds:.0f} s", "info")
 
     def turn(self) -> None:
-        """Tell what has been noticed, once both sides have had the time to tell it."""
+        """Report new outages, once both sides have had the time to notice them."""
         now = time.monotonic()
         for pair, outage in self._outages.items():
             joined = len(outage.deaf) == 2 or now - outage.noticed >= JOIN_SECONDS
@@ -95,12 +95,12 @@ class Silences:
                 self._tell(f"{self._text(pair, outage)}; {_BOTH}", "warning")
 
     def between(self, one: int, other: int) -> str:
-        """What is to be said of the way between these hosts; empty if nothing is."""
+        """A text about the outage between these hosts; empty if there is none."""
         outage = self._outages.get(_pair(one, other))
         return self._text(_pair(one, other), outage) if outage is not None else ""
 
     def blame(self) -> Blame | None:
-        """The longest outage, among hosts that answer."""
+        """The blame for the longest outage between hosts that answer the launcher; None if there is none."""
         found = {p: o for p, o in self._outages.items() if all(map(self._answers, p))}
         pair = min(found, key=lambda pair: found[pair].since, default=None)
         if pair is None:

@@ -1,4 +1,4 @@
-"""What is known of each rank while the job runs: for the live view, `dadt ps` and the report."""
+"""The figures of each rank while the job runs, for the live view, `dadt ps` and the report."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from dadt.launch.monitor.journal import Journal
 from dadt.launch.monitor.members import Member
 
 WINDOW_SECONDS = 5.0
-"""Speeds are means over the last so many."""
+"""Length of the window over which speeds are averaged."""
 SLOW = 1.1
-"""The slowest rank is named if it takes so many times as long for its own part of a step as the median rank."""
+"""The slowest rank is named if its own part of a step takes this many times as long as the median of the others."""
 LAG_SECONDS = 1.0
-"""Or if it is as many steps behind the median rank as that makes in so long: the ranks' steps are not read at once."""
+"""It is also named if it is behind by more steps than the median rank makes in this time, plus LAG_STEPS."""
 LAG_STEPS = 2
 ASKED_SECONDS = 8.0
-"""A rank that waits long for others asks for them every few seconds."""
+"""A rank counts as waiting for this long after it asked for the others, which it does every few seconds."""
 LINE_BYTES = 512
 ESCAPES = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 
 
 class View(Protocol):
-    """Something that shows a Watch to the user while the job runs."""
+    """Something that shows or records a Watch while the job runs."""
 
     def tick(self) -> float:
-        """Show what is new, if it is time to. Returns the seconds until it will be."""
+        """Show the news, if it is due. Returns the seconds until the next call."""
 
     def close(self) -> None:
         """Idempotent."""
 
 
 class Mark(NamedTuple):
-    """What a rank had done at a moment of its own clock."""
+    """The progress of a rank at a time of its own clock."""
 
     seen: float
-    """Here (time.monotonic)."""
+    """Time of the report's arrival here (time.monotonic)."""
     step: int
     samples: float
     waited: float
@@ -49,7 +49,7 @@ class Mark(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """Between two marks, by the rank's own clock."""
+    """Speed between two marks, by the rank's own clock."""
 
     steps: float
     samples: float
@@ -65,7 +65,7 @@ class Speed(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Gauge:
-    """One rank, as people look at it."""
+    """The figures of one rank."""
 
     member: Member
     memory: int = 0
@@ -73,17 +73,17 @@ class Gauge:
     peak_memory: int = 0
     samples: float = 0.0
     numbers: Mapping[str, Any] = field(default_factory=dict)
-    """What it last told of its steps, in sums since it began: sent and plain bytes, fell_back, step_times; and late."""
+    """The numbers it last reported: sums since it began (sent and plain bytes, fell_back, step_times), and late."""
     code: int | None = None
     """Exit code, once it has ended; -n if signal n ended it."""
     failed: bool = False
-    """By itself: neither since another rank had, nor since all were told to end."""
+    """Whether it failed by itself, not because of another rank or because all were stopped."""
     secondary: bool = False
-    """It said that another rank's failure ended it."""
+    """Whether it reported that another rank's failure ended it."""
     summary: Mapping[str, float] = field(default_factory=dict)
-    """What it reported at the end of its training."""
+    """Its report at the end of training."""
     asked: float = float("-inf")
-    """When it last asked where the others are, since it waits for them."""
+    """Time at which it last asked for the states of the others, which it does while it waits for them."""
     _printed: bytes = b""
     _marks: deque[Mark] = field(default_factory=deque)
     _first: Mark | None = None
@@ -98,7 +98,7 @@ class Gauge:
 
     @property
     def line(self) -> str:
-        """The last line it printed that has something on it, without escape sequences."""
+        """The last non-empty line that it printed, without escape sequences."""
         parts = re.split(rb"[\r\n]+", ESCAPES.sub(b"", self._printed))
         text = next((part for part in reversed(parts) if part.strip()), b"").decode(errors="replace")
         return "".join(c if c.isprintable() else " " for c in text).strip()
@@ -109,17 +109,17 @@ class Gauge:
 
     @property
     def waits(self) -> bool:
-        """It has stood still for some time since others have not come."""
+        """Whether it has been waiting for other ranks for some time."""
         return time.monotonic() - self.asked < ASKED_SECONDS and self.asked > self.member.seen
 
     def printed(self, data: bytes) -> None:
-        """Costs a slice, not a look at each line."""
+        """Record output. This is called for all output, so it takes only a slice and looks at no lines."""
         if data.strip():
             self._printed = data[-LINE_BYTES:]
 
     @property
     def last(self) -> Mark | None:
-        """How far it had come when it last told."""
+        """Its last mark; None if there is none."""
         return self._marks[-1] if self._marks else None
 
     def mark(self, step: int, numbers: Mapping[str, Any]) -> None:
@@ -128,12 +128,12 @@ class Gauge:
         self.samples = numbers.get("samples", 0.0)
         self._marks.append(Mark(now, step, self.samples, numbers.get("waited", 0.0), numbers.get("clock", now)))
         self._first = self._first or self._marks[0]
-        # The last mark before the window is kept, so that a slow rank has a speed, too.
+        # The last mark before the window is kept, so that a slow rank has a speed as well.
         while len(self._marks) > 2 and self._marks[1].seen < now - WINDOW_SECONDS:
             self._marks.popleft()
 
     def speed(self) -> Speed | None:
-        """Of the last seconds. None as long as it is not known, and once the training is over."""
+        """The speed over the last seconds; None as long as it is unknown, and once training is over."""
         if len(self._marks) < 2 or self.member.ended or self.member.finished:
             return None
         first, last = self._marks[0], self._marks[-1]
@@ -143,13 +143,13 @@ class Gauge:
         return Speed.between(first, last)
 
     def mean_speed(self) -> Speed | None:
-        """Of all its training so far."""
+        """The speed over all its training so far; None if it is unknown."""
         if self._first is None or self._first is self._marks[-1]:
             return None
         return Speed.between(self._first, self._marks[-1])
 
     def own_seconds(self) -> float:
-        """Of a step, without waiting for others; 0 if it is not known."""
+        """Seconds of a step without waiting for others; 0 if unknown."""
         speed = self.speed()
         return (1.0 - speed.wait) / speed.steps if speed and speed.steps > 0 else 0.0
 
@@ -167,7 +167,7 @@ class Gauge:
 
 
 class Watch:
-    """All ranks. `see` takes every frame of every agent, in the order they came."""
+    """The figures of all ranks. `see` takes every frame of every agent, in order of arrival."""
 
     def __init__(self, members: Sequence[Member], journal: Journal) -> None:
         self._journal = journal
@@ -181,12 +181,12 @@ class Watch:
             look(frame)
 
     def stops(self, why: str, grace: float) -> None:
-        """All workers are told to end."""
+        """Record that all workers are told to end."""
         self.state = "stopping"
         self._journal.write("stop", why=why, grace=grace)
 
     def refused(self, why: str) -> None:
-        """A connection was closed for what came over it."""
+        """Record that a connection was closed because of the bytes that came over it."""
         self._journal.refused(why)
 
     def steps(self) -> tuple[int, int]:
@@ -195,7 +195,7 @@ class Watch:
         return min(steps), max(steps)
 
     def slowest(self) -> Gauge | None:
-        """The rank for which the others wait, if one stands out."""
+        """The rank for which the others wait; None if no rank stands out."""
         training = [gauge for gauge in self.gauges if gauge.trains]
         if len(training) < 2:
             return None
@@ -215,7 +215,7 @@ class Watch:
         return self.gauges[rank] if own[rank] > SLOW * statistics.median(others) else None
 
     def by_pace(self) -> list[Gauge]:
-        """Those that failed, then the slowest first; those that have ended well come last."""
+        """All gauges: first those that failed, then by pace with the slowest first, and last those that succeeded."""
         slowest = self.slowest()
 
         def order(gauge: Gauge) -> tuple[bool, bool, bool, bool, float, int]:

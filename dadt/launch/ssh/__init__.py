@@ -1,1 +1,1 @@
-"""What it takes to get to a host by SSH: the way to it, its key, ours, and what its answers mean."""
+"""Reaching a host by SSH: the route to it, host keys and user keys, and the meaning of its answers."""

@@ -1,4 +1,4 @@
-"""Connecting to many hosts at once: so many at a time, a second time where that may help, and nobody waits."""
+"""Connecting to many hosts in a pool of threads, with a second attempt where that may help."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from dadt.launch.hosts.host import Host
 
 AT_ONCE = 32
 RETRY_SECONDS = (0.3, 1.5)
-"""Before the second attempt, drawn at random, so that those who were turned away do not come back together."""
+"""Bounds of the random pause before the second attempt, so that refused clients do not come back together."""
 
 
 class Transient(LaunchError):
-    """What another attempt, a little later, may not meet."""
+    """An error that another attempt, a little later, may not meet."""
 
 
 class Attempts:
-    """Each in one of a few threads, which do not keep the process from ending where one hangs."""
+    """Makes attempts in a few daemon threads, so that one that hangs does not keep the process from ending."""
 
     def __init__(self, attempt: Callable[[Host, float], Channel]) -> None:
-        """attempt: is told by when (time.monotonic) it must be done; raises LaunchError."""
+        """attempt: takes the host and the deadline (time.monotonic), and raises LaunchError."""
         self._attempt = attempt
         self._waiting: queue.SimpleQueue[tuple[Host, Future[Channel]]] = queue.SimpleQueue()
         self._closed = threading.Event()
@@ -46,7 +46,7 @@ class Attempts:
         return self._closed.is_set()
 
     def close(self) -> None:
-        """No attempt begins any more. Idempotent."""
+        """Begin no more attempts. Idempotent."""
         self._closed.set()
 
     def _work(self) -> None:
@@ -71,7 +71,7 @@ class Attempts:
 
 
 def left(deadline: float, limit: float) -> float:
-    """At most `limit` seconds, and not beyond the deadline. Raises LaunchError when that has passed."""
+    """The seconds until the deadline, at most `limit`. Raises LaunchError if the deadline has passed."""
     seconds = deadline - time.monotonic()
     if seconds <= 0:
         raise LaunchError("timeout: not connected within --start-timeout")

@@ -1,4 +1,4 @@
-"""A connection to a host's sshd: found, dialled, its key checked, logged in; through other hosts if need be."""
+"""Connecting to a host's sshd, through other hosts if need be: find the route, dial, check the key, log in."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from dadt.launch.ssh.way import Proxy, dial, tunnel
 
 BANNER_SECONDS = 15.0
 ANSWER_SECONDS = 30.0
-"""For the exchange of keys, each step of logging in, and opening a channel."""
+"""Timeout of the key exchange, of each step of logging in, and of opening a channel."""
 RSA = ("rsa-sha2-512", "rsa-sha2-256")
-"""How a host with an ssh-rsa key signs nowadays."""
+"""Signature algorithms of a host with an ssh-rsa key."""
 
 Jump = tuple[str, ...]
-"""Hosts through which one after the other a host is reached, as ProxyJump names them."""
+"""The hosts through which a host is reached, in order, as ProxyJump names them."""
 Note = Callable[[str], None]
-"""Takes what the user should know of a host, as the rest of a sentence that begins with its name."""
+"""Takes a note for the user about a host, a text to follow its name."""
 
-# Else Python prints what it logs, with tracebacks, between our lines.
+# Without a handler, Python would print Paramiko's log with tracebacks between our lines.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
 
 
 class Connection:
-    """Logged in."""
+    """A connection that is logged in."""
 
     def __init__(self, transport: paramiko.Transport, proxy: Proxy | None) -> None:
         self.transport = transport
@@ -53,14 +53,14 @@ class Connection:
 
 
 class Jumps:
-    """The connections that others go through: one serves all hosts behind it, or its sshd would turn some away."""
+    """Connections to jump hosts. One serves all hosts behind it, as its sshd would refuse too many log-ins."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._futures: dict[Jump, Future[Connection]] = {}
 
     def find(self, jumps: Jump, deadline: float, connect: Callable[[], Connection]) -> Connection:
-        """That one which exists, or is about to; else, or if that was lost, a new one. Raises LaunchError."""
+        """The connection that exists or is being made, or a new one if that was lost. Raises LaunchError."""
         with self._lock:
             future = self._futures.get(jumps)
             is_ours = future is None or _is_lost(future)
@@ -74,7 +74,7 @@ class Jumps:
             raise LaunchError(f"timeout: ProxyJump {','.join(jumps)} is not connected within --start-timeout") from None
 
     def close(self) -> None:
-        """Those that are about to come about, too."""
+        """Close all connections, and those being made once they exist."""
         with self._lock:
             futures = list(self._futures.values())
         for future in futures:
@@ -84,7 +84,7 @@ class Jumps:
 def _fill(future: Future[Connection], connect: Callable[[], Connection]) -> None:
     try:
         future.set_result(connect())
-    except BaseException as error:  # noqa: BLE001 (all who wait for it get it)
+    except BaseException as error:  # noqa: BLE001 (everyone who waits on the future gets it)
         future.set_exception(error)
 
 
@@ -98,7 +98,7 @@ def _close(future: Future[Connection]) -> None:
 
 
 class Connector:
-    """Connects to hosts as the configuration says; `connect` may be called from several threads."""
+    """Connects to hosts according to the configuration. `connect` may be called from several threads."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -106,17 +106,17 @@ class Connector:
         self._gates = Gates()
 
     def close(self) -> None:
-        """Take the ways to hosts behind others away. Idempotent."""
+        """Close the connections to jump hosts. Idempotent."""
         self._jumps.close()
 
     def connect(self, host: Host, deadline: float, note: Note) -> Connection:
-        """Raises LaunchError, and Transient where another attempt may do better."""
+        """Connect and log in. Raises LaunchError, or its subclass Transient if another attempt may succeed."""
         config = self._config
         route = routes.find(config, host.name, host.user, config.ssh_port, config.ssh_identity_file)
         return self._connect(route, deadline, note, ())
 
     def _connect(self, route: Route, deadline: float, note: Note, before: tuple[Jump, ...]) -> Connection:
-        """before: the jumps for whose sake this connection is made."""
+        """before: the jumps that need this connection, to find circles."""
         over = self._find_jump(route, deadline, note, before) if route.jumps else None
         with self._gates.passed(",".join([*route.jumps, route.where]), deadline):
             return self._log_in(route, over, deadline, note)
@@ -147,7 +147,7 @@ class Connector:
         return connection
 
     def _find_jump(self, route: Route, deadline: float, note: Note, before: tuple[Jump, ...]) -> Connection:
-        """All but the last hop are the way to the last."""
+        """Connect to the last jump host; the jumps before it become its own."""
         if route.jumps in before:
             raise LaunchError(f"ProxyJump {','.join(route.jumps)} goes in a circle -> correct the SSH configuration")
         *first, last = route.jumps
@@ -155,7 +155,7 @@ class Connector:
         if first:
             jump = replace(jump, jumps=tuple(first))
         elif [routes.find_jump(self._config, text).key_name for text in jump.jumps] == [jump.key_name]:
-            jump = replace(jump, jumps=())  # `Host *` with a ProxyJump means the others
+            jump = replace(jump, jumps=())  # a ProxyJump under `Host *` is not meant for the jump host itself
 
         def connect() -> Connection:
             return self._connect(

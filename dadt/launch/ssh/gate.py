@@ -1,4 +1,4 @@
-"""Few log-ins at once at one server: an sshd turns away those that come while ten have not logged in yet."""
+"""A limit of simultaneous log-ins per server, as an sshd refuses connections while ten have not logged in yet."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from dadt.launch.ssh.attempt import left
 
 LOGINS = 6
-"""Fewer than MaxStartups allows by default: somebody else may log in, too, and an sshd counts a log-in for a little
-longer than its client does."""
+"""Log-ins at once; fewer than the default MaxStartups allows, as others may log in as well, and an sshd counts a
+log-in for a little longer than its client does."""
 
 
 class Gates:
-    """One per server."""
+    """One gate per server."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -22,7 +22,7 @@ class Gates:
 
     @contextmanager
     def passed(self, where: str, deadline: float) -> Iterator[None]:
-        """Wait for a place among those that log in at this server. Raises LaunchError at the deadline."""
+        """Wait until a log-in at this server is allowed. Raises LaunchError at the deadline."""
         with self._lock:
             gate = self._gates.setdefault(where, threading.Semaphore(LOGINS))
         while not gate.acquire(timeout=left(deadline, float("inf"))):

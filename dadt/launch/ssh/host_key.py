@@ -1,4 +1,4 @@
-"""The keys of hosts: known_hosts, as OpenSSH writes and reads it."""
+"""Host keys in known_hosts files, read and written as OpenSSH does."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Entry:
 
 
 class KnownHosts:
-    """The keys that one host is known by."""
+    """The known keys of one host."""
 
     def __init__(self, route: Route) -> None:
         self._route = route
@@ -70,19 +70,19 @@ class KnownHosts:
         self._entries = [entry for entry in entries if not entry.revoked]
         self._portless: list[Entry] = []
         if not self._entries and route.port != SSH_PORT and not route.alias:
-            # As OpenSSH does: a key known for port 22 is good for another port, too.
+            # As in OpenSSH, a key known for port 22 is valid for other ports as well.
             name = route.hostname.lower()
             entries = [entry for entry in _read(route.known_hosts) if entry.is_for(name)]
             self._portless = [entry for entry in entries if not entry.revoked]
 
     @property
     def kinds(self) -> list[str]:
-        """Of the known keys: the kinds to ask the host for first."""
+        """The kinds of the known keys, to ask the host for first."""
         return [entry.key.kind for entry in self._entries + self._portless]
 
     def check(self, key: HostKey, policy: str) -> str:
-        """Accept the key or raise LaunchError. Returns what to tell the user, as the rest of a sentence that begins
-        with the host's name; empty where all is as it was."""
+        """Accept the key or raise LaunchError. Returns a note for the user, to follow the host's name; empty if the
+        key was known."""
         if policy == "off":
             return ""
         if revoked := [entry for entry in self._revoked if entry.key == key]:
@@ -119,22 +119,22 @@ def _read(files: Iterable[Path]) -> Iterator[Entry]:
         try:
             lines = file.read_text(errors="replace").splitlines()
         except OSError:
-            continue  # not there, or not for this user
+            continue  # missing, or not readable by this user
         for number, line in enumerate(lines, 1):
             words = line.split()
             marker = words.pop(0) if words and words[0].startswith("@") else ""
-            # Certificates of hosts are left to OpenSSH.
+            # Host certificates are left to OpenSSH.
             if len(words) < 3 or words[0].startswith("#") or marker not in ("", "@revoked"):
                 continue
             try:
                 blob = base64.b64decode(words[2], validate=True)
             except binascii.Error:
-                continue  # no key
+                continue  # not a key
             yield Entry(words[0], HostKey(words[1], blob), marker != "", file, number)
 
 
 def _append(file: Path, line: str) -> None:
-    """PlainLinkState, though others append at the same time, and once."""
+    """Append a whole line, unless it is there already, even if others append at the same time."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with file.open("a+b") as known:
         if not file.is_file():
@@ -147,5 +147,5 @@ def _append(file: Path, line: str) -> None:
 
 
 def _glob(pattern: str) -> str:
-    """Brackets are no ranges here: they stand around names with a port."""
+    """Escape brackets, which are not ranges here but surround names with a port."""
     return pattern.replace("[", "[[]")

@@ -1,4 +1,4 @@
-"""The user's keys: those of the agent and those in files, tried one by one."""
+"""The user's keys, from the SSH agent and from files, tried one by one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dadt.launch.ssh.route import Route
 
 
 class Identities:
-    """What is known of the user's keys after some were tried."""
+    """The user's keys, and what was tried with each."""
 
     def __init__(self, route: Route) -> None:
         self._route = route
@@ -30,7 +30,7 @@ class Identities:
         self._unusable: list[str] = []
 
     def log_in(self, transport: paramiko.Transport) -> None:
-        """Raises LaunchError where no key is accepted."""
+        """Log in. Raises LaunchError if no key is accepted."""
         user = self._route.user
         try:
             transport.auth_none(user)
@@ -55,9 +55,9 @@ class Identities:
         raise LaunchError(verdict.denied(self._route, self._what_was_tried(), self._locked, self._unusable))
 
     def _keys(self, held: tuple[paramiko.AgentKey, ...]) -> Iterator[tuple[paramiko.PKey, str]]:
-        """In OpenSSH's order: what the agent holds of the named files, else of the agent's, the other files.
+        """Keys with labels, in OpenSSH's order: named files that the agent holds, its other keys, the other files.
 
-        An empty label is an agent's key.
+        The label is empty for the agent's other keys.
         """
         publics = {blob: file for file in self._files if (blob := _public(file)) is not None}
         for key in sorted(held, key=lambda key: key.blob not in publics):
@@ -93,13 +93,13 @@ class Identities:
 
 
 def _public(file: Path) -> bytes | None:
-    """The public key of a private one, where it stands beside it; or of the file, if it is one itself."""
+    """The public key in the file itself, or in the .pub file beside it; None if there is none."""
     for candidate in (file, file.with_name(f"{file.name}.pub")):
         try:
             words = candidate.read_text(errors="replace").split(maxsplit=2)
             return base64.b64decode(words[1], validate=True)
         except (OSError, IndexError, binascii.Error):
-            continue  # not there, or not a public key
+            continue  # missing, or not a public key
     return None
 
 

@@ -1,4 +1,4 @@
-"""What the `ssh` program says with -v, read for why it failed."""
+"""The output of `ssh -v`, and the reason of a failure found in it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dadt.launch.ssh.route import Route
 OWN_LINE = re.compile(
     r"debug\d: |OpenSSH_|Authenticated |Transferred: |Bytes per second: |Warning: Permanently added |Killed by signal 1"
 )
-"""What it says of itself. All else comes from the other side, or is why it failed."""
+"""Lines of ssh about itself. All others come from the other side, or say why it failed."""
 SERVER_KEY = re.compile(r"Server host key: (\S+) (SHA256:\S+)")
 OFFENDING = re.compile(r"Offending (?:\S+ )?key(?: for IP)? in (.+):(\d+)")
 OFFERED = re.compile(r"Offering public key: (?P<name>.+) (?P<kind>[\w-]+) (?P<print>SHA256:\S+)(?P<from>.*)")
@@ -28,12 +28,12 @@ EARLY = ("kex_exchange_identification", "Connection closed by", "Connection rese
 
 
 class Report:
-    """All that an `ssh -v` has printed on stderr."""
+    """The standard error of one `ssh -v`."""
 
     def __init__(self, text: str) -> None:
         self._text = text
         self.others = "\n".join(line for line in text.splitlines() if not OWN_LINE.match(line))
-        """Without what it says of itself."""
+        """The lines that are not ssh's own."""
 
     @property
     def logged_in(self) -> bool:
@@ -41,24 +41,24 @@ class Report:
 
     @property
     def killed(self) -> bool:
-        """The remote command was ended by a signal."""
+        """Whether a signal ended the remote command."""
         return "rtype exit-signal" in self._text
 
     @property
     def last_words(self) -> str:
-        """The last line that says more than that the connection was closed."""
+        """The last line, preferably one that says more than that the connection was closed."""
         lines = [line.strip() for line in self.others.splitlines() if line.strip()]
         telling = [line for line in lines if not line.startswith(EARLY)] or lines
         return telling[-1] if telling else ""
 
     def notes(self) -> list[str]:
-        """What to tell the user though nothing failed: that an unknown host key was accepted."""
+        """Notes for the user on success: that an unknown host key was accepted."""
         if "Warning: Permanently added" not in self._text:
             return []
         return [f"its host key was not known ({self._fingerprint()}): added to known_hosts"]
 
     def failure(self, route: Route) -> LaunchError:
-        """Why nobody was logged in. The first reason counts: those of hosts on the way come first."""
+        """Why the log-in failed. The first reason in the text counts, as those of jump hosts come first."""
         text = self._text
         if found := RESOLVE.search(text):
             kind = Transient if "Temporary failure" in found[2] else LaunchError

@@ -1,4 +1,4 @@
-"""How SSH reaches a host: what its configuration says, and the flags that hold over it."""
+"""The route by which SSH reaches a host, from its configuration and the flags that override it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from dadt.errors import LaunchError
 
 ANSWER_SECONDS = 10.0
 CONNECT_SECONDS = 10.0
-"""Where ConnectTimeout does not say another."""
+"""The timeout if ConnectTimeout is not set."""
 SSH_PORT = 22
 JUMP = re.compile(r"(?:ssh://)?(?:(?P<user>.+)@)?(?:\[(?P<six>[^\]]+)\]|(?P<name>[^:]+))(?::(?P<port>\d+))?/?")
 
 Settings = Mapping[str, Sequence[str]]
-"""By their names in lower case; one that may stand there several times has several."""
+"""Settings of the SSH configuration, by names in lower case; some may occur several times."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Route:
-    """One host, and how to get to it."""
+    """One host, and how to reach it."""
 
     host: str
-    """As the user names it."""
+    """The name that the user gave."""
     hostname: str
     port: int
     user: str
@@ -41,13 +41,13 @@ class Route:
     """Files; the first is the one that new keys are written to."""
     alias: str
     strict: bool
-    """Only hosts whose key is known, whatever the flag says."""
+    """Whether the host's key must be known, whatever the flag says."""
     connect_timeout: float
     alive_interval: float
 
     @property
     def key_name(self) -> str:
-        """By which its key stands in known_hosts."""
+        """The name of its key in known_hosts."""
         if self.alias:
             return self.alias
         return self.hostname.lower() if self.port == SSH_PORT else f"[{self.hostname.lower()}]:{self.port}"
@@ -58,7 +58,7 @@ class Route:
 
 
 def find(config: Config, host: str, user: str = "", port: int = 0, identity: str = "") -> Route:
-    """user, port, identity: what holds over the configuration. Raises LaunchError."""
+    """The route to a host. user, port, identity: override the configuration. Raises LaunchError."""
     if identity and not Path(identity).expanduser().is_file():
         raise LaunchError(f"there is no private key {identity} -> give the right path with -i")
     ssh = shutil.which("ssh")
@@ -95,7 +95,7 @@ def find_jump(config: Config, text: str) -> Route:
 
 
 def _of_ssh(ssh: str, config: Config, host: str, user: str) -> Settings:
-    """OpenSSH knows all of its own configuration: Include, Match, canonical names."""
+    """The settings from OpenSSH, which knows all of its own configuration: Include, Match, canonical names."""
     options = ["-F", config.ssh_config] if config.ssh_config else []
     options += ["-l", user] if user else []
     try:
@@ -119,7 +119,7 @@ def _of_ssh(ssh: str, config: Config, host: str, user: str) -> Settings:
 
 
 def _of_files(config: Config, host: str) -> Settings:
-    """Without OpenSSH, what Paramiko understands: no Include."""
+    """The settings without OpenSSH, as far as Paramiko understands them: it has no Include."""
     import paramiko
 
     files = [config.ssh_config] if config.ssh_config else ["~/.ssh/config", "/etc/ssh/ssh_config"]

@@ -1,6 +1,6 @@
-"""Why a host could not be reached by SSH, and what to do: the same words whoever speaks SSH.
+"""Messages about why SSH could not reach a host and what to do, the same for Paramiko and OpenSSH.
 
-Each text is the rest of a sentence that begins with the host's name.
+Each text follows the host's name.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def revoked_key(fingerprint: str, place: str) -> str:
 
 
 def denied(route: Route, tried: Sequence[str], locked: Sequence[str], unusable: Sequence[str]) -> str:
-    """tried: keys that the host refused. locked: files with a passphrase. unusable: whole reasons."""
+    """tried: keys that the host refused. locked: files with a passphrase. unusable: complete reasons."""
     text = f"no accepted key (tried {', '.join(tried)})" if tried else "no key to try"
     text += "".join(f"; {file} has a passphrase, and the agent does not hold it" for file in locked)
     text += "".join(f"; {reason}" for reason in unusable)
@@ -96,6 +96,6 @@ def agent_keys(count: int) -> list[str]:
 
 
 def login(route: Route) -> str:
-    """What follows `ssh` or `ssh-copy-id`, for people to type."""
+    """The words that follow `ssh` or `ssh-copy-id`, for users to type."""
     port = "" if route.port == SSH_PORT else f"-p {route.port} "
     return f"{port}{route.user}@{route.host}"

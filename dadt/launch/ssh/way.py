@@ -1,4 +1,4 @@
-"""The bytes' way to an SSH server: a TCP connection, a ProxyCommand, or a channel through another host."""
+"""The transport to an SSH server: a TCP connection, a ProxyCommand, or a channel through another host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ END_SECONDS = 1.0
 
 
 def dial(route: Route, timeout: float, silence: float) -> socket.socket:
-    """silence: seconds without an answer from the other side after which the connection counts as lost."""
+    """Connect by TCP. silence: seconds without an answer after which the connection counts as lost. Raises
+    LaunchError."""
     try:
         found = socket.getaddrinfo(route.hostname, route.port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
@@ -43,7 +44,7 @@ def dial(route: Route, timeout: float, silence: float) -> socket.socket:
 
 
 def _watch(wire: socket.socket, silence: float) -> None:
-    """Let the kernel find out that the other side is gone: no RST comes from a cut network."""
+    """Let the kernel find out that the other side is gone, as no RST comes from a cut network."""
     wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     wire.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(silence / 3)))
@@ -62,7 +63,7 @@ def _unreachable(route: Route, timeout: float, errors: list[OSError]) -> LaunchE
 
 
 def tunnel(over: paramiko.Transport, route: Route, timeout: float) -> paramiko.Channel:
-    """A channel through the connected transport of another host."""
+    """Open a channel through the connected transport of another host. Raises LaunchError."""
     try:
         return over.open_channel("direct-tcpip", (route.hostname, route.port), ("127.0.0.1", 0), timeout=timeout)
     except paramiko.ChannelException as error:
@@ -75,7 +76,7 @@ def tunnel(over: paramiko.Transport, route: Route, timeout: float) -> paramiko.C
 
 
 class Proxy:
-    """A ProxyCommand: its input and output are the connection."""
+    """A ProxyCommand, whose input and output are the connection."""
 
     def __init__(self, route: Route) -> None:
         values = {"%": "%", "h": route.hostname, "n": route.host, "p": str(route.port), "r": route.user}
@@ -92,7 +93,7 @@ class Proxy:
             )
 
     def explain(self) -> str:
-        """What it said before it failed."""
+        """A text with the last line that it printed before it failed."""
         self._stderr.seek(0)
         lines = self._stderr.read().decode(errors="replace").strip().splitlines()
         return f"ProxyCommand `{self._command}`" + (f": {lines[-1]}" if lines else " ended without a word")

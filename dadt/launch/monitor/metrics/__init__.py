@@ -1,4 +1,4 @@
-"""What gives a job's figures to other programs while it runs: a file here for each, which `--metrics` names."""
+"""Export of a job's metrics to other programs while it runs: one file here for each kind that `--metrics` names."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from dadt.errors import ConfigError
 from dadt.launch.monitor.watch import View, Watch
 
 EXPORTS = {"tensorboard": "TensorBoard", "prometheus": "Prometheus"}
-"""Module, which is the extra of dadt's that brings what it needs, and class."""
+"""Module to class. The module's name is also that of the extra of dadt that installs its dependencies."""
 
 
 class Export(View, Protocol):
-    """One place that a job's figures go to. Made before the job, so that what is wrong with it stops nothing later."""
+    """One destination of metrics. It is made before the job, so that a wrong one stops nothing later."""
 
     def __init__(self, place: str) -> None:
-        """Raises ConfigError where it cannot be."""
+        """Raises ConfigError if the place cannot be used."""
 
     def begin(self, watch: Watch, facts: Mapping[str, str], warn: Callable[[str], None]) -> str:
-        """All ranks are known. facts: of the job, its `job` among them. Returns where the figures are, for the user."""
+        """Called once all ranks are known. facts: labels of the job, with `job` among them. Returns a text for the
+        user that says where the metrics are."""
 
 
 def prepare(texts: Sequence[str]) -> list[Export]:
-    """Of each KIND:WHERE of `--metrics`. Raises ConfigError; then none is left open."""
+    """Make an export for each KIND:WHERE of `--metrics`. Raises ConfigError, and then leaves none open."""
     made: list[Export] = []
     try:
         for text in texts:

@@ -1,4 +1,4 @@
-"""The figures of each rank, by name. docs/metrics.md lists them."""
+"""The metrics of each rank. docs/metrics.md lists them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dadt.launch.monitor.watch import Gauge
 
 
 class Metric(NamedTuple):
-    """The name ends with the unit, as Prometheus wants it; what only grows ends with `_total`."""
+    """One metric. Its name ends with the unit, as Prometheus wants it, or with `_total` if it only grows."""
 
     name: str
     help: str
     value: Callable[[Gauge], float | None]
-    """None as long as it is not known."""
+    """Returns None as long as the value is unknown."""
 
     @property
     def grows(self) -> bool:

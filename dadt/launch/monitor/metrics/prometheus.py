@@ -25,7 +25,7 @@ from dadt.launch.monitor.watch import Watch
 LOOPBACK = "127.0.0.1"
 SECONDS = 0.5
 BOUNDS = range(-13, 7)
-"""Powers of two: step times from 0.1 ms to a minute are told apart."""
+"""Bounds of the histogram in powers of two, for step times from 0.1 ms to a minute."""
 LABELS = ("job", "rank", "host")
 
 
@@ -33,7 +33,7 @@ PORT = re.compile(r"[0-9]{1,5}")
 
 
 class Prometheus(Collector):
-    """One page for all ranks, for as long as the job runs. Read by the server's threads, written by the launcher's."""
+    """One page for all ranks while the job runs. The launcher's thread writes it, and the server's threads read it."""
 
     def __init__(self, place: str) -> None:
         """place: PORT, or HOST:PORT."""
@@ -100,7 +100,7 @@ class Prometheus(Collector):
 
 
 def _buckets(counts: Mapping[str, int]) -> list[tuple[str, float]]:
-    """Steps of at most so many seconds, for each bound."""
+    """Cumulative counts: for each bound, the steps of fewer seconds."""
     below = [
         (str(2.0**power), float(sum(count for size, count in counts.items() if int(size) < power * PER_DOUBLING)))
         for power in BOUNDS

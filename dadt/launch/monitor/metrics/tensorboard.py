@@ -1,4 +1,4 @@
-"""`--metrics tensorboard:DIR`: event files that TensorBoard shows, a run for each rank."""
+"""`--metrics tensorboard:DIR`: event files for TensorBoard, with a run for each rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECONDS = 1.0
 
 
 class TensorBoard:
-    """DIR/<job>/rank<r>, so that one chart holds all ranks, and one DIR several jobs. Steps are optimizer steps."""
+    """Writes DIR/<job>/rank<r>, so that one chart shows all ranks and one DIR several jobs, by optimizer step."""
 
     def __init__(self, place: str) -> None:
         """place: DIR."""
@@ -90,7 +90,7 @@ class _Run:
             for folder in (self._folder.parent, self._folder):  # the job's, and the rank's
                 if not folder.exists():
                     private_files.make_inner_folder(folder)
-            # The pattern that TensorBoard looks for; the time in it orders the files of a run.
+            # TensorBoard looks for this pattern, and orders the files of a run by the time in it.
             name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.0"
             self._writer = RecordWriter(private_files.open_file(self._folder / name, inner=True))
             source = SourceMetadata(writer="dadt")
