@@ -39,7 +39,7 @@ loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8, shuf
 model = torch.nn.Linear(32, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
 for step, (inputs, wanted) in enumerate(loader):
-    while step == {STEPS - 1} and not os.path.exists("go"):
+    while not os.path.exists({{{STEPS // 2}: "half", {STEPS - 1}: "go"}}.get(step, ".")):
         time.sleep(0.02)
     optimizer.zero_grad()
     torch.nn.functional.mse_loss(model(inputs), wanted).backward()
@@ -113,6 +113,8 @@ def test_a_real_job_is_scraped_and_read_by_tensorboard_and_reported(start: Calla
     run = start(TRAIN, "-np", "2", *places, "--warmup-steps", "20", "--timeline", "out.json", "train.py")
     url = address_of(run)
     assert url.startswith("http://127.0.0.1:")
+    await_that(lambda: len(_moments(run)) == 2, "samples of both ranks in progress.jsonl")
+    (run.folder / "half").touch()
 
     def arrived() -> bool:
         samples = page(url)
@@ -175,16 +177,21 @@ def _report_of_a_running_job(run: Run) -> None:
 
     await_that(told, "a report with all steps but the last")
 
-    def written() -> bool:
-        lines = (folder / "progress.jsonl").read_text().splitlines()
-        last = {moment["rank"]: moment["samples"] for moment in map(json.loads, lines)}
-        return len(last) == 2 and min(last.values()) > 0
-
-    await_that(written, "samples in progress.jsonl, which is written twice a second")
+    await_that(lambda: min(map(len, _moments(run).values())) > 1, "two moments of each rank, of which a curve is made")
     words = Words(dadt_cli.report.page.page(Record.read(folder, True), True))
     for word in ("still runs", "rank: samples per second", "Step times: steps of all ranks", "Hosts", "--warmup-steps"):
         assert word in words.text, word
     assert words.tags.count("figure") == 3 and "Not all of it is there" not in words.text
+
+
+def _moments(run: Run) -> dict[int, set[float]]:
+    """When each rank had come further, by its own clock, as progress.jsonl tells it twice a second."""
+    path = run.folder / "dadt-logs" / run.job / "progress.jsonl"
+    found: dict[int, set[float]] = {}
+    for moment in map(json.loads, path.read_text().splitlines() if path.exists() else []):
+        if moment["samples"]:
+            found.setdefault(moment["rank"], set()).add(moment["clock"])
+    return found
 
 
 def test_sums_and_the_failure_are_told(start: Callable[..., Run]) -> None:

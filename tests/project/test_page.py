@@ -62,6 +62,7 @@ FOREIGN_FLAGS = {
     "launching.md": {"--local"},
     "metrics.md": {"--logdir"},
     "mpi.md": {"--mca", "--nproc-per-node"},
+    "ssh.md": {"--upgrade"},
     "slurm.md": {"--array", "--cpus-per-task", "--nodes", "--ntasks", "--ntasks-per-node", "--signal", "--time"},
 }
 """Of other programs, as torchrun, sbatch, ssh, a script of the page or a module that is run."""
