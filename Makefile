@@ -46,12 +46,12 @@ browser:
 
 # The launcher's and the executors' figures, over simulated machines: half an hour.
 figures: .venv/testable machines
-	$(BIN)/python tests/hosts/figures.py --json docs/results/launching.json
-	$(BIN)/python tests/hosts/executor_figures.py --json docs/results/executors.json
+	PYTHONPATH=tests $(BIN)/python tests/hosts/figures.py --json docs/results/launching.json
+	PYTHONPATH=tests $(BIN)/python tests/hosts/executor_figures.py --json docs/results/executors.json
 
 # What users see of 30 faults, over simulated machines: ten minutes.
 faults: .venv/testable machines
-	$(BIN)/python tests/hosts/faults.py --write docs/results/faults.md
+	PYTHONPATH=tests $(BIN)/python tests/hosts/faults.py --write docs/results/faults.md
 
 # Whether training under DADT ends where training without it does: hours, the last part as root. What docs/results holds is not repeated.
 convergence: .venv/testable

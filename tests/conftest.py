@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
-import leftover
 import pytest
+from harness import TESTS, job, leftover
+from harness.run import Result, Run, await_nothing_left, end
 
-STARTERS = {"subprocess", "multiprocessing", "run", "machine", "core.ranks", "ranks", "api_run", "job", "terminal"}
+STARTERS = {"subprocess", "multiprocessing", *(f"harness.{path.stem}" for path in (TESTS / "harness").glob("*.py"))}
 """Modules by which tests start processes."""
 SESSION = pytest.StashKey[leftover.Session]()
 LEFT = pytest.StashKey[list[str]]()
@@ -80,3 +83,35 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.section("left behind by the tests", red=True, bold=True)
         for line in left:
             terminalreporter.line(line, red=True)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    """start(script, *arguments, **env) -> a running `dadt run`. `-np 2 train.py` where no arguments are given."""
+    runs: list[Run] = []
+
+    def begin(script: str, *arguments: str, **env: str) -> Run:
+        runs.append(Run(tmp_path, script, list(arguments) or ["-np", "2", "train.py"], env))
+        return runs[-1]
+
+    yield begin
+    end(runs)
+    await_nothing_left(tmp_path)
+
+
+@pytest.fixture
+def launch(start: Callable[..., Run]) -> Callable[..., Result]:
+    """As `start`, and waits for the end."""
+    return lambda script, *arguments, **env: start(script, *arguments, **env).finish()
+
+
+@pytest.fixture
+def dadt_run(tmp_path: Path) -> Callable[..., job.Run]:
+    """dadt_run(script, *options, np=2) runs the script; whatever a rank gives to `report` is in Run.ranks."""
+    return functools.partial(job.run, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def shared_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., job.Run]:
+    """As dadt_run, for a job that several tests of a module look at, by `Run.of`."""
+    return lambda script, *options: job.run(tmp_path_factory.mktemp("shared"), script, *options, code=None)

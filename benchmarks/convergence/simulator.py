@@ -1,7 +1,7 @@
 """All ranks of a training in one process, from the algorithms' definitions: no line of DADT's runtime takes part.
 
 Batches, weights, optimizer state and BatchNorm statistics have the bits that `dadt run --batch global` gives (see
-tests/project/test_convergence.py): each rank computes the gradient of its part of the batch, sums go in rank order.
+tests/benchmarks/test_convergence.py): each rank computes the gradient of its part of the batch, sums go in rank order.
 """
 
 from __future__ import annotations

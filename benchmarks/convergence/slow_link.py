@@ -24,8 +24,8 @@ from benchmarks.convergence.interval import interval
 from benchmarks.convergence.study import conditions
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "tests" / "hosts"))
-from machine import Network  # type: ignore[import-not-found] # noqa: E402
+sys.path.append(str(ROOT / "tests"))
+from harness.machine import Network  # type: ignore[import-not-found] # noqa: E402
 
 WARMUP = 10
 """Synchronous steps, with each method: on such a link each takes as long as many others."""

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
-sys.path.append(str(Path(__file__).parent))
-sys.path.append(str(Path(__file__).parents[1]))
-from api_run import run
-from core.test_timeline import check_format
+from harness.job import run_api as run
+from harness.trace import check_format
 
 SCRIPT = """
     dadt.init(timeline_path="t.json", cycle_duration_ms=50)

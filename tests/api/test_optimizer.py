@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).parent))
-from api_run import run
+from harness.job import run_api as run
 
 TRAIN = """
     import torch.nn.functional as F

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parent))
-from api_run import run
+from harness.job import run_api as run
 
 DRAWS = """
     import random

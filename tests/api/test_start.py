@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parent))
-from api_run import run
+from harness.job import run_api as run
 
 import dadt
 from dadt.api.session import configured

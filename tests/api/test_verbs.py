@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).parent))
-from verbs import RANKS, coo, x
+from harness import SCRIPTS
+from scripts.verbs import RANKS, coo, x
 
 EVERY = range(RANKS)
 
@@ -21,7 +19,7 @@ EVERY = range(RANKS)
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank reports of each check."""
     folder = tmp_path_factory.mktemp("verbs")
-    script = Path(__file__).with_name("verbs.py")
+    script = SCRIPTS / "verbs.py"
     done = subprocess.run(
         [sys.executable, "-m", "dadt_cli", "run", "-np", str(RANKS), str(script), str(folder)],
         cwd=folder,

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import socket
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-TESTS = Path(__file__).parents[1]
-sys.path += [str(TESTS), str(TESTS / "launch")]
-from launch.conftest import launch, start  # noqa: E402, F401 (fixtures)
 
 MISSING = "no CUDA device: torch.cuda.is_available() is false"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conformance.test_conformance import check, outputs
+from harness.conformance import check, outputs
 
 pytestmark = pytest.mark.gpu
 

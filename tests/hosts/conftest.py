@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hostrun import SECONDS, HostRun
-from machine import Network, await_that, missing
+from harness.host_run import HostRun
+from harness.machine import Network, await_that, missing
+from harness.run import end
 
 
 @pytest.fixture
@@ -48,7 +48,4 @@ def start(hosts: Callable[[int], Network], tmp_path: Path) -> Iterator[Callable[
         return runs[-1]
 
     yield begin
-    for run in runs:
-        if run.process.poll() is None:
-            run.process.send_signal(signal.SIGTERM)
-        run.process.communicate(timeout=SECONDS)
+    end(runs)

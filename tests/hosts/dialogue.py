@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
-from machine import Network
+from harness.machine import Network
 
 from dadt.config import Config
 from dadt.control.frame import Frame

@@ -1,4 +1,4 @@
-"""The executors' figures: `python tests/hosts/executor_figures.py --json FILE` (as root, on an idle machine).
+"""The executors' figures: `make figures` (as root, on an idle machine).
 
 Each allreduce beside the library called directly, on this host, under both MPIs and between simulated hosts with
 links of 1 and 10 Gbit/s; the bytes on the wire. DDP on the backend `dadt` has a command of its own, `dadt bench ddp`.
@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from machine import Network
+from harness.machine import Network
 
 from dadt_cli.bench import ddp
 from dadt_cli.bench.figure import conditions

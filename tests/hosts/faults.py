@@ -1,4 +1,4 @@
-"""What a user sees of each fault: `python tests/hosts/faults.py --write docs/results/faults.md` (as root).
+"""What a user sees of each fault: `make faults` (as root).
 
 Each fault strikes a job that trains. Told: from the fault to the line that names it; over: to the end of the job. What
 is left is looked for on all hosts after the end.
@@ -22,10 +22,8 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
-from machine import Machine, Network, await_that, missing
-
-sys.path.append(str(Path(__file__).parents[1] / "launch"))
-from run import DADT, left_of
+from harness.machine import Machine, Network, await_that, missing
+from harness.run import DADT, left_of
 
 SECONDS = 90.0
 SCRIPT = """

@@ -1,4 +1,4 @@
-"""The launcher's figures, over simulated machines: `python tests/hosts/figures.py --json FILE` (as root).
+"""The launcher's figures, over simulated machines: `make figures` (as root).
 
 Start, 64 agents, the end after a failure, and much output. Whatever a job leaves behind on a machine is an error.
 """
@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from machine import Machine, Network, await_that, missing
+from harness.machine import Machine, Network, await_that, missing
 
 import dadt_cli.bench
 from dadt_cli.bench.figure import conditions

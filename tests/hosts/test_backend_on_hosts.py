@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+from harness import lightened
+
 DDP = """
 import os, sys, torch, torch.distributed as dist{dadt}
 from torch.nn.parallel import DistributedDataParallel
@@ -54,7 +56,7 @@ def test_ddp_under_dadt_run(hosts, start):
 
 def test_ddp_started_by_hand(hosts, tmp_path):
     network = hosts(2)
-    (tmp_path / "train.py").write_text(DDP.format(dadt=", dadt"))
+    (tmp_path / "train.py").write_text(lightened(DDP.format(dadt=", dadt")))
     meet = {"MASTER_ADDR": network.hosts[0].address, "MASTER_PORT": "29500", "WORLD_SIZE": "2"}
     ranks = [
         subprocess.Popen(

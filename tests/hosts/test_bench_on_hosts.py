@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from machine import Network
+from harness.machine import Network
 
 
 @pytest.mark.slow

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from machine import Machine, Network, await_that
-from run import DADT, SECONDS, is_running
+from harness import lightened
+from harness.machine import Machine, Network, await_that
+from harness.run import DADT, SECONDS, is_running
 
 TRAIN = """
 import os, torch
@@ -40,7 +41,7 @@ def node(hosts: Callable[[int], Network], tmp_path: Path) -> Iterator[Node]:
     started: list[subprocess.Popen[str]] = []
 
     def begin(machine: Machine, rank: int, where: str, script: str, *more: str) -> subprocess.Popen[str]:
-        (tmp_path / "train.py").write_text(script)
+        (tmp_path / "train.py").write_text(lightened(script))
         flags = ["--nnodes", "2", "--node-rank", str(rank), "--rendezvous", where, "-np", "2", *more]
         command = machine.enter([*DADT, "run", *flags, "train.py"], tmp_path)
         started.append(

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hostrun import SECONDS
-from machine import Machine, Network
-from run import DADT
+from harness.host_run import SECONDS
+from harness.machine import Machine, Network
+from harness.run import DADT
 
 import dadt
 from dadt_cli.check_env import SUBJECTS

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from hostrun import HostRun
-from machine import Network
+from harness import SCRIPTS
+from harness.host_run import HostRun
+from harness.machine import Network
 
-SCRIPT = Path(__file__).parents[1] / "train" / "ddp_script.py"
+SCRIPT = SCRIPTS / "ddp.py"
 
 
 def test_ranks_that_meet_in_a_file(

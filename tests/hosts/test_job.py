@@ -9,14 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-from machine import await_that
+from harness import ROOT
+from harness.machine import await_that
 
 import dadt
 
-ROOT = Path(__file__).parents[2]
 SHOW = """
 import os, socket
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "DADT_ADDRESS", "GLOO_SOCKET_IFNAME")

@@ -8,10 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import yaml
-from machine import Machine, Network
-from run import DADT, SECONDS
-
-ROOT = Path(__file__).parents[2]
+from harness import ROOT
+from harness.machine import Machine, Network
+from harness.run import DADT, SECONDS
 
 
 def test_its_pods_meet_and_train(hosts: Callable[[int], Network], tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from machine import Machine, Network, await_that
+from harness import TESTS
+from harness.machine import Machine, Network, await_that
 
 
 def ssh(network: Network, *words: object) -> subprocess.CompletedProcess[str]:
@@ -83,7 +84,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from machine import Network
+from harness.machine import Network
 network = Network(Path(sys.argv[2]), 1)
 print(network.launcher.pid, network[0].pid, network._switch.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -91,7 +92,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_machines_end_with_the_tests_even_if_those_are_killed(network_possible: None, tmp_path: Path) -> None:
-    folder = Path(__file__).parent
+    folder = TESTS
     done = subprocess.run([sys.executable, "-c", KILLED, folder, tmp_path], stdout=subprocess.PIPE, text=True)
     pids = done.stdout.split()
     assert done.returncode == -9 and len(pids) == 3

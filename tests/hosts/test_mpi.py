@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from machine import await_that
+from harness import lightened
+from harness.machine import await_that
 
 MPIRUNS = {"mpirun.openmpi": "openmpi-bin", "mpirun.mpich": "mpich"}
 WHERE = """
@@ -99,7 +100,7 @@ def test_scripts_that_import_dadt_need_no_dadt_run(hosts, mpirun, tmp_path, way)
     if way == "mpi4py" and importlib.util.find_spec("mpi4py") is None:
         pytest.skip("mpi4py is not installed")
     network = hosts(2)
-    (tmp_path / "train.py").write_text(TRAIN.format(dadt=", dadt"))
+    (tmp_path / "train.py").write_text(lightened(TRAIN.format(dadt=", dadt")))
     (tmp_path / "hosts").write_text("h0:1\nh1:1\n" if "mpich" in mpirun else "h0 slots=1\nh1 slots=1\n")
     env = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "HOME": str(network.launcher.home)}
     env |= {"OMPI_MCA_plm_rsh_args": f"-F {network.config}", "HYDRA_LAUNCHER_EXTRA_ARGS": f"-F {network.config}"}
@@ -124,7 +125,7 @@ def test_scripts_that_import_dadt_need_no_dadt_run(hosts, mpirun, tmp_path, way)
 @pytest.mark.slow
 def test_torchrun_on_each_host(hosts, tmp_path):
     network = hosts(2)
-    (tmp_path / "train.py").write_text(TRAIN.format(dadt=", dadt"))
+    (tmp_path / "train.py").write_text(lightened(TRAIN.format(dadt=", dadt")))
     torchrun = [Path(sys.executable).with_name("torchrun"), "--nnodes", "2", "--nproc-per-node", "1"]
     meeting = ["--master-addr", network.hosts[0].address, "--master-port", "29400"]
     nodes = [

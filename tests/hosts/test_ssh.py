@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from dialogue import BACKENDS, ask, launched, outcome
-from machine import Network, await_that, new_key
+from harness import TESTS
+from harness.machine import Network, await_that, new_key
 
 Hosts = Callable[[int], Network]
 
@@ -170,7 +171,7 @@ print(time.time(), flush=True)
 def test_attempts_that_hang_do_not_keep_the_process_from_ending(hosts: Hosts, backend: str) -> None:
     network = hosts(1)
     network.configure("*", ConnectTimeout=60)
-    command = [sys.executable, "-c", ABANDON, Path(__file__).parent, network.config, backend]
+    command = [sys.executable, "-c", ABANDON, TESTS, network.config, backend]
     done = subprocess.run(network.launcher.enter(command), capture_output=True, text=True, timeout=30)
     assert done.returncode == 0, done.stderr
     assert time.time() - float(done.stdout) < 2.0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from dialogue import BACKENDS, ask, launched, outcome, read
-from machine import Machine, Network, await_that, new_key
+from harness.machine import Machine, Network, await_that, new_key
 
 from dadt.control.frame import Frame
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from dialogue import BACKENDS, launched
-from machine import Network
+from harness.machine import Network
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

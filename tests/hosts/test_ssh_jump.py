@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 
 from dialogue import ask, launched
-from machine import Network
+from harness.machine import Network
 
 from dadt.config import Config
 from dadt.launch.hosts.host import Host

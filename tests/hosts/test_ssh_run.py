@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 from dialogue import BACKENDS
-from hostrun import HostRun
-from machine import Network, await_that
-from run import Result
+from harness.host_run import HostRun
+from harness.machine import Network, await_that
+from harness.run import Result
 
 Launch = Callable[..., Result]
 WHERE = """

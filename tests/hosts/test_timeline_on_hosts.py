@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
+from harness.trace import check_format
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-sys.path.append(str(Path(__file__).parents[1]))
-from core.test_timeline import check_format
 
 TRAIN = """
 import torch

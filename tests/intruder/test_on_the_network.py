@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from jobs import SEED, TRAIN, assert_flat, held, refusals, weights
-from machine import Machine, Network, await_that
-from run import DADT, SECONDS
+from harness import lightened
+from harness.jobs import SEED, TRAIN, assert_flat, held, refusals, weights
+from harness.machine import Machine, Network, await_that
+from harness.run import DADT, SECONDS
 
 STRANGER = [sys.executable, Path(__file__).with_name("stranger.py")]
 SECRET = "0123456789abcdef" * 4
@@ -32,7 +33,7 @@ def begin(network: Network, tmp_path: Path) -> Iterator[Begin]:
         started.append(subprocess.Popen(command, env=env, text=True, **pipes))
 
     def job(launcher: str, executor: str, where: str = "h0:29400") -> list[subprocess.Popen[str]]:
-        (tmp_path / "train.py").write_text(TRAIN.format(""))
+        (tmp_path / "train.py").write_text(lightened(TRAIN.format("")))
         common = ("--executor", executor, "-np", "4" if executor.startswith("hierarchical") else "2")
         if launcher == "hand":
             for rank, meeting in ((0, "h0:29400"), (1, where)):

@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from jobs import SEED, TRAIN, assert_flat, held, refusals, weights
-from run import FOLDERS, Run, await_that
+from harness.jobs import SEED, TRAIN, assert_flat, held, refusals, weights
+from harness.run import FOLDERS, Run, await_that
 
 from dadt.control.frame import LENGTHS, Frame
 

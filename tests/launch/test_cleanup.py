@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from run import DADT, FOLDERS, await_that, is_running, left_of
+from harness.run import DADT, FOLDERS, await_that, is_running, left_of
 
 WAIT = """\
 import os, signal, sys, time

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 
 import pytest
-from run import Result
+from harness.run import Result
 
 SCRIPT = """
 import json, os, signal, sys, time, torch

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from run import DADT, SECONDS
+from harness.run import DADT, SECONDS
 
 from dadt.launch.failure import Ending, Failure, Record, find_cause, last_line, size
 

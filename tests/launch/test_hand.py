@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from run import Result, Run, await_that, is_running
+from harness.run import Result, Run, await_that, is_running
 
 from dadt.control.connection import Reach
 from dadt.errors import LaunchError

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from run import await_that, is_running, left_of
+from harness.run import await_that, is_running, left_of
 
 from dadt.config import Config
 from dadt.errors import ConfigError

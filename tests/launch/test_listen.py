@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from run import await_that
+from harness.run import await_that
 
 from dadt.control import connection as listen
 from dadt.control import schema

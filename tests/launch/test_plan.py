@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from run import DADT, await_that
+from harness.run import DADT, await_that
 
 from dadt.config import Config
 from dadt.errors import ConfigError

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 
 import pytest
-from run import Result
+from harness.run import Result
 
 SCRIPT = """
 import os, time, torch

@@ -9,19 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from checks import assert_equal, assert_near
-from mpis import AS_ROOT, MPICH_LIBRARY, TESTS, installed
-from run import Run
-from scenarios import WARMUP, simulate
+from harness import TESTS
+from harness.checks import assert_equal, assert_near
+from harness.conformance import check, check_told
+from harness.mpis import AS_ROOT, MPICH_LIBRARY, installed
+from harness.run import Run
+from harness.scenarios import WARMUP, simulate
 
 from dadt.comm.executors import mpicuda
 from dadt.config import Config
 from dadt.control import mpi_library
 from dadt.errors import ConfigError
 from dadt.world import World
-
-sys.path.append(str(TESTS / "conformance"))
-from test_conformance import RANKS, check, check_told
 
 pytest.importorskip("mpi4py")
 
@@ -31,9 +30,9 @@ OPENMPI_FIRST = pytest.mark.parametrize(
 """With MPICH among the slow tests."""
 TRAIN = f"""
 import os, sys
-sys.path.insert(0, {str(TESTS / "train")!r})
+sys.path.insert(0, {str(TESTS)!r})
 import torch{{}}
-import scenarios
+from harness import scenarios
 torch.set_num_threads(1)
 rank = int(os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK"))))
 torch.save(scenarios.train("momentum", rank), open(f"rank{{{{rank}}}}.pt", "wb"))
@@ -168,7 +167,8 @@ def conformance(mpirun: str, size: int, folder: Path, *more: str) -> tuple[subpr
     """The suite over MPI, and what its ranks have printed."""
     rank = "$OMPI_COMM_WORLD_RANK" if "openmpi" in mpirun else "$PMI_RANK"
     (folder / "said").mkdir()
-    one = f"{sys.executable} {RANKS} mpi {rank} {size} {folder} {' '.join(more)} > {folder}/said/{rank}"
+    program = f"{sys.executable} -m harness.conformance mpi {rank} {size} {folder} {' '.join(more)}"
+    one = f"cd {TESTS} && {program} > {folder}/said/{rank}"
     done = by_mpirun(installed(mpirun), folder, size, ["bash", "-c", one])
     return done, [(folder / "said" / str(rank)).read_text() for rank in range(size)]
 

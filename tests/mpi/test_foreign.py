@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from checks import assert_equal, assert_near
-from mpis import TESTS, installed
-from scenarios import WARMUP, simulate
+from harness import TESTS, lightened
+from harness.checks import assert_equal, assert_near
+from harness.mpis import installed
+from harness.scenarios import WARMUP, simulate
 
 RANK = """
 import os
@@ -22,9 +23,9 @@ rank = int(next(os.environ[name] for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK"
 TRAIN = f"""
 {RANK}
 import sys
-sys.path.insert(0, {str(TESTS / "train")!r})
+sys.path.insert(0, {str(TESTS)!r})
 {{}}
-import scenarios
+from harness import scenarios
 torch.set_num_threads(1)
 drawn = torch.rand(1)  # before training and without a seed, ranks draw alike
 torch.save({{{{"drawn": drawn, **scenarios.train("momentum", rank)}}}}, open(f"rank{{{{rank}}}}.pt", "wb"))
@@ -162,7 +163,7 @@ sys.stdout.write(f"{{same}}\\n")
 
 def two_hosts(folder: Path, script: str, **env: str) -> list[tuple[int, str]]:
     """Exit codes and stderr of two ranks which believe that each has a host of its own."""
-    (folder / "train.py").write_text(script)
+    (folder / "train.py").write_text(lightened(script))
     names = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
     ranks = [
         subprocess.Popen(

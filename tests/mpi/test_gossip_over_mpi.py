@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from gossip_script import AVERAGE, PRELUDE, assert_averaged
-from run import Run
+from harness.gossip_script import AVERAGE, PRELUDE, assert_averaged
+from harness.run import Run
 
 pytest.importorskip("mpi4py")
 

@@ -11,15 +11,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from checks import assert_equal, assert_near
-from mpis import MPICH_LIBRARY, TESTS, shims
-from run import await_that, is_running
-from scenarios import WARMUP, simulate
+from harness import TESTS
+from harness.checks import assert_equal, assert_near
+from harness.mpis import MPICH_LIBRARY, shims
+from harness.run import await_that, is_running
+from harness.scenarios import WARMUP, simulate
 
 TRAIN = f"""
 import os, sys
-sys.path.insert(0, {str(TESTS / "train")!r})
-import torch, scenarios
+sys.path.insert(0, {str(TESTS)!r})
+import torch
+from harness import scenarios
 torch.set_num_threads(1)
 rank = int(os.environ["RANK"])
 torch.save(scenarios.train("momentum", rank), open(f"rank{{rank}}.pt", "wb"))

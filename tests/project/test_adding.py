@@ -10,10 +10,10 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from harness import ROOT
 
 from dadt import _core
 
-ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r"```python\n# (\S+?)(?:, in (\w+))?\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
 TRAIN = """
 import torch, dadt

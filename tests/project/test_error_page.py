@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from harness import ROOT
 
 from dadt import errors
 
-ROOT = Path(__file__).parents[2]
 TYPES = {name for name, value in vars(errors).items() if isinstance(value, type)}
 CALLS = {"ValueError", "TypeError"}
 """Of Python's own: what a verb says of its arguments."""

@@ -15,10 +15,10 @@ import nbformat
 import numpy as np
 import pytest
 import torch
+from harness import ROOT
 from PIL import Image
 from test_page import pattern
 
-ROOT = Path(__file__).parents[2]
 DADT = [sys.executable, "-m", "dadt_cli", "run", "-np", "2"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 BLOCK = re.compile(r"^```console\n\$ dadt run -np 2 examples/(\w+)\.py (.*)\n((?:.+\n)+)```$", re.M)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import kubernetes_validate
 import pytest
 import yaml
+from harness import ROOT
 
-RESOURCES = list(yaml.safe_load_all((Path(__file__).parents[2] / "examples/kubernetes/job.yaml").read_text()))
+RESOURCES = list(yaml.safe_load_all((ROOT / "examples/kubernetes/job.yaml").read_text()))
 
 
 @pytest.mark.parametrize("version", ["1.28", kubernetes_validate.latest_version()])

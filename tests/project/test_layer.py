@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness import ROOT
 
-ROOT = Path(__file__).parents[2]
 SOURCES = sorted([*(ROOT / "dadt").rglob("*.py"), *(ROOT / "dadt_cli").rglob("*.py")])
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from harness import TESTS
 
-TESTS = Path(__file__).parents[1]
 LEAVES_A_PROCESS = """
 import subprocess, sys
 def test_leaves_a_process():
@@ -25,9 +25,10 @@ def test_leaves_a_segment():
 
 
 def run_pytest(folder: Path, test: str, *options: str) -> subprocess.CompletedProcess[str]:
-    for name in ("conftest.py", "leftover.py"):
-        text = (TESTS / name).read_text().replace("PATIENCE = 10.0", "PATIENCE = 0.5")
-        (folder / name).write_text(text)
+    for path in [TESTS / "conftest.py", *(TESTS / "harness").glob("*.py")]:
+        copy = folder / path.relative_to(TESTS)
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_text(path.read_text().replace("PATIENCE = 10.0", "PATIENCE = 0.5"))
     (folder / "test_it.py").write_text(test)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import click
 import pytest
+from harness import ROOT
 
 from dadt_cli import COMMANDS, dadt_command
 
-ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"<!-- (?P<mark>runnable|file): ?(?P<value>.*?) ?-->\n```\w+\n(?P<text>.*?)```", re.S)
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")

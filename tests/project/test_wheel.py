@@ -10,8 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
+from harness import ROOT
 
 
 @pytest.fixture(scope="module")

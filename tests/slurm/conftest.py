@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cluster import Cluster, missing
-
-sys.path.append(str(Path(__file__).parents[1] / "launch"))
-sys.path.append(str(Path(__file__).parents[1] / "intruder"))
-from run import FOLDERS, await_that, left_of
+from harness.run import await_nothing_left
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +26,4 @@ def one_cluster() -> Iterator[Cluster]:
 def cluster(one_cluster: Cluster, tmp_path: Path) -> Iterator[Cluster]:
     yield one_cluster
     one_cluster.await_idle()
-    for job in (tmp_path / "dadt-logs").glob("*"):
-        await_that(lambda job=job: not left_of(job.name), f"the end of {left_of(job.name)}", 10.0)
-        folders = FOLDERS.glob(f"{job.name}*")
-        await_that(lambda folders=folders: not list(folders), f"the end of the folders of {job.name}", 10.0)
+    await_nothing_left(tmp_path)

@@ -11,19 +11,18 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-import jobs
 import psutil
 import pytest
 import stranger
 from cluster import CORES, SECONDS, Cluster, await_that
-from run import DADT, is_running, left_of
+from harness import ROOT, jobs, lightened
+from harness.run import DADT, is_running, left_of
 
 from dadt.errors import ConfigError
 from dadt.launch.hosts import slurm
 from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.slurm import slurm_hosts, tasks_per_node
 
-ROOT = Path(__file__).parents[2]
 SHOW = "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], flush=True)\n"
 FAIL = SHOW + "import sys; sys.exit(7 if os.environ['RANK'] == '3' else 0)\n"
 SLEEP = """
@@ -51,7 +50,7 @@ TWO = ("--nodes=2", "--ntasks-per-node=2")
 
 def allocate(cluster: Cluster, folder: Path, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """`dadt run` with these arguments in an allocation of two nodes with two tasks each."""
-    (folder / "train.py").write_text(script)
+    (folder / "train.py").write_text(lightened(script))
     return cluster.run("salloc", "--quiet", *TWO, *DADT, "run", *(arguments or ["train.py"]), cwd=folder)
 
 
@@ -93,7 +92,7 @@ def test_a_worker_sees_which_job_it_is_in_and_not_that_it_would_be_a_task(cluste
 def test_the_workers_get_all_cores_of_the_nodes(cluster: Cluster, tmp_path: Path) -> None:
     """A step inherits --cpus-per-task by this variable, and would have the cores of one worker."""
     script = "import os, subprocess\nif os.environ['RANK'] == '0': subprocess.run(['scontrol', 'show', 'step'])"
-    (tmp_path / "train.py").write_text(script)
+    (tmp_path / "train.py").write_text(lightened(script))
     options = (*TWO, "--cpus-per-task=2", "--mem-per-cpu=50")
     done = cluster.run(
         "salloc", "--quiet", *options, *DADT, "run", "train.py", cwd=tmp_path, env={"SRUN_CPUS_PER_TASK": "2"}
@@ -243,7 +242,7 @@ def test_a_signal_that_slurm_sends_reaches_the_workers(cluster: Cluster, tmp_pat
 @pytest.mark.slow
 def test_a_stranger_changes_nothing(cluster: Cluster, tmp_path: Path) -> None:
     """Who speaks to the port at which the launcher awaits its agents, as well as one can without the key."""
-    (tmp_path / "train.py").write_text(jobs.TRAIN.format(""))
+    (tmp_path / "train.py").write_text(lightened(jobs.TRAIN.format("")))
     process = cluster.start("salloc", "--quiet", *TWO, *DADT, "run", *jobs.SEED, "train.py", cwd=tmp_path)
     await_that(lambda: all((tmp_path / f"half{rank}").exists() for rank in range(4)), "half of the training")
     try:
@@ -322,7 +321,7 @@ def test_srun_starts_ranks_of_mpi(cluster, tmp_path):
     if found is None or find_spec("mpi4py") is None:
         pytest.skip("needs MPICH and mpi4py")
     (tmp_path / "libmpi.so.12").symlink_to(found)
-    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "train.py").write_text(lightened(TRAIN))
     done = cluster.run(
         *("salloc", "--quiet", *TWO, *DADT, "run", "--executor", "mpi", "--launcher", "slurm", "train.py"),
         cwd=tmp_path,

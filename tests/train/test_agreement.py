@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from checks import assert_equal
-from job import Run, joined
-from test_script_view import assert_replicas_equal
+from harness.checks import assert_equal, assert_replicas_equal
+from harness.job import Run, joined
 
 PLATEAU = """
-    from scenarios import backward, SCENARIOS, mlp, snapshot
+    from harness.scenarios import backward, SCENARIOS, mlp, snapshot
     torch.manual_seed(0)
     model = mlp(); optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
@@ -22,7 +21,7 @@ PLATEAU = """
 """
 
 RESTORED = """
-    from scenarios import backward, SCENARIOS, mlp
+    from harness.scenarios import backward, SCENARIOS, mlp
     torch.manual_seed(0)
     model = mlp(); optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-8 * (1 + rank))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=100)
@@ -44,7 +43,7 @@ RESTORED = """
 """
 
 SKIP = """
-    from scenarios import mlp
+    from harness.scenarios import mlp
     torch.manual_seed(0)
     data = torch.utils.data.TensorDataset(torch.randn(64, 6), torch.randint(0, 3, (64,)))
     loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
@@ -61,13 +60,13 @@ SKIP = """
 
 @pytest.mark.parametrize("algorithm", ["pipe", "sync"])
 def test_a_rank_that_skips_a_step(dadt_run, algorithm) -> None:
-    run = dadt_run(SKIP, "--warmup-steps", "4", "--algorithm", algorithm, check=False)
+    run = dadt_run(SKIP, "--warmup-steps", "4", "--algorithm", algorithm, code=None)
     assert run.code == 1
     assert "skipped a step" in run.output
 
 
 EARLY = """
-    from scenarios import backward, SCENARIOS, mlp
+    from harness.scenarios import backward, SCENARIOS, mlp
     model = mlp(); optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in range(20 if rank == 0 else 12):
         backward(SCENARIOS["momentum"], model, rank, step)
@@ -78,7 +77,7 @@ EARLY = """
 
 @pytest.mark.parametrize("executor", ["shm", "gloo"])
 def test_a_rank_that_ends_early(dadt_run, executor) -> None:
-    run = dadt_run(EARLY, "--warmup-steps", "4", "--executor", executor, check=False)
+    run = dadt_run(EARLY, "--warmup-steps", "4", "--executor", executor, code=None)
     assert run.code == 1
     assert "the end, after 12 steps" in run.output or "has ended" in run.output
 
@@ -91,7 +90,7 @@ MODELS = """
 
 
 def test_models_that_differ(dadt_run) -> None:
-    run = dadt_run(MODELS, check=False)
+    run = dadt_run(MODELS, code=None)
     assert run.code == 1
     assert "every rank must build the same model" in run.output
 
@@ -112,7 +111,7 @@ def test_gradients_of_one_value(shared) -> None:
 
 
 IDENTICAL = """
-    from scenarios import backward, SCENARIOS, mlp
+    from harness.scenarios import backward, SCENARIOS, mlp
     torch.manual_seed(0)
     model = mlp(); optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in range(10):
@@ -129,7 +128,7 @@ def test_identical_gradients_are_noticed(dadt_run, shared) -> None:
 
 
 MOMENTUM_ENCODER = """
-    from scenarios import batch, snapshot
+    from harness.scenarios import batch, snapshot
     class Momentum(nn.Module):
         def __init__(self):
             super().__init__()
@@ -166,7 +165,7 @@ def test_an_encoder_that_follows_another(dadt_run, within) -> None:
 
 
 BUFFERS = """
-    from scenarios import batch, snapshot
+    from harness.scenarios import batch, snapshot
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     model.register_buffer("table", torch.arange(6.0) + rank)
@@ -193,7 +192,7 @@ LATE = """
     import threading
     from dadt import _core
     from dadt.inject import worker
-    from scenarios import backward, SCENARIOS, mlp
+    from harness.scenarios import backward, SCENARIOS, mlp
     model = mlp(); optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in range(8):
         backward(SCENARIOS["momentum"], model, rank, step)
@@ -258,7 +257,7 @@ def test_one_rank_saves_at_the_end_what_is_still_under_way(shared) -> None:
 
 
 ALONE = """
-    from scenarios import backward, SCENARIOS, mlp
+    from harness.scenarios import backward, SCENARIOS, mlp
     model = mlp(); optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in range(3):
         backward(SCENARIOS["momentum"], model, rank, step)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from checks import assert_equal
-from job import Run, joined
+from harness.checks import assert_equal
+from harness.job import Run, joined
 
 SHARED = """
-    from scenarios import batch
+    from harness.scenarios import batch
     from torch.nn.functional import cross_entropy
     STEPS = 24
     torch.manual_seed(0)
@@ -297,7 +297,7 @@ def test_a_lazy_model_is_told(dadt_run) -> None:
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     """
-    done = dadt_run(script, check=False)
+    done = dadt_run(script, code=None)
     assert done.code == 1 and "SGD has parameters of lazy modules" in done.output
     first = script.replace("    model(", "    with torch.no_grad(): model(torch.ones(2, 4))\n    model(")
     assert dadt_run(first).code == 0

@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from checks import assert_equal
-from job import joined
-from scenarios import WARMUP, simulate
+from harness import SCRIPTS
+from harness.checks import assert_equal
+from harness.job import joined
+from harness.scenarios import WARMUP, simulate
 
-DIGITS = Path(__file__).with_name("digits.py")
+DIGITS = SCRIPTS / "digits.py"
 NEAR = {"bf16": 0.01, "fp16": 0.01, "int8": 0.05, "powersgd:2": 0.15}
 """Weights after 24 steps; of the last, after steps with matrices of 3 and 6 columns."""
 LEAST = {"bf16": 1.9, "fp16": 1.9, "int8": 2.5, "powersgd:2": 1.1}
@@ -21,7 +21,7 @@ LEAST = {"bf16": 1.9, "fp16": 1.9, "int8": 2.5, "powersgd:2": 1.1}
 LEAST_OF_16_BITS = {"int8": 1.8, "powersgd:2": 1.2}
 NAMES = ("accumulate", "unused", "clip", "frozen")
 TRAIN = f"""
-    import scenarios
+    from harness import scenarios
     report({{name: scenarios.train(name, rank) for name in {NAMES!r}}})
 """
 
@@ -65,7 +65,7 @@ def test_trainings_stay_near_and_replicas_identical(algorithm, compression, dadt
 def test_a_model_of_16_bits(compression, dadt_run):
     run = dadt_run(
         """
-        from scenarios import snapshot
+        from harness.scenarios import snapshot
         torch.manual_seed(rank)
         model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4)).bfloat16()
         right = torch.randn(16, 4, generator=torch.Generator().manual_seed(7))
@@ -94,7 +94,7 @@ def test_a_model_of_16_bits(compression, dadt_run):
 def test_infinity_on_one_rank_makes_all_skip_and_no_more(compression, dadt_run):
     run = dadt_run(
         """
-        from scenarios import batch, mlp, snapshot
+        from harness.scenarios import batch, mlp, snapshot
         torch.manual_seed(0)
         model = mlp()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -169,7 +169,7 @@ def test_what_compression_loses_comes_with_later_steps(dadt_run):
 
 def test_what_a_closure_gives_is_not_compressed(dadt_run):
     script = """
-        from scenarios import batch, mlp, snapshot
+        from harness.scenarios import batch, mlp, snapshot
         torch.manual_seed(0)
         model = mlp()
         optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, line_search_fn="strong_wolfe")

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness import SCRIPTS
 
-SCRIPT = Path(__file__).with_name("digits.py")
+SCRIPT = SCRIPTS / "digits.py"
 
 
 def accuracy(folder: Path, *options: str) -> tuple[float, str]:

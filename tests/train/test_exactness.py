@@ -9,11 +9,12 @@ import dataclasses
 
 import pytest
 import torch
-from checks import assert_equal, assert_near
-from scenarios import SCENARIOS, WARMUP, simulate
+from harness.checks import assert_equal, assert_near
+from harness.scenarios import SCENARIOS, WARMUP, simulate
 
 ALL = """
-    import gc, scenarios
+    import gc
+    from harness import scenarios
     found = {}
     for name in scenarios.SCENARIOS:
         found[name] = scenarios.train(name, rank)

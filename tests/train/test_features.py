@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from features import FEATURES, STEPS
+from harness import ROOT
+from harness.features import FEATURES, STEPS
 
-DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"
+DOCS = ROOT / "docs" / "algorithms.md"
 SCRIPT = """
-    import collections, features
+    import collections
+    from harness import features
     from dadt.train.attachment import Attachment
     from dadt.inject import worker
     made = collections.Counter()
@@ -80,7 +81,7 @@ def test_the_table_has_a_row_for_each_feature() -> None:
 
 SYNCHRONIZED = """
     import torch.distributed as dist
-    from features import normed, plain, points, sgd
+    from harness.features import normed, plain, points, sgd
     dist.init_process_group("gloo")
     model = nn.SyncBatchNorm.convert_sync_batchnorm(normed())
     plain(model, sgd(model))(0, *points(rank, 0))
@@ -89,7 +90,7 @@ SYNCHRONIZED = """
 
 def test_gossip_refuses_synchronized_norm(dadt_run) -> None:
     """It waits for all ranks in every forward."""
-    refused = dadt_run(SYNCHRONIZED, "--algorithm", "gossip", check=False)
+    refused = dadt_run(SYNCHRONIZED, "--algorithm", "gossip", code=None)
     assert refused.code == 2, refused.output
     assert "--algorithm gossip: SyncBatchNorm waits for all ranks in every forward" in refused.output
 
@@ -99,5 +100,5 @@ def test_gossip_refuses_synchronized_norm(dadt_run) -> None:
 )
 def test_synchronized_norm_over_a_process_group_is_torchs(dadt_run, algorithm) -> None:
     """Which has it for GPUs only: tests/gpu."""
-    torchs = dadt_run(SYNCHRONIZED, "--algorithm", algorithm, check=False)
+    torchs = dadt_run(SYNCHRONIZED, "--algorithm", algorithm, code=None)
     assert torchs.code == 1 and "ValueError: SyncBatchNorm expected input tensor to be on GPU" in torchs.output

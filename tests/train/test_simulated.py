@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from checks import assert_equal, assert_near
-from job import Run, joined
-from scenarios import batch, mlp, snapshot
+from harness.checks import assert_equal, assert_near
+from harness.job import Run, joined
+from harness.scenarios import batch, mlp, snapshot
 from torch import nn
 
 WARMUP = 5
@@ -14,7 +14,7 @@ STEPS = 20
 
 ADVERSARIAL = """
     import test_simulated as t
-    from scenarios import snapshot
+    from harness.scenarios import snapshot
     torch.manual_seed(rank)
     G, D = nn.Linear(6, 6), nn.Linear(6, 1)
     g, d = t.optimizers(G, D)
@@ -124,7 +124,7 @@ def test_two_optimizers_equal_their_definition(shared) -> None:
 
 SCALED = """
     import test_simulated as t
-    from scenarios import mlp, snapshot
+    from harness.scenarios import mlp, snapshot
     torch.manual_seed(0)
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -178,7 +178,7 @@ def test_a_scaler_equals_its_definition(shared) -> None:
 
 SCALED_OR_NOT = """
     import test_simulated as t
-    from scenarios import batch, mlp, snapshot
+    from harness.scenarios import batch, mlp, snapshot
     def train(scaler, clip):
         torch.manual_seed(0)
         model = mlp()

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from checks import assert_equal
-from job import Run, joined
-from test_script_view import assert_replicas_equal
+from harness.checks import assert_equal, assert_replicas_equal
+from harness.job import Run, joined
 
 WARMUP = 5
 
@@ -32,7 +31,7 @@ DELAY = """
 
 
 SCALER = """
-    from scenarios import batch, mlp, snapshot
+    from harness.scenarios import batch, mlp, snapshot
     torch.manual_seed(0)
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -94,7 +93,7 @@ def test_a_closure_equals_one_process(dadt_run) -> None:
 
 
 GAN = """
-    from scenarios import batch, snapshot
+    from harness.scenarios import batch, snapshot
     torch.manual_seed(rank)
     G, D = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 6)), nn.Linear(6, 1)
     g = torch.optim.Adam(G.parameters(), lr=0.01, betas=(0.5, 0.9))
@@ -117,7 +116,7 @@ GAN = """
 
 
 SUPER = """
-    from scenarios import backward, SCENARIOS, mlp, snapshot
+    from harness.scenarios import backward, SCENARIOS, mlp, snapshot
     Adamax = torch.optim.Adamax  # as little is known of its step as of those that override it
     class Twice(Adamax):
         def step(self, closure=None):
@@ -148,7 +147,7 @@ SUPER = """
 
 
 LATE_BACKWARD = """
-    from scenarios import backward, SCENARIOS, mlp
+    from harness.scenarios import backward, SCENARIOS, mlp
     model = mlp(); optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in range(8):
         backward(SCENARIOS["momentum"], model, rank, step)
@@ -160,13 +159,13 @@ LATE_BACKWARD = """
 
 
 def test_a_backward_after_clipping_is_refused(dadt_run) -> None:
-    run = dadt_run(LATE_BACKWARD, check=False)
+    run = dadt_run(LATE_BACKWARD, code=None)
     assert run.code == 1
     assert "clip once, after the step's last backward" in run.output
 
 
 CHANGING = """
-    from scenarios import backward, SCENARIOS, mlp, snapshot, batch
+    from harness.scenarios import backward, SCENARIOS, mlp, snapshot, batch
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 300), nn.Tanh(), nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 3)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -191,7 +190,7 @@ def test_sync_overlapped_equals_the_joined_batch(dadt_run) -> None:
 
 LATE = """
     import io
-    from scenarios import batch, mlp, snapshot
+    from harness.scenarios import batch, mlp, snapshot
     def unpickled():
         stream = io.BytesIO(); torch.save(mlp(), stream); stream.seek(0)
         return torch.load(stream, weights_only=False)

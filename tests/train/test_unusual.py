@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from checks import assert_equal
+from harness.checks import assert_equal
 
 PARTS = """
     import copy, gc, warnings
     import torch.nn.functional as F
-    from scenarios import batch
+    from harness.scenarios import batch
     from torch.optim.swa_utils import AveragedModel, update_bn
 
     def fit(model, optimizer, step, shift=0.0):
@@ -234,7 +234,7 @@ def test_unusual_scripts_keep_replicas_equal(dadt_run, algorithm) -> None:
 
 
 OWN_CLIPPING = """
-    from scenarios import batch
+    from harness.scenarios import batch
     def by_version(gradient): gradient.mul_(1e-6)
     def by_data(gradient): gradient.data.clamp_(-1e-6, 1e-6)
     def by_numpy(gradient): gradient.numpy()[...] *= -1e-6

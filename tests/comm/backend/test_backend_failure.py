@@ -1,0 +1,146 @@
+"""What ranks are told when others do not come, do something else, or die. Each case has a group of its own."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness.backend_ranks import Ranks, group
+
+from dadt.errors import StartTimeout
+
+PATIENCE = 1.0
+
+
+def _told(action: Any) -> str:
+    with pytest.raises(dist.DistError) as told:
+        action()
+    return str(told.value)
+
+
+def all_but_one(executor: str, verb: str, absent: int, own: bool) -> str | None:
+    """own: the operation's own timeout in place of the group's."""
+    among = group(executor, timeout=60 if own else PATIENCE)
+    rank = dist.get_rank()
+    told = None
+    if rank != absent:
+        timeout = timedelta(seconds=PATIENCE) if own else None
+        actions = {
+            "barrier": lambda: dist.barrier(among, timeout=timeout),
+            "all_reduce": lambda: dist.all_reduce(torch.ones(100_000), group=among),
+            "wait": lambda: dist.all_reduce(torch.ones(3), group=among, async_op=True).wait(timeout),
+            "future": lambda: dist.all_reduce(torch.ones(3), group=among, async_op=True).get_future().wait(),
+        }
+        began = time.monotonic()
+        told = _told(actions[verb]) if verb != "future" else _told_by_future(actions[verb])
+        assert time.monotonic() - began > 0.9 * PATIENCE
+    dist.barrier()
+    dist.destroy_process_group(among)
+    return told
+
+
+def _told_by_future(action: Any) -> str:
+    with pytest.raises(RuntimeError) as told:
+        action()
+    return str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("executor", "verb", "own"),
+    [
+        ("auto", "barrier", False),
+        ("auto", "barrier", True),
+        ("auto", "wait", True),
+        ("auto", "future", False),
+        ("gloo", "all_reduce", False),
+        ("gloo", "barrier", True),
+    ],
+)
+def test_who_does_not_come_is_named(four: Ranks, executor: str, verb: str, own: bool) -> None:
+    told = four.run(all_but_one, executor, verb, 2, own)
+    assert told[2] is None
+    for each in (told[0], told[1], told[3]):
+        assert "rank 2" in each and "dadt: " in each, each
+
+
+def absent_from_the_start() -> str | None:
+    if dist.get_rank() == 0:
+        return None
+    with pytest.raises(StartTimeout) as told:
+        dist.new_group([0, 1], timedelta(seconds=PATIENCE), "dadt", use_local_synchronization=True)
+    return str(told.value)
+
+
+def test_who_does_not_join_is_named(two: Ranks) -> None:
+    told = two.run(absent_from_the_start)[1]
+    assert "rank 0 did not join the process group within 1 s" in told
+
+
+def another_size() -> str:
+    among = group()
+    told = _told(lambda: dist.all_reduce(torch.ones(4 + dist.get_rank()), group=among))
+    dist.destroy_process_group(among)
+    return told
+
+
+def test_another_size_is_told_on_both_sides(two: Ranks) -> None:
+    for told in two.run(another_size):
+        assert "float32 [4]" in told and "float32 [5]" in told, told
+
+
+def wrong_use() -> None:
+    with pytest.raises(ValueError, match="2 elements"):
+        dist.group.WORLD._allgather_base(torch.empty(3), torch.empty(2))
+    with pytest.raises(TypeError, match="mean of bool"):
+        dist.all_reduce(torch.tensor([True]), dist.ReduceOp.AVG)
+    with pytest.raises(ValueError, match="rows cannot be split equally between 2 ranks"):
+        dist.all_to_all_single(torch.empty(3), torch.empty(3))
+    with pytest.raises(ValueError, match="no options of its own"):
+        dist.new_group(backend="dadt", pg_options=object())
+    dist.barrier()  # and the group is as good as before
+
+
+def test_wrong_use_is_told_before_anything_is_sent(two: Ranks) -> None:
+    two.run(wrong_use)
+
+
+def in_a_fork() -> None:
+    """A child (a DataLoader's worker) inherits the group, and must neither hang nor disturb it."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            dist.all_reduce(torch.ones(2))
+        except RuntimeError:
+            dist.group.WORLD.shutdown()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [2, 2]
+
+
+def test_a_forked_child_is_no_rank(two: Ranks) -> None:
+    two.run(in_a_fork)
+
+
+def again() -> None:
+    """Groups come and go; nothing of one is taken for another's."""
+    for round in range(5):
+        among = group("auto")
+        tensor = torch.tensor([round + dist.get_rank()])
+        work = dist.all_reduce(tensor, group=among, async_op=True)
+        future = work.get_future()
+        dist.destroy_process_group(among)  # ends what is pending in order
+        assert future.wait()[0].item() == 2 * round + 1
+
+
+def test_groups_come_and_go(two: Ranks) -> None:
+    two.run(again)

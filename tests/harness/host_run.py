@@ -1,0 +1,29 @@
+"""Runs `dadt run` on the simulated machine named launcher."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+from harness import lightened
+from harness.machine import Network
+from harness.run import DADT, SECONDS, Run
+
+__all__ = ["SECONDS", "HostRun"]
+
+
+class HostRun(Run):
+    """`dadt run` on the machine named launcher."""
+
+    def __init__(self, network: Network, folder: Path, script: str, arguments: list[str], env: dict[str, str]) -> None:
+        (folder / "train.py").write_text(lightened(script))
+        self.folder = folder
+        command = [*DADT, "run", "--ssh-config", network.config, *arguments]
+        self.process = subprocess.Popen(
+            network.launcher.enter(command, folder),
+            env={**os.environ, "PYTHONWARNINGS": "default", "HOME": str(network.launcher.home), **env},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )

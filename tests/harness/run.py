@@ -1,0 +1,119 @@
+"""Runs `dadt run` as its users do, and looks afterwards whether anything is left of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness import lightened
+
+DADT = [str(Path(sys.executable).with_name("dadt"))]
+SECONDS = 60
+FOLDERS = Path(f"/tmp/dadt-{os.getuid()}")
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: bytes
+    err: str
+    """What dadt itself said stands here, too."""
+    logs: Path
+
+    @property
+    def job(self) -> str:
+        found = re.search(r"\(job (\w{4}), logs in ", self.err)
+        assert found, self.err
+        return found[1]
+
+    def log(self, rank: int) -> bytes:
+        return (self.logs / self.job / f"rank{rank}.log").read_bytes()
+
+
+class Run:
+    """A running `dadt run`; the script's text is given, and its file is called train.py."""
+
+    def __init__(self, folder: Path, script: str, arguments: list[str], env: dict[str, str]) -> None:
+        (folder / "train.py").write_text(lightened(script))
+        self.folder = folder
+        self.process = subprocess.Popen(
+            [*DADT, "run", *arguments],
+            cwd=folder,
+            env={**os.environ, "PYTHONWARNINGS": "default", **env},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    def finish(self) -> Result:
+        out, err = self.process.communicate(timeout=SECONDS)
+        return Result(self.process.returncode, out, err.decode(errors="replace"), self.folder / "dadt-logs")
+
+    def wait_for(self, *names: str) -> list[int]:
+        """Until the script has written these files; their contents are pids."""
+        paths = [self.folder / name for name in names]
+        await_that(lambda: all(path.exists() and path.read_text() for path in paths), f"{names}")
+        return [int(path.read_text()) for path in paths]
+
+    @property
+    def job(self) -> str:
+        logs = self.folder / "dadt-logs"
+        await_that(lambda: logs.exists() and any(logs.iterdir()), "the job's logs")
+        return next(logs.iterdir()).name
+
+    @property
+    def agent(self) -> int:
+        threads = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        children = [int(pid) for thread in threads for pid in thread.read_text().split()]
+        agents = [pid for pid in children if b"dadt.launch.agent" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        assert len(agents) == 1
+        return agents[0]
+
+
+def await_that(condition: Callable[[], object], what: str, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        time.sleep(0.01)
+
+
+def end(runs: list[Run]) -> None:
+    """Ends what still runs."""
+    for run in runs:
+        if run.process.poll() is None:
+            run.process.send_signal(signal.SIGTERM)
+        run.process.communicate(timeout=SECONDS)
+
+
+def await_nothing_left(folder: Path) -> None:
+    """Of the jobs that were started in this folder: no process and no folder."""
+    for job in (folder / "dadt-logs").glob("*"):
+        await_that(lambda job=job: not left_of(job.name), f"the end of {left_of(job.name)}", 10.0)
+        folders = FOLDERS.glob(f"{job.name}*")
+        await_that(lambda job=job: not list(FOLDERS.glob(f"{job.name}*")), f"the end of {list(folders)}", 10.0)
+
+
+def left_of(job: str) -> list[str]:
+    """Command lines of the processes that carry the job's mark."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and f"DADT_JOB={job}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                found.append((entry / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue  # it ended while we looked
+    return found
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

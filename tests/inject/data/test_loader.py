@@ -1,0 +1,563 @@
+"""Shared map-style DataLoaders in real processes, compared with the same script in a single process."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import itertools
+import pickle
+import random
+import time
+
+import numpy as np
+import pytest
+import torch
+from harness.forked_ranks import ranks, single
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+SIZE = 2
+
+
+class Numbers(Dataset):
+    """Sample i is i, and a number drawn in the loader's worker or here, as augmentation would."""
+
+    def __init__(self, n: int, draw: bool = True) -> None:
+        self.n, self.draw = n, draw
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, i: int) -> tuple[int, float]:
+        if not 0 <= i < self.n:
+            raise IndexError(i)
+        return i, torch.rand(()).item() if self.draw else 0.0
+
+
+class Shuffled(Sampler):
+    """A sampler as people write them: draws when iterated, from the generator that `kind` names."""
+
+    def __init__(self, n: int, kind: str) -> None:
+        self.n, self.kind = n, kind
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __iter__(self):
+        if self.kind == "torch":
+            return iter(torch.randperm(self.n).tolist())
+        if self.kind == "numpy":
+            return iter(np.random.permutation(self.n).tolist())
+        return self.one_by_one()
+
+    def one_by_one(self):
+        left = list(range(self.n))
+        while left:
+            yield left.pop(random.randrange(len(left)))
+
+
+class Pairs(Sampler):
+    """A batch sampler of one's own, with batches of 2 and 3."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def batches(self):
+        order = torch.randperm(self.n).tolist()
+        sizes = itertools.cycle((2, 3))
+        while order:
+            size = next(sizes)
+            yield order[:size]
+            order = order[size:]
+
+    def __iter__(self):
+        return self.batches()
+
+    def __len__(self) -> int:
+        return sum(1 for _ in zip(range(self.n), _cuts(self.n)))
+
+
+def _cuts(n: int):
+    sizes = itertools.cycle((2, 3))
+    while n > 0:
+        yield n
+        n -= next(sizes)
+
+
+SAMPLERS = {
+    "shuffle": lambda n: {"shuffle": True, "batch_size": 4},
+    "sequential": lambda n: {"batch_size": 4},
+    "replacement": lambda n: {"sampler": RandomSampler(range(n), replacement=True), "batch_size": 4},
+    "subset": lambda n: {"sampler": SubsetRandomSampler(range(n)), "batch_size": 4},
+    "weighted": lambda n: {"sampler": WeightedRandomSampler([1.0] * n, n), "batch_size": 4},
+    "own torch": lambda n: {"sampler": Shuffled(n, "torch"), "batch_size": 4},
+    "own numpy": lambda n: {"sampler": Shuffled(n, "numpy"), "batch_size": 4},
+    "own random": lambda n: {"sampler": Shuffled(n, "random"), "batch_size": 4},
+    "batch sampler": lambda n: {"batch_sampler": Pairs(n)},
+    "no batch": lambda n: {"shuffle": True, "batch_size": None},
+}
+
+
+def passes(make, epochs: int, dropout: bool = True):
+    """A training script: the indices of every batch of every pass, as read."""
+
+    def script(runtime):
+        loader = make()
+        read = []
+        for _ in range(epochs):
+            read.append([])
+            for index, _ in loader:
+                if dropout:
+                    torch.nn.functional.dropout(torch.ones(8))
+                    random.random()
+                    np.random.rand()
+                runtime.train()
+                read[-1].append(torch.as_tensor(index).reshape(-1).tolist())
+        lengths = len(loader)
+        return read, getattr(runtime, "draws", None), lengths, getattr(runtime, "warned", None)
+
+    return script
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_shares_are_the_single_process_order(kind, workers, tmp_path):
+    """Without draws between batches, ranks joined read exactly what the single process reads, in its order."""
+    n = 21
+    make = lambda: DataLoader(Numbers(n, False), num_workers=workers, **SAMPLERS[kind](n))  # noqa: E731
+    alone, _, alone_length, _ = single(passes(make, 3, dropout=False))
+    answers = ranks(SIZE, passes(make, 3, dropout=False), tmp_path)
+    assert all(not warned for _, _, _, warned in answers)
+    for epoch in range(3):
+        batches = [read[epoch] for read, _, _, _ in answers]
+        assert {len(mine) for mine in batches} == {length for _, _, length, _ in answers}
+        order = list(itertools.chain(*alone[epoch]))
+        steps = len(batches[0])
+        draws = [draws[epoch * steps : (epoch + 1) * steps] for _, draws, _, _ in answers]
+        joined = [i for k in range(steps) for rank in range(SIZE) for i in batches[rank][k][: draws[rank][k][0]]]
+        assert joined == order
+    assert len(answers[0][0][0]) < alone_length
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_order_is_common_with_dropout(kind, workers, tmp_path):
+    """Draws of the script's own between batches differ by rank and do not disturb what is read: no loss."""
+    n = 21
+    make = lambda: DataLoader(Numbers(n), num_workers=workers, **SAMPLERS[kind](n))  # noqa: E731
+    answers = ranks(SIZE, passes(make, 2), tmp_path)
+    assert all(not warned for _, _, _, warned in answers)
+    for epoch in range(2):
+        steps = len(answers[0][0][epoch])
+        got = [
+            i
+            for read, draws, _, _ in answers
+            for k in range(steps)
+            for i in read[epoch][k][: draws[epoch * steps + k][0]]
+        ]
+        assert len(got) == n
+        if kind not in ("replacement", "weighted"):
+            assert sorted(got) == list(range(n))
+
+
+@pytest.mark.parametrize("n", [3, 17, 24])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_global_batch_keeps_the_steps(n, drop_last, tmp_path):
+    make = lambda: DataLoader(Numbers(n, False), batch_size=6, shuffle=True, drop_last=drop_last)  # noqa: E731
+    alone, _, alone_length, _ = single(passes(make, 2, dropout=False))
+    answers = ranks(3, passes(make, 2, dropout=False), tmp_path, batch="global")
+    for _, _, length, _ in answers:
+        assert length == alone_length
+    for epoch in range(2):
+        for k, batch in enumerate(alone[epoch]):
+            joined = []
+            for read, draws, _, _ in answers:
+                samples, nominal = draws[epoch * alone_length + k]
+                assert nominal == 2
+                joined += read[epoch][k][:samples]
+            assert joined == batch
+
+
+def test_global_batch_that_cannot_be_divided(tmp_path):
+    def script(runtime):
+        with pytest.raises(Exception, match=r"--batch global: DataLoader #1 has batches of 1.*2 workers"):
+            iter(DataLoader(Numbers(8)))
+        with pytest.raises(Exception, match=r"--batch global: DataLoader #2 has no batch size"):
+            iter(DataLoader(Numbers(8), batch_size=None))
+
+    ranks(2, script, tmp_path, batch="global")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_augmentation_differs_by_rank_and_is_reproducible(workers, tmp_path):
+    def script(runtime):
+        loader = DataLoader(Numbers(16), batch_size=4, num_workers=workers)
+        return [drawn.tolist() for _ in range(2) for _, drawn in loader]
+
+    first = ranks(2, script, tmp_path / "first")
+    again = ranks(2, script, tmp_path / "again")
+    assert first == again
+    assert not set(itertools.chain(*first[0])) & set(itertools.chain(*first[1]))
+
+
+def test_evaluation_gives_everything_alike(tmp_path):
+    def script(runtime):
+        train = DataLoader(Numbers(20), batch_size=4, shuffle=True)
+        test = DataLoader(Numbers(10), batch_size=3, num_workers=1)
+        seen = []
+        for _ in range(2):
+            runtime.training = True
+            for _ in train:
+                runtime.train()
+                torch.rand(3)
+            runtime.training = False
+            assert len(test) == 4
+            with torch.no_grad():
+                seen.append([(i.tolist(), drawn.tolist()) for i, drawn in test])
+        return seen, runtime.said, runtime.warned, runtime.draws
+
+    answers = ranks(2, script, tmp_path)
+    assert answers[0][0] == answers[1][0]
+    for seen, said, warned, draws in answers:
+        assert [i for batch, _ in seen[0] for i in batch] == list(range(10))
+        assert said == [
+            "DataLoader #1 (20 samples, shuffled): trains, 10 per worker.",
+            "DataLoader #2 (10 samples): evaluates, all of it.",
+        ]
+        assert not warned
+        assert [samples for samples, _ in draws] == [4, 4, 2] * 2
+
+
+def test_a_pass_before_training_decides_nothing(tmp_path):
+    """Statistics of the data before the optimizer exists, then under no_grad: everything. Then the share."""
+
+    def script(runtime):
+        runtime.registered = False
+        loader = DataLoader(Numbers(12), batch_size=3, shuffle=True, num_workers=1, persistent_workers=True)
+        assert len(loader) == 2, "what shuffles trains"
+        before = sorted(i for index, _ in loader for i in index.tolist())
+        runtime.registered = True
+        with torch.no_grad():
+            quiet = sorted(i for index, _ in loader for i in index.tolist())
+        assert not runtime.said and not runtime.claimed and not runtime.draws
+        shares = []
+        for _ in range(2):
+            shares.append([])
+            for index, _ in loader:
+                runtime.train()
+                shares[-1] += index.tolist()
+        return before, quiet, shares
+
+    answers = ranks(2, script, tmp_path)
+    for before, quiet, _ in answers:
+        assert before == quiet == list(range(12))
+    for epoch in range(2):
+        assert sorted(answers[0][2][epoch] + answers[1][2][epoch]) == list(range(12))
+
+
+def test_share_and_no_share_overrule(tmp_path):
+    def script(runtime):
+        first, second, third = (DataLoader(Numbers(8), batch_size=2, shuffle=True) for _ in range(3))
+        assert [len(first), len(second), len(third)] == [4, 2, 2]
+        assert len(list(first)) == 4
+        runtime.training = False
+        with torch.no_grad():
+            assert len(list(second)) == 2
+        return runtime.said
+
+    said = [
+        "DataLoader #1 (8 samples, shuffled): evaluates, all of it.",
+        "DataLoader #2 (8 samples, shuffled): trains, 4 per worker.",
+    ]
+    assert ranks(2, script, tmp_path, share="2", no_share="1") == [said, said]
+
+
+def test_len_goes_by_the_sampler_until_the_role_is_known(tmp_path):
+    def script(runtime):
+        loaders = {kind: DataLoader(Numbers(21), **make(21)) for kind, make in SAMPLERS.items()}
+        lengths = {kind: len(loader) for kind, loader in loaders.items()}
+        runtime.began, runtime.training = True, False
+        for loader in loaders.values():
+            list(loader)
+        return lengths, {kind: len(loader) for kind, loader in loaders.items()}
+
+    for before, after in ranks(2, script, tmp_path):
+        assert after == dict.fromkeys(SAMPLERS, 6) | {"no batch": 21, "batch sampler": 9}
+        assert before == dict.fromkeys(SAMPLERS, 3) | {"sequential": 6, "no batch": 11, "batch sampler": 5}
+
+
+class Own(DataLoader):
+    """A loader of one's own: another constructor, another __iter__, state of its own."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__(Numbers(n), batch_size=2, shuffle=True)
+        self.passes = 0
+
+    def __iter__(self):
+        self.passes += 1
+        for index, _ in super().__iter__():
+            yield index + 100
+
+
+def test_subclasses_copies_and_pickles(tmp_path):
+    def script(runtime):
+        loader = Own(8)
+        got = []
+        for index in loader:
+            runtime.train()
+            got += index.tolist()
+        assert loader.passes == 1 and loader.batch_sampler.batch_size == 2 and len(loader.sampler) == 8
+        plain = DataLoader(Numbers(8), batch_size=2)
+        iter(plain)
+        copy = pickle.loads(pickle.dumps(plain))
+        copied = []
+        for index, _ in copy:
+            runtime.train()
+            copied += index.tolist()
+        return got, copied, runtime.said
+
+    answers = ranks(2, script, tmp_path)
+    assert sorted(answers[0][0] + answers[1][0]) == list(range(100, 108))
+    assert sorted(answers[0][1] + answers[1][1]) == list(range(8))
+    assert [text.split(" (")[0] for text in answers[0][2]] == [f"DataLoader #{i}" for i in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_worker_processes_of_either_kind(method, tmp_path):
+    def script(runtime):
+        data = TensorDataset(torch.arange(24))
+        loader = DataLoader(data, batch_size=2, shuffle=True, num_workers=1, multiprocessing_context=method)
+        got = []
+        for _ in range(2):
+            for (index,) in loader:
+                runtime.train()
+                got += index.tolist()
+        return got
+
+    answers = ranks(2, script, tmp_path)
+    for epoch in range(2):
+        joined = answers[0][12 * epoch : 12 * epoch + 12] + answers[1][12 * epoch : 12 * epoch + 12]
+        assert sorted(joined) == list(range(24))
+
+
+class Uneven(Numbers):
+    """Its first worker is slow, so that later batches are ready before earlier ones."""
+
+    def __getitem__(self, i: int) -> tuple[int, float]:
+        if get_worker_info().id == 0:
+            time.sleep(0.1)
+        return super().__getitem__(i)
+
+
+def test_persistent_workers_and_prefetching_keep_counts_in_order(tmp_path):
+    def script(runtime):
+        loader = DataLoader(
+            Uneven(16), batch_size=3, shuffle=True, num_workers=3, persistent_workers=True, in_order=False
+        )
+        got = []
+        for _ in range(3):
+            got.append([])
+            for index, _ in loader:
+                runtime.train()
+                got[-1].append(index.tolist())
+        return got, runtime.draws
+
+    answers = ranks(2, script, tmp_path)
+    for got, draws in answers:
+        assert [len(batch) for epoch in got for batch in epoch] == [samples for samples, _ in draws]
+    for epoch in range(3):
+        assert sorted(i for got, _ in answers for batch in got[epoch] for i in batch) == list(range(16))
+
+
+def test_cycle_next_break_and_several_iterators(tmp_path):
+    def script(runtime):
+        loader = DataLoader(Numbers(8), batch_size=2, shuffle=True)
+        endless = itertools.cycle(loader)
+        cycled = [next(endless)[0].tolist() for _ in range(5)]
+        nexts = [next(iter(loader))[0].tolist() for _ in range(3)]
+        for index, _ in loader:
+            nexts.append(index.tolist())
+            break
+        first, second = iter(loader), iter(loader)
+        pairs = [[next(first)[0].tolist(), next(second)[0].tolist()] for _ in range(2)]
+        assert next(first, None) is None and next(second, None) is None
+        return cycled, nexts, pairs, len(first)
+
+    a, b = ranks(2, script, tmp_path)
+    assert a[3] == b[3] == 2
+    for epoch in (0, 2):
+        assert sorted(itertools.chain(*a[0][epoch : epoch + 2], *b[0][epoch : epoch + 2])) == list(range(8))
+    assert all(not set(x) & set(y) for x, y in zip(a[1], b[1], strict=True))
+    for which in range(2):
+        joined = [i for pairs in (a[2], b[2]) for pair in pairs for i in pair[which]]
+        assert sorted(joined) == list(range(8))
+
+
+def test_a_loader_of_a_gan_is_one_loader(tmp_path):
+    """Two optimizers, one batch: the loader counts each batch once."""
+
+    def script(runtime):
+        loader = DataLoader(Numbers(9), batch_size=2, shuffle=True)
+        for _ in loader:
+            runtime.train()
+            runtime.train()
+        return runtime.draws
+
+    assert ranks(2, script, tmp_path) == [[(2, 2), (2, 2), (1, 2)], [(2, 2), (2, 2), (0, 2)]]
+
+
+def test_an_own_distributed_sampler_is_left_alone(tmp_path):
+    def script(runtime):
+        data = Numbers(8)
+        sampler = torch.utils.data.DistributedSampler(data, num_replicas=2, rank=runtime.world.rank)
+        loader = DataLoader(data, batch_size=2, sampler=sampler)
+        got = sorted(i for index, _ in loader for i in index.tolist())
+        return got, len(loader), runtime.said, runtime.claimed
+
+    a, b = ranks(2, script, tmp_path)
+    assert sorted(a[0] + b[0]) == list(range(8)) and a[1] == 2 and not a[3]
+    assert a[2] == ["DataLoader #1: shares out its data itself, left as it is."]
+
+
+def test_different_orders_are_noticed(tmp_path):
+    def script(runtime):
+        generator = torch.Generator().manual_seed(runtime.world.rank)
+        loader = DataLoader(Numbers(40), batch_size=2, shuffle=True, generator=generator)
+        # The answer comes when the other rank has asked, too, which may start much later.
+        end = time.monotonic() + 60
+        while not runtime.warned and time.monotonic() < end:
+            for _ in loader:
+                runtime.train()
+        return runtime.warned
+
+    for warned in ranks(2, script, tmp_path):
+        assert len(warned) == 1 and "DataLoader #1: ranks draw its samples in different orders" in warned[0]
+
+
+def test_a_shared_pass_without_a_step_is_noticed(tmp_path):
+    def script(runtime):
+        runtime.began = True
+        loader = DataLoader(Numbers(8), batch_size=2)
+        for _ in loader:
+            with torch.no_grad():
+                torch.rand(1)
+        return runtime.warned
+
+    for warned in ranks(2, script, tmp_path):
+        assert len(warned) == 1 and "--no-share 1" in warned[0]
+
+
+def test_an_error_in_the_data_set_is_counted_out(tmp_path):
+    """A script that catches a bad batch goes on with the next; counts stay with their batches."""
+
+    class Broken(Numbers):
+        def __getitem__(self, i):
+            if i == 2:
+                raise ValueError("sample 2 is broken")
+            return super().__getitem__(i)
+
+    def script(runtime, workers):
+        batches = iter(DataLoader(Broken(11), batch_size=2, num_workers=workers))
+        got = []
+        while True:
+            try:
+                got.append(next(batches)[0].tolist())
+            except ValueError:
+                got.append("broken")
+            except StopIteration:
+                return got, runtime.draws
+
+    for workers in (0, 2):
+        a, b = ranks(2, lambda runtime, w=workers: script(runtime, w), tmp_path / str(workers))
+        assert a == ([[0, 1], [4, 5], [8, 9, 10]], [(2, 2), (2, 2), (3, 2)])
+        assert b == (["broken", [6, 7], [8, 9]], [(2, 2), (0, 2)])
+
+
+class Failing(Sampler):
+    def __init__(self) -> None:
+        pass
+
+    def __len__(self) -> int:
+        return 11
+
+    def __iter__(self):
+        yield from range(8)
+        raise KeyError("no class 7")
+
+
+def test_an_error_of_the_sampler_is_raised_as_it_is(tmp_path):
+    def script(runtime):
+        batches = iter(DataLoader(Numbers(11), batch_size=2, sampler=Failing()))
+        with pytest.raises(KeyError, match="no class 7"):
+            for _ in range(3):
+                next(batches)
+
+    ranks(2, script, tmp_path)
+
+
+def test_nothing_is_patched_in_a_world_of_one(tmp_path):
+    before = DataLoader.__iter__, DataLoader.__init__, DataLoader.__len__, torch.manual_seed
+
+    def script(runtime):
+        return (DataLoader.__iter__, DataLoader.__init__, DataLoader.__len__, torch.manual_seed) == before
+
+    assert ranks(1, script, tmp_path) == [True]
+
+
+class Ending(DataLoader):
+    """A loader that ends what it owns when it goes."""
+
+    ended = 0
+
+    def __del__(self) -> None:
+        Ending.ended += 1
+
+
+def test_the_end_of_a_loader_comes_once(tmp_path):
+    def script(runtime):
+        runtime.registered = False
+        loader = Ending(Numbers(8), batch_size=2)
+        list(loader)
+        runtime.registered = True
+        list(loader)
+        assert Ending.ended == 0
+        del loader
+        gc.collect()
+        return Ending.ended
+
+    assert ranks(2, script, tmp_path) == [1, 1]
+
+
+def test_signatures_stay(tmp_path):
+    """Libraries rebuild loaders from the constructor's signature."""
+    before = inspect.signature(DataLoader.__init__), inspect.signature(torch.save)
+    script = lambda runtime: (inspect.signature(DataLoader.__init__), inspect.signature(torch.save)) == before  # noqa: E731
+    assert ranks(2, script, tmp_path) == [True, True]
+
+
+def test_what_drop_last_leaves_out_is_said(tmp_path):
+    def script(runtime):
+        list(DataLoader(Numbers(30), batch_size=4, drop_last=True))
+        return runtime.said
+
+    said = ["DataLoader #1 (30 samples): trains, 15 per worker; drop_last leaves 6 of them out."]
+    assert ranks(2, script, tmp_path) == [said, said]
+
+
+def test_loaders_made_in_every_epoch_are_not_all_listed(tmp_path):
+    def script(runtime):
+        for _ in range(6):
+            list(DataLoader(Numbers(8), batch_size=2))
+        return runtime.said
+
+    said = [f"DataLoader #{number} (8 samples): trains, 4 per worker." for number in (1, 2, 3)]
+    said[2] += " More like it are not listed."
+    assert ranks(2, script, tmp_path) == [said, said]
