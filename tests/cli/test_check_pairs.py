@@ -10,6 +10,7 @@ import sys
 import threading
 
 import pytest
+from harness import TESTS
 from harness.run import SECONDS
 
 from dadt.control.machine import free_port
@@ -54,7 +55,8 @@ def behind(setting: str, speed: bool) -> list[Way]:
     if subprocess.run([*ask, setting], capture_output=True).returncode:
         pytest.skip("no network namespace with such a link can be made here")
     command = [*ask, f'{setting}\nexec "$@"', "sh", sys.executable, __file__, str(int(speed))]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=SECONDS, check=True)
+    env = {**os.environ, "PYTHONPATH": str(TESTS)}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=SECONDS, check=True, env=env)
     return [Way(**fields) for fields in json.loads(done.stdout)]
 
 

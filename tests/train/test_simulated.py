@@ -6,14 +6,14 @@ import pytest
 import torch
 from harness.checks import assert_equal, assert_near
 from harness.job import Run, joined
-from harness.scenarios import batch, mlp, snapshot
+from harness.losses import STEPS, fool, judge, loss_of, optimizers
+from harness.scenarios import mlp, snapshot
 from torch import nn
 
 WARMUP = 5
-STEPS = 20
 
 ADVERSARIAL = """
-    import test_simulated as t
+    from harness import losses as t
     from harness.scenarios import snapshot
     torch.manual_seed(rank)
     G, D = nn.Linear(6, 6), nn.Linear(6, 1)
@@ -27,25 +27,6 @@ ADVERSARIAL = """
         g.step()
     report({"G": snapshot(G, g), "D": snapshot(D, d)})
 """
-
-
-def optimizers(G: nn.Module, D: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
-    make = torch.optim.Adam
-    return make(G.parameters(), lr=0.01, betas=(0.5, 0.9)), make(D.parameters(), lr=0.02, betas=(0.5, 0.9))
-
-
-def judge(G: nn.Module, D: nn.Module, rank: int, step: int) -> torch.Tensor:
-    """The discriminator's backward; gives the fakes with their graph."""
-    real, noise = batch(rank, step, 0)[0], batch(rank, step, 1)[0]
-    fake = G(noise)
-    ones, zeros = torch.ones(4, 1), torch.zeros(4, 1)
-    loss = nn.functional.binary_cross_entropy_with_logits
-    (loss(D(real), ones) + loss(D(fake.detach()), zeros)).backward()
-    return fake
-
-
-def fool(D: nn.Module, fake: torch.Tensor) -> None:
-    nn.functional.binary_cross_entropy_with_logits(D(fake), torch.ones(4, 1)).backward()
 
 
 FACTOR, OLDER = 1.0, -0.5
@@ -123,7 +104,7 @@ def test_two_optimizers_equal_their_definition(shared) -> None:
 
 
 SCALED = """
-    import test_simulated as t
+    from harness import losses as t
     from harness.scenarios import mlp, snapshot
     torch.manual_seed(0)
     model = mlp()
@@ -136,12 +117,6 @@ SCALED = """
         optimizer.zero_grad()
     report(snapshot(model, optimizer))
 """
-
-
-def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    x, y = batch(rank, step, 0)
-    factor = float("inf") if rank == 1 and step == 12 else 1.0
-    return nn.functional.cross_entropy(model(x), y) * factor
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +152,7 @@ def test_a_scaler_equals_its_definition(shared) -> None:
 
 
 SCALED_OR_NOT = """
-    import test_simulated as t
+    from harness import losses as t
     from harness.scenarios import batch, mlp, snapshot
     def train(scaler, clip):
         torch.manual_seed(0)
