@@ -27,6 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[SESSION] = leftover.Session()
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist, which reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not Path("/dev/nvidiactl").exists():
         for item in items:

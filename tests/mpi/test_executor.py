@@ -137,6 +137,7 @@ def test_training_by_mpirun_alone(foreign, mpirun, tmp_path):
     assert_equal(replicas[0], replicas[1], "replicas")
 
 
+@OPENMPI_FIRST
 def test_a_rank_that_fails_is_the_cause_and_nobody_hangs(launch):
     result = launch(FAIL)
     assert result.code == 1
@@ -173,6 +174,7 @@ def conformance(mpirun: str, size: int, folder: Path, *more: str) -> tuple[subpr
     return done, [(folder / "said" / str(rank)).read_text() for rank in range(size)]
 
 
+@OPENMPI_FIRST
 def test_a_late_peer_costs_no_core(ranks):
     """MPI's own waiting would take all of one."""
     said = ranks("""

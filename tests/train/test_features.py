@@ -50,7 +50,7 @@ def equal(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.parametrize(
-    "algorithm", ["sync", "pipe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("local", "gossip"))]
+    "algorithm", ["pipe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sync", "local", "gossip"))]
 )
 def test_every_feature_works(dadt_run, algorithm) -> None:
     run = dadt_run(SCRIPT, "--algorithm", algorithm, *OPTIONS[algorithm])
