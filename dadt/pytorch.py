@@ -48,7 +48,7 @@ __all__ = [
     "size",
 ]
 T = TypeVar("T", bound=torch.optim.Optimizer)
-_under_way: dict[str, Handle] = {}
+_under_way: dict[str, Handle[Tensor]] = {}
 
 
 class Config:
@@ -160,7 +160,7 @@ def DistributedOptimizer(optimizer: T, avg: bool = True, is_avg: bool = True) ->
 _wrap = optimizer.DistributedOptimizer
 
 
-def _previous(key: str, start: Callable[[str], Handle]) -> Tensor | None:
+def _previous(key: str, start: Callable[[str], Handle[Tensor]]) -> Tensor | None:
     before = _under_way.pop(key, None)
     result: Tensor | None = before.wait() if before is not None else None
     _under_way[key] = start(key)

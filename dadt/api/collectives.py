@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dadt.api.blocking import blocking, started
 from dadt.api.lifecycle import among_of, root_of, session
 from dadt.comm.collectives import operation
 from dadt.comm.collectives.operation import Operation
@@ -31,39 +32,31 @@ if TYPE_CHECKING:
 # Allreduce ------------------------------------------------------------------------------------------------------------
 
 
+@blocking
 def all_reduce(
     tensor: Tensor, reduction: str = "mean", *, name: str | None = None, process_set: ProcessSet | None = None
-) -> Tensor:
+) -> Handle[Tensor]:
     """Reduce the tensors of all ranks. The result is bit-identical on every rank.
 
     tensor: same dtype and shape on all ranks. reduction: mean, sum, min, max or product; band, bor or bxor for
     integers. The mean of integers is truncated; the sum of bools is their or, the product their and. Returns a tensor
     of the same shape. Raises TypeError or ValueError for a tensor that cannot be reduced this way.
     """
-    result: Tensor = all_reduce_async(tensor, reduction, name=name, process_set=process_set).wait()
-    return result
-
-
-def all_reduce_async(
-    tensor: Tensor, reduction: str = "mean", *, name: str | None = None, process_set: ProcessSet | None = None
-) -> Handle:
-    """Like all_reduce, but returns a handle for the result."""
     return _all_reduce(tensor, _like(tensor), reduction, name, process_set)
 
 
+all_reduce_async = started(all_reduce)
+
+
+@blocking
 def all_reduce_(
     tensor: Tensor, reduction: str = "mean", *, name: str | None = None, process_set: ProcessSet | None = None
-) -> Tensor:
+) -> Handle[Tensor]:
     """Like all_reduce, but overwrites the tensor and returns it."""
-    result: Tensor = all_reduce_async_(tensor, reduction, name=name, process_set=process_set).wait()
-    return result
-
-
-def all_reduce_async_(
-    tensor: Tensor, reduction: str = "mean", *, name: str | None = None, process_set: ProcessSet | None = None
-) -> Handle:
-    """Like all_reduce_, but returns a handle. Waiting for the handle overwrites the tensor."""
     return _all_reduce(tensor, tensor, reduction, name, process_set)
+
+
+all_reduce_async_ = started(all_reduce_)
 
 
 def grouped_all_reduce(
@@ -120,6 +113,7 @@ def join(process_set: ProcessSet | None = None) -> int:
 # Between one and all --------------------------------------------------------------------------------------------------
 
 
+@blocking
 def broadcast(
     tensor: Tensor,
     root: int = 0,
@@ -127,29 +121,20 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet | None = None,
     root_rank: int | None = None,
-) -> Tensor:
+) -> Handle[Tensor]:
     """Return the root's tensor on all ranks.
 
     tensor: same dtype and shape on all ranks. root_rank: Horovod's name for root.
     """
-    result: Tensor = broadcast_async(tensor, root, name=name, process_set=process_set, root_rank=root_rank).wait()
-    return result
-
-
-def broadcast_async(
-    tensor: Tensor,
-    root: int = 0,
-    *,
-    name: str | None = None,
-    process_set: ProcessSet | None = None,
-    root_rank: int | None = None,
-) -> Handle:
-    """Like broadcast, but returns a handle for the result."""
     among, root = among_of(process_set), root_of(root, root_rank)
     output = tensor.detach().clone() if among.rank == among.number_of(root, "root") else _like(tensor)
     return _broadcast(among, output, root, name)
 
 
+broadcast_async = started(broadcast)
+
+
+@blocking
 def broadcast_(
     tensor: Tensor,
     root: int = 0,
@@ -157,24 +142,15 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet | None = None,
     root_rank: int | None = None,
-) -> Tensor:
+) -> Handle[Tensor]:
     """Like broadcast, but overwrites the tensor on the other ranks and returns it."""
-    result: Tensor = broadcast_async_(tensor, root, name=name, process_set=process_set, root_rank=root_rank).wait()
-    return result
-
-
-def broadcast_async_(
-    tensor: Tensor,
-    root: int = 0,
-    *,
-    name: str | None = None,
-    process_set: ProcessSet | None = None,
-    root_rank: int | None = None,
-) -> Handle:
-    """Like broadcast_, but returns a handle. Waiting for the handle overwrites the tensor."""
     return _broadcast(among_of(process_set), tensor, root_of(root, root_rank), name)
 
 
+broadcast_async_ = started(broadcast_)
+
+
+@blocking
 def reduce(
     tensor: Tensor,
     root: int = 0,
@@ -182,21 +158,8 @@ def reduce(
     *,
     name: str | None = None,
     process_set: ProcessSet | None = None,
-) -> Tensor | None:
+) -> Handle[Tensor | None]:
     """Like all_reduce, but only the root gets the result; the other ranks get None."""
-    result: Tensor | None = reduce_async(tensor, root, reduction, name=name, process_set=process_set).wait()
-    return result
-
-
-def reduce_async(
-    tensor: Tensor,
-    root: int = 0,
-    reduction: str = "mean",
-    *,
-    name: str | None = None,
-    process_set: ProcessSet | None = None,
-) -> Handle:
-    """Like reduce, but returns a handle for the result."""
     among = among_of(process_set)
     number = among.number_of(root, "root")
     output = _like(tensor)
@@ -204,47 +167,35 @@ def reduce_async(
     return among.submit(call, name, lambda _: output if among.rank == number else None)
 
 
+reduce_async = started(reduce)
+
+
+@blocking
 def gather(
     tensor: Tensor, root: int = 0, *, name: str | None = None, process_set: ProcessSet | None = None
-) -> list[Tensor] | None:
+) -> Handle[list[Tensor] | None]:
     """Return every rank's tensor, by rank, on the root, and None on the other ranks. Shapes are as for all_gather."""
-    result: list[Tensor] | None = gather_async(tensor, root, name=name, process_set=process_set).wait()
-    return result
-
-
-def gather_async(
-    tensor: Tensor, root: int = 0, *, name: str | None = None, process_set: ProcessSet | None = None
-) -> Handle:
-    """Like gather, but returns a handle for the list."""
     among = among_of(process_set)
     call = operation.gather(tensor, among.number_of(root, "root"), among.rank, among.size)
     return among.submit(call, name, lambda received: None if received is None else _shaped(received, tensor))
 
 
+gather_async = started(gather)
+
+
+@blocking
 def scatter(
     tensors: Sequence[Tensor] | None,
     root: int = 0,
     *,
     name: str | None = None,
     process_set: ProcessSet | None = None,
-) -> Tensor:
+) -> Handle[Tensor]:
     """Return the tensor that the root gives for this rank.
 
     tensors: on the root one per rank, of any dtypes and shapes; ignored on the other ranks, which get theirs in host
     memory. Raises ValueError on the root for any other number of tensors.
     """
-    result: Tensor = scatter_async(tensors, root, name=name, process_set=process_set).wait()
-    return result
-
-
-def scatter_async(
-    tensors: Sequence[Tensor] | None,
-    root: int = 0,
-    *,
-    name: str | None = None,
-    process_set: ProcessSet | None = None,
-) -> Handle:
-    """Like scatter, but returns a handle for the tensor."""
     among = among_of(process_set)
     number = among.number_of(root, "root")
     call = Operation("scatter", f"scatter from rank {number}", "exchange")
@@ -258,73 +209,64 @@ def scatter_async(
     return among.submit(call, name)
 
 
+scatter_async = started(scatter)
+
+
 # Among all ------------------------------------------------------------------------------------------------------------
 
 
-def all_gather(tensor: Tensor, *, name: str | None = None, process_set: ProcessSet | None = None) -> list[Tensor]:
+@blocking
+def all_gather(
+    tensor: Tensor, *, name: str | None = None, process_set: ProcessSet | None = None
+) -> Handle[list[Tensor]]:
     """Return every rank's tensor, by rank. Horovod's allgather returns the torch.cat of these.
 
     tensor: same dtype and number of dimensions on all ranks; only the first dimension may differ in size.
     """
-    result: list[Tensor] = all_gather_async(tensor, name=name, process_set=process_set).wait()
-    return result
-
-
-def all_gather_async(tensor: Tensor, *, name: str | None = None, process_set: ProcessSet | None = None) -> Handle:
-    """Like all_gather, but returns a handle for the list."""
     among = among_of(process_set)
     return among.submit(operation.all_gather(tensor, among.size), name, lambda received: _shaped(received, tensor))
 
 
+all_gather_async = started(all_gather)
+
+
+@blocking
 def all_to_all(
     tensors: Sequence[Tensor], *, name: str | None = None, process_set: ProcessSet | None = None
-) -> list[Tensor]:
+) -> Handle[list[Tensor]]:
     """Send tensors[r] to the r-th rank of the set. Returns what each rank sent to this one, by rank.
 
     tensors: one per rank, all of one dtype; empty ones are allowed, and only the first dimension may differ in size.
     Raises ValueError for any other number of tensors.
     """
-    result: list[Tensor] = all_to_all_async(tensors, name=name, process_set=process_set).wait()
-    return result
-
-
-def all_to_all_async(
-    tensors: Sequence[Tensor], *, name: str | None = None, process_set: ProcessSet | None = None
-) -> Handle:
-    """Like all_to_all, but returns a handle for the list."""
     among = among_of(process_set)
     return among.submit(operation.all_to_all(tensors, among.size), name)
 
 
+all_to_all_async = started(all_to_all)
+
+
+@blocking
 def reduce_scatter(
     tensors: Sequence[Tensor],
     reduction: str = "mean",
     *,
     name: str | None = None,
     process_set: ProcessSet | None = None,
-) -> Tensor:
+) -> Handle[Tensor]:
     """Reduce tensors[r] of all ranks, and return the result on the r-th rank of the set.
 
     tensors: one per rank, all of one dtype, with the same shapes on all ranks. Reductions are those of all_reduce.
     """
-    result: Tensor = reduce_scatter_async(tensors, reduction, name=name, process_set=process_set).wait()
-    return result
-
-
-def reduce_scatter_async(
-    tensors: Sequence[Tensor],
-    reduction: str = "mean",
-    *,
-    name: str | None = None,
-    process_set: ProcessSet | None = None,
-) -> Handle:
-    """Like reduce_scatter, but returns a handle for the tensor."""
     among = among_of(process_set)
     if len(tensors) != among.size:
         raise ValueError(f"reduce_scatter: {len(tensors)} tensors for {among.size} ranks; give one for each")
     output = _like(tensors[among.rank])
     call = operation.reduce_scatter(tensors, output, reduction, among.rank, among.size)
     return among.submit(call, name, lambda _: output)
+
+
+reduce_scatter_async = started(reduce_scatter)
 
 
 def barrier(process_set: ProcessSet | None = None) -> None:
@@ -341,12 +283,12 @@ def local_barrier() -> None:
 # Handles --------------------------------------------------------------------------------------------------------------
 
 
-def synchronize(handle: Handle | Handles) -> Any:
+def synchronize(handle: Handle[Any] | Handles) -> Any:
     """Wait for a handle and return its result."""
     return handle.wait()
 
 
-def poll(handle: Handle | Handles) -> bool:
+def poll(handle: Handle[Any] | Handles) -> bool:
     """Return whether the operation is done, so that waiting for the handle would not block."""
     return handle.done
 
@@ -356,7 +298,7 @@ def poll(handle: Handle | Handles) -> bool:
 
 def _all_reduce(
     tensor: Tensor, output: Tensor, reduction: str, name: str | None, process_set: ProcessSet | None
-) -> Handle:
+) -> Handle[Any]:
     among = among_of(process_set)
     return among.submit(operation.all_reduce(tensor, output, reduction, among.size), name, lambda _: output)
 
@@ -383,7 +325,7 @@ def _grouped(
     )
 
 
-def _broadcast(among: ProcessSet, tensor: Tensor, root: int, name: str | None) -> Handle:
+def _broadcast(among: ProcessSet, tensor: Tensor, root: int, name: str | None) -> Handle[Any]:
     call = operation.broadcast(tensor, among.number_of(root, "root"), among.rank, among.size)
     return among.submit(call, name, lambda _: tensor)
 

@@ -18,7 +18,7 @@ def send(tensor: Tensor, peer: int, tag: int = 0, *, process_set: ProcessSet | N
     isend(tensor, peer, tag, process_set=process_set).wait()
 
 
-def isend(tensor: Tensor, peer: int, tag: int = 0, *, process_set: ProcessSet | None = None) -> Handle:
+def isend(tensor: Tensor, peer: int, tag: int = 0, *, process_set: ProcessSet | None = None) -> Handle[None]:
     """Like send, but returns a handle. The tensor must not change until you have waited for it."""
     among = among_of(process_set)
     _check_tag(tag)
@@ -31,11 +31,12 @@ def recv(tensor: Tensor, peer: int | None = None, tag: int = 0, *, process_set: 
 
     tensor: as many bytes as the sender's, else raises Mismatch. peer: None takes the first message with this tag.
     """
-    source: int = irecv(tensor, peer, tag, process_set=process_set).wait()
-    return source
+    return irecv(tensor, peer, tag, process_set=process_set).wait()
 
 
-def irecv(tensor: Tensor, peer: int | None = None, tag: int = 0, *, process_set: ProcessSet | None = None) -> Handle:
+def irecv(
+    tensor: Tensor, peer: int | None = None, tag: int = 0, *, process_set: ProcessSet | None = None
+) -> Handle[int]:
     """Like recv, but returns a handle for the rank of the sender."""
     among = among_of(process_set)
     _check_tag(tag)

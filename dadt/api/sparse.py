@@ -39,7 +39,7 @@ def coo_all_reduce(
 
 def coo_all_reduce_async(
     tensor: Tensor, reduction: str = "mean", *, name: str | None = None, process_set: ProcessSet | None = None
-) -> Handle:
+) -> Handle[Tensor]:
     """Like coo_all_reduce, but returns a handle for the result."""
     return Handle(among_of(process_set), _Later(_prepare(tensor, reduction, name, process_set)))
 

@@ -24,25 +24,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch.hub
 
-from dadt.config import Config
 from dadt.control.job_folder import Folder
 from dadt.errors import CommTimeout
+from dadt.inject.rank import Rank
 from dadt.world import World
 
 POLL_SECONDS = 0.05
-
-
-class Runtime(Protocol):
-    """What downloads ask of the runtime."""
-
-    @property
-    def world(self) -> World: ...
-    @property
-    def config(self) -> Config: ...
 
 
 class Turn:
@@ -172,7 +163,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
         return spec
 
 
-def install(runtime: Runtime) -> None:
+def install(runtime: Rank) -> None:
     config = runtime.config
     if not config.lock_downloads or runtime.world.world_size == 1:
         return

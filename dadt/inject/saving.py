@@ -19,8 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from dadt.config import Config
-from dadt.world import World
+from dadt.inject.rank import Rank
 
 PATIENCE_SECONDS = 2.0
 """How long a rank waits for the first local rank to come to the same `torch.save`."""
@@ -33,13 +32,9 @@ class Control(Protocol):
     def await_save(self, path: str, count: int, step: int, timeout: float) -> str: ...
 
 
-class Runtime(Protocol):
-    """What saving asks of the runtime."""
+class SavingRank(Rank, Protocol):
+    """A rank as saving needs it."""
 
-    @property
-    def world(self) -> World: ...
-    @property
-    def config(self) -> Config: ...
     @property
     def control(self) -> Control | None: ...
     @property
@@ -57,7 +52,7 @@ Save = Callable[..., None]
 class Saver:
     """Stands in for `torch.save` in a worker."""
 
-    def __init__(self, runtime: Runtime, original: Save) -> None:
+    def __init__(self, runtime: SavingRank, original: Save) -> None:
         self.runtime = runtime
         self.original = original
         self._counts: Counter[str] = Counter()
@@ -144,7 +139,7 @@ def write_beside(target: Path, mark: str, write: Callable[[str], None]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def install(runtime: Runtime) -> None:
+def install(runtime: SavingRank) -> None:
     saver = Saver(runtime, torch.save)
 
     @functools.wraps(torch.save)

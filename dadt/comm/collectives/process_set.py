@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from dadt.comm import executors
 from dadt.comm.collectives.named import Named
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from dadt.config import Config
     from dadt.world import World
 
+T = TypeVar("T")
+
 
 class Waited(Protocol):
     """What a Handle waits for."""
@@ -28,7 +30,7 @@ class Waited(Protocol):
     def wait(self, timeout: float) -> Any: ...
 
 
-class Handle:
+class Handle(Generic[T]):
     """A pending operation. `wait` returns its result, any number of times and in any thread. Do not change its tensors
     until then."""
 
@@ -36,7 +38,7 @@ class Handle:
         self._owner = owner
         self._waited = waited
         self._finish = finish
-        self._result: Any = None
+        self._result: T
         self._finished = False
         self._lock = threading.Lock()
 
@@ -45,7 +47,7 @@ class Handle:
         """Whether `wait` would not block."""
         return self._finished or self._waited.done
 
-    def wait(self, timeout: float | None = None) -> Any:
+    def wait(self, timeout: float | None = None) -> T:
         """Wait for the result, which is what the operation without `_async` returns.
 
         timeout: seconds to wait; by default those of `--timeout`. Raises CommTimeout after that (the operation still
@@ -65,7 +67,7 @@ class Handle:
 class Handles:
     """Several handles as one: `wait` gives the list of their results."""
 
-    def __init__(self, handles: Sequence[Handle]) -> None:
+    def __init__(self, handles: Sequence[Handle[Any]]) -> None:
         self._handles = handles
 
     @property
@@ -163,7 +165,7 @@ class ProcessSet:
         finish: Callable[[Any], Any] | None = None,
         group: str = "",
         group_size: int = 0,
-    ) -> Handle:
+    ) -> Handle[Any]:
         """Start the verb; does not block. Raises ValueError if a verb of that name is under way on this rank."""
         return Handle(self, self.named.submit(call, self.name(name), group, group_size), finish)
 

@@ -7,22 +7,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from dadt.config import Config
 from dadt.inject.data.seed import Streams
 from dadt.inject.data.share import Piece, Share
-from dadt.world import World
+from dadt.inject.rank import Rank
 
 if TYPE_CHECKING:
     from dadt._core import Work
 
 
-class Runtime(Protocol):
-    """What a loader asks of the runtime."""
+class LoadingRank(Rank, Protocol):
+    """A rank as its DataLoaders need it."""
 
-    @property
-    def world(self) -> World: ...
-    @property
-    def config(self) -> Config: ...
     @property
     def step(self) -> int: ...
     @property
@@ -98,7 +93,7 @@ class Comparison:
     """Asks once per loader, without waiting, whether the ranks walk the same order: a rank that walks another
     would lose and double samples without a sign."""
 
-    def __init__(self, name: str, runtime: Runtime) -> None:
+    def __init__(self, name: str, runtime: LoadingRank) -> None:
         self.name = name
         self.runtime = runtime
         self._asked: Work | None = None
@@ -133,7 +128,7 @@ class Feed:
     def __init__(
         self,
         share: Share,
-        runtime: Runtime,
+        runtime: LoadingRank,
         streams: Streams,
         comparison: Comparison,
         draws_on: bool,

@@ -27,7 +27,7 @@ from torch.utils.data import dataloader as torch_dataloader
 
 from dadt.config.check import loader_numbers
 from dadt.errors import ConfigError
-from dadt.inject.data.feed import Comparison, Feed, Order, Runtime
+from dadt.inject.data.feed import Comparison, Feed, LoadingRank, Order
 from dadt.inject.data.seed import Streams, mix
 from dadt.inject.data.share import Batches, Divided, Items, PerRank, Share, portion, stream_steps
 from dadt.inject.data.stream import Counted, Split, StreamFeed, nominal_batch, nth_of
@@ -44,7 +44,7 @@ Loader = DataLoader[Any]
 class Role:
     """What is known of one loader."""
 
-    def __init__(self, number: int, runtime: Runtime) -> None:
+    def __init__(self, number: int, runtime: LoadingRank) -> None:
         self.number = number
         self.name = f"DataLoader #{number}"
         self.kind = ""
@@ -58,7 +58,7 @@ class Role:
 class Loaders:
     """All DataLoaders of this process, numbered by order of creation."""
 
-    def __init__(self, runtime: Runtime, streams: Streams) -> None:
+    def __init__(self, runtime: LoadingRank, streams: Streams) -> None:
         self.runtime = runtime
         self.streams = streams
         self.roles: WeakKeyDictionary[Loader, Role] = WeakKeyDictionary()
@@ -303,7 +303,7 @@ def draws_on(loader: Loader) -> bool:
     return type(inner_sampler(loader)) not in (*DRAW_ONCE, SequentialSampler)
 
 
-def install(runtime: Runtime, streams: Streams) -> None:
+def install(runtime: LoadingRank, streams: Streams) -> None:
     """Patch DataLoader. In a world of one, nothing is changed at all."""
     if runtime.world.world_size == 1:
         return

@@ -21,20 +21,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from dadt.config import Config
-from dadt.world import World
+from dadt.inject.rank import Rank
 
 REMEMBERED_STATES = 64
 """Random states handed to the script for which the shared stream's state at that moment is kept."""
-
-
-class Runtime(Protocol):
-    """What seeding asks of the runtime."""
-
-    @property
-    def world(self) -> World: ...
-    @property
-    def config(self) -> Config: ...
 
 
 class State(NamedTuple):
@@ -252,7 +242,7 @@ class Streams:
         return set_rng_state
 
 
-def install(runtime: Runtime) -> Streams:
+def install(runtime: Rank) -> Streams:
     """Seed this process before the script runs, and give the streams that `split` divides later.
 
     A world of one is left exactly as plain python leaves it.

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import IterableDataset, IterDataPipe
 
 from dadt.errors import DadtError
-from dadt.inject.data.feed import Runtime
+from dadt.inject.data.feed import LoadingRank
 from dadt.inject.data.seed import Streams
 from dadt.inject.data.share import Spare, every_nth
 
@@ -117,7 +117,7 @@ class StreamFeed:
     def __init__(
         self,
         batches: Iterator[tuple[int, Any]],
-        runtime: Runtime,
+        runtime: LoadingRank,
         streams: Streams,
         name: str,
         nominal: int,

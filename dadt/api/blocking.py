@@ -1,0 +1,42 @@
+"""An operation that waits, and its twin that returns a handle, made from one function."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    from dadt.comm.collectives.process_set import Handle
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def blocking(start: Callable[P, Handle[T]]) -> Callable[P, T]:
+    """Make a function that waits for the handle which `start` returns. Its signature tells the result's type."""
+
+    @functools.wraps(start)
+    def wait(*args: P.args, **kwargs: P.kwargs) -> T:
+        return start(*args, **kwargs).wait()
+
+    signature = inspect.signature(start)
+    result = str(signature.return_annotation).removeprefix("Handle[").removesuffix("]")
+    wait.__signature__ = signature.replace(return_annotation=result)  # type: ignore[attr-defined]
+    return wait
+
+
+def started(blocked: Callable[P, T]) -> Callable[P, Handle[T]]:
+    """Return the twin, with `_async` in its name, of a function that `blocking` made."""
+    start: Callable[P, Handle[T]] = inspect.unwrap(blocked)
+
+    @functools.wraps(start)
+    def run(*args: P.args, **kwargs: P.kwargs) -> Handle[T]:
+        return start(*args, **kwargs)
+
+    in_place = "_" if start.__name__.endswith("_") else ""
+    run.__name__ = run.__qualname__ = f"{start.__name__.removesuffix('_')}_async{in_place}"
+    overwrites = ". Waiting for the handle overwrites the tensor" if in_place else " for the result"
+    run.__doc__ = f"Like {start.__name__}, but returns a handle{overwrites}."
+    return run

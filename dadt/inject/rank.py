@@ -1,0 +1,18 @@
+"""What the hooks of this package ask of the rank that they are in. `dadt.train.runtime.Runtime` has all of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from dadt.config import Config
+    from dadt.world import World
+
+
+class Rank(Protocol):
+    """A rank's place in the job, and its settings."""
+
+    @property
+    def world(self) -> World: ...
+    @property
+    def config(self) -> Config: ...
