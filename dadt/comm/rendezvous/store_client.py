@@ -56,7 +56,7 @@ class StoreClient:
         Raises StartTimeout naming ranks that do not come, ConfigError where there is no way to meet.
         """
         found = stores.connect(world, config.start_timeout, config.timeout)
-        forum = cls(world, found)
+        client = cls(world, found)
         mine = {
             "machine": machine_id(),
             "own": found.own,
@@ -65,20 +65,20 @@ class StoreClient:
             "draw": secrets.randbelow(2**31),
             "config": config.to_env(),
         }
-        blobs = forum.exchange("start", json.dumps(mine).encode(), config.start_timeout)
+        blobs = client.exchange("start", json.dumps(mine).encode(), config.start_timeout)
         everyone = [json.loads(blob) for blob in blobs]
         job = f"{everyone[0]['draw']:08x}"
-        forum.world = replace(placed(world, everyone, _address(everyone, world.rank)), job=job)
-        if interface := network.interface_of(forum.world.address):
+        client.world = replace(placed(world, everyone, _address(everyone, world.rank)), job=job)
+        if interface := network.interface_of(client.world.address):
             environment.speak_over(interface)
         if not found.secret:
             _refuse_code(config, everyone[0]["config"])
         config, why = _resolved(everyone)
         size = f"{world.world_size} ranks by {world.launcher}"
-        forum.say(f"{size}, executor {shown(config)}, algorithm {config.algorithm}")
+        client.say(f"{size}, executor {shown(config)}, algorithm {config.algorithm}")
         if config.verbose:
-            forum.say(why)
-        return forum, config
+            client.say(why)
+        return client, config
 
     def hello(self, torch: str) -> None:
         """This process has imported torch."""
