@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from dadt.errors import ConfigError
 from dadt_cli.bench import cost, probe
-from dadt_cli.bench.cost import Bucket, Figures, Handling, LinkState, LowRank, Network, Way
+from dadt_cli.bench.cost import Bucket, Figures, Handling, LinkCost, LowRank, Network, Way
 from dadt_cli.bench.party import Party, Place, start
 from dadt_cli.bench.probe import Found
 from dadt_cli.bench.training import Task
@@ -58,7 +58,7 @@ def figures_of(found: Sequence[Found], compute: dict[str, float], sync_every: in
         compute=compute,
         packing=max(each.packing for each in found),
         low_rank=max(each.low_rank_seconds for each in found),
-        ties={name: _tie(found, name) for name in found[0].ties},
+        link_costs={name: _link_cost(found, name) for name in found[0].link_costs},
         mail=max(each.mail * each.scarcity for each in found),
         busy=max(0.0 if each.cores // each.local_size > each.threads else each.busy for each in found),
         chunked=chunked,
@@ -98,10 +98,14 @@ def buckets_of(found: Found) -> list[Bucket]:
     ]
 
 
-def _tie(found: Sequence[Found], compression: str) -> LinkState:
+def _link_cost(found: Sequence[Found], compression: str) -> LinkCost:
     """Of the slowest rank."""
-    ties = [(each.ties[compression], each.scarcity) for each in found]
-    return LinkState(ties[0][0].bytes, max(tie.say * s for tie, s in ties), max(tie.settle * s for tie, s in ties))
+    link_costs = [(each.link_costs[compression], each.scarcity) for each in found]
+    return LinkCost(
+        link_costs[0][0].bytes,
+        max(link.say * s for link, s in link_costs),
+        max(link.settle * s for link, s in link_costs),
+    )
 
 
 def fit(times: Iterable[tuple[int, float]]) -> tuple[float, float]:

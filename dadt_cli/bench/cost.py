@@ -74,7 +74,7 @@ class LowRank:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkState:
+class LinkCost:
     """One end of an exchange of gossip, whichever way it compresses."""
 
     bytes: float
@@ -115,7 +115,7 @@ class Figures:
     """Seconds of that for each byte."""
     low_rank: float
     """Seconds that PowerSGD computes in a step."""
-    ties: Mapping[str, LinkState]
+    link_costs: Mapping[str, LinkCost]
     """By compression: what gossip computes."""
     mail: float
     """Seconds that a core is taken for each byte that goes to one other worker, and each that comes."""
@@ -225,10 +225,10 @@ def _gossip(figures: Figures, compression: str, hosts: int) -> float:
 
     What is computed for an exchange takes twice as long where it shares a core with the training.
     """
-    compute, tie, network = figures.compute["gossip"], figures.ties[compression], figures.network
-    work = figures.busy * (tie.say + tie.settle + figures.mail * tie.bytes)
-    moving = 2 * (network.alpha + tie.bytes / network.bandwidth) if hosts > 1 else 2 * figures.mail * tie.bytes
-    exchange = moving + (1.0 + figures.busy) * (2 * tie.say + tie.settle)
+    compute, link, network = figures.compute["gossip"], figures.link_costs[compression], figures.network
+    work = figures.busy * (link.say + link.settle + figures.mail * link.bytes)
+    moving = 2 * (network.alpha + link.bytes / network.bandwidth) if hosts > 1 else 2 * figures.mail * link.bytes
+    exchange = moving + (1.0 + figures.busy) * (2 * link.say + link.settle)
     slowed = compute + work
     return slowed if slowed >= exchange else compute / (1.0 - work / exchange)
 

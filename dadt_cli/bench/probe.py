@@ -24,8 +24,8 @@ from dadt.train.exchange.exchange import BucketPlan, Exchange, hand_out
 from dadt.train.exchange.step_metadata import StepMetadata
 from dadt.train.runtime import Runtime
 from dadt_cli.bench import models
-from dadt_cli.bench.cost import LinkState
-from dadt_cli.bench.ends import ties
+from dadt_cli.bench.cost import LinkCost
+from dadt_cli.bench.link_cost import link_costs
 from dadt_cli.bench.trainer import RATE, device_of
 
 TIMEOUT = 120.0
@@ -68,7 +68,7 @@ class Found:
     low_rank: list[tuple[int, int]]
     """The same buckets under PowerSGD: bytes of its two halves; 0, 0: it stays as it is."""
     low_rank_seconds: float
-    ties: dict[str, LinkState]
+    link_costs: dict[str, LinkCost]
     """By compression: one end of an exchange of gossip."""
     mail: float
     """Processor seconds of this process for each byte that it sends to one other rank while it receives as many."""
@@ -112,7 +112,7 @@ def probe(model: str, batch_size: int, device: str, seconds: float = COMPUTE_SEC
         buckets=ready,
         low_rank=halves,
         low_rank_seconds=low_rank_seconds,
-        ties=ties([p.data for p in step.trained], (*CODECS, LOW_RANK)),
+        link_costs=link_costs([p.data for p in step.trained], (*CODECS, LOW_RANK)),
         mail=mail,
         buffers=step.buffers,
         parts=parts,

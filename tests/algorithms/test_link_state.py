@@ -13,7 +13,7 @@ import torch
 from dadt.algorithms.gossip.edge import Answering, Asking, LinkMessages
 from dadt.algorithms.gossip.gossip import check_copies
 from dadt.algorithms.gossip.link_state import LinkState
-from dadt.algorithms.gossip.pairing import tie
+from dadt.algorithms.gossip.pairing import link_state
 from dadt.algorithms.gossip.snapshot import WeightSnapshot
 from dadt.errors import CommTimeout, ConfigError
 
@@ -53,16 +53,16 @@ def weights(seed: int, large: int) -> list[torch.Tensor]:
 
 
 class Rank:
-    """One rank's live weights and their published copy."""
+    """One rank's live weights and the snapshot of them."""
 
     def __init__(self, seed: int, large: int = 300) -> None:
         self.live = weights(seed, large)
-        self.published = WeightSnapshot(self.live)
+        self.snapshot = WeightSnapshot(self.live)
         self.step = 0
         self.publish()
 
     def publish(self) -> None:
-        self.published.publish(self.live, self.step)
+        self.snapshot.publish(self.live, self.step)
         self.step += 1
 
     def train(self, generator: torch.Generator, size: float) -> None:
@@ -72,7 +72,7 @@ class Rank:
 
 
 def ends(name: str, one: Rank, other: Rank) -> tuple[LinkState, LinkState]:
-    return tie(name, one.published, True), tie(name, other.published, False)
+    return link_state(name, one.snapshot, True), link_state(name, other.snapshot, False)
 
 
 def exchange(between: tuple[LinkState, LinkState], one: Rank, other: Rank) -> int:
@@ -81,11 +81,11 @@ def exchange(between: tuple[LinkState, LinkState], one: Rank, other: Rank) -> in
     assert size == again
     messages = [torch.empty(size, dtype=torch.uint8) for _ in between]
     steps = [
-        end.say(rank.published, message) for end, rank, message in zip(between, (one, other), messages, strict=True)
+        end.say(rank.snapshot, message) for end, rank, message in zip(between, (one, other), messages, strict=True)
     ]
     theirs = [message.clone() for message in reversed(messages)]
     for end, rank, mine, their, step in zip(between, (one, other), messages, theirs, steps, strict=True):
-        end.settle(rank.published, mine, their, step)
+        end.settle(rank.snapshot, mine, their, step)
         rank.publish()
     return size
 
@@ -122,7 +122,7 @@ def test_two_come_together_with_no_floor_and_their_mean_stays(name: str) -> None
     sizes = [exchange(between, one, other) for _ in range(24 if name.startswith("powersgd") else 4)]
     assert apart(one, other) < 3e-6
     assert_mean([one, other], before)
-    assert max(sizes) < one.published.bytes / LEAST[name]
+    assert max(sizes) < one.snapshot.bytes / LEAST[name]
 
 
 @pytest.mark.parametrize("name", ["none", "int8", "powersgd:2"])
@@ -212,16 +212,16 @@ class Message:
 
 def test_ends_begin_anew_where_one_has_lost_what_both_knew() -> None:
     one, other, post = Rank(1), Rank(2), Post()
-    there: list[WeightSnapshot | None] = [other.published]
+    there: list[WeightSnapshot | None] = [other.snapshot]
     ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
     asking = Asking(
         LinkMessages(post, 0, 1, 0, 20.0),
-        lambda: nullcontext(one.published),
-        lambda published: tie("int8", published, True),
+        lambda: nullcontext(one.snapshot),
+        lambda snapshot: link_state("int8", snapshot, True),
         lambda edge, averaged: ended.put(averaged),
     )
     answering = Answering(
-        LinkMessages(post, 1, 0, 0, 20.0), lambda: nullcontext(there[0]), lambda p: tie("int8", p, False)
+        LinkMessages(post, 1, 0, 0, 20.0), lambda: nullcontext(there[0]), lambda p: link_state("int8", p, False)
     )
     threads = [threading.Thread(target=end.run, daemon=True) for end in (asking, answering)]
     for thread in threads:
@@ -235,14 +235,14 @@ def test_ends_begin_anew_where_one_has_lost_what_both_knew() -> None:
         return averaged, sent[-1] - sent[-2]
 
     begun = mean([one, other])
-    whole = one.published.bytes
+    whole = one.snapshot.bytes
     assert ask() == (True, whole)
     averaged, short = ask()
     assert averaged and short < whole / 2
     there[0] = WeightSnapshot(one.live[:3])  # the script trains fewer
     assert ask() == (False, short)
     assert ask() == (False, whole)
-    there[0] = other.published
+    there[0] = other.snapshot
     assert ask() == (True, whole)
     assert ask() == (True, short)
     asking.retire()

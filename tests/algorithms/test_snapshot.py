@@ -43,9 +43,9 @@ def test_parts_are_small_and_hold_every_element_once() -> None:
 
 def begin(one: WeightSnapshot) -> tuple[LinkState, torch.Tensor, int]:
     """What one end says."""
-    tie = PlainLinkState("none", one)
-    message = one.take(tie.size)
-    return tie, message, tie.say(one, message)
+    state = PlainLinkState("none", one)
+    message = one.take(state.size)
+    return state, message, state.say(one, message)
 
 
 def exchange(one: WeightSnapshot, other: WeightSnapshot) -> int:

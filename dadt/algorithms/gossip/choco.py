@@ -28,14 +28,14 @@ _ALIGNMENT = 64
 class Choco(PlainLinkState):
     """The first message is of the weights as they are: rounding them would move ranks that are equal apart."""
 
-    def __init__(self, name: str, published: WeightSnapshot, codec: Codec) -> None:
-        super().__init__(name, published)
+    def __init__(self, name: str, snapshot: WeightSnapshot, codec: Codec) -> None:
+        super().__init__(name, snapshot)
         self._codec = codec.core
         self._reference = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._places: list[slice] = []
         """Of each part, in a message."""
         end = 0
-        for part in published.parts:
+        for part in snapshot.parts:
             start = -(-end // _ALIGNMENT) * _ALIGNMENT
             end = start + (self._wire_bytes(part) if _rounds(part) else part.stop - part.start)
             self._places.append(slice(start, end))
@@ -45,42 +45,42 @@ class Choco(PlainLinkState):
     def size(self) -> int:
         return self._short if self.number else super().size
 
-    def say(self, published: WeightSnapshot, message: torch.Tensor) -> int:
+    def say(self, snapshot: WeightSnapshot, message: torch.Tensor) -> int:
         if not self.number:
-            return super().say(published, message)
-        step = published.step
-        for part, place in zip(published.parts, self._places, strict=True):
+            return super().say(snapshot, message)
+        step = snapshot.step
+        for part, place in zip(snapshot.parts, self._places, strict=True):
             to = message[place]
             if not _rounds(part):
-                published.read(part, to.view(part.dtype))
+                snapshot.read(part, to.view(part.dtype))
                 continue
             values = torch.empty(sum(part.sizes), dtype=part.dtype, device="cpu")
-            published.read(part, values)
+            snapshot.read(part, values)
             torch._foreach_sub_(grains(values), grains(part.of(self._reference)))
             if part.dtype != torch.float32:
                 values = _narrow(values)
             _core.compress(self._codec, values.data_ptr(), values.numel(), to.data_ptr())
         return step
 
-    def _settle(self, published: WeightSnapshot, mine: torch.Tensor, theirs: torch.Tensor) -> None:
+    def _settle(self, snapshot: WeightSnapshot, mine: torch.Tensor, theirs: torch.Tensor) -> None:
         if not self.number:
-            self._begin(published, mine, theirs)
-            super()._settle(published, mine, theirs)
+            self._begin(snapshot, mine, theirs)
+            super()._settle(snapshot, mine, theirs)
             return
-        for part, place in zip(published.parts, self._places, strict=True):
+        for part, place in zip(snapshot.parts, self._places, strict=True):
             if not _rounds(part):
-                published.add(part, half_way(mine[place].view(part.dtype), theirs[place].view(part.dtype)))
+                snapshot.add(part, half_way(mine[place].view(part.dtype), theirs[place].view(part.dtype)))
                 continue
             own, other = self._values(part, mine[place]), self._values(part, theirs[place])
             mean = own.clone()
             torch._foreach_add_(grains(mean), grains(other))
             torch._foreach_mul_(grains(mean), 0.5)
             torch._foreach_add_(grains(part.of(self._reference)), [_known(grain) for grain in grains(mean)])
-            published.add(part, half_way(own, other))
+            snapshot.add(part, half_way(own, other))
 
-    def _begin(self, published: WeightSnapshot, mine: torch.Tensor, theirs: torch.Tensor) -> None:
-        self._reference = torch.empty(published.bytes, dtype=torch.uint8, device="cpu")
-        for part in published.parts:
+    def _begin(self, snapshot: WeightSnapshot, mine: torch.Tensor, theirs: torch.Tensor) -> None:
+        self._reference = torch.empty(snapshot.bytes, dtype=torch.uint8, device="cpu")
+        for part in snapshot.parts:
             if _rounds(part):
                 reference = grains(part.of(self._reference))
                 torch._foreach_copy_(reference, grains(part.of(mine)))

@@ -27,7 +27,7 @@ _SEVERAL = 60.0
 class Kind(enum.IntEnum):
     """What a message says."""
 
-    FAREWELL = 0
+    FINISH = 0
     """Nothing will be asked any more. Also what a receive leaves that receives nothing (the null executor's)."""
     WEIGHTS = 1
     NOTHING = 2
@@ -61,10 +61,10 @@ class LinkMessages:
         """A message of a head alone."""
         return self._send(Head(kind, 0, 0, 0))
 
-    def send(self, tie: LinkState, weights: torch.Tensor) -> list[P2PWork]:
+    def send(self, state: LinkState, weights: torch.Tensor) -> list[P2PWork]:
         """Does not wait. The weights must not change until all is done."""
         self.sent += len(weights)
-        return self._send(Head(Kind.WEIGHTS, tie.crc, tie.number, len(weights)), *torch.split(weights, _SLICE))
+        return self._send(Head(Kind.WEIGHTS, state.crc, state.number, len(weights)), *torch.split(weights, _SLICE))
 
     def _send(self, head: Head, *slices: torch.Tensor) -> list[P2PWork]:
         return [
@@ -112,19 +112,19 @@ class LinkEnd:
         self,
         line: LinkMessages,
         weights: Callable[[], AbstractContextManager[WeightSnapshot | None]],
-        tie: Callable[[WeightSnapshot], LinkState],
+        state: Callable[[WeightSnapshot], LinkState],
     ) -> None:
-        """weights: those of now, for one exchange. tie: begins one with them."""
+        """weights: those of now, for one exchange. state: begins an exchange with them."""
         self.line = line
         self.plain = 0
         """Bytes that `line` would have sent without compression."""
         self._weights = weights
-        self._begin = tie
-        self._tie: LinkState | None = None
+        self._begin = state
+        self._state: LinkState | None = None
 
-    def _send(self, published: WeightSnapshot, tie: LinkState, mine: torch.Tensor) -> list[P2PWork]:
-        self.plain += published.bytes
-        return self.line.send(tie, mine)
+    def _send(self, snapshot: WeightSnapshot, state: LinkState, mine: torch.Tensor) -> list[P2PWork]:
+        self.plain += snapshot.bytes
+        return self.line.send(state, mine)
 
 
 class Asking(LinkEnd):
@@ -134,11 +134,11 @@ class Asking(LinkEnd):
         self,
         line: LinkMessages,
         weights: Callable[[], AbstractContextManager[WeightSnapshot | None]],
-        tie: Callable[[WeightSnapshot], LinkState],
+        state: Callable[[WeightSnapshot], LinkState],
         ended: Callable[[Asking, bool], None],
     ) -> None:
         """ended: called after each exchange, with whether there was an average."""
-        super().__init__(line, weights, tie)
+        super().__init__(line, weights, state)
         self.asked: float | None = None
         """Since when it is under way; for whoever gives the orders."""
         self._orders: queue.SimpleQueue[bool] = queue.SimpleQueue()
@@ -149,35 +149,35 @@ class Asking(LinkEnd):
         self._orders.put(True)
 
     def retire(self) -> None:
-        """Say farewell after what is ordered. Any thread, at any time: takes no lock."""
+        """Tell the neighbour, after all ordered averages, that this rank is done. Any thread; takes no lock."""
         self._orders.put(False)
 
     def run(self) -> None:
         while self._orders.get():
             self._ended(self, self._ask())
-        self._tie = None
-        self.line.wait(self.line.say(Kind.FAREWELL))
+        self._state = None
+        self.line.wait(self.line.say(Kind.FINISH))
 
     def _ask(self) -> bool:
-        with self._weights() as published:
-            return published is not None and self._average(published)
+        with self._weights() as snapshot:
+            return snapshot is not None and self._average(snapshot)
 
-    def _average(self, published: WeightSnapshot) -> bool:
-        if self._tie is None or not self._tie.fits(published):
-            self._tie = self._begin(published)
-        tie = self._tie
-        mine, theirs = published.take(tie.size), published.take(tie.size)
-        step = tie.say(published, mine)
-        transits = self._send(published, tie, mine)
+    def _average(self, snapshot: WeightSnapshot) -> bool:
+        if self._state is None or not self._state.fits(snapshot):
+            self._state = self._begin(snapshot)
+        state = self._state
+        mine, theirs = snapshot.take(state.size), snapshot.take(state.size)
+        step = state.say(snapshot, mine)
+        transits = self._send(snapshot, state, mine)
         averaged = self.line.receive_head().kind is Kind.WEIGHTS
         if averaged:
             self.line.receive(theirs)
         self.line.wait(transits)
         if averaged:
-            tie.settle(published, mine, theirs, step)
+            state.settle(snapshot, mine, theirs, step)
         else:
-            self._tie = None
-        published.give_back(mine, theirs)
+            self._state = None
+        snapshot.give_back(mine, theirs)
         return averaged
 
 
@@ -185,34 +185,34 @@ class Answering(LinkEnd):
     """The side that answers, and never asks."""
 
     def run(self) -> None:
-        """Until the neighbour says farewell."""
-        while (question := self.line.receive_head(patient=True)).kind is not Kind.FAREWELL:
+        """Until the neighbour says that it is done."""
+        while (question := self.line.receive_head(patient=True)).kind is not Kind.FINISH:
             self._answer(question)
-        self._tie = None
+        self._state = None
 
     def _answer(self, question: Head) -> None:
-        with self._weights() as published:
-            tie = None if published is None else self._tie_for(question, published)
-            if published is None or tie is None:
+        with self._weights() as snapshot:
+            state = None if snapshot is None else self._state_for(question, snapshot)
+            if snapshot is None or state is None:
                 self.line.receive(torch.empty(question.bytes, dtype=torch.uint8, device="cpu"))
                 self.line.wait(self.line.say(Kind.NOTHING))
             else:
-                self._average(published, tie)
+                self._average(snapshot, state)
 
-    def _average(self, published: WeightSnapshot, tie: LinkState) -> None:
-        mine, theirs = published.take(tie.size), published.take(tie.size)
+    def _average(self, snapshot: WeightSnapshot, state: LinkState) -> None:
+        mine, theirs = snapshot.take(state.size), snapshot.take(state.size)
         self.line.receive(theirs)
-        step = tie.say(published, mine)
-        transits = self._send(published, tie, mine)
-        tie.settle(published, mine, theirs, step)
+        step = state.say(snapshot, mine)
+        transits = self._send(snapshot, state, mine)
+        state.settle(snapshot, mine, theirs, step)
         self.line.wait(transits)
-        published.give_back(mine, theirs)
+        snapshot.give_back(mine, theirs)
 
-    def _tie_for(self, question: Head, published: WeightSnapshot) -> LinkState | None:
+    def _state_for(self, question: Head, snapshot: WeightSnapshot) -> LinkState | None:
         """What both ends know; None where this one does not know what the other one does."""
         if question.number == 0:
-            self._tie = self._begin(published)
-        tie = self._tie
-        if tie is None or not tie.fits(published):
+            self._state = self._begin(snapshot)
+        state = self._state
+        if state is None or not state.fits(snapshot):
             return None
-        return tie if (tie.crc, tie.number) == (question.crc, question.number) else None
+        return state if (state.crc, state.number) == (question.crc, question.number) else None

@@ -21,17 +21,17 @@ class LinkState(abc.ABC):
     An exchange is a message each way, of one size. Then both ends move by the same numbers with opposite signs.
     """
 
-    def __init__(self, name: str, published: WeightSnapshot) -> None:
+    def __init__(self, name: str, snapshot: WeightSnapshot) -> None:
         """name: as given to --compression."""
         self._name = name.encode()
-        self.crc = zlib.crc32(self._name, published.crc)
+        self.crc = zlib.crc32(self._name, snapshot.crc)
         """Equal on ranks that can exchange."""
         self.number = 0
         """Exchanges so far."""
 
-    def fits(self, published: WeightSnapshot) -> bool:
+    def fits(self, snapshot: WeightSnapshot) -> bool:
         """These are weights of the kind that it began with."""
-        return self.crc == zlib.crc32(self._name, published.crc)
+        return self.crc == zlib.crc32(self._name, snapshot.crc)
 
     @property
     @abc.abstractmethod
@@ -39,40 +39,40 @@ class LinkState(abc.ABC):
         """Bytes of the next message."""
 
     @abc.abstractmethod
-    def say(self, published: WeightSnapshot, message: torch.Tensor) -> int:
+    def say(self, snapshot: WeightSnapshot, message: torch.Tensor) -> int:
         """Fill this end's message; the step of the copy that it is of."""
 
-    def settle(self, published: WeightSnapshot, mine: torch.Tensor, theirs: torch.Tensor, step: int) -> None:
+    def settle(self, snapshot: WeightSnapshot, mine: torch.Tensor, theirs: torch.Tensor, step: int) -> None:
         """Both messages are known: go half the way to the other end. mine: what `say` gave, at this step. Overwrites
         theirs."""
-        self._settle(published, mine, theirs)
+        self._settle(snapshot, mine, theirs)
         self.number += 1
-        published.moved(step)
+        snapshot.moved(step)
 
     @abc.abstractmethod
-    def _settle(self, published: WeightSnapshot, mine: torch.Tensor, theirs: torch.Tensor) -> None: ...
+    def _settle(self, snapshot: WeightSnapshot, mine: torch.Tensor, theirs: torch.Tensor) -> None: ...
 
 
 class PlainLinkState(LinkState):
     """The weights as they are."""
 
-    def __init__(self, name: str, published: WeightSnapshot) -> None:
-        super().__init__(name, published)
-        self._bytes = published.bytes
+    def __init__(self, name: str, snapshot: WeightSnapshot) -> None:
+        super().__init__(name, snapshot)
+        self._bytes = snapshot.bytes
 
     @property
     def size(self) -> int:
         return self._bytes
 
-    def say(self, published: WeightSnapshot, message: torch.Tensor) -> int:
-        step = published.step
-        for part in published.parts:
-            published.read(part, part.of(message))
+    def say(self, snapshot: WeightSnapshot, message: torch.Tensor) -> int:
+        step = snapshot.step
+        for part in snapshot.parts:
+            snapshot.read(part, part.of(message))
         return step
 
-    def _settle(self, published: WeightSnapshot, mine: torch.Tensor, theirs: torch.Tensor) -> None:
-        for part in published.parts:
-            published.add(part, half_way(part.of(mine), part.of(theirs)))
+    def _settle(self, snapshot: WeightSnapshot, mine: torch.Tensor, theirs: torch.Tensor) -> None:
+        for part in snapshot.parts:
+            snapshot.add(part, half_way(part.of(mine), part.of(theirs)))
 
 
 def half_way(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,7 @@ class Pairing:
         self._world = world
         self._topology = topology
         self._compression = compression
-        self._published: WeightSnapshot | None = None
+        self._snapshot: WeightSnapshot | None = None
         self._token: list[Any] = []
         self._parameters: list[weakref.ref[torch.Tensor]] = []
         self._replaced: list[tuple[WeightSnapshot, list[weakref.ref[torch.Tensor]]]] = []
@@ -70,9 +70,9 @@ class Pairing:
         for peer in neighbours(topology, world.rank, world.world_size):
             line = LinkMessages(mail, world.rank, peer, tag, timeout)
             if asks(world.rank):
-                self._edges[peer] = self._asking[peer] = Asking(line, self._weights, self._tie, self._ended)
+                self._edges[peer] = self._asking[peer] = Asking(line, self._weights, self._link_state, self._ended)
             else:
-                self._edges[peer] = Answering(line, self._weights, self._tie)
+                self._edges[peer] = Answering(line, self._weights, self._link_state)
         # Daemons: a peer that never answers must not keep the process from ending.
         self._threads = {
             peer: threading.Thread(target=self._run, args=(edge,), name=f"dadt-gossip-{peer}", daemon=True)
@@ -94,18 +94,18 @@ class Pairing:
         self._step += 1
         tensors = [p.data for p in parameters]
         token = [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
-        published = self._published
+        snapshot = self._snapshot
         self._replaced = [each for each in self._replaced if self._take_over(*each)]
-        if published is not None and token != self._token:
-            self._take_over(published, self._parameters)
-            self._replaced.append((published, self._parameters))
-            published = None
-        published = published or WeightSnapshot(tensors)
+        if snapshot is not None and token != self._token:
+            self._take_over(snapshot, self._parameters)
+            self._replaced.append((snapshot, self._parameters))
+            snapshot = None
+        snapshot = snapshot or WeightSnapshot(tensors)
         self._parameters = [weakref.ref(p) for p in parameters]
-        self.ages += published.publish(tensors, self._step)
+        self.ages += snapshot.publish(tensors, self._step)
         self._token = token
         with self._lock:
-            self._published = published
+            self._snapshot = snapshot
             self._fresh = True
         self._ask()
 
@@ -143,30 +143,30 @@ class Pairing:
         for thread in self._threads.values():
             thread.join(max(0.0, deadline - monotonic()))
 
-    def _take_over(self, published: WeightSnapshot, parameters: Sequence[weakref.ref[torch.Tensor]]) -> bool:
+    def _take_over(self, snapshot: WeightSnapshot, parameters: Sequence[weakref.ref[torch.Tensor]]) -> bool:
         """What has been added to a copy that is replaced: the neighbour has moved by as much. Whether more may come."""
         with self._lock:
-            used = published.users > 0
+            used = snapshot.users > 0
         live = [ref() for ref in parameters]
-        published.hand_over([None if p is None else p.data for p in live])
+        snapshot.hand_over([None if p is None else p.data for p in live])
         return used
 
-    def _tie(self, published: WeightSnapshot) -> LinkState:
-        return tie(self._compression, published, asks(self._world.rank))
+    def _link_state(self, snapshot: WeightSnapshot) -> LinkState:
+        return link_state(self._compression, snapshot, asks(self._world.rank))
 
     @contextmanager
     def _weights(self) -> Iterator[WeightSnapshot | None]:
         """For one exchange: if they are replaced meanwhile, what it adds still counts."""
         with self._lock:
-            published = self._published
-            if published is not None:
-                published.users += 1
+            snapshot = self._snapshot
+            if snapshot is not None:
+                snapshot.users += 1
         try:
-            yield published
+            yield snapshot
         finally:
-            if published is not None:
+            if snapshot is not None:
                 with self._lock:
-                    published.users -= 1
+                    snapshot.users -= 1
 
     def _ask(self) -> None:
         """Order the next exchange, where the weights are new since the last one and no other one goes well."""
@@ -209,12 +209,12 @@ class Pairing:
 
     def _let_go(self) -> None:
         if self._forsaken and not self._at_work:
-            self._published, self._replaced = None, []
+            self._snapshot, self._replaced = None, []
 
 
-def tie(name: str, published: WeightSnapshot, asks: bool) -> LinkState:
+def link_state(name: str, snapshot: WeightSnapshot, asks: bool) -> LinkState:
     """For one end of an edge. name: as given to --compression; asks: this end asks, the other one answers."""
     family, _, rank = name.partition(":")
     if family == "powersgd":
-        return PowerGossip(name, published, int(rank), asks)
-    return Choco(name, published, CODECS[name]) if name in CODECS else PlainLinkState(name, published)
+        return PowerGossip(name, snapshot, int(rank), asks)
+    return Choco(name, snapshot, CODECS[name]) if name in CODECS else PlainLinkState(name, snapshot)

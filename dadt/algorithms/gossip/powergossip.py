@@ -37,11 +37,11 @@ class PowerGossip(LinkState):
     """One side in odd exchanges, the other in even ones. Ranks must have processors of one kind: each multiplies itself
     what all are to move by."""
 
-    def __init__(self, name: str, published: WeightSnapshot, rank: int, asks: bool) -> None:
-        super().__init__(name, published)
+    def __init__(self, name: str, snapshot: WeightSnapshot, rank: int, asks: bool) -> None:
+        super().__init__(name, snapshot)
         self._asks = asks
-        self._dtypes = [kind.dtype for kind in published.kinds]
-        self._matrices = [_matrix(kind, rank) for kind in published.kinds]
+        self._dtypes = [kind.dtype for kind in snapshot.kinds]
+        self._matrices = [_matrix(kind, rank) for kind in snapshot.kinds]
         self._bases = [
             _basis(torch.zeros(m.columns, m.rank, dtype=dtype, device="cpu"), 0) if m.rank else None
             for m, dtype in zip(self._matrices, self._dtypes, strict=True)
@@ -56,10 +56,10 @@ class PowerGossip(LinkState):
     def size(self) -> int:
         return max((place.stop for place in self._places()), default=0)
 
-    def say(self, published: WeightSnapshot, message: torch.Tensor) -> int:
-        step = published.step
+    def say(self, snapshot: WeightSnapshot, message: torch.Tensor) -> int:
+        step = snapshot.step
         for index, place in enumerate(self._places()):
-            flat, matrix, base = published.read_tensor(index), self._matrices[index], self._bases[index]
+            flat, matrix, base = snapshot.read_tensor(index), self._matrices[index], self._bases[index]
             to = message[place].view(flat.dtype)
             if base is None:
                 to.copy_(flat)
@@ -68,18 +68,18 @@ class PowerGossip(LinkState):
             torch.mm(values.T if self._by_columns else values, base, out=to.view(-1, matrix.rank))
         return step
 
-    def _settle(self, published: WeightSnapshot, mine: torch.Tensor, theirs: torch.Tensor) -> None:
+    def _settle(self, snapshot: WeightSnapshot, mine: torch.Tensor, theirs: torch.Tensor) -> None:
         for index, place in enumerate(self._places()):
             own, other = (message[place].view(self._dtypes[index]) for message in (mine, theirs))
             base, rank = self._bases[index], self._matrices[index].rank
             if base is None:
-                published.add_to_tensor(index, half_way(own, other))
+                snapshot.add_to_tensor(index, half_way(own, other))
                 continue
             # The same on both ends, with its sign.
             found = (other - own if self._asks else own - other).view(-1, rank)
             half = half_way(own, other).view(-1, rank)
             moved = base @ half.T if self._by_columns else half @ base.T
-            published.add_to_tensor(index, moved.view(-1))
+            snapshot.add_to_tensor(index, moved.view(-1))
             self._bases[index] = _basis(found, self.number + 1)
 
     def _places(self) -> Iterator[slice]:

@@ -1,4 +1,4 @@
-"""One rank's published weights: what others average with, while the live ones train."""
+"""A snapshot of one rank's weights: others average with it, while the live weights train."""
 
 from __future__ import annotations
 

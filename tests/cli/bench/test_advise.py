@@ -14,7 +14,7 @@ from harness import ROOT
 from dadt.api.run import run
 from dadt.errors import ConfigError
 from dadt_cli.bench import adviser, cost
-from dadt_cli.bench.cost import Bucket, Figures, Handling, LinkState, LowRank, Network, Way
+from dadt_cli.bench.cost import Bucket, Figures, Handling, LinkCost, LowRank, Network, Way
 from dadt_cli.bench.probe import Found, probe
 
 FREE = Handling(0.0, 0.0, 0.0)
@@ -34,7 +34,7 @@ def figures(**other) -> Figures:
         compute=dict.fromkeys(cost.ALGORITHMS, 1.0),
         packing=0.0,
         low_rank=0.0,
-        ties=dict.fromkeys(cost.COMPRESSIONS, LinkState(100 * MB, 0.0, 0.0)),
+        link_costs=dict.fromkeys(cost.COMPRESSIONS, LinkCost(100 * MB, 0.0, 0.0)),
         mail=0.0,
         busy=0.0,
         chunked=False,
@@ -90,7 +90,7 @@ def test_local_hides_half_a_round():
 def test_gossip_waits_for_nobody_but_shares_the_processor():
     assert seconds("gossip", network=Network(0.0, 1.0 * MB)) == 1.0
     # 0.3 s of the processor for each exchange of 2 s on the wire, and 0.4 s of computing that takes twice as long.
-    shared = {"ties": {"none": LinkState(100 * MB, 0.1, 0.2)}, "busy": 1.0}
+    shared = {"link_costs": {"none": LinkCost(100 * MB, 0.1, 0.2)}, "busy": 1.0}
     assert seconds("gossip", **shared) == pytest.approx(1.0 / (1 - 0.3 / 2.8))
     # On a faster network there is one for each step, and not more.
     assert seconds("gossip", network=Network(0.0, 1e12), **shared) == pytest.approx(1.3)
@@ -143,7 +143,7 @@ def found(hosts: int, alpha: float, bandwidth: float, each: float, per_byte: flo
         buckets=[(16 * MB, 1.0)],
         low_rank=[(0, 0)],
         low_rank_seconds=0.1,
-        ties={"none": LinkState(16 * MB, 0.01, 0.02)},
+        link_costs={"none": LinkCost(16 * MB, 0.01, 0.02)},
         mail=1e-9,
         buffers=[],
         parts=(0.1, 0.2, 0.1),
@@ -166,7 +166,7 @@ def test_the_constants_of_a_network_are_found_again(hosts):
         assert made.handling[name].each == pytest.approx(3e-3, rel=0.2)
     assert made.busy == 0.5
     assert made.handling["int8"].processor == 2e-9
-    assert made.ties["none"] == LinkState(16 * MB, 0.02, 0.04)
+    assert made.link_costs["none"] == LinkCost(16 * MB, 0.02, 0.04)
     # What was measured is predicted, whatever share of it each constant has.
     for name in ("none", "bf16", "int8"):
         (size, seconds), *_ = found(hosts, 2e-4, 12.5 * MB, 3e-3, 2e-9)[0].exchanges[name]

@@ -1,4 +1,4 @@
-"""What the two ends of an exchange of gossip compute."""
+"""The cost of what the two ends of one exchange of gossip compute."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import Sequence
 
 import torch
 
-from dadt.algorithms.gossip.pairing import tie
+from dadt.algorithms.gossip.pairing import link_state
 from dadt.algorithms.gossip.snapshot import WeightSnapshot
-from dadt_cli.bench.cost import LinkState
+from dadt_cli.bench.cost import LinkCost
 
-TIES = 3
+EXCHANGES = 3
 
 
-def ties(weights: Sequence[torch.Tensor], compressions: Sequence[str]) -> dict[str, LinkState]:
+def link_costs(weights: Sequence[torch.Tensor], compressions: Sequence[str]) -> dict[str, LinkCost]:
     """By compression. Two ends, both here: no byte travels."""
     found = {}
     for compression in compressions:
         here, there = WeightSnapshot(weights), WeightSnapshot(weights)
         here.publish(weights, 1)
-        mine, theirs = tie(compression, here, asks=True), tie(compression, there, asks=False)
+        mine, theirs = link_state(compression, here, asks=True), link_state(compression, there, asks=False)
         rows = []
-        for _ in range(TIES):
+        for _ in range(EXCHANGES):
             size = mine.size
             sent, came = here.take(size), there.take(size)
             begun = time.thread_time()
@@ -36,5 +36,5 @@ def ties(weights: Sequence[torch.Tensor], compressions: Sequence[str]) -> dict[s
             mine.settle(here, sent, answer, step)
             rows.append((size, said - begun, time.thread_time() - answered))
         # The first one sends all, whatever the compression; of PowerGossip, the others are of two kinds in turn.
-        found[compression] = LinkState(*(statistics.mean(column) for column in zip(*rows[1:], strict=True)))
+        found[compression] = LinkCost(*(statistics.mean(column) for column in zip(*rows[1:], strict=True)))
     return found
