@@ -20,7 +20,7 @@ from dadt.errors import (
 )
 from dadt.world import World
 
-# What only some programs need is imported when they do, and torch with it. Type checkers read __init__.pyi.
+# Names are imported when they are used, and torch with them. Type checkers read __init__.pyi.
 _HOMES = {
     "dadt.api.lifecycle": (
         "init initialized shutdown rank size local_rank local_size cross_rank cross_size add_process_set"

@@ -40,7 +40,7 @@ class Auto(Pipe):
         super().load_state(state)
 
     def _choose(self, r: float) -> str:
-        """What it is, and why."""
+        """The choice, and its reason."""
         a = self.attachment
         if r < SMALL:
             self.step_synchronously()

@@ -1,1 +1,1 @@
-"""What a script calls: init, collectives, messages, DistributedOptimizer, run."""
+"""The functions that a script calls: init, collectives, messages, DistributedOptimizer, run."""

@@ -1,4 +1,4 @@
-"""What `dadt.init` begins and `dadt.shutdown` ends: this rank's place, and the sets of ranks that exchange tensors."""
+"""The session from `dadt.init` to `dadt.shutdown`: this rank's place, and the sets of ranks that exchange tensors."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from dadt.train.runtime import Runtime
 
 KNOBS = {"all_reduce_executor": "allreduce_executor", "timeline_path": "timeline"}
-"""Of `init`: spelt otherwise in Config."""
+"""Arguments of `init` that are spelt otherwise in Config."""
 CLOSE_SECONDS = 10.0
 """At exit, for what is still pending."""
 MOST_TAG = 1 << 18
-"""Of the caller's messages. Some MPIs take tags up to 2**19 only."""
+"""The greatest tag of a caller's message. Some MPIs take tags up to 2**19 only."""
 _LOCAL_TAG = MOST_TAG + 1
 
 

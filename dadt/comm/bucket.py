@@ -57,7 +57,7 @@ class Bucket:
 
     @property
     def of_host(self) -> bool:
-        """What is exchanged is the tensors' own memory, or a copy of it that is there at once."""
+        """Whether the exchange uses the tensors' own memory, or a copy that is there at once."""
         return self.device.type == "cpu" and not self.direct
 
     @cached_property

@@ -20,7 +20,7 @@ class Ending(Protocol):
 
 
 class KeepAlive:
-    """What the operations under way need. Any thread.
+    """Keeps alive what the operations under way need. Any thread.
 
     One that fails is done at once, as nobody shall wait for it, but a library may be in it for as long as it likes:
     from the first error on all is kept for good.
@@ -62,5 +62,5 @@ class KeepAlive:
 
 
 def leak(needed: Any) -> None:
-    """Of an operation that has failed, and which a library may still be in."""
+    """Keep for good what a failed operation needs: a library may still be using it."""
     _forever.append(needed)

@@ -1,4 +1,4 @@
-"""What a rank is told of the ends of others: whatever waits for them fails at once, with an error that names them."""
+"""The ends of other ranks. Whatever waits for such a rank fails at once, with an error that names it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Deaths:
         self._aborts: list[Abort] = []
         self._known = threading.Event()
         self.text = ""
-        """What has been told: who has ended, where and how."""
+        """Text of all that has been told: who has ended, where and how."""
         self.listening = False
         """`tell` will be called if a rank ends."""
         self._left: tuple[int, str] | None = None

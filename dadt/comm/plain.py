@@ -17,7 +17,7 @@ import torch
 from dadt.errors import DadtError, Mismatch
 
 DEPTH = 100
-"""Of containers in containers."""
+"""How deep containers may stand in containers."""
 _DIMENSIONS = 32
 _MOST = 1 << 56
 """Elements, also where another dimension is 0: as many as torch and NumPy can count bytes of."""
@@ -212,7 +212,7 @@ class _Reader:
         return sizes
 
     def memory(self, sizes: Sequence[int], width: int) -> memoryview:
-        """Of so many elements."""
+        """The memory of an array of such sizes, with elements of `width` bytes."""
         data = self.bytes()
         if len(data) != math.prod(sizes) * width:
             _wrong(f"{len(data)} bytes are not {sizes} elements of {width} bytes")

@@ -1,4 +1,4 @@
-"""What a worker tells of its own end: the uncaught exception, and its stacks when it is asked for them."""
+"""A worker's own end: it reports the uncaught exception, and its stacks when it is asked for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the hooks of this package ask of the rank that they are in. `dadt.train.runtime.Runtime` has all of it."""
+"""A rank, as the hooks of this package need it. `dadt.train.runtime.Runtime` is one."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ PATIENCE_SECONDS = 2.0
 
 
 class Control(Protocol):
-    """What saving asks of the control channel."""
+    """The control channel, as saving needs it."""
 
     def saved(self, path: str, count: int) -> None: ...
     def await_save(self, path: str, count: int, step: int, timeout: float) -> str: ...

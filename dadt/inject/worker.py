@@ -88,7 +88,7 @@ def wrap(chosen: torch.optim.Optimizer) -> None:
 
 
 def _install_around(runtime: Runtime) -> None:
-    """What the script does beside training."""
+    """Hook what the script does beside training."""
     global streams
     streams = mine = seed.install(runtime)
     if streams.enabled:

@@ -1,4 +1,4 @@
-"""What the lanes of an exchange say of its ranks, and what follows: all ranks see the same ones, so all do the same."""
+"""Decisions from the lanes of an exchange. All ranks see the same lanes, so all decide alike."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Adopt(Protocol):
 
 
 class Agreement:
-    """Of one optimizer."""
+    """The agreement of one optimizer's ranks."""
 
     def __init__(self, name: str, say: Callable[[str, str], None], adopt: Adopt) -> None:
         """name: the optimizer's, behind what is said of it."""
@@ -42,7 +42,7 @@ class Agreement:
         self._same = 0
 
     def fingerprint(self, number: int, parameters: Sequence[torch.Tensor], untrained: Callable[[], int]) -> int:
-        """What this rank tells with the exchange of this number. untrained: of what is not trained."""
+        """This rank's lane of the exchange with this number. untrained: fingerprint of what is not trained."""
         if number < FINGERPRINTED_STEPS:
             return of_gradient(parameters)
         return untrained() if number % _EVERY == 0 else 0

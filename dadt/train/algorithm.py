@@ -96,7 +96,7 @@ class Algorithm(abc.ABC):
         `identical`. Raises CommError."""
 
     def state(self) -> dict[str, Any]:
-        """What a resumed training needs beside weights and optimizer state; plain values and CPU tensors."""
+        """State that a resumed training needs beside weights and optimizer state: plain values and CPU tensors."""
         return {}
 
     def by_parameter(self, state: dict[str, Any]) -> dict[int, torch.Tensor]:

@@ -30,7 +30,7 @@ from dadt.train.trained import below, listed, sparse_tables
 
 
 class Owner(Protocol):
-    """What an attachment and its algorithm ask of the runtime beside its peers."""
+    """The runtime, as an attachment and its algorithm need it beside the peers."""
 
     buffers: Buffers
     window: PredictionScope
@@ -75,7 +75,7 @@ class Attachment:
         self.has_closure = False
         self.warmup_steps = runtime.config.warmup_steps
         self.compression = runtime.config.compression if owner.together else "none"
-        """Of gradients."""
+        """The compression of gradients."""
         self.measure = Measure()
         self._modules = below(owner.root_modules(optimizer))
         self.changing_buffers = ChangingBuffers(owner.buffers, runtime, self.name)
@@ -87,7 +87,7 @@ class Attachment:
         self.scale: torch.Tensor | None = None
         """Loss scale of this step, where the script has a GradScaler."""
         self.scale_token: tuple[int, int] | None = None
-        """What it is a copy of."""
+        """The values that it was copied from."""
         self.batch_weight = BatchWeight()
         self.agreement = Agreement(self.name, runtime.say, partial(owner.sync_from_rank0, self))
         self._exchanges = 0
@@ -144,7 +144,7 @@ class Attachment:
 
     @property
     def trained(self) -> tuple[Any, ...]:
-        """What the script trains now: another value where it has added, frozen, moved or cast parameters."""
+        """A token of what the script trains now: it changes when parameters are added, frozen, moved or cast."""
         token: tuple[Any, ...] = self._token[0]
         return token
 
@@ -329,7 +329,7 @@ class Attachment:
         number = self._exchanges - 1
         name = f"step {number}{self.name}{', again' if again else ''}"
         if again:
-            # What it was to make up for went with the one before, which nobody uses.
+            # Its residual went with the exchange before, which nobody uses.
             self._schema.forget_residuals()
         weight = self.batch_weight.value
         exchange = Exchange(self.runtime, self._schema, number, name, weight, compressed=self._compresses)
@@ -354,7 +354,7 @@ class Attachment:
         )
 
     def _untrained(self) -> int:
-        """Of what no optimizer trains: what another one does may be frozen for now, and predicted."""
+        """Fingerprint of what no optimizer trains. Those of another optimizer may be frozen for now, and predicted."""
         if not self.algorithm.predicts:
             return 0
         others = [p for o in self.owner.optimizers if o is not self.optimizer for p in listed(o)]

@@ -1,10 +1,10 @@
-"""What a rank's gradient counts in the mean: how full the batches of its step are."""
+"""The weight of a rank's gradient in the mean: how full the batches of its step are."""
 
 from __future__ import annotations
 
 
 class BatchWeight:
-    """Of one optimizer, by the batches that shared loaders hand to the script."""
+    """The weight for one optimizer, by the batches that shared loaders hand to the script."""
 
     def __init__(self) -> None:
         self.value = 1.0

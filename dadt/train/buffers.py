@@ -117,7 +117,7 @@ class Buffers:
 
 
 class ChangingBuffers:
-    """Of one optimizer's modules: those buffers that a training forward has changed on any rank are averaged."""
+    """The buffers of one optimizer's modules. Those that a training forward has changed on any rank are averaged."""
 
     def __init__(self, buffers: Buffers, runtime: Peers, name: str) -> None:
         """name: the optimizer's."""

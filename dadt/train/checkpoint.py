@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside the script's own, so that a resumed training goes on bit for bit.
+"""State that a checkpoint holds beside the script's own, so that a resumed training goes on bit for bit.
 
 It goes with the optimizer's state, under a key that torch's load_state_dict ignores: plain numbers and tensors.
 """
@@ -25,7 +25,7 @@ _MANY = 5
 
 
 class Randomness(Protocol):
-    """What a checkpoint asks of the random streams."""
+    """The random streams, as a checkpoint needs them."""
 
     seeded_anew: bool
 
@@ -34,7 +34,7 @@ class Randomness(Protocol):
 
 
 class Owner(Protocol):
-    """What checkpoints ask of the runtime beside its peers."""
+    """The runtime, as checkpoints need it beside the peers."""
 
     left_alone: weakref.WeakSet[torch.optim.Optimizer]
     buffers: Buffers
@@ -64,7 +64,7 @@ class Checkpoints:
         self._owner = owner
         self.streams: Randomness | None = None
         self._loaded: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[str, Any]] = weakref.WeakKeyDictionary()
-        """What the script has loaded, until training goes on from it."""
+        """State that the script has loaded, until training goes on from it."""
         self._saves: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
         """The step of each one's last, and how many steps in a row had one."""
         self._aside = False
@@ -80,7 +80,7 @@ class Checkpoints:
 
     @torch.inference_mode(False)
     def save(self, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-        """What goes with the optimizer's state. Waits for the exchange in flight; raises CommError."""
+        """The state that goes with the optimizer's. Waits for the exchange in flight; raises CommError."""
         if self._aside or self._runtime.alone or optimizer in self._owner.left_alone:
             return None
         if optimizer in self._loaded:
@@ -141,7 +141,7 @@ class Checkpoints:
         """All ranks go on from what rank 0 has loaded; called by all, when the optimizer is attached."""
         mine = self._loaded.pop(a.optimizer, None)
         seeded_anew = self.streams is not None and self.streams.seeded_anew
-        # Of the same form on all ranks: the null executor gives each what it said itself.
+        # The form is the same on all ranks: the null executor gives each what it said itself.
         told = (mine if self._runtime.world.rank == 0 else None, seeded_anew)
         part, seeded_anew = self._runtime.collect(f"checkpoint{a.name}", told)[0]
         if part is not None:

@@ -35,7 +35,7 @@ class Measure:
         self._waited_in_step += waited
 
     def state(self) -> dict[str, Any]:
-        """What a verdict is made of, for a checkpoint within the warm-up."""
+        """The measured values, for a checkpoint within the warm-up."""
         return {"compute": list(self._compute), "exchange": list(self._exchange)}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -64,7 +64,7 @@ class Measure:
         return statistics.median(self._exchange) if self._exchange else 0.0
 
     def verdict(self, steps: int) -> str:
-        """What was measured in the synchronous steps, and what it means for `pipe`."""
+        """The result of the synchronous steps, and its meaning for `pipe`."""
         r = ratio(self.compute, self.exchange)
         if r < SMALL:
             meaning = "communication is hidden; sync would be as fast here"
@@ -87,7 +87,7 @@ def ratio(compute: float, exchange: float) -> float:
 
 
 def found(steps: int, compute: float, exchange: float) -> str:
-    """What so many synchronous steps have shown, in seconds."""
+    """Times of so many synchronous steps, in seconds."""
     return (
         f"warm-up done after {steps} steps: compute {_milliseconds(compute)}, exchange {_milliseconds(exchange)}"
         f" (r = {ratio(compute, exchange):.2f})"

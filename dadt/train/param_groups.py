@@ -1,4 +1,4 @@
-"""What a step reads of its optimizer's param_groups beside parameters: compared between ranks, taken from rank 0."""
+"""The values of param_groups that a step reads beside parameters: compared between ranks, taken from rank 0."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def take_values(optimizer: torch.optim.Optimizer, values: list[dict[str, Any]]) 
 
 
 _OTHER = object()
-"""What cannot be compared between ranks: functions, objects of the script's, tensors of many elements."""
+"""Stands for values that cannot be compared between ranks: functions, objects of the script's, large tensors."""
 
 
 def _plain(value: Any, wait: bool) -> Any:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class InFlight(Protocol):
-    """What may still be under way, and holds memory until it is done."""
+    """Work that may still be under way, and that holds memory until it is done."""
 
     @property
     def works(self) -> Sequence[Work | Averaging]: ...
@@ -58,7 +58,7 @@ class Peers:
         self.background: Background
         """Computes what has to be between two operations of the engine."""
         self.device: Device | None = None
-        """What averages tensors of this rank's GPU where they are."""
+        """The device that averages tensors of this rank's GPU where they are."""
         self.in_flight: list[InFlight] = []
         """Exchanges that may not be done yet."""
         self.closing = False

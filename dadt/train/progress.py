@@ -1,4 +1,4 @@
-"""What a rank has done so far: for whoever watches the job, and for its last line."""
+"""Counts of what a rank has done so far, for whoever watches the job, and for its last line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dadt.train.measure import Measure
 
 
 class Sender(Protocol):
-    """What sends gradients or weights."""
+    """A sender of gradients or weights."""
 
     @property
     def sent(self) -> tuple[int, int]:
@@ -27,7 +27,7 @@ class Progress:
         self.hook_seconds = 0.0
         """In DADT's hooks around steps, waiting included."""
         self.measures: list[Measure] = []
-        """Of all optimizers so far; one may be collected before the end."""
+        """Sums of all optimizers so far; one may be collected before the end."""
         self.senders: list[Sender] = []
         self._step_times = StepTimes()
 

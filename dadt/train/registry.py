@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Registry(Peers):
-    """What a rank trains. Optimizers come in the same order on all ranks."""
+    """The optimizers that a rank trains. They come in the same order on all ranks."""
 
     def __init__(self, world: World, config: Config, control: Control | StoreClient | None) -> None:
         super().__init__(world, config, control)
@@ -140,7 +140,7 @@ class Registry(Peers):
         for attachment in self.attachments:
             mine = attachment.parameters if attachment.consumed and not attachment.stepping else []
             others = [p for p in mine if id(p) not in ids]
-            # Of a step that applies nothing all gradients are zeros.
+            # In a step that applies nothing all gradients are zeros.
             kept = bool(others) and (attachment.algorithm.holds or any(map(_counts, others)))
             if len(others) < len(mine) and not kept:
                 attachment.skipped()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Trained(Protocol):
-    """What exchanges are made for: one optimizer."""
+    """One optimizer, for which exchanges are made."""
 
     runtime: Peers
 
@@ -82,7 +82,7 @@ class RestoredExchange:
 
 
 def flight(attachment: Trained, exchange: Exchange | RestoredExchange) -> dict[str, Any]:
-    """What an exchange in flight brings, once it is there: all ranks have launched it. Raises CommError."""
+    """The averages of an exchange in flight, which all ranks have launched. Waits for them; raises CommError."""
     lanes = exchange.wait()
     indices = numbers_of(attachment.optimizer)
     places = {place: i for i, place in enumerate(places_of(attachment))}

@@ -79,7 +79,7 @@ class Runtime(Registry):
 
     @property
     def algorithm(self) -> type[Algorithm]:
-        """Of all optimizers; `dadt.init` may change it before training begins."""
+        """The settings of all optimizers; `dadt.init` may change them before training begins."""
         return self._find(self.config.algorithm)
 
     @cached_property

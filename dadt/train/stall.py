@@ -19,7 +19,7 @@ PATIENCE = 3.0
 
 
 class Stall:
-    """What becomes of one rank's waiting. Knows what the user has been told."""
+    """One rank's waiting, and what the user has been told of it."""
 
     def __init__(
         self, config: Config, rank: int, control: Control | StoreClient | None, warn: Callable[[str], None]
@@ -66,7 +66,7 @@ class Stall:
         return [p for p in self._control.peers() if p["rank"] != self._rank] if self._control else []
 
     def _tell(self, text: str, timeout: CommTimeout) -> None:
-        """What the user wants to happen where a peer does not come for long."""
+        """Do what the user wants when a peer does not come for long."""
         config = self._config
         if config.on_stall == "abort":
             raise CommTimeout(f"{text}; waited {config.stall_warning:g} s (--on-stall abort)") from timeout

@@ -1,4 +1,4 @@
-"""What an optimizer trains: its parameters, and the modules that have them."""
+"""The parameters that an optimizer trains, and the modules that have them."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _SEVERAL = 60.0
 
 
 class Kind(enum.IntEnum):
-    """What a message says."""
+    """The kinds of messages."""
 
     FINISH = 0
     """Nothing will be asked any more. Also what a receive leaves that receives nothing (the null executor's)."""
@@ -36,12 +36,12 @@ class Kind(enum.IntEnum):
 
 
 class Head(NamedTuple):
-    """What goes before the weights."""
+    """The head that goes before the weights."""
 
     kind: Kind
     crc: int
     number: int
-    """Of the exchange, since the two ends have begun; 0: they begin."""
+    """Number of the exchange since the two ends have begun; 0: they begin."""
     bytes: int
 
 
@@ -106,7 +106,7 @@ def _done_within(transit: P2PWork, seconds: float) -> bool:
 
 
 class LinkEnd:
-    """What both sides have."""
+    """The part that both ends have in common."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class Answering(LinkEnd):
         snapshot.give_back(mine, theirs)
 
     def _state_for(self, question: Head, snapshot: WeightSnapshot) -> LinkState | None:
-        """What both ends know; None where this one does not know what the other one does."""
+        """The state that both ends know; None if this one does not know what the other does."""
         if question.number == 0:
             self._state = self._begin(snapshot)
         state = self._state

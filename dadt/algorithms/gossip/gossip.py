@@ -92,7 +92,7 @@ class Gossip(Algorithm):
 
 
 class FinalAverage:
-    """What all ranks do at the end of the process, each when it is there."""
+    """Work of all ranks at the end of the process, each when it is there."""
 
     def __init__(self, runtime: Peers, attachment: weakref.ref[Attachment], pairing: Pairing, tag: int) -> None:
         self._runtime = runtime
@@ -170,7 +170,7 @@ def _has_group() -> bool:
 
 
 def weights(optimizer: torch.optim.Optimizer) -> dict[_Place, torch.Tensor]:
-    """What is averaged, each once: also what is frozen now, so that all ranks have the same whenever they freeze it."""
+    """The tensors to average, each once; frozen ones too, so that all ranks have the same whenever they freeze."""
     return {
         (p.data_ptr(), p.numel()): p
         for group in optimizer.param_groups
@@ -188,7 +188,7 @@ def describe(exchanges: int, in_vain: int, ages: Counter[int]) -> str:
 
 
 def _median(ages: Counter[int]) -> int:
-    """Of the two in the middle the greater one."""
+    """The median; the greater one of the two in the middle."""
     ordered = sorted(ages)
     up_to = accumulate(ages[age] for age in ordered)
     return next(age for age, count in zip(ordered, up_to, strict=True) if 2 * count > ages.total())

@@ -1,4 +1,4 @@
-"""What two neighbours of a gossip know of each other from the exchanges before, and so need not say again."""
+"""State that two neighbours share from earlier exchanges, and so need not send again."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _LATE_SECONDS = 1.0
 _LATE_TIMES = 3.0
 """The same, in terms of what it usually takes."""
 _STOP_SECONDS = 5.0
-"""That threads may take to end, once nothing is to be waited for."""
+"""Seconds that threads may take to end, once nothing is to be waited for."""
 
 
 class Pairing:

@@ -28,7 +28,7 @@ class Piece(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """Of one tensor."""
+    """The layout of one tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -157,7 +157,7 @@ class WeightSnapshot:
 
     @property
     def step(self) -> int:
-        """That the copy is of."""
+        """The step that the copy is of."""
         with self._lock:
             return self._step
 

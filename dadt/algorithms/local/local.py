@@ -47,7 +47,7 @@ class Local(Algorithm):
         self._fragments: dict[int, Fragment] = {}
         """By number; there are none before the first round."""
         self._steps = 0
-        """That this rank has taken alone."""
+        """Steps that this rank has taken alone."""
         self._trained: tuple[Any, ...] = ()
         self._end = FinalAverage(attachment)
         attachment.owner.on_end.append(self._end)
@@ -245,7 +245,7 @@ class Local(Algorithm):
         self._steps = state["steps"]
         numbers = _numbers(self.attachment.optimizer)
         for row in (row for fragment in self._fragments.values() for row in fragment.rows.values()):
-            # What was frozen when the checkpoint was saved begins a round at its weights.
+            # A parameter that was frozen at the checkpoint begins a round at its weights.
             number = numbers[id(row.parameter)]
             if (anchor := state["anchors"].get(number)) is not None:
                 row.anchor.copy_(anchor)
@@ -254,7 +254,7 @@ class Local(Algorithm):
 
 
 class FinalAverage:
-    """What all ranks do at the end of the process: the exact average, of what all ranks still have."""
+    """Work of all ranks at the end of the process: the exact average of what all ranks still have."""
 
     def __init__(self, attachment: Attachment) -> None:
         # The optimizer may be collected long before, on each rank when it likes.

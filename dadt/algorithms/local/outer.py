@@ -1,4 +1,4 @@
-"""What ranks that train apart have in common: anchors, the outer optimizer that moves them, parts of a model."""
+"""State that is common to ranks training apart: anchors, the outer optimizer that moves them, parts of a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LANE = struct.Struct("<IIII")
 
 
 class Told(NamedTuple):
-    """What each rank tells the others in the same exchange."""
+    """Numbers that each rank tells the others in the same exchange."""
 
     layout: int
     """crc32 of shapes and dtypes."""

@@ -42,16 +42,16 @@ class Pipe(Algorithm):
         """The one under way."""
         self._holds = False
         self._sync: Sync | None = None
-        """What takes the steps where they are synchronous for good."""
+        """The algorithm that takes over if steps are synchronous for good."""
         self._divergence = Divergence() if config.fall_back else None
         self._norm: torch.Tensor | None = None
-        """Of the last step's averages: read one step later, when a GPU has long computed it."""
+        """Norm of the last step's averages. It is read one step later, when a GPU has long computed it."""
         self._late = False
-        """That norm is of averages that came late."""
+        """Whether that norm is of late averages."""
         self._changes = 0
-        """Of which parameters are trained, lately."""
+        """Token of the parameters that were trained last."""
         self._warmed_up = False
-        """What was measured in the synchronous steps has been told, and acted on."""
+        """Whether the result of the synchronous steps has been told, and acted on."""
 
     @property
     def _warming_up(self) -> bool:

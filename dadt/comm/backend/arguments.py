@@ -1,4 +1,4 @@
-"""What torch.distributed gives to a backend, as its operations take it."""
+"""The arguments that torch.distributed gives to a backend, in the form that operations take."""
 
 from __future__ import annotations
 

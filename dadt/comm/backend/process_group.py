@@ -38,7 +38,7 @@ _EARLIER = {
     "reduce_scatter_single": "_reduce_scatter_base",
     "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
 }
-"""What torch called its verbs before."""
+"""Earlier names of torch's collectives."""
 _ProcessGroup: Any = dist.ProcessGroup
 """Its types differ between versions of torch."""
 _Verb = TypeVar("_Verb", bound=Callable[..., Any])
@@ -88,7 +88,7 @@ def _verb(method: _Verb) -> _Verb:
 
 
 class Backend(_ProcessGroup):  # type: ignore[misc]
-    """What torch.distributed calls. Ranks are those of the group; tensors come in lists, mostly of one.
+    """The methods that torch.distributed calls. Ranks are those of the group; tensors come in lists, mostly of one.
 
     All ranks make the same calls in the same order, as torch.distributed demands; a rank that makes another one is
     told, and so are those that it meets there.

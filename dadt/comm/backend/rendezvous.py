@@ -28,7 +28,7 @@ ROLL_CALL_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a rank has learnt of its group."""
+    """All that a rank has learnt of its group."""
 
     world: World
     """Its place: ranks are those of the group."""
@@ -82,7 +82,7 @@ class GroupRendezvous:
         self._store.set(self._key(f"put/{key}", 0), blob)  # type: ignore[arg-type]  # takes bytes, too
 
     def get(self, keys: Sequence[str]) -> list[bytes]:
-        """What some ranks have put there, or will. Raises StartTimeout."""
+        """Return the values that some ranks have put there, or will put there. Raises StartTimeout."""
         put = [self._key(f"put/{key}", 0) for key in keys]
         self._await(put, lambda missing: f"no rank did its part for {missing[0]!r}")
         return [self._store.get(each) for each in put]

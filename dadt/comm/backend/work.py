@@ -31,7 +31,7 @@ class Waitable(Protocol):
 
 
 Transfer = tuple[Waitable, "Callable[[], object] | None"]
-"""What to wait for, and what brings its result to where the caller wants it."""
+"""An operation to wait for, and the function that puts its result where the caller wants it."""
 
 
 class BackendWork(Work):
@@ -169,7 +169,7 @@ class BackendWork(Work):
 
 
 class PendingWorks:
-    """What is under way in one group, whether somebody waits for it or not."""
+    """All that is under way in one group, whether somebody waits for it or not."""
 
     def __init__(self, meeting: GroupRendezvous) -> None:
         self._meeting = meeting

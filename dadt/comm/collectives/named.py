@@ -148,7 +148,7 @@ class Named:
         return self._negotiation.error is not None or self._connection.failed
 
     def _listen(self) -> None:
-        """What rank 0 finds stalled, and what it orders the others."""
+        """Tell what rank 0 finds stalled, and what it orders the others."""
         while (notices := self._negotiation.notices(3600.0)) is not None:
             for notice in notices:
                 if notice.stall is not None:

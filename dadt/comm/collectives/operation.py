@@ -1,4 +1,4 @@
-"""What ranks do with tensors, each verb as one operation of the core's: any dtype, memory layout and device."""
+"""Collectives on tensors of any dtype, memory layout and device, each as one operation of the core."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BITS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "bxor": torch.bitwise_xor,
 }
 _BOOL = {"sum": "max", "max": "max", "min": "min", "product": "min"}
-"""Of bools, as bytes: a sum is a logical or, a product an and."""
+"""Reductions of bools, as bytes: a sum is a logical or, a product an and."""
 
 Piece = tuple[int, int]
 """Address, bytes."""
@@ -42,7 +42,7 @@ class Operation:
 
     verb: str
     signature: str
-    """What must be equal on every rank."""
+    """The text that must be equal on every rank."""
     kind: str
     """allreduce | broadcast | exchange, as of the engine."""
     layout: _core.Layout | None = None
@@ -259,7 +259,7 @@ def _receive(call: Operation, outputs: Sequence[torch.Tensor] | None, like: torc
 
 
 def _new(memory: Any, like: torch.Tensor, trail: tuple[int, ...], rows: int) -> torch.Tensor:
-    """What was received, as a tensor of as many rows as there are; rows: where they have no bytes to count."""
+    """The received bytes as a tensor of as many rows as came. rows: their number if they have no bytes to count."""
     size = memoryview(memory).nbytes
     if size == 0:
         row = torch.Size(trail).numel()
@@ -268,7 +268,7 @@ def _new(memory: Any, like: torch.Tensor, trail: tuple[int, ...], rows: int) -> 
 
 
 def _is_folded(reduction: str, dtype: torch.dtype) -> bool:
-    """What the core cannot reduce: everybody gets everything, and folds it in rank order."""
+    """A reduction that the core does not have: every rank gets all tensors and folds them in rank order."""
     return reduction in _BITS or (dtype.is_complex and reduction == "product")
 
 

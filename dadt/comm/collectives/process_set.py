@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Waited(Protocol):
-    """What a Handle waits for."""
+    """An operation that a Handle waits for."""
 
     @property
     def done(self) -> bool: ...
@@ -95,7 +95,7 @@ class ProcessSet:
         """world: this rank's place among `ranks`; None where it is none of them. dump: writes the stacks of all ranks
         of the job, where that can be."""
         self.ranks = tuple(ranks)
-        """Of the job, ascending: the set's rank 0 is the first."""
+        """Ranks of the job, ascending: the set's rank 0 is the first."""
         self.timeout = config.timeout
         self.deaths = deaths
         self.proved = len(ranks) == 1 or bool(meet.secret)
@@ -126,7 +126,7 @@ class ProcessSet:
 
     @property
     def named(self) -> Named:
-        """What its tensors go through. Raises DadtError where this rank is none of the set, or it is closed."""
+        """The connection for its tensors. Raises DadtError if this rank is not in the set, or the set is closed."""
         if self._world is None:
             raise DadtError(f"this rank is not in {self}: only its ranks may call verbs on it")
         if self._named is None:

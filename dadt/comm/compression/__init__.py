@@ -16,7 +16,7 @@ from dadt.comm.compression.powersgd import LowRank
 CODECS: dict[str, Codec] = {"bf16": BFLOAT16, "fp16": FLOAT16, "int8": Int8()}
 
 Form = Feedback | LowRank
-"""What an exchange knows of one bucket from the exchanges before."""
+"""State of one bucket that the exchanges before have left."""
 
 
 def forms(name: str, buckets: Sequence[Bucket]) -> list[Form | None]:

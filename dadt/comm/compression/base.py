@@ -1,4 +1,4 @@
-"""What a codec is: for tensors of the host the core's own, and the same in torch operations for those of a GPU."""
+"""The interface of a codec: the core's own for host tensors, and the same in torch operations for those of a GPU."""
 
 from __future__ import annotations
 

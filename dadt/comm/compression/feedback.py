@@ -34,7 +34,7 @@ class Owing:
 
 
 class Feedback(Owing):
-    """What one rank owes of one bucket: a value of float32 for each of the bucket's. The engine's thread uses it."""
+    """The residual of one rank in one bucket: a float32 for each of its values. The engine's thread uses it."""
 
     def __init__(self, codec: Codec) -> None:
         super().__init__()

@@ -36,7 +36,7 @@ class LowRank(Owing):
         ranks = [min(rank, n, m) for n, m in shapes]
         saved = [n * m - grows * r * (n + m) for (n, m), r in zip(shapes, ranks, strict=True)]
         self.matrices = [i for i, values in enumerate(saved) if values > 0]
-        """Of the bucket's tensors, those that are approximated."""
+        """Numbers of the bucket's tensors that are approximated."""
         whole = sum(t.numel() for i, t in enumerate(bucket.tensors) if i not in self.matrices)
         if sum(saved[i] for i in self.matrices) <= (grows - 1) * whole:
             self.matrices = []
@@ -75,7 +75,7 @@ class LowRank(Owing):
         self.bases = self._begin()
 
     def owes(self, index: int) -> torch.Tensor | None:
-        """Of one of the bucket's tensors, in its shape; None: nothing. No exchange is under way."""
+        """The residual of one tensor of the bucket, in its shape; None if there is none. No exchange is under way."""
         owed = self.owed[self.matrices.index(index)] if index in self.matrices else None
         return None if owed is None else owed.view(self.bucket.tensors[index].shape)
 

@@ -1,4 +1,4 @@
-"""What moves the bytes between ranks. Each executor is a file here, and a line in dadt/config/extensions.py."""
+"""Executors move the bytes between ranks. Each is a file here, and a line in dadt/config/extensions.py."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def connect_one(name: str, config: Config, world: World, meet: Meet) -> Connecti
 
 
 def places(world: World, meet: Meet, key: str) -> list[Place]:
-    """What each host has, as its ranks see it."""
+    """The properties of each host, as its ranks see them."""
     gpus = torch.cuda.device_count() if distributed.is_nccl_available() else 0
     told = [list(map(int, blob.split())) for blob in meet.exchange(key, f"{world.cross_rank} {gpus}".encode())]
     return [

@@ -1,4 +1,4 @@
-"""What an executor of Python's offers: blocking verbs on flat memory of the host. The core's own are C++."""
+"""The interface of an executor written in Python: blocking collectives on flat host memory. The core's own are C++."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Compressing(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """What connects this rank with its peers: an engine for what all do in one order, mail for what two do."""
+    """This rank's connection with its peers: an engine for what all do in one order, mail for what two do."""
 
     engine: Engine
     mail: PointToPoint
@@ -79,7 +79,7 @@ class Connection:
     broadcaster: Engine | None = None
     """The engine for broadcasts, where another executor moves them."""
     device: Device | None = None
-    """What averages tensors of a GPU where they are; None: they travel through memory of the host."""
+    """The device that averages tensors where they are; None if they travel through host memory."""
 
     told: bool = True
     """Whether ranks that are in different operations are told so; some libraries end the process then."""

@@ -101,7 +101,7 @@ def join(name: str, meet: Meet, world: World, ranks: Sequence[int], config: Conf
 
 
 def name_of(name: str, ranks: Sequence[int]) -> str:
-    """Of these ranks' group, the same on all of them, and short however many they are: it stands in each key."""
+    """A short name of these ranks' group, the same on all of them: it stands in each key."""
     return f"{name} {hashlib.sha256(' '.join(map(str, ranks)).encode()).hexdigest()[:16]}"
 
 

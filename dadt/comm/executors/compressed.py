@@ -31,7 +31,7 @@ class Parts(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Of one part; of the only one, without the filling of its last block."""
+        """Elements of one part; of the only part, without the padding of its last block."""
         return self.codec.wire_bytes(self.total) if self.ranks == 1 else self.each * self.codec.block_bytes
 
     def of(self, rank: int) -> tuple[int, int]:
@@ -40,7 +40,7 @@ class Parts(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """What is made of the ranks' parts."""
+    """The result of folding the ranks' parts."""
 
     addresses: Sequence[int]
     weights: Sequence[float] | None
@@ -48,7 +48,7 @@ class Sum(NamedTuple):
     owed: int
     """Address of what this rank owes of all values; 0: nothing."""
     share: float
-    """What the rank counts, inverted: what it owes more, for others to get what rounding the sum has lost."""
+    """The inverse of the rank's weight: the rank owes so many times what rounding the sum has lost."""
 
 
 def spread(executor: Executor, parts: Parts, rank: int, sum: Sum, every: torch.Tensor) -> None:

@@ -68,7 +68,7 @@ class Device:
         ready, began, ended = self._event(), self._event(timing=True), self._event(timing=True)
         ready.record(self._module.current_stream())
         plain = int(beside.pop("plain", -1))
-        # Of 16 bits, what is compressed is summed in float32, and rounded once it is divided.
+        # Compressed values of 16 bits are summed in float32, and rounded after the division.
         wide = coding is not None and flat.element_size() == 2
         sums = torch.empty_like(flat, dtype=torch.float32) if wide else flat
         self._sum(values, places, flat, sums, coding, beside["weight"], ready, began, ended)
@@ -148,7 +148,7 @@ class Device:
         flat.copy_(codec.decode(wire).view(-1)[:total] * size)
 
     def _count(self, flat: torch.Tensor, coding: Coding | None, plain: int) -> None:
-        """What goes round a ring, or is summed in parts, which is as much."""
+        """Bytes that go round a ring, or are summed in parts, which is as much."""
         size, ranks = flat.numel() * flat.element_size(), self._world_size
         moved = size
         if coding is not None:
@@ -209,7 +209,7 @@ class Averaging:
 
     @property
     def seconds(self) -> float:
-        """Of the device, where it has got so far; else of what went beside."""
+        """The device's time, if it has got so far; else that of the work beside it."""
         if self._module is torch.cuda and self._ended.query():
             return float(self._began.elapsed_time(self._ended)) / 1e3
         return self._work.seconds

@@ -43,7 +43,7 @@ def connect(cross: str, config: Config, world: World, meet: Meet) -> Connection:
 
 
 def _joiner(cross: str, config: Config, world: World, meet: Meet) -> Callable[[Sequence[int]], Executor]:
-    """What makes this rank's executor among some ranks."""
+    """A function that makes this rank's executor among some ranks."""
     if cross == "mpi":
         return mpi.joiner(config, world, meet)
     name = cross.removeprefix("c10d:")
@@ -218,7 +218,7 @@ class Hierarchical:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """What fails here must not leave the others of this host waiting."""
+        """Run a part whose failure must not leave the other ranks of this host waiting."""
         try:
             yield
         except Exception as error:

@@ -1,4 +1,4 @@
-"""What libraries that want a store of torch's get: nobody listens for it, its keys travel as all that ranks meet by."""
+"""A store for libraries that want one of torch's. Nobody listens for it: its keys travel as rendezvous values do."""
 
 from __future__ import annotations
 

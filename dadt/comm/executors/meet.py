@@ -28,7 +28,7 @@ class Meet(Protocol):
         """For whichever rank asks for the key. Does not wait for the others."""
 
     def get(self, keys: Sequence[str]) -> list[bytes]:
-        """What some ranks have put there, or will."""
+        """Return the values that some ranks have put there, or will put there."""
 
 
 @dataclass(frozen=True, slots=True)

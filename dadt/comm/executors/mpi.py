@@ -49,7 +49,7 @@ def connect(config: Config, world: World, meet: Meet) -> Connection:
 
 
 def joiner(config: Config, world: World, meet: Meet) -> Callable[[Sequence[int]], Mpi]:
-    """What connects some ranks of the world, each of which calls it with the same ones. Raises ConfigError."""
+    """Connect some ranks of the world, each of which calls this with the same ones. Raises ConfigError."""
     mpi = process.begin()
     ranks = _ranks(mpi, world, meet)
 
@@ -62,7 +62,7 @@ def joiner(config: Config, world: World, meet: Meet) -> Callable[[Sequence[int]]
 
 
 def _ranks(mpi: Any, world: World, meet: Meet) -> list[int]:
-    """Of MPI, by rank of the world. Raises ConfigError where MPI sees another world."""
+    """MPI's ranks, by rank of the world. Raises ConfigError if MPI sees another world."""
     everyone = mpi.COMM_WORLD
     ranks = [int(rank) for rank in meet.exchange("mpi rank", str(everyone.rank).encode())]
     if len(set(ranks)) < len(ranks):
@@ -109,7 +109,7 @@ class Mpi:
         self._kept = KeepAlive(lambda: self._aborted)
         self._aborted = False
         self._serial = process.serial
-        # Of two numbers each; asked for so often that tensors would take longer than MPI.
+        # Pairs of numbers are asked for so often that tensors would take longer than MPI.
         self._mine, self._least = (memoryview(bytearray(16)).cast("q") for _ in range(2))
         self._wires = [[each, 2, mpi.INT64_T] for each in (self._mine, self._least)]
 

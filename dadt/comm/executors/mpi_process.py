@@ -33,7 +33,7 @@ class Process:
 
     @property
     def path(self) -> str:
-        """Of the library that is loaded."""
+        """The path of the loaded library; empty if there is none."""
         for line in Path("/proc/self/maps").read_text().splitlines():
             if Path(line).name.startswith(("libmpi.so", "libmpich.so")):
                 return line[line.index("/") :]
@@ -87,7 +87,7 @@ class Process:
             self._end()
 
     def _exit(self) -> None:
-        """What ends after this may still close communicators."""
+        """Finalize MPI last: whatever ends before may still close communicators."""
         self._exiting = True
         self._end()
 

@@ -30,7 +30,7 @@ class SharedMemoryMessages:
         self._mailbox.abort("a rank is lost", lost=True)
 
     def close(self) -> None:
-        """What is not done fails."""
+        """Fail all that is not done."""
         self._mailbox.close()
 
     def _keep(self, transit: _core.P2PWork, tensor: torch.Tensor) -> _core.P2PWork:

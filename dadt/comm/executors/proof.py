@@ -81,7 +81,7 @@ class Proof:
 
     @property
     def silent(self) -> list[int]:
-        """Of whom the last that was awaited has not come."""
+        """The peers whose part of the exchange that was awaited last has not come."""
         return [peer for peer, each in enumerate(self._received) if peer != self._rank and not each.any()]
 
     def run(self) -> None:

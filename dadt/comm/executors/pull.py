@@ -33,7 +33,7 @@ _SHORT = 48
 """Bytes of an allgather that travel with its lengths."""
 
 Lanes = tuple["Sequence[bytes]", float]
-"""What an operation ends with: every rank's lane, sum of weights."""
+"""The end of an operation: every rank's lane, and the sum of weights."""
 
 
 def connect(executor: Executor, rank: int, world_size: int, timeout: float) -> Connection:
@@ -96,7 +96,7 @@ class Puller:
                 return
 
     def allreduce(self, job: _core.Job) -> Lanes:
-        """What the ranks do must depend on nothing but what they have in common: layout, reduction, length of lanes."""
+        """Ranks must decide only by what they have in common: layout, reduction, length of lanes."""
         layout = job.layout
         assert layout is not None
         size = layout.total * layout.dtype.itemsize
@@ -241,7 +241,7 @@ class Puller:
         tail.zero_()
         # Bytes are whole numbers up to 255: exact in every dtype.
         tail[self._rank] = torch.frombuffer(bytearray(lane), dtype=torch.uint8).to(flat.dtype)
-        # Of 16 bits, a sum may not fit where the mean does.
+        # A sum of 16-bit values may overflow where the mean does not.
         before = 1.0 / self._world_size if layout.dtype.itemsize == 2 else 1.0
         job.pack(flat.data_ptr(), before * job.weight)
         self._executor.allreduce(flat, "sum")
@@ -373,7 +373,7 @@ def _describe(job: _core.Job) -> str:
 
 
 def _neutral(reduction: str, dtype: torch.dtype) -> float:
-    """What changes nothing."""
+    """A compression that changes nothing."""
     if reduction in ("sum", "mean"):
         return 0
     if reduction == "product":

@@ -48,7 +48,7 @@ Tell = Callable[[Words], AbstractContextManager[Words]]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a rank has found."""
+    """The store that a rank has found."""
 
     values: Values
     own: str = LOOPBACK
@@ -56,7 +56,7 @@ class Found:
     other: str = LOOPBACK
     """Rank 0's."""
     secret: bytes = b""
-    """That only ranks of this job know; empty where strangers may have learnt it."""
+    """A secret that only ranks of this job know; empty if strangers may have learnt it."""
     server: Server | None = None
     """On rank 0: what holds the values, for as long as this is there."""
 
@@ -174,7 +174,7 @@ def _stat(pid: int) -> list[str]:
 def _hold(world: World, tell: Tell, key: bytes, proved: bool, timeout: float, silence: float) -> Found:
     """On rank 0: until all others have come."""
     server = Server()
-    # What strangers can learn proves nothing.
+    # A secret that strangers can learn proves nothing.
     secret = secrets.token_bytes(KEY_BYTES) if proved else b""
     missing = set(range(1, world.world_size))
     news = threading.Condition()
@@ -249,7 +249,7 @@ def _read(store: Store, world: World, timeout: float) -> Words:
 
 
 def _checked(data: bytes) -> Words:
-    """What rank 0 has told, or a stranger in its place."""
+    """Words of rank 0, or of a stranger in its place."""
     try:
         note = json.loads(data)
         if IS_NOTE(note):

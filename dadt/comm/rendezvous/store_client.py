@@ -1,4 +1,4 @@
-"""What Control does for a worker, among ranks that mpirun, srun or torchrun started: there is no agent to ask."""
+"""Stands in for Control among ranks that mpirun, srun or torchrun started: there is no agent to ask."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class StoreClient:
     def __init__(self, world: World, found: stores.Found) -> None:
         self.world = world
         self.secret = found.secret
-        """That only ranks of this job know; empty where strangers may have learnt it."""
+        """A secret that only ranks of this job know; empty if strangers may have learnt it."""
         self._found = found
         self._values = found.values
         self._step = -1
@@ -117,7 +117,7 @@ class StoreClient:
         self._use(lambda values: values.set(f"put/{key}", blob))
 
     def get(self, keys: Sequence[str], timeout: float) -> list[bytes]:
-        """What some ranks have put there, or will. Raises StartTimeout after `timeout` seconds."""
+        """Return the values that some ranks have put, or will put. Raises StartTimeout after `timeout` seconds."""
         if not self._arrive([f"put/{key}" for key in keys], time.monotonic() + timeout, timeout):
             missing = next(key for key in keys if not self._has(f"put/{key}"))
             raise StartTimeout(f"no rank did its part within {timeout:g} s for {missing!r}")
@@ -202,7 +202,7 @@ class StoreClient:
         """Nobody tells."""
 
     def close(self) -> None:
-        """What rank 0 holds ends with the process."""
+        """Close the line to rank 0, whose values end with its process."""
 
     def _save_key(self, path: str, count: int) -> str:
         return f"saved/{self.world.cross_rank}/{path}/{count}"

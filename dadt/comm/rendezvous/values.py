@@ -23,7 +23,7 @@ from dadt.errors import DadtError, PeerLost
 
 MOST_KEYS = 1 << 20
 MOST_BYTES = 1 << 30
-"""Of all values together."""
+"""Bytes of all values together."""
 UNSENT_LIMIT = BLOB + (1 << 20)
 PLAIN = "plain"
 """In place of a seal's text: the connection is a socket of this host."""
@@ -46,7 +46,7 @@ ANSWERS = Speaker(
 
 
 class Values(Protocol):
-    """What both sides offer. Thread-safe. Raises PeerLost where the one who holds them is gone, DadtError where a
+    """The interface of both sides. Thread-safe. Raises PeerLost where the one who holds them is gone, DadtError where a
     value is too large or not there."""
 
     def set(self, key: str, value: bytes) -> None: ...

@@ -1,4 +1,4 @@
-"""What time it is on rank 0, seen from another rank."""
+"""The time of rank 0, as another rank sees it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Clock:
     """How this rank's perf_counter compares with rank 0's, in seconds."""
 
     offset: float = 0.0
-    """What rank 0's reads more."""
+    """Seconds by which rank 0's clock is ahead."""
     error: float = 0.0
     """By which the offset may be wrong, either way."""
     at: float = 0.0

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _EVENT = re.compile(rb'\{"ts":(-?[0-9]{1,20}(?:\.[0-9]{1,20})?),(.*)', re.DOTALL)
 _PIECE_BYTES = 4 * 2**20
 _ALL_PIECES_BYTES = 64 * 2**20
-"""That rank 0 holds at a time."""
+"""Bytes that rank 0 holds at a time."""
 
 
 def merge(timeline: Timeline, peers: Peers) -> str:

@@ -1,4 +1,4 @@
-"""What each rank did when, in Chrome's trace format: a part per rank while the job runs, one file at its end."""
+"""A record of each rank's work in Chrome's trace format: a part per rank while the job runs, one file at its end."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Timeline:
                 self._error = f"{self.part} could not be written ({error.strerror})"
 
     def _remove_older(self) -> None:
-        """Of an earlier job: the file, and parts of ranks that there are none of now."""
+        """Remove what an earlier job left: its file, and the parts of ranks that do not exist now."""
         self.path.unlink(missing_ok=True)
         for old in self.path.parent.glob(f"{self.path.name}.rank*"):
             number = old.name.rpartition(".rank")[2]

@@ -1,4 +1,4 @@
-"""What a script iterates over in place of a DataLoader's own iterator."""
+"""Iterators that a script gets in place of a DataLoader's own."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ Loader = DataLoader[Any]
 
 
 class Role:
-    """What is known of one loader."""
+    """The state of one loader."""
 
     def __init__(self, number: int, runtime: LoadingRank) -> None:
         self.number = number
@@ -51,7 +51,7 @@ class Role:
         """Empty until it is fixed."""
         self.view: Loader | None = None
         self.feed: Feed | None = None
-        """Of persistent workers."""
+        """The feed of persistent workers."""
         self.comparison = Comparison(self.name, runtime)
 
 
@@ -107,7 +107,7 @@ class Loaders:
         if self._has_own_split(loader):
             kind = ALONE
         elif not kind:
-            # What is read before training may be a pass for statistics: it decides nothing.
+            # A pass before training may be one for statistics: it decides nothing.
             final = self.runtime.registered and (self.runtime.trains() or self.runtime.began)
             kind = TRAINS if self.runtime.registered and self.runtime.trains() else EVALUATES
         if final:
@@ -126,7 +126,7 @@ class Loaders:
             self.runtime.say(sentence + (" More like it are not listed." if last else ""))
 
     def _asked(self, role: Role) -> str:
-        """What --share and --no-share say of a loader."""
+        """The choice of --share and --no-share for a loader."""
         if self._share is None or role.number in self._share:
             return TRAINS
         if self._no_share is None or role.number in self._no_share:
@@ -271,7 +271,7 @@ class Loaders:
 
 
 def inner_sampler(loader: Loader) -> Any:
-    """What decides the order: the sampler, or a batch sampler of the script's own."""
+    """The sampler that decides the order, or a batch sampler of the script's own."""
     batch_sampler = loader.batch_sampler
     if batch_sampler is None:
         return loader.sampler

@@ -80,7 +80,7 @@ def seed_all(seed: int, manual_seed: Callable[[int], Any] = torch.manual_seed) -
 
 
 class Ahead(Protocol):
-    """What a rank's `Parting` from the others tells, in a script that calls `dadt.init`."""
+    """A rank's `Parting` from the others, in a script that calls `dadt.init`."""
 
     @property
     def ahead(self) -> bool: ...
@@ -133,7 +133,7 @@ class Streams:
             self._shared = State.capture()
             resumed, self._resumed = self._resumed, None
             if resumed is not None:
-                # What the script has seeded since, it has seeded for the shared stream.
+                # Seeds that the script has set since are for the shared stream.
                 anew = self._shared.torch if self.seeded_anew else resumed.shared.torch
                 self._shared = resumed.shared._replace(torch=anew)
             seed_all(mix(self._shared.seed(), self.rank), self._manual_seed)
@@ -141,7 +141,7 @@ class Streams:
                 resumed.own.restore()
 
     def state(self) -> dict[str, Any]:
-        """Of both streams, for a checkpoint; nothing before they have parted."""
+        """The state of both streams, for a checkpoint; nothing before they have parted."""
         if not self.divided:
             return {}
         assert self._shared is not None

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 
 
 class Piece(NamedTuple):
-    """What one rank reads for one step."""
+    """The part that one rank reads for one step."""
 
     index: Any
     """A list of indices, or the one item of a loader that does not batch."""

@@ -1,4 +1,4 @@
-"""What Python computes between two operations of an engine, beside the training and in its order."""
+"""Python computations between two operations of an engine, beside the training and in the engine's order."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Peers(Protocol):
-    """What an exchange needs of this rank's connection with the others."""
+    """This rank's connection with the others, as an exchange needs it."""
 
     @property
     def background(self) -> Background | None: ...
@@ -46,7 +46,7 @@ class BucketExchange:
         self._rounds: list[tuple[int, Round]] = []
         """Buckets that take two, by number."""
         self._alive: list[list[torch.Tensor | None]] = []
-        """What is read while they are under way."""
+        """Tensors that are read while operations are under way."""
 
     @property
     def works(self) -> list[Work | Averaging]:
@@ -89,7 +89,7 @@ class BucketExchange:
         return self._submit(round_.form.second, staged, into, name, self._lane(staged), weight, plain=0, held=held)
 
     def _lane(self, staged: Staged) -> bytes:
-        """What travels with each allreduce."""
+        """The lane that travels with each allreduce."""
         return b""
 
     def _submit(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class BucketPlan:
-    """What the exchanges of one optimizer move: gradients, last parameters first, and buffers. Equal on all ranks."""
+    """The buckets of one optimizer's exchanges: gradients, last parameters first, and buffers. Equal on all ranks."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class BucketPlan:
         self.turns = turns
         self.turn = 0
         self.forms = forms(compression, self.buckets)
-        """Of each bucket of gradients: how it is compressed."""
+        """The compression of each bucket of gradients."""
 
     def buffers(self) -> list[torch.Tensor]:
         """As they are now, in the order of their buckets: a forward may put another tensor into their place."""
@@ -151,7 +151,7 @@ class Exchange(BucketExchange):
         """Submit buffers and all gradients that are left; the last bucket carries the lane."""
         last = len(self.schema.buckets) - 1
         for index in range(len(self._works), last + 1):
-            # What has to come from a GPU comes while the buckets before are under way.
+            # Copies from a GPU run while the buckets before are under way.
             self._ahead[index] = self._stage(index)
         while len(self._works) < last:
             self.launch()
@@ -164,7 +164,7 @@ class Exchange(BucketExchange):
             name, flags = f"{self.name}, buffers {i}", self._lane(staged)
             self._buffer_works.append(self._submit(bucket, staged, self._turn, name, flags, self.weight))
         self.launch(lane.pack())
-        # What a GPU computes would be in the way of the script's own computations there.
+        # A GPU's computations here would be in the way of the script's own.
         background = self._peers.background
         if background is not None and self._rounds and all(r.form.bucket.of_host for _, r in self._rounds):
             self._second_works = [
@@ -228,7 +228,7 @@ class Exchange(BucketExchange):
             raise
 
     def norm(self) -> torch.Tensor:
-        """Of all averages together, without their loss scale; equal on all ranks but for rounding. One element."""
+        """The norm of all averages, without their loss scale; equal on all ranks but for rounding. One element."""
         flats = [bucket.flats[self._turn] for bucket in self.schema.buckets]
         flats = [torch.view_as_real(f) if f.is_complex() else f for f in flats]
         parts = [torch.linalg.vector_norm(f, dtype=torch.promote_types(f.dtype, torch.float32)) for f in flats]

@@ -10,7 +10,7 @@ from torch import nn
 
 
 def of_gradient(parameters: Sequence[torch.Tensor]) -> int:
-    """Of the last gradient; 0 where its values are 0, or there is none."""
+    """Fingerprint of the last gradient; 0 if its values are 0, or there is none."""
     for p in reversed(parameters):
         if p.grad is not None and _is_dense(p.grad):
             return _crc([p.grad]) if bool(_some(p.grad).any()) else 0
@@ -18,7 +18,7 @@ def of_gradient(parameters: Sequence[torch.Tensor]) -> int:
 
 
 def of_untrained(modules: Iterable[nn.Module], trained: Iterable[torch.Tensor]) -> int:
-    """Of the modules' parameters that need no gradient; not of those that are trained, though frozen for now."""
+    """Fingerprint of the modules' parameters that need no gradient, without trained ones that are frozen for now."""
     left_out = {id(p) for p in trained}
     every = {id(p): p for m in modules for p in m._parameters.values() if p is not None and id(p) not in left_out}
     return _crc([p for p in every.values() if not p.requires_grad and _is_dense(p)])

@@ -1,4 +1,4 @@
-"""What the ranks tell each other beside the gradients, in the same exchange: agreement at no extra cost."""
+"""Metadata that ranks send beside the gradients, in the same exchange: agreement at no extra cost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StepMetadata:
     redo: bool
     """Gradients grew after their exchange was launched: all ranks exchange once more."""
     weight: float
-    """What this rank's gradient counts in the mean."""
+    """The weight of this rank's gradient in the mean."""
     value: float
     """The loss of an optimizer's closure; else a number that the algorithm tells, 0 unless it has one to tell."""
 

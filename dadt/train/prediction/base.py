@@ -12,11 +12,11 @@ from dadt import _core
 from dadt.comm.bucket import DTYPES
 
 Tensors = Mapping[torch.Tensor, torch.Tensor]
-"""What is known of each parameter."""
+"""The state of each parameter."""
 
 
 class Holds(enum.Enum):
-    """What the extra buffer of each parameter holds."""
+    """Content of each parameter's extra buffer."""
 
     NOTHING = 0
     TRUE_WEIGHTS = 1
@@ -26,7 +26,7 @@ class Holds(enum.Enum):
     BEFORE = 3
     """The weights before the step that is about to be taken."""
     KNOWN = 4
-    """What the next prediction follows from."""
+    """Values from which the next prediction follows."""
     OWN = 5
     """The rank's own gradients, which have just been sent."""
     AVERAGE = 6
@@ -52,7 +52,7 @@ class Prediction:
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self.given = {id(p) for p in parameters}
-        """Of the optimizer's parameters, those (by id) that show what is predicted."""
+        """Ids of the optimizer's parameters that show predicted values."""
         self.parameters = _apart(parameters)
         self._holds = Holds.NOTHING
         self._buffers: list[torch.Tensor] = []
@@ -62,7 +62,7 @@ class Prediction:
         """Where they wait while the weights are true for a while."""
         self._count = 0
         self._norms: list[torch.Tensor] = []
-        """Of predicted weights, where it is looked whether they change."""
+        """Norms of predicted weights, by which a change is noticed."""
         self.changed = False
         """The script changes weights while they are predicted, as by a decay of its own before the step: that is lost,
         as predicted weights differ from rank to rank."""
@@ -178,7 +178,7 @@ class Prediction:
         self.parameters = parameters
 
     def _keep(self, parameters: Sequence[torch.Tensor]) -> None:
-        """What is known of these; zeros for those that are new."""
+        """The state of these parameters; zeros for new ones."""
         if self._buffers:
             self._buffers = self._kept(self._buffers, parameters, weights=self._holds is Holds.BEFORE)
 
@@ -191,7 +191,7 @@ class Prediction:
         return [b if (b := known.get(id(p))) is not None else fresh(p.data) for p in parameters]
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint needs: numbers, and tensors by parameter."""
+        """The content for a checkpoint: numbers, and tensors by parameter."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

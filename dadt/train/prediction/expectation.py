@@ -52,7 +52,7 @@ class Expectation(Prediction):
         self._came: list[tuple[torch.Tensor | None, int]] = []
         """The averages as they have come, and their versions."""
         self._clip: torch.Tensor | float = 1.0
-        """What the script has left of the last averages' norm."""
+        """The share of the last averages' norm that the script has left."""
         self._previous: list[torch.Tensor] = []
         """The rank's own gradients that are on their way; after the step, what the next average is made of."""
         self._previous_scale: torch.Tensor | float | None = None

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 Factors = dict[str, float]
-"""Of _core.NextStep."""
+"""Fields of _core.NextStep."""
 
 
 class Step(NamedTuple):
@@ -24,7 +24,7 @@ class Step(NamedTuple):
     """The optimizer's first and second moment of the gradients."""
 
     def ahead(self, factors: Factors) -> torch.Tensor:
-        """What _core.foresee puts into the parameter, for tensors of any device, dtype and memory order."""
+        """The value that _core.foresee puts into the parameter, for tensors of any device, dtype and memory order."""
         w, g, m, v = (None if t is None else _real(t.detach()) for t in self)
         assert w is not None and g is not None
         if factors["decay"]:
