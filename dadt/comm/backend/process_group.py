@@ -145,8 +145,8 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
 
     @_verb
     def reduce_scatter_single_coalesced(self, outputs: Tensors, tensors: Tensors, opts: Any = None) -> BackendWork:
-        parts = [parts(t, o, self._size) for t, o in zip(tensors, outputs, strict=True)]
-        return self._reduce_scatter(outputs, parts, opts)
+        pieces = [parts(t, o, self._size) for t, o in zip(tensors, outputs, strict=True)]
+        return self._reduce_scatter(outputs, pieces, opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 

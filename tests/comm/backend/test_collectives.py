@@ -250,6 +250,13 @@ def functional() -> None:
         torch.ops._c10d_functional.all_gather_into_tensor(torch.ones(2) * rank, n, dist.group.WORLD.group_name)
     )
     assert every.tolist() == [r for r in range(n) for _ in range(2)]
+    ops, group = torch.ops._c10d_functional, dist.group.WORLD.group_name
+    several = ops.all_gather_into_tensor_coalesced([torch.ones(1) * rank, torch.ones(2) * rank], n, group)
+    gathered = [ops.wait_tensor(each).tolist() for each in several]
+    assert gathered == [[*range(n)], [r for r in range(n) for _ in range(2)]]
+    several = ops.reduce_scatter_tensor_coalesced([torch.arange(1.0 * n), torch.arange(2.0 * n)], "sum", n, group)
+    scattered = [ops.wait_tensor(each).tolist() for each in several]
+    assert scattered == [[n * rank], [2 * n * rank, n * (2 * rank + 1)]]
 
 
 def test_functional_collectives(two: Ranks) -> None:
