@@ -51,7 +51,7 @@ class Job:
     def __init__(
         self,
         job: str,
-        crew: Agents,
+        agents: Agents,
         slots: Sequence[Slot],
         output: Output,
         journal: Journal,
@@ -60,12 +60,12 @@ class Job:
         verbose: bool = False,
         timeout: float = float("inf"),
     ) -> None:
-        """crew: agents that are all ready. grace: seconds from SIGTERM to SIGKILL when the user ends the job. timeout:
+        """agents: they are all ready. grace: seconds from SIGTERM to SIGKILL when the user ends the job. timeout:
         seconds for which ranks wait for one that cannot go on."""
         self._timeout = timeout
         self._held_since = 0.0
         self._job = job
-        self._crew = crew
+        self._agents = agents
         self._slots = slots
         self._output = output
         self._say = say
@@ -73,7 +73,7 @@ class Job:
         self._rendezvous = Rendezvous([slot.host for slot in slots])
         self.watch = Watch(self._rendezvous.members, journal)
         self._query: Query | None = None
-        self._silences = Silences(crew.nodes, say, journal, verbose=verbose)
+        self._silences = Silences(agents.nodes, say, journal, verbose=verbose)
         self._views: list[View] = []
         self._said: set[str] = set()
         self._unsaid: list[str] = []
@@ -83,7 +83,7 @@ class Job:
         self._stacks: list[Path] = []
         self._dumped = float("-inf")
         """Time at which a worker last asked for the stacks."""
-        self._working: set[Node] = set(crew.nodes)
+        self._working: set[Node] = set(agents.nodes)
         """Nodes that have not reported yet that all their workers have ended."""
         self._fail_at = float("inf")
         """Time at which to stop everything because of the failures so far."""
@@ -101,15 +101,15 @@ class Job:
         ranks: dict[int, set[int]] = {}
         for slot in self._slots:
             ranks.setdefault(slot.cross_rank, set()).add(slot.rank)
-        for cross_rank, (node, order) in enumerate(zip(self._crew.nodes, orders, strict=True)):
+        for cross_rank, (node, order) in enumerate(zip(self._agents.nodes, orders, strict=True)):
             node.ranks = frozenset(ranks[cross_rank])
-            self._crew.send(node, order)
+            self._agents.send(node, order)
             if node.ended:
                 self._lose(node, "was lost before it could start its workers")
 
     def serve(self, path: Path, facts: Mapping[str, Any]) -> None:
         """Answer other commands of this user at the socket. facts: constant facts about the job."""
-        self._query = Query(path, self._crew, self.watch, facts, lambda: self.end(signal.SIGTERM, "dadt kill"))
+        self._query = Query(path, self._agents, self.watch, facts, lambda: self.end(signal.SIGTERM, "dadt kill"))
 
     def show(self, view: View) -> None:
         """Keep this view up to date until the job is over, and then close it."""
@@ -122,17 +122,17 @@ class Job:
         Raises LaunchError if the workers could not be started or an agent is lost.
         """
         if interrupts is not None:
-            self._crew.watch(interrupts, lambda: self._interrupt(interrupts.take()))
+            self._agents.watch(interrupts, lambda: self._interrupt(interrupts.take()))
         try:
             while self._working:
-                for node, frame in self._crew.turn(self._patience()):
+                for node, frame in self._agents.turn(self._patience()):
                     self.watch.see(frame)
                     # Kinds that belong to the startup may come late, and are ignored.
                     getattr(self, f"_on_{frame.kind}", _ignore)(node, frame)
                 self._turn()
         finally:
             if interrupts is not None:
-                self._crew.forget(interrupts)
+                self._agents.forget(interrupts)
             self._close()
         return self._judge()
 
@@ -148,7 +148,7 @@ class Job:
 
     def attend(self, interrupts: Interrupts | None) -> None:
         """Handle heartbeats and signals while the output is blocked. Raises Unread if the user has asked twice."""
-        self._crew.beat()
+        self._agents.beat()
         caught = interrupts.take() if interrupts is not None else set()
         again = self._outcome.signal and caught & set(ENDING_SIGNALS)
         self._interrupt(caught)
@@ -161,7 +161,7 @@ class Job:
             self._grace = grace
             self.watch.stops(why, grace)
             self._end_by = time.monotonic() + grace + END_SECONDS
-            self._crew.send_all(Frame("stop", {"grace": grace, "stacks": stacks}))
+            self._agents.send_all(Frame("stop", {"grace": grace, "stacks": stacks}))
 
     def _turn(self) -> None:
         now = time.monotonic()
@@ -175,7 +175,7 @@ class Job:
             self.terminate(FAILURE_GRACE, "a worker failed", stacks=True)
         self._look_for_held(now)
         for death in self._deaths:  # after the stacks are asked for, as ranks move on when they hear of a death
-            self._crew.send_all(death)
+            self._agents.send_all(death)
         self._deaths.clear()
         if now >= self._end_by:
             # A stuck agent is killed, and its workers with it.
@@ -203,14 +203,14 @@ class Job:
 
     def _interrupt(self, caught: set[int]) -> None:
         for number in caught - set(ENDING_SIGNALS):
-            self._crew.send_all(Frame("signal", {"number": number}))
+            self._agents.send_all(Frame("signal", {"number": number}))
         if number := min(caught & set(ENDING_SIGNALS), default=0):
             self.end(number, signal_name(number))
 
     def _on_lost(self, node: Node, frame: Frame) -> None:
         self._lose(node, f"{frame['message']}; all its workers were stopped", frame.get("time", float("inf")))
         for slot in self._slots:
-            if slot.cross_rank == self._crew.nodes.index(node):
+            if slot.cross_rank == self._agents.nodes.index(node):
                 member = self._rendezvous.members[slot.rank]
                 member.ended = True
                 member.sign("is on a host whose agent is gone")
@@ -303,17 +303,17 @@ class Job:
         return {**told, "state": f"is unreachable, as {text} ({told['state']})"} if text and not member.ended else told
 
     def _on_heartbeat(self, node: Node, frame: Frame) -> None:
-        if (every := self._silences.listens(self._crew.nodes.index(node), frame["port"])) is not None:
-            self._crew.send_all(every)
+        if (every := self._silences.listens(self._agents.nodes.index(node), frame["port"])) is not None:
+            self._agents.send_all(every)
 
     def _on_silent(self, node: Node, frame: Frame) -> None:
-        self._silences.silent(self._crew.nodes.index(node), frame["peer"], frame["seconds"])
+        self._silences.silent(self._agents.nodes.index(node), frame["peer"], frame["seconds"])
 
     def _on_heard(self, node: Node, frame: Frame) -> None:
-        self._silences.heard(self._crew.nodes.index(node), frame["peer"])
+        self._silences.heard(self._agents.nodes.index(node), frame["peer"])
 
     def _on_unheard(self, node: Node, frame: Frame) -> None:
-        self._silences.unheard(self._crew.nodes.index(node), frame["peer"])
+        self._silences.unheard(self._agents.nodes.index(node), frame["peer"])
 
     def _on_exit(self, node: Node, frame: Frame) -> None:
         ending = Ending(**{**frame.header, "time": frame["time"] - node.clock})
@@ -353,7 +353,7 @@ class Job:
             return
         self._dumped = now
         living = [slot.rank for slot in self._slots if not self._rendezvous.members[slot.rank].ended]
-        self._crew.send_all(Frame("stacks", {"number": OWN_INQUIRY, "ranks": living}))
+        self._agents.send_all(Frame("stacks", {"number": OWN_INQUIRY, "ranks": living}))
         self._say(f"the stacks of all ranks go to {self._output.stacks(0).with_name('rank*.stacks')}", "warning")
 
     def _on_stack(self, node: Node, frame: Frame) -> None:
@@ -374,14 +374,14 @@ class Job:
 
     def _answer(self, node: Node, line: int, answer: Frame) -> None:
         header = {"line": line, "answer": {"kind": answer.kind, **answer.header}}
-        self._crew.send(node, Frame("answer", header, answer.body))
+        self._agents.send(node, Frame("answer", header, answer.body))
 
     def _fail_by(self, seconds: float) -> None:
         self._fail_at = min(self._fail_at, time.monotonic() + seconds)
 
     def _close(self) -> None:
         """Close everything. No process of the job outlives this, even if its agents were killed."""
-        self._crew.close(self._hang_up)
+        self._agents.close(self._hang_up)
         self._outcome.stuck = sweep(f"DADT_JOB={self._job}") or self._outcome.stuck
         if self._query is not None:
             self._query.close()

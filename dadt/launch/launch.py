@@ -121,15 +121,15 @@ def _run(
     interrupts: Interrupts | None,
 ) -> Outcome:
     config = the_plan.config
-    crew = Agents(launcher, the_plan.hosts, config.orphan_timeout, report.journal.see)
-    voice.meanwhile(crew.beat)
+    agents = Agents(launcher, the_plan.hosts, config.orphan_timeout, report.journal.see)
+    voice.meanwhile(agents.beat)
     try:
         if interrupts is not None:
-            crew.watch(interrupts, lambda: _end_early(interrupts.take()))
-        gather(crew, lambda node: _look(the_plan, folder.job, node), config.start_timeout, folder.job, voice)
-        where = settle(the_plan, crew, folder.job, voice)
+            agents.watch(interrupts, lambda: _end_early(interrupts.take()))
+        gather(agents, lambda node: _look(the_plan, folder.job, node), config.start_timeout, folder.job, voice)
+        where = settle(the_plan, agents, folder.job, voice)
         if interrupts is not None:
-            crew.forget(interrupts)
+            agents.forget(interrupts)
         output = Output(
             where.logs,
             [slot.host for slot in where.slots],
@@ -139,7 +139,7 @@ def _run(
         )
         job = Job(
             folder.job,
-            crew,
+            agents,
             where.slots,
             output,
             report.journal,
@@ -157,7 +157,7 @@ def _run(
         return job.wait(interrupts)
     finally:
         voice.meanwhile(lambda: None)
-        crew.close(HANG_UP_SECONDS)
+        agents.close(HANG_UP_SECONDS)
         sweep(f"DADT_JOB={folder.job}")
 
 
@@ -177,31 +177,31 @@ def _views(placed: Told, exports: Sequence[Export], voice: Voice) -> Callable[[P
     return views
 
 
-def settle(the_plan: Plan, crew: Agents, job: str, voice: Voice) -> Placed:
+def settle(the_plan: Plan, agents: Agents, job: str, voice: Voice) -> Placed:
     """Place the workers, once all hosts have reported. Agents that get no workers are ended."""
     config = the_plan.config
-    rooms = [room(node, config) for node in crew.nodes]
+    rooms = [room(node, config) for node in agents.nodes]
     shares = share_out(config.np, rooms)
-    idle = [node for node, share in zip(list(crew.nodes), shares, strict=True) if not share]
+    idle = [node for node, share in zip(list(agents.nodes), shares, strict=True) if not share]
     if idle:
         voice.say(f"{', '.join(node.name for node in idle)} not used: {sum(shares)} workers fit on the other hosts")
-        crew.dismiss(idle)
-    for text in differences(crew.nodes):
+        agents.dismiss(idle)
+    for text in differences(agents.nodes):
         voice.say(text, "warning")
-    agree(crew, config.network_interface)
+    agree(agents, config.network_interface)
     rooms = [room for room, share in zip(rooms, shares, strict=True) if share]
     shares = [share for share in shares if share]
-    slots = place(shares, rooms, [node.address for node in crew.nodes])
-    config, why = _resolved(config, slots, crew.nodes)
+    slots = place(shares, rooms, [node.address for node in agents.nodes])
+    config, why = _resolved(config, slots, agents.nodes)
     return Placed(
         plan=the_plan,
         config=config,
         why=why,
         job=job,
         logs=Path(config.log_dir) / job,
-        nodes=crew.nodes,
+        nodes=agents.nodes,
         slots=slots,
-        master=_master(config, crew.nodes[0]),
+        master=_master(config, agents.nodes[0]),
         secret=secrets.token_hex(32),
     )
 

@@ -59,10 +59,10 @@ class Query:
     """The launcher's end. Single-threaded: it runs in the job's selector and never waits for a caller."""
 
     def __init__(
-        self, path: Path, crew: Agents, watch: Watch, facts: Mapping[str, Any], end: Callable[[], float]
+        self, path: Path, agents: Agents, watch: Watch, facts: Mapping[str, Any], end: Callable[[], float]
     ) -> None:
         """facts: constants such as the job's id and command. end: ends the job and returns its grace in seconds."""
-        self._crew = crew
+        self._agents = agents
         self._watch = watch
         self._facts = facts
         self._end = end
@@ -74,7 +74,7 @@ class Query:
         server.listen(16)
         server.setblocking(False)
         self._entrance = Entrance(server, self._drop)
-        crew.watch(server, self._accept)
+        agents.watch(server, self._accept)
 
     def turn(self) -> float:
         """Send bytes that did not fit before, and end inquiries that take too long. Returns the seconds until the next
@@ -130,7 +130,7 @@ class Query:
             return
         self._numbered += 1
         self._inquiries[self._numbered] = Inquiry(caller, ranks, time.monotonic() + STACKS_SECONDS)
-        self._crew.send_all(Frame("stacks", {"number": self._numbered, "ranks": sorted(ranks)}))
+        self._agents.send_all(Frame("stacks", {"number": self._numbered, "ranks": sorted(ranks)}))
 
     def _kill(self, caller: Caller, question: Frame) -> None:
         living = [gauge for gauge in self._watch.gauges if not gauge.member.ended]
@@ -149,7 +149,7 @@ class Query:
             return
         caller = Caller(connection)
         self._callers.append(caller)
-        self._crew.watch(connection, lambda: self._read(caller))
+        self._agents.watch(connection, lambda: self._read(caller))
 
     def _read(self, caller: Caller) -> None:
         try:
@@ -188,7 +188,7 @@ class Query:
             self._callers.remove(caller)
             self._inquiries = {n: each for n, each in self._inquiries.items() if each.caller is not caller}
             self._entrance.settle(caller.socket)
-            self._crew.forget(caller.socket)
+            self._agents.forget(caller.socket)
             caller.socket.close()
 
 

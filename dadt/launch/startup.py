@@ -35,29 +35,29 @@ class Voice(Protocol):
         """Call `act` about every second while the output is blocked (by a pager or Ctrl-S)."""
 
 
-def gather(crew: Agents, look: Callable[[Node], Mapping[str, Any]], timeout: float, job: str, voice: Voice) -> None:
+def gather(agents: Agents, look: Callable[[Node], Mapping[str, Any]], timeout: float, job: str, voice: Voice) -> None:
     """Wait for all agents. Reports each one that fails, and then raises LaunchError or StartTimeout."""
-    failures, late = await_agents(crew, look, timeout, job, voice)
+    failures, late = await_agents(agents, look, timeout, job, voice)
     if failures:
         _refuse(failures, late, timeout, voice)
 
 
 def await_agents(
-    crew: Agents, look: Callable[[Node], Mapping[str, Any]], timeout: float, job: str, voice: Voice
+    agents: Agents, look: Callable[[Node], Mapping[str, Any]], timeout: float, job: str, voice: Voice
 ) -> tuple[dict[Node, str], bool]:
     """Wait until each agent has reported about its host or failed. Returns the reasons by node that cannot take part,
     and whether the timeout passed."""
-    named = any(node.name for node in crew.nodes)
+    named = any(node.name for node in agents.nodes)
     begin = time.monotonic()
     deadline = begin + timeout
     failures: dict[Node, str] = {}
-    waiting = set(crew.nodes)
+    waiting = set(agents.nodes)
     if named:
-        voice.part(f"job {job}: starting {_agents(len(crew.nodes))} ...")
+        voice.part(f"job {job}: starting {_agents(len(agents.nodes))} ...")
     while waiting and (now := time.monotonic()) < deadline:
-        for node, frame in crew.turn(deadline - now):
+        for node, frame in agents.turn(deadline - now):
             if frame.kind == "connected":
-                crew.send(node, Frame("look", {**look(node), "index": node.index, "hosts": len(crew.nodes)}))
+                agents.send(node, Frame("look", {**look(node), "index": node.index, "hosts": len(agents.nodes)}))
             elif frame.kind == "lost" or (node in waiting and frame.kind == "ready"):
                 waiting.discard(node)
                 problem = frame["message"] if frame.kind == "lost" else _problem(frame)
@@ -65,19 +65,21 @@ def await_agents(
                 if problem:
                     failures[node] = problem
                     deadline = min(deadline, time.monotonic() + STRAGGLER_SECONDS)
-                if named and (problem or len(crew.nodes) <= NAMED_HOSTS):
+                if named and (problem or len(agents.nodes) <= NAMED_HOSTS):
                     voice.part(
                         f"  {node.name} " + ("failed" if problem else f"ready ({time.monotonic() - begin:.1f} s)")
                     )
     if named:
-        count = "" if len(crew.nodes) <= NAMED_HOSTS else f"  {len(crew.nodes) - len(failures) - len(waiting)} ready"
+        count = (
+            "" if len(agents.nodes) <= NAMED_HOSTS else f"  {len(agents.nodes) - len(failures) - len(waiting)} ready"
+        )
         voice.part(count, last=True)
-    for node in crew.nodes:
+    for node in agents.nodes:
         if node.channel is not None and isinstance(node.channel, Noted):
             for text in node.channel.notes:
                 voice.say(f"{node.name}: {text}")
     late = time.monotonic() >= begin + timeout
-    for node in crew.nodes:
+    for node in agents.nodes:
         if node in waiting:
             failures[node] = (
                 f"{node.state} after {time.monotonic() - begin:.0f} s" if late else f"{node.state}, given up"
@@ -85,9 +87,9 @@ def await_agents(
     return failures, late and bool(waiting)
 
 
-def agree(crew: Agents, wanted: str) -> None:
+def agree(agents: Agents, wanted: str) -> None:
     """Give each node the address at which all others reach it. Raises LaunchError if there is none."""
-    nodes = crew.nodes
+    nodes = agents.nodes
     if len(nodes) < 2:
         return
     if len({node.report["machine"] for node in nodes}) == 1 and not wanted:
@@ -101,8 +103,8 @@ def agree(crew: Agents, wanted: str) -> None:
         targets = [
             _target(other.index, report) for other, report in zip(nodes, reports, strict=True) if other is not node
         ]
-        crew.send(node, Frame("probe", {"targets": targets}))
-    reached = _await_probes(crew)
+        agents.send(node, Frame("probe", {"targets": targets}))
+    reached = _await_probes(agents)
     chosen = network.agree([node.name for node in nodes], reports, [reached[node] for node in nodes])
     for node, (address, interface) in zip(nodes, chosen, strict=True):
         node.address, node.interface = address, interface
@@ -119,14 +121,14 @@ def differences(nodes: Sequence[Node]) -> list[str]:
     return texts
 
 
-def _await_probes(crew: Agents) -> dict[Node, Mapping[str, Mapping[str, float]]]:
+def _await_probes(agents: Agents) -> dict[Node, Mapping[str, Mapping[str, float]]]:
     deadline = time.monotonic() + PROBE_SECONDS
     reached: dict[Node, Mapping[str, Mapping[str, float]]] = {}
-    while len(reached) < len(crew.nodes):
+    while len(reached) < len(agents.nodes):
         if time.monotonic() >= deadline:
-            late = ", ".join(node.name for node in crew.nodes if node not in reached)
+            late = ", ".join(node.name for node in agents.nodes if node not in reached)
             raise LaunchError(f"{late}: did not tell within {PROBE_SECONDS:g} s which hosts it reaches")
-        for node, frame in crew.turn(deadline - time.monotonic()):
+        for node, frame in agents.turn(deadline - time.monotonic()):
             if frame.kind == "probed":
                 reached[node] = frame["reached"]
             elif frame.kind == "lost":

@@ -86,13 +86,13 @@ def look(config: Config, asked: Asked, voice: Voice) -> Found:
 
     try:
         launcher = launcher_of(Request(the_plan.config, the_plan.hosts, the_plan.command, folder.job))
-        crew = Agents(launcher, the_plan.hosts, config.orphan_timeout, see)
-        voice.meanwhile(crew.beat)
+        agents = Agents(launcher, the_plan.hosts, config.orphan_timeout, see)
+        voice.meanwhile(agents.beat)
         try:
-            found = _look(the_plan, replace(asked, hosts=len(the_plan.hosts)), crew, folder.job, voice, ready)
+            found = _look(the_plan, replace(asked, hosts=len(the_plan.hosts)), agents, folder.job, voice, ready)
         finally:
             voice.meanwhile(lambda: None)
-            crew.close(HANG_UP_SECONDS)
+            agents.close(HANG_UP_SECONDS)
             sweep(f"DADT_JOB={folder.job}")
     finally:
         folder.remove()
@@ -101,30 +101,32 @@ def look(config: Config, asked: Asked, voice: Voice) -> Found:
     return found
 
 
-def _look(the_plan: Plan, asked: Asked, crew: Agents, job: str, voice: Voice, ready: Mapping[str, float]) -> Found:
+def _look(the_plan: Plan, asked: Asked, agents: Agents, job: str, voice: Voice, ready: Mapping[str, float]) -> Found:
     config = the_plan.config
-    nodes = list(crew.nodes)
-    failures, _ = startup.await_agents(crew, lambda node: _order(the_plan, job, node), config.start_timeout, job, voice)
+    nodes = list(agents.nodes)
+    failures, _ = startup.await_agents(
+        agents, lambda node: _order(the_plan, job, node), config.start_timeout, job, voice
+    )
     found = Found({node.name: [] for node in nodes})
     for node, reason in failures.items():
         found.hosts[node.name] = [refused("agent", reason, SSH).of("ssh")]
-    crew.dismiss(list(failures))
-    for node in crew.nodes:
+    agents.dismiss(list(failures))
+    for node in agents.nodes:
         found.hosts[node.name] = [_agent(node, ready[node.name]), *_shell(node), _clock(node)]
-    found.between += [*_names(crew.nodes), *_addresses(crew, config.network_interface)]
-    if crew.nodes:
+    found.between += [*_names(agents.nodes), *_addresses(agents, config.network_interface)]
+    if agents.nodes:
         how_long = "some minutes" if asked.full else "up to a minute"
-        voice.say(f"checking {', '.join(node.name for node in crew.nodes)}: this takes {how_long}")
-    for node in crew.nodes:
+        voice.say(f"checking {', '.join(node.name for node in agents.nodes)}: this takes {how_long}")
+    for node in agents.nodes:
         if node.address:
             found.hosts[node.name].append(
                 good("address", f"{node.address} ({node.interface or 'this machine'})").of("hosts")
             )
-    results, ways = _results(crew, asked, job)
+    results, ways = _results(agents, asked, job)
     for node, checks in results.items():
         found.hosts[node.name] += checks
-    names = [node.name for node in crew.nodes]
-    found.between += [check.of("hosts") for check in matrix.judged(ways, names, [_link(node) for node in crew.nodes])]
+    names = [node.name for node in agents.nodes]
+    found.between += [check.of("hosts") for check in matrix.judged(ways, names, [_link(node) for node in agents.nodes])]
     found.pairs = matrix.as_pairs(ways, names)
     found.between += differences(found.hosts)
     return found
@@ -173,12 +175,12 @@ def _names(nodes: Sequence[Node]) -> Iterator[Check]:
             yield fail("host names", value, hint).of("hosts")
 
 
-def _addresses(crew: Agents, wanted: str) -> list[Check]:
+def _addresses(agents: Agents, wanted: str) -> list[Check]:
     """Gives each node its address, if all can reach each other."""
-    if len(crew.nodes) < 2:
+    if len(agents.nodes) < 2:
         return []
     machines: dict[str, list[str]] = {}
-    for node in crew.nodes:
+    for node in agents.nodes:
         machines.setdefault(node.report["machine"], []).append(node.name)
     found = []
     for names in machines.values():
@@ -186,10 +188,10 @@ def _addresses(crew: Agents, wanted: str) -> list[Check]:
             hint = "name it once, with all of its slots"
             found.append(warn("machines", f"{' and '.join(names)} are one machine", hint).of("hosts"))
     try:
-        startup.agree(crew, wanted)
+        startup.agree(agents, wanted)
     except LaunchError as error:
         return [*found, refused("connections", str(error), "open the firewall between them").of("hosts")]
-    return [*found, good("connections", f"each of {len(crew.nodes)} hosts reaches all others").of("hosts")]
+    return [*found, good("connections", f"each of {len(agents.nodes)} hosts reaches all others").of("hosts")]
 
 
 def _link(node: Node) -> float:
@@ -207,26 +209,26 @@ def _orders(nodes: Sequence[Node], asked: Asked) -> list[Order]:
     return [Order(index=index, addresses=addresses, token=token, speed=asked.full) for index in range(len(nodes))]
 
 
-def _results(crew: Agents, asked: Asked, job: str) -> tuple[dict[Node, list[Check]], list[Way]]:
-    """What the checks say on each host, and what goes between them, by their places in the crew."""
-    orders = _orders(crew.nodes, asked)
-    peers = dict.fromkeys(name for node in crew.nodes for name in (node.name, node.address) if name and orders)
+def _results(agents: Agents, asked: Asked, job: str) -> tuple[dict[Node, list[Check]], list[Way]]:
+    """What the checks say on each host, and what goes between them, by their places in the agents."""
+    orders = _orders(agents.nodes, asked)
+    peers = dict.fromkeys(name for node in agents.nodes for name in (node.name, node.address) if name and orders)
     asked = replace(asked, peers=tuple(peers))
     seconds = longest(asked) + SPARE_SECONDS + max((order.seconds for order in orders), default=0.0)
-    outs: dict[Node, bytes] = dict.fromkeys(crew.nodes, b"")
+    outs: dict[Node, bytes] = dict.fromkeys(agents.nodes, b"")
     errors: dict[Node, str] = {}
-    waiting = set(crew.nodes)
-    for rank, node in enumerate(crew.nodes):
+    waiting = set(agents.nodes)
+    for rank, node in enumerate(agents.nodes):
         command = [node.report["executable"], "-m", "dadt_cli.check_env", json.dumps(asked.to_dict())]
         command += [json.dumps(order.to_dict()) for order in orders[rank : rank + 1]]
         worker = {"rank": rank, "local_rank": 0, "command": command, "env": {"DADT_JOB": job, "DADT_THREADS": ""}}
         node.ranks = frozenset([rank])
-        crew.send(
+        agents.send(
             node, Frame("job", {"job": job, "env": {}, "workers": [worker], "cwd": "/", "adopt": 0.0, "secret": ""})
         )
     deadline = time.monotonic() + seconds
     while waiting and (now := time.monotonic()) < deadline:
-        for node, frame in crew.turn(deadline - now):
+        for node, frame in agents.turn(deadline - now):
             if frame.kind == "out" and len(outs[node]) < OUT_LIMIT:
                 outs[node] += frame.body
             elif frame.kind == "err":
@@ -238,7 +240,7 @@ def _results(crew: Agents, asked: Asked, job: str) -> tuple[dict[Node, list[Chec
     late = f"no answer within {seconds:.0f} s"
     checks: dict[Node, list[Check]] = {}
     ways: list[Way] = []
-    for node in crew.nodes:
+    for node in agents.nodes:
         checks[node], seen = _parsed(outs[node], late if node in waiting else errors.get(node, "no result"))
         ways += seen
     return checks, ways

@@ -153,10 +153,10 @@ def a_job(folder: Path) -> tuple[Job, Node]:
     """Of two ranks on one host."""
     slots = [Slot(rank=rank, local_rank=rank, world_size=2, local_size=2, host="h0") for rank in range(2)]
     journal = Journal(folder / "events.jsonl", lambda text: None)
-    crew = Agents(Idle(), [Host(name="h0")], 30.0, journal.see)
+    agents = Agents(Idle(), [Host(name="h0")], 30.0, journal.see)
     output = Output(folder, ["h0", "h0"], (set(), set()), lambda stream, data: None, lambda text: None)
-    job = Job("fuzz", crew, slots, output, journal, lambda text, level: None, 1.0)
-    (node,) = crew.nodes
+    job = Job("fuzz", agents, slots, output, journal, lambda text, level: None, 1.0)
+    (node,) = agents.nodes
     node.ranks = frozenset({0, 1})
     node.report = {"pid": 9}
     job.start([Frame("job")])
@@ -220,7 +220,7 @@ def test_what_agents_say_to_the_launcher(inputs: int, tmp_path: Path) -> None:
     def take(data: bytes) -> None:
         for frame in Parser(AGENT).feed(LENGTHS.pack(len(data), 0) + data):
             if set(named(frame)) <= node.ranks and frame.get("peer", 0) < 1:
-                job._crew._see(node.name, frame)
+                job._agents._see(node.name, frame)
                 job.watch.see(frame)
                 getattr(job, f"_on_{frame.kind}", lambda *_: None)(node, frame)
                 job._turn()
