@@ -18,7 +18,7 @@ inline constexpr size_t kBlockBytes[kCodecs] = {4 * kBlock, 2 * kBlock, 2 * kBlo
 inline size_t block_bytes(Codec codec) { return kBlockBytes[static_cast<int>(codec)]; }
 inline size_t block_count(size_t values) { return (values + kBlock - 1) / kBlock; }
 
-// Of so many values on the wire, the filling of the last block left out.
+// Bytes of so many values on the wire, without the padding of the last block.
 inline size_t wire_bytes(Codec codec, size_t values) {
   const size_t width = codec == Codec::kInt8 ? 1 : 2;
   return block_count(values) * block_bytes(codec) - (block_count(values) * kBlock - values) * width;

@@ -4,7 +4,7 @@
 
 namespace dadt {
 
-// What an allreduce makes of the ranks' values. A rank of weight 0 is left out of all of them, unless all
+// The reductions of an allreduce. A rank of weight 0 is left out of all of them, unless all
 // are.
 enum class Reduction : uint32_t { kMean = 0, kSum, kMin, kMax, kProduct };
 inline constexpr int kReductions = 5;

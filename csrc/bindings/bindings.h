@@ -1,4 +1,4 @@
-// What the parts of the core's Python face share.
+// Shared by the parts of the core's Python face.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -64,7 +64,7 @@ inline std::string utf8(const py::str& text) {
   return std::string(py::reinterpret_steal<py::bytes>(encoded));
 }
 
-// What a rank has sent, as a buffer of Python's.
+// The bytes that a rank has sent, as a buffer of Python's.
 struct Received {
   std::shared_ptr<Work> work;
   size_t rank;

@@ -12,7 +12,7 @@ namespace dadt {
 // Blocks [begin, end) of an operation's inputs, one tensor after the other, in one pass over memory.
 void compress(const Operation& operation, size_t begin, size_t end, void* wire);
 
-// What several ranks say of the same blocks.
+// Parts of several ranks for the same blocks.
 struct Wires {
   std::vector<const uint8_t*> addresses;
   std::vector<double> weights;  // empty: all 1

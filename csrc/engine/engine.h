@@ -77,7 +77,7 @@ class Engine {
   // Any thread; does not block. Nothing for a work that is not held.
   void release(Work& work);
 
-  // What submit throws for an operation that makes no sense.
+  // The error that submit throws for an operation that makes no sense.
   void check(const Operation& operation) const;
 
   // The next operation; null after `timeout` seconds, or at close. The previous one must be finished.

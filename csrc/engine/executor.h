@@ -15,7 +15,7 @@ class Executor {
 
   virtual const char* name() const = 0;
 
-  // What the peers need to reach this rank. Does not block.
+  // The endpoint by which peers reach this rank. Does not block.
   virtual std::string endpoint() = 0;
 
   // All ranks' endpoints, by rank. Blocks until every rank has connected; Error(kTimeout) names those that
@@ -34,7 +34,7 @@ class Executor {
   virtual void close() = 0;
 };
 
-// What an operation does on a rank that is alone, and what the null executor does on each of `world_size`.
+// Runs an operation on a rank that is alone; the null executor does so on each of `world_size`.
 Result run_alone(const Operation& operation, int world_size);
 
 // Throws std::invalid_argument unless 0 <= rank < world_size.

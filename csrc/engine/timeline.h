@@ -26,8 +26,8 @@ struct Wait {
   Clock::time_point end;
 };
 
-// What one rank did when, as events of Chrome's trace format. Any thread adds, one drains. Events that are
-// not drained in time are counted instead of kept: memory is bounded.
+// A record of one rank's work, as events of Chrome's trace format. Any thread adds, one drains. Events that
+// are not drained in time are counted instead of kept: memory is bounded.
 class Timeline {
  public:
   static constexpr size_t kMost = size_t{1} << 17;  // events between two drains

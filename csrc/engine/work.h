@@ -62,7 +62,7 @@ struct Buffer {
   size_t bytes;
 };
 
-// What an operation ended with.
+// The end of an operation.
 struct Result {
   std::optional<Error> error;
   std::vector<std::string> lanes;  // by rank

@@ -33,7 +33,7 @@ float limit_of(const float* values, size_t count) {
   return finite ? largest(T()) : std::numeric_limits<float>::infinity();
 }
 
-// What is too large for 16 bits is sent as the largest, and the rest is lost.
+// A value too large for 16 bits is sent as the largest, and the rest is lost.
 template <typename T>
 void encode_short(void* wire, const float* values, float* lost) {
   T* to = static_cast<T*>(wire);

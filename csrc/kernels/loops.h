@@ -37,7 +37,7 @@ bool can_stream(const T* address) {
   return reinterpret_cast<uintptr_t>(address) % sizeof(T) == 0;
 }
 
-// What joins the value of one more rank to those before, of vectors and scalars alike.
+// Joins the value of one more rank to those before, for vectors and scalars alike.
 struct Add {
   static constexpr bool kScaled = true;
   template <typename V>

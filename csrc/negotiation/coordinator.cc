@@ -14,7 +14,7 @@ Clock::duration duration(double seconds) {
 
 std::string quoted(const std::string& name) { return "\"" + name + "\""; }
 
-// What a user has asked for; in full where signatures alone do not tell the difference.
+// The user's request; in full if signatures alone do not tell the difference.
 std::string describe(const Request& request, bool in_full) {
   std::ostringstream text;
   text << request.signature;
@@ -75,7 +75,7 @@ void Coordinator::take(int rank, const Report& report, Time now) {
     }
   }
   waits_[rank] = report.waits && report.seen == decisions_;
-  // What it has submitted before it joined comes first: a join goes again with what is sent in full.
+  // Requests from before the join come first: a join goes again with what is sent in full.
   if (report.joined && understood && !joined_[rank]) {
     joined_[rank] = true;
     ++absent_;

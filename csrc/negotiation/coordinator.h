@@ -30,7 +30,7 @@ struct Stall {
   std::vector<int> submitted;
   std::vector<int> missing;
   std::vector<int64_t> steps;  // the last known of each rank
-  // Of one that all ranks have submitted, but not all of its group; else empty and 0.
+  // The group of a tensor that all ranks have submitted while others of it are missing; else empty and 0.
   std::string group;
   uint64_t group_has = 0;
   uint64_t group_size = 0;
@@ -49,12 +49,12 @@ class Coordinator {
   // A rank has come to its orderly end.
   void leave(int rank, Time now);
 
-  // What is to run now; none if nothing is.
+  // The operations to run now; none if there are none.
   std::optional<Decision> decide(Time now);
   // When there may be something to decide or to tell though no rank reports.
   Time next() const;
 
-  // What has been waiting for long, again after twice as long.
+  // Tensors that have been waiting for long; each is told again after twice as long.
   std::vector<Stall> stalls(Time now);
 
  private:

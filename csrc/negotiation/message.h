@@ -8,14 +8,14 @@
 
 namespace dadt {
 
-// What a rank wants done with a named tensor. The same on every rank, or the tensor fails.
+// A rank's request for a named tensor. It is the same on every rank, or the tensor fails.
 struct Request {
   std::string name;
   std::string signature;  // whatever else must be equal, as users may read it
   std::string group;      // empty: none
   uint64_t group_size = 0;
   Kind kind = Kind::kAllreduce;
-  // Of an allreduce; else as they are here.
+  // The fields of an allreduce; other operations leave them as they are here.
   DType dtype = DType::kUInt8;
   Reduction reduction = Reduction::kMean;
   std::vector<size_t> counts;
@@ -24,10 +24,10 @@ struct Request {
   size_t bytes() const;
 };
 
-// What an operation made of several tensors is called.
+// The name of an operation made of several tensors.
 std::string fused_name(const std::string& first, size_t tensors);
 
-// What a rank tells rank 0.
+// A message from a rank to rank 0.
 struct Report {
   uint64_t seen = 0;  // decisions that this rank has followed
   int64_t step = 0;
@@ -48,7 +48,7 @@ struct Batch {
   std::vector<size_t> counts;
 };
 
-// What rank 0 tells all ranks, to be followed in this order.
+// A message from rank 0 to all ranks, to be followed in this order.
 struct Decision {
   struct Admission {
     uint64_t id;

@@ -13,7 +13,7 @@ namespace dadt {
 
 struct NegotiationState;
 
-// What a rank is told besides results: on rank 0 what stalls, elsewhere what rank 0 orders.
+// News for a rank besides results: stalls on rank 0, orders of rank 0 elsewhere.
 struct Notice {
   std::optional<Stall> stall;
   std::string order;

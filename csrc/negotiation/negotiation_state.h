@@ -10,7 +10,7 @@
 
 namespace dadt {
 
-// What a Negotiation's thread works on, and what the others give it.
+// The state that a Negotiation's thread works on, and the requests that others give it.
 struct NegotiationState {
   struct Pending {
     std::shared_ptr<Ticket> ticket;

@@ -55,7 +55,7 @@ class Ticket {
   const Result& result() const;
   // After decided; null if it was not to run.
   std::shared_ptr<Work> work() const;
-  // Of a join, after done: the rank that joined last.
+  // After a join is done: the rank that joined last.
   int last_joined() const;
 
   // The first call decides and wakes the waiters; later ones change nothing and return false.

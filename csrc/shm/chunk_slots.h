@@ -4,7 +4,7 @@
 
 namespace dadt {
 
-// What a rank is in, written at the head of the slot that holds the first chunk of an operation.
+// The operation that a rank is in, written at the head of the slot with the operation's first chunk.
 struct SlotHead {
   uint32_t kind;
   uint32_t dtype;

@@ -7,17 +7,17 @@
 
 namespace dadt {
 
-// What goes where in an exchange. A rank's stream holds the bytes for each rank, its own left out and the
+// The layout of an exchange. A rank's stream holds the bytes for each rank, its own left out and the
 // next one's first, so that the readers of equal pieces take turns. Bytes that several ranks get are there
 // once.
 class Exchange {
  public:
-  // Of any other kind of operation: empty.
+  // Empty for any other kind of operation.
   Exchange(const Operation& operation, int rank, int world_size);
 
   // Bytes of this rank's stream.
   size_t bytes() const { return bytes_; }
-  // What the peers must know: where in this rank's stream their bytes are, and what it expects.
+  // The table for the peers: where in this rank's stream their bytes are, and what it expects.
   const std::string& table() const { return table_; }
 
   // Takes all ranks' tables, and makes room in `result` where the operation has none. Throws

@@ -16,7 +16,7 @@ namespace dadt {
 
 enum class FrameType : uint32_t { kMessage, kOffer, kAccept, kRefuse, kData };
 
-// What goes through a pipe, before its payload.
+// The head of a frame, before its payload.
 struct Frame {
   FrameType type;
   uint32_t payload;  // bytes behind it
@@ -47,7 +47,7 @@ struct Stray {
   std::unique_ptr<uint8_t[]> data;
 };
 
-// What there is between this rank and one other. Guarded by whoever owns the Post, but for what
+// The state between this rank and one other. Guarded by whoever owns the Post, but for what
 // is atomic.
 struct Line {
   Line(const ByteRing& incoming, const ByteRing& outgoing) : in(incoming), out(outgoing) {}
@@ -64,7 +64,7 @@ struct Line {
   std::atomic<size_t> needs{0};  // room for the next frame that waits
 };
 
-// What is under way between this rank and the others, and how it gets on. One thread at a time, but for
+// All messages under way between this rank and the others, and their progress. One thread at a time, but for
 // `has_frames`, `pending` and a wait in a Transit.
 class Post {
  public:

@@ -14,7 +14,7 @@
 namespace dadt {
 namespace {
 
-// What travels to the peers, as bytes.
+// The bytes that travel to the peers.
 struct Endpoint {
   char format[8];
   uint64_t nonce;

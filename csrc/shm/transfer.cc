@@ -22,7 +22,7 @@ size_t padded(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
 bool is(const SlotHead& head, Kind kind) { return head.kind == static_cast<uint32_t>(kind); }
 
-// What is moved has the same shape on all ranks.
+// Moved data has the same shape on all ranks.
 bool is_uniform(const SlotHead& head) { return is(head, Kind::kAllreduce) || is(head, Kind::kBroadcast); }
 
 std::string describe(const SlotHead& head) {

@@ -25,7 +25,7 @@ class Transit {
 
   // As in `a receive with tag 3`.
   std::string title() const;
-  // That it took more than so many seconds.
+  // The error for a message that took more than so many seconds.
   std::string late(double seconds) const;
 
   bool done() const { return done_.load(); }

@@ -95,7 +95,7 @@ def _offer_stacks(control: Control) -> None:
     path = Path(control.world.agent).with_name(f"stacks-{os.getpid()}")
     # Open for the life of the process: a signal handler cannot open files.
     file = path.open("wb")
-    # What faulthandler restores when the interpreter ends: a signal that comes then must not kill the process.
+    # faulthandler restores this when the interpreter ends: a signal that comes then must not kill the process.
     signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
     faulthandler.register(STACKS_SIGNAL, file, all_threads=True, chain=False)
     control.stacks(path, STACKS_SIGNAL)

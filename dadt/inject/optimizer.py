@@ -161,7 +161,7 @@ def _patch_groups_and_zeroing(runtime: Runtime, modules: Modules) -> None:
 
 
 def _patch_states(checkpoints: Checkpoints) -> None:
-    """What a resumed training needs beside the optimizer's state goes with it."""
+    """Put what a resumed training needs beside the optimizer's state into that state."""
     save, load = Optimizer.state_dict, Optimizer.load_state_dict
 
     @functools.wraps(save)

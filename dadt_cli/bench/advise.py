@@ -25,7 +25,7 @@ KNOBS = ("executor", "sync_every")
 SHOWN = (2, 4, 8, 16, 64, 256, 1024)
 """Numbers of hosts that fit a screen; the JSON has more."""
 STEPS = 5
-"""Of the progress bar, without what --check trains."""
+"""Steps of the progress bar, without what --check trains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,12 @@ class Row:
     measured: float | None
     """On the hosts at hand, with --check."""
     error: float | None
-    """Of the prediction, as a share of what was measured."""
+    """The error of the prediction, as a share of what was measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What is shown."""
+    """The result that is shown."""
 
     title: str
     head: Sequence[str]

@@ -1,4 +1,4 @@
-"""What would be how fast, on these hosts and on more of them: measures, and predicts by dadt_cli/bench/cost.py."""
+"""Measures, and predicts by dadt_cli/bench/cost.py, how fast each setting is on these hosts and on more of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LEAD = 1
 """Steps before those that are counted in each turn: an exchange that was launched before the pause is used up."""
 STEPS_SECONDS = 3.0
 CHECK_SECONDS = 6.0
-"""What a measurement of one way takes, about."""
+"""Seconds that a measurement of one way takes, about."""
 CHECK_TURNS = 3
 LEAST_STEPS = 2
 Progress = Callable[[str], None]
@@ -36,7 +36,7 @@ class Checked:
 
     @property
     def error(self) -> float:
-        """Of the prediction, as a share of what was measured."""
+        """The error of the prediction, as a share of what was measured."""
         return self.predicted / self.measured - 1.0
 
 
@@ -81,7 +81,7 @@ def network_of(found: Sequence[Found], hosts: int) -> Network:
 
 
 def handling_of(draft: Figures, found: Sequence[Found], compression: str, hosts: int) -> Handling:
-    """What the network does not explain of the exchanges that were measured."""
+    """The time of the measured exchanges that the network does not explain."""
     times = _slowest([each.exchanges[compression] for each in found])
     rest = [(size, max(0.0, t - cost.allreduce(draft, size, compression, hosts)), t) for size, t in times]
     each, per_byte = _fit(rest)
@@ -99,7 +99,7 @@ def buckets_of(found: Found) -> list[Bucket]:
 
 
 def _link_cost(found: Sequence[Found], compression: str) -> LinkCost:
-    """Of the slowest rank."""
+    """The cost on the slowest rank."""
     link_costs = [(each.link_costs[compression], each.scarcity) for each in found]
     return LinkCost(
         link_costs[0][0].bytes,

@@ -55,7 +55,7 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Handling:
-    """What one way to compress costs beside the network."""
+    """The costs of one way to compress, beside the network."""
 
     each: float
     """o: seconds of an operation."""
@@ -97,7 +97,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What was measured."""
+    """The measured values."""
 
     network: Network
     handling: Mapping[str, Handling]
@@ -137,7 +137,7 @@ class Way:
 
     @property
     def options(self) -> list[str]:
-        """Of `dadt run`."""
+        """Options of `dadt run`."""
         return ["--algorithm", self.algorithm, "--compression", self.compression]
 
     def __str__(self) -> str:
@@ -178,7 +178,7 @@ def rates(figures: Figures, hosts: Sequence[int]) -> dict[Way, list[float]]:
 
 
 def best(found: Mapping[Way, float]) -> Way:
-    """Of those nearly as fast as the fastest, the one that changes the training least."""
+    """The setting that changes the training least, of those nearly as fast as the fastest."""
     enough = CLOSE * max(found.values())
     return next(way for way in WAYS if found.get(way, 0.0) >= enough)
 

@@ -41,7 +41,7 @@ plot_option = click.option(
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What the flags of a benchmark name. Raises ConfigError at once for what will not be written at its end."""
+    """The files that a benchmark's flags name. Raises ConfigError at once for one that cannot be written at its end."""
 
     json: str | None = None
     csv: str | None = None
@@ -67,7 +67,7 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What is shown: cells of one line, or of a figure and what says how sure it is."""
+    """A shown row: cells of one line, or of a figure and its uncertainty."""
 
     title: str
     head: Sequence[str]
@@ -91,7 +91,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a benchmark has found."""
+    """The result of a benchmark."""
 
     rows: Sequence[Any]
     """Dataclasses."""
@@ -131,7 +131,7 @@ def command() -> str:
 
 
 def conditions() -> dict[str, Any]:
-    """What the figures depend on."""
+    """The conditions that the figures depend on."""
     from dadt import _core
 
     return {

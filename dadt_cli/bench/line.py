@@ -1,4 +1,4 @@
-"""What whoever measures and a worker of `dadt bench MODEL` say to each other, and the connection between them."""
+"""The messages between a measuring process and a worker of `dadt bench MODEL`, and their connection."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRY_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What a worker says first."""
+    """A worker's first message."""
 
     rank: int
     threads: int
@@ -57,7 +57,7 @@ class Reception:
     def __init__(self, listener: Listener, where: str, key: str) -> None:
         self._listener = listener
         self.where = where
-        """What workers are told to connect to."""
+        """The address that workers connect to."""
         self.key = key
         # Inherited by what is accepted: a stranger who connects and says nothing is not waited for.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(TRY_SECONDS), 0))

@@ -60,7 +60,7 @@ class Horovodrun:
     env: Mapping[str, str] = field(default_factory=dict)
 
     def commands(self, ranks: int, run: Sequence[str]) -> list[list[str]]:
-        """Of what follows `dadt run`, the script alone."""
+        """The script's commands alone, without `dadt run` and its options."""
         script = [sys.executable, *run[run.index("-m") :]]
         return [[sys.executable, "-m", "horovod.runner.launch", "-np", str(ranks), *self.options, *script]]
 
@@ -102,7 +102,7 @@ class Party:
                 raise self._failure(f"has not ended within {END_SECONDS:g} s of its last step") from None
 
     def _receive(self, lines: Sequence[Connection], seconds: float) -> list[Any]:
-        """What each says next, in their order. Raises DadtError where one is gone, or silent for so long."""
+        """The next message of each, in their order. Raises DadtError if one is gone, or silent for so long."""
         deadline = time.monotonic() + seconds
         heard: dict[Connection, Any] = {}
         while len(heard) < len(lines):

@@ -1,4 +1,4 @@
-"""What a worker of `dadt bench advise` measures: the network between hosts, exchanges, and the parts of a step."""
+"""The measurements of a worker of `dadt bench advise`: the network, exchanges, and the parts of a step."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Times = list[tuple[int, float]]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What one rank has measured."""
+    """The measurements of one rank."""
 
     cross_rank: int
     local_size: int

@@ -51,7 +51,7 @@ class Ranks:
             pipe.send(what)
 
     def receive(self, seconds: float = TIMEOUT) -> list[Any]:
-        """What each says next, by rank. Raises DadtError where one has failed or is silent for so long."""
+        """The next message of each, by rank. Raises DadtError if one has failed or is silent for so long."""
         return [self._receive(rank, pipe, seconds) for rank, pipe in enumerate(self._pipes)]
 
     def _receive(self, rank: int, pipe: Connection, seconds: float) -> Any:

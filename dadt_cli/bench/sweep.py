@@ -19,7 +19,7 @@ OWN = ("batch", "np")
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What is measured together, in turn: contenders of one number of workers and one batch size."""
+    """Contenders that are measured together, in turn: one number of workers and one batch size."""
 
     ranks: int
     batch_size: int
@@ -53,7 +53,7 @@ def parse_sweep(text: str) -> dict[str, list[str]]:
 
 
 def parse_peers(text: str) -> list[str]:
-    """Of `ddp,horovod,sync`. Raises ConfigError."""
+    """The contenders of `ddp,horovod,sync`. Raises ConfigError."""
     peers = list(dict.fromkeys(filter(None, (part.strip() for part in text.split(",")))))
     for peer in peers:
         if peer not in PEERS:

@@ -206,7 +206,7 @@ def peak(device: torch.device) -> int:
 
 
 def own_seconds() -> float:
-    """What DADT's hooks around steps have taken so far, waiting included; nothing without it."""
+    """Seconds that DADT's hooks around steps have taken so far, waiting included; 0 without DADT."""
     return worker.runtime.progress.hook_seconds if worker.runtime is not None else 0.0
 
 

@@ -59,7 +59,7 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a worker trains."""
+    """The training of a worker."""
 
     model: str = "mlp"
     batch_size: int = 8
@@ -84,7 +84,7 @@ class Row:
     rates: list[Interval]
     """Of each rank."""
     efficiency: Interval | None
-    """Of all ranks' rate, the share of what as many times one worker would do. None without such a worker."""
+    """The rate of all ranks, as a share of that of as many single workers. None without such a worker."""
     exposed: Interval | None
     """Share of a step's time by which it is longer than under the null executor: communication that nothing hides."""
     speed: Interval

@@ -1,4 +1,4 @@
-"""What `dadt check-env` looks at on one host. Each subject is one file and one line here.
+"""The subjects of `dadt check-env` on one host. Each subject is one file and one line here.
 
 Its `checks(asked)` yields one Check after the other. It runs in a process of its own, so it may hang or crash: then
 what it has yielded counts, and a failed check says how it ended.

@@ -1,4 +1,4 @@
-"""What a subject has found: a verdict, a value, and what to do."""
+"""The finding of a subject: a verdict, a value, and what to do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VERDICTS = (PASS, WARN, FAIL)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """What the user wants to know, the same on all hosts."""
+    """The user's question, the same on all hosts."""
 
     full: bool = False
     """Tests that take longer, too."""
@@ -37,7 +37,7 @@ class Check:
     verdict: str
     value: str
     hint: str = ""
-    """What to do, in a line; empty where nothing needs to be done."""
+    """The remedy, in a line; empty if nothing needs to be done."""
     alike: str = ""
     """The verdict on hosts whose values differ; empty: they may. What has one tells environments apart."""
     subject: str = ""

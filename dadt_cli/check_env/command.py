@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 FORMAT = 1
-"""Of the JSON: raised when a name changes its meaning or goes."""
+"""The version of the JSON: raised when a name changes its meaning or goes."""
 TITLES = ("hosts", "ssh", *SUBJECTS)
 COLOURS = {PASS: "green", WARN: "yellow", FAIL: "bold red"}
 KNOBS = ("hosts", "hostfile", "include", "exclude", *REACHED_BY, "mpirun", "start_timeout")

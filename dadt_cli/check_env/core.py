@@ -24,7 +24,7 @@ def checks(asked: Asked) -> Iterator[Check]:
 
 
 def _digest(folder: Path) -> str:
-    """Of its Python code: checkouts of one version may differ."""
+    """A checksum of the Python code in the folder: checkouts of one version may differ."""
     found = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         found.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())

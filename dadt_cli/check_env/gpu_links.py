@@ -23,7 +23,7 @@ NAMES = {
     "NODE": "one NUMA node",
     ACROSS: "both processors",
 }
-"""What a way leads through, the nearest first."""
+"""The parts that a way leads through, the nearest first."""
 NAME = "GPU links"
 
 

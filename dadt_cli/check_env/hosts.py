@@ -48,7 +48,7 @@ REACHED_BY = (
 """Knobs that say how hosts are reached, and with what Python."""
 SPARE_SECONDS = 15.0
 SKEW_SECONDS = 1.0
-"""Of clocks: from then on, times in logs mislead."""
+"""A difference of clocks from which on times in logs mislead."""
 OUT_LIMIT = 4 << 20
 ABSENT = "none"
 SAME = "install the same on all hosts, or let --python name the same environment"
@@ -133,7 +133,7 @@ def _look(the_plan: Plan, asked: Asked, agents: Agents, job: str, voice: Voice, 
 
 
 def _order(the_plan: Plan, job: str, node: Node) -> Mapping[str, Any]:
-    """What an agent is told to look at before it is ready. Workers' folder and files are checked with all else."""
+    """The checks that an agent makes before it is ready. Workers' folder and files are checked with all else."""
     is_child = isinstance(node.channel, LocalChannel)
     return {
         "job": job,
@@ -210,7 +210,7 @@ def _orders(nodes: Sequence[Node], asked: Asked) -> list[Order]:
 
 
 def _results(agents: Agents, asked: Asked, job: str) -> tuple[dict[Node, list[Check]], list[Way]]:
-    """What the checks say on each host, and what goes between them, by their places in the agents."""
+    """The findings on each host, and the ways between them, by their places in the agents."""
     orders = _orders(agents.nodes, asked)
     peers = dict.fromkeys(name for node in agents.nodes for name in (node.name, node.address) if name and orders)
     asked = replace(asked, peers=tuple(peers))
@@ -255,7 +255,7 @@ def _parsed(out: bytes, error: str) -> tuple[list[Check], list[Way]]:
 
 
 def differences(hosts: Mapping[str, Sequence[Check]]) -> list[Check]:
-    """What must, or should, be the same on all hosts that could be checked, and is not."""
+    """Findings that must, or should, be the same on all checked hosts, and are not."""
     told = {
         host: {f"{check.subject} {check.name}": check for check in checks if check.alike}
         for host, checks in hosts.items()

@@ -1,4 +1,4 @@
-"""What jobs of this user have left running on this machine."""
+"""Processes that jobs of this user have left running on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernel, a container or an administrator allows."""
+"""Limits by the kernel, a container or an administrator."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _locked_memory() -> Check:
 
 
 def _core_files() -> Check:
-    """What a crashed worker leaves; a debugger reads them, and each is as large as its memory."""
+    """Core files, which a crashed worker leaves for a debugger. Each is as large as the worker's memory."""
     soft, _ = resource.getrlimit(resource.RLIMIT_CORE)
     if soft == 0:
         return good("core files", "none (ulimit -c unlimited, to look into a crash with gdb)")

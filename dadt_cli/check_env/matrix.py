@@ -1,4 +1,4 @@
-"""What the round trips and speeds between hosts mean."""
+"""The meaning of round trips and speeds between hosts."""
 
 from __future__ import annotations
 

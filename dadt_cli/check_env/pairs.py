@@ -19,7 +19,7 @@ from typing import Any
 
 TOKEN_BYTES = 16
 HELLO = struct.Struct(f"!{TOKEN_BYTES}sII")
-"""What a connection begins with: the job's token, who calls, and for what: ECHO, UP or DOWN."""
+"""The head of a connection: the job's token, the caller, and its wish: ECHO, UP or DOWN."""
 ECHO, UP, DOWN = range(3)
 WELCOME = b"!"
 STREAMS = 4
@@ -39,7 +39,7 @@ STRANGER_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What a host's process is told. addresses: [address, port] of each host."""
+    """An order to a host's process. addresses: [address, port] of each host."""
 
     index: int
     addresses: Sequence[Sequence[Any]]
@@ -66,7 +66,7 @@ class Way:
     source: int
     target: int
     seconds: float | None = None
-    """Of a round trip, the median."""
+    """The median of a round trip."""
     jitter: float | None = None
     """By how many seconds the slowest tenth of the round trips is longer than the median, at least."""
     speed: float | None = None
@@ -90,7 +90,7 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
 
 
 def measure(order: Order) -> list[Way]:
-    """What this host has seen of its pairs. Never raises for what the network does."""
+    """This host's findings on its pairs. Never raises for what the network does."""
     address, port = order.addresses[order.index]
     try:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET

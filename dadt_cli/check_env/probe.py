@@ -30,7 +30,7 @@ def of_host(
 ) -> list[Check]:
     """All subjects, in order. seen: is called by several threads as each one has ended."""
     waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
-    # What takes long comes first.
+    # Slow checks come first.
     for subject in sorted(SUBJECTS, key=lambda subject: -SUBJECTS[subject]):
         waiting.put(subject)
     found: dict[str, list[Check]] = {}
@@ -58,7 +58,7 @@ def longest(asked: Asked) -> float:
 
 
 def of_subject(subject: str, asked: Asked, env: Mapping[str, str] = os.environ) -> list[Check]:
-    """What it has found; a failed check where it did not come to its end."""
+    """The findings; a failed check if the subject did not come to its end."""
     seconds = SUBJECTS[subject] * (SLOW if asked.full else 1.0)
     command = [sys.executable, "-m", "dadt_cli.check_env", subject, json.dumps(asked.to_dict())]
     try:

@@ -1,4 +1,4 @@
-"""What shares out this machine, and how `dadt run` gets its hosts from it."""
+"""The scheduler that shares out this machine, and how `dadt run` gets its hosts from it."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ NODES = Path("/sys/devices/system/node")
 SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 CAP_SYS_PTRACE = 19
 NOBODY = 3
-"""Of ptrace_scope: not even root may attach, until the next boot."""
+"""The value of ptrace_scope at which not even root may attach, until the next boot."""
 
 
 def checks(asked: Asked) -> Iterator[Check]:

@@ -63,13 +63,13 @@ def exchange(name: str, np: int, hosts: str, **settings: Any) -> Check:
     if isinstance(found, Check):
         return found
     seconds = max(found)
-    # What each rank sends at least of such an average (nccl-tests' busbw).
+    # Each rank sends at least this share of such an average (nccl-tests' busbw).
     speed = 2 * (np - 1) / np * EXCHANGED_MIB * MIB / seconds
     return good(name, f"{EXCHANGED_MIB} MiB are averaged in {1e3 * seconds:.1f} ms, {speed / 1e9:.2f} GB/s each way")
 
 
 def _job(name: str, function: Any, np: int, hosts: str, settings: dict[str, Any]) -> list[Any] | Check:
-    """What each rank returned, or why there is nothing."""
+    """The results of the ranks, or why there are none."""
     from dadt import run
 
     with tempfile.TemporaryDirectory() as logs:

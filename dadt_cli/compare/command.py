@@ -52,14 +52,14 @@ def compare(a: str, b: str, tolerance: float, ignore_dtype: bool, everything: bo
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is called the same in both, or is in one alone."""
+    """A name that is in both, or in one alone."""
 
     names: tuple[str, ...]
     """Several where one tensor has several names, in both."""
     kind: str
     difference: Difference
     sides: tuple[str | None, str | None]
-    """What each holds there, in words."""
+    """The content of each, in words."""
 
     @property
     def result(self) -> str:
@@ -69,7 +69,7 @@ class Row:
 
 
 class Comparison:
-    """Of two files. Of each kind of rows, those with the largest differences come first."""
+    """The comparison of two files. In each kind of rows, those with the largest differences come first."""
 
     def __init__(self, a: Stored, b: Stored, tolerance: float, ignore_dtype: bool) -> None:
         self.files = (a, b)
@@ -107,7 +107,7 @@ class Comparison:
         return f"are equal within {self.tolerance:g}" if self.tolerance else "are equal"
 
     def _ties(self) -> list[str]:
-        """That an optimizer sees one parameter in one of them and two in the other is no difference of values."""
+        """It is no difference of values that an optimizer sees one parameter in one of them and two in the other."""
         one, other = ({frozenset(group) for group in stored.tied} for stored in self.files)
         pairs = (("A", one - other), ("B", other - one))
         return [

@@ -24,7 +24,7 @@ class Difference:
     what: str = ""
     """Why they are not equal, where it is not by numbers: type, shape, dtype, or value of what is no number."""
     largest: float = 0.0
-    """Of all elements; inf, and nan where one of the two alone is not a number."""
+    """The largest of all elements; inf, and nan where one of the two alone is not a number."""
     relative: float | None = None
     """That, divided by the largest finite magnitude in the first."""
     count: int = 0
@@ -113,7 +113,7 @@ def _between_tensors(a: Tensor, b: Tensor, what: str, tolerance: float) -> Diffe
 
 
 def _gap(x: Tensor, y: Tensor) -> Tensor | None:
-    """What lies between them, element by element, in float64; None if nothing."""
+    """The differences, element by element, in float64; None if there are none."""
     same = x == y if x.dtype == y.dtype else _wide(x) == _wide(y)
     if same.all():
         return None

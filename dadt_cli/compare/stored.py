@@ -1,4 +1,4 @@
-"""What a file of weights holds: every tensor and value by its name, read without running anything that is in it."""
+"""The content of a file of weights: every tensor and value by its name, read without running anything in it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Stored:
     """Names are keys and indices, with / between them."""
 
     name: str
-    """What the user calls it."""
+    """The user's name for it."""
     whole: str
     """The file, and what all names began with before it was taken off: last.pth:model/"""
     values: dict[str, Any]
@@ -79,7 +79,7 @@ def _split(text: str) -> tuple[Path, str]:
 
 
 def _content(path: Path) -> tuple[Any, Mapping[str, str]]:
-    """What the file holds, and which of its names were left out for which others. Raises ConfigError."""
+    """The file's content, and which of its names were left out for which others. Raises ConfigError."""
     try:
         with path.open("rb") as file:
             head = file.read(64)
@@ -186,7 +186,7 @@ def _part(key: Any) -> str:
 
 
 def _tops(values: Mapping[str, Any]) -> str:
-    """What names begin with, not all of many."""
+    """The beginnings of names, not all of many."""
     tops = list(dict.fromkeys("".join(name.partition("/")[:2]) for name in values))
     return ", ".join(tops[:5]) + ", ..." * (len(tops) > 5)
 

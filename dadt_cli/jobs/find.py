@@ -40,7 +40,7 @@ log_dir_option = click.option(
 
 
 def jobs(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """That run, for shells to complete."""
+    """Jobs that run, for shells to complete."""
     return [trace.job for trace in traces() if trace.job.startswith(incomplete)]
 
 

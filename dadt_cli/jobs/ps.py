@@ -89,7 +89,7 @@ def _ranks(told: Mapping[str, Any]) -> list[str]:
 
 
 def _ranks_here(trace: Trace) -> list[str]:
-    """What is known without a launcher: of this machine's ranks only."""
+    """Facts that need no launcher: they are of this machine's ranks only."""
     head = ["RANK", "PID", "STATE"]
     return table(head, [[str(rank), str(pid), _state(trace)] for rank, pid in sorted(trace.workers.items())], LEFT)
 

@@ -1,1 +1,1 @@
-"""What a job leaves to read: the page, its progress, its timeline."""
+"""Reading what a job leaves: the page, its progress, its timeline."""

@@ -12,14 +12,14 @@ SIDE = 1000.0
 LINES = 8
 """Ranks with a line of their own; of more, the median and a band from the least to the most are drawn."""
 PLACES = 200
-"""Of a band, along the time."""
+"""Points of a band, along the time."""
 
 Points = Sequence[tuple[float, float]]
 """x and y, in order of x."""
 
 
 class Curve(NamedTuple):
-    """What one rank did over time, and the mean of all of it."""
+    """One rank's values over time, and their mean."""
 
     points: Points
     mean: float
@@ -43,7 +43,7 @@ class Line:
 
 @dataclass
 class Chart:
-    """What is drawn in the square of SIDE, y downwards, and what stands beside it."""
+    """A drawing in the square of SIDE, y downwards, and the text beside it."""
 
     title: str
     lines: list[Line] = field(default_factory=list)

@@ -13,12 +13,12 @@ from dadt_cli.report.record import LARGEST, Moment, Record
 from dadt_cli.terminal.table import Table
 
 POINTS = 240
-"""Of a line, along the time."""
+"""Points of a line, along the time."""
 SILENT_SECONDS = 5.0
 """A rank that tells nothing for so long, and for three times as long as usual, makes no steps."""
 QUANTILES = (0.5, 0.95, 0.99)
 SIZES = range(-240, 240)
-"""Of steps: from a nanosecond to years."""
+"""Sizes of steps: from a nanosecond to years."""
 
 
 def over_time(record: Record) -> list[Chart]:
@@ -80,7 +80,7 @@ def _last(record: Record) -> float:
 
 
 def _counts(rank: Mapping[str, Any]) -> dict[int, int]:
-    """Of sizes, without what is none."""
+    """Steps by size, without keys that are no sizes."""
     told = (rank.get("step_times") or {}).get("counts") or {}
     sizes = {str(size): size for size in SIZES}
     return {sizes[name]: n for name, n in told.items() if name in sizes and isinstance(n, int) and 0 < n < LARGEST}

@@ -1,4 +1,4 @@
-"""What a job has left in its folder, read for a report: whatever is damaged or not there is named, and left out."""
+"""A job's folder, read for a report. Whatever is damaged or missing is named, and left out."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ REPORT = {
     "hosts": [HOST],
     "ranks": [RANK],
 }
-"""Of report.json: the keys that are read, and what they hold. Any may be null."""
+"""The keys of report.json that are read, and their types. Any may be null."""
 LARGEST = 2.0**63
 """No number in a record comes near it."""
 TAIL_BYTES = 16 << 10
@@ -81,13 +81,13 @@ class Moment(NamedTuple):
     """How far a rank had come; sums since it began."""
 
     time: float
-    """Of the launcher, in seconds since 1970."""
+    """The launcher's time, in seconds since 1970."""
     step: float
     samples: float
     waited: float
     """Seconds."""
     clock: float
-    """Of the rank, in seconds."""
+    """The rank's time, in seconds."""
 
 
 @dataclass
@@ -259,7 +259,7 @@ def _of_rank(event: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _first_exit(events: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """That was no good one, and nobody's wish."""
+    """An end that was no good one, and nobody's wish."""
     for event in events:
         if event["kind"] == "exit" and event.get("code") and not event.get("stopped"):
             return {key: event.get(name) for key, name in {"rank": "rank", "host": "host", "step": "step"}.items()} | {

@@ -126,7 +126,7 @@ def _program(command: Sequence[str], module: bool, no_python: bool, config: Conf
 
 
 def _folder(command: Sequence[str], config: Config) -> Path:
-    """Of the script: where Python looks for modules first."""
+    """The script's folder, where Python looks for modules first."""
     words = [word for word in command if not word.startswith("-") and not PYTHON.fullmatch(Path(word).name)]
     return (Path(config.workdir) / words[0]).parent if words else Path(config.workdir)
 

@@ -25,7 +25,7 @@ NAMES = {"DADT_THREADS": "OMP_NUM_THREADS"}
 
 
 def describe(the_plan: Plan) -> list[str]:
-    """What is known before any host was asked; of other hosts, GPUs and addresses are not."""
+    """The plan before any host was asked: GPUs and addresses of other hosts are not known."""
     config = the_plan.config
     launcher = launcher_of(Request(config, the_plan.hosts, the_plan.command, JOB))
     nodes = [Node(index, host, report=_report(host)) for index, host in enumerate(the_plan.hosts)]

@@ -182,7 +182,7 @@ def _columns(gauges: list[Gauge], slowest: Gauge | None, hosts: bool) -> list[li
 
 
 def _note(gauge: Gauge, slowest: bool) -> str:
-    """What is to be known of it, else its last line."""
+    """The news of a rank, else its last line."""
     member = gauge.member
     silence = time.monotonic() - member.seen
     if member.ended or member.finished:

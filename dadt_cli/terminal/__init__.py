@@ -1,1 +1,1 @@
-"""What goes to the terminal and to files."""
+"""Output to the terminal and to files."""

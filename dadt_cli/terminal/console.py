@@ -120,7 +120,7 @@ def part(text: str, last: bool = False) -> None:
 
 
 def block(text: Sequence[str]) -> None:
-    """What is to stand last on the screen; its first line names the speaker."""
+    """The text that is to stand last on the screen; its first line names the speaker."""
     _write("dadt: " + "\n".join(text), True)
 
 

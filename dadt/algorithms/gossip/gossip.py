@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dadt.train.peers import Peers
 
 _Place = tuple[int, int]
-"""Of a tensor: its address, and how many elements it has."""
+"""A tensor's address, and its number of elements."""
 _TAG = 100
 """The first one; each optimizer has two."""
 _IDLE_STEPS = 64

@@ -69,7 +69,7 @@ class WeightSnapshot:
         self.crc = zlib.crc32(repr((self.kinds, layout)).encode())
         """Equal on ranks that publish the same kind of weights."""
         self._pieces: list[list[tuple[Part, slice, slice]]] = [[] for _ in tensors]
-        """Of each tensor: where its pieces are, in a part and in the tensor; in order."""
+        """For each tensor, in order, the places of its pieces in a part and in the tensor."""
         for part in self.parts:
             start = 0
             for tensor, first, end in part.pieces:

@@ -213,7 +213,7 @@ class Local(Algorithm):
     # Checkpoints -----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What is in flight is left out: its mean is not known here. This rank's progress stands for it."""
+        """The state without what is in flight, whose mean is not known here. This rank's progress stands for it."""
         if not self._fragments:
             return {}
         numbers = _numbers(self.attachment.optimizer)

@@ -1,1 +1,1 @@
-"""What is known of each rank, and who is told: output, journal, series, metrics."""
+"""The launcher's knowledge of each rank, and its readers: output, journal, series, metrics."""

@@ -1,4 +1,4 @@
-"""What can be benchmarked: each name leads to a factory, which returns a Workload."""
+"""The models to benchmark: each name leads to a factory, which returns a Workload."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODELS = {
 
 
 def make(name: str) -> Workload:
-    """Of a name in MODELS, or of `package.module:factory`: a callable without arguments.
+    """The factory of a name in MODELS, or of `package.module:factory`: a callable without arguments.
 
     It returns a Workload, or a plain tuple of its first fields: (model, batch, loss). Raises ConfigError.
     """

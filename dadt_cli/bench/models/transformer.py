@@ -75,7 +75,7 @@ def block(norm_first: bool) -> nn.TransformerEncoderLayer:
 
 
 def hidden(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Of the tokens that are hidden, as BERT is trained."""
+    """The loss of the hidden tokens, as BERT is trained."""
     chosen = torch.rand(tokens.shape, device=tokens.device) < MASKED
     chosen[:, 0] = True  # or a batch of few tokens may have none
     logits = logits_of(model, tokens.masked_fill(chosen, MASK))
@@ -85,7 +85,7 @@ def hidden(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def following(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Of each token, from those before it."""
+    """The loss of each token, predicted from those before it."""
     return nn.functional.cross_entropy(logits_of(model, tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 

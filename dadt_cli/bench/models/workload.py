@@ -1,4 +1,4 @@
-"""What one step of a benchmark trains."""
+"""One step of a benchmark."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Workload(NamedTuple):
     loss: Callable[..., torch.Tensor]
     """loss(model, *batch), a scalar. The batch is on the model's device."""
     unit: str = "samples"
-    """What is counted per second: images, tokens, ..."""
+    """The unit that is counted per second: images, tokens, ..."""
     per_sample: int = 1
     """How many of them a sample has."""
     source: str = ""
