@@ -46,7 +46,7 @@ def DistributedOptimizer(
 
 
 def _sum(ranks: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """After the averages have come: DADT's own hook is one of all optimizers, and those run first."""
+    """Called after the averages have come: DADT's own hook is one of all optimizers, and those run first."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):
         _multiply(optimizer, ranks)

@@ -111,7 +111,7 @@ class Session:
         chosen.close(self.config.timeout)
 
     def local_barrier(self) -> None:
-        """Until all ranks of this host are here: by messages, as other hosts need not call it now."""
+        """Wait until all ranks of this host are here: by messages, as other hosts need not call it now."""
         if self.world.local_size == self.world.world_size:
             self.all.submit(operation.barrier(self.all.size), None).wait()
             return

@@ -53,7 +53,7 @@ class Unreached(LaunchError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reach:
-    """Where a launcher listens, and the key that both sides share."""
+    """The address at which a launcher listens, and the key that both sides share."""
 
     addresses: Sequence[str]
     port: int

@@ -38,7 +38,7 @@ class Wrappers:
         self._runtime = runtime
         self._undecided: weakref.WeakSet[DDP] = weakref.WeakSet()
         self._quiet: weakref.WeakSet[DDP] = weakref.WeakSet()
-        """In whose place DADT averages."""
+        """The wrappers in whose place DADT averages."""
 
     def notice(self, modules: Iterable[nn.Module]) -> None:
         self._undecided.update(m for m in modules if isinstance(m, DDP) and m not in self._quiet)
@@ -53,7 +53,7 @@ class Wrappers:
         return optimizer in self._runtime.left_alone
 
     def decide(self) -> None:
-        """Before optimizers are attached: how each DDP whose parameters they train is averaged."""
+        """Decide, before optimizers are attached, how each DDP whose parameters they train is averaged."""
         if self._runtime.explicit:
             return
         for ddp in list(self._undecided):

@@ -91,7 +91,7 @@ def _is_users(file: str) -> bool:
 
 
 def _offer_stacks(control: Control) -> None:
-    """On the signal, stacks go to a file that the agent reads."""
+    """Write stacks to a file that the agent reads, at the signal."""
     path = Path(control.world.agent).with_name(f"stacks-{os.getpid()}")
     # Open for the life of the process: a signal handler cannot open files.
     file = path.open("wb")

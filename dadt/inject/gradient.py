@@ -1,4 +1,4 @@
-"""Where gradients are used before the step: clipping and the gradient scaler see averages, as the step does."""
+"""Gradients that are used before the step: clipping and the gradient scaler see averages, as the step does."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def install(runtime: Runtime, modules: Modules) -> None:
     scale, unscale, step = GradScaler.scale, GradScaler.unscale_, GradScaler.step
 
     def tell(scaler: GradScaler, attachments: Iterable[Attachment]) -> None:
-        """Which loss scale the gradients of this step carry. They may be clipped, or sent, before they are unscaled."""
+        """Tell the loss scale of this step's gradients. They may be clipped, or sent, before they are unscaled."""
         value = scaler._scale if scaler.is_enabled() else None
         token = None if value is None else (id(value), value._version)
         for attachment in attachments:

@@ -138,7 +138,7 @@ class Modules:
                 self._leave(child, optimizer)
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before an optimizer's step: a topmost module that was not called (a container) is entered one level down."""
+        """Called before an optimizer's step: hooks go one level down from a topmost module that was not called."""
         seen = self._seen.setdefault(optimizer, {})
         called = False
         for module in [m for m, optimizers in self._optimizers.items() if optimizer in optimizers]:
@@ -204,7 +204,7 @@ class Modules:
                 attachment.prediction.undo()
 
     def reveal(self, module: nn.Module) -> list[Attachment]:
-        """Before state_dict() or load_state_dict(): the weights and buffers below are the true and official ones."""
+        """Called before state_dict() or load_state_dict(), which see the true weights and the official buffers."""
         ids = {id(p) for p in module.parameters()}
         mine = [a for a in self.runtime.attachments if not ids.isdisjoint(a.prediction.given)]
         for attachment in mine:
@@ -214,7 +214,7 @@ class Modules:
         return mine
 
     def loaded(self, module: nn.Module, mine: Iterable[Attachment]) -> None:
-        """After load_state_dict()."""
+        """Called after load_state_dict()."""
         for attachment in mine:
             attachment.loaded()
         for m in module.modules():

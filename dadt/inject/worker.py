@@ -60,7 +60,7 @@ def start(world: World, *, explicit: bool = False) -> None:
 
 
 def ask() -> Runtime:
-    """For a script that calls `dadt.init`: the runtime, which leaves everything else to it from here on."""
+    """The runtime for a script that calls `dadt.init`: it leaves everything else to the script from here on."""
     if runtime is None:
         world = World.from_env()
         start(world if world.job else World.from_launcher(), explicit=True)

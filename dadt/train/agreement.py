@@ -18,7 +18,7 @@ FINGERPRINTED_STEPS = 20
 _EVERY = 64
 """Steps between two looks at what is not trained, which is not to differ."""
 _SAME_STEPS = 5
-"""With equal gradients on all ranks, for a warning."""
+"""Steps with equal gradients on all ranks, after which a warning is due."""
 
 
 class Adopt(Protocol):

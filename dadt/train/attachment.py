@@ -166,7 +166,7 @@ class Attachment:
         return self.owner.buffers.of(self.modules) if self.runtime.config.buffers else []
 
     def start(self) -> None:
-        """From rank 0's state, on all ranks: parameters (frozen ones, too), buffers, optimizer state."""
+        """Take rank 0's state on all ranks: parameters (frozen ones, too), buffers, optimizer state."""
         optimizer = self.optimizer
         if self.runtime.config.broadcast:
             self.algorithm.starting()
@@ -233,7 +233,7 @@ class Attachment:
                 self._hooked[p] = True
 
     def compress(self, name: str) -> None:
-        """From the next exchange on, on all ranks, as --compression does. None may be under way."""
+        """Change the compression from the next exchange on, on all ranks. No exchange may be under way."""
         self.compression = name
         self._token = (self._token[0], None)
         self.refresh()
@@ -271,14 +271,14 @@ class Attachment:
         self._grew = False
 
     def zero_gradients(self) -> None:
-        """For a step that applies none. In memory of their own: the flat buffers may be under way."""
+        """Zero the gradients for a step that applies none, in other memory: the flat buffers may be under way."""
         tables = {id(p) for p in self._tables}
         for p in self.parameters:
             zeros = torch.zeros_like(p)
             p.grad = zeros.to_sparse(1) if id(p) in tables else zeros
 
     def withhold_gradients(self) -> None:
-        """Where no average has come yet: without gradients a step changes neither weights, momentum nor counters."""
+        """Remove the gradients while no average has come: a step then changes no weight, momentum or counter."""
         self.stepping = True
         if self.agreement.follows and self.algorithm.averages:
             # Here, where no exchange is open and the script sets nothing any more before the step.
@@ -361,7 +361,7 @@ class Attachment:
         return fingerprint.of_untrained(self.modules, others)
 
     def wait(self, exchange: Exchange | RestoredExchange) -> list[StepMetadata]:
-        """For algorithms of users, who know it by this name."""
+        """The name that algorithms of users know it by."""
         return exchange.receive()
 
     def deliver(self, exchange: Exchange | RestoredExchange) -> None:

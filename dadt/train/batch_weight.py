@@ -12,7 +12,7 @@ class BatchWeight:
         """Batches since the last exchange."""
         self._samples = 0.0
         self._fills_up = False
-        """From the next step on it is 1 again, unless that draws."""
+        """Whether the weight is 1 again from the next step on, unless that step draws."""
 
     def drew(self, samples: int, nominal: int) -> None:
         """A batch of a shared loader was handed to the script; samples of it count, of nominally so many."""

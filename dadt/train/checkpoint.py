@@ -18,7 +18,7 @@ from dadt.train.peers import Peers
 from dadt.train.restored import by_index, by_parameter, numbers_of, places_of
 
 KEY = "dadt"
-"""In the dict that optimizer.state_dict() gives."""
+"""The key in the dict that optimizer.state_dict() gives."""
 VERSION = 2
 _MANY = 5
 """Steps in a row whose state is taken, for a warning."""

@@ -1,4 +1,4 @@
-"""Where a rank's time goes: computing, exchanging, waiting."""
+"""Measures a rank's time: computing, exchanging, waiting."""
 
 from __future__ import annotations
 

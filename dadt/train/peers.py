@@ -89,7 +89,7 @@ class Peers:
 
     @property
     def meet(self) -> Meet:
-        """Where all ranks find each other."""
+        """The rendezvous of all ranks."""
         return AllRanks(self.world, self.control, self.config.start_timeout)
 
     def connect(self) -> Connection:
@@ -171,7 +171,7 @@ class Peers:
         self._launched_at[exchange] = self.step
 
     def wait(self, work: Work | Averaging) -> None:
-        """Until the work is done; says for whom it waits, and ends with an error that names them."""
+        """Wait until the work is done. Says for whom it waits, and raises an error that names them."""
         begun = perf_counter()
         stood = not work.done
         while True:

@@ -25,7 +25,7 @@ class Progress:
         self.samples = 0
         """Drawn from shared loaders for training."""
         self.hook_seconds = 0.0
-        """In DADT's hooks around steps, waiting included."""
+        """Seconds in DADT's hooks around steps, waiting included."""
         self.measures: list[Measure] = []
         """Sums of all optimizers so far; one may be collected before the end."""
         self.senders: list[Sender] = []

@@ -146,7 +146,7 @@ class Registry(Peers):
                 attachment.skipped()
 
     def release_other_predictions(self, attachment: Attachment) -> None:
-        """Before its step: no other optimizer's prediction may stand in parameters that this one is to change."""
+        """Called before its step: no other optimizer's prediction may stand in parameters that it is to change."""
         ids = {id(p) for p in attachment.parameters}
         for other in self._attachments.values():
             if other is not attachment:

@@ -118,7 +118,7 @@ def by_parameter(value: Any, parameters: Sequence[torch.Tensor]) -> Any:
 
 
 def _kept(tensor: torch.Tensor) -> torch.Tensor:
-    """On the host: a GPU that is nearly full must have no need of more for a checkpoint."""
+    """A copy on the host: a nearly full GPU must need no more memory for a checkpoint."""
     return tensor.to("cpu", copy=True)
 
 

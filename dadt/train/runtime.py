@@ -68,7 +68,7 @@ class Runtime(Registry):
         self.checkpoints = Checkpoints(self, self)
 
     def resign(self) -> None:
-        """In a forked child: it is no rank, and whatever it does concerns nobody."""
+        """Give up being a rank in a forked child, whose doings concern nobody."""
         self.world = World()
         self.control = None
         self.timeline = None

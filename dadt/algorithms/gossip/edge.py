@@ -88,7 +88,7 @@ class LinkMessages:
         self.wait([self._mail.receive(each, self.peer, self._tag) for each in torch.split(weights, _SLICE)])
 
     def wait(self, transits: list[P2PWork]) -> None:
-        """Until all are done. Raises CommTimeout that names the neighbour, and PeerLost."""
+        """Wait until all are done. Raises CommTimeout that names the neighbour, and PeerLost."""
         deadline = monotonic() + self._timeout
         for transit in transits:
             if not _done_within(transit, max(0.0, deadline - monotonic())):
@@ -140,7 +140,7 @@ class Asking(LinkEnd):
         """ended: called after each exchange, with whether there was an average."""
         super().__init__(line, weights, state)
         self.asked: float | None = None
-        """Since when it is under way; for whoever gives the orders."""
+        """The time at which the exchange under way began, for whoever gives the orders."""
         self._orders: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._ended = ended
 
@@ -185,7 +185,7 @@ class Answering(LinkEnd):
     """The side that answers, and never asks."""
 
     def run(self) -> None:
-        """Until the neighbour says that it is done."""
+        """Answer until the neighbour says that it is done."""
         while (question := self.line.receive_head(patient=True)).kind is not Kind.FINISH:
             self._answer(question)
         self._state = None

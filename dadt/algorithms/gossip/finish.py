@@ -1,4 +1,4 @@
-"""Where ranks that go each at its own speed wait for each other: once, at the end of the process."""
+"""The one wait of ranks for each other that go each at its own speed: at the end of the process."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Gossip(Algorithm):
 
     @property
     def exchanges(self) -> int:
-        """So many have reached this rank's weights."""
+        """The number of exchanges that have reached this rank's weights."""
         return sum(self._pairing.ages.values())
 
     def before_step(self) -> None:

@@ -137,7 +137,7 @@ class Pairing:
         self.check()
 
     def stop(self) -> None:
-        """After the end, or a failure, which has ended all messages."""
+        """End the threads, after the end or a failure, which has ended all messages."""
         self.retire()
         deadline = monotonic() + _STOP_SECONDS
         for thread in self._threads.values():
@@ -156,7 +156,7 @@ class Pairing:
 
     @contextmanager
     def _weights(self) -> Iterator[WeightSnapshot | None]:
-        """For one exchange: if they are replaced meanwhile, what it adds still counts."""
+        """The weights for one exchange: if they are replaced meanwhile, what it adds still counts."""
         with self._lock:
             snapshot = self._snapshot
             if snapshot is not None:
@@ -213,7 +213,7 @@ class Pairing:
 
 
 def link_state(name: str, snapshot: WeightSnapshot, asks: bool) -> LinkState:
-    """For one end of an edge. name: as given to --compression; asks: this end asks, the other one answers."""
+    """The state for one end of an edge. name: as given to --compression; asks: this end asks, the other one answers."""
     family, _, rank = name.partition(":")
     if family == "powersgd":
         return PowerGossip(name, snapshot, int(rank), asks)

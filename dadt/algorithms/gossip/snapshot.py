@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 PART_BYTES = 1 << 20
-"""As long as one side is at a part, the other may have to wait: short. And the arithmetic stays in cache."""
+"""Bytes of a part. The other side may have to wait for a part, so it is short; and the arithmetic stays in cache."""
 _ALIGNMENT = 64
 _GRAIN = 1 << 14
 """Elements up to which torch computes in the calling thread alone: another team of threads would take cores from
@@ -182,7 +182,7 @@ class WeightSnapshot:
         return flat
 
     def add_to_tensor(self, index: int, difference: torch.Tensor) -> None:
-        """As `add`, for the elements of this tensor."""
+        """Like `add`, for the elements of this tensor."""
         for part, inside, piece in self._pieces[index]:
             with part.lock:
                 for memory in (self._copy, self._added):
@@ -196,7 +196,7 @@ class WeightSnapshot:
 
 
 def grains(flat: torch.Tensor) -> list[torch.Tensor]:
-    """So short that torch computes with them in the calling thread."""
+    """Pieces so short that torch computes with them in the calling thread."""
     return list(torch.split(flat, _GRAIN))
 
 

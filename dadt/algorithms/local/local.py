@@ -45,7 +45,7 @@ class Local(Algorithm):
         """Steps that an exchange may take. At a whole round ranks would be apart for two."""
         self._outer = Outer(config.outer_lr, config.outer_momentum)
         self._fragments: dict[int, Fragment] = {}
-        """By number; there are none before the first round."""
+        """Fragments by number; there are none before the first round."""
         self._steps = 0
         """Steps that this rank has taken alone."""
         self._trained: tuple[Any, ...] = ()

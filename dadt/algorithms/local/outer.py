@@ -117,7 +117,7 @@ class Fragment(BucketExchange):
     # One exchange ----------------------------------------------------------------------------------------------
 
     def receive(self) -> list[Told]:
-        """Until what is in flight has come; what every rank told with it. None is in flight: nothing."""
+        """Wait for what is in flight. Returns what every rank told with it; nothing if there is none."""
         self._await()
         self._go_on()
         self._alive.clear()
@@ -133,7 +133,7 @@ class Fragment(BucketExchange):
         return told
 
     def merge(self) -> None:
-        """After `receive`: move the anchor by the mean of what the ranks sent."""
+        """Move the anchor by the mean of what the ranks sent. Call it after `receive`."""
         with torch.no_grad():
             for bucket, rows in zip(self._buckets, self._rows, strict=True):
                 for i, row in enumerate(rows):
@@ -146,7 +146,7 @@ class Fragment(BucketExchange):
         self._works = []
 
     def send(self, groups: int) -> None:
-        """After `merge`: this rank's progress from the anchor. Does not wait for the others'."""
+        """Launch this rank's progress from the anchor, after `merge`. Does not wait for the others'."""
         with torch.no_grad():
             for bucket, rows in zip(self._buckets, self._rows, strict=True):
                 for i, row in enumerate(rows):
@@ -199,7 +199,7 @@ class Fragment(BucketExchange):
                 yield row, anchor, velocity
 
     def _start(self, bucket: Bucket, index: int, row: Row) -> torch.Tensor:
-        """Where this rank's round began: computed again, the same bits, rather than kept."""
+        """The weights at which this rank's round began: computed again, the same bits, rather than kept."""
         if not self._works:
             return row.anchor
         start, _ = self.outer.moved(row.anchor, row.velocity, bucket.deliver(index, _OWN))
@@ -235,7 +235,7 @@ class Fragment(BucketExchange):
 
 
 def parts(parameters: Sequence[torch.Tensor], count: int) -> list[list[torch.Tensor]]:
-    """In their order, in `count` parts of about equal bytes, some of which may be empty."""
+    """Split tensors in their order into `count` parts of about equal bytes, some of which may be empty."""
     sizes = [p.numel() * p.element_size() for p in parameters]
     total = sum(sizes) or 1
     found: list[list[torch.Tensor]] = [[] for _ in range(count)]

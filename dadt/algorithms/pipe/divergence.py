@@ -14,7 +14,7 @@ PATIENCE = 5
 _LEAST = 20
 _MOST = 50
 _DRIFT = 1.01
-"""By so much the usual norm follows in a step: a training by itself is slower, a divergence faster."""
+"""The share by which the usual norm follows in a step: a training by itself is slower, a divergence faster."""
 
 
 class Divergence:

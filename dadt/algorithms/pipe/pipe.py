@@ -105,7 +105,7 @@ class Pipe(Algorithm):
             a.runtime.say(a.measure.verdict(a.step))
 
     def step_synchronously(self) -> None:
-        """From now on, for good: what `sync` does."""
+        """Do what `sync` does, from now on and for good."""
         self._pending = None
         self.attachment.prediction.end()
         self.attachment.measure.late = 0

@@ -1,4 +1,4 @@
-"""Where the ranks of a process group find each other, and tell who waits for whom: the store that torch hands over."""
+"""Ranks of a process group find each other, and tell who waits for whom, through the store that torch hands over."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class GroupRendezvous:
         return b""
 
     def put(self, key: str, blob: bytes) -> None:
-        """For whichever rank asks for the key."""
+        """Give a value to whichever rank asks for the key."""
         self._store.set(self._key(f"put/{key}", 0), blob)  # type: ignore[arg-type]  # takes bytes, too
 
     def get(self, keys: Sequence[str]) -> list[bytes]:
@@ -88,7 +88,7 @@ class GroupRendezvous:
         return [self._store.get(each) for each in put]
 
     def look_around(self) -> Surroundings:
-        """Which ranks share a machine, as they themselves see it."""
+        """The machines of the ranks, as the ranks themselves see them."""
         own, server = _ends(self._store)
         gpus = machine.gpus() if dist.is_nccl_available() and torch.cuda.is_available() else []
         mine = {"machine": store_client.machine_id(), "own": own, "store": server, "gpus": gpus}

@@ -68,7 +68,7 @@ class BackendWork(Work):
         return owner.add(cls(owner, "coalesced operations", number, parcels, outputs, limit))
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Until the results are there. Raises DistBackendError, which names the ranks that have not come."""
+        """Wait until the results are there. Raises DistBackendError, which names the ranks that have not come."""
         seconds = timeout.total_seconds() if timeout is not None else 0.0
         with self._lock:
             self._settle(seconds if seconds > 0 else self._limit)
@@ -99,7 +99,7 @@ class BackendWork(Work):
         return self._outputs
 
     def source_rank(self) -> int:
-        """Who has sent what was received."""
+        """The rank that sent the received tensor."""
         return int(self._parcels[0][0].source)  # type: ignore[attr-defined]
 
     _source_rank = source_rank
@@ -200,7 +200,7 @@ class PendingWorks:
         self._meeting.wait_in(number)
 
     def explained(self, error: CommError, number: int) -> str:
-        """With the ranks that have not come, where the executor did not know them."""
+        """The error with the ranks that have not come, if the executor did not know them."""
         text = str(error)
         if not number or "rank" in text:
             return text

@@ -124,7 +124,7 @@ class Named:
         return self._negotiation.join()
 
     def set_step(self, step: int) -> None:
-        """Which step this rank is in, for reports of stalls."""
+        """Tell which step this rank is in, for reports of stalls."""
         self._negotiation.set_step(step)
 
     def abort(self, reason: str, lost: bool = False) -> None:
@@ -169,7 +169,7 @@ class Named:
 
 
 def describe(stall: _core.Stall) -> str:
-    """Who has submitted the tensor and who has not, with their last steps."""
+    """The text on who has submitted the tensor and who has not, with their last steps."""
     have, lack = (
         ", ".join(f"rank {r} (step {stall.steps[r]})" for r in ranks) for ranks in (stall.submitted, stall.missing)
     )
@@ -312,7 +312,7 @@ _open: weakref.WeakSet[Named] = weakref.WeakSet()
 
 
 def _forsake_all() -> None:
-    """In a forked child, which would hide its parent's end from the peers if it kept the connections."""
+    """Drop the connections in a forked child, which would else hide its parent's end from the peers."""
     for named in list(_open):
         named._negotiation.forsake()
 

@@ -75,7 +75,7 @@ def all_reduce(tensor: torch.Tensor, output: torch.Tensor, reduction: str, size:
 
 
 def reduce(tensor: torch.Tensor, output: torch.Tensor, reduction: str, root: int, rank: int, size: int) -> Operation:
-    """As all_reduce, on the root only; elsewhere output is left alone."""
+    """Like all_reduce, on the root only; elsewhere output is left alone."""
     _check_reduction(reduction, tensor.dtype)
     _check_root(root, size)
     signature = f"reduce {reduction} to rank {root} {_describe(tensor)}"
@@ -132,7 +132,7 @@ def all_gather(tensor: torch.Tensor, size: int, outputs: Sequence[torch.Tensor] 
 def gather(
     tensor: torch.Tensor, root: int, rank: int, size: int, outputs: Sequence[torch.Tensor] | None = None
 ) -> Operation:
-    """As all_gather, on the root only; elsewhere the result is None."""
+    """Like all_gather, on the root only; elsewhere the result is None."""
     _check_root(root, size)
     return _gather_call(f"gather to rank {root}", tensor, [root], size, outputs, receiving=rank == root)
 
@@ -245,7 +245,7 @@ def _gather_call(
 
 
 def _receive(call: Operation, outputs: Sequence[torch.Tensor] | None, like: torch.Tensor) -> None:
-    """Where an exchange's results go."""
+    """The places for an exchange's results."""
     if outputs is None:
         trail = tuple(like.shape[1:])
         rows = like.shape[0] if like.dim() else 1

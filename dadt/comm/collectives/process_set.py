@@ -76,7 +76,7 @@ class Handles:
         return all(handle.done for handle in self._handles)
 
     def wait(self, timeout: float | None = None) -> list[Any]:
-        """As Handle.wait, of each."""
+        """Like Handle.wait, for each."""
         return [handle.wait(timeout) for handle in self._handles]
 
 

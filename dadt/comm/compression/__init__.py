@@ -20,7 +20,7 @@ Form = Feedback | LowRank
 
 
 def forms(name: str, buckets: Sequence[Bucket]) -> list[Form | None]:
-    """For each bucket; None: it travels as it is. name: as given to --compression."""
+    """The state for each bucket; None if it travels as it is. name: as given to --compression."""
     family, _, rank = name.partition(":")
     if family == "powersgd":
         made = [LowRank(b, int(rank)) if b.dtype in FLOATS else None for b in buckets]

@@ -22,7 +22,7 @@ class Owing:
         self._forgets = True
 
     def keep(self, scale: torch.Tensor | None) -> torch.Tensor | float:
-        """For the next exchange, whose gradients carry this loss scale. A number, but for scales on a GPU."""
+        """The residual's factor in the next exchange, whose gradients have this scale; a tensor for one on a GPU."""
         before, self._scale = self._scale, scale
         forgets, self._forgets = self._forgets, False
         if forgets:
@@ -42,12 +42,12 @@ class Feedback(Owing):
         self._owed: torch.Tensor | None = None
 
     def owed(self, total: int, device: torch.device | None = None) -> torch.Tensor:
-        """For so many values. Made when it is first asked for, on that device (None: in memory of the host)."""
+        """The residual for so many values, made at the first call, on that device (None: in host memory)."""
         if self._owed is None:
             self._owed = torch.zeros(total, device=device or "cpu", dtype=torch.float32)
         assert len(self._owed) == total, "a Feedback is of one bucket"
         return self._owed
 
     def arguments(self, total: int, scale: torch.Tensor | None = None) -> dict[str, Any]:
-        """For the next `Engine.allreduce` of these so many values. This object must live until that is done."""
+        """Arguments of the next `Engine.allreduce` of so many values. This object must live until that is done."""
         return {"codec": self.codec.core, "owed": self.owed(total).data_ptr(), "keep": float(self.keep(scale))}

@@ -132,7 +132,7 @@ class Round:
 
     @property
     def then(self) -> Staged:
-        """In memory of the host it is there from the beginning, and `halfway` writes it."""
+        """The second round's tensor. In host memory it is there from the beginning, and `halfway` writes it."""
         return self.form.second.stage(list(self._own), self._turn)
 
     def halfway(self) -> None:

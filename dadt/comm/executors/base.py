@@ -20,11 +20,11 @@ class P2PWork(Protocol):
     def done(self) -> bool: ...
 
     def wait(self, timeout: float) -> None:
-        """Until the tensor may be used again. Raises CommTimeout, PeerLost, and Mismatch where the lengths differ."""
+        """Wait until the tensor may be used again. Raises CommTimeout, PeerLost, and Mismatch if the lengths differ."""
 
     @property
     def source(self) -> int:
-        """After wait: the rank that sent it."""
+        """The rank that sent it, after wait."""
 
 
 class PointToPoint(Protocol):
@@ -46,7 +46,7 @@ class Executor(PointToPoint, Protocol):
     name: str
 
     def allreduce(self, flat: torch.Tensor, reduction: str) -> None:
-        """In place: sum, min, max or product over ranks, the same bits on every rank."""
+        """Reduce in place: sum, min, max or product over ranks, the same bits on every rank."""
 
     def allgather(self, mine: torch.Tensor, all: torch.Tensor) -> None:
         """Bytes of equal length from every rank, by rank, one after the other."""

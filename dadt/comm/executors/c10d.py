@@ -123,7 +123,7 @@ def gloo_group(store: Any, address: str, rank: int, world_size: int, timeout: fl
 
 
 def _other_group(name: str, store: Any, rank: int, world_size: int, timeout: float) -> Any:
-    """As torch.distributed itself makes it, but for its being known there."""
+    """Make a group as torch.distributed itself does, but unknown to it."""
     seconds = datetime.timedelta(seconds=timeout)
     if plugin := Backend._plugins.get(name.upper()):
         if not plugin.extended_api:

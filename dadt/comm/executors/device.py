@@ -173,7 +173,7 @@ class Device:
 
 
 class Averaging:
-    """As the engine's Work. After `wait` the current stream waits for the device, and divides by the weights."""
+    """Like the engine's Work. After `wait` the current stream waits for the device, and divides by the weights."""
 
     def __init__(
         self,
@@ -219,7 +219,7 @@ class Averaging:
         return self._work.waited
 
     def wait(self, timeout: float) -> None:
-        """For the peers, not for the device. Raises as the engine's Work."""
+        """Wait for the peers, not for the device. Raises what the engine's Work raises."""
         self._work.wait(timeout)
         if self._tensors is not None:
             flat, sums = self._tensors

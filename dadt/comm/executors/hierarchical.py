@@ -86,7 +86,7 @@ class Hierarchical:
         self._timeout = timeout
         self._flat = join(range(sum(map(len, hosts))))
         self._across = [ranks[self._me] for ranks in hosts] if self._me < self._shards else []
-        """Who keeps the same shard."""
+        """The ranks that keep the same shard."""
         self._cross = join(self._across) if len(self._across) > 1 else None
 
     # Reduction --------------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ class Keys(Store):
         return self
 
     def _alike(self, key: str) -> list[str]:
-        """With those that other ranks put: Gloo asks for one after the other, and each way to the launcher counts."""
+        """The same key of all ranks: Gloo asks for one by one, and each way to the launcher counts."""
         of_all = key.rpartition("/")[0]
         if f"{of_all}/{self._rank}" not in self._known:
             return [key]

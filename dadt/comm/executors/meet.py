@@ -19,13 +19,13 @@ class Meet(Protocol):
 
     @property
     def secret(self) -> bytes:
-        """Which these ranks alone know; empty where there is none."""
+        """The secret that these ranks alone know; empty if there is none."""
 
     def exchange(self, key: str, blob: bytes) -> list[bytes]:
         """Every rank's bytes, by rank."""
 
     def put(self, key: str, blob: bytes) -> None:
-        """For whichever rank asks for the key. Does not wait for the others."""
+        """Give a value to whichever rank asks for the key. Does not wait for the others."""
 
     def get(self, keys: Sequence[str]) -> list[bytes]:
         """Return the values that some ranks have put there, or will put there."""

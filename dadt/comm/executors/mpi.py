@@ -211,7 +211,7 @@ class Mpi:
                 time.sleep(min(_LONGEST_PAUSE, waited / 10))
 
     def _await_all(self, verb: str, size: int = 0, root: int = 0) -> None:
-        """Until all ranks are here. Raises Mismatch, the same on all of them, where they are not in the same verb."""
+        """Wait until all ranks are here. Raises the same Mismatch on all of them if their operations differ."""
         mine = size << 24 | root << 4 | _VERBS.index(verb)
         self._mine[0], self._mine[1] = mine, -mine  # the least of the second is the greatest of the first
         with self._serial:
@@ -222,7 +222,7 @@ class Mpi:
             raise self._differing(mine)
 
     def _differing(self, mine: int) -> Mismatch:
-        """Which ranks are in what. All of them are here, and have found out."""
+        """The error that tells which ranks are in which operation. All of them are here, and have found out."""
         self._mine[0] = mine
         every = memoryview(bytearray(8 * self._comm.size)).cast("q")
         with self._serial:
@@ -244,7 +244,7 @@ class Mpi:
         return self._mpi.buffer.fromaddress(tensor.data_ptr(), _size(tensor))
 
     def _bytes(self, tensor: torch.Tensor, shares: int = 1) -> list[Any]:
-        """As MPI takes it: memory, bytes of a share, type."""
+        """The buffer as MPI takes it: memory, bytes of a share, type."""
         memory = self._memory(tensor)
         return [memory, memory.nbytes // shares, self._mpi.BYTE]
 

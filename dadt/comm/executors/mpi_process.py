@@ -76,11 +76,11 @@ class Process:
         return mpi
 
     def opened(self) -> None:
-        """There is one more communicator."""
+        """Count one more communicator."""
         self._open += 1
 
     def closed(self, failed: bool) -> None:
-        """There is one less. failed: nobody knows what its ranks are doing."""
+        """Count one communicator less. failed: nobody knows what its ranks are doing."""
         self._open -= 1
         self._failed |= failed
         if self._exiting:

@@ -114,7 +114,7 @@ class ThreadedDevice(Device):
 
 
 class ThreadedAveraging(Averaging):
-    """After `wait` the current stream has the sum, divided by the weights."""
+    """A work after whose `wait` the current stream has the sum, divided by the weights."""
 
     def __init__(self, summed: Future[None], *of_device: Any) -> None:
         super().__init__(*of_device)

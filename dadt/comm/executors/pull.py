@@ -74,7 +74,7 @@ class Puller:
         self._flats: dict[torch.dtype, torch.Tensor] = {}
         self._wires: dict[str, tuple[torch.Tensor, memoryview, int]] = {}
         self._sent = (0, 0)
-        """In this operation: bytes to peers, and what they would be uncompressed."""
+        """Bytes of this operation to peers, and their number without compression."""
 
     def run(self) -> None:
         while not self._engine.closed:
@@ -255,7 +255,7 @@ class Puller:
         return [data[_HEADER.size :] for data in lanes], total
 
     def _agree(self, job: _core.Job) -> None:
-        """Before ranks wait for lengths that may never come. Raises Mismatch on all of them."""
+        """Compare operations before ranks wait for lengths that may never come. Raises Mismatch on all of them."""
         head = _HEADER.pack(zlib.crc32(_describe(job).encode()), 0, 0)
         self._weights(job, self._gather(head.ljust(_HEADER.size + _SHORT, b"\0")))
 

@@ -58,7 +58,7 @@ class Found:
     secret: bytes = b""
     """A secret that only ranks of this job know; empty if strangers may have learnt it."""
     server: Server | None = None
-    """On rank 0: what holds the values, for as long as this is there."""
+    """The holder of the values on rank 0, for as long as this is there."""
 
 
 def connect(world: World, timeout: float, silence: float) -> Found:
@@ -172,7 +172,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def _hold(world: World, tell: Tell, key: bytes, proved: bool, timeout: float, silence: float) -> Found:
-    """On rank 0: until all others have come."""
+    """Wait on rank 0 until all others have come."""
     server = Server()
     # A secret that strangers can learn proves nothing.
     secret = secrets.token_bytes(KEY_BYTES) if proved else b""
@@ -203,7 +203,7 @@ def _hold(world: World, tell: Tell, key: bytes, proved: bool, timeout: float, si
 
 
 def _come(world: World, tell: Tell, key: bytes, proved: bool, timeout: float, silence: float) -> Found:
-    """On every other rank."""
+    """Join, on every rank but 0."""
     deadline = time.monotonic() + timeout
     with tell({}) as note:
         drawn = key or bytes.fromhex(note["key"])

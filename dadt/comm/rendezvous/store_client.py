@@ -113,7 +113,7 @@ class StoreClient:
         return [self._get(each) for each in keys]
 
     def put(self, key: str, blob: bytes) -> None:
-        """For whichever rank asks for the key."""
+        """Give a value to whichever rank asks for the key."""
         self._use(lambda values: values.set(f"put/{key}", blob))
 
     def get(self, keys: Sequence[str], timeout: float) -> list[bytes]:
@@ -278,7 +278,7 @@ def machine_id() -> str:
 
 
 def _resolved(everyone: Sequence[Mapping[str, Any]]) -> tuple[Config, str]:
-    """With what all ranks must choose alike, as `dadt run` chooses, and why."""
+    """The settings with what all ranks must choose alike, as `dadt run` chooses it, and the reason."""
     config = Config.from_env(everyone[0]["config"])
     if config.seed < 0:
         config = replace(config, seed=everyone[0]["draw"])

@@ -64,7 +64,7 @@ class Values(Protocol):
 
 
 class Held:
-    """In the process that holds them."""
+    """Values in the process that holds them."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -212,7 +212,7 @@ QUESTIONS: Mapping[str, Callable[[Held, Frame], Frame]] = {
 
 
 class Asked:
-    """In another process: each call is a question, and waits for its answer."""
+    """Values of another process: each call is a question, and waits for its answer."""
 
     def __init__(self, connection: socket.socket, seal: Seal | None, timeout: float) -> None:
         """timeout: seconds in which the one who holds the values answers."""

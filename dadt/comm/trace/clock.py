@@ -22,7 +22,7 @@ class Clock:
     offset: float = 0.0
     """Seconds by which rank 0's clock is ahead."""
     error: float = 0.0
-    """By which the offset may be wrong, either way."""
+    """Seconds by which the offset may be wrong, either way."""
     at: float = 0.0
     """When it was compared, by this rank's."""
     origin: float = 0.0

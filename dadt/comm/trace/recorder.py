@@ -49,7 +49,7 @@ class Timeline:
         self._error = ""
         self._thread: threading.Thread | None = None
         self.merged_by: Peers | None = None
-        """Which may have to outlive operations that were not done in time."""
+        """Objects that may have to outlive operations that were not done in time."""
 
     def start(self, peers: Peers) -> None:
         """Record from now on, in the time of rank 0. Raises CommError."""
@@ -110,7 +110,7 @@ class Timeline:
         self._write(json.dumps(event, separators=(",", ":")).encode() + b",\n")
 
     def _drain(self) -> None:
-        """On a thread of its own: events go to the part, so that memory stays bounded, with or without steps."""
+        """A thread that writes events to the part, so that memory stays bounded, with or without steps."""
         while self._thread is not None:
             self._write(self._core.drain(_DRAIN_SECONDS))
         self._write(self._core.drain(0.0))

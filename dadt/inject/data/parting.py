@@ -19,7 +19,7 @@ SEEDING: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
     (random, ("seed", "setstate")),
     (np.random, ("seed", "set_state")),
 )
-"""By which a script seeds Python's and NumPy's generator. Those of torch remember what they were seeded with."""
+"""Functions that seed Python's and NumPy's generators. Those of torch remember their seed."""
 
 
 class Parting:

@@ -44,7 +44,7 @@ class State(NamedTuple):
         random.setstate(self.random)
 
     def plain(self) -> dict[str, Any]:
-        """As plain values and tensors, for a checkpoint."""
+        """The state as plain values and tensors, for a checkpoint."""
         kind, keys, *rest = self.numpy
         version, words, gauss = self.random
         return {

@@ -42,7 +42,7 @@ class Background:
         self._calls.put((torch.get_num_threads(), call))
 
     def close(self) -> None:
-        """After the engine is closed."""
+        """End the thread, after the engine is closed."""
         if self._thread is not None:
             self._calls.put(None)
             self._thread.join(_END_SECONDS)

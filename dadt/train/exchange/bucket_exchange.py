@@ -31,7 +31,7 @@ class Peers(Protocol):
     def device(self) -> Device | None: ...
 
     def wait(self, work: Work | Averaging) -> None:
-        """Until the work is done. Raises CommError."""
+        """Wait until the work is done. Raises CommError."""
 
 
 class BucketExchange:
@@ -129,7 +129,7 @@ class BucketExchange:
         )
 
     def _await(self) -> None:
-        """Until all that is submitted is done. Raises CommError."""
+        """Wait until all that is submitted is done. Raises CommError."""
         try:
             for work in self.works:
                 self._peers.wait(work)

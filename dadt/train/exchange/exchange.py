@@ -55,7 +55,7 @@ class BucketPlan:
         """The compression of each bucket of gradients."""
 
     def buffers(self) -> list[torch.Tensor]:
-        """As they are now, in the order of their buckets: a forward may put another tensor into their place."""
+        """The buffers as they are now, in the order of their buckets: a forward may replace them."""
         now = [module._buffers[name] for module, name in self.places]
         return [b.detach() for b in now if b is not None]
 
@@ -135,7 +135,7 @@ class Exchange(BucketExchange):
         self.submit_bucket(index, bucket, self._forms[index], staged, self._turn, lane, self.weight, self.scale)
 
     def _lane(self, staged: Staged) -> bytes:
-        """Which tensors this rank has."""
+        """Flags of the tensors that this rank has."""
         return pack_flags([value is not None for value in staged.values])
 
     def _stage(self, index: int) -> Staged:
@@ -173,14 +173,14 @@ class Exchange(BucketExchange):
             background.begin(partial(self._go_on_held, self._rounds, cast("list[Work]", self._second_works)))
 
     def _go_on_held(self, rounds: list[tuple[int, Round]], held: list[Work], wait: Wait) -> None:
-        """In the background."""
+        """Go on with the second rounds, in the background."""
         for (index, round_), work in zip(rounds, held, strict=True):
             wait(self._works[index])
             round_.halfway()
             self._peers.engine.release(work)
 
     def receive(self) -> list[StepMetadata]:
-        """Until all is averaged; every rank's lane, by rank. All ranks come here between the same two exchanges."""
+        """Wait until all is averaged. Returns the lanes by rank. All ranks come here between the same two exchanges."""
         begun = perf_counter()
         lanes = self.wait()
         rounds, self._rounds = self._rounds, []
@@ -190,7 +190,7 @@ class Exchange(BucketExchange):
         return lanes
 
     def wait(self) -> list[StepMetadata]:
-        """As `receive`, for one rank alone: compression learns nothing of it yet."""
+        """Like `receive`, for one rank alone: compression learns nothing of it yet."""
         self.go_on()
         self._await()
         self._alive.clear()

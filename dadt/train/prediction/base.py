@@ -59,7 +59,7 @@ class Prediction:
         self._places: list[torch.Tensor] = []
         """The memory in which predicted weights are, whatever the script makes of the parameters meanwhile."""
         self._predicted: list[torch.Tensor] = []
-        """Where they wait while the weights are true for a while."""
+        """The place where predicted weights wait while the weights are true for a while."""
         self._count = 0
         self._norms: list[torch.Tensor] = []
         """Norms of predicted weights, by which a change is noticed."""
@@ -83,7 +83,7 @@ class Prediction:
         return self._holds is Holds.SUSPENDED
 
     def apply(self) -> None:
-        """From true to predicted weights, at the first forward with gradients after a step."""
+        """Go from true to predicted weights, at the first forward with gradients after a step."""
         if self._holds is Holds.KNOWN and not traces():
             self._go_ahead()
             self._holds = Holds.TRUE_WEIGHTS
@@ -218,7 +218,7 @@ def traces() -> bool:
 
 
 def _norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """So exact that another last bit of one value shows."""
+    """A norm so exact that another last bit of one value shows."""
     return [torch.linalg.vector_norm(t, dtype=torch.float64) for t in tensors if t.is_floating_point()]
 
 
@@ -239,7 +239,7 @@ def _replaced(now: torch.Tensor, place: torch.Tensor) -> bool:
 
 
 def _apart(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Without those that lie in the same memory as one before: what is true would be put back as the other's."""
+    """Leave out places in the same memory as one before: its true values would be put back as the other's."""
     first = {p.data_ptr(): id(p) for p in reversed(parameters) if p.numel()}
     return [p for p in parameters if not p.numel() or first[p.data_ptr()] == id(p)]
 
@@ -255,7 +255,7 @@ Row = Sequence[torch.Tensor | None]
 
 
 def grouped(rows: Iterable[Row]) -> list[tuple[_core.DType, list[int], list[list[int]]]]:
-    """By dtype: sizes and, column by column, addresses (0 for None) of the rows that the core's loops take."""
+    """The rows that the core's loops take, by dtype: sizes and, column by column, addresses (0 for None)."""
     groups: dict[torch.dtype, list[Row]] = {}
     for row in rows:
         if row[0] is not None and in_core(row):

@@ -72,7 +72,7 @@ class Expectation(Prediction):
             self._expect_first(scale)
 
     def _expect_first(self, scale: torch.Tensor | None) -> None:
-        """From the average of the last synchronous step, in the buffers, and the own gradients in `.grad`."""
+        """Begin with the average of the last synchronous step, in the buffers, and the own gradients in `.grad`."""
         self._previous = [torch.zeros_like(p.data) for p in self.parameters]
         self._absent &= self._copy_gradients(self._previous)
         self._previous_scale = 1.0 if scale is None else scale
@@ -102,7 +102,7 @@ class Expectation(Prediction):
             self.forget()
 
     def _expect(self, scale: torch.Tensor | float) -> None:
-        """From the own gradients in the buffers, of this loss scale, those before, and the averages in `.grad`."""
+        """Go on with the own gradients in the buffers, of this loss scale, those before, and averages in `.grad`."""
         gradients = self._gradients()
         average, terms = 1 - self.share, [(self._buffers, self.share * self._clip / scale)]
         if self._previous_scale is not None:

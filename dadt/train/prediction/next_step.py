@@ -1,4 +1,4 @@
-"""Where SGD and Adam will put the weights in their next step, from their state and a gradient."""
+"""The weights after the next step of SGD and Adam, from their state and a gradient."""
 
 from __future__ import annotations
 
