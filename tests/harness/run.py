@@ -117,3 +117,8 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def await_end_of(*pids: int) -> None:
+    """A process that dies has lost its environment, by which DADT finds it, some time before it is a zombie."""
+    await_that(lambda: not any(map(is_running, pids)), f"the end of {pids}", 5.0)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from harness import lightened
 from harness.machine import Machine, Network, await_that
-from harness.run import DADT, SECONDS, is_running
+from harness.run import DADT, SECONDS, await_end_of
 
 TRAIN = """
 import os, torch
@@ -106,4 +106,4 @@ def test_an_agent_that_was_killed_is_told_everywhere(
     assert (first.returncode, second.returncode) == (3, 3)
     for text in (err, said):
         assert "node1: the connection was closed; all its workers were stopped" in text
-    assert not is_running(agent)
+    await_end_of(agent)

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness.run import DADT, FOLDERS, await_that, is_running, left_of
+from harness.run import DADT, FOLDERS, await_end_of, await_that, is_running, left_of
 
 WAIT = """\
 import os, signal, sys, time
@@ -46,7 +46,7 @@ def test_a_signal_to_dadt_run_ends_all(start, number, code):
     result = run.finish()
     assert result.code == code
     assert "Traceback" not in result.err
-    assert not any(is_running(pid) for pid in workers)
+    await_end_of(*workers)
 
 
 def test_a_hangup_does_not_end_what_runs_under_nohup(tmp_path):
@@ -80,7 +80,7 @@ def test_a_second_ctrl_c_does_not_wait(start):
     run.process.send_signal(signal.SIGINT)
     result = run.finish()
     assert result.code == 130
-    assert not any(is_running(pid) for pid in workers)
+    await_end_of(*workers)
 
 
 @pytest.mark.parametrize("extra", ["", IGNORE, DAEMON.format(""), DAEMON.format(IGNORE)])
@@ -92,7 +92,7 @@ def test_kill_9_of_dadt_run_leaves_nothing(start, extra):
     run.process.wait()
     await_that(lambda: not left_of(job), "the end of the workers", 10.0)
     await_that(lambda: not is_running(agent), "the end of the agent", 10.0)
-    assert not any(is_running(pid) for pid in workers)
+    await_end_of(*workers)
     # By the agent, or by what outlives it to tidy up.
     await_that(lambda: not (FOLDERS / job).exists(), "the end of its folder", 10.0)
 
@@ -106,7 +106,7 @@ def test_kill_9_of_the_agent_leaves_nothing_and_is_told(start, extra):
     result = run.finish()
     assert result.code == 3
     assert f"the agent of this host (pid {agent}) was killed by signal 9 (SIGKILL)" in result.err
-    assert not any(is_running(pid) for pid in workers)
+    await_end_of(*workers)
     assert left_of(result.job) == []
 
 
@@ -117,7 +117,7 @@ def test_an_agent_that_is_told_to_end_is_no_success(start):
     result = run.finish()
     assert result.code == 3
     assert "was told to end by signal 15 (SIGTERM)" in result.err
-    assert not any(is_running(pid) for pid in workers)
+    await_end_of(*workers)
 
 
 def test_a_stopped_worker_is_ended_too(start):
@@ -126,7 +126,7 @@ def test_a_stopped_worker_is_ended_too(start):
     os.kill(workers[0], signal.SIGSTOP)
     os.kill(workers[1], signal.SIGKILL)
     assert run.finish().code == 137
-    assert not is_running(workers[0])
+    await_end_of(workers[0])
 
 
 def test_a_stopped_agent_does_not_hold_up_the_end(start):
@@ -136,7 +136,7 @@ def test_a_stopped_agent_does_not_hold_up_the_end(start):
     run.process.send_signal(signal.SIGINT)
     run.process.send_signal(signal.SIGTERM)
     assert run.finish().code in (130, 143)
-    assert not any(is_running(pid) for pid in workers)
+    await_end_of(*workers)
 
 
 @pytest.mark.parametrize("clear", [False, True])
@@ -149,7 +149,7 @@ def test_grandchildren_do_not_survive_a_failure(start, clear):
     daemons = run.wait_for("daemon0", "daemon1")
     os.kill(workers[1], signal.SIGKILL)
     assert run.finish().code == 137
-    assert not any(is_running(pid) for pid in workers + daemons)
+    await_end_of(*workers, *daemons)
 
 
 def test_grandchildren_do_not_survive_a_good_end(start):
@@ -158,7 +158,7 @@ def test_grandchildren_do_not_survive_a_good_end(start):
     run = start(script.rpartition("while True")[0])
     daemons = run.wait_for("daemon0", "daemon1")
     assert run.finish().code == 0
-    assert not any(is_running(pid) for pid in daemons)
+    await_end_of(*daemons)
 
 
 def test_a_worker_dies_with_the_worker_that_started_dadt_inside_it(start, tmp_path):

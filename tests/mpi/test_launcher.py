@@ -14,7 +14,7 @@ import torch
 from harness import TESTS
 from harness.checks import assert_equal, assert_near
 from harness.mpis import MPICH_LIBRARY, shims
-from harness.run import await_that, is_running
+from harness.run import await_end_of, await_that, is_running
 from harness.scenarios import WARMUP, simulate
 
 TRAIN = f"""
@@ -122,7 +122,7 @@ def test_a_signal_to_dadt_run_ends_all_gently(start, number, code):
     result = run.finish()
     assert result.code == code
     assert sorted(result.out.splitlines()) == [b"[0] saved", b"[1] saved"]
-    assert not any(is_running(pid) for pid in workers)
+    await_end_of(*workers)
 
 
 def test_kill_9_of_the_launcher_leaves_nothing(start):
