@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import TESTS
+from harness import TESTS, forkserver
 
 PRELUDE = """\
 import os, sys
 sys.path.append({tests!r})
 {first}
 import torch
-{light}
+{hooked}
 from torch import nn
 torch.set_num_threads(1)
 rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -81,15 +81,18 @@ def run(
     code: int | None = 0,
     first: str = "",
     timeout: float = 150,
+    alone: bool = False,
     **env: str,
 ) -> Run:
     """first: what comes before `import torch`. code: the exit code that is expected; None where any is."""
     path = folder / "train.py"
-    light = "" if "torch.compile" in script else "from harness import light"
-    prelude = PRELUDE.format(tests=str(TESTS), folder=str(folder), first=first, light=light)
+    hooked, python = ("" if "torch.compile" in script else "from harness import light"), ()
+    if launcher == "dadt run" and not alone:
+        hooked, python = forkserver.HOOK, forkserver.command()
+    prelude = PRELUDE.format(tests=str(TESTS), folder=str(folder), first=first, hooked=hooked)
     path.write_text(prelude + textwrap.dedent(script))
     done = subprocess.run(
-        [*LAUNCHERS[launcher](np), *options, str(path)],
+        [*LAUNCHERS[launcher](np), *options, *python, str(path)],
         cwd=folder,
         capture_output=True,
         timeout=timeout,

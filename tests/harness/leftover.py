@@ -51,11 +51,11 @@ class Session:
 
 
 def _helpers() -> set[int]:
-    """Processes of multiprocessing that end with this one."""
+    """Processes that end with this one."""
     return {
         child.pid
         for child in psutil.Process().children()
-        if re.search(r"multiprocessing\.(resource_tracker|forkserver) import main", _command(child))
+        if re.search(r"multiprocessing\.(resource_tracker|forkserver) import main|harness/forkserver.py", _command(child))
     }
 
 

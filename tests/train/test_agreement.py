@@ -269,7 +269,7 @@ ALONE = """
 def test_inject_none_leaves_every_worker_to_itself(dadt_run) -> None:
     import torch
 
-    run = dadt_run(ALONE, "--inject", "none")
+    run = dadt_run(ALONE, "--inject", "none", alone=True)
     assert [r["hooked"] for r in run.ranks] == [False, False]
     assert not torch.equal(run.ranks[0]["state"]["0.weight"], run.ranks[1]["state"]["0.weight"])
     assert "training was NOT distributed" in run.output

@@ -1,0 +1,137 @@
+"""A process that has imported torch and DADT, and forks a rank for each `forked_rank` that asks.
+
+To start Python and import torch takes longer than most jobs of tests. DADT hooks in as ever and by the same call, but where
+the script says so instead of at the end of `import torch`: tests/inject, tests/launch and the examples see to that.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+HOOK = "from dadt.inject import hook; hook()"
+"""What a script does after its `import torch`."""
+FORKED_RANK = Path(__file__).with_name("forked_rank")
+
+
+@functools.cache
+def command() -> tuple[str, ...]:
+    """What stands in the place of `python` before a script's name."""
+    folder = tempfile.TemporaryDirectory(prefix="dadt-forkserver-")
+    address = os.path.join(folder.name, "socket")
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, __file__, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env
+    )
+    assert process.stdin is not None and process.stdout is not None
+    assert process.stdout.readline() == b"listening\n"
+
+    def end() -> None:
+        process.stdin.close()
+        process.wait(10)
+        folder.cleanup()
+
+    atexit.register(end)
+    return str(FORKED_RANK), address
+
+
+class Rank:
+    """A forked process, and the connection of the forked_rank whose place in the job it has."""
+
+    def __init__(self, pid: int, connection: socket.socket) -> None:
+        self.pid = pid
+        self.connection = connection
+        self.end = os.pidfd_open(pid)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    def bury(self) -> None:
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        try:
+            self.connection.send(str(code).encode())
+        except BrokenPipeError:
+            pass  # killed together with it
+        self.close()
+
+    def close(self) -> None:
+        self.connection.close()
+        os.close(self.end)
+
+
+def serve(address: str) -> dict[str, Any] | None:
+    """Returns the order in each forked process, and None where the process of the tests has ended."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(address)
+    listener.listen(128)
+    ready = selectors.DefaultSelector()
+    ready.register(listener, selectors.EVENT_READ)
+    ready.register(sys.stdin, selectors.EVENT_READ)
+    print("listening", flush=True)
+    ranks: list[Rank] = []
+    while True:
+        for key, _ in ready.select():
+            if key.fileobj is sys.stdin:
+                for rank in ranks:
+                    rank.kill()
+                return None
+            if key.fileobj is listener:
+                connection = listener.accept()[0]
+                size, files, _, _ = socket.recv_fds(connection, 8, 3)
+                order = connection.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
+                if (pid := os.fork()) == 0:
+                    for number, file in enumerate(files):
+                        os.dup2(file, number)
+                        os.close(file)
+                    for each in (connection, listener, ready, *ranks):
+                        each.close()
+                    return json.loads(order)
+                for file in files:
+                    os.close(file)
+                ranks.append(Rank(pid, connection))
+                ready.register(ranks[-1].end, selectors.EVENT_READ, ranks[-1])
+                ready.register(connection, selectors.EVENT_READ, ranks[-1])
+            elif key.fileobj is key.data.connection:  # the job has ended it
+                ready.unregister(key.fileobj)
+                key.data.kill()
+            else:
+                ready.unregister(key.fileobj)
+                if key.data.connection in ready.get_map():
+                    ready.unregister(key.data.connection)
+                key.data.bury()
+                ranks.remove(key.data)
+
+
+def main() -> None:
+    import torch._dynamo  # what the first optimizer imports
+    import torch.distributed.optim  # and DDP
+
+    import dadt.api  # noqa: F401
+    from dadt.inject import worker  # noqa: F401
+
+    gc.freeze()  # or every rank would go through all of that at its end, which takes a second
+    if (order := serve(sys.argv[1])) is None:
+        return
+    os.setsid()
+    os.chdir(order["cwd"])
+    os.environ.clear()
+    os.environ.update(order["env"])
+    sys.argv = order["argv"]
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
