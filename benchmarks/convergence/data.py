@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 FOLDER = Path(__file__).parents[2] / "examples" / "data"
 CONTEXT = 64
-"""FramedMessages that the language models see."""
+"""Letters that the language models see."""
 
 Pairs = Dataset[tuple[torch.Tensor, ...]]
 
@@ -26,7 +26,7 @@ def digits(name: str) -> Pairs:
     return TensorDataset((x - 0.1307) / 0.3081, torch.frombuffer(bytearray(labels), dtype=torch.uint8).long())
 
 
-class FramedMessages(Pairs):
+class Letters(Pairs):
     """Windows of CONTEXT letters as numbers, each with the letters that follow them."""
 
     def __init__(self, text: torch.Tensor, stride: int) -> None:
@@ -48,4 +48,4 @@ def shakespeare() -> tuple[Pairs, Pairs]:
     numbers = {letter: i for i, letter in enumerate(sorted(set(text)))}
     coded = torch.tensor([numbers[letter] for letter in text])
     cut = len(coded) * 9 // 10
-    return FramedMessages(coded[:cut], 1), FramedMessages(coded[cut:], CONTEXT)
+    return Letters(coded[:cut], 1), Letters(coded[cut:], CONTEXT)

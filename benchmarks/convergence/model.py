@@ -54,7 +54,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """FramedMessages to logits of the letters that follow."""
+    """Letters to logits of the letters that follow."""
 
     def __init__(self, width: int = 128, heads: int = 4, depth: int = 4) -> None:
         super().__init__()

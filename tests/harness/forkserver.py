@@ -1,7 +1,7 @@
 """A process that has imported torch and DADT, and forks a rank for each `forked_rank` that asks.
 
-To start Python and import torch takes longer than most jobs of tests. DADT hooks in as ever and by the same call, but where
-the script says so instead of at the end of `import torch`: tests/inject, tests/launch and the examples see to that.
+To start Python and import torch takes longer than most jobs of tests. DADT hooks in as ever, at the end of `import torch`,
+which finds the torch that is there. Tests of how it gets into a script start Python themselves.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
+import importlib.abc
+import importlib.machinery
 import json
 import os
 import runpy
@@ -21,8 +23,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-HOOK = "from dadt.inject import hook; hook()"
-"""What a script does after its `import torch`."""
 FORKED_RANK = Path(__file__).with_name("forked_rank")
 
 
@@ -69,6 +69,28 @@ class Rank:
     def close(self) -> None:
         self.connection.close()
         os.close(self.end)
+
+
+class Import(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Makes the script's `import torch` what it is in a process of its own."""
+
+    def __init__(self) -> None:
+        self.torch = sys.modules.pop("torch")
+        self.spec = self.torch.__spec__
+        sys.meta_path.insert(0, self)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        return importlib.machinery.ModuleSpec(name, self) if name == "torch" else None
+
+    def create_module(self, spec: Any) -> Any:
+        return self.torch
+
+    def exec_module(self, module: Any) -> None:
+        from dadt.inject import hook
+
+        sys.meta_path.remove(self)
+        module.__spec__ = self.spec
+        hook()
 
 
 def serve(address: str) -> dict[str, Any] | None:
@@ -129,6 +151,7 @@ def main() -> None:
     os.environ.clear()
     os.environ.update(order["env"])
     sys.argv = order["argv"]
+    Import()
     sys.path[0] = str(Path(sys.argv[0]).parent)
     runpy.run_path(sys.argv[0], run_name="__main__")
 

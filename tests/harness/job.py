@@ -17,7 +17,7 @@ import os, sys
 sys.path.append({tests!r})
 {first}
 import torch
-{hooked}
+{light}
 from torch import nn
 torch.set_num_threads(1)
 rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -86,10 +86,10 @@ def run(
 ) -> Run:
     """first: what comes before `import torch`. code: the exit code that is expected; None where any is."""
     path = folder / "train.py"
-    hooked, python = ("" if "torch.compile" in script else "from harness import light"), ()
+    light, python = ("" if "torch.compile" in script else "from harness import light"), ()
     if launcher == "dadt run" and not alone:
-        hooked, python = forkserver.HOOK, forkserver.command()
-    prelude = PRELUDE.format(tests=str(TESTS), folder=str(folder), first=first, hooked=hooked)
+        light, python = "", forkserver.command()
+    prelude = PRELUDE.format(tests=str(TESTS), folder=str(folder), first=first, light=light)
     path.write_text(prelude + textwrap.dedent(script))
     done = subprocess.run(
         [*LAUNCHERS[launcher](np), *options, *python, str(path)],

@@ -41,7 +41,7 @@ def test_cut_drops_both_directions_silently_and_heal_restores(hosts: Callable[[i
     network = hosts(2)
     one, two = network.hosts
     for machine, address in [(one, two.address), (two, one.address6), (network.launcher, two.address6)]:
-        assert reaches(machine, address)
+        await_that(lambda machine=machine, address=address: reaches(machine, address), f"the way to {address}")
     network.cut(two)
     assert not reaches(one, two.address)
     assert not reaches(two, one.address)

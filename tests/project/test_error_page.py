@@ -25,7 +25,7 @@ REMEDY = re.compile(r"; | -> |: (?=give|use|choose|run|start|send)|\? | \((?=is|
 """Where a sentence goes on with what to do, or with more than it takes to know it again."""
 HOLE = "\0"
 ENOUGH, TOO_FEW = 22, 8
-"""FramedMessages of a message to know it by."""
+"""Parts of a message by which it is known."""
 
 
 def template(node: ast.expr) -> str:

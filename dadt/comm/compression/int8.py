@@ -1,4 +1,4 @@
-"""PlainLinkState numbers of 8 bits with one scale for each block, rounded to nearest."""
+"""Whole numbers of 8 bits with one scale for each block, rounded to nearest."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class PerRank:
 
 
 class Batches:
-    """PlainLinkState batches of a batch sampler of the script's own in turn: of each `size`, the rank-th.
+    """Whole batches of a batch sampler of the script's own in turn: of each `size`, the rank-th.
 
     Fewer than `size` left at the end: their samples are joined and split as evenly as possible.
     """

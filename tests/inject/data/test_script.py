@@ -1,4 +1,4 @@
-"""PlainLinkState scripts that know nothing of DADT, under `dadt run`."""
+"""Whole scripts that know nothing of DADT, under `dadt run`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import lightened
+from harness import forkserver, lightened
 
 DADT = Path(sys.executable).with_name("dadt")
 
@@ -48,10 +48,11 @@ def result(**more):
 
 
 def command(folder: Path, script: str, *arguments: str, plain: bool = False) -> subprocess.CompletedProcess[str]:
-    (folder / "train.py").write_text(lightened(HEAD + textwrap.dedent(script)))
-    line = [sys.executable, "train.py"] if plain else [str(DADT), "run", *arguments, "train.py"]
+    text = HEAD + textwrap.dedent(script)
+    (folder / "train.py").write_text(lightened(text) if plain else text)
+    line = [sys.executable] if plain else [str(DADT), "run", *arguments, *forkserver.command()]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("DADT_")} | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run([*line, "train.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
 
 
 def run(folder: Path, script: str, *arguments: str, size: int = 2, plain: bool = False):
