@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import SCRIPTS
+from harness import SCRIPTS, forkserver
 from scripts.verbs import RANKS, coo, x
 
 EVERY = range(RANKS)
@@ -21,7 +21,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("verbs")
     script = SCRIPTS / "verbs.py"
     done = subprocess.run(
-        [sys.executable, "-m", "dadt_cli", "run", "-np", str(RANKS), str(script), str(folder)],
+        [sys.executable, "-m", "dadt_cli", "run", "-np", str(RANKS), *forkserver.command(), str(script), str(folder)],
         cwd=folder,
         capture_output=True,
         text=True,

@@ -1,7 +1,7 @@
 """A process that has imported torch and DADT, and forks a rank for each `forked_rank` that asks.
 
-To start Python and import torch takes longer than most jobs of tests. DADT hooks in as ever, at the end of `import torch`,
-which finds the torch that is there. Tests of how it gets into a script start Python themselves.
+To start Python and import torch takes longer than most jobs of tests. DADT hooks in as ever, at the end of `import
+torch`, which finds the torch that is there. Tests of how it gets into a script start Python themselves.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def serve(address: str) -> dict[str, Any] | None:
 
 def main() -> None:
     import torch._dynamo  # what the first optimizer imports
-    import torch.distributed.optim  # and DDP
+    import torch.distributed.optim  # noqa: F401  # and DDP
 
     import dadt.api  # noqa: F401
     from dadt.inject import worker  # noqa: F401

@@ -55,7 +55,9 @@ def _helpers() -> set[int]:
     return {
         child.pid
         for child in psutil.Process().children()
-        if re.search(r"multiprocessing\.(resource_tracker|forkserver) import main|harness/forkserver.py", _command(child))
+        if re.search(
+            r"multiprocessing\.(resource_tracker|forkserver) import main|harness/forkserver.py", _command(child)
+        )
     }
 
 

@@ -1,8 +1,8 @@
 """Imported by scripts that do not compile: their optimizers go without torch._dynamo.
 
 To import that takes a process as long as torch itself. The first optimizer does it, only to mark for torch.compile what
-that is to leave alone (torch/_compile.py, torch/optim/optimizer.py). Gradients are off in a step, as ever. Nor does a process
-look through all of torch for garbage when it ends, for a quarter of that time.
+that is to leave alone (torch/_compile.py, torch/optim/optimizer.py). Gradients are off in a step, as ever. Nor does a
+process look through all of torch for garbage when it ends, which takes a quarter of that time.
 """
 
 from __future__ import annotations

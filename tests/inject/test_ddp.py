@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import SCRIPTS
+from harness import SCRIPTS, forkserver
 from harness.checks import assert_equal
 
 SCRIPT = SCRIPTS / "ddp.py"
@@ -212,6 +212,7 @@ def job(folder: Path, flags: list[str], arguments: list[str]) -> tuple[dict[str,
         "-np",
         "2",
         *flags,
+        *forkserver.command(),
         str(SCRIPT),
         "--out",
         str(folder),

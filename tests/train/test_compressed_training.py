@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from harness import SCRIPTS
+from harness import SCRIPTS, forkserver
 from harness.checks import assert_equal
 from harness.job import joined
 from harness.scenarios import WARMUP, simulate
@@ -194,7 +194,19 @@ def test_the_digits(compression, tmp_path):
     def accuracy(name: str) -> float:
         options = ["--batch", "global", "--algorithm", "sync", "--warmup-steps", "40", "--compression", name]
         done = subprocess.run(
-            [sys.executable, "-m", "dadt_cli", "run", "-np", "2", "--log-dir", str(tmp_path), *options, str(DIGITS)],
+            [
+                sys.executable,
+                "-m",
+                "dadt_cli",
+                "run",
+                "-np",
+                "2",
+                "--log-dir",
+                str(tmp_path),
+                *options,
+                *forkserver.command(),
+                str(DIGITS),
+            ],
             capture_output=True,
             text=True,
             timeout=600,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import SCRIPTS
+from harness import SCRIPTS, forkserver
 
 from dadt.inject.data import seed
 
@@ -33,8 +33,9 @@ def trainer(base: Path) -> Train:
     def train(name: str, *arguments: str, options: tuple[str, ...] | None = WARMUP, np: int = 2) -> tuple[Path, str]:
         folder = base / name
         folder.mkdir()
-        launch = [] if options is None else ["-m", "dadt_cli", "run", "-np", str(np), *options]
-        command = [sys.executable, *launch, str(SCRIPT), "--folder", str(folder), *arguments]
+        dadt = [sys.executable, "-m", "dadt_cli", "run", "-np", str(np)]
+        launch = [sys.executable] if options is None else [*dadt, *options, *forkserver.command()]
+        command = [*launch, str(SCRIPT), "--folder", str(folder), *arguments]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, cwd=base, capture_output=True, timeout=150, env=env)
         output = (done.stdout + done.stderr).decode(errors="replace")

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness import forkserver
 
 SECONDS = 90
 
@@ -103,7 +104,8 @@ def test_under_torchrun(tmp_path: Path, end: str) -> None:
 
 @pytest.mark.parametrize("end", [DESTROY, "pass"], ids=["", "group forgotten"])
 def test_under_dadt_run_without_an_import(tmp_path: Path, end: str) -> None:
-    _trained(run(tmp_path, toy(BY_ENVIRONMENT, CALL, imported=False, end=end), [beside("dadt"), "run", "-np", "2"]))
+    command = [beside("dadt"), "run", "-np", "2", *forkserver.command()]
+    _trained(run(tmp_path, toy(BY_ENVIRONMENT, CALL, imported=False, end=end), command))
 
 
 DYING = """
