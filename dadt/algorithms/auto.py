@@ -43,7 +43,7 @@ class Auto(Pipe):
         """The choice, and its reason."""
         a = self.attachment
         if r < SMALL:
-            self.step_synchronously()
+            self.step_synchronously("--algorithm auto took sync")
             return "sync, which is as fast here and loses nothing"
         if r <= LARGE:
             return "pipe, which hides the exchange behind the next step"

@@ -137,7 +137,7 @@ class Control:
         """Report that the script ended after this many steps and this rank now waits for the others."""
         self._report("ending", steps=steps)
 
-    def done(self, summary: Mapping[str, float]) -> None:
+    def done(self, summary: Mapping[str, Any]) -> None:
         """Report that training succeeded. summary: {steps, delayed, wait_fraction} and further numbers."""
         self._report("done", summary=dict(summary))
 

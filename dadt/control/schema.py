@@ -186,7 +186,7 @@ _passed_on: dict[str, Kind] = {
         }
     ),
     "ending": Kind({**_process, "steps": COUNT}),
-    "done": Kind({**_process, "summary": mapped(either(number, flag), 64)}),
+    "done": Kind({**_process, "summary": mapped(either(number, flag, text()), 64)}),
     "result": Kind(_question, RESULT),
     "peers": Kind(_question),
     "dump": Kind(_process),

@@ -16,6 +16,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from dadt.errors import DadtError
 from dadt.inject.module import Modules
 from dadt.train import evaluation
 from dadt.train.attachment import Attachment
@@ -60,18 +61,16 @@ class Steps:
         attachment = self._attachment(optimizer)
         if attachment is not None and not attachment.consumed:
             attachment.scale = None  # a scaler would have used the gradients before
-            self._modules.step_begins(attachment.optimizer)
         self._under_way.append((frame, optimizer, attachment))
         if attachment is None:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if callable(closure) and self._runtime.together:
-            averaged = self._average(attachment, closure)
+            averaged = Closure(closure, attachment, self._modules)
             if len(args) > 1:
                 return (args[0], averaged, *args[2:]), kwargs
             return args, {**kwargs, "closure": averaged}
-        attachment.average_gradients()
-        attachment.withhold_gradients()
+        use_gradients(attachment, self._modules)
         return None
 
     def _after(self, frame: FrameType, optimizer: Optimizer) -> None:
@@ -81,6 +80,11 @@ class Steps:
         self._under_way = [step for step in self._under_way if step[0] is not frame]
         attachment = ended[0][2]
         if attachment is not None:
+            if not attachment.consumed and not attachment.has_closure:
+                raise DadtError(
+                    f"{type(optimizer).__name__}.step did not call the closure that it was given, and has used"
+                    " gradients that are not averaged: call backward before it, and step() without a closure"
+                )
             attachment.stepped()
         self._runtime.stepped()
 
@@ -93,17 +97,55 @@ class Steps:
         consumed = [a for a in self._runtime.attachments if a.consumed and {id(p) for p in a.parameters} == ids]
         return consumed[-1] if consumed else attachment
 
-    def _average(self, attachment: Attachment, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Gradients and loss of every evaluation, averaged at once: all ranks' line searches branch alike."""
 
-        @functools.wraps(closure)
-        def averaged() -> Any:
-            evaluation.before(attachment)
-            loss = closure()
-            mean = evaluation.average(attachment, float(loss.detach() if isinstance(loss, torch.Tensor) else loss))
-            return loss.new_tensor(mean) if isinstance(loss, torch.Tensor) else mean
+class Closure:
+    """A script's closure during one step. torch's optimizers call it once, before anything else, and use the gradients
+    then: so they come as late as without a closure. LBFGS and what turns out to be like it evaluate by themselves."""
 
-        return averaged
+    def __init__(self, closure: Callable[[], Any], attachment: Attachment, modules: Modules) -> None:
+        functools.update_wrapper(self, closure)
+        self._closure = closure
+        self._attachment = attachment
+        self._modules = modules
+        self._weights = _versions(attachment)
+        self.calls = 0
+
+    def __call__(self) -> Any:
+        a = self._attachment
+        self.calls += 1
+        if not a.has_closure and (why := self._evaluates()):
+            evaluation.begin(a, why)
+        if not a.has_closure:
+            loss = self._closure()
+            use_gradients(a, self._modules)
+            return loss
+        if self.calls == 1:
+            self._modules.step_begins(a.optimizer)
+        evaluation.before(a)
+        loss = self._closure()
+        mean = evaluation.average(a, float(loss.detach() if isinstance(loss, torch.Tensor) else loss))
+        return loss.new_tensor(mean) if isinstance(loss, torch.Tensor) else mean
+
+    def _evaluates(self) -> str:
+        """Why the optimizer's evaluations are averaged at once; empty if it uses one as if there were no closure."""
+        name = type(self._attachment.optimizer).__name__
+        if isinstance(self._attachment.optimizer, torch.optim.LBFGS) or self.calls > 1:
+            return f"{name} evaluates its closure more than once in a step"
+        if self._weights != _versions(self._attachment):
+            return f"{name} changes weights before it evaluates its closure"
+        return ""
+
+
+def use_gradients(attachment: Attachment, modules: Modules) -> None:
+    """The optimizer's next look at its gradients is that of its step."""
+    if not attachment.consumed:
+        modules.step_begins(attachment.optimizer)
+    attachment.average_gradients()
+    attachment.withhold_gradients()
+
+
+def _versions(attachment: Attachment) -> list[int]:
+    return [p._version for p in attachment.parameters]
 
 
 def _is_caller(frame: FrameType, of: FrameType | None) -> bool:

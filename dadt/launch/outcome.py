@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from dadt.errors import DadtError
 from dadt.launch.failure import Failure, signal_name
@@ -17,7 +18,7 @@ class Outcome:
     failure: Failure | None = None
     signal: int = 0
     """The signal by which the user ended it; 0: none."""
-    summaries: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    summaries: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     """Rank to its summary at the end of training."""
     results: Mapping[int, bytes] = field(default_factory=dict)
     """Rank to what the function of `dadt.run` returned or raised."""

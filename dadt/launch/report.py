@@ -143,7 +143,7 @@ def _host(node: Node) -> dict[str, Any]:
 
 
 def _rank(slot: Slot, gauge: Gauge) -> dict[str, Any]:
-    summary: Mapping[str, float] = gauge.summary
+    summary: Mapping[str, Any] = gauge.summary
     seconds = summary.get("seconds", 0.0)
     mean = gauge.mean_speed()
     rate = summary["samples"] / seconds if seconds and "samples" in summary else mean.samples if mean else None

@@ -5,9 +5,15 @@ from __future__ import annotations
 from dadt.train.attachment import Attachment
 
 
+def begin(a: Attachment, why: str) -> None:
+    """From now on, on all ranks: they run the same optimizer."""
+    a.has_closure = True
+    a.measure.why = why
+    a.runtime.say(f"{why}{a.name}: gradients and loss of each evaluation are averaged at once, and no step is late")
+
+
 def before(a: Attachment) -> None:
     """The optimizer is about to evaluate: what it uses inside (clipping) is averaged at once."""
-    a.has_closure = True
     a.consumed = False
     a.prediction.forget()
 

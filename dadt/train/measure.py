@@ -21,6 +21,8 @@ class Measure:
         """Steps by which those of the last step were late."""
         self.fell_back = 0
         """Times that late gradients blew up, and steps became synchronous."""
+        self.why = ""
+        """Why steps that could be late are synchronous now, in a few words; empty if they are late, or nobody asked."""
         self.began = 0.0
         """When the first step was complete; what was waited until then is start-up, not training."""
         self._step_ended = 0.0

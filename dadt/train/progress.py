@@ -59,6 +59,7 @@ class Progress:
             "steps": self.step,
             "delayed": sum(m.delayed for m in self.measures),
             "wait_fraction": self._waited / (last - first) if last > first else 0.0,
+            "why": next((m.why for m in self.measures if m.why), ""),
             "samples": self.samples,
             "seconds": max(0.0, last - first),
             "hook_seconds": self.hook_seconds,

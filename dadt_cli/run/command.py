@@ -211,11 +211,12 @@ def _finish(outcome: Outcome, where: Placed) -> int:
 
 def _last_line(outcome: Outcome) -> str:
     line = f"done in {outcome.seconds:.1f} s"
-    summary: Mapping[str, float] = outcome.summaries.get(0, {})
+    summary: Mapping[str, Any] = outcome.summaries.get(0, {})
     if steps := int(summary.get("steps", 0)):
         delayed = int(summary.get("delayed", 0))
         waiting = 100 * summary.get("wait_fraction", 0.0)
-        line += f": {steps} steps, " + (f"{delayed} of them delayed by one, " if delayed else "none delayed, ")
+        line += f": {steps} steps, " + (f"{delayed} of them delayed by one" if delayed else "none delayed")
+        line += f" ({why}), " if (why := summary.get("why")) else ", "
         line += f"{waiting:.1f} % of the time spent waiting for communication"
         if sent := summary.get("sent", 0):
             less = summary.get("plain", 0) / sent

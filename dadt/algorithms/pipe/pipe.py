@@ -52,6 +52,7 @@ class Pipe(Algorithm):
         """Token of the parameters that were trained last."""
         self._warmed_up = False
         """Whether the result of the synchronous steps has been told, and acted on."""
+        attachment.measure.why = f"the first {attachment.warmup_steps} steps are synchronous"
 
     @property
     def _warming_up(self) -> bool:
@@ -81,6 +82,7 @@ class Pipe(Algorithm):
         a = self.attachment
         if not self._warmed_up and a.step >= a.warmup_steps and not a.has_closure:
             self._warmed_up = True
+            a.measure.why = ""
             self.warmed_up()
         if self._sync is not None:
             self._sync.before_step()
@@ -104,9 +106,10 @@ class Pipe(Algorithm):
         if a.index == 0 and a.step > 1:
             a.runtime.say(a.measure.verdict(a.step))
 
-    def step_synchronously(self) -> None:
+    def step_synchronously(self, why: str) -> None:
         """Do what `sync` does, from now on and for good."""
         self._pending = None
+        self.attachment.measure.why = why
         self.attachment.prediction.end()
         self.attachment.measure.late = 0
         self._sync = Sync(self.attachment)
@@ -129,12 +132,14 @@ class Pipe(Algorithm):
 
     def load_state(self, state: dict[str, Any]) -> None:
         if state["synchronous"] and self._sync is None:
-            self.step_synchronously()
+            self.step_synchronously("as before its checkpoint was written")
         if self._sync is not None:
             # For good: also where the state is of before. What was in flight then is of no use, nor where it led.
             self.attachment.prediction.end()
             return
         self._warmed_up = not state["measured"]
+        if self._warmed_up:
+            self.attachment.measure.why = ""
         if state["measured"]:
             self.attachment.measure.load_state(state["measured"])
         self._pending = RestoredExchange(self.attachment, state["in_flight"][-1]) if state["in_flight"] else None
@@ -188,7 +193,7 @@ class Pipe(Algorithm):
         a.measure.delayed -= 1
         a.measure.fell_back += 1
         a.runtime.say(f"step {a.step}: {_reason(alarm, a.name)}", level="warning")
-        self.step_synchronously()
+        self.step_synchronously(f"fell back at step {a.step}: {_WHY[alarm]}")
         lanes = exchange.receive()
         a.agree(lanes, exchange)
         if _CHANGED in (alarm, *(lane.value for lane in lanes)):
@@ -222,6 +227,15 @@ class Pipe(Algorithm):
         if norm - norm != 0 and self.attachment.scale is not None:
             return False  # the gradient scaler has left that step out
         return self._divergence.see(norm)
+
+
+_WHY = {
+    0.0: "the script trains other parameters every few steps",
+    _BLOWN_UP: "late gradients grew",
+    _BARRED: "weights could not be predicted",
+    _CHANGED: "the script changes predicted weights",
+}
+"""The same as `_reason`, in a few words."""
 
 
 def _trains(oldest: Exchange | RestoredExchange, latest: Exchange) -> bool:

@@ -161,7 +161,7 @@ class StoreClient:
         """The script is over after so many steps; this rank waits for the others to end, too."""
         self._publish(f"has ended after {steps} steps")
 
-    def done(self, summary: Mapping[str, float]) -> None:
+    def done(self, summary: Mapping[str, Any]) -> None:
         """Training has ended well. Rank 0 may be gone by now."""
         if self.world.rank or self._state.startswith("has failed"):
             return
@@ -169,8 +169,9 @@ class StoreClient:
             if not summary["explicit"]:
                 _print("warning: training was NOT distributed: no torch.optim optimizer made a step in rank 0")
             return
+        why = f" ({summary['why']})" if summary["why"] else ""
         _print(
-            f"done: {summary['steps']} steps, {summary['delayed'] or 'none'} of them delayed by one, "
+            f"done: {summary['steps']} steps, {summary['delayed'] or 'none'} of them delayed by one{why}, "
             f"{100 * summary['wait_fraction']:.1f} % of the time spent waiting for communication"
         )
 

@@ -80,7 +80,7 @@ class Gauge:
     """Whether it failed by itself, not because of another rank or because all were stopped."""
     secondary: bool = False
     """Whether it reported that another rank's failure ended it."""
-    summary: Mapping[str, float] = field(default_factory=dict)
+    summary: Mapping[str, Any] = field(default_factory=dict)
     """Its report at the end of training."""
     asked: float = float("-inf")
     """Time at which it last asked for the states of the others, which it does while it waits for them."""
