@@ -17,6 +17,8 @@ LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"
 """Characters of a job's id, without those that are easily confused."""
 FRESH_SECONDS = 60.0
 SOCKET = "agent"
+ASK = ".ask"
+"""The end of the name of the pipe through which a worker is asked for its stacks."""
 
 
 class Folder:

@@ -11,10 +11,11 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from dadt.comm.rendezvous.store_client import StoreClient
 from dadt.control.agent_client import Control
+from dadt.control.job_folder import ASK
 from dadt.errors import Aborted, CommError, CommTimeout, ConfigError, DadtError, PeerLost, StartTimeout
 
 STACKS_SIGNAL = signal.SIGRTMAX - 3
@@ -91,11 +92,32 @@ def _is_users(file: str) -> bool:
 
 
 def _offer_stacks(control: Control) -> None:
-    """Write stacks to a file that the agent reads, at the signal."""
+    """Write stacks to a file that the agent reads: when it asks through a pipe, or else at the signal.
+
+    A handler of signals walks through frames of threads that run meanwhile, which has crashed healthy processes. So it
+    is for those where no thread comes to hold the interpreter's lock: what holds it then runs no Python.
+    """
     path = Path(control.world.agent).with_name(f"stacks-{os.getpid()}")
     # Open for the life of the process: a signal handler cannot open files.
     file = path.open("wb")
     # faulthandler restores this when the interpreter ends: a signal that comes then must not kill the process.
     signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
     faulthandler.register(STACKS_SIGNAL, file, all_threads=True, chain=False)
+    pipe = path.with_suffix(ASK)
+    os.mkfifo(pipe, 0o600)
+    asked = os.open(pipe, os.O_RDWR | os.O_CLOEXEC)  # also for writing, or it would be at its end without an agent
+    threading.Thread(target=_answer, args=(asked, file), name="dadt-stacks", daemon=True).start()
     control.stacks(path, STACKS_SIGNAL)
+
+
+def _answer(asked: int, file: IO[bytes]) -> None:
+    """Write the stacks of all threads but this one, at each byte."""
+    with os.fdopen(os.memfd_create("dadt-stacks"), "w+b") as scratch:
+        while os.read(asked, 1):
+            scratch.seek(0)
+            scratch.truncate()
+            faulthandler.dump_traceback(scratch, all_threads=True)
+            scratch.seek(0)
+            threads = scratch.read().split(b"\n\n")
+            file.write(b"\n\n".join(each for each in threads if not each.startswith(b"Current thread")) + b"\n")
+            file.flush()

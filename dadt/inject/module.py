@@ -19,6 +19,7 @@ from dadt.train.prediction.base import traces
 from dadt.train.runtime import Runtime
 
 _UNSEEN_STEPS = 3
+_PASSES_WITHOUT = 10
 _PASSING_ON = ("OptimizedModule", "DistributedDataParallel", "DataParallel")
 """Wrappers that call the module inside: compiled, or a copy of it."""
 
@@ -43,6 +44,8 @@ class Entry:
         module = self._module()
         assert module is not None
         call = self._call or module._call_impl
+        if torch._C._get_tracing_state():  # by torch.jit.trace, which knows tensors and nothing of ours
+            return call(*args, **kwargs)
         if torch.is_grad_enabled():
             self._count(module)
             if module.training or self._trained_in_eval or not self._modules.runtime.began:
@@ -141,7 +144,8 @@ class Modules:
         """Called before an optimizer's step: hooks go one level down from a topmost module that was not called."""
         seen = self._seen.setdefault(optimizer, {})
         called = False
-        for module in [m for m, optimizers in self._optimizers.items() if optimizer in optimizers]:
+        modules = [m for m, optimizers in self._optimizers.items() if optimizer in optimizers]
+        for module in modules:
             entry = module.__dict__.get("_compiled_call_impl")
             if not isinstance(entry, Entry):
                 continue
@@ -157,9 +161,14 @@ class Modules:
             # Called from inside a compiled function, where nothing of ours runs: its forwards saw what was shown.
             self.runtime.buffers.keep_shown(attachment.modules)
             if attachment.algorithm.predicts and attachment.prediction.wanted:
+                why = (
+                    "its model's calls are not seen, as inside a compiled function"
+                    if modules
+                    else "it trains no module"
+                )
+                advice = ". Compile the model instead" if modules else ""
                 self.runtime.say(
-                    f"{type(optimizer).__name__}: its model's calls are not seen (inside a compiled function, or it is"
-                    " no module): its gradients are delayed without prediction. Compile the model instead"
+                    f"{type(optimizer).__name__}: {why}: its gradients are delayed without prediction{advice}"
                 )
 
     def _enter_children(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -267,8 +276,8 @@ def install(modules: Modules) -> None:
     for name in ("__deepcopy__", "__reduce_ex__"):
         setattr(nn.Parameter, name, _true_first(getattr(nn.Parameter, name), runtime))
     _show_copies(runtime)
-    for name in ("backward", "grad"):
-        setattr(torch.autograd, name, _predicted_first(getattr(torch.autograd, name), runtime))
+    torch.autograd.grad = _predicted_first(torch.autograd.grad, runtime)
+    torch.autograd.backward = _counted(_predicted_first(torch.autograd.backward, runtime), runtime)
     zero_grad = nn.Module.zero_grad
 
     @functools.wraps(zero_grad)
@@ -305,6 +314,26 @@ def _predicted_first(backward: Callable[..., Any], runtime: Runtime) -> Callable
     def patched(*args: Any, **kwargs: Any) -> Any:
         with runtime.window.backward():
             return backward(*args, **kwargs)
+
+    return patched
+
+
+def _counted(backward: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
+    """Tells of training without an optimizer that could be one of ours, while there is still time to end the job."""
+    passes = 0
+
+    @functools.wraps(backward)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        nonlocal passes
+        passes += not runtime.registered
+        if passes == _PASSES_WITHOUT:
+            passes += 1
+            runtime.say(
+                f"{_PASSES_WITHOUT} backward passes, and there is no torch.optim.Optimizer: what steps otherwise is not"
+                " distributed, and each worker trains for itself",
+                level="warning",
+            )
+        return backward(*args, **kwargs)
 
     return patched
 

@@ -17,6 +17,7 @@ FRAME_LINE = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+)(?:, in (?P<
 ERROR_LINE = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$")
 NO_PYTHON = re.compile(r'^  File ".+", line \d+\n(?:    .*\n)+(?=(?:Syntax|Indentation|Tab)Error: )', re.MULTILINE)
 CAUSE_LINES, CAUSE_LETTERS = 10, 4000
+OWN_SETUP = re.compile(r"CUDA|NCCL|\bGPUs?\b")
 MEMORY_TEXTS = ("out of memory", "can't allocate memory", "cannot allocate memory")
 EXIT_CODES = {"ConfigError": errors.ConfigError.exit_code, "StartTimeout": errors.StartTimeout.exit_code}
 """Exit codes of the exceptions that have their own."""
@@ -143,6 +144,8 @@ class Failure:
     """The last line on stderr, shown if there is no record."""
     blame: Blame | None = None
     """The cause if there is no record, or the cause behind the record."""
+    torch_env: bool = False
+    """The script was given the variables by which it may set up distributed training of its own."""
 
     @property
     def exit_code(self) -> int:
@@ -175,10 +178,20 @@ class Failure:
             lines.append(place + (f", in {frame['function']}" if frame.get("function") else ""))
             if frame.get("text"):
                 lines.append(f"      {frame['text']}")
+        if self._sets_up_its_own():
+            lines.append(
+                "  hint    a script that finds RANK may set up training on GPUs by itself; --no-torch-env hides RANK"
+            )
         lines.append(f"  memory  {self._memory()}")
         if self.stacks:
             lines.append(f"  stacks  {', '.join(map(str, self.stacks))}: where the others were")
         return lines
+
+    def _sets_up_its_own(self) -> bool:
+        record = self.record
+        if record is None or not self.torch_env or self._step() or _is_memory_error(record):
+            return False
+        return OWN_SETUP.search(record.text) is not None
 
     def _verdict(self) -> str:
         if self.blame is not None:

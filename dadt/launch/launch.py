@@ -100,6 +100,8 @@ def _record(the_plan: Plan, voice: Voice, placed: Told, signals: bool, exports: 
             except DadtError as error:
                 _conclude(launcher, error.exit_code, [str(error)])
                 raise
+            if outcome.failure is not None:
+                outcome.failure = replace(outcome.failure, torch_env=config.torch_env)
             report.ended(outcome)
             _conclude(launcher, outcome.exit_code, _verdict(outcome))
             return outcome

@@ -304,7 +304,7 @@ class Attachment:
 
     def _end_step(self) -> None:
         self.algorithm.after_step()
-        self.measure.stepped()
+        self.measure.stepped(self.runtime.progress.hook_seconds)
         self.step += 1
         self.batch_weight.stepped()
         self._delivered = []

@@ -28,6 +28,10 @@ class Measure:
         self._step_ended = 0.0
         self._waited_in_step = 0.0
         self._compute: deque[float] = deque(maxlen=_WINDOW)
+        self._alone: deque[float] = deque(maxlen=_WINDOW)
+        self._added: deque[float] = deque(maxlen=_WINDOW)
+        """Parts of steps outside and inside DADT's hooks, waiting included."""
+        self._hooked = 0.0
         self._exchange: deque[float] = deque(maxlen=_WINDOW)
         self.last = 0.0
 
@@ -44,16 +48,19 @@ class Measure:
         self._compute = deque(state["compute"], _WINDOW)
         self._exchange = deque(state["exchange"], _WINDOW)
 
-    def stepped(self) -> None:
-        """A step is complete."""
+    def stepped(self, hooked: float) -> None:
+        """A step is complete. hooked: seconds in all hooks around steps so far."""
         now = perf_counter()
         if self._step_ended:
+            self._added.append(hooked - self._hooked)
+            self._alone.append(now - self._step_ended - self._added[-1])
             self._compute.append(now - self._step_ended - self._waited_in_step)
             self.waited += self._waited_in_step
         else:
             self.began = now
         self._waited_in_step = 0.0
         self._step_ended = self.last = now
+        self._hooked = hooked
 
     @property
     def compute(self) -> float:
@@ -65,7 +72,7 @@ class Measure:
         """Median seconds of an exchange, from the arrival of the last rank."""
         return statistics.median(self._exchange) if self._exchange else 0.0
 
-    def verdict(self, steps: int) -> str:
+    def verdict(self, steps: int, workers: int) -> str:
         """The result of the synchronous steps, and its meaning for `pipe`."""
         r = ratio(self.compute, self.exchange)
         if r < SMALL:
@@ -74,7 +81,17 @@ class Measure:
             meaning = f"compute hides {min(1.0, 1 / r):.0%} of communication; sync would be slower"
         else:
             meaning = f"the network bounds the speed: {LIGHTER}"
-        return f"{found(steps, self.compute, self.exchange)}: {meaning}"
+        return f"{found(steps, self.compute, self.exchange)}: {self._loss(workers) or meaning}"
+
+    def _loss(self, workers: int) -> str:
+        """By how much one worker alone, which sees all of the data, would be faster; empty if it would not."""
+        alone, added = (statistics.median(part) if part else 0.0 for part in (self._alone, self._added))
+        if alone + added <= workers * alone:
+            return ""
+        return (
+            f"one worker alone would be faster, as a step computes for {_milliseconds(alone)} and takes"
+            f" {_milliseconds(added)} more; use larger batches"
+        )
 
 
 SMALL = 0.67

@@ -125,7 +125,23 @@ def test_what_a_checkpoint_says_of_the_choice(dadt_run) -> None:
 def test_what_the_ratio_means(exchange, meaning) -> None:
     measure = Measure()
     measure.load_state({"compute": [0.5, 0.01, 0.01], "exchange": [exchange, exchange, 0.9]})
-    assert meaning in measure.verdict(50)
+    assert meaning in measure.verdict(50, 2)
+
+
+def test_steps_that_one_worker_alone_does_faster_are_told(monkeypatch) -> None:
+    def verdict(added: float, workers: int) -> str:
+        """Steps compute for 0.4 ms, and are so much longer by hooks."""
+        measure, now, hooked = Measure(), 0.0, 0.0
+        for _ in range(9):
+            now, hooked = now + 0.0004 + added, hooked + added
+            monkeypatch.setattr("dadt.train.measure.perf_counter", lambda now=now: now)
+            measure.stepped(hooked)
+        return measure.verdict(9, workers)
+
+    told = "one worker alone would be faster, as a step computes for 0.40 ms and takes 0.70 ms more"
+    assert told in verdict(0.0007, 2)
+    assert "alone" not in verdict(0.0007, 4)
+    assert "alone" not in verdict(0.0003, 2)
 
 
 def test_too_short_a_warm_up_to_measure(dadt_run) -> None:

@@ -71,6 +71,33 @@ def test_ps_of_a_job_lists_its_ranks(start):
         assert re.search(r"\d+ MiB  at step", line)
 
 
+BUSY = """\
+import json, os, threading, time, torch
+def work():
+    def below(n): return json.loads('[[1, 2], {"a": [1]}]') if n == 0 else below(n - 1)
+    while True:
+        for n in range(30): below(n)
+for _ in range(2): threading.Thread(target=work, daemon=True).start()
+with open(f"part{os.environ['RANK']}", "w") as file: file.write(str(os.getpid()))
+os.rename(f"part{os.environ['RANK']}", f"ready{os.environ['RANK']}")
+def deep_inside():
+    while not os.path.exists("go"): time.sleep(0.02)
+deep_inside()
+"""
+
+
+def test_stacks_of_threads_that_run_harm_nobody(start):
+    """A signal's handler, which walks through their frames while they change, soon crashes the process."""
+    run = start(BUSY)
+    run.wait_for("ready0", "ready1")
+    for _ in range(12):
+        said = dadt("stacks", run.job)
+        assert said.returncode == 0, said.stderr
+        assert said.stdout.count(" in deep_inside") == 2 and " in work" in said.stdout
+    (run.folder / "go").touch()
+    assert run.finish().code == 0
+
+
 def test_ps_is_quick_and_imports_no_torch(tmp_path):
     modules = ", ".join(f"dadt_cli.jobs.{name}" for name in ("ps", "logs", "stacks", "kill"))
     code = f"import sys, {modules}; print('torch' in sys.modules, 'rich' in sys.modules)"

@@ -6,12 +6,11 @@ import os
 import re
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from harness import TESTS, lightened
+from harness import TESTS, forkserver
 from harness.checks import assert_equal, assert_near
 from harness.mpis import installed
 from harness.scenarios import WARMUP, simulate
@@ -40,7 +39,13 @@ def step():
 """
 
 
-@pytest.fixture(params=["torchrun", "mpirun.openmpi", pytest.param("mpirun.mpich", marks=pytest.mark.slow)])
+@pytest.fixture(
+    params=[
+        pytest.param("torchrun", marks=pytest.mark.slow),
+        "mpirun.openmpi",
+        pytest.param("mpirun.mpich", marks=pytest.mark.slow),
+    ]
+)
 def launcher(request: pytest.FixtureRequest) -> str:
     return installed(request.param)
 
@@ -163,11 +168,11 @@ sys.stdout.write(f"{{same}}\\n")
 
 def two_hosts(folder: Path, script: str, **env: str) -> list[tuple[int, str]]:
     """Exit codes and stderr of two ranks which believe that each has a host of its own."""
-    (folder / "train.py").write_text(lightened(script))
+    (folder / "train.py").write_text(script)
     names = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "train.py"],
+            [*forkserver.command(), "train.py"],
             cwd=folder,
             env={**os.environ, **names, "OMPI_COMM_WORLD_RANK": str(rank), **env},
             stderr=subprocess.PIPE,

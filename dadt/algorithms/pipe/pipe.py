@@ -104,7 +104,7 @@ class Pipe(Algorithm):
         """The synchronous steps are over, on all ranks at the same step."""
         a = self.attachment
         if a.index == 0 and a.step > 1:
-            a.runtime.say(a.measure.verdict(a.step))
+            a.runtime.say(a.measure.verdict(a.step, a.runtime.world.world_size))
 
     def step_synchronously(self, why: str) -> None:
         """Do what `sync` does, from now on and for good."""

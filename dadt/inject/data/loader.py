@@ -250,7 +250,7 @@ class Loaders:
             what, share = "a stream", f"one sample in {size} per worker"
         else:
             samples = samples_of(loader)
-            shuffled = "" if isinstance(inner_sampler(loader), SequentialSampler) else ", shuffled"
+            shuffled = ", shuffled" if isinstance(inner_sampler(loader), DRAW_ONCE) else ""
             what = "samples" if samples is None else f"{samples:,} samples"
             what += shuffled
             about = "about " if samples is not None and samples % size else ""

@@ -1,4 +1,4 @@
-"""The Python stacks of a host's workers, which each writes to a file on a signal."""
+"""The Python stacks of a host's workers, which each writes to a file when it is asked."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dadt.control.frame import Frame
+from dadt.control.job_folder import ASK
 from dadt.control.schema import OUTPUT
 from dadt.launch.processes import is_alive, kill, state
 
 ANSWER_SECONDS = 2.0
 """How long a worker may take to answer while the job goes on."""
+ASKED_SECONDS = 0.25
+"""How long a worker may take to get at its interpreter's lock; its signal's handler needs none."""
 STATES = {"T": "it is stopped", "t": "a debugger holds it", "D": "it hangs in the kernel (a device or a file server)"}
 
 Offers = Mapping[int, tuple[int, int, Path]]
-"""Pid to its rank, its signal, and the file to which it then writes its stacks."""
+"""Pid to its rank, its signal, and the file to which it writes its stacks."""
 
 
 class Stack(NamedTuple):
@@ -33,18 +36,25 @@ class Dump:
     """One dump, which the caller advances until it is complete. Never blocks. Files are appended to."""
 
     def __init__(self, offers: Offers, seconds: float) -> None:
-        """Signals the processes that live, and waits at most `seconds` for their stacks."""
+        """Asks the processes that live, and waits at most `seconds` for their stacks."""
         self._offers = {pid: offer for pid, offer in offers.items() if is_alive(pid)}
         self._deadline = time.monotonic() + seconds
+        self._signals_at = time.monotonic() + ASKED_SECONDS
         self._begins = {pid: _size(path) for pid, (_, _, path) in self._offers.items()}
         self._sizes: dict[int, int] = {}
         self.complete = not self._offers
-        for pid, (_, number, _) in self._offers.items():
-            kill([pid], number)
+        self._silent = set(self._offers)
+        for _, _, path in self._offers.values():
+            _ask(path)
 
     def advance(self) -> None:
         """Check the files. A dump has no end mark, so it is complete once it has stopped growing."""
         sizes = {pid: _size(path) for pid, (_, _, path) in self._offers.items()}
+        self._silent = {pid for pid in self._silent if sizes[pid] == self._begins[pid]}
+        if time.monotonic() >= self._signals_at:
+            for pid in self._silent:
+                kill([pid], self._offers[pid][1])
+            self._silent = set()
         grown = all(sizes[pid] > begin for pid, begin in self._begins.items())
         self.complete = self.complete or (grown and sizes == self._sizes) or time.monotonic() >= self._deadline
         self._sizes = sizes
@@ -94,6 +104,17 @@ def _problem(pid: int) -> str:
     if not is_alive(pid):
         return f"process {pid} has ended meanwhile"
     return f"process {pid} did not answer within {ANSWER_SECONDS:g} s: {STATES.get(state(pid), 'nobody knows why')}"
+
+
+def _ask(path: Path) -> None:
+    """Through the pipe that the worker has made; a worker that has none is signalled in time."""
+    try:
+        pipe = os.open(path.with_suffix(ASK), os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return
+    with os.fdopen(pipe, "wb", 0) as asked:
+        if stat.S_ISFIFO(os.fstat(pipe).st_mode):
+            asked.write(b"?")
 
 
 def _size(path: Path) -> int:

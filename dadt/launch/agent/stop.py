@@ -27,7 +27,7 @@ class Stop:
         grace: float,
     ) -> None:
         """mark: the variable by which the agent's processes are known. workers: those that live. dumps: the processes
-        that write their stacks on a signal.
+        that write their stacks when asked.
 
         natural: seconds in which the processes may end by themselves. grace: seconds from SIGTERM to SIGKILL.
         """

@@ -8,13 +8,14 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+_GRADIENTS = 8
+"""That of a last bias may be the same for any data: a loss that is a sum gives the size of the batch."""
+
 
 def of_gradient(parameters: Sequence[torch.Tensor]) -> int:
-    """Fingerprint of the last gradient; 0 if its values are 0, or there is none."""
-    for p in reversed(parameters):
-        if p.grad is not None and _is_dense(p.grad):
-            return _crc([p.grad]) if bool(_some(p.grad).any()) else 0
-    return 0
+    """Fingerprint of the last gradients; 0 if all their values are 0, or there is none."""
+    dense = [p.grad for p in parameters if p.grad is not None and _is_dense(p.grad)][-_GRADIENTS:]
+    return _crc(dense) if any(bool(_some(gradient).any()) for gradient in dense) else 0
 
 
 def of_untrained(modules: Iterable[nn.Module], trained: Iterable[torch.Tensor]) -> int:

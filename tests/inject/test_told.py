@@ -1,0 +1,129 @@
+"""Scripts that were told wrongly, or too late, what DADT makes of them."""
+
+from __future__ import annotations
+
+import re
+
+from harness.checks import assert_replicas_equal
+from harness.job import joined
+
+HEAD = """
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    generator = torch.Generator().manual_seed(rank)
+    def batch():
+        return torch.randn(8, 4, generator=generator)
+"""
+SUM = (
+    HEAD
+    + """
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step in range(12):
+        optimizer.zero_grad()
+        model(batch()).sum().backward()  # the gradient of the bias is 8 with any data
+        optimizer.step()
+    report({"state": model.state_dict()})
+"""
+)
+
+
+def test_other_data_with_one_gradient_alike_is_no_warning(dadt_run) -> None:
+    run = dadt_run(SUM)
+    assert_replicas_equal(run)
+    assert "identical gradients" not in run.output
+
+
+def test_the_same_data_is_told(dadt_run) -> None:
+    run = dadt_run(SUM.replace("manual_seed(rank)", "manual_seed(0)"))
+    assert "all ranks had identical gradients for 5 steps" in run.output
+
+
+def test_what_steps_otherwise_is_told_at_the_first_steps(dadt_run) -> None:
+    script = """
+    for step in range(30):
+        model(batch()).pow(2).sum().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 1e-3 * p.grad
+                p.grad = None
+        if step == 20:
+            print("step 20", file=sys.stderr, flush=True)
+    """
+    run = dadt_run(HEAD + script)
+    lines = run.output.splitlines()
+    told = "dadt: warning: 10 backward passes, and there is no torch.optim.Optimizer"
+    assert run.output.count(told) == 1
+    assert [line.startswith(told) for line in lines].index(True) < lines.index("[0] step 20")
+
+
+SCALAR = """
+    scale = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.Adam([scale], lr=0.1)
+    for step in range(12):
+        optimizer.zero_grad()
+        (scale * batch()).pow(2).sum().sub(scale).pow(2).backward()
+        optimizer.step()
+    report({"state": {"scale": scale.detach()}})
+"""
+
+
+def test_a_parameter_of_no_module_is_told_as_such(dadt_run) -> None:
+    run = dadt_run(HEAD + SCALAR, "--warmup-steps", "4")
+    assert_replicas_equal(run)
+    assert "dadt: Adam: it trains no module: its gradients are delayed without prediction\n" in run.output
+    assert "Compile the model" not in run.output
+
+
+ORDERED = """
+    from torch.utils.data import DataLoader, Sampler, TensorDataset
+    class Backwards(Sampler):
+        def __len__(self):
+            return 32
+        def __iter__(self):
+            return iter(range(31, -1, -1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, in DataLoader(TensorDataset(torch.randn(32, 4)), batch_size=4, sampler=Backwards()):
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+    report({"state": model.state_dict()})
+"""
+
+
+def test_an_order_of_the_scripts_own_is_not_called_shuffled(dadt_run) -> None:
+    run = dadt_run(HEAD + ORDERED)
+    assert_replicas_equal(run)
+    assert "dadt: DataLoader #1 (32 samples): trains, 16 per worker.\n" in run.output
+
+
+TRACED = """
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    same = []
+    for step in range(12):
+        x = batch()
+        if step in (0, 8):  # as TensorBoard's add_graph does it
+            traced = torch.jit.trace(model, x)
+            with torch.no_grad():
+                same.append(torch.equal(traced(x), model(x)))
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+    report({"state": model.state_dict(), "same": torch.tensor(same)})
+"""
+
+
+def test_a_model_that_trains_can_be_traced(dadt_run) -> None:
+    run = dadt_run(HEAD + TRACED, "--warmup-steps", "4")
+    assert_replicas_equal(run)
+    assert "12 steps, 8 of them delayed by one" in run.output
+    assert run.ranks[0]["state"] and run.ranks[0]["same"].all()
+
+
+OWN_SETUP = joined(own="raise RuntimeError('ProcessGroupNCCL is only supported with GPUs, no GPUs found!')")
+
+
+def test_a_set_up_of_the_scripts_own_that_fails_names_the_way_around(dadt_run) -> None:
+    hint = re.compile(r"^  hint    a script that finds RANK .*; --no-torch-env hides RANK$", re.M)
+    assert hint.search(dadt_run(OWN_SETUP, code=None).output)
+    assert not hint.search(dadt_run(OWN_SETUP, "--no-torch-env", code=None).output)
+    assert not hint.search(dadt_run("raise RuntimeError('no such file')", code=None).output)
