@@ -19,9 +19,9 @@ BUILT := pyproject.toml $(wildcard CMakeLists.txt) $(shell find csrc -type f)
 demo: .venv/installed
 	$(BIN)/dadt run -np $(WORKERS) examples/mnist.py --epochs 3
 
-# Four tests at a time on two cores: much of the time they wait.
+# Three tests at a time on two cores: a third of the time they wait.
 test: lint docs native machines
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 4 --dist loadgroup -m "not slow" --durations 30 --durations-min 3
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 3 --dist loadgroup -m "not slow" --durations 30 --durations-min 3
 
 # What is quick: lint, types, layers, and the tests that start no processes.
 check: lint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import faulthandler
 import linecache
 import os
@@ -106,7 +107,7 @@ def _offer_stacks(control: Control) -> None:
     pipe = path.with_suffix(ASK)
     os.mkfifo(pipe, 0o600)
     asked = os.open(pipe, os.O_RDWR | os.O_CLOEXEC)  # also for writing, or it would be at its end without an agent
-    threading.Thread(target=_answer, args=(asked, file), name="dadt-stacks", daemon=True).start()
+    _thread.start_new_thread(_answer, (asked, file))  # not among threading's, which scripts may count or wait for
     control.stacks(path, STACKS_SIGNAL)
 
 

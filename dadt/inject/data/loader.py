@@ -29,7 +29,7 @@ from dadt.config.check import loader_numbers
 from dadt.errors import ConfigError
 from dadt.inject.data.feed import Comparison, Feed, LoadingRank, Order
 from dadt.inject.data.seed import Streams, mix
-from dadt.inject.data.share import Batches, Divided, Items, PerRank, Share, portion, stream_steps
+from dadt.inject.data.share import Batches, Divided, Items, PerRank, Share, Skipped, portion, stream_steps, unskipped
 from dadt.inject.data.stream import Counted, Split, StreamFeed, nominal_batch, nth_of
 
 TRAINS, EVALUATES, ALONE = "trains", "evaluates", "alone"
@@ -168,9 +168,14 @@ class Loaders:
     def _make_share(self, loader: Loader, role: Role) -> Share:
         world = self.runtime.world
         rank, size = world.rank, world.world_size
-        batch_sampler = cast("Any", loader.batch_sampler)
-        if batch_sampler is None:
+        if loader.batch_sampler is None:
             return Items(loader.sampler, rank, size)
+        # A script counts the steps that it has taken, each of which was all ranks'.
+        batch_sampler, steps = unskipped(loader.batch_sampler)
+        share = self._share_of(batch_sampler, rank, size)
+        return Skipped(share, steps) if steps else share
+
+    def _share_of(self, batch_sampler: Any, rank: int, size: int) -> PerRank | Batches | Divided:
         plain = type(batch_sampler) is BatchSampler
         if self.runtime.config.batch == "global":
             return Divided(batch_sampler, batch_sampler.batch_size if plain else 0, rank, size)

@@ -138,7 +138,34 @@ class Divided:
         return len(cast(Sized, self.batch_sampler))
 
 
-Share = PerRank | Batches | Items | Divided
+class Skipped:
+    """A share without its first steps, which a script that resumes in the midst of a pass leaves out."""
+
+    def __init__(self, share: PerRank | Batches | Divided, steps: int) -> None:
+        self.share = share
+        self.steps = steps
+
+    @property
+    def nominal(self) -> int:
+        return self.share.nominal
+
+    def __iter__(self) -> Iterator[Piece]:
+        return islice(iter(self.share), self.steps, None)
+
+    def __len__(self) -> int:
+        return max(0, len(self.share) - self.steps)
+
+
+Share = PerRank | Batches | Items | Divided | Skipped
+
+
+def unskipped(batch_sampler: Any) -> tuple[Any, int]:
+    """The batch sampler inside, and how many of its batches are skipped, as by accelerate.skip_first_batches."""
+    steps = 0
+    while hasattr(batch_sampler, "skip_batches") and hasattr(batch_sampler, "batch_sampler"):
+        steps += batch_sampler.skip_batches
+        batch_sampler = batch_sampler.batch_sampler
+    return batch_sampler, steps
 
 
 def turn(group: Sequence[Any], rank: int) -> Piece:

@@ -16,8 +16,6 @@ from dadt.launch.processes import is_alive, kill, state
 
 ANSWER_SECONDS = 2.0
 """How long a worker may take to answer while the job goes on."""
-ASKED_SECONDS = 0.25
-"""How long a worker may take to get at its interpreter's lock; its signal's handler needs none."""
 STATES = {"T": "it is stopped", "t": "a debugger holds it", "D": "it hangs in the kernel (a device or a file server)"}
 
 Offers = Mapping[int, tuple[int, int, Path]]
@@ -39,7 +37,8 @@ class Dump:
         """Asks the processes that live, and waits at most `seconds` for their stacks."""
         self._offers = {pid: offer for pid, offer in offers.items() if is_alive(pid)}
         self._deadline = time.monotonic() + seconds
-        self._signals_at = time.monotonic() + ASKED_SECONDS
+        self._signals_at = time.monotonic() + seconds / 2
+        """By then a worker's thread has come to hold the interpreter's lock, or none will."""
         self._begins = {pid: _size(path) for pid, (_, _, path) in self._offers.items()}
         self._sizes: dict[int, int] = {}
         self.complete = not self._offers
@@ -110,11 +109,11 @@ def _ask(path: Path) -> None:
     """Through the pipe that the worker has made; a worker that has none is signalled in time."""
     try:
         pipe = os.open(path.with_suffix(ASK), os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(pipe, "wb", 0) as asked:
+            if stat.S_ISFIFO(os.fstat(pipe).st_mode):
+                asked.write(b"?")
     except OSError:
-        return
-    with os.fdopen(pipe, "wb", 0) as asked:
-        if stat.S_ISFIFO(os.fstat(pipe).st_mode):
-            asked.write(b"?")
+        pass  # it has none, or ends at this moment
 
 
 def _size(path: Path) -> int:

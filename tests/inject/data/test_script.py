@@ -217,6 +217,22 @@ SCRIPTS = {
                 torch.save(rank, f"only{rank}.pt")
         result(same=same)
         """,
+    "resumed": """
+        from torch.utils.data import BatchSampler
+        class SkipBatchSampler(BatchSampler):  # accelerate's, by which a training goes on in the midst of a pass
+            def __init__(self, batch_sampler, skip_batches):
+                self.batch_sampler, self.skip_batches = batch_sampler, skip_batches
+            def __iter__(self):
+                return itertools.islice(iter(self.batch_sampler), self.skip_batches, None)
+            def __len__(self):
+                return len(self.batch_sampler) - self.skip_batches
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        whole = DataLoader(data, batch_size=5)
+        rest = DataLoader(data, batch_sampler=SkipBatchSampler(whole.batch_sampler, 3))
+        for batch in rest:
+            fit(model, batch, optimizer)
+        result(length=len(rest))
+        """,
 }
 
 
@@ -260,6 +276,12 @@ def test_batches_that_the_script_has_kept_count_in_full(several):
     """Rank 1 has no sample in the third batch; that it repeats one is over with the pass."""
     results, *_ = several("kept")
     assert [one["moved"] for one in results] == 2 * [[1.5, 1.5, 1.0, 1.5, 1.5, 1.5]]
+
+
+def test_skipped_batches_are_steps_of_all_ranks(several):
+    results, _, _ = several("resumed")
+    assert [(len(one["read"]), one["length"]) for one in results] == [(2, 2)] * 2
+    assert joined(results) == list(range(30, 50))
 
 
 def test_a_loader_that_is_read_in_a_background_thread(several):

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from dadt.inject.data.share import Batches, Divided, Items, PerRank, Spare, every_nth, portion, stream_steps
+from dadt.inject.data.share import Batches, Divided, Items, PerRank, Skipped, Spare, every_nth, portion, stream_steps
 
 SIZES = (1, 2, 3, 4, 7)
 COUNTS = (0, 1, 2, 3, 5, 8, 13, 24, 25, 97)
@@ -159,6 +159,16 @@ def test_whole_blocks_give_every_rank_as_much(size, batch_size):
 def test_a_stream_may_hold_none():
     assert list(every_nth([None, None, None], 1, 2)) == [None]
     assert list(every_nth([None], 1, 2)) == [Spare(None)]
+
+
+@pytest.mark.parametrize("steps", [1, 3, 99])
+@pytest.mark.parametrize("size", SIZES)
+def test_steps_are_skipped_on_all_ranks(size, steps):
+    batches = [[3 * i, 3 * i + 1, 3 * i + 2] for i in range(20)]
+    for kind in (lambda rank: PerRank(range(60), 3, False, rank, size), lambda rank: Batches(batches, rank, size)):
+        whole = read([kind(rank) for rank in range(size)])
+        rest = read([Skipped(kind(rank), steps) for rank in range(size)])
+        assert rest == [pieces[steps:] for pieces in whole]
 
 
 @pytest.mark.parametrize("whole", [[], [5]])
