@@ -107,7 +107,7 @@ class Closure:
         self._closure = closure
         self._attachment = attachment
         self._modules = modules
-        self._weights = _versions(attachment)
+        self._weights = [] if attachment.has_closure else _versions(attachment)
         self.calls = 0
 
     def __call__(self) -> Any:

@@ -84,11 +84,12 @@ def run(
     alone: bool = False,
     **env: str,
 ) -> Run:
-    """first: what comes before `import torch`. code: the exit code that is expected; None where any is."""
+    """first: what comes before `import torch`. code: the exit code that is expected; None where any is. alone: Python
+    is started for each rank, where others are forked off a process that has torch."""
     path = folder / "train.py"
-    light, python = ("" if "torch.compile" in script else "from harness import light"), ()
-    if launcher == "dadt run" and not alone:
-        light, python = "", forkserver.command()
+    forked = launcher == "dadt run" and not alone
+    light = "" if forked or "torch.compile" in script else "from harness import light"
+    python = forkserver.command() if forked else ()
     prelude = PRELUDE.format(tests=str(TESTS), folder=str(folder), first=first, light=light)
     path.write_text(prelude + textwrap.dedent(script))
     done = subprocess.run(

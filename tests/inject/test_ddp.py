@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from harness import SCRIPTS, forkserver
 from harness.checks import assert_equal
+from harness.job import LAUNCHERS
 
 SCRIPT = SCRIPTS / "ddp.py"
 PARTS = """
@@ -205,12 +205,7 @@ def job(folder: Path, flags: list[str], arguments: list[str]) -> tuple[dict[str,
     """The weights that the script ends with on all of its two ranks, and what DADT has said."""
     folder.mkdir()
     command = [
-        sys.executable,
-        "-m",
-        "dadt_cli",
-        "run",
-        "-np",
-        "2",
+        *LAUNCHERS["dadt run"](2),
         *flags,
         *forkserver.command(),
         str(SCRIPT),

@@ -60,7 +60,7 @@ def test_a_closure_changes_no_bit(dadt_run, algorithm) -> None:
             for name, (without, closed) in rank.items():
                 assert_equal(without, closed, name)
     if algorithm == "pipe":
-        assert "80 of them delayed by one" in run.output.replace("120 steps, ", "")
+        assert "120 steps, 80 of them delayed by one, " in run.output
 
 
 TWICE = """
@@ -119,6 +119,26 @@ def test_what_evaluates_by_itself_is_averaged_at_once_and_told(dadt_run, text, n
     assert_replicas_equal(run)
     assert run.output.count(f"dadt: {why}: gradients and loss of each evaluation are averaged at once") == 1
     assert f"12 steps, none delayed ({why}), " in run.output
+
+
+SOMETIMES = """
+    class Sometimes(torch.optim.SGD):
+        steps = 0
+        def step(self, closure):
+            self.steps += 1
+            for _ in range(1 + (self.steps > 8)):
+                with torch.enable_grad():
+                    loss = closure()
+                super().step()
+            return loss
+"""
+
+
+def test_what_evaluates_again_only_later_is_found_then(dadt_run) -> None:
+    run = dadt_run(SOMETIMES + LINES.format(name="Sometimes"), "--warmup-steps", "4")
+    assert_replicas_equal(run)
+    told = "(Sometimes evaluates its closure more than once in a step), "
+    assert f"12 steps, 5 of them delayed by one {told}" in run.output
 
 
 def test_a_closure_that_is_not_called_is_refused(dadt_run) -> None:

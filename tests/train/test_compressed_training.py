@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 
 import pytest
 import torch
 from harness import SCRIPTS, forkserver
 from harness.checks import assert_equal
-from harness.job import joined
+from harness.job import LAUNCHERS, joined
 from harness.scenarios import WARMUP, simulate
 
 DIGITS = SCRIPTS / "digits.py"
@@ -195,12 +194,7 @@ def test_the_digits(compression, tmp_path):
         options = ["--batch", "global", "--algorithm", "sync", "--warmup-steps", "40", "--compression", name]
         done = subprocess.run(
             [
-                sys.executable,
-                "-m",
-                "dadt_cli",
-                "run",
-                "-np",
-                "2",
+                *LAUNCHERS["dadt run"](2),
                 "--log-dir",
                 str(tmp_path),
                 *options,
