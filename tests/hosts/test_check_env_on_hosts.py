@@ -47,7 +47,7 @@ def verdicts(told: dict[str, Any], host: str) -> dict[tuple[str, str], dict[str,
 SLOW_TO_H1 = """
 tc qdisc add dev eth0 root handle 1: htb default 10
 tc class add dev eth0 parent 1: classid 1:10 htb rate 10gbit
-tc class add dev eth0 parent 1: classid 1:20 htb rate 48kbit burst 1600 cburst 1600
+tc class add dev eth0 parent 1: classid 1:20 htb rate 48kbit burst 100 cburst 100
 tc filter add dev eth0 parent 1: protocol ip prio 1 u32 match ip dst 10.7.0.2/32 flowid 1:20
 """
 
