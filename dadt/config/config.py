@@ -130,6 +130,12 @@ class Config:
         "When all ranks torch.save to a path, one rank per host writes and the others wait for the file.",
         advanced=True,
     )
+    files: str = knob(
+        "first",
+        "Which ranks of a host write the files that all of them write: the first, or all.",
+        choices=("first", "all"),
+        advanced=True,
+    )
     lock_downloads: bool = knob(
         True, "Let only one rank per host at a time download into the same folder.", advanced=True
     )

@@ -154,17 +154,18 @@ class Control:
         """Ask for every rank's Python stacks to be written beside its log."""
         self._report("dump")
 
-    def saved(self, path: str, count: int) -> None:
-        """Report that local rank 0 has written the file for the count-th time."""
-        self._report("saved", path=path, count=count)
+    def saved(self, path: str, count: int, number: int) -> None:
+        """Report that local rank 0 has written the file for the count-th time, which was its number-th save."""
+        self._report("saved", path=path, count=count, number=number)
 
-    def await_save(self, path: str, count: int, step: int, timeout: float) -> str:
+    def await_save(self, path: str, count: int, number: int, step: int, timeout: float) -> str:
         """Wait until local rank 0 has written the file `count` times.
 
-        Returns "there" if it has. Returns "write" if local rank 0 went past `step`, ended, or took longer than
-        `timeout` seconds: the caller then writes the file itself.
+        Returns "there" if it has. Returns "write" if local rank 0 has written another file in its number-th save, went
+        past `step`, ended, or took longer than `timeout` seconds: the caller then writes the file itself.
         """
-        return str(self._ask("await_save", timeout, path=path, count=count, step=step)["verdict"])
+        answer = self._ask("await_save", timeout, path=path, count=count, number=number, step=step)
+        return str(answer["verdict"])
 
     def listen(self, hear: Callable[[str, int | None], None]) -> bool:
         """Call `hear` in a thread of its own when another rank ends: with a text, and the steps if it ended well. Call

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import fcntl
+import functools
 import os
 import secrets
 import shutil
@@ -12,6 +14,7 @@ from typing import IO
 
 from dadt.control.guard import Guard
 from dadt.errors import LaunchError
+from dadt.world import World
 
 LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"
 """Characters of a job's id, without those that are easily confused."""
@@ -93,6 +96,16 @@ class Folder:
         shutil.rmtree(self.path, ignore_errors=True)
         if self._guard is not None:
             self._guard.release()
+
+
+@functools.cache
+def of_worker(world: World) -> Path:
+    """The folder of a worker's job on its host. Without an agent, its ranks make it when they first need it."""
+    if world.agent:
+        return Path(world.agent).parent
+    folder = Folder.join(world.job)
+    atexit.register(folder.leave)
+    return folder.path
 
 
 def line_of(socket: Path | str, local_rank: int) -> Path:

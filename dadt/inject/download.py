@@ -7,29 +7,26 @@ file there.
 
 from __future__ import annotations
 
-import atexit
 import fcntl
 import functools
 import hashlib
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import inspect
 import os
-import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch.hub
 
-from dadt.control.job_folder import Folder
+from dadt.control import job_folder
 from dadt.errors import CommTimeout
+from dadt.inject.after_import import after_import
+from dadt.inject.files.overlay import Overlay
 from dadt.inject.rank import Rank
 from dadt.world import World
 
@@ -42,16 +39,22 @@ class Turn:
     Its lock files lie with the job's, not in the user's folder, and go with the job.
     """
 
-    def __init__(self, world: World, timeout: float) -> None:
+    def __init__(self, world: World, timeout: float, overlay: Overlay | None = None) -> None:
+        """overlay: left within a turn, so that all ranks find what one has downloaded."""
         self.world = world
+        self.overlay = overlay
         self.timeout = timeout
-        self._folder = Path(world.agent).with_name("downloads") if world.agent else None
         self._held = threading.local()
         self._calls: Counter[str] = Counter()
 
     @contextmanager
     def of(self, folder: str | os.PathLike[str]) -> Iterator[None]:
         """Wait for the turn, for at most the timeout: then CommTimeout names the process that has it."""
+        with self.overlay.real() if self.overlay is not None else nullcontext(), self._turn(folder):
+            yield
+
+    @contextmanager
+    def _turn(self, folder: str | os.PathLike[str]) -> Iterator[None]:
         key = os.path.realpath(folder)
         held: set[str] = self._held.__dict__.setdefault("folders", set())
         if key in held:
@@ -83,12 +86,7 @@ class Turn:
         return self._place() / f"{name}.{kind}"
 
     def _place(self) -> Path:
-        """Without an agent the job has no folder of its own until one is needed; ranks join the same."""
-        if self._folder is None:
-            folder = Folder.join(self.world.job)
-            self._folder = folder.path / "downloads"
-            atexit.register(folder.leave)
-        return self._folder
+        return job_folder.of_worker(self.world) / "downloads"
 
     def _acquire(self, lock: Any, folder: str) -> None:
         end = time.monotonic() + self.timeout
@@ -138,36 +136,11 @@ def in_turn(turn: Turn, original: Callable[..., Any], folder: str, made: str = "
     return call
 
 
-class AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function with a module right after it was executed, if the script ever imports it."""
-
-    def __init__(self, changes: dict[str, Callable[[ModuleType], None]]) -> None:
-        self.changes = changes
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        change = self.changes.pop(fullname, None)
-        if change is None:
-            return None
-        spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            change(module)
-
-        setattr(spec.loader, "exec_module", exec_module)  # noqa: B010
-        return spec
-
-
-def install(runtime: Rank) -> None:
+def install(runtime: Rank, overlay: Overlay | None = None) -> None:
     config = runtime.config
     if not config.lock_downloads or runtime.world.world_size == 1:
         return
-    turn = Turn(runtime.world, config.timeout)
+    turn = Turn(runtime.world, config.timeout, overlay)
     hub = torch.hub
     hub.download_url_to_file = in_turn(turn, hub.download_url_to_file, "dst", "file")
     hub.load_state_dict_from_url = in_turn(turn, hub.load_state_dict_from_url, "model_dir")
@@ -188,8 +161,5 @@ def install(runtime: Rank) -> None:
 
         module.VisionDataset.__init_subclass__ = classmethod(__init_subclass__)
 
-    changes: dict[str, Callable[[ModuleType], None]] = {
-        "torchvision.datasets.utils": utils,
-        "torchvision.datasets.vision": vision,
-    }
-    sys.meta_path.insert(0, AfterImport(changes))
+    after_import("torchvision.datasets.utils", utils)
+    after_import("torchvision.datasets.vision", vision)

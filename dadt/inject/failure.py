@@ -82,11 +82,12 @@ def frames_of(trace: TracebackType | None) -> list[dict[str, Any]]:
         text = linecache.getline(code.co_filename, trace.tb_lineno, trace.tb_frame.f_globals).strip()
         frames.append({"file": code.co_filename, "line": trace.tb_lineno, "function": code.co_name, "text": text})
         trace = trace.tb_next
-    own = [frame for frame in frames if _is_users(frame["file"])]
+    own = [frame for frame in frames if is_users(frame["file"])]
     return (own or frames)[-FRAMES:]
 
 
-def _is_users(file: str) -> bool:
+def is_users(file: str) -> bool:
+    """Whether the code in this file is the user's, rather than a library's."""
     path = str(Path(file).resolve())
     libraries = (OURS, sys.prefix + os.sep + "lib", sys.base_prefix + os.sep + "lib")
     return not path.startswith(libraries) and "site-packages" not in path and not file.startswith("<")

@@ -16,9 +16,11 @@ from dadt.config import Config
 from dadt.control import machine
 from dadt.control.agent_client import Control
 from dadt.errors import CommError
-from dadt.inject import compiler, download, failure, gradient, module, optimizer, saving
+from dadt.inject import compiler, download, failure, gradient, module, optimizer
 from dadt.inject.data import loader, seed
 from dadt.inject.data.parting import Parting
+from dadt.inject.files import install as files
+from dadt.inject.files import saving
 from dadt.train.runtime import Runtime
 from dadt.world import World
 
@@ -97,8 +99,11 @@ def _install_around(runtime: Runtime) -> None:
     runtime.on_begin.append(lambda: None if mine.seeded and runtime.script_is_distributed else mine.split())
     if not runtime.alone:
         loader.install(runtime, streams)
-        saving.install(runtime)
-        download.install(runtime)
+        overlay = files.install(runtime)
+        saving.install(runtime, overlay)
+        if overlay is not None:
+            runtime.progress.files_apart = lambda: overlay.written
+        download.install(runtime, overlay)
 
 
 def _join(world: World, config: Config) -> tuple[StoreClient, Config]:

@@ -17,6 +17,7 @@ FRAME_LINE = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+)(?:, in (?P<
 ERROR_LINE = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$")
 NO_PYTHON = re.compile(r'^  File ".+", line \d+\n(?:    .*\n)+(?=(?:Syntax|Indentation|Tab)Error: )', re.MULTILINE)
 CAUSE_LINES, CAUSE_LETTERS = 10, 4000
+NO_FILE = re.compile(r"No such file or directory|unable to open|does not exist", re.IGNORECASE)
 OWN_SETUP = re.compile(r"CUDA|NCCL|\bGPUs?\b")
 MEMORY_TEXTS = ("out of memory", "can't allocate memory", "cannot allocate memory")
 EXIT_CODES = {"ConfigError": errors.ConfigError.exit_code, "StartTimeout": errors.StartTimeout.exit_code}
@@ -146,6 +147,8 @@ class Failure:
     """The cause if there is no record, or the cause behind the record."""
     torch_env: bool = False
     """The script was given the variables by which it may set up distributed training of its own."""
+    files_apart: bool = False
+    """What this rank wrote was kept apart: what reads files without Python's `open` does not find it."""
 
     @property
     def exit_code(self) -> int:
@@ -182,6 +185,11 @@ class Failure:
             lines.append(
                 "  hint    a script that finds RANK may set up training on GPUs by itself; --no-torch-env hides RANK"
             )
+        if self._misses_a_file():
+            lines.append(
+                "  hint    what this rank wrote was kept apart from the files of the first, where only Python finds it;"
+                " --files all lets all ranks write"
+            )
         lines.append(f"  memory  {self._memory()}")
         if self.stacks:
             lines.append(f"  stacks  {', '.join(map(str, self.stacks))}: where the others were")
@@ -192,6 +200,9 @@ class Failure:
         if record is None or not self.torch_env or self._step() or _is_memory_error(record):
             return False
         return OWN_SETUP.search(record.text) is not None
+
+    def _misses_a_file(self) -> bool:
+        return self.files_apart and self.record is not None and NO_FILE.search(self.record.text) is not None
 
     def _verdict(self) -> str:
         if self.blame is not None:

@@ -100,8 +100,6 @@ def _record(the_plan: Plan, voice: Voice, placed: Told, signals: bool, exports: 
             except DadtError as error:
                 _conclude(launcher, error.exit_code, [str(error)])
                 raise
-            if outcome.failure is not None:
-                outcome.failure = replace(outcome.failure, torch_env=config.torch_env)
             report.ended(outcome)
             _conclude(launcher, outcome.exit_code, _verdict(outcome))
             return outcome
@@ -156,7 +154,11 @@ def _run(
         for view in (*views(where, job.watch), report.interim()):
             job.show(view)
         job.start(orders(where))
-        return job.wait(interrupts)
+        outcome = job.wait(interrupts)
+        if (failure := outcome.failure) is not None:
+            apart = config.files == "first" and where.slots[failure.ending.rank].local_rank > 0
+            outcome.failure = replace(failure, torch_env=config.torch_env, files_apart=apart)
+        return outcome
     finally:
         voice.meanwhile(lambda: None)
         agents.close(HANG_UP_SECONDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from dadt.control.step_times import StepTimes
@@ -25,6 +26,8 @@ class Progress:
         self.samples = 0
         """Drawn from shared loaders for training."""
         self.hook_seconds = 0.0
+        self.files_apart: Callable[[], int] = int
+        """How many files this rank has written apart from those of the first of its host."""
         """Seconds in DADT's hooks around steps, waiting included."""
         self.measures: list[Measure] = []
         """Sums of all optimizers so far; one may be collected before the end."""
@@ -63,6 +66,7 @@ class Progress:
             "samples": self.samples,
             "seconds": max(0.0, last - first),
             "hook_seconds": self.hook_seconds,
+            **({"files_apart": apart} if (apart := self.files_apart()) else {}),
             **({"sent": sent, "plain": plain} if sent != plain else {}),
         }
 

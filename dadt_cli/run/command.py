@@ -205,6 +205,11 @@ def _finish(outcome: Outcome, where: Placed) -> int:
     else:
         if (reason := launch.not_distributed(outcome, where)) is not None:
             console.say(f"training was NOT distributed: {reason}", "warning")
+        if apart := sum(summary.get("files_apart", 0) for summary in outcome.summaries.values()):
+            console.say(
+                f"files that ranks wrote beside the first of their host, kept apart and now gone: {apart}"
+                " (--files all lets all ranks write)"
+            )
         console.say(_last_line(outcome))
     return outcome.exit_code
 

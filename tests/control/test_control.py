@@ -155,17 +155,18 @@ def test_a_failure_that_another_caused_is_not_the_cause_though_it_comes_first(la
 @pytest.mark.parametrize(
     ("first", "verdict"),
     [
-        ("time.sleep(0.3); control.saved('f', 1); meet('end')", "there"),
-        ("control.saved('f', 2); meet('end')", "there"),
+        ("time.sleep(0.3); control.saved('f', 1, 1); meet('end')", "there"),
+        ("control.saved('f', 2, 2); meet('end')", "there"),
         ("control.progress(5); meet('end')", "write"),
         ("sys.exit()", "write"),
-        ("control.saved('g', 1); control.progress(4); meet('end')", "write"),
+        ("control.saved('g', 1, 7); control.progress(4); meet('end')", "write"),
+        ("control.saved('g', 1, 1); meet('end')", "write"),
     ],
 )
 def test_a_file_is_awaited_until_it_is_there_or_never_comes(launch, first, verdict):
     script = HEAD + (
         f"if rank == 0:\n    {first}\n"
-        "else:\n    print(control.await_save('f', 1, 4, 3.0))\n" + ("" if "exit" in first else "    meet('end')\n")
+        "else:\n    print(control.await_save('f', 1, 1, 4, 3.0))\n" + ("" if "exit" in first else "    meet('end')\n")
     )
     result = launch(script)
     assert result.code == 0, result.err

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from dadt.config import Config
-from dadt.inject import saving
 from dadt.inject.data import loader, seed
+from dadt.inject.files import saving
 from dadt.world import World
 
 DEADLINE = 60.0

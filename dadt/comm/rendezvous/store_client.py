@@ -186,14 +186,18 @@ class StoreClient:
         """This rank's stacks, on stderr: nobody can ask the others for theirs, but those that wait do the same."""
         faulthandler.dump_traceback(all_threads=True)
 
-    def saved(self, path: str, count: int) -> None:
-        """Local rank 0 has written the file for the count-th time."""
+    def saved(self, path: str, count: int, number: int) -> None:
+        """Local rank 0 has written the file for the count-th time, which was its number-th save."""
         self._use(lambda values: values.set(self._save_key(path, count), b"1"))
+        self._use(lambda values: values.set(self._save_key("", number), b"1"))
 
-    def await_save(self, path: str, count: int, step: int, timeout: float) -> str:
-        """ "there" once local rank 0 has written the file `count` times; "write" if not within `timeout` seconds."""
+    def await_save(self, path: str, count: int, number: int, step: int, timeout: float) -> str:
+        """ "there" if local rank 0 has written the file `count` times; "write" if not within `timeout` seconds, or not
+        by its number-th save."""
         key = self._save_key(path, count)
-        return "there" if self._arrive([key], time.monotonic() + timeout, timeout) else "write"
+        if not self._has(key):
+            self._arrive([self._save_key("", number)], time.monotonic() + timeout, timeout)
+        return "there" if self._has(key) else "write"
 
     def listen(self, hear: Callable[[str, int | None], None]) -> bool:
         """Nobody tells: mpirun, srun and torchrun end all ranks when one of them dies."""

@@ -1,35 +1,41 @@
-"""`torch.save` to a path, in a script that believes it is alone.
+"""`torch.save` and its like to a path, in a script that believes it is alone.
 
 The first local rank of each host writes, beside the target and then renamed over it, so that nobody ever
 reads half a file; the other ranks of the host wait until it is there. Open file objects are each rank's own.
-`torch.jit.save` and `torch.export.save` are not covered: under those, every rank writes the file itself.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import shutil
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
 import torch
 
+from dadt.inject.after_import import after_import
+from dadt.inject.files.overlay import Overlay
 from dadt.inject.rank import Rank
 
 PATIENCE_SECONDS = 2.0
 """How long a rank waits for the first local rank to come to the same `torch.save`."""
 
+Write = Callable[[str], Any]
+
 
 class Control(Protocol):
     """The control channel, as saving needs it."""
 
-    def saved(self, path: str, count: int) -> None: ...
-    def await_save(self, path: str, count: int, step: int, timeout: float) -> str: ...
+    def saved(self, path: str, count: int, number: int) -> None: ...
+    def await_save(self, path: str, count: int, number: int, step: int, timeout: float) -> str: ...
 
 
 class SavingRank(Rank, Protocol):
@@ -46,40 +52,94 @@ class SavingRank(Rank, Protocol):
     def show_true_weights(self) -> None: ...
 
 
-Save = Callable[..., None]
-
-
 class Saver:
-    """Stands in for `torch.save` in a worker."""
+    """Stands in for `torch.save` and its like in a worker."""
 
-    def __init__(self, runtime: SavingRank, original: Save) -> None:
+    def __init__(self, runtime: SavingRank, overlay: Overlay | None = None) -> None:
+        """overlay: where this rank writes what the first local rank does not; None if it writes for good."""
         self.runtime = runtime
-        self.original = original
+        self.overlay = overlay
         self._counts: Counter[str] = Counter()
+        self._missed: set[str] = set()
+        self._number = 0
+        """How many saves this rank has begun: each is the others' of the same number, if the paths are alike."""
+        self._thread = threading.local()
         self._pid = os.getpid()
 
-    def save(self, obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
-        if os.getpid() != self._pid:  # a DataLoader's worker process, which holds no weights of ours
-            return self.original(obj, f, *args, **kwargs)
-        self.runtime.show_true_weights()
-        target = self._target(f)
+    def saving(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """`original`, which saves its first argument to its second, a path or an open file."""
+        name = list(inspect.signature(original).parameters)[1]
+
+        @functools.wraps(original)
+        def save(obj: Any, *args: Any, **kwargs: Any) -> Any:
+            # A DataLoader's worker process holds no weights of ours; torch.jit.save calls its module's save.
+            if os.getpid() != self._pid or getattr(self._thread, "saves", False):
+                return original(obj, *args, **kwargs)
+            self.runtime.show_true_weights()
+            f = kwargs[name] if name in kwargs else next(iter(args), None)
+            if self.runtime.world.world_size == 1 or not isinstance(f, (str, os.PathLike)):
+                return original(obj, *args, **kwargs)
+
+            def write(path: str) -> Any:
+                if name in kwargs:
+                    return original(obj, *args, **{**kwargs, name: path})
+                return original(obj, path, *args[1:], **kwargs)
+
+            self._thread.saves = True
+            try:
+                return self._save(os.fspath(f), write)
+            finally:
+                self._thread.saves = False
+
+        return save
+
+    def _save(self, f: str, write: Write) -> Any:
+        self._number += 1
+        private = self.overlay.written_apart(f) if self.overlay is not None else None
+        if self.overlay is not None and private is not None:
+            # In a folder that this rank alone has, such as one named by time, no other rank writes.
+            if not self.overlay.is_private(str(Path(private).parent)):
+                target = _target(f)
+                if target is None:
+                    return write(f)
+                if self._is_saved(target):
+                    return self.overlay.reveal(private)
+            path = Path(self.overlay.place(private))
+            with self.overlay.real():
+                return write_beside(path, self._mark(), write)
+        target = _target(f)
         if target is None:
-            return self.original(obj, f, *args, **kwargs)
+            return write(f)
+        first = self.runtime.world.local_rank == 0
+        if not first and self._is_saved(target):
+            return None
+        result = write_beside(target, self._mark(), write)
+        if first:
+            self._tell(target)
+        return result
 
-        def write() -> None:
-            write_beside(target, self._mark(), lambda path: self.original(obj, path, *args, **kwargs))
-
-        control, config = self.runtime.control, self.runtime.config
-        if control is None or not config.save_once or self.runtime.script_is_distributed:
-            return write()
+    def _count(self, target: Path) -> int | None:
+        """How often this rank has saved to this path; None where ranks save as they like."""
+        runtime = self.runtime
+        if runtime.control is None or not runtime.config.save_once or runtime.script_is_distributed:
+            return None
         self._counts[str(target)] += 1
-        count = self._counts[str(target)]
-        if self.runtime.world.local_rank == 0:
-            write()
-            control.saved(str(target), count)
-        elif not self._appears(control, target, count):
-            write()
-        return None
+        return self._counts[str(target)]
+
+    def _tell(self, target: Path) -> None:
+        count = self._count(target)
+        if count is not None and self.runtime.control is not None:
+            self.runtime.control.saved(str(target), count, self._number)
+
+    def _is_saved(self, target: Path) -> bool:
+        """Whether the first local rank saves the file, too; then it is there."""
+        count = self._count(target)
+        if count is None or self.runtime.control is None:
+            return False
+        saved = self._appears(self.runtime.control, target, count)
+        if not saved:
+            self._missed.add(str(target))
+        return saved
 
     def _appears(self, control: Control, target: Path, count: int) -> bool:
         """Wait for the first local rank to write the file; False where this rank had better write it itself.
@@ -87,12 +147,13 @@ class Saver:
         The first local rank may never save here, and may wait for this rank in an exchange meanwhile: unless it
         is writing by now, it is not waited for long. Should it only be late, the file is written twice.
         """
-        if not self.runtime.together:
-            return control.await_save(str(target), count, self.runtime.step, timeout=0.0) == "there"
+        number, step = self._number, self.runtime.step
+        if not self.runtime.together or str(target) in self._missed:
+            return control.await_save(str(target), count, number, step, timeout=0.0) == "there"
         end = time.monotonic() + self.runtime.config.timeout
         while True:
             patience = min(PATIENCE_SECONDS, max(end - time.monotonic(), 0.0))
-            if control.await_save(str(target), count, self.runtime.step, timeout=patience) == "there":
+            if control.await_save(str(target), count, number, step, timeout=patience) == "there":
                 return True
             if time.monotonic() >= end or not self._is_writing(target):
                 return False
@@ -106,17 +167,16 @@ class Saver:
         world = self.runtime.world
         return f".dadt-{world.job}-{world.cross_rank}-{world.local_rank if local_rank is None else local_rank}-"
 
-    def _target(self, f: Any) -> Path | None:
-        """The file that `f` means, links followed; None where torch had better write to `f` itself."""
-        if self.runtime.world.world_size == 1 or not isinstance(f, (str, os.PathLike)):
-            return None
-        target = Path(os.path.realpath(f))
-        if not target.parent.is_dir() or (target.exists() and not target.is_file()):
-            return None  # torch's own error, or a device such as /dev/null that must not be replaced
-        return target
+
+def _target(f: str) -> Path | None:
+    """The file that `f` means, links followed; None where torch had better write to `f` itself."""
+    target = Path(os.path.realpath(f))
+    if not target.parent.is_dir() or (target.exists() and not target.is_file()):
+        return None  # torch's own error, or a device such as /dev/null that must not be replaced
+    return target
 
 
-def write_beside(target: Path, mark: str, write: Callable[[str], None]) -> None:
+def write_beside(target: Path, mark: str, write: Write) -> Any:
     """Call `write` with a path beside `target`, then rename what it wrote over `target`, or leave nothing.
 
     It lies in a folder of its own, whose name begins with `mark`.
@@ -127,23 +187,30 @@ def write_beside(target: Path, mark: str, write: Callable[[str], None]) -> None:
     try:
         folder = tempfile.mkdtemp(prefix=mark, dir=target.parent)
     except PermissionError:  # the folder is closed but the file may be writable
-        write(str(target))
-        return
+        return write(str(target))
     beside = Path(folder) / target.name
     try:
-        write(str(beside))
+        result = write(str(beside))
         if target.exists():
             shutil.copymode(target, beside)
         beside.replace(target)
+        return result
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def install(runtime: SavingRank) -> None:
-    saver = Saver(runtime, torch.save)
+def install(runtime: SavingRank, overlay: Overlay | None = None) -> None:
+    saving = Saver(runtime, overlay).saving
+    torch.save = torch.serialization.save = saving(torch.save)
+    torch.jit.save = saving(torch.jit.save)
+    scripted: Any = getattr(torch.jit, "RecursiveScriptModule")  # noqa: B009
+    scripted.save = saving(scripted.save)
 
-    @functools.wraps(torch.save)
-    def save(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
-        saver.save(obj, f, *args, **kwargs)
+    def export(module: Any) -> None:
+        module.save = saving(module.save)
 
-    torch.save = torch.serialization.save = save
+    def safetensors(module: ModuleType) -> None:
+        setattr(module, "save_file", saving(module.save_file))  # noqa: B010
+
+    after_import("torch.export", export)
+    after_import("safetensors.torch", safetensors)

@@ -50,6 +50,7 @@ class SaveWait:
     line: Line
     path: str
     count: int
+    number: int
     step: int
     deadline: float
 
@@ -74,6 +75,8 @@ class WorkerRegistry:
     """Pid to its rank, its signal, and the file to which it then writes its stacks."""
     saves: dict[str, int] = field(default_factory=dict)
     """Path to how many times local rank 0 has written it."""
+    numbered: set[int] = field(default_factory=set)
+    """The numbers of local rank 0's saves that are done."""
     waits: list[SaveWait] = field(default_factory=list)
     first_ended: bool = False
     """Whether local rank 0 has ended, so that it will write no more files."""
@@ -172,7 +175,7 @@ class WorkerRegistry:
         for wait in waits:
             if self.saves.get(wait.path, 0) >= wait.count:
                 self.answer(wait.line.number, Frame("saved", {"verdict": "there"}))
-            elif self.first_ended or step > wait.step or now >= wait.deadline:
+            elif wait.number in self.numbered or self.first_ended or step > wait.step or now >= wait.deadline:
                 self.answer(wait.line.number, Frame("saved", {"verdict": "write"}))
             else:
                 self.waits.append(wait)
@@ -198,10 +201,11 @@ class WorkerRegistry:
         line.listens = True
 
     def _saved(self, line: Line, frame: Frame) -> None:
+        self.numbered.add(frame["number"])
         self.saves[frame["path"]] = max(frame["count"], self.saves.get(frame["path"], 0))
         self.settle_saves()
 
     def _await_save(self, line: Line, frame: Frame) -> None:
         deadline = time.monotonic() + frame["timeout"]
-        self.waits.append(SaveWait(line, frame["path"], frame["count"], frame["step"], deadline))
+        self.waits.append(SaveWait(line, frame["path"], frame["count"], frame["number"], frame["step"], deadline))
         self.settle_saves()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from harness.forked_ranks import Runtime, ranks
 
-from dadt.inject import saving
+from dadt.inject.files import saving
 
 
 class Control:
@@ -23,17 +23,20 @@ class Control:
         self.runtime = runtime
         self.folder = runtime.folder
 
-    def saved(self, path: str, count: int) -> None:
+    def saved(self, path: str, count: int, number: int) -> None:
         (self.folder / f"saved-{os.path.basename(path)}-{count}").touch()
+        (self.folder / f"saved-{number}").touch()
 
     def begin(self, step: int) -> None:
         (self.folder / f"rank{self.runtime.world.rank}-step{step}").touch()
 
-    def await_save(self, path: str, count: int, step: int, timeout: float) -> str:
+    def await_save(self, path: str, count: int, number: int, step: int, timeout: float) -> str:
         end = time.monotonic() + timeout
         while time.monotonic() < end:
             if (self.folder / f"saved-{os.path.basename(path)}-{count}").exists():
                 return "there"
+            if (self.folder / f"saved-{number}").exists():
+                return "write"
             if any((self.folder / f"rank0-step{later}").exists() for later in range(step + 1, step + 4)):
                 return "write"
             time.sleep(0.01)

@@ -1,0 +1,44 @@
+"""Changes to modules that the script may import later, or never."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+
+def after_import(name: str, change: Callable[[ModuleType], None]) -> None:
+    """Call `change` with the module once it has been imported; at once if it is already."""
+    if name in sys.modules:
+        change(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _AfterImport(name, change))
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Finds the module as the other finders do, and adds a call after its execution."""
+
+    def __init__(self, name: str, change: Callable[[ModuleType], None]) -> None:
+        self._name = name
+        self._change = change
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            self._change(module)
+
+        setattr(spec.loader, "exec_module", exec_module)  # noqa: B010
+        return spec

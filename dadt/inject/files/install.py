@@ -1,0 +1,170 @@
+"""Puts the overlay under a rank that is not the first of its host."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import io
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+import torch
+
+from dadt.control import job_folder
+from dadt.inject.after_import import after_import
+from dadt.inject.failure import is_users
+from dadt.inject.files.overlay import Overlay
+from dadt.inject.rank import Rank
+
+RANKS = frozenset(
+    {"RANK", "LOCAL_RANK", "DADT_RANK", "DADT_LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID", "PMI_RANK", "PMIX_RANK"}
+    | {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"}
+)
+"""Variables by which a script learns that it is not alone."""
+CACHES = re.compile(r"_HOME|_CACHE|CACHE_?DIR|CONFIG_?DIR|_TMPDIR")
+"""The ends of names of variables that hold folders which libraries share among processes, and lock."""
+SHARED = re.compile(r"/(wandb|[^/]*cache[^/]*)(/|$)", re.IGNORECASE)
+"""Folders that are shared with processes outside the job."""
+READERS = ("stat", "lstat", "access", "readlink", "statvfs", "listxattr", "getxattr")
+CHANGERS = ("chmod", "chown", "lchown", "utime", "setxattr", "removexattr")
+OPEN = (("bz2", "_builtin_open"), ("tarfile", "bltn_open"), ("tokenize", "_builtin_open"))
+"""Modules that keep a reference to `open`."""
+
+
+class ScriptRank(Rank, Protocol):
+    """A rank as the overlay needs it."""
+
+    @property
+    def script_is_distributed(self) -> bool: ...
+    def say(self, text: str, level: str = "info") -> None: ...
+
+
+class Scope:
+    """What is kept apart, and how long."""
+
+    def __init__(self, runtime: ScriptRank) -> None:
+        self.runtime = runtime
+        self.knows_ranks = False
+        """The script has looked for its rank: what it writes, it writes as that rank."""
+        named = [Path(word.rpartition("=")[2]) for word in sys.argv[1:]]
+        inside = [os.getcwd(), *(str(path) for path in named if path.is_absolute() and len(path.parts) > 2)]
+        self._inside = tuple(path + os.sep for path in inside if path != tempfile.gettempdir())
+        home = os.path.expanduser("~/.")
+        caches = [value for name, value in os.environ.items() if CACHES.search(name) and os.path.isabs(value)]
+        folders = (tempfile.gettempdir(), "/dev", "/proc", "/sys", "/run", "/var", *caches)
+        self._outside = (home, *(os.path.abspath(path) + os.sep for path in folders))
+
+    def keeps(self, path: str) -> bool:
+        """Not what lies among temporary files or caches, unless the script works there or was told so."""
+        if path.startswith(self._outside) and not path.startswith(self._inside):
+            return False
+        return SHARED.search(path) is None
+
+    def apart(self) -> bool:
+        return not (self.knows_ranks or self.runtime.script_is_distributed)
+
+    def watch(self) -> None:
+        """Find out if the script, rather than a library that it uses, reads its rank from the environment."""
+        kind = type(os.environ)
+        original = kind.__getitem__
+
+        def look_up(environ: Any, name: Any) -> Any:
+            if name in RANKS and not self.knows_ranks:
+                frame = sys._getframe(1)
+                while frame.f_back is not None and frame.f_globals.get("__name__") in ("os", "collections.abc"):
+                    frame = frame.f_back
+                self.knows_ranks = is_users(frame.f_code.co_filename)
+            return original(environ, name)
+
+        kind.__getitem__ = look_up  # type: ignore[method-assign]
+
+
+def install(runtime: ScriptRank) -> Overlay | None:
+    """None where this rank writes for good."""
+    world = runtime.world
+    if runtime.config.files == "all" or world.local_rank == 0:
+        return None
+    scope = Scope(runtime)
+    start = psutil.Process().create_time() - 1.0  # the ranks of a host start together
+    tree = job_folder.of_worker(world) / f"files-{world.local_rank}"
+    overlay = Overlay(tree, scope.keeps, scope.apart, start)
+    scope.watch()
+    _patch_python(overlay)
+    _patch_libraries(overlay)
+    return overlay
+
+
+def _patch_python(overlay: Overlay) -> None:
+    put = {name: overlay.reading(getattr(os, name)) for name in READERS}
+    put |= {name: overlay.changing(getattr(os, name)) for name in CHANGERS}
+    put |= {"truncate": overlay.writing(os.truncate, keep=True), "unlink": overlay.remove, "replace": overlay.rename}
+    names = ("open", "mkdir", "chdir", "remove", "rmdir", "rename", "symlink", "link", "listdir", "scandir")
+    put |= {name: getattr(overlay, name) for name in names}
+    for name, function in put.items():
+        _replace(os, name, function)
+    _replace(shutil, "rmtree", overlay.rmtree(shutil.rmtree))
+    original = io.open
+
+    @functools.wraps(original)
+    def open(
+        file: Any,
+        mode: str = "r",
+        buffering: int = -1,
+        encoding: str | None = None,
+        errors: str | None = None,
+        newline: str | None = None,
+        closefd: bool = True,
+        opener: Callable[[str, int], int] | None = None,
+    ) -> Any:
+        if opener is None and overlay.path(file) is not None:
+            opener = lambda name, flags: overlay.open(name, flags, 0o666)  # noqa: E731
+        return original(file, mode, buffering, encoding, errors, newline, closefd, opener)
+
+    builtins.open = io.open = open
+    for name, attribute in OPEN:
+        if name in sys.modules:
+            setattr(sys.modules[name], attribute, open)
+
+
+def _replace(module: Any, name: str, function: Callable[..., Any]) -> None:
+    original = getattr(module, name)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    setattr(module, name, call)
+    for supported in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks, os.supports_effective_ids):
+        if original in supported:
+            supported.add(call)
+    accessor = getattr(sys.modules.get("pathlib"), "_NormalAccessor", None)  # of Python 3.10, which keeps references
+    if module is os and hasattr(accessor, name):
+        setattr(accessor, name, staticmethod(call))
+
+
+def _patch_libraries(overlay: Overlay) -> None:
+    """Functions that read a path without Python's `open`."""
+    torch.load = torch.serialization.load = _first(torch.load, overlay)
+    torch.jit.load = _first(torch.jit.load, overlay)
+
+    def safetensors(module: Any) -> None:
+        module.safe_open = overlay.reading(module.safe_open)
+
+    after_import("safetensors", safetensors)
+
+
+def _first(original: Callable[..., Any], overlay: Overlay) -> Any:
+    reading = overlay.reading(original)
+
+    @functools.wraps(original)
+    def call(f: Any, *args: Any, **kwargs: Any) -> Any:
+        return reading(f, *args, **kwargs)
+
+    return call

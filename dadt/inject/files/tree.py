@@ -1,0 +1,220 @@
+"""A view of the file system in which a rank sees what it has written, and no other rank does.
+
+A script that believes it is alone writes the same paths on all ranks. The first local rank of each host writes them
+for good. Each of the others writes a copy in a folder of its own, the tree, which ends with the job: the copy of
+`/home/a/log.csv` is `<tree>/home/a/log.csv`. Reads see the copy, or else the file itself, as with overlayfs. What
+the rank has removed is marked in the tree by an empty file without permissions (a whiteout).
+
+All state is on disk, so that forked children see the same.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+# Bound here, before `install` puts functions of an overlay into `os`.
+from os import link, listdir, lstat, readlink, rename, scandir, unlink
+from os import open as os_open
+from pathlib import Path
+from typing import Any
+
+from dadt.inject.files.listing import Entry
+
+WHITEOUT = stat.S_IFREG
+"""st_mode of a whiteout: a regular file that nobody may read or write."""
+
+
+class Tree:
+    """The folder of copies, and what the rank sees over it. Paths are absolute, as `path` makes them."""
+
+    def __init__(self, root: Path, keeps: Callable[[str], bool]) -> None:
+        """keeps: whether an absolute path is kept apart."""
+        self.tree = str(root)
+        self.written = 0
+        """How many files and links of the tree this process has made."""
+        self._keeps = keeps
+        self._inside = threading.local()
+        self._none = os.path.join(self.tree, ".none")
+        os.makedirs(self.tree, mode=0o700, exist_ok=True)
+
+    @contextmanager
+    def real(self) -> Iterator[None]:
+        """Within it, this thread sees and writes files as they are."""
+        before = getattr(self._inside, "real", False)
+        self._inside.real = True
+        try:
+            yield
+        finally:
+            self._inside.real = before
+
+    def path(self, given: Any) -> str | None:
+        """The absolute path that the script means; None where it is not kept apart or is no path."""
+        if isinstance(given, int) or getattr(self._inside, "real", False):
+            return None
+        try:
+            path = os.fsdecode(given)
+        except TypeError:
+            return None
+        if not path:
+            return None
+        path = os.path.abspath(path)
+        if path.startswith(self.tree + os.sep):  # the script is in a folder of the tree
+            path = path[len(self.tree) :]
+        return path if self._keeps(path) else None
+
+    def where(self, path: str) -> str:
+        """Where the rank reads `path`; a path that does not exist where it has removed it."""
+        private = self.tree + path
+        try:
+            mode = lstat(private).st_mode
+        except FileNotFoundError:
+            return path
+        except NotADirectoryError:
+            return self._none if self.where(os.path.dirname(path)) == self._none else private
+        return self._none if mode == WHITEOUT else private
+
+    def exists(self, path: str) -> bool:
+        return kind(self.where(path)) is not None
+
+    def is_private(self, path: str) -> bool:
+        """Whether the rank sees `path`, and nobody else does."""
+        return self.where(path) != path and self.exists(path) and kind(path) is None
+
+    def reveal(self, path: str) -> None:
+        """Forget the rank's own copy, or that it has removed the file: from here on it sees the file itself."""
+        with self.real():
+            private = self.tree + path
+            if kind(private) == stat.S_IFDIR:
+                shutil.rmtree(private)
+            elif kind(private) is not None:
+                unlink(private)
+
+    def place(self, path: str, *, keep: bool = False) -> str:
+        """The path in the tree, ready to be written. keep: with the content that the rank sees now."""
+        with self.real():
+            private = self.tree + path
+            self._prepare(os.path.dirname(path))
+            try:
+                found = lstat(private)
+            except (FileNotFoundError, NotADirectoryError):
+                self.written += 1
+                if keep and os.path.isfile(path):
+                    shutil.copy(path, private)
+                return private
+            if found.st_mode == WHITEOUT:
+                self.written += 1
+                unlink(private)
+            elif stat.S_ISLNK(found.st_mode):
+                target = readlink(private)
+                return self.place(target, keep=keep) if self._keeps(target) else private
+            elif found.st_nlink > 1 and stat.S_ISREG(found.st_mode):  # shared with a file that another rank writes
+                rename(private, private + ".old")
+                if keep:
+                    shutil.copy(private + ".old", private)
+                unlink(private + ".old")
+            return private
+
+    def _prepare(self, folder: str) -> None:
+        """Make the folder in the tree. Raises FileNotFoundError or NotADirectoryError if the rank sees none."""
+        with self.real():
+            scandir(self.where(folder)).close()
+            os.makedirs(self.tree + folder, exist_ok=True)
+
+    def _cover(self, folder: str) -> None:
+        """Hide what lies in the folder itself: the one in the tree takes its place."""
+        for name in listdir(folder) if kind(folder) == stat.S_IFDIR else ():
+            path = os.path.join(folder, name)
+            if kind(self.tree + path) is None:
+                self._hide(path)
+            elif kind(self.tree + path) == stat.S_IFDIR:
+                self._cover(path)
+
+    def _hide(self, path: str) -> None:
+        if kind(path) is not None:
+            self._prepare(os.path.dirname(path))
+            os.close(os_open(self.tree + path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0))
+
+    def _remove_tree(self, path: str) -> None:
+        if self.exists(path):
+            self.reveal(path)
+            self._hide(path)
+
+    def _gather(self, path: str) -> str:
+        """The path in the tree, with all that the rank sees there."""
+        where = self.where(path)
+        if where == path:
+            copy(path, self.place(path))
+        elif kind(where) == stat.S_IFDIR:
+            for entry in self._entries(path, path):
+                self._gather(entry.path)
+        elif kind(where) is None:
+            raise error(errno.ENOENT, path)
+        return self.tree + path
+
+    def _goal(self, target: str, folder: bool) -> str:
+        """The path in the tree to which a file or a folder is renamed."""
+        there = kind(self.where(target))
+        if there == stat.S_IFDIR and not folder:
+            raise error(errno.EISDIR, target)
+        if there == stat.S_IFDIR and not self._is_empty(target):
+            raise error(errno.ENOTEMPTY, target)
+        if there not in (None, stat.S_IFDIR) and folder:
+            raise error(errno.ENOTDIR, target)
+        self._prepare(os.path.dirname(target))
+        self.reveal(target)
+        return self.place(target)
+
+    def _is_empty(self, folder: str) -> bool:
+        return not (listdir(folder) if self.where(folder) == folder else self._entries(folder, folder))
+
+    def _entries(self, path: str, given: Any) -> list[Entry]:
+        """What the rank sees in a folder that it has removed or that is in the tree."""
+        folder = os.fspath("." if given is None else given)
+        with named(given), self.real():
+            mine = {entry.name: entry for entry in scandir(self.where(path))}
+            there = list(scandir(path)) if kind(path) == stat.S_IFDIR else []
+        seen = [entry for entry in mine.values() if entry.stat(follow_symlinks=False).st_mode != WHITEOUT]
+        seen += [entry for entry in there if entry.name not in mine]
+        return [Entry(entry, folder) for entry in seen]
+
+
+def kind(path: str) -> int | None:
+    """The kind of file; None where there is none."""
+    try:
+        return stat.S_IFMT(lstat(path).st_mode)
+    except OSError:
+        return None
+
+
+def error(number: int, *paths: Any) -> OSError:
+    return OSError(number, os.strerror(number), *paths[:1], *([None, paths[1]] if paths[1:] else []))
+
+
+def copy(source: Any, target: str) -> None:
+    """A copy of a file or a folder, by links where it can be: `place` separates them before one is written."""
+    if os.path.isdir(source):
+        shutil.copytree(source, target, copy_function=copy, dirs_exist_ok=True, symlinks=True)
+        return
+    try:
+        link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        shutil.copy2(source, target)
+
+
+@contextmanager
+def named(given: Any) -> Iterator[None]:
+    """Errors name the path that the script has given."""
+    try:
+        yield
+    except OSError as failure:
+        if failure.filename is not None:
+            failure.filename = given
+        raise

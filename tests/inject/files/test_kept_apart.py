@@ -1,0 +1,212 @@
+"""Files that a script without ranks in mind writes, on two ranks of a host."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import textwrap
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import forkserver
+from harness.job import LAUNCHERS
+
+HEAD = """
+import csv, glob, io, json, os, shutil, sys, time, zipfile
+import numpy as np
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+dataset = torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randn(32, 1))
+loader = torch.utils.data.DataLoader(dataset, 4, shuffle=True)
+
+def train():
+    for x, y in loader:
+        optimizer.zero_grad()
+        (model(x) - y).pow(2).mean().backward()
+        optimizer.step()
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path):
+    def run(script: str, *flags: str, code: int = 0) -> tuple[list[Any], str]:
+        """What each rank has printed as JSON, and what DADT has said."""
+        (tmp_path / "train.py").write_text(HEAD + textwrap.dedent(script))
+        command = [*LAUNCHERS["dadt run"](2), *flags, *forkserver.command(), "train.py"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert done.returncode == code, done.stderr
+        told = [json.loads(line[4:]) for line in sorted(done.stdout.splitlines()) if line[:4] in ("[0] ", "[1] ")]
+        return told, done.stderr
+
+    return run
+
+
+LIBRARIES = """
+from pathlib import Path
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch.utils.tensorboard import SummaryWriter
+if os.path.isdir("out"):
+    shutil.rmtree("out")
+os.makedirs("out")
+log = open("out/log.csv", "a")
+board = SummaryWriter("out/board")
+for epoch in range(3):
+    train()
+    print(epoch, file=log, flush=True)
+    board.add_scalar("epoch", epoch, epoch)
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    with zipfile.ZipFile("out/model.zip", "w") as archive:
+        archive.writestr("policy.pth", buffer.getvalue())
+        archive.writestr("data", "x" * 100_000)
+    with zipfile.ZipFile("out/model.zip") as archive:
+        assert archive.testzip() is None
+    Path("out/state.json").write_text(json.dumps({"epoch": epoch}))
+    np.save("out/curve.npy", np.arange(epoch + 1))
+    assert len(np.load("out/curve.npy")) == epoch + 1
+    save_file(model.state_dict(), "out/model.safetensors")
+    assert torch.equal(load_file("out/model.safetensors")["weight"], model.weight)
+    torch.jit.save(torch.jit.script(torch.nn.ReLU()), "out/relu.pt")
+    torch.jit.script(torch.nn.ReLU()).save("out/relu2.pt")
+    torch.jit.load("out/relu.pt"), torch.jit.load("out/relu2.pt")
+board.close()
+weights = [p.tolist() for p in model.parameters()]
+print(json.dumps([weights, open("out/log.csv").read().split(), sorted(os.listdir("out"))]))
+"""
+
+
+def test_the_first_rank_writes_and_each_reads_its_own(job, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "of the last job").touch()
+    (first, second), said = job(LIBRARIES)
+    names = ["board", "curve.npy", "log.csv", "model.safetensors", "model.zip", "relu.pt", "relu2.pt", "state.json"]
+    assert first == second and first[1:] == [["0", "1", "2"], names]
+    out = tmp_path / "out"
+    assert sorted(path.name for path in out.iterdir()) == names
+    assert (out / "log.csv").read_text() == "0\n1\n2\n"
+    assert len(list((out / "board").iterdir())) == 1
+    assert len(np.load(out / "curve.npy")) == 3
+    assert json.loads((out / "state.json").read_text()) == {"epoch": 2}
+    with zipfile.ZipFile(out / "model.zip") as archive:
+        assert archive.testzip() is None
+    (number,) = re.findall(r"^dadt: files that ranks wrote beside .* kept apart and now gone: (\d+) ", said, re.M)
+    assert 5 <= int(number) <= 20
+
+
+CHECKPOINTS = """
+best = 0
+for epoch in range(5):
+    train()
+    if not os.path.isdir("out"):
+        os.mkdir("out")
+    torch.save({"epoch": epoch, "model": model.state_dict()}, "out/checkpoint.tmp")
+    os.replace("out/checkpoint.tmp", "out/checkpoint.pt")
+    torch.save(model.state_dict(), "out/new.tmp")
+    os.rename("out/new.tmp", f"out/last-{epoch}.pt")
+    for old in sorted(glob.glob("out/last-*.pt"))[:-2]:
+        os.remove(old)
+    if epoch == 2:
+        shutil.copyfile("out/checkpoint.pt", "out/best.pt")
+    assert torch.load("out/checkpoint.pt")["epoch"] == epoch
+best = torch.load("out/best.pt")
+model.load_state_dict(best["model"])
+train()
+print(json.dumps([best["epoch"], sorted(os.listdir("out")), [p.tolist() for p in model.parameters()]]))
+"""
+
+
+def test_renamed_removed_and_loaded_checkpoints(job, tmp_path: Path) -> None:
+    (first, second), _ = job(CHECKPOINTS)
+    assert first == second
+    assert first[:2] == [2, ["best.pt", "checkpoint.pt", "last-3.pt", "last-4.pt"]]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == first[1]
+    assert torch.load(tmp_path / "out" / "checkpoint.pt")["epoch"] == 4
+
+
+NAMED_BY_TIME = """
+folder = f"runs/{time.time_ns()}"
+os.makedirs(folder)
+number = 1
+while os.path.exists(f"exp{number}"):
+    number += 1
+os.mkdir(f"exp{number}")
+seconds = 0.0
+for epoch in range(6):
+    train()
+    begin = time.perf_counter()
+    for path in (f"{folder}/last.pt", f"exp{number}/last.pt", f"by-time-{time.time_ns()}.pt"):
+        torch.save(epoch, path)
+        assert torch.load(path) == epoch
+    seconds += time.perf_counter() - begin
+print(json.dumps([seconds, len(os.listdir("runs")), sorted(os.listdir(folder))]))
+"""
+
+
+def test_names_by_time_are_not_waited_for(job, tmp_path: Path) -> None:
+    found, _ = job(NAMED_BY_TIME)
+    for seconds, runs, files in found:
+        assert seconds < 6  # of 18 saves, each would take two seconds more
+        assert runs in (1, 2) and files == ["last.pt"]  # a rank sees its own and perhaps the first one's
+    assert len(list((tmp_path / "runs").iterdir())) == 1 and len(list(tmp_path.glob("by-time-*"))) == 6
+    assert [path.name for path in tmp_path.glob("exp*")] == ["exp1"]
+
+
+OTHERWISE = {
+    "flag": ("", ["--files", "all"]),
+    "variable": ('rank = int(os.environ.get("LOCAL_RANK", 0))', []),
+    "group": ('torch.distributed.init_process_group("gloo")', []),
+    "init": ("import dadt; dadt.init()", []),
+}
+
+
+@pytest.mark.parametrize("how", OTHERWISE)
+def test_all_ranks_write_where_the_script_knows_them_or_the_user_says_so(job, tmp_path: Path, how: str) -> None:
+    line, flags = OTHERWISE[how]
+    job(f"{line}\nopen(f'file-{{os.getpid()}}', 'w').close()\n", *flags)
+    assert len(list(tmp_path.glob("file-*"))) == 2
+
+
+def test_a_library_that_asks_for_the_rank_is_not_the_script(job, tmp_path: Path) -> None:
+    library = (
+        "import tempfile, logging.config, torch.distributed.elastic.utils as u; u.get_env_variable_or_raise('RANK')"
+    )
+    job(f"{library}\nopen(f'file-{{os.getpid()}}', 'w').close()\n")
+    assert len(list(tmp_path.glob("file-*"))) == 1
+
+
+SHARED = """
+import subprocess, tempfile
+with tempfile.TemporaryDirectory() as folder:
+    open(folder + "/a", "w").close()
+    subprocess.run(["cp", folder + "/a", folder + "/b"], check=True)
+    print(json.dumps(sorted(os.listdir(folder))))
+os.makedirs("cache", exist_ok=True)
+open(f"cache/{os.getpid()}", "w").close()
+"""
+
+
+def test_temporary_files_and_caches_are_shared_with_other_programs(job, tmp_path: Path) -> None:
+    found, _ = job(SHARED)
+    assert found == [["a", "b"]] * 2
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+UNSEEN = """
+name = f"numbers-{os.getpid()}"
+with open(name, "wb") as file:
+    file.write(b"1")
+torch.UntypedStorage.from_file(name, False, 1)
+"""
+
+
+def test_a_file_that_is_not_found_is_hinted_at(job) -> None:
+    _, said = job(UNSEEN, code=1)
+    assert "\n  hint    what this rank wrote was kept apart from the files of the first" in said

@@ -1,0 +1,233 @@
+"""The view of a rank whose files are kept apart, beside plain folders."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dadt.inject.files.overlay import Overlay
+
+NAMES = ["a", "b", "a/a", "a/b", "b/a", "b/c", "a/a/c"]
+FLAGS = {
+    "w": os.O_WRONLY | os.O_CREAT | os.O_TRUNC,
+    "x": os.O_WRONLY | os.O_CREAT | os.O_EXCL,
+    "a": os.O_WRONLY | os.O_CREAT | os.O_APPEND,
+    "r+": os.O_RDWR,
+    "r": os.O_RDONLY,
+}
+
+
+class Plain:
+    """The functions of `os`."""
+
+    open, mkdir, rmdir, remove, rename = os.open, os.mkdir, os.rmdir, os.remove, os.rename
+    listdir, link, symlink = os.listdir, os.link, os.symlink
+
+    @staticmethod
+    def rmtree(path: str) -> None:
+        shutil.rmtree(path)
+
+    stat = os.stat
+
+
+class Apart:
+    """The same of an overlay."""
+
+    def __init__(self, overlay: Overlay) -> None:
+        for name in ("open", "mkdir", "rmdir", "remove", "rename", "listdir", "link", "symlink"):
+            setattr(self, name, getattr(overlay, name))
+        self.rmtree = overlay.rmtree(shutil.rmtree)
+        self.stat = overlay.reading(os.stat)
+
+
+def overlay_of(tmp_path: Path, **options: Any) -> Overlay:
+    given = {"keeps": lambda path: True, "apart": lambda: True, "start": float("inf"), **options}
+    return Overlay(tmp_path / "tree", **given)
+
+
+def snapshot(folder: Path) -> dict[str, Any]:
+    """What lies there, with contents, inodes and times."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        status = path.lstat()
+        content = path.read_bytes() if stat.S_ISREG(status.st_mode) else None
+        found[str(path.relative_to(folder))] = (content, status.st_ino, status.st_mtime_ns)
+    return found
+
+
+def seen(os_like: Any, folder: str) -> dict[str, Any]:
+    """What the functions show below a folder."""
+    found: dict[str, Any] = {}
+    for name in sorted(os_like.listdir(folder)):
+        path = os.path.join(folder, name)
+        if stat.S_ISDIR(os_like.stat(path).st_mode):
+            found[name] = seen(os_like, path)
+        else:
+            file = os_like.open(path, os.O_RDONLY)
+            found[name] = os.read(file, 1 << 16)
+            os.close(file)
+    return found
+
+
+def call(function: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return function(*args)
+    except OSError as error:
+        return type(error)
+
+
+def write(os_like: Any, path: str, mode: str, data: bytes) -> Any:
+    file = os_like.open(path, FLAGS[mode])
+    try:
+        return os.write(file, data) if mode != "r" else os.read(file, 100)
+    finally:
+        os.close(file)
+
+
+def step(rng: random.Random, os_like: Any, root: str) -> Any:
+    """One call, the same for the same random numbers."""
+    path, other = (os.path.join(root, rng.choice(NAMES)) for _ in range(2))
+    data = str(rng.randrange(1000)).encode()
+    mode = rng.choice(list(FLAGS))
+    kind = rng.choice(["write"] * 6 + ["mkdir", "mkdir", "rmdir", "remove", "rmtree", "rename", "rename"])
+    is_there = call(os_like.stat, path) not in (FileNotFoundError, NotADirectoryError)
+    if kind == "write":
+        return call(write, os_like, path, mode, data)
+    if kind == "rename":
+        nested = other.startswith(path) or path.startswith(other)
+        return None if nested or not is_there else call(os_like.rename, path, other)
+    if not is_there or (kind == "rmtree" and not stat.S_ISDIR(os_like.stat(path).st_mode)):
+        return None if kind != "mkdir" else call(os_like.mkdir, path)
+    return call(getattr(os_like, kind), path)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_rank_sees_what_it_would_alone_and_others_see_nothing_of_it(tmp_path: Path, seed: int) -> None:
+    for name in ("real", "plain"):
+        (tmp_path / name / "a" / "a").mkdir(parents=True)
+        (tmp_path / name / "a" / "a" / "c").write_text("old")
+        (tmp_path / name / "a" / "b").write_text("older")
+    before = snapshot(tmp_path / "real")
+    apart = Apart(overlay_of(tmp_path))
+    mine, others = random.Random(seed), random.Random(seed)
+    for number in range(40):
+        found = step(mine, apart, str(tmp_path / "real"))
+        expected = step(others, Plain, str(tmp_path / "plain"))
+        assert found == expected, f"step {number}"
+        assert seen(apart, str(tmp_path / "real")) == seen(Plain, str(tmp_path / "plain")), f"step {number}"
+    assert snapshot(tmp_path / "real") == before
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "real").mkdir()
+    return tmp_path / "real"
+
+
+@pytest.fixture
+def late(tmp_path: Path, folder: Path) -> Apart:
+    """For it, all that lies in `folder` is the first local rank's work."""
+    return Apart(overlay_of(tmp_path, start=0.0))
+
+
+def test_what_the_first_rank_has_just_done_is_in_nobody_s_way(folder: Path, late: Any) -> None:
+    (folder / "run").mkdir()
+    (folder / "log.csv").write_text("step 1\n")
+    late.mkdir(str(folder / "run"))
+    with pytest.raises(FileExistsError):
+        late.mkdir(str(folder / "run"))  # twice is the script's own mistake
+    write(late, str(folder / "log.csv"), "a", b"step 1\n")
+    write(late, str(folder / "run/args"), "x", b"mine")
+    (folder / "run" / "other").write_text("first")
+    late.symlink("args", str(folder / "run/latest"))
+    late.remove(str(folder / "gone"))
+    late.rename(str(folder / "new.pt"), str(folder / "log.csv"))  # renamed already
+    late.rmtree(str(folder / "neither"))
+    with pytest.raises(FileNotFoundError) as error:
+        late.rename(str(folder / "no"), str(folder / "where"))
+    assert error.value.filename == str(folder / "no")
+    assert seen(late, str(folder)) == {
+        "log.csv": b"step 1\n",
+        "run": {"args": b"mine", "latest": b"mine", "other": b"first"},
+    }
+    assert sorted(os.listdir(folder / "run")) == ["other"]
+
+
+def test_a_link_to_the_file_of_another_rank_is_separated_before_it_is_written(tmp_path: Path, folder: Path) -> None:
+    for name in ("kept", "anew", "linked"):
+        (folder / name).write_text("first")
+    apart: Any = Apart(overlay_of(tmp_path))
+    for name in ("kept", "anew"):
+        apart.rename(str(folder / name), str(folder / f"{name}2"))
+    apart.link(str(folder / "linked"), str(folder / "linked2"))
+    write(apart, str(folder / "kept2"), "a", b" mine")
+    write(apart, str(folder / "anew2"), "w", b"mine")
+    write(apart, str(folder / "linked2"), "r+", b"mine!")
+    expected = {"kept2": b"first mine", "anew2": b"mine", "linked": b"first", "linked2": b"mine!"}
+    assert seen(apart, str(folder)) == expected
+    assert {path.name: path.read_text() for path in folder.iterdir()} == dict.fromkeys(
+        ("kept", "anew", "linked"), "first"
+    )
+
+
+def test_a_folder_is_shown_as_scandir_shows_it(tmp_path: Path, folder: Path) -> None:
+    (folder / "old").write_text("old")
+    overlay = overlay_of(tmp_path)
+    write(overlay, str(folder / "new"), "w", b"new")
+    overlay.mkdir(str(folder / "inner"))
+    with overlay.scandir(folder) as listing:
+        entries = {entry.name: entry for entry in listing}
+    assert sorted(entries) == ["inner", "new", "old"]
+    assert entries["new"].path == str(folder / "new") == os.fspath(entries["new"])
+    assert entries["inner"].is_dir() and entries["new"].is_file() and not entries["old"].is_symlink()
+    assert entries["new"].stat().st_size == 3
+    assert overlay.written == 1
+
+
+def test_attributes_are_those_of_the_copy(tmp_path: Path, folder: Path) -> None:
+    (folder / "first").write_text("")
+    overlay = overlay_of(tmp_path)
+    write(overlay, str(folder / "mine"), "w", b"")
+    chmod = overlay.changing(os.chmod)
+    before = (folder / "first").stat().st_mode
+    chmod(str(folder / "first"), 0o600)  # the first local rank does it
+    chmod(str(folder / "mine"), 0o600)
+    assert (folder / "first").stat().st_mode == before
+    assert stat.S_IMODE(overlay.reading(os.stat)(str(folder / "mine")).st_mode) == 0o600
+    with pytest.raises(FileNotFoundError):
+        chmod(str(folder / "none"), 0o600)
+
+
+def test_a_script_that_finds_that_it_is_a_rank_goes_on_in_the_folders_that_it_made(
+    tmp_path: Path, folder: Path
+) -> None:
+    apart = True
+    overlay = overlay_of(tmp_path, apart=lambda: apart)
+    overlay.mkdir(str(folder / "out"))
+    write(overlay, str(folder / "out/log"), "w", b"mine")
+    apart = False
+    write(overlay, str(folder / "out/rank1"), "w", b"mine, too")
+    assert (folder / "out" / "rank1").read_text() == "mine, too"
+    assert write(overlay, str(folder / "out/log"), "r", b"") == b"mine"
+    assert os.listdir(folder / "out") == ["rank1"]
+
+
+def test_paths_may_be_of_bytes_or_of_objects(tmp_path: Path, folder: Path) -> None:
+    overlay = overlay_of(tmp_path)
+    write(overlay, os.fsencode(folder / "new"), "w", b"new")  # as TensorBoard does
+    assert write(overlay, folder / "new", "r", b"") == b"new"
+    assert overlay.listdir(os.fsencode(folder)) == [b"new"]
+    (entry,) = overlay.scandir(os.fsencode(folder))
+    assert (entry.name, entry.path) == (b"new", os.fsencode(folder / "new"))
+    with pytest.raises(FileNotFoundError) as error:
+        write(overlay, folder / "none", "r", b"")
+    assert error.value.filename == folder / "none"
+    with pytest.raises(TypeError):
+        overlay.listdir(1.5)
