@@ -38,6 +38,8 @@ class World:
     """Short id of the running job; empty outside `dadt run`."""
     agent: str = ""
     """Path of the Unix socket of this host's agent; empty without one."""
+    rank_in_arguments: bool = False
+    """The command line of the script contains its rank."""
     launcher: str = ""
     """The launcher (a key of LAUNCHERS) that started this worker; empty for `dadt run`."""
 
@@ -52,6 +54,7 @@ class World:
             address=env.get("DADT_ADDRESS", ""),
             job=env.get("DADT_JOB", ""),
             agent=env.get("DADT_AGENT", ""),
+            rank_in_arguments=env.get("DADT_RANK_IN_ARGUMENTS", "") == "1",
         )
 
     @classmethod
@@ -82,6 +85,7 @@ class World:
             "DADT_ADDRESS": self.address,
             "DADT_JOB": self.job,
             "DADT_AGENT": self.agent,
+            "DADT_RANK_IN_ARGUMENTS": "1" if self.rank_in_arguments else "",
         }
 
 

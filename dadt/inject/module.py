@@ -319,12 +319,14 @@ def _predicted_first(backward: Callable[..., Any], runtime: Runtime) -> Callable
 
 
 def _counted(backward: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
-    """Tells of training without an optimizer that could be one of ours, while there is still time to end the job."""
+    """Counts them, and tells of training without an optimizer that could be one of ours, while there is still time to
+    end the job."""
     passes = 0
 
     @functools.wraps(backward)
     def patched(*args: Any, **kwargs: Any) -> Any:
         nonlocal passes
+        runtime.backwards += 1
         passes += not runtime.registered
         if passes == _PASSES_WITHOUT:
             passes += 1

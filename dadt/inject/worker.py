@@ -16,7 +16,7 @@ from dadt.config import Config
 from dadt.control import machine
 from dadt.control.agent_client import Control
 from dadt.errors import CommError
-from dadt.inject import compiler, download, failure, gradient, module, optimizer
+from dadt.inject import compiler, download, failure, gradient, module, optimizer, rank_watch
 from dadt.inject.data import loader, seed
 from dadt.inject.data.parting import Parting
 from dadt.inject.files import install as files
@@ -92,6 +92,7 @@ def wrap(chosen: torch.optim.Optimizer) -> None:
 def _install_around(runtime: Runtime) -> None:
     """Hook what the script does beside training."""
     global streams
+    rank_watch.install(runtime)
     streams = mine = seed.install(runtime)
     if streams.enabled:
         runtime.checkpoints.streams = streams

@@ -9,6 +9,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from dadt.config import Config, document
@@ -116,10 +117,10 @@ def common(config: Config) -> dict[str, str]:
     return {**config.to_env(), "PYTHONUNBUFFERED": "1"}
 
 
-def own(slot: Slot, job: str, master: tuple[str, int] | None) -> dict[str, str]:
+def own(slot: Slot, job: str, master: tuple[str, int] | None, *, told: bool) -> dict[str, str]:
     """The variables that differ between workers. master: address and port of torch's rendezvous; None leaves
-    torchrun's variables out."""
-    result = slot.world(job).to_env()
+    torchrun's variables out. told: the script's arguments contain its rank."""
+    result = replace(slot.world(job), rank_in_arguments=told).to_env()
     if master is not None:
         result.update(
             RANK=str(slot.rank),

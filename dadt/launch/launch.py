@@ -315,11 +315,13 @@ def _look(the_plan: Plan, job: str, node: Node) -> Mapping[str, Any]:
 
 
 def _order(where: Placed, slots: Sequence[Slot], node: Node) -> Frame:
+    master = where.master if where.config.torch_env else None
+    told = where.config.pass_local_rank or any("rank}" in part for part in where.plan.command)
     workers = [
         {
             "rank": slot.rank,
             "local_rank": slot.local_rank,
-            "env": environment.own(slot, where.job, where.master if where.config.torch_env else None),
+            "env": environment.own(slot, where.job, master, told=told),
             "command": command_of(where, slot),
         }
         for slot in slots

@@ -38,6 +38,10 @@ class Registry(Peers):
         """The script has called `dadt.init`: nothing is DADT's business but the optimizers that it wraps."""
         self.left_alone: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Optimizers whose gradients the script averages itself, or not wrapped where it calls `dadt.init`."""
+        self.knows_rank = world.rank_in_arguments
+        """The script has asked which rank it is."""
+        self.backwards = 0
+        """Backward passes that the script has begun."""
         self._distributed = False
 
     @property
@@ -57,11 +61,11 @@ class Registry(Peers):
 
     @property
     def script_is_distributed(self) -> bool:
-        """The script has a process group of its own or calls `dadt.init`: what it shares out and saves is its
+        """The script has a process group and knows its rank, or calls `dadt.init`: what it shares out and saves is its
         business."""
         # Also once it has destroyed the group: what it writes then it still writes by rank.
         self._distributed |= torch.distributed.is_available() and torch.distributed.is_initialized()
-        return self.explicit or self._distributed
+        return self.explicit or (self._distributed and self.knows_rank)
 
     def root_modules(self, optimizer: torch.optim.Optimizer) -> list[nn.Module]:
         return [m for ref in self.roots.get(optimizer, ()) if (m := ref()) is not None]

@@ -18,7 +18,7 @@ import os, signal, sys, time
 from dadt.control.agent_client import Control
 from dadt.world import World
 control = Control.connect(World.from_env())
-rank = control.world.rank
+rank = int(os.environ["RANK"])
 control.claim()
 {}
 control.progress(7 + rank, samples=70, waited=0.1, clock=1.0)

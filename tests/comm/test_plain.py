@@ -201,6 +201,7 @@ def test_changed_bytes_end_in_a_value_or_a_refusal() -> None:
 PICKLING = {
     "dadt/comm/collectives/object.py": "objects of the API, between ranks that have proved the job's secret",
     "dadt/api/run.py": "the function of dadt.run and what it returns, over the job's own line",
+    "dadt/inject/files/install.py": "gives the script's own torch.load the path of the rank's copy",
     "dadt_cli/compare/stored.py": "names pickle's errors; weights are read with weights_only=True",
 }
 

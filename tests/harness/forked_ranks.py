@@ -46,6 +46,7 @@ class Runtime:
         self.folder = folder
         self.store = dist.FileStore(str(folder / "store"), size)
         self.step = 0
+        self.backwards = 0
         self.training = True
         self.registered = True
         self.began = False
@@ -80,6 +81,7 @@ class Runtime:
     def train(self) -> None:
         """What a forward, a backward and a step of the script come to."""
         self.began = True
+        self.backwards += 1
         self.step += 1
 
     def allgather(self, name: str, data: bytes) -> Work:

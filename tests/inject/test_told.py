@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+import subprocess
+from textwrap import dedent
 
+import pytest
+from harness import forkserver
 from harness.checks import assert_replicas_equal
-from harness.job import joined
+from harness.job import LAUNCHERS, joined
 
 HEAD = """
     torch.manual_seed(0)
@@ -127,3 +131,41 @@ def test_a_set_up_of_the_scripts_own_that_fails_names_the_way_around(dadt_run) -
     assert hint.search(dadt_run(OWN_SETUP, code=None).output)
     assert not hint.search(dadt_run(OWN_SETUP, "--no-torch-env", code=None).output)
     assert not hint.search(dadt_run("raise RuntimeError('no such file')", code=None).output)
+
+
+GROUP = (
+    HEAD
+    + """
+    {first}
+    data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for x, y in torch.utils.data.DataLoader(data, 4, shuffle=True):
+        optimizer.zero_grad()
+        (model(x) - y).pow(2).mean().backward()
+        optimizer.step()
+    torch.save(model.state_dict(), f"state-{{os.getpid()}}.pt")
+    print("weights", float(model.weight.sum()))
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("first", "steps", "told"),
+    [
+        ("torch.distributed.init_process_group('gloo')", 8, "trains, 32 per worker."),
+        (
+            "torch.distributed.init_process_group('gloo'); torch.distributed.get_rank()",
+            16,
+            "shares out its data itself",
+        ),
+    ],
+)
+def test_a_group_that_nobody_asks_for_the_rank_shares_nothing_out(tmp_path, first, steps, told) -> None:
+    """As Accelerate makes it where there are no GPUs."""
+    script = dedent(GROUP.format(first=first))
+    (tmp_path / "train.py").write_text("import os\nimport torch\nfrom torch import nn\nrank = 0\n" + script)
+    command = [*LAUNCHERS["dadt run"](2), *forkserver.command(), "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert f": {steps} steps, " in done.stderr and told in done.stderr
+    assert len({line[4:] for line in done.stdout.splitlines() if "weights" in line}) == 1

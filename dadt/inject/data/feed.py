@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +21,8 @@ class LoadingRank(Rank, Protocol):
 
     @property
     def step(self) -> int: ...
+    @property
+    def backwards(self) -> int: ...
     @property
     def began(self) -> bool: ...
     @property
@@ -133,24 +136,25 @@ class Feed:
         comparison: Comparison,
         draws_on: bool,
         prefetches: bool,
+        over: Callable[[bool], None],
     ) -> None:
-        """prefetches: worker processes draw indices ahead of what is handed out."""
+        """prefetches: worker processes draw indices ahead of what is handed out. over: called at the end of each pass,
+        with whether it has trained."""
         self.share = share
         self.runtime = runtime
         self.streams = streams
         self.comparison = comparison
         self.prefetches = prefetches
+        self.over = over
         self.order = Order(share, streams, draws_on, self._drawn)
-        self.passes = 0
         self._pieces: deque[Piece] = deque()
 
     def begin(self, start: Callable[[], Iterator[Any]]) -> Feed:
         """A new pass: `start` gives torch's iterator over `order`."""
-        self.passes += 1
         self._pieces.clear()
         self._batches = 0
         self._training = self.runtime.trains()
-        self._step = self.runtime.step
+        self._before = (self.runtime.step, self.runtime.backwards)
         with self.streams.shared():
             self.batches = start()
         return self
@@ -193,12 +197,32 @@ class Feed:
 
     def _end(self) -> None:
         self.runtime.pass_over()
-        if not self.runtime.on_training_thread:
-            return  # which may be at the end before the first step
-        if self.passes == 1 and self._batches > 1 and self.runtime.step == self._step:
-            name = self.comparison.name
-            self.runtime.say(
-                f"{name} gave each worker its share, but no step was made in the whole pass; if it evaluates,"
-                f" call model.eval() before the loop or run with --no-share {name.rpartition('#')[2]}",
-                "warning",
-            )
+        if self.runtime.on_training_thread:  # another one may be at the end before the first step
+            self.over((self.runtime.step, self.runtime.backwards) != self._before)
+
+
+class Undecided:
+    """The iterator of a loader whose role is decided when the first batch is asked for: scripts make iterators before
+    they choose between training and evaluation, and even before they have an optimizer."""
+
+    def __init__(self, begin: Callable[[], Iterator[Any]], length: Callable[[], int]) -> None:
+        self._begin = begin
+        self._length = length
+
+    @functools.cached_property
+    def batches(self) -> Iterator[Any]:
+        return self._begin()
+
+    def __iter__(self) -> Undecided:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.batches)
+
+    def __len__(self) -> int:
+        return self._length()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.batches, name)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sized
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
+import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -27,7 +28,7 @@ from torch.utils.data import dataloader as torch_dataloader
 
 from dadt.config.check import loader_numbers
 from dadt.errors import ConfigError
-from dadt.inject.data.feed import Comparison, Feed, LoadingRank, Order
+from dadt.inject.data.feed import Comparison, Feed, LoadingRank, Order, Undecided
 from dadt.inject.data.seed import Streams, mix
 from dadt.inject.data.share import Batches, Divided, Items, PerRank, Share, Skipped, portion, stream_steps, unskipped
 from dadt.inject.data.stream import Counted, Split, StreamFeed, nominal_batch, nth_of
@@ -49,7 +50,11 @@ class Role:
         self.name = f"DataLoader #{number}"
         self.kind = ""
         """Empty until it is fixed."""
-        self.view: Loader | None = None
+        self.gives_all = False
+        """In its latest pass."""
+        self.has_trained = False
+        self.views: dict[bool, Loader] = {}
+        """The views by which it gives all, and each rank its share."""
         self.feed: Feed | None = None
         """The feed of persistent workers."""
         self.comparison = Comparison(self.name, runtime)
@@ -80,10 +85,18 @@ class Loaders:
         if self.runtime.explicit:
             return self.original_iter(loader)
         role = self.role(loader)
+        if role.kind:
+            return self._begin(loader, role)
+        return Undecided(lambda: self._begin(loader, role), lambda: self.length(loader))
+
+    def _begin(self, loader: Loader, role: Role) -> Iterator[Any]:
+        """A pass."""
         kind = self._decide(loader, role)
         if kind == ALONE:
             return self.original_iter(loader)
-        if kind == EVALUATES:
+        # A loader that trains may be evaluated as well, as a whole.
+        role.gives_all = kind == EVALUATES or not (torch.is_grad_enabled() or self._asked(role))
+        if role.gives_all:
             return self._all(loader, role)
         self.runtime.claim()
         self.streams.split()
@@ -93,7 +106,7 @@ class Loaders:
     def length(self, loader: Loader) -> int:
         role = self.role(loader)
         kind = role.kind or self._guess(loader, role)
-        if kind != TRAINS:
+        if kind != TRAINS or role.gives_all:
             return self.original_len(loader)
         if isinstance(loader.dataset, IterableDataset):
             return self._stream_steps(loader)
@@ -104,7 +117,7 @@ class Loaders:
         if role.kind:
             return role.kind
         kind, final = self._asked(role), True
-        if self._has_own_split(loader):
+        if has_distributed_sampler(loader) or (not kind and self.runtime.script_is_distributed):
             kind = ALONE
         elif not kind:
             # A pass before training may be one for statistics: it decides nothing.
@@ -113,7 +126,8 @@ class Loaders:
         if final:
             if kind == TRAINS:
                 self._check(loader, role)
-            role.kind, role.view = kind, None
+            role.kind = kind
+            role.views.clear()
             self._tell(self._sentence(loader, role), role)
         return kind
 
@@ -135,19 +149,15 @@ class Loaders:
 
     def _guess(self, loader: Loader, role: Role) -> str:
         """For len() before the role is fixed: what shuffles, trains."""
-        if self._has_own_split(loader):
+        if has_distributed_sampler(loader):
             return ALONE
         if asked := self._asked(role):
             return asked
+        if self.runtime.script_is_distributed:
+            return ALONE
         if isinstance(loader.dataset, IterableDataset):
             return EVALUATES
         return EVALUATES if isinstance(inner_sampler(loader), SequentialSampler) else TRAINS
-
-    def _has_own_split(self, loader: Loader) -> bool:
-        samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
-        return self.runtime.script_is_distributed or any(
-            hasattr(sampler, "num_replicas") and hasattr(sampler, "rank") for sampler in samplers
-        )
 
     def _check(self, loader: Loader, role: Role) -> None:
         """Raises ConfigError if --batch global cannot divide this loader's batches."""
@@ -189,9 +199,9 @@ class Loaders:
 
         It keeps its own torch iterator, so that persistent workers persist.
         """
-        view = role.view
+        view = role.views.get(role.gives_all)
         if view is None:
-            view = role.view = object.__new__(without_end(type(loader)))
+            view = role.views[role.gives_all] = object.__new__(without_end(type(loader)))
             view.__dict__["_iterator"] = None
         attributes = {name: value for name, value in loader.__dict__.items() if name != "_iterator"}
         view.__dict__.update(attributes, **changed)
@@ -211,7 +221,8 @@ class Loaders:
         feed = role.feed
         if feed is None:
             share, prefetches = self._make_share(loader, role), loader.num_workers > 0
-            feed = Feed(share, self.runtime, self.streams, role.comparison, draws_on(loader), prefetches)
+            over = functools.partial(self._over, role)
+            feed = Feed(share, self.runtime, self.streams, role.comparison, draws_on(loader), prefetches, over)
         if loader.persistent_workers and loader.num_workers:
             role.feed = feed  # torch's iterator is one object for all passes, and so is ours
         changed = {
@@ -220,6 +231,20 @@ class Loaders:
             "_dadt_rank": self.runtime.world.rank,
         }
         return feed.begin(lambda: self.original_iter(self._view(loader, role, **changed)))
+
+    def _over(self, role: Role, trained: bool) -> None:
+        """A pass in which each rank had its share has ended."""
+        role.has_trained |= trained
+        if trained:
+            return
+        remedy = "to give all of it, begin such a pass under torch.no_grad()"
+        if not (role.has_trained or self._asked(role)):
+            # Before the first step it may have been a pass for statistics, over the data that is to train.
+            role.kind = EVALUATES if self.runtime.step else ""
+            role.views.clear()
+            if role.kind:
+                remedy += "; it evaluates, and gives all of it from here on"
+        self.runtime.say(f"{role.name} gave each worker its share in a pass without a backward; {remedy}", "warning")
 
     def _stream(self, loader: Loader, role: Role) -> Iterator[Any]:
         world, divided = self.runtime.world, self.runtime.config.batch == "global"
@@ -281,6 +306,11 @@ def inner_sampler(loader: Loader) -> Any:
     if batch_sampler is None:
         return loader.sampler
     return batch_sampler.sampler if type(batch_sampler) is BatchSampler else batch_sampler
+
+
+def has_distributed_sampler(loader: Loader) -> bool:
+    samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    return any(hasattr(sampler, "num_replicas") and hasattr(sampler, "rank") for sampler in samplers)
 
 
 def without_end(kind: type[Loader]) -> type[Loader]:

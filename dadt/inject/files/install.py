@@ -19,15 +19,9 @@ import torch
 
 from dadt.control import job_folder
 from dadt.inject.after_import import after_import
-from dadt.inject.failure import is_users
 from dadt.inject.files.overlay import Overlay
 from dadt.inject.rank import Rank
 
-RANKS = frozenset(
-    {"RANK", "LOCAL_RANK", "DADT_RANK", "DADT_LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID", "PMI_RANK", "PMIX_RANK"}
-    | {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"}
-)
-"""Variables by which a script learns that it is not alone."""
 CACHES = re.compile(r"_HOME|_CACHE|CACHE_?DIR|CONFIG_?DIR|_TMPDIR")
 """The ends of names of variables that hold folders which libraries share among processes, and lock."""
 SHARED = re.compile(r"/(wandb|[^/]*cache[^/]*)(/|$)", re.IGNORECASE)
@@ -42,17 +36,17 @@ class ScriptRank(Rank, Protocol):
     """A rank as the overlay needs it."""
 
     @property
-    def script_is_distributed(self) -> bool: ...
-    def say(self, text: str, level: str = "info") -> None: ...
+    def explicit(self) -> bool: ...
+    @property
+    def knows_rank(self) -> bool: ...
 
 
 class Scope:
-    """What is kept apart, and how long."""
+    """What is kept apart."""
 
-    def __init__(self, runtime: ScriptRank) -> None:
-        self.runtime = runtime
-        self.knows_ranks = False
-        """The script has looked for its rank: what it writes, it writes as that rank."""
+    def __init__(self, timeline: str) -> None:
+        """timeline: beginning of the paths that DADT itself writes."""
+        self._ours = os.path.abspath(timeline) if timeline else os.devnull
         named = [Path(word.rpartition("=")[2]) for word in sys.argv[1:]]
         inside = [os.getcwd(), *(str(path) for path in named if path.is_absolute() and len(path.parts) > 2)]
         self._inside = tuple(path + os.sep for path in inside if path != tempfile.gettempdir())
@@ -63,27 +57,9 @@ class Scope:
 
     def keeps(self, path: str) -> bool:
         """Not what lies among temporary files or caches, unless the script works there or was told so."""
-        if path.startswith(self._outside) and not path.startswith(self._inside):
+        if path.startswith(self._ours) or (path.startswith(self._outside) and not path.startswith(self._inside)):
             return False
         return SHARED.search(path) is None
-
-    def apart(self) -> bool:
-        return not (self.knows_ranks or self.runtime.script_is_distributed)
-
-    def watch(self) -> None:
-        """Find out if the script, rather than a library that it uses, reads its rank from the environment."""
-        kind = type(os.environ)
-        original = kind.__getitem__
-
-        def look_up(environ: Any, name: Any) -> Any:
-            if name in RANKS and not self.knows_ranks:
-                frame = sys._getframe(1)
-                while frame.f_back is not None and frame.f_globals.get("__name__") in ("os", "collections.abc"):
-                    frame = frame.f_back
-                self.knows_ranks = is_users(frame.f_code.co_filename)
-            return original(environ, name)
-
-        kind.__getitem__ = look_up  # type: ignore[method-assign]
 
 
 def install(runtime: ScriptRank) -> Overlay | None:
@@ -91,11 +67,12 @@ def install(runtime: ScriptRank) -> Overlay | None:
     world = runtime.world
     if runtime.config.files == "all" or world.local_rank == 0:
         return None
-    scope = Scope(runtime)
     start = psutil.Process().create_time() - 1.0  # the ranks of a host start together
     tree = job_folder.of_worker(world) / f"files-{world.local_rank}"
-    overlay = Overlay(tree, scope.keeps, scope.apart, start)
-    scope.watch()
+    # What a script writes that knows its rank, it writes as that rank.
+    overlay = Overlay(
+        tree, Scope(runtime.config.timeline).keeps, lambda: not (runtime.knows_rank or runtime.explicit), start
+    )
     _patch_python(overlay)
     _patch_libraries(overlay)
     return overlay

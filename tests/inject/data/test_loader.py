@@ -189,9 +189,9 @@ def test_global_batch_keeps_the_steps(n, drop_last, tmp_path):
 def test_global_batch_that_cannot_be_divided(tmp_path):
     def script(runtime):
         with pytest.raises(Exception, match=r"--batch global: DataLoader #1 has batches of 1.*2 workers"):
-            iter(DataLoader(Numbers(8)))
+            next(iter(DataLoader(Numbers(8))))
         with pytest.raises(Exception, match=r"--batch global: DataLoader #2 has no batch size"):
-            iter(DataLoader(Numbers(8), batch_size=None))
+            next(iter(DataLoader(Numbers(8), batch_size=None)))
 
     ranks(2, script, tmp_path, batch="global")
 
@@ -316,7 +316,7 @@ def test_subclasses_copies_and_pickles(tmp_path):
             got += index.tolist()
         assert loader.passes == 1 and loader.batch_sampler.batch_size == 2 and len(loader.sampler) == 8
         plain = DataLoader(Numbers(8), batch_size=2)
-        iter(plain)
+        next(iter(plain))
         copy = pickle.loads(pickle.dumps(plain))
         copied = []
         for index, _ in copy:
@@ -452,7 +452,7 @@ def test_a_shared_pass_without_a_step_is_noticed(tmp_path):
         return runtime.warned
 
     for warned in ranks(2, script, tmp_path):
-        assert len(warned) == 1 and "--no-share 1" in warned[0]
+        assert len(warned) == 1 and "in a pass without a backward" in warned[0]
 
 
 def test_an_error_in_the_data_set_is_counted_out(tmp_path):
@@ -561,3 +561,77 @@ def test_loaders_made_in_every_epoch_are_not_all_listed(tmp_path):
     said = [f"DataLoader #{number} (8 samples): trains, 4 per worker." for number in (1, 2, 3)]
     said[2] += " More like it are not listed."
     assert ranks(2, script, tmp_path) == [said, said]
+
+
+class Endless(DataLoader):
+    """As YOLO's: its only iterator is made before there is an optimizer."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.iterator = super().__iter__()
+
+    def __iter__(self):
+        for _ in range(4):
+            yield next(self.iterator)
+
+
+def test_the_role_is_decided_at_the_first_batch(tmp_path):
+    def script(runtime):
+        runtime.registered = False
+        trains, evaluates = Endless(Numbers(8)), Endless(Numbers(4))
+        runtime.registered = True
+        trained = []
+        for index, _ in trains:
+            runtime.train()
+            trained += index.tolist()
+        later = iter(DataLoader(Numbers(4)))
+        runtime.training = False
+        return trained, [int(index) for index, _ in evaluates], [int(index) for index, _ in later]
+
+    first, second = ranks(2, script, tmp_path)
+    assert sorted(first[0] + second[0]) == list(range(8))
+    assert first[1:] == second[1:] == ([0, 1, 2, 3], [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_pass_without_gradients_over_the_training_data_is_whole(workers, tmp_path):
+    def script(runtime):
+        loader = DataLoader(Numbers(8), batch_size=2, num_workers=workers, persistent_workers=workers > 0)
+        found = []
+        for _ in range(2):
+            for index, _ in loader:
+                runtime.train()
+                found += index.tolist()
+            found.append(len(loader))
+            with torch.no_grad():
+                found.append([int(i) for index, _ in loader for i in index])
+            found.append(len(loader))
+        return found
+
+    first, second = ranks(2, script, tmp_path)
+    whole = list(range(8))
+    for found in (first[:4] + second[:4], first[7:11] + second[7:11]):
+        assert sorted(found) == whole
+    assert [first[4:7], first[11:]] == [second[4:7], second[11:]] == [[2, whole, 4]] * 2
+
+
+def test_a_loader_whose_first_pass_has_no_backward_evaluates(tmp_path):
+    """As skorch's: it chooses evaluation once it has a batch."""
+
+    def script(runtime):
+        train, test, sums = (DataLoader(Numbers(n), batch_size=2) for n in (8, 12, 16))
+        passes = [sum(len(index) for index, _ in sums)]  # before the first step this decides nothing
+        for _ in range(2):
+            for _ in train:
+                runtime.train()
+            passes.append(sum(len(index) for index, _ in test))
+        for _ in sums:
+            runtime.train()
+        return passes, len(test), len(sums), runtime.warned
+
+    for passes, test, sums, warned in ranks(2, script, tmp_path):
+        assert (passes, test, sums) == ([8, 6, 12], 6, 4)
+        assert [text.rpartition("; ")[2] for text in warned] == [
+            "to give all of it, begin such a pass under torch.no_grad()",
+            "it evaluates, and gives all of it from here on",
+        ]

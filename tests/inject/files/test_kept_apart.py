@@ -36,10 +36,11 @@ def train():
 
 @pytest.fixture
 def job(tmp_path: Path):
-    def run(script: str, *flags: str, code: int = 0) -> tuple[list[Any], str]:
-        """What each rank has printed as JSON, and what DADT has said."""
-        (tmp_path / "train.py").write_text(HEAD + textwrap.dedent(script))
-        command = [*LAUNCHERS["dadt run"](2), *flags, *forkserver.command(), "train.py"]
+    def run(script: str, *flags: str, code: int = 0, first: str = "", last: str = "") -> tuple[list[Any], str]:
+        """What each rank has printed as JSON, and what DADT has said. first: what comes before `import torch`. last:
+        an argument of the script."""
+        (tmp_path / "train.py").write_text(first + HEAD + textwrap.dedent(script))
+        command = [*LAUNCHERS["dadt run"](2), *flags, *(() if first else forkserver.command()), "train.py", last]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
         assert done.returncode == code, done.stderr
         told = [json.loads(line[4:]) for line in sorted(done.stdout.splitlines()) if line[:4] in ("[0] ", "[1] ")]
@@ -162,7 +163,7 @@ def test_names_by_time_are_not_waited_for(job, tmp_path: Path) -> None:
 OTHERWISE = {
     "flag": ("", ["--files", "all"]),
     "variable": ('rank = int(os.environ.get("LOCAL_RANK", 0))', []),
-    "group": ('torch.distributed.init_process_group("gloo")', []),
+    "group": ('torch.distributed.init_process_group("gloo"); torch.distributed.get_rank()', []),
     "init": ("import dadt; dadt.init()", []),
 }
 
@@ -174,10 +175,17 @@ def test_all_ranks_write_where_the_script_knows_them_or_the_user_says_so(job, tm
     assert len(list(tmp_path.glob("file-*"))) == 2
 
 
+EARLY = 'import os\nrank = os.environ["RANK"]\n'
+
+
+@pytest.mark.parametrize("how", [{"first": EARLY}, {"last": "--rank={rank}"}], ids=["early", "argument"])
+def test_a_script_may_know_its_rank_before_it_imports_torch(job, tmp_path: Path, how: dict[str, str]) -> None:
+    job("open(f'file-{os.getpid()}', 'w').close()\n", **how)
+    assert len(list(tmp_path.glob("file-*"))) == 2
+
+
 def test_a_library_that_asks_for_the_rank_is_not_the_script(job, tmp_path: Path) -> None:
-    library = (
-        "import tempfile, logging.config, torch.distributed.elastic.utils as u; u.get_env_variable_or_raise('RANK')"
-    )
+    library = "import tempfile, logging.config, torch.distributed.elastic.utils as u; u.get_env_variable_or_raise('RA' + 'NK')"
     job(f"{library}\nopen(f'file-{{os.getpid()}}', 'w').close()\n")
     assert len(list(tmp_path.glob("file-*"))) == 1
 

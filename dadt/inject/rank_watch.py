@@ -1,0 +1,98 @@
+"""Finds out whether the script learns which rank it is: what it shares out and writes is then its own business."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from dadt.inject.failure import is_users
+
+VARIABLES = frozenset(
+    {"RANK", "LOCAL_RANK", "DADT_RANK", "DADT_LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID", "PMI_RANK", "PMIX_RANK"}
+    | {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"}
+)
+LITERAL = re.compile(rf"""(["'])({"|".join(VARIABLES)})\1""")
+ENVIRONMENT = ("os", "collections.abc")
+OURS = ("torch", "dadt")
+
+
+class Learner(Protocol):
+    """What is told that the script knows its rank."""
+
+    knows_rank: bool
+
+
+def install(runtime: Learner) -> None:
+    """The script's own code reads its rank from the environment, or any code but torch's asks a process group for it.
+
+    A library that reads the environment may only look for a launcher, as Accelerate does without GPUs: it makes a
+    process group, and then trains as if it were alone.
+    """
+    runtime.knows_rank |= any(_names_a_variable(module) for module in list(sys.modules.values()))
+    _watch_environment(runtime)
+    if dist.is_available():
+        for name in ("get_rank", "get_world_size"):
+            asked = _asked(getattr(dist, name), runtime)
+            setattr(dist, name, asked)
+            setattr(distributed_c10d, name, asked)
+        made = _made(dist.init_process_group, runtime)
+        setattr(dist, "init_process_group", made)  # noqa: B010 (mypy minds else)
+        setattr(distributed_c10d, "init_process_group", made)  # noqa: B010
+
+
+def _names_a_variable(module: Any) -> bool:
+    """Whether the script's own module may have read its rank before it imported torch."""
+    file = getattr(module, "__file__", None)
+    if not isinstance(file, str) or not file.endswith(".py") or not is_users(file):
+        return False
+    try:
+        return LITERAL.search(Path(file).read_text(errors="replace")) is not None
+    except OSError:
+        return False
+
+
+def _watch_environment(runtime: Learner) -> None:
+    kind = type(os.environ)
+    original = kind.__getitem__
+
+    def look_up(environ: Any, name: Any) -> Any:
+        if name in VARIABLES and not runtime.knows_rank:
+            frame = sys._getframe(1)
+            while frame.f_back is not None and frame.f_globals.get("__name__") in ENVIRONMENT:
+                frame = frame.f_back
+            runtime.knows_rank = is_users(frame.f_code.co_filename)
+        return original(environ, name)
+
+    kind.__getitem__ = look_up  # type: ignore[method-assign]
+
+
+def _asked(original: Callable[..., int], runtime: Learner) -> Callable[..., int]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> int:
+        if not runtime.knows_rank:
+            asker = str(sys._getframe(1).f_globals.get("__name__"))
+            runtime.knows_rank = asker.partition(".")[0] not in OURS
+        return original(*args, **kwargs)
+
+    return call
+
+
+def _made(original: Callable[..., None], runtime: Learner) -> Callable[..., None]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs).arguments.get("rank", -1)
+        runtime.knows_rank |= given is not None and given >= 0  # whoever names it knows it
+        return original(*args, **kwargs)
+
+    return call
