@@ -169,3 +169,31 @@ def test_a_group_that_nobody_asks_for_the_rank_shares_nothing_out(tmp_path, firs
     assert done.returncode == 0, done.stderr
     assert f": {steps} steps, " in done.stderr and told in done.stderr
     assert len({line[4:] for line in done.stdout.splitlines() if "weights" in line}) == 1
+
+
+SCHEDULED = (
+    HEAD
+    + """
+    data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+    loader = torch.utils.data.DataLoader(data, 4, shuffle=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps={steps} * 2 + 1)
+    for epoch in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            (model(x) - y).pow(2).mean().backward()
+            optimizer.step()
+            schedule.step()
+    report({{"state": model.state_dict(), "rate": schedule.get_last_lr()[0]}})
+"""
+)
+
+
+@pytest.mark.parametrize(("steps", "told", "ends"), [("len(data) // 4", True, False), ("len(loader)", False, True)])
+def test_a_schedule_that_is_too_long_is_told(dadt_run, steps, told, ends) -> None:
+    run = dadt_run(SCHEDULED.format(steps=steps))
+    assert_replicas_equal(run)
+    assert ("DataLoader #1: 8 steps a pass in place of 16: a schedule computed from" in run.output) is told
+    assert (run.ranks[0]["rate"] < 1e-4) is ends
+    kept = dadt_run(SCHEDULED.format(steps=steps), "--batch", "global")
+    assert "steps a pass in place of" not in kept.output and kept.ranks[0]["rate"] < 1e-4

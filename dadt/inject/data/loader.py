@@ -29,6 +29,7 @@ from torch.utils.data import dataloader as torch_dataloader
 from dadt.config.check import loader_numbers
 from dadt.errors import ConfigError
 from dadt.inject.data.feed import Comparison, Feed, LoadingRank, Order, Undecided
+from dadt.inject.data.schedule import Schedules
 from dadt.inject.data.seed import Streams, mix
 from dadt.inject.data.share import Batches, Divided, Items, PerRank, Share, Skipped, portion, stream_steps, unskipped
 from dadt.inject.data.stream import Counted, Split, StreamFeed, nominal_batch, nth_of
@@ -72,6 +73,7 @@ class Loaders:
         self.original_len: Callable[[Loader], int] = DataLoader.__len__
         self._numbers = itertools.count(1)
         self._told: Counter[str] = Counter()
+        self.schedules = Schedules()
         self._share = loader_numbers("--share", runtime.config.share)
         self._no_share = loader_numbers("--no-share", runtime.config.no_share)
 
@@ -104,6 +106,7 @@ class Loaders:
         return self._stream(loader, role) if stream else self._map(loader, role)
 
     def length(self, loader: Loader) -> int:
+        self.schedules.length_asked = True
         role = self.role(loader)
         kind = role.kind or self._guess(loader, role)
         if kind != TRAINS or role.gives_all:
@@ -221,10 +224,11 @@ class Loaders:
         feed = role.feed
         if feed is None:
             share, prefetches = self._make_share(loader, role), loader.num_workers > 0
-            over = functools.partial(self._over, role)
+            over = functools.partial(self._over, role, self._shortened(loader, share))
             feed = Feed(share, self.runtime, self.streams, role.comparison, draws_on(loader), prefetches, over)
         if loader.persistent_workers and loader.num_workers:
             role.feed = feed  # torch's iterator is one object for all passes, and so is ours
+        self.schedules.begin()
         changed = {
             sampler_slot(loader): feed.order,
             "in_order": True,  # what a batch counts is matched to it by order
@@ -232,10 +236,24 @@ class Loaders:
         }
         return feed.begin(lambda: self.original_iter(self._view(loader, role, **changed)))
 
-    def _over(self, role: Role, trained: bool) -> None:
+    def _shortened(self, loader: Loader, share: Share) -> tuple[int, int]:
+        """The steps of a pass, and how many they would be without DADT; none where the sampler has no length."""
+        try:
+            return len(share), self.original_len(loader)
+        except (TypeError, NotImplementedError):
+            return 0, 0
+
+    def _over(self, role: Role, steps: tuple[int, int], trained: bool) -> None:
         """A pass in which each rank had its share has ended."""
         role.has_trained |= trained
         if trained:
+            shared, alone = steps
+            if shared < alone and self.schedules.by_step():
+                self.runtime.say(
+                    f"{role.name}: {shared} steps a pass in place of {alone}: a schedule computed from the data set's"
+                    f" size is too long; use len(loader), or --batch global, which keeps {alone} steps",
+                    "warning",
+                )
             return
         remedy = "to give all of it, begin such a pass under torch.no_grad()"
         if not (role.has_trained or self._asked(role)):
@@ -343,6 +361,7 @@ def install(runtime: LoadingRank, streams: Streams) -> None:
     if runtime.world.world_size == 1:
         return
     loaders = Loaders(runtime, streams)
+    loaders.schedules.install()
     original_init = DataLoader.__init__
     original_seed = torch_dataloader._BaseDataLoaderIter.__init__
 
