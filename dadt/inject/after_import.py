@@ -24,19 +24,24 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     def __init__(self, name: str, change: Callable[[ModuleType], None]) -> None:
         self._name = name
         self._change = change
+        self._looks = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self._name:
+        if fullname != self._name or self._looks:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        self._looks = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._looks = False
         if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
+            sys.meta_path.remove(self)  # only now: many look for a module's spec only to see whether it is there
             execute(module)
             self._change(module)
 

@@ -7,10 +7,12 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -20,6 +22,9 @@ VARIABLES = frozenset(
     {"RANK", "LOCAL_RANK", "DADT_RANK", "DADT_LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID", "PMI_RANK", "PMIX_RANK"}
     | {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"}
 )
+HIDDEN = frozenset({"RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
+HIDDEN_FROM = frozenset({"accelerate", "transformers", "timm", "fastai", "fastcore", "ultralytics"})
+"""Libraries that take such variables for an order to train on GPUs, which fails or goes wrong on machines without."""
 LITERAL = re.compile(rf"""(["'])({"|".join(VARIABLES)})\1""")
 ENVIRONMENT = ("os", "collections.abc")
 OURS = ("torch", "dadt")
@@ -34,8 +39,8 @@ class Learner(Protocol):
 def install(runtime: Learner) -> None:
     """The script's own code reads its rank from the environment, or any code but torch's asks a process group for it.
 
-    A library that reads the environment may only look for a launcher, as Accelerate does without GPUs: it makes a
-    process group, and then trains as if it were alone.
+    A library that reads the environment may only look for a launcher. HIDDEN_FROM find none on machines without GPUs,
+    and train as if they were alone, as the script does.
     """
     runtime.knows_rank |= any(_names_a_variable(module) for module in list(sys.modules.values()))
     _watch_environment(runtime)
@@ -62,25 +67,46 @@ def _names_a_variable(module: Any) -> bool:
 
 def _watch_environment(runtime: Learner) -> None:
     kind = type(os.environ)
-    original = kind.__getitem__
+    original, walk = kind.__getitem__, kind.__iter__
+    hidden_from = frozenset() if torch.cuda.is_available() else HIDDEN_FROM
+    given = {name: os.environ[name] for name in HIDDEN if name in os.environ}
+
+    def hides(asker: FrameType, name: Any) -> bool:
+        return name in given and _package(asker) in hidden_from and original(os.environ, name) == given[name]
 
     def look_up(environ: Any, name: Any) -> Any:
-        if name in VARIABLES and not runtime.knows_rank:
-            frame = sys._getframe(1)
-            while frame.f_back is not None and frame.f_globals.get("__name__") in ENVIRONMENT:
-                frame = frame.f_back
-            runtime.knows_rank = is_users(frame.f_code.co_filename)
-        return original(environ, name)
+        value = original(environ, name)
+        if name in given or name in VARIABLES:
+            asker = _asker(sys._getframe(1))
+            if hides(asker, name):
+                raise KeyError(name)
+            runtime.knows_rank |= name in VARIABLES and is_users(asker.f_code.co_filename)
+        return value
+
+    def iterate(environ: Any) -> Iterator[Any]:
+        asker = _asker(sys._getframe(1))
+        return iter([name for name in walk(environ) if not hides(asker, name)])
 
     kind.__getitem__ = look_up  # type: ignore[method-assign]
+    kind.__iter__ = iterate  # type: ignore[method-assign]
+
+
+def _asker(frame: FrameType) -> FrameType:
+    """Who reads the environment, through functions of the standard library."""
+    while frame.f_back is not None and frame.f_globals.get("__name__") in ENVIRONMENT:
+        frame = frame.f_back
+    return frame
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
 def _asked(original: Callable[..., int], runtime: Learner) -> Callable[..., int]:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> int:
         if not runtime.knows_rank:
-            asker = str(sys._getframe(1).f_globals.get("__name__"))
-            runtime.knows_rank = asker.partition(".")[0] not in OURS
+            runtime.knows_rank = _package(sys._getframe(1)) not in OURS
         return original(*args, **kwargs)
 
     return call

@@ -197,3 +197,23 @@ def test_a_schedule_that_is_too_long_is_told(dadt_run, steps, told, ends) -> Non
     assert (run.ranks[0]["rate"] < 1e-4) is ends
     kept = dadt_run(SCHEDULED.format(steps=steps), "--batch", "global")
     assert "steps a pass in place of" not in kept.output and kept.ranks[0]["rate"] < 1e-4
+
+
+LIBRARY = """
+import os
+seen = [os.environ.get("LOCAL_RANK"), "WORLD_SIZE" in os.environ, "RANK" in dict(os.environ), bool(os.getenv("HOME"))]
+def own():
+    os.environ["RANK"] = "7"
+    return os.environ["RANK"]
+"""
+
+
+def test_libraries_that_would_train_on_gpus_see_no_rank_where_there_are_none(tmp_path) -> None:
+    (tmp_path / "accelerate.py").write_text(LIBRARY)
+    (tmp_path / "other.py").write_text(LIBRARY)
+    script = "import torch, os, sys\nsys.path.insert(0, os.getcwd())\nimport accelerate, other\n"
+    script += "print(accelerate.seen, other.seen[1:], os.environ['RANK'] in '01', accelerate.own())\n"
+    (tmp_path / "train.py").write_text(script)
+    command = [*LAUNCHERS["dadt run"](1), *forkserver.command(), "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert "[None, False, False, True] [True, True, True] True 7\n" in done.stdout, done.stderr

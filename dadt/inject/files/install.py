@@ -134,7 +134,11 @@ def _patch_libraries(overlay: Overlay) -> None:
     def safetensors(module: Any) -> None:
         module.safe_open = overlay.reading(module.safe_open)
 
+    def tokenizers(module: Any) -> None:
+        module.Tokenizer.from_file = staticmethod(overlay.reading(module.Tokenizer.from_file))
+
     after_import("safetensors", safetensors)
+    after_import("tokenizers", tokenizers)
 
 
 def _first(original: Callable[..., Any], overlay: Overlay) -> Any:

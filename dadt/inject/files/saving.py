@@ -212,5 +212,9 @@ def install(runtime: SavingRank, overlay: Overlay | None = None) -> None:
     def safetensors(module: ModuleType) -> None:
         setattr(module, "save_file", saving(module.save_file))  # noqa: B010
 
+    def tokenizers(module: Any) -> None:
+        module.Tokenizer.save = saving(module.Tokenizer.save)
+
     after_import("torch.export", export)
+    after_import("tokenizers", tokenizers)
     after_import("safetensors.torch", safetensors)
