@@ -27,9 +27,17 @@ test: lint docs native machines
 check: lint
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not slow and not job and not gpu"
 
-test-slow: .venv/testable browser
+test-slow: .venv/testable .venv-programs/installed browser
 	DADT_FUZZ_INPUTS=250000 $(MAKE) native-address
 	$(BIN)/python -m pytest -m slow --timeout 1800
+
+# The frameworks of docs/compatibility.md, and DADT as users install it.
+.venv-programs/installed: tests/programs/requirements.txt $(BUILT) $(shell find dadt dadt_cli -name '*.py')
+	[ -d .venv-programs ] || $(PYTHON) -m venv .venv-programs
+	.venv-programs/bin/python -m pip install --quiet $(TORCH) 'numpy>=1.26'
+	.venv-programs/bin/python -m pip install --quiet -r tests/programs/requirements.txt
+	.venv-programs/bin/python -m pip install --quiet --force-reinstall --no-deps . && .venv-programs/bin/python -m pip install --quiet .
+	touch $@
 
 # On a machine with a GPU, with a torch built for it: make test-gpu TORCH=torch. Elsewhere each test is skipped.
 test-gpu: .venv/testable

@@ -24,6 +24,7 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 EXAMPLE_FLAGS = {"--epochs"}
 FOREIGN_FLAGS = {
     "benchmarks.md": {"--budget-minutes", "--families", "--jobs", "--others", "--ranks", "--seeds"},
+    "compatibility.md": {"--dummy", "--multirun"},
     "configuration.md": {"--local", "--mca"},
     "errors.md": {"--connect", "--privileged"},
     "examples.md": {

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from dadt._core import Work
 
 
+FEW_BATCHES = 3
+"""A script may fetch fewer ahead of the first backward."""
+
+
 class LoadingRank(Rank, Protocol):
     """A rank as its DataLoaders need it."""
 
@@ -136,15 +140,17 @@ class Feed:
         comparison: Comparison,
         draws_on: bool,
         prefetches: bool,
+        steps: int,
         over: Callable[[bool], None],
     ) -> None:
-        """prefetches: worker processes draw indices ahead of what is handed out. over: called at the end of each pass,
-        with whether it has trained."""
+        """prefetches: worker processes draw indices ahead of what is handed out. steps: of a pass; 0 if unknown. over:
+        called at the end of each pass, with whether it has trained."""
         self.share = share
         self.runtime = runtime
         self.streams = streams
         self.comparison = comparison
         self.prefetches = prefetches
+        self.steps = steps
         self.over = over
         self.order = Order(share, streams, draws_on, self._drawn)
         self._pieces: deque[Piece] = deque()
@@ -153,6 +159,7 @@ class Feed:
         """A new pass: `start` gives torch's iterator over `order`."""
         self._pieces.clear()
         self._batches = 0
+        self._told = False
         self._training = self.runtime.trains()
         self._before = (self.runtime.step, self.runtime.backwards)
         with self.streams.shared():
@@ -182,6 +189,8 @@ class Feed:
             raise
         piece = self._take()
         self._batches += 1
+        if self._batches == self.steps >= FEW_BATCHES:
+            self._look_back()  # some count batches, and do not ask for more than there are
         if self._training or self.runtime.trains():
             self.runtime.drew(piece.samples, self.share.nominal)
         self.comparison.check(piece if self._batches == 1 else None)
@@ -197,7 +206,12 @@ class Feed:
 
     def _end(self) -> None:
         self.runtime.pass_over()
-        if self.runtime.on_training_thread:  # another one may be at the end before the first step
+        self._look_back()
+
+    def _look_back(self) -> None:
+        """Tell whether this pass has trained."""
+        if self.runtime.on_training_thread and not self._told:  # another thread may be done before the first step
+            self._told = True
             self.over((self.runtime.step, self.runtime.backwards) != self._before)
 
 
@@ -205,19 +219,33 @@ class Undecided:
     """The iterator of a loader whose role is decided when the first batch is asked for: scripts make iterators before
     they choose between training and evaluation, and even before they have an optimizer."""
 
-    def __init__(self, begin: Callable[[], Iterator[Any]], length: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        runtime: LoadingRank,
+        begin: Callable[[], Iterator[Any]],
+        length: Callable[[], int],
+        over: Callable[[bool], None],
+    ) -> None:
+        """over: called at the end of the pass, with whether there was a backward in it."""
+        self._runtime = runtime
         self._begin = begin
         self._length = length
+        self._over = over
 
     @functools.cached_property
     def batches(self) -> Iterator[Any]:
+        self._before = self._runtime.backwards
         return self._begin()
 
     def __iter__(self) -> Undecided:
         return self
 
     def __next__(self) -> Any:
-        return next(self.batches)
+        try:
+            return next(self.batches)
+        except StopIteration:
+            self._over(self._runtime.backwards > self._before)
+            raise
 
     def __len__(self) -> int:
         return self._length()

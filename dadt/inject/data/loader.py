@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sized
 from typing import Any, cast
@@ -19,46 +20,33 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     IterableDataset,
+    IterDataPipe,
+    MapDataPipe,
     RandomSampler,
     SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
 )
 from torch.utils.data import dataloader as torch_dataloader
 
 from dadt.config.check import loader_numbers
 from dadt.errors import ConfigError
-from dadt.inject.data.feed import Comparison, Feed, LoadingRank, Order, Undecided
+from dadt.inject.data.feed import Feed, LoadingRank, Order, Undecided
+from dadt.inject.data.role import ALONE, EVALUATES, TRAINS, Role
+from dadt.inject.data.samplers import (
+    DRAW_ONCE,
+    Loader,
+    draws_on,
+    has_distributed_sampler,
+    inner_sampler,
+    sampler_slot,
+    samples_of,
+)
 from dadt.inject.data.schedule import Schedules
 from dadt.inject.data.seed import Streams, mix
 from dadt.inject.data.share import Batches, Divided, Items, PerRank, Share, Skipped, portion, stream_steps, unskipped
 from dadt.inject.data.stream import Counted, Split, StreamFeed, nominal_batch, nth_of
 
-TRAINS, EVALUATES, ALONE = "trains", "evaluates", "alone"
 LISTED = 3
 """Loaders alike that are told of."""
-DRAW_ONCE = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-"""torch's samplers that draw from the global generators, and only at the first next."""
-
-Loader = DataLoader[Any]
-
-
-class Role:
-    """The state of one loader."""
-
-    def __init__(self, number: int, runtime: LoadingRank) -> None:
-        self.number = number
-        self.name = f"DataLoader #{number}"
-        self.kind = ""
-        """Empty until it is fixed."""
-        self.gives_all = False
-        """In its latest pass."""
-        self.has_trained = False
-        self.views: dict[bool, Loader] = {}
-        """The views by which it gives all, and each rank its share."""
-        self.feed: Feed | None = None
-        """The feed of persistent workers."""
-        self.comparison = Comparison(self.name, runtime)
 
 
 class Loaders:
@@ -74,6 +62,8 @@ class Loaders:
         self._numbers = itertools.count(1)
         self._told: Counter[str] = Counter()
         self.schedules = Schedules()
+        self.drawn = threading.local()
+        """The base seed of this thread's next iterator, if it was drawn before."""
         self._share = loader_numbers("--share", runtime.config.share)
         self._no_share = loader_numbers("--no-share", runtime.config.no_share)
 
@@ -87,9 +77,20 @@ class Loaders:
         if self.runtime.explicit:
             return self.original_iter(loader)
         role = self.role(loader)
-        if role.kind:
+        # A data pipe draws more than the base seed as soon as there is an iterator.
+        if role.kind or isinstance(loader.dataset, IterDataPipe | MapDataPipe):
             return self._begin(loader, role)
-        return Undecided(lambda: self._begin(loader, role), lambda: self.length(loader))
+        with self.streams.shared():  # where torch draws it, though the iterator may never be used
+            seed = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator))
+        over = functools.partial(self._whole_over, role)
+        return Undecided(self.runtime, lambda: self._begin_with(seed, loader, role), lambda: self.length(loader), over)
+
+    def _begin_with(self, seed: int, loader: Loader, role: Role) -> Iterator[Any]:
+        self.drawn.seed = seed
+        try:
+            return self._begin(loader, role)
+        finally:
+            self.drawn.seed = None
 
     def _begin(self, loader: Loader, role: Role) -> Iterator[Any]:
         """A pass."""
@@ -126,6 +127,10 @@ class Loaders:
             # A pass before training may be one for statistics: it decides nothing.
             final = self.runtime.registered and (self.runtime.trains() or self.runtime.began)
             kind = TRAINS if self.runtime.registered and self.runtime.trains() else EVALUATES
+            # Some choose evaluation only once they have a batch: what is in order beside data that trains, is for that.
+            in_order = isinstance(inner_sampler(loader), SequentialSampler)
+            role.is_doubted = kind == TRAINS and in_order and any(other.has_trained for other in self.roles.values())
+            kind = EVALUATES if role.is_doubted else kind
         if final:
             if kind == TRAINS:
                 self._check(loader, role)
@@ -224,8 +229,10 @@ class Loaders:
         feed = role.feed
         if feed is None:
             share, prefetches = self._make_share(loader, role), loader.num_workers > 0
-            over = functools.partial(self._over, role, self._shortened(loader, share))
-            feed = Feed(share, self.runtime, self.streams, role.comparison, draws_on(loader), prefetches, over)
+            steps = self._shortened(loader, share)
+            over = functools.partial(self._over, role, steps)
+            draws = draws_on(loader)
+            feed = Feed(share, self.runtime, self.streams, role.comparison, draws, prefetches, steps[0], over)
         if loader.persistent_workers and loader.num_workers:
             role.feed = feed  # torch's iterator is one object for all passes, and so is ours
         self.schedules.begin()
@@ -235,6 +242,13 @@ class Loaders:
             "_dadt_rank": self.runtime.world.rank,
         }
         return feed.begin(lambda: self.original_iter(self._view(loader, role, **changed)))
+
+    def _whole_over(self, role: Role, trained: bool) -> None:
+        """A pass has ended for which the role was undecided."""
+        if trained and role.is_doubted:
+            role.kind, role.is_doubted = TRAINS, False
+            role.views.clear()
+            self.runtime.say(f"{role.name} trains, too: it gives each worker its share from here on")
 
     def _shortened(self, loader: Loader, share: Share) -> tuple[int, int]:
         """The steps of a pass, and how many they would be without DADT; none where the sampler has no length."""
@@ -318,42 +332,9 @@ class Loaders:
         return samples % (loader.batch_size * size)
 
 
-def inner_sampler(loader: Loader) -> Any:
-    """The sampler that decides the order, or a batch sampler of the script's own."""
-    batch_sampler = loader.batch_sampler
-    if batch_sampler is None:
-        return loader.sampler
-    return batch_sampler.sampler if type(batch_sampler) is BatchSampler else batch_sampler
-
-
-def has_distributed_sampler(loader: Loader) -> bool:
-    samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
-    return any(hasattr(sampler, "num_replicas") and hasattr(sampler, "rank") for sampler in samplers)
-
-
 def without_end(kind: type[Loader]) -> type[Loader]:
     """The loader's class, but for a __del__: what a loader of the script's own ends there is not the view's."""
     return type(kind.__name__, (kind,), {"__del__": lambda view: None}) if hasattr(kind, "__del__") else kind
-
-
-def sampler_slot(loader: Loader) -> str:
-    """The attribute whose indices torch's iterator walks."""
-    return "sampler" if loader.batch_sampler is None else "batch_sampler"
-
-
-def samples_of(loader: Loader) -> int | None:
-    """Samples of one pass, if the sampler or data set says."""
-    sampler = inner_sampler(loader)
-    sized = loader.dataset if sampler is loader.batch_sampler else sampler
-    try:
-        return len(sized) if isinstance(sized, Sized) else None
-    except (TypeError, NotImplementedError):  # it has a __len__ only to say that it has no length
-        return None
-
-
-def draws_on(loader: Loader) -> bool:
-    """Whether the sampler may draw from the global generators later than at its first next."""
-    return type(inner_sampler(loader)) not in (*DRAW_ONCE, SequentialSampler)
 
 
 def install(runtime: LoadingRank, streams: Streams) -> None:
@@ -379,12 +360,23 @@ def install(runtime: LoadingRank, streams: Streams) -> None:
     def __len__(self: Loader) -> int:
         return loaders.length(self) if os.getpid() == loaders.pid else loaders.original_len(self)
 
-    def iterator_init(self: Any, loader: Loader) -> None:
+    def iterator_init(self: Any, loader: Any) -> None:
+        if not isinstance(loader, DataLoader):  # fastai's stand-in for one
+            original_seed(self, loader)
+            return
         sampler, parting = inner_sampler(loader), streams.parting
         drawn = type(sampler) is RandomSampler and loader.generator is None and sampler.generator is None
         if drawn and parting is not None and parting.ahead and os.getpid() == loaders.pid:
             parting.part()  # or all ranks would go through the same order until the first step
-        original_seed(self, loader)
+        seed = getattr(loaders.drawn, "seed", None)
+        if seed is None:
+            original_seed(self, loader)
+        else:
+            generator = loader.generator or torch.default_generator
+            state = generator.get_state()
+            original_seed(self, loader)
+            generator.set_state(state)
+            self._base_seed = seed
         rank = loader.__dict__.get("_dadt_rank")
         if rank is None and loader.generator is None and streams.parting is not None and streams.parting.ahead:
             rank = streams.rank

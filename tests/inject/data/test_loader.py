@@ -315,7 +315,7 @@ def test_subclasses_copies_and_pickles(tmp_path):
             runtime.train()
             got += index.tolist()
         assert loader.passes == 1 and loader.batch_sampler.batch_size == 2 and len(loader.sampler) == 8
-        plain = DataLoader(Numbers(8), batch_size=2)
+        plain = DataLoader(Numbers(8), batch_size=2, shuffle=True)
         next(iter(plain))
         copy = pickle.loads(pickle.dumps(plain))
         copied = []
@@ -619,7 +619,7 @@ def test_a_loader_whose_first_pass_has_no_backward_evaluates(tmp_path):
     """As skorch's: it chooses evaluation once it has a batch."""
 
     def script(runtime):
-        train, test, sums = (DataLoader(Numbers(n), batch_size=2) for n in (8, 12, 16))
+        train, test, sums = (DataLoader(Numbers(n), batch_size=2, shuffle=True) for n in (8, 12, 16))
         passes = [sum(len(index) for index, _ in sums)]  # before the first step this decides nothing
         for _ in range(2):
             for _ in train:
@@ -635,3 +635,20 @@ def test_a_loader_whose_first_pass_has_no_backward_evaluates(tmp_path):
             "to give all of it, begin such a pass under torch.no_grad()",
             "it evaluates, and gives all of it from here on",
         ]
+
+
+def test_what_is_in_order_beside_training_data_evaluates_until_there_is_a_backward(tmp_path):
+    def script(runtime):
+        train, test, second = (DataLoader(Numbers(n), batch_size=2, shuffle=n == 8) for n in (8, 12, 16))
+        found = []
+        for _ in range(2):
+            for _ in train:
+                runtime.train()
+            found.append(sum(len(index) for index, _ in test))
+            for index, _ in second:
+                runtime.train()
+                found.append(len(index))
+        return found, runtime.warned
+
+    for found, warned in ranks(2, script, tmp_path):
+        assert found == [12, *[2] * 8, 12, *[2] * 4] and not warned

@@ -1,0 +1,98 @@
+"""Frameworks as people use them, in programs that know nothing of DADT.
+
+`make .venv-programs/installed` installs them. docs/compatibility.md has what is found here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAMS = Path(__file__).parent
+BIN = PROGRAMS.parents[1] / ".venv-programs" / "bin"
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not BIN.is_dir(), reason="needs `make .venv-programs/installed`")]
+HYDRA = ("-m", "hydra.job.chdir=True", "+rate=0.05,0.1")
+
+
+@dataclass(frozen=True)
+class Program:
+    name: str
+    arguments: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    trainings: int = 1
+    equals_alone: bool = True
+    """With `sync` and half the batch on each of two ranks it ends as one process does, but for rounding."""
+
+    def __str__(self) -> str:
+        return "-".join((self.name, *(a for a in self.arguments if a.isalnum())))
+
+
+PROGRAMS_TRIED = [
+    Program("accelerate_loop"),
+    Program("transformers_trainer"),
+    Program("peft_lora"),
+    Program("trl_sft"),
+    Program("sentence_transformers_fit", flags=("--batch", "global")),  # its schedule comes from the data set's size
+    *(Program("lightning_trainer", (how,)) for how in ("automatic", "manual", "several", "accumulating", "clipping")),
+    Program("lightning_trainer", ("bf16",), equals_alone=False),  # rounded to 8 bits
+    Program("lightning_fabric"),
+    Program("skorch_classifier"),
+    Program("ignite_engine"),
+    Program("stable_baselines3_ppo", equals_alone=False),  # each rank plays its own games
+    Program("diffusers_unet", equals_alone=False),  # each rank draws its own noise
+    Program("geometric_graphs"),
+    Program("hydra_multirun", HYDRA, trainings=2),
+]
+
+
+def run(program: Program, folder: Path, *command: str, batch: int) -> tuple[list[dict[str, Any]], str]:
+    """What each training of each rank has told, and what DADT has said."""
+    folder.mkdir()
+    words = [*command, str(PROGRAMS / f"{program.name}.py"), *program.arguments]
+    env = {**os.environ, "BATCH": str(batch), "PYTHONPATH": str(PROGRAMS), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=600, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line.partition("{")[2] for line in done.stdout.splitlines() if '"weights": ' in line]
+    return [json.loads("{" + line) for line in lines], done.stderr
+
+
+@pytest.mark.parametrize("program", PROGRAMS_TRIED, ids=str)
+def test_program(program: Program, tmp_path: Path) -> None:
+    python, dadt = str(BIN / "python"), [str(BIN / "dadt"), "run", "-np", "2"]
+    alone, _ = run(program, tmp_path / "alone", python, batch=16)
+    batch = 16 if "global" in program.flags else 8
+    sync, _ = run(program, tmp_path / "sync", *dadt, *program.flags, "--algorithm", "sync", batch=batch)
+    pipe, said = run(program, tmp_path / "pipe", *dadt, *program.flags, batch=batch)
+    assert " of them delayed by one" in said
+    assert len(alone) == program.trainings
+    for found in (sync, pipe):
+        assert len(found) == 2 * program.trainings
+        assert len({one["weights"] for one in found}) == program.trainings  # equal on both ranks
+        assert read_by(found) == read_by(alone)
+    if program.equals_alone:
+        assert min(distance(sync[0], other) for other in alone) < 1e-3
+    before, synchronous, late = alone[-1]["before"], sync[-1]["after"], pipe[-1]["after"]
+    assert late <= synchronous + 0.3 * (before - synchronous) + 1e-6
+    losses = f"{alone[-1]['after']:.4f} alone, {synchronous:.4f} sync, {late:.4f} pipe"
+    print(f"{program}: {losses}; {said.splitlines()[-1]}")
+
+
+def test_fastai_is_told_that_its_optimizer_is_not_torch_s(tmp_path: Path) -> None:
+    """It runs and saves, but each rank trains for itself."""
+    found, said = run(Program("fastai_learner"), tmp_path / "run", str(BIN / "dadt"), "run", "-np", "2", batch=8)
+    assert len(found) == 2 and "10 backward passes, and there is no torch.optim.Optimizer" in said
+
+
+def read_by(ranks: list[dict[str, Any]]) -> list[int]:
+    return sorted(index for one in ranks for index in one["read"])
+
+
+def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """The largest relative difference of the sums of their weights."""
+    return max(abs(a - b) / (1 + abs(a)) for a, b in zip(one["sums"], other["sums"], strict=True))
