@@ -79,8 +79,9 @@ class Bucket:
         pinned = self.device.type == "cuda" and not self.direct
         flat = torch.zeros(offsets[-1], dtype=self.dtype, device=where, pin_memory=pinned)
         self.flats.append(flat)
+        # Of the same memory, but no views for autograd: scripts call detach_() on gradients.
         return [
-            flat[o : o + t.numel()].as_strided(t.size(), s)
+            torch.empty(0, dtype=self.dtype, device=where).set_(flat.untyped_storage(), o, t.size(), s)
             for o, t, s in zip(offsets, self.tensors, self.strides, strict=False)
         ]
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import swa_utils
 from torch.optim.swa_utils import AveragedModel
 
+from dadt.inject import foreign
 from dadt.inject.ddp import Wrappers
 from dadt.train.attachment import Attachment
 from dadt.train.prediction.base import traces
@@ -327,8 +328,11 @@ def _counted(backward: Callable[..., Any], runtime: Runtime) -> Callable[..., An
     def patched(*args: Any, **kwargs: Any) -> Any:
         nonlocal passes
         runtime.backwards += 1
-        passes += not runtime.registered
-        if passes == _PASSES_WITHOUT:
+        if not runtime.registered:
+            passes += 1
+            if passes in (1, _PASSES_WITHOUT):
+                foreign.adopt(runtime)
+        if passes == _PASSES_WITHOUT and not runtime.registered:
             passes += 1
             runtime.say(
                 f"{_PASSES_WITHOUT} backward passes, and there is no torch.optim.Optimizer: what steps otherwise is not"

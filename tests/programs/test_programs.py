@@ -83,10 +83,12 @@ def test_program(program: Program, tmp_path: Path) -> None:
     print(f"{program}: {losses}; {said.splitlines()[-1]}")
 
 
-def test_fastai_is_told_that_its_optimizer_is_not_torch_s(tmp_path: Path) -> None:
-    """It runs and saves, but each rank trains for itself."""
+def test_fastai_is_averaged_and_told_that_all_ranks_read_everything(tmp_path: Path) -> None:
+    """Neither its optimizers nor its loaders are torch's."""
     found, said = run(Program("fastai_learner"), tmp_path / "run", str(BIN / "dadt"), "run", "-np", "2", batch=8)
-    assert len(found) == 2 and "10 backward passes, and there is no torch.optim.Optimizer" in said
+    assert len({one["weights"] for one in found}) == 1 and len(found) == 2
+    assert "Optimizer is none of torch's optimizers: averaged at its step" in said and " of them delayed by one" in said
+    assert "all ranks had identical gradients" in said
 
 
 def read_by(ranks: list[dict[str, Any]]) -> list[int]:

@@ -1,0 +1,75 @@
+"""Optimizers that are none of torch's."""
+
+from __future__ import annotations
+
+import pytest
+from harness.checks import assert_equal, assert_replicas_equal
+
+MADE = """
+    class Plain:
+        '''As people write them, with the groups of torch's.'''
+        def __init__(self, parameters, lr):
+            self.param_groups = [{{"params": list(parameters), "lr": lr}}]
+        def zero_grad(self):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.grad.detach_()
+                        p.grad.zero_()
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.add_(p.grad, alpha=-group["lr"])
+
+    class Listed:
+        '''As fastai's.'''
+        class L:
+            def __init__(self, items):
+                self.items = items
+        def __init__(self, parameters, lr):
+            self.param_lists, self.rate = self.L([self.L(list(parameters))]), lr
+        def all(self):
+            return [p for one in self.param_lists.items for p in one.items]
+        def zero_grad(self):
+            for p in self.all():
+                p.grad = None
+        def step(self):
+            for p in self.all():
+                if p.grad is not None:
+                    p.data.add_(p.grad, alpha=-self.rate)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = {optimizer}(model.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(40):
+        x = torch.randn(8, 4, generator=generator)
+        optimizer.zero_grad()
+        (model(x) - x.sum(1, keepdim=True)).pow(2).mean().backward()
+        optimizer.step()
+    report({{"state": model.state_dict()}})
+"""
+KINDS = ("torch.optim.SGD", "Plain", "Listed")
+
+
+@pytest.mark.parametrize("algorithm", ["sync", "pipe"])
+def test_they_train_as_torch_s_own_do(dadt_run, algorithm) -> None:
+    weights = {}
+    for kind in KINDS:
+        run = dadt_run(MADE.format(optimizer=kind), "--algorithm", algorithm, "--warmup-steps", "10")
+        assert_replicas_equal(run)
+        weights[kind] = run.ranks[0]["state"]
+        late = "none delayed" if algorithm == "sync" else "30 of them delayed by one"
+        assert f": 40 steps, {late}" in run.output
+        told = f"{kind} is none of torch's optimizers: averaged at its step all the same"
+        assert (told in run.output) is (kind != KINDS[0])
+    if algorithm == "sync":
+        for kind in KINDS[1:]:
+            assert_equal(weights[KINDS[0]], weights[kind], kind)
+
+
+def test_a_closure_is_refused(dadt_run) -> None:
+    run = dadt_run(MADE.format(optimizer="Plain").replace("optimizer.step()", "optimizer.step(lambda: 0)"), code=1)
+    assert "Plain.step was given a closure: DADT averages before the step" in run.output
