@@ -48,6 +48,10 @@ PROGRAMS_TRIED = [
     Program("diffusers_unet", equals_alone=False),  # each rank draws its own noise
     Program("geometric_graphs"),
     Program("hydra_multirun", HYDRA, trainings=2),
+    Program("shape_nanogpt", equals_alone=False),  # each rank draws its own batches
+    Program("shape_gan", equals_alone=False),  # and its own noise
+    Program("shape_cleanrl", equals_alone=False),  # and plays its own games
+    Program("shape_yolo_loader", equals_alone=False),  # a pass is as long as alone, so all ranks take more samples
 ]
 
 
