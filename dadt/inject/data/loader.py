@@ -129,7 +129,7 @@ class Loaders:
             kind = TRAINS if self.runtime.registered and self.runtime.trains() else EVALUATES
             # Some choose evaluation only once they have a batch: what is in order beside data that trains, is for that.
             in_order = isinstance(inner_sampler(loader), SequentialSampler)
-            role.is_doubted = kind == TRAINS and in_order and any(other.has_trained for other in self.roles.values())
+            role.is_doubted = kind == TRAINS and in_order and self._another_trains()
             kind = EVALUATES if role.is_doubted else kind
         if final:
             if kind == TRAINS:
@@ -138,6 +138,9 @@ class Loaders:
             role.views.clear()
             self._tell(self._sentence(loader, role), role)
         return kind
+
+    def _another_trains(self) -> bool:
+        return any(role.has_trained for role in self.roles.values())
 
     def _tell(self, sentence: str, role: Role) -> None:
         """A script may make its loaders anew in every epoch: of many alike, the first few are told."""
@@ -271,8 +274,8 @@ class Loaders:
             return
         remedy = "to give all of it, begin such a pass under torch.no_grad()"
         if not (role.has_trained or self._asked(role)):
-            # Before the first step it may have been a pass for statistics, over the data that is to train.
-            role.kind = EVALUATES if self.runtime.step else ""
+            # Where no other trains, it may have been one for statistics, or for a loss of all batches together.
+            role.kind = EVALUATES if self._another_trains() else ""
             role.views.clear()
             if role.kind:
                 remedy += "; it evaluates, and gives all of it from here on"

@@ -652,3 +652,15 @@ def test_what_is_in_order_beside_training_data_evaluates_until_there_is_a_backwa
 
     for found, warned in ranks(2, script, tmp_path):
         assert found == [12, *[2] * 8, 12, *[2] * 4] and not warned
+
+
+def test_one_backward_after_all_batches_is_training(tmp_path):
+    def script(runtime):
+        loader = DataLoader(Numbers(8), batch_size=2)
+        found = []
+        for _ in range(3):
+            found.append(sum(len(index) for index, _ in loader))
+            runtime.train()
+        return found
+
+    assert ranks(2, script, tmp_path) == [[4, 4, 4]] * 2
