@@ -81,7 +81,7 @@ class Loaders:
         if role.kind or isinstance(loader.dataset, IterDataPipe | MapDataPipe):
             return self._begin(loader, role)
         with self.streams.shared():  # where torch draws it, though the iterator may never be used
-            seed = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator))
+            seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=loader.generator))
         over = functools.partial(self._whole_over, role)
         return Undecided(self.runtime, lambda: self._begin_with(seed, loader, role), lambda: self.length(loader), over)
 
