@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sized
 from typing import Any, cast
@@ -62,8 +61,6 @@ class Loaders:
         self._numbers = itertools.count(1)
         self._told: Counter[str] = Counter()
         self.schedules = Schedules()
-        self.drawn = threading.local()
-        """The base seed of this thread's next iterator, if it was drawn before."""
         self._share = loader_numbers("--share", runtime.config.share)
         self._no_share = loader_numbers("--no-share", runtime.config.no_share)
 
@@ -80,20 +77,16 @@ class Loaders:
         # A data pipe draws more than the base seed as soon as there is an iterator.
         if role.kind or isinstance(loader.dataset, IterDataPipe | MapDataPipe):
             return self._begin(loader, role)
-        with self.streams.shared():  # where torch draws it, though the iterator may never be used
-            seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=loader.generator))
+        if role.unused:  # torch has drawn a base seed for the iterator all the same
+            with self.streams.shared():
+                torch.empty((), dtype=torch.int64, device="cpu").random_(generator=loader.generator)
+        role.unused = True
         over = functools.partial(self._whole_over, role)
-        return Undecided(self.runtime, lambda: self._begin_with(seed, loader, role), lambda: self.length(loader), over)
-
-    def _begin_with(self, seed: int, loader: Loader, role: Role) -> Iterator[Any]:
-        self.drawn.seed = seed
-        try:
-            return self._begin(loader, role)
-        finally:
-            self.drawn.seed = None
+        return Undecided(self.runtime, lambda: self._begin(loader, role), lambda: self.length(loader), over)
 
     def _begin(self, loader: Loader, role: Role) -> Iterator[Any]:
         """A pass."""
+        role.unused = False
         kind = self._decide(loader, role)
         if kind == ALONE:
             return self.original_iter(loader)
@@ -371,15 +364,7 @@ def install(runtime: LoadingRank, streams: Streams) -> None:
         drawn = type(sampler) is RandomSampler and loader.generator is None and sampler.generator is None
         if drawn and parting is not None and parting.ahead and os.getpid() == loaders.pid:
             parting.part()  # or all ranks would go through the same order until the first step
-        seed = getattr(loaders.drawn, "seed", None)
-        if seed is None:
-            original_seed(self, loader)
-        else:
-            generator = loader.generator or torch.default_generator
-            state = generator.get_state()
-            original_seed(self, loader)
-            generator.set_state(state)
-            self._base_seed = seed
+        original_seed(self, loader)
         rank = loader.__dict__.get("_dadt_rank")
         if rank is None and loader.generator is None and streams.parting is not None and streams.parting.ahead:
             rank = streams.rank

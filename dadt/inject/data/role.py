@@ -18,6 +18,8 @@ class Role:
         """Empty until it is fixed."""
         self.gives_all = False
         """In its latest pass."""
+        self.unused = False
+        """An iterator was made while the role was undecided, and no batch asked of it so far."""
         self.has_trained = False
         self.is_doubted = False
         """It evaluates unless a backward follows."""
