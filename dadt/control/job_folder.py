@@ -9,6 +9,7 @@ import os
 import secrets
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -53,9 +54,16 @@ class Folder:
         """Open the folder of an existing job id, or make it. guarded: it is removed, and the workers that know it
         are killed, even if this process is killed."""
         path = root() / job
-        path.mkdir(mode=0o700, exist_ok=True)
-        lock = (path / "lock").open("wb")
-        fcntl.flock(lock, fcntl.LOCK_SH)
+        while True:
+            path.mkdir(mode=0o700, exist_ok=True)
+            try:
+                lock = (path / "lock").open("wb")
+                fcntl.flock(lock, fcntl.LOCK_SH)
+                if os.path.samestat(os.fstat(lock.fileno()), (path / "lock").stat()):
+                    break
+                lock.close()
+            except FileNotFoundError:
+                pass  # another job took it for stale, as it was not held yet
         return cls(path, lock, Guard(path, _mark(path)) if guarded else None)
 
     @property
@@ -129,11 +137,17 @@ def root() -> Path:
 def remove_stale() -> None:
     """Remove the folders that nobody holds any more."""
     for path in root().iterdir():
+        if is_held(path):
+            continue
+        if not path.is_dir():
+            path.unlink(missing_ok=True)  # the rendezvous of ranks that were killed
+            continue
+        with suppress(FileNotFoundError, BlockingIOError), (path / "lock").open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # who is about to hold it waits, and then makes another
+            shutil.rmtree(path, ignore_errors=True)
+            continue
         if not is_held(path):
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)  # the rendezvous of ranks that were killed
+            shutil.rmtree(path, ignore_errors=True)  # it has no lock
 
 
 def is_held(path: Path) -> bool:
