@@ -160,9 +160,9 @@ class Overlay(Tree):
             try:
                 origin = src if source is None else self._gather(source)
             except FileNotFoundError:
-                if target is None or kind(target) is None:
+                if target is None or (source is not None and kind(source) is not None):
                     raise
-                return self.reveal(target)  # the first local rank has renamed it already
+                return self.reveal(target)  # the first local rank has renamed it already, or fails in its place
             goal = dst if target is None else self._goal(target, kind(origin) == stat.S_IFDIR)
             try:
                 rename(origin, goal)

@@ -150,9 +150,7 @@ def test_what_the_first_rank_has_just_done_is_in_nobody_s_way(folder: Path, late
     late.remove(str(folder / "gone"))
     late.rename(str(folder / "new.pt"), str(folder / "log.csv"))  # renamed already
     late.rmtree(str(folder / "neither"))
-    with pytest.raises(FileNotFoundError) as error:
-        late.rename(str(folder / "no"), str(folder / "where"))
-    assert error.value.filename == str(folder / "no")
+    late.rename(str(folder / "no"), str(folder / "where"))  # renamed and removed, or the first rank's mistake
     assert seen(late, str(folder)) == {
         "log.csv": b"step 1\n",
         "run": {"args": b"mine", "latest": b"mine", "other": b"first"},
