@@ -153,6 +153,7 @@ KEY = text(1024)
 PATH = text(4096)
 ARGUMENTS = listed(text(1 << 20), 1 << 16)
 VARIABLES = mapped(text(1 << 20), 1 << 16)
+TERMINAL = maybe(pair(whole(0, 65535), whole(0, 65535)))
 
 DEATH = Kind({"text": text(TEXT), "steps_": COUNT})
 """Says which rank has ended and how, with its steps if it ended well."""
@@ -221,7 +222,9 @@ ANSWERS = Speaker(
         "saved": Kind({"verdict": one_of("there", "write")}),
         "error": Kind({"type": one_of("DadtError", "StartTimeout"), "message": text(1 << 22)}),
         "death": DEATH,
-        "order": Kind({"command": ARGUMENTS, "env": VARIABLES, "cwd": PATH, "out": PATH, "err": PATH}),
+        "order": Kind(
+            {"command": ARGUMENTS, "env": VARIABLES, "cwd": PATH, "terminal": TERMINAL, "out": PATH, "err": PATH}
+        ),
     },
     header=64 << 20,
 )
@@ -317,6 +320,7 @@ LAUNCHER = Speaker(
                 "env": VARIABLES,
                 "workers": listed(_worker, 1 << 16),
                 "cwd": PATH,
+                "terminal": TERMINAL,
                 "adopt": number,
                 "secret": text(64),
                 "heartbeat_": record(index=RANK, address=text(64), timeout=number),

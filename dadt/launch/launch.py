@@ -18,7 +18,7 @@ from dadt.control.frame import Frame
 from dadt.control.job_folder import Folder
 from dadt.control.network import SAME_MACHINE
 from dadt.errors import ConfigError, DadtError, LaunchError
-from dadt.launch import environment, plan
+from dadt.launch import environment, plan, standard_input
 from dadt.launch.agents import Agents, Node
 from dadt.launch.channel import Herald, Launcher, Request
 from dadt.launch.failure import signal_name
@@ -329,11 +329,12 @@ def _order(where: Placed, slots: Sequence[Slot], node: Node) -> Frame:
     env = {**environment.common(where.config), "DADT_INTERFACE": node.interface}
     # Seconds in which mpirun must have started the workers; 0 if the agent starts them.
     adopt = where.config.start_timeout if where.config.launcher == "mpi" else 0.0
-    header = {
+    header: dict[str, Any] = {
         "job": where.job,
         "env": env,
         "workers": workers,
         "cwd": where.plan.cwd,
+        "terminal": standard_input.terminal_size(),
         "adopt": adopt,
         "secret": where.secret,
     }

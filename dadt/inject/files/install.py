@@ -81,8 +81,8 @@ def install(runtime: ScriptRank) -> Overlay | None:
 def _patch_python(overlay: Overlay) -> None:
     put = {name: overlay.reading(getattr(os, name)) for name in READERS}
     put |= {name: overlay.changing(getattr(os, name)) for name in CHANGERS}
-    put |= {"truncate": overlay.writing(os.truncate, keep=True), "unlink": overlay.remove, "replace": overlay.rename}
-    names = ("open", "mkdir", "chdir", "remove", "rmdir", "rename", "symlink", "link", "listdir", "scandir")
+    put |= {"unlink": overlay.remove, "replace": overlay.rename}
+    names = ("open", "truncate", "mkdir", "chdir", "remove", "rmdir", "rename", "symlink", "link", "listdir", "scandir")
     put |= {name: getattr(overlay, name) for name in names}
     for name, function in put.items():
         _replace(os, name, function)

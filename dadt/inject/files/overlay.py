@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 # Bound here, before `install` puts the overlay's functions into `os`.
-from os import chdir, link, listdir, lstat, mkdir, rename, rmdir, scandir, symlink, unlink
+from os import chdir, link, listdir, lstat, mkdir, rename, rmdir, scandir, symlink, truncate, unlink
 from os import open as os_open
 from pathlib import Path
 from typing import Any
@@ -36,16 +36,16 @@ class Overlay(Tree):
         self._start = start
         self._ended = False
 
-    def written_apart(self, given: Any) -> str | None:
+    def written_apart(self, given: Any, dir_fd: int | None = None) -> str | None:
         """The absolute path of what the rank would write to a copy."""
-        path = self.path(given)
+        path = self.path(given, dir_fd)
         return path if path is not None and self._writes_apart() else None
 
     def reading(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """`original`, which reads the path that is its first argument."""
 
         def call(path: Any, *args: Any, **kwargs: Any) -> Any:
-            known = None if kwargs.get("dir_fd") is not None else self.path(path)
+            known = self.path(path, kwargs.get("dir_fd"))
             if known is None or (where := self.where(known)) == known:
                 return original(path, *args, **kwargs)
             with named(path):
@@ -57,7 +57,7 @@ class Overlay(Tree):
         """`original`, which changes attributes of a path: those of a copy, or none, as the first local rank does."""
 
         def call(path: Any, *args: Any, **kwargs: Any) -> Any:
-            known = None if kwargs.get("dir_fd") is not None else self.path(path)
+            known = self.path(path, kwargs.get("dir_fd"))
             where = path if known is None else self.where(known)
             if where == known and self._writes_apart() and kind(where) is not None:
                 return None
@@ -66,20 +66,8 @@ class Overlay(Tree):
 
         return call
 
-    def writing(self, original: Callable[..., Any], *, keep: bool = False) -> Callable[..., Any]:
-        """`original`, which writes the file that is its first argument. keep: and leaves a part of it as it is."""
-
-        def call(path: Any, *args: Any, **kwargs: Any) -> Any:
-            known = self.path(path)
-            if known is None or not self._writes_apart():
-                return original(path, *args, **kwargs)
-            with named(path):
-                return original(self.place(known, keep=keep), *args, **kwargs)
-
-        return call
-
     def open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-        known = None if dir_fd is not None else self.path(path)
+        known = self.path(path, dir_fd)
         if known is None:
             return os_open(path, flags, mode, dir_fd=dir_fd)
         where = self.where(known)
@@ -95,9 +83,14 @@ class Overlay(Tree):
                 where = self.place(known, keep=not anew)
             return os_open(where, flags, mode)
 
+    def truncate(self, path: Any, length: int) -> None:
+        known = self.written_apart(path)
+        with named(path):
+            truncate(path if known is None else self.place(known, keep=True), length)
+
     def mkdir(self, path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
-        known = None if dir_fd is not None else self.path(path)
-        if known is None or not self._writes_apart():
+        known = self.written_apart(path, dir_fd)
+        if known is None:
             mkdir(path, mode, dir_fd=dir_fd)
             return
         if self.exists(known) and not self._appeared(known):
@@ -120,8 +113,8 @@ class Overlay(Tree):
 
     def remove(self, path: Any, *, dir_fd: int | None = None) -> None:
         """To remove what is not there is no error: the first local rank may have removed it already."""
-        known = None if dir_fd is not None else self.path(path)
-        if known is None or not self._writes_apart():
+        known = self.written_apart(path, dir_fd)
+        if known is None:
             unlink(path, dir_fd=dir_fd)
             return
         with named(path):
@@ -134,8 +127,8 @@ class Overlay(Tree):
                 self._hide(known)
 
     def rmdir(self, path: Any, *, dir_fd: int | None = None) -> None:
-        known = None if dir_fd is not None else self.path(path)
-        if known is None or not self._writes_apart():
+        known = self.written_apart(path, dir_fd)
+        if known is None:
             rmdir(path, dir_fd=dir_fd)
             return
         if self.exists(known) and not self._is_empty(known):
@@ -144,10 +137,8 @@ class Overlay(Tree):
 
     def rmtree(self, original: Callable[..., None]) -> Callable[..., None]:
         def call(path: Any, *args: Any, **kwargs: Any) -> None:
-            known = None if kwargs.get("dir_fd") is not None else self.path(path)
-            if known is None or not self._writes_apart():
-                return original(path, *args, **kwargs)
-            return self._remove_tree(known)
+            known = self.written_apart(path, kwargs.get("dir_fd"))
+            return original(path, *args, **kwargs) if known is None else self._remove_tree(known)
 
         return call
 
@@ -177,8 +168,8 @@ class Overlay(Tree):
             return None
 
     def symlink(self, src: Any, dst: Any, target_is_directory: bool = False, *, dir_fd: int | None = None) -> None:
-        known = None if dir_fd is not None else self.path(dst)
-        if known is None or not self._writes_apart():
+        known = self.written_apart(dst, dir_fd)
+        if known is None:
             return symlink(src, dst, dir_fd=dir_fd)
         if self.exists(known) and not self._appeared(known):
             raise error(errno.EEXIST, src, dst)
@@ -187,8 +178,8 @@ class Overlay(Tree):
         return symlink(self.where(target), self.place(known))
 
     def link(self, src: Any, dst: Any, **kwargs: Any) -> None:
-        source, known = self.path(src), self.path(dst)
-        if known is None or not self._writes_apart():
+        source, known = self.path(src), self.written_apart(dst)
+        if known is None:
             return link(src, dst, **kwargs)
         if self.exists(known) and not self._appeared(known):
             raise error(errno.EEXIST, src, dst)

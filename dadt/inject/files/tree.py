@@ -53,9 +53,9 @@ class Tree:
         finally:
             self._inside.real = before
 
-    def path(self, given: Any) -> str | None:
-        """The absolute path that the script means; None where it is not kept apart or is no path."""
-        if isinstance(given, int) or getattr(self._inside, "real", False):
+    def path(self, given: Any, dir_fd: int | None = None) -> str | None:
+        """The absolute path that the script means; None where it is not kept apart, is no path or has a `dir_fd`."""
+        if dir_fd is not None or isinstance(given, int) or getattr(self._inside, "real", False):
             return None
         try:
             path = os.fsdecode(given)

@@ -16,6 +16,7 @@ from dadt.launch.agent.agent import ENDING_SIGNALS, Agent
 from dadt.launch.signals import Interrupts
 
 PR_SET_CHILD_SUBREAPER = 36
+STDIN = "--stdin="
 
 
 def main() -> None:
@@ -40,7 +41,8 @@ def main() -> None:
         launcher = Link(reader, writer, schema.LAUNCHER, seal=seal)
         launcher.post(MAGIC)
         launcher.flush()
-        Agent(launcher, interrupts).run()
+        stdin = next((int(word[len(STDIN) :]) for word in sys.argv if word.startswith(STDIN)), None)
+        Agent(launcher, interrupts, stdin).run()
     gc.freeze()  # else the last collection at exit visits everything that was ever imported
 
 

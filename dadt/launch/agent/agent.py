@@ -31,6 +31,7 @@ from dadt.launch.agent.stop import Stop
 from dadt.launch.agent.worker import Worker
 from dadt.launch.processes import sweep
 from dadt.launch.signals import Interrupts
+from dadt.launch.standard_input import NoInput
 
 ENDING_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 TICK_SECONDS = 0.05
@@ -44,9 +45,11 @@ NATURAL_SECONDS = 0.5
 class Agent:
     """Single-threaded, with one selector for the launcher, signals, and the workers' pipes and control lines."""
 
-    def __init__(self, launcher: Link, interrupts: Interrupts) -> None:
+    def __init__(self, launcher: Link, interrupts: Interrupts, stdin: int | None = None) -> None:
+        """stdin: what rank 0 reads."""
         self._launcher = LauncherLine(launcher)
         self._interrupts = interrupts
+        self._stdin = stdin
         self._workers: dict[int, Worker] = {}
         self._pids: dict[int, Worker] = {}
         self._stop: Stop | None = None
@@ -178,13 +181,15 @@ class Agent:
         self._launcher.send(Frame("heartbeat", {"port": self._heart.port}))
 
     def _start(self, job: Frame) -> None:
+        self._nothing = NoInput(job["terminal"])
         for slot in job["workers"]:
             env = environment.of_worker(self._env, {**job["env"], **slot["env"]}, self._folder.socket)
             if job.get("adopt"):
-                order = {"command": slot["command"], "env": env, "cwd": job["cwd"]}
+                order = {"command": slot["command"], "env": env, "cwd": job["cwd"], "terminal": job["terminal"]}
                 self._adoption.expect(slot["rank"], order, job["adopt"])
             else:
-                self._own(Worker.start(slot["rank"], slot["command"], env, job["cwd"]))
+                stdin = self._stdin if slot["rank"] == 0 and self._stdin is not None else self._nothing.fileno()
+                self._own(Worker.start(slot["rank"], slot["command"], env, job["cwd"], stdin))
 
     def _own(self, worker: Worker) -> None:
         """Begin to read, report and later stop this worker."""

@@ -26,6 +26,7 @@ from dadt.control.job_folder import SOCKET, line_of, root
 from dadt.errors import LaunchError
 from dadt.launch.agent.worker import spawn
 from dadt.launch.signals import Interrupts
+from dadt.launch.standard_input import NoInput
 from dadt.world import World
 
 NOTE = "DADT_SHIM"
@@ -114,7 +115,9 @@ class Shim:
         with Path(order["out"]).open("wb", buffering=0) as out, Path(order["err"]).open("wb", buffering=0) as err:
             env = {**order["env"], **self._own, **_libraries(order["env"])}
             env |= mpi_library.variables(env, self._socket.parent)
-            return spawn(order["command"], env, order["cwd"], out.fileno(), err.fileno(), close_fds=False)
+            self._nothing = NoInput(order["terminal"])  # its end of a terminal stays open as long as the worker runs
+            stdin = self._nothing.fileno()
+            return spawn(order["command"], env, order["cwd"], stdin, out.fileno(), err.fileno(), close_fds=False)
 
     def _watch(self, link: Link, interrupts: Interrupts, worker: subprocess.Popen[bytes]) -> None:
         with selectors.DefaultSelector() as selector:

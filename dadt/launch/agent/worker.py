@@ -32,11 +32,11 @@ class Worker:
         self._process: subprocess.Popen[bytes] | None = None
 
     @classmethod
-    def start(cls, rank: int, command: Sequence[str], env: Mapping[str, str], cwd: str) -> Worker:
+    def start(cls, rank: int, command: Sequence[str], env: Mapping[str, str], cwd: str, stdin: int) -> Worker:
         """Start a worker as a child of this process. Raises LaunchError if the command cannot be run."""
         (out, printed), (err, complained) = os.pipe(), os.pipe()
         try:
-            process = spawn(command, env, cwd, printed, complained)
+            process = spawn(command, env, cwd, stdin, printed, complained)
         except LaunchError:
             os.close(out)
             os.close(err)
@@ -71,7 +71,14 @@ class Worker:
 
 
 def spawn(
-    command: Sequence[str], env: Mapping[str, str], cwd: str, out: int, err: int, *, close_fds: bool = True
+    command: Sequence[str],
+    env: Mapping[str, str],
+    cwd: str,
+    stdin: int,
+    out: int,
+    err: int,
+    *,
+    close_fds: bool = True,
 ) -> subprocess.Popen[bytes]:
     """Start a worker's process. Raises LaunchError if the command cannot be run.
 
@@ -83,7 +90,7 @@ def spawn(
             command,
             env=env,
             cwd=cwd,
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=out,
             stderr=err,
             close_fds=close_fds,

@@ -14,6 +14,7 @@ from dadt.config import Config
 from dadt.control import schema
 from dadt.control.frame import Link
 from dadt.errors import LaunchError
+from dadt.launch import standard_input
 from dadt.launch.channel import Channel
 from dadt.launch.failure import signal_name
 from dadt.launch.hosts.host import Host
@@ -53,14 +54,16 @@ class LocalChannel:
     def __init__(self, python: str, place: Sequence[str] = (), more: Mapping[str, str] | None = None) -> None:
         """place: words before the command line, a program that execs it. more: further variables. Raises OSError."""
         env = {name: value for name, value in os.environ.items() if not name.startswith("DADT_")}
-        self._process = subprocess.Popen(
-            [*place, python, "-u", "-m", "dadt.launch.agent"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            env={**env, **(more or {})},
-            cwd="/",  # python -m looks for modules in the current folder first, where the user's own may be
-        )
+        with standard_input.of_launcher() as passed:
+            self._process = subprocess.Popen(
+                [*place, python, "-u", "-m", "dadt.launch.agent", *(f"--stdin={number}" for number in passed)],
+                pass_fds=passed,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+                env={**env, **(more or {})},
+                cwd="/",  # python -m looks for modules in the current folder first, where the user's own may be
+            )
         assert self._process.stdin is not None and self._process.stdout is not None
         for pipe in (self._process.stdin, self._process.stdout):
             try:
