@@ -101,7 +101,8 @@ class Bucket:
         if value.layout != torch.strided:
             value = value.to_dense()
         # A lazily conjugated or negated tensor's memory does not hold its values.
-        value = value.detach().resolve_conj().resolve_neg()
+        if value.requires_grad or value.is_conj() or value.is_neg():
+            value = value.detach().resolve_conj().resolve_neg()
         view = self.views[turn][index]
         if value.device == view.device and value.dtype == self.dtype and value.stride() == self.strides[index]:
             return value

@@ -91,7 +91,7 @@ class Steps:
     def _attachment(self, optimizer: Optimizer) -> Attachment | None:
         """The optimizer's, or that of another one of the same parameters for which clipping has averaged already."""
         attachment = self._runtime.attachment(optimizer)
-        if attachment is None or attachment.consumed:
+        if attachment is None or attachment.consumed or self._runtime.trains_one:
             return attachment
         ids = {id(p) for p in attachment.parameters}
         consumed = [a for a in self._runtime.attachments if a.consumed and {id(p) for p in a.parameters} == ids]

@@ -49,6 +49,9 @@ class Owner(Protocol):
     def optimizers(self) -> Sequence[torch.optim.Optimizer]: ...
 
     @property
+    def trains_one(self) -> bool: ...
+
+    @property
     def attachments(self) -> Sequence[Attachment]: ...
 
     def root_modules(self, optimizer: torch.optim.Optimizer) -> list[nn.Module]: ...
@@ -135,7 +138,7 @@ class Attachment:
     @property
     def overlaps(self) -> bool:
         """Buckets may be launched from backward: with several optimizers their order could differ between ranks."""
-        return not self.has_closure and len(self.owner.optimizers) == 1 and not self.consumed
+        return not self.has_closure and not self.consumed and self.owner.trains_one
 
     @property
     def schema(self) -> BucketPlan:
@@ -265,7 +268,7 @@ class Attachment:
         self.refresh()
         if self._token[0]:
             self.algorithm.before_step()
-        self._delivered = [(p, p.grad) for p in self.parameters]
+        self._delivered = [(p, p.grad) for p in parameters]
         self.batch_weight.exchanged()
         self.consumed = True
         self._grew = False

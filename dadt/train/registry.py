@@ -55,6 +55,11 @@ class Registry(Peers):
         return sorted(mine, key=lambda o: self._registered[o])
 
     @property
+    def trains_one(self) -> bool:
+        """There is no other optimizer to train. Cheap, as it is asked for every gradient."""
+        return len(self._registered) == 1 or len(self.optimizers) == 1
+
+    @property
     def attachments(self) -> list[Attachment]:
         """Oldest first."""
         return sorted(self._attachments.values(), key=lambda a: a.index)
@@ -151,10 +156,10 @@ class Registry(Peers):
 
     def release_other_predictions(self, attachment: Attachment) -> None:
         """Called before its step: no other optimizer's prediction may stand in parameters that it is to change."""
-        ids = {id(p) for p in attachment.parameters}
-        for other in self._attachments.values():
-            if other is not attachment:
-                other.prediction.release(ids)
+        others = [other for other in self._attachments.values() if other is not attachment]
+        ids = {id(p) for p in attachment.parameters} if others else set()
+        for other in others:
+            other.prediction.release(ids)
 
     def parameter_names(self) -> Mapping[int, str]:
         modules = [m for refs in self.roots.values() for ref in refs if (m := ref()) is not None]

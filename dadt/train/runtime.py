@@ -127,6 +127,8 @@ class Runtime(Registry):
             self._attach(optimizer)
 
     def _unattached(self) -> list[torch.optim.Optimizer]:
+        if len(self._attachments) == len(self._registered):  # as in nearly every step
+            return []
         return [o for o in self.optimizers if o not in self._attachments]
 
     def begin(self) -> None:

@@ -232,8 +232,8 @@ class Exchange(BucketExchange):
         flats = [bucket.flats[self._turn] for bucket in self.schema.buckets]
         flats = [torch.view_as_real(f) if f.is_complex() else f for f in flats]
         parts = [torch.linalg.vector_norm(f, dtype=torch.promote_types(f.dtype, torch.float32)) for f in flats]
-        every = torch.stack([part.to(parts[0].device, torch.float64) for part in parts])
-        norm: torch.Tensor = torch.linalg.vector_norm(every)
+        wide = [part.to(parts[0].device, torch.float64) for part in parts]
+        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(wide)) if wide[1:] else wide[0]
         return norm if self.scale is None else norm.to(self.scale.device) / self.scale
 
     def averaged_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -250,16 +250,25 @@ def tensors_of(parameters: Sequence[torch.Tensor], values: Tensors) -> list[torc
     return [f.copy_(values[p]) if p in values else f for p, f in zip(parameters, fresh, strict=True)]
 
 
+_FLOATING = frozenset(dtype for dtype in DTYPES if dtype.is_floating_point)
 Row = Sequence[torch.Tensor | None]
 """Tensors that go together, of one parameter."""
 
 
-def grouped(rows: Iterable[Row]) -> list[tuple[_core.DType, list[int], list[list[int]]]]:
-    """The rows that the core's loops take, by dtype: sizes and, column by column, addresses (0 for None)."""
-    groups: dict[torch.dtype, list[Row]] = {}
+AnyRow = TypeVar("AnyRow", bound=Row)
+Group = tuple[_core.DType, list[int], list[list[int]]]
+"""A dtype, sizes and, column by column, addresses (0 for None)."""
+
+
+def grouped(rows: Iterable[AnyRow]) -> tuple[list[Group], list[AnyRow]]:
+    """The rows that the core's loops take, by dtype, and the others."""
+    groups: dict[torch.dtype, list[AnyRow]] = {}
+    others = []
     for row in rows:
         if row[0] is not None and in_core(row):
             groups.setdefault(row[0].dtype, []).append(row)
+        else:
+            others.append(row)
     return [
         (
             DTYPES[dtype],
@@ -267,21 +276,16 @@ def grouped(rows: Iterable[Row]) -> list[tuple[_core.DType, list[int], list[list
             [[0 if t is None else t.data_ptr() for t in column] for column in zip(*some, strict=True)],
         )
         for dtype, some in groups.items()
-    ]
+    ], others
 
 
 def in_core(row: Row) -> bool:
     """All on the CPU, of one floating dtype, without holes (as every empty_like is) and in the same memory order."""
     first, *others = [t for t in row if t is not None]
-    return (
-        first.device.type == "cpu"
-        and first.dtype.is_floating_point
-        and first.dtype in DTYPES
-        and all(
-            t.device.type == "cpu"
-            and t.layout == torch.strided
-            and t.dtype == first.dtype
-            and t.stride() == first.stride()
-            for t in others
-        )
-    )
+    dtype, stride = first.dtype, first.stride()
+    if not first.is_cpu or dtype not in _FLOATING:
+        return False
+    for t in others:  # a loop, as this is asked for each parameter several times a step
+        if not t.is_cpu or t.dtype is not dtype or t.layout is not torch.strided or t.stride() != stride:
+            return False
+    return True

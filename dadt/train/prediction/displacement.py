@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from dadt import _core
-from dadt.train.prediction.base import Holds, Prediction, grouped, in_core, tensors_of
+from dadt.train.prediction.base import Holds, Prediction, grouped, tensors_of
 
 
 class Displacement(Prediction):
@@ -38,9 +38,10 @@ class Displacement(Prediction):
             torch._foreach_mul_(self._older, self.older)
             torch._foreach_add_(self._older, self._buffers, alpha=self.factor)
             self._buffers, self._older, factor = self._older, self._buffers, 1.0
-        for dtype, counts, (parameters, buffers) in grouped(zip(self.parameters, self._buffers, strict=True)):
+        groups, others = grouped(self._pairs)
+        for dtype, counts, (parameters, buffers) in groups:
             _core.predict(dtype, counts, parameters, buffers, factor)
-        for p, b in self._others():
+        for p, b in others:
             true = p.clone()
             p.add_(b, alpha=factor)
             b.copy_(true)
@@ -62,15 +63,16 @@ class Displacement(Prediction):
         """The buffer becomes how far the weights moved."""
         if not self.wanted or self._holds is not Holds.BEFORE:
             return
-        for dtype, counts, (parameters, buffers) in grouped(zip(self.parameters, self._buffers, strict=True)):
+        groups, others = grouped(self._pairs)
+        for dtype, counts, (parameters, buffers) in groups:
             _core.displace(dtype, counts, parameters, buffers)
-        for p, b in self._others():
+        for p, b in others:
             b.neg_().add_(p)
         self._holds = Holds.KNOWN
 
-    def _others(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        pairs = zip(self.parameters, self._buffers, strict=True)
-        return [(p.data, b) for p, b in pairs if not in_core((p, b))]
+    @property
+    def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return ((p.data, b) for p, b in zip(self.parameters, self._buffers, strict=True))
 
     def _keep(self, parameters: Sequence[torch.Tensor]) -> None:
         super()._keep(parameters)

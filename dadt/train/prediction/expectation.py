@@ -152,10 +152,10 @@ class Expectation(Prediction):
 
     def _sum(self, into: list[torch.Tensor], *terms: Term) -> None:
         """into = sum of weight * tensor, of the tensors that are there; `into` may be the first of them."""
-        weights = [weight for _, weight in terms]
-        for b, *tensors in zip(into, *(tensors for tensors, _ in terms), strict=True):
-            parts = [(t, weight) for t, weight in zip(tensors, weights, strict=True) if t is not None]
-            if in_core((b, *(t for t, _ in parts))):
+        columns, weights = zip(*terms, strict=True)
+        for row in zip(into, *columns, strict=True):
+            b, parts = row[0], [part for part in zip(row[1:], weights, strict=True) if part[0] is not None]
+            if in_core(row):
                 sources, factors = [t.data_ptr() for t, _ in parts], [float(weight) for _, weight in parts]
                 _core.reduce(DTYPES[b.dtype], _core.Reduction.sum, b.data_ptr(), sources, factors, 1.0, b.numel())
             else:
@@ -218,13 +218,13 @@ class Expectation(Prediction):
 
 def _foresee(factors: Factors, steps: Sequence[Step]) -> None:
     """Put the next weights into the parameters, and the present ones into the buffers."""
-    for dtype, counts, (parameters, expected, momenta, squares) in grouped(steps):
+    groups, others = grouped(steps)
+    for dtype, counts, (parameters, expected, momenta, squares) in groups:
         _core.foresee(dtype, counts, parameters, expected, momenta, squares, _core.NextStep(**factors))
-    for step in steps:
-        if not in_core(step):
-            true = step.parameter.detach().clone()
-            step.parameter.data.copy_(step.ahead(factors))
-            step.expected.copy_(true)
+    for step in others:
+        true = step.parameter.detach().clone()
+        step.parameter.data.copy_(step.ahead(factors))
+        step.expected.copy_(true)
 
 
 def _norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

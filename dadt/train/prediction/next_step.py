@@ -67,11 +67,11 @@ def next_steps(
                 continue
             gradient = expected.pop(id(p))
             if adam:
-                step = Step(p.detach(), gradient, state["exp_avg"], state["exp_avg_sq"])
+                step = Step(p, gradient, state["exp_avg"], state["exp_avg_sq"])
                 at = _taken(state["step"], steps)
             else:
                 momentum = state.get("momentum_buffer")
-                step, at = Step(p.detach(), gradient, momentum, None), float(momentum is not None)
+                step, at = Step(p, gradient, momentum, None), float(momentum is not None)
             steps.setdefault(at, []).append(step)
         decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
         for at, some in steps.items():
