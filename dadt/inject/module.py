@@ -50,7 +50,7 @@ class Entry:
         if torch.is_grad_enabled():
             self._count(module)
             if module.training or self._trained_in_eval or not self._modules.runtime.began:
-                self._modules.forward_begins(module)
+                self._modules.forward_begins(module, (args, kwargs))
                 with self._modules.runtime.window.training_pass(), self._modules.wrappers.quiet():
                     return call(*args, **kwargs)
         look = self._modules.runtime.window.true_weights([a.prediction for a in self._modules.attachments(module)])
@@ -184,13 +184,14 @@ class Modules:
         known = self.runtime.attachments
         return [a for a in known if a.alive and a.optimizer in self._optimizers.get(module, ())]
 
-    def forward_begins(self, module: nn.Module) -> None:
+    def forward_begins(self, module: nn.Module, given: Any) -> None:
         if traces():  # what is made of parameters there has no memory to exchange
             return
         self.runtime.begin()
         self.runtime.buffers.hide_training()
         for attachment in self.attachments(module):
             attachment.broadcast_new_parameters()
+            attachment.saw(given)
             if attachment.algorithm.predicts and not attachment.consumed:
                 self._predict(attachment)
 

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from dadt.errors import Mismatch
 from dadt.train.exchange.exchange import Exchange
-from dadt.train.exchange.fingerprint import of_gradient
+from dadt.train.exchange.fingerprint import of_gradient, of_inputs
 from dadt.train.exchange.step_metadata import StepMetadata
 from dadt.train.restored import RestoredExchange
 
 FINGERPRINTED_STEPS = 20
-"""At first: gradients, which are to differ."""
+"""At first: gradients and inputs, which are to differ."""
 _EVERY = 64
 """Steps between two looks at what is not trained, which is not to differ."""
 _SAME_STEPS = 5
-"""Steps with equal gradients on all ranks, after which a warning is due."""
+"""Steps with equal gradients or inputs on all ranks, after which a warning is due."""
+_HALF = 16
+"""Bits of a gradient's fingerprint; those of the inputs' stand above."""
 
 
 class Adopt(Protocol):
@@ -40,11 +42,21 @@ class Agreement:
         self._agreed = -1
         """The newest exchange under way when they were made equal."""
         self._same = 0
+        self._inputs = self._inputs_before = 0
+        """Fingerprints of this step's inputs so far, and of those of the step before."""
+
+    def saw(self, number: int, given: Any) -> None:
+        """A training forward is given this. number: of the exchange that follows."""
+        if number < FINGERPRINTED_STEPS:
+            self._inputs = of_inputs(given, self._inputs)
 
     def fingerprint(self, number: int, parameters: Sequence[torch.Tensor], untrained: Callable[[], int]) -> int:
         """This rank's lane of the exchange with this number. untrained: fingerprint of what is not trained."""
         if number < FINGERPRINTED_STEPS:
-            return of_gradient(parameters)
+            inputs, self._inputs = self._inputs, 0
+            # What is the same in each step is no data: numbers of rows, or a noise to look at.
+            fresh, self._inputs_before = inputs != self._inputs_before, inputs
+            return (inputs if fresh else 0) >> _HALF << _HALF | of_gradient(parameters) >> _HALF
         return untrained() if number % _EVERY == 0 else 0
 
     def check(
@@ -82,11 +94,14 @@ class Agreement:
         self._adopt(weights=weights)
 
     def _warn_identical(self, lanes: list[StepMetadata]) -> None:
-        prints = {lane.fingerprint for lane in lanes}
-        self._same = self._same + 1 if len(prints) == 1 and 0 not in prints else 0
+        inputs = {lane.fingerprint >> _HALF for lane in lanes}
+        gradients = {lane.fingerprint & (1 << _HALF) - 1 for lane in lanes}
+        same = [each for each in (gradients, inputs) if len(each) == 1 and 0 not in each]
+        self._same = self._same + 1 if same else 0
         if self._same == _SAME_STEPS:
+            what = "gradients" if same[0] is gradients else "inputs"
             self._say(
-                f"all ranks had identical gradients for {_SAME_STEPS} steps: they train on the same data. Read it"
+                f"all ranks had identical {what} for {_SAME_STEPS} steps: they train on the same data. Read it"
                 " through a DataLoader (see --share), or let each rank choose its part by RANK",
                 "warning",
             )

@@ -340,6 +340,10 @@ class Attachment:
         self.runtime.keep(exchange)
         return exchange
 
+    def saw(self, given: Any) -> None:
+        """A training forward of its model is given this."""
+        self.agreement.saw(self._exchanges, given)
+
     def close(self, exchange: Exchange, *, growth: int = 0, redo: bool = False, value: float = 0.0) -> None:
         """Launch what is left of the exchange, with this rank's lane; value: what the algorithm tells its peers."""
         exchange.scale = self.scale

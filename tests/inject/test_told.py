@@ -42,6 +42,19 @@ def test_the_same_data_is_told(dadt_run) -> None:
     assert "all ranks had identical gradients for 5 steps" in run.output
 
 
+def test_the_same_data_is_told_where_dropout_makes_gradients_differ(dadt_run) -> None:
+    noisy = SUM.replace("nn.Linear(4, 1)", "nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 1))")
+    run = dadt_run(noisy.replace("manual_seed(rank)", "manual_seed(0)"))
+    assert "all ranks had identical inputs for 5 steps" in run.output
+    assert "had identical" not in dadt_run(noisy).output
+
+
+def test_inputs_that_stay_the_same_are_no_data(dadt_run) -> None:
+    rows = SUM.replace("nn.Linear(4, 1)", "nn.Sequential(nn.Embedding(8, 4), nn.Dropout(0.5), nn.Linear(4, 1))")
+    run = dadt_run(rows.replace("model(batch())", "(model(torch.arange(8)) * batch()[:, :1])"))
+    assert "had identical" not in run.output
+
+
 def test_what_steps_otherwise_is_told_at_the_first_steps(dadt_run) -> None:
     script = """
     for step in range(30):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 _GRADIENTS = 8
 """That of a last bias may be the same for any data: a loss that is a sum gives the size of the batch."""
@@ -18,6 +20,12 @@ def of_gradient(parameters: Sequence[torch.Tensor]) -> int:
     return _crc(dense) if any(bool(_some(gradient).any()) for gradient in dense) else 0
 
 
+def of_inputs(given: Any, before: int) -> int:
+    """Fingerprint of the data in what a forward is given, and of `before`, that of earlier forwards of the step."""
+    leaves = [t for t in tree_leaves(given) if isinstance(t, torch.Tensor) and not t.requires_grad and _is_dense(t)]
+    return zlib.crc32(_bytes([t.reshape(-1)[:: max(1, t.numel() // 64)] for t in leaves]), before) if leaves else before
+
+
 def of_untrained(modules: Iterable[nn.Module], trained: Iterable[torch.Tensor]) -> int:
     """Fingerprint of the modules' parameters that need no gradient, without trained ones that are frozen for now."""
     left_out = {id(p) for p in trained}
@@ -26,9 +34,13 @@ def of_untrained(modules: Iterable[nn.Module], trained: Iterable[torch.Tensor]) 
 
 
 def _crc(tensors: Sequence[torch.Tensor]) -> int:
+    return zlib.crc32(_bytes(tensors))
+
+
+def _bytes(tensors: Sequence[torch.Tensor]) -> bytes:
     layout = torch.contiguous_format  # else a single value keeps its stride
     parts = [_some(t).to("cpu", copy=True, memory_format=layout).view(torch.uint8) for t in tensors]
-    return zlib.crc32(b"".join(part.numpy().tobytes() for part in parts))
+    return b"".join(part.numpy().tobytes() for part in parts)
 
 
 def _some(tensor: torch.Tensor) -> torch.Tensor:
