@@ -40,6 +40,8 @@ class World:
     """Path of the Unix socket of this host's agent; empty without one."""
     rank_in_arguments: bool = False
     """The command line of the script contains its rank."""
+    restarts: int = 0
+    """How often the job has been started again."""
     launcher: str = ""
     """The launcher (a key of LAUNCHERS) that started this worker; empty for `dadt run`."""
 
@@ -55,6 +57,7 @@ class World:
             job=env.get("DADT_JOB", ""),
             agent=env.get("DADT_AGENT", ""),
             rank_in_arguments=env.get("DADT_RANK_IN_ARGUMENTS", "") == "1",
+            restarts=int(env.get("DADT_RESTARTS", "0")),
         )
 
     @classmethod
@@ -86,6 +89,7 @@ class World:
             "DADT_JOB": self.job,
             "DADT_AGENT": self.agent,
             "DADT_RANK_IN_ARGUMENTS": "1" if self.rank_in_arguments else "",
+            "DADT_RESTARTS": str(self.restarts),
         }
 
 

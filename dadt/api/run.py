@@ -20,6 +20,7 @@ from dadt.control.agent_client import Control
 from dadt.control.schema import RESULT
 from dadt.errors import ConfigError, DadtError
 from dadt.launch.failure import size
+from dadt.launch.outcome import Ended
 from dadt.world import World
 
 FILE = "function"
@@ -61,17 +62,17 @@ def run(
     signals = threading.current_thread() is threading.main_thread()
     try:
         outcome = launch.run(the_plan, _Streams(), lambda where, watch: placed.append(where), signals)
-    except launch.Ended as error:
+    except Ended as error:
         raise KeyboardInterrupt from error
     if outcome.signal:
         raise KeyboardInterrupt
     if outcome.failure is not None:
         _reraise(outcome.failure.ending.rank, outcome.results.get(outcome.failure.ending.rank))
         raise DadtError("\n".join(outcome.failure.lines()))
-    missing = [slot.rank for slot in placed[0].slots if slot.rank not in outcome.results]
+    missing = [slot.rank for slot in placed[-1].slots if slot.rank not in outcome.results]
     if missing:
         raise DadtError(f"rank {missing[0]} ended well but returned nothing: the function ended its process")
-    return [pickle.loads(outcome.results[slot.rank])[1] for slot in placed[0].slots]
+    return [pickle.loads(outcome.results[slot.rank])[1] for slot in placed[-1].slots]
 
 
 def main() -> None:

@@ -256,6 +256,7 @@ class Config:
         metavar="KIND:WHERE",
         advanced=True,
     )
+    max_restarts: int = launch_knob(0, "How often to start a job again that has failed, in the same log folder.")
     grace: float = launch_knob(5.0, "Seconds between SIGTERM and SIGKILL when you end a job.", advanced=True)
     forward_signals: str = launch_knob(
         "USR1,USR2", "Comma-separated signals that dadt passes on to all workers.", advanced=True, metavar="NAMES"
@@ -308,13 +309,18 @@ class Config:
         if self.orphan_timeout < LEAST_ORPHAN_TIMEOUT:
             raise ConfigError(f"--orphan-timeout {self.orphan_timeout}: must be {LEAST_ORPHAN_TIMEOUT:g} s or more")
         sizes = ("cycle_duration_ms", "all_reduce_buffer_size", "group_buffer_size")
-        for name in ("np", "accelerators", "nnodes", "simulate_hosts", "grace", *sizes):
+        for name in ("np", "accelerators", "nnodes", "simulate_hosts", "grace", "max_restarts", *sizes):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)}: must be 0 or more")
         for name in ("np", "accelerators", "nnodes", "simulate_hosts"):
             if getattr(self, name) > MOST:
                 given = "-np" if name == "np" else flag(name)
                 raise ConfigError(f"{given} {getattr(self, name)}: give {MOST} at most")
+        if self.max_restarts and self.nnodes:
+            raise ConfigError(
+                f"--max-restarts {self.max_restarts}: a job with --nnodes is started by hand on each host, and"
+                " cannot be started again from one of them"
+            )
         if not -1 <= self.seed < 2**64:
             raise ConfigError(f"--seed {self.seed}: give a whole number from 0 to 2**64 - 1, or leave it out")
         if not 0 <= self.ssh_port < 65536:

@@ -117,10 +117,10 @@ def common(config: Config) -> dict[str, str]:
     return {**config.to_env(), "PYTHONUNBUFFERED": "1"}
 
 
-def own(slot: Slot, job: str, master: tuple[str, int] | None, *, told: bool) -> dict[str, str]:
+def own(slot: Slot, job: str, master: tuple[str, int] | None, *, told: bool, restarts: int) -> dict[str, str]:
     """The variables that differ between workers. master: address and port of torch's rendezvous; None leaves
-    torchrun's variables out. told: the script's arguments contain its rank."""
-    result = replace(slot.world(job), rank_in_arguments=told).to_env()
+    torchrun's variables out. told: the script's arguments contain its rank. restarts: of the job, so far."""
+    result = replace(slot.world(job), rank_in_arguments=told, restarts=restarts).to_env()
     if master is not None:
         result.update(
             RANK=str(slot.rank),
@@ -129,6 +129,7 @@ def own(slot: Slot, job: str, master: tuple[str, int] | None, *, told: bool) -> 
             LOCAL_WORLD_SIZE=str(slot.local_size),
             MASTER_ADDR=master[0],
             MASTER_PORT=str(master[1]),
+            TORCHELASTIC_RESTART_COUNT=str(restarts),
         )
     result["DADT_THREADS"] = str(slot.threads)
     if slot.gpu is not None:

@@ -161,6 +161,13 @@ class Failure:
             return 1  # it failed by its own exception and was slow to exit
         return code if code >= 0 else 128 - code
 
+    @property
+    def step(self) -> int | None:
+        """The step in which it failed; None if it had made none."""
+        if self.record is not None and self.record.step is not None:
+            return self.record.step
+        return self.ending.step if self.ending.step >= 0 else None
+
     def lines(self) -> list[str]:
         if self.record is not None and self.record.type in EXIT_CODES:
             return [self.record.message]  # the message is complete, and this worker is not to blame
@@ -168,7 +175,7 @@ class Failure:
         whole = self.blame is not None and self.record is not None
         head = self._verdict() if whole else f"worker {self.ending.rank} failed ({self._verdict()})"
         head += f" after {self.seconds:.1f} s"
-        step = self._step()
+        step = self.step
         if step is not None:
             head += f", at step {step}"
         if self.stopped:
@@ -197,7 +204,7 @@ class Failure:
 
     def _sets_up_its_own(self) -> bool:
         record = self.record
-        if record is None or not self.torch_env or self._step() or _is_memory_error(record):
+        if record is None or not self.torch_env or self.step or _is_memory_error(record):
             return False
         return OWN_SETUP.search(record.text) is not None
 
@@ -212,11 +219,6 @@ class Failure:
         if self.ending.code < 0:
             return f"killed by signal {-self.ending.code}, {signal_name(-self.ending.code)}"
         return f"exit code {self.ending.code}"
-
-    def _step(self) -> int | None:
-        if self.record is not None and self.record.step is not None:
-            return self.record.step
-        return self.ending.step if self.ending.step >= 0 else None
 
     def _cause(self) -> str:
         if self.blame is not None:

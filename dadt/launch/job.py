@@ -22,7 +22,7 @@ from dadt.launch.monitor.watch import View, Watch
 from dadt.launch.outcome import Outcome, Unread
 from dadt.launch.processes import sweep
 from dadt.launch.query import OWN_INQUIRY, Query
-from dadt.launch.signals import Interrupts
+from dadt.launch.signals import ENDING_SIGNALS, Interrupts
 
 TURN_SECONDS = 0.5
 MOST_SAID = 10_000
@@ -39,7 +39,6 @@ END_SECONDS = 5.0
 """How long an agent may take to end, beyond the grace."""
 HANG_UP_SECONDS = 4.0
 """How long an agent may take to end its workers after the launcher hangs up."""
-ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Say = Callable[[str, str], None]
 """Takes a text and its level, info or warning."""
@@ -150,7 +149,7 @@ class Job:
         """Handle heartbeats and signals while the output is blocked. Raises Unread if the user has asked twice."""
         self._agents.beat()
         caught = interrupts.take() if interrupts is not None else set()
-        again = self._outcome.signal and caught & set(ENDING_SIGNALS)
+        again = self._outcome.signal and caught & ENDING_SIGNALS
         self._interrupt(caught)
         if again:
             raise Unread(self._outcome.signal)
@@ -202,9 +201,9 @@ class Job:
         return max(0.0, turn)
 
     def _interrupt(self, caught: set[int]) -> None:
-        for number in caught - set(ENDING_SIGNALS):
+        for number in caught - ENDING_SIGNALS:
             self._agents.send_all(Frame("signal", {"number": number}))
-        if number := min(caught & set(ENDING_SIGNALS), default=0):
+        if number := min(caught & ENDING_SIGNALS, default=0):
             self.end(number, signal_name(number))
 
     def _on_lost(self, node: Node, frame: Frame) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import signal
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -23,7 +22,7 @@ from dadt.launch.agents import Agents, Node
 from dadt.launch.channel import Herald, Launcher, Request
 from dadt.launch.failure import signal_name
 from dadt.launch.hosts.slot import Room, Slot, place, share_out
-from dadt.launch.job import ENDING_SIGNALS, HANG_UP_SECONDS, Job
+from dadt.launch.job import HANG_UP_SECONDS, Job
 from dadt.launch.launchers import launcher_of
 from dadt.launch.launchers.local import LocalChannel
 from dadt.launch.monitor import metrics
@@ -31,22 +30,13 @@ from dadt.launch.monitor.metrics import Export
 from dadt.launch.monitor.output import Output, ranks_shown
 from dadt.launch.monitor.series import Series
 from dadt.launch.monitor.watch import View, Watch
-from dadt.launch.outcome import Outcome
+from dadt.launch.outcome import Ended, Outcome
 from dadt.launch.plan import Plan
 from dadt.launch.processes import sweep
 from dadt.launch.report import Report
-from dadt.launch.signals import Interrupts
+from dadt.launch.restart import Restarts
+from dadt.launch.signals import ENDING_SIGNALS, Interrupts, forwarded
 from dadt.launch.startup import Voice, agree, differences, gather
-
-
-class Ended(DadtError):
-    """A signal ended the job before the workers were started."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(
-            f"ended by {'Ctrl-C' if number == signal.SIGINT else signal_name(number)}; nothing was started"
-        )
-        self.exit_code = 128 + number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +55,8 @@ class Placed:
     """A random secret in hex, known to the launcher, the agents and the workers."""
     why: str = ""
     """The chosen executor, and the reason."""
+    restarts: int = 0
+    """How often the job has been started again."""
 
 
 Told = Callable[[Placed, Watch], View | None]
@@ -89,14 +81,26 @@ def _record(the_plan: Plan, voice: Voice, placed: Told, signals: bool, exports: 
     """Run the job, and write its report into its folder."""
     config = the_plan.config
     folder = reserve(Path(config.log_dir))
-    interrupts = Interrupts([*ENDING_SIGNALS, *forwarded_signals(config)]) if signals else None
+    interrupts = Interrupts([*ENDING_SIGNALS, *forwarded(config)]) if signals else None
     report = Report(the_plan, Path(config.log_dir) / folder.job, lambda text: voice.say(text, "warning"))
     try:
-        config, hosts, command = the_plan.config, the_plan.hosts, the_plan.command
-        launcher = launcher_of(Request(config, hosts, command, folder.job, report.journal.refused))
-        with interrupts or nullcontext():
+        request = Request(config, the_plan.hosts, the_plan.command, folder.job, report.journal.refused)
+        launcher = launcher_of(request)
+
+        def attempt(number: int) -> Outcome:
+            those = metrics.prepare(config.metrics) if number else exports
             try:
-                outcome = _run(the_plan, launcher, folder, voice, _views(placed, exports, voice), report, interrupts)
+                views = _views(placed, those, voice)
+                fresh = launcher_of(request) if number else launcher
+                return _run(the_plan, fresh, folder, voice, views, report, interrupts, number)
+            finally:
+                for export in those:
+                    export.close()
+
+        with interrupts or nullcontext():
+            restarts = Restarts(config.max_restarts, voice, report, Path(config.log_dir) / folder.job, interrupts)
+            try:
+                outcome = restarts.run(attempt)
             except DadtError as error:
                 _conclude(launcher, error.exit_code, [str(error)])
                 raise
@@ -119,6 +123,7 @@ def _run(
     views: Callable[[Placed, Watch], Sequence[View]],
     report: Report,
     interrupts: Interrupts | None,
+    restarts: int,
 ) -> Outcome:
     config = the_plan.config
     agents = Agents(launcher, the_plan.hosts, config.orphan_timeout, report.journal.see)
@@ -127,7 +132,7 @@ def _run(
         if interrupts is not None:
             agents.watch(interrupts, lambda: _end_early(interrupts.take()))
         gather(agents, lambda node: _look(the_plan, folder.job, node), config.start_timeout, folder.job, voice)
-        where = settle(the_plan, agents, folder.job, voice)
+        where = replace(settle(the_plan, agents, folder.job, voice), restarts=restarts)
         if interrupts is not None:
             agents.forget(interrupts)
         output = Output(
@@ -137,6 +142,8 @@ def _run(
             voice.lines,
             lambda text: voice.say(text, "warning"),
         )
+        if restarts:
+            output.note(f"dadt: restart {restarts}")
         job = Job(
             folder.job,
             agents,
@@ -249,18 +256,6 @@ def reserve(log_dir: Path) -> Folder:
     return folder
 
 
-def forwarded_signals(config: Config) -> list[int]:
-    """The numbers of the signals in --forward-signals. Raises ConfigError."""
-    numbers = []
-    for name in filter(None, (part.strip().upper() for part in config.forward_signals.split(","))):
-        number = getattr(signal, name if name.startswith("SIG") else f"SIG{name}", None)
-        if not isinstance(number, signal.Signals) or number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD):
-            raise ConfigError(f"--forward-signals {config.forward_signals}: {name} is no signal that can be forwarded")
-        if number not in ENDING_SIGNALS:  # these end the job, and workers get SIGTERM
-            numbers.append(int(number))
-    return numbers
-
-
 def not_distributed(outcome: Outcome, where: Placed) -> str | None:
     """Why training was not distributed although the job succeeded; None if it was."""
     if len(where.slots) < 2:
@@ -321,7 +316,7 @@ def _order(where: Placed, slots: Sequence[Slot], node: Node) -> Frame:
         {
             "rank": slot.rank,
             "local_rank": slot.local_rank,
-            "env": environment.own(slot, where.job, master, told=told),
+            "env": environment.own(slot, where.job, master, told=told, restarts=where.restarts),
             "command": command_of(where, slot),
         }
         for slot in slots
@@ -393,5 +388,5 @@ def _verdict(outcome: Outcome) -> list[str]:
 
 
 def _end_early(caught: set[int]) -> None:
-    if number := min(caught & set(ENDING_SIGNALS), default=0):
+    if number := min(caught & ENDING_SIGNALS, default=0):
         raise Ended(number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,8 @@ class Outcome:
     """Whether any worker imported torch with DADT hooked in."""
     stepped: bool = False
     """Whether any worker's optimizer made a step; known even if the process ended by os._exit without a report."""
+    restarts: int = 0
+    """How often the job was started again before."""
     stuck: Sequence[int] = ()
     """Processes that did not die of SIGKILL."""
 
@@ -34,6 +37,14 @@ class Outcome:
         if self.signal:
             return 128 + self.signal
         return self.failure.exit_code if self.failure else 0
+
+
+class Ended(DadtError):
+    """A signal ended the job while no workers were there."""
+
+    def __init__(self, number: int, what: str = "nothing was started") -> None:
+        super().__init__(f"ended by {'Ctrl-C' if number == signal.SIGINT else signal_name(number)}; {what}")
+        self.exit_code = 128 + number
 
 
 class Unread(DadtError):

@@ -62,6 +62,7 @@ class Query:
         self, path: Path, agents: Agents, watch: Watch, facts: Mapping[str, Any], end: Callable[[], float]
     ) -> None:
         """facts: constants such as the job's id and command. end: ends the job and returns its grace in seconds."""
+        self._path = path
         self._agents = agents
         self._watch = watch
         self._facts = facts
@@ -114,6 +115,7 @@ class Query:
             caller.socket.close()
         self._callers.clear()
         self._entrance.close()
+        self._path.unlink(missing_ok=True)  # the next attempt makes its own
 
     def _describe(self, caller: Caller, question: Frame) -> None:
         ranks = [gauge.describe() for gauge in self._watch.gauges]

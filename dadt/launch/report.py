@@ -60,6 +60,8 @@ class Report:
         self._slots: Sequence[Slot] = ()
         self._watch: Watch | None = None
         self._failure: Failure | None = None
+        self._restarts: list[dict[str, Any]] = []
+        """How the attempts failed after which the job was started again."""
         self._signal = 0
         self._error = "dadt itself failed"
         self._exit_code = 1
@@ -72,6 +74,16 @@ class Report:
         self._config, self._nodes, self._slots, self._watch = config, list(nodes), slots, watch
         ranks = [{name: getattr(slot, name) for name in ("rank", "host", "local_rank", "gpu")} for slot in slots]
         self.journal.write("placed", ranks=ranks, algorithm=config.algorithm, executor=config.executor)
+
+    @property
+    def began(self) -> bool:
+        """Workers were placed."""
+        return self._watch is not None
+
+    def restarts(self, count: int, why: str) -> None:
+        """Record why an attempt has failed, and that restart number `count` follows."""
+        self._restarts.append({"time": time.time(), "why": why})
+        self.journal.write("restart", count=count, why=why)
 
     def ended(self, outcome: Outcome) -> None:
         """Record the outcome of a job that ended by itself, by a worker's failure, or by the user."""
@@ -120,6 +132,7 @@ class Report:
             "signal": self._signal or None,
             "error": (self._error or None) if self._over else None,
             "failure": _failure(self._failure) if self._failure is not None else None,
+            "restarts": self._restarts,
             "config": {field.name: _value(field.name, getattr(self._config, field.name)) for field in fields(Config)},
             "hosts": [_host(node) for node in self._nodes],
             "ranks": [_rank(slot, gauge) for slot, gauge in zip(self._slots, gauges, strict=True)],
@@ -174,7 +187,7 @@ def _failure(failure: Failure) -> dict[str, Any]:
         "pid": failure.pid,
         "exit_code": failure.exit_code if ending.stopped else ending.code,
         "seconds": failure.seconds,
-        "step": record.step if record is not None and record.step is not None else ending.step,
+        "step": failure.step if failure.step is not None else ending.step,
         "type": record.type if record is not None else None,
         "message": _message(failure),
         "frames": [dict(frame) for frame in record.frames] if record is not None else [],

@@ -8,6 +8,11 @@ from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
+from dadt.config import Config
+from dadt.errors import ConfigError
+
+ENDING_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+
 
 class Interrupts:
     """While open, these signals do not end the process; their numbers are read from `fileno()`.
@@ -52,3 +57,15 @@ class Interrupts:
 
 def _ignore(number: int, frame: FrameType | None) -> None:
     """A handler that does nothing, as Python writes the number to the wake-up pipe."""
+
+
+def forwarded(config: Config) -> list[int]:
+    """The numbers of the signals in --forward-signals. Raises ConfigError."""
+    numbers = []
+    for name in filter(None, (part.strip().upper() for part in config.forward_signals.split(","))):
+        number = getattr(signal, name if name.startswith("SIG") else f"SIG{name}", None)
+        if not isinstance(number, signal.Signals) or number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD):
+            raise ConfigError(f"--forward-signals {config.forward_signals}: {name} is no signal that can be forwarded")
+        if number not in ENDING_SIGNALS:  # these end the job, and workers get SIGTERM
+            numbers.append(int(number))
+    return numbers

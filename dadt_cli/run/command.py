@@ -98,7 +98,7 @@ def run(
         return live.show(watch, _title(where)) if live.wanted(config.live) else None
 
     outcome = launch.run(the_plan, console, placed)
-    return _finish(outcome, seen[0])
+    return _finish(outcome, seen[-1])
 
 
 def _program(command: Sequence[str], module: bool, no_python: bool, config: Config) -> tuple[list[str], list[str]]:
@@ -216,6 +216,8 @@ def _finish(outcome: Outcome, where: Placed) -> int:
 
 def _last_line(outcome: Outcome) -> str:
     line = f"done in {outcome.seconds:.1f} s"
+    if outcome.restarts:
+        line += f", after {outcome.restarts} restart{'s' * (outcome.restarts > 1)}"
     summary: Mapping[str, Any] = outcome.summaries.get(0, {})
     if steps := int(summary.get("steps", 0)):
         delayed = int(summary.get("delayed", 0))

@@ -165,7 +165,8 @@ class Saver:
     def _mark(self, local_rank: int | None = None) -> str:
         """How the names of the folders begin in which a rank writes."""
         world = self.runtime.world
-        return f".dadt-{world.job}-{world.cross_rank}-{world.local_rank if local_rank is None else local_rank}-"
+        rank = world.local_rank if local_rank is None else local_rank
+        return f".dadt-{world.job}-{world.restarts}-{world.cross_rank}-{rank}-"
 
 
 def _target(f: str) -> Path | None:

@@ -12,8 +12,8 @@ from dadt.control import schema
 from dadt.control.connection import handed_over
 from dadt.control.frame import MAGIC, Link
 from dadt.errors import LaunchError
-from dadt.launch.agent.agent import ENDING_SIGNALS, Agent
-from dadt.launch.signals import Interrupts
+from dadt.launch.agent.agent import Agent
+from dadt.launch.signals import ENDING_SIGNALS, Interrupts
 
 PR_SET_CHILD_SUBREAPER = 36
 STDIN = "--stdin="

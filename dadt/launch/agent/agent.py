@@ -30,10 +30,9 @@ from dadt.launch.agent.registry import SHIMS, Line, WorkerRegistry
 from dadt.launch.agent.stop import Stop
 from dadt.launch.agent.worker import Worker
 from dadt.launch.processes import sweep
-from dadt.launch.signals import Interrupts
+from dadt.launch.signals import ENDING_SIGNALS, Interrupts
 from dadt.launch.standard_input import NoInput
 
-ENDING_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 TICK_SECONDS = 0.05
 PROBE_TICK_SECONDS = 0.01
 ADDRESS_SECONDS = 3.0

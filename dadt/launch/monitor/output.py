@@ -147,6 +147,11 @@ class Output:
             assembler = self._assemblers.setdefault((rank, stream), Assembler())
             self._show(rank, stream, assembler.feed(data, time.monotonic()))
 
+    def note(self, text: str) -> None:
+        """Write a line into all files."""
+        for rank in self.tails:
+            self._log(rank, text.encode() + b"\n")
+
     def tick(self) -> float:
         """Show the progress bars that are due. Returns the seconds until the next one is."""
         now = time.monotonic()
