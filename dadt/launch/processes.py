@@ -12,8 +12,8 @@ from dadt.control import guard
 
 SWEEP_SECONDS = 4.0
 TRACKER = b"multiprocessing.resource_tracker"
-TRACKER_SECONDS = 1.0
-"""How long a resource tracker may take to remove the resources of dead processes."""
+TRACKER_SECONDS = 2.5
+"""How long a resource tracker may take to remove the resources of dead processes, on a machine with much to do."""
 
 
 def members(mark: str, descendants: bool = False) -> list[int]:
