@@ -30,6 +30,7 @@ class Sync(Algorithm):
         super().__init__(attachment)
         self._overlap = Overlap()
         self._exchange: Exchange | None = None
+        self._holds = False
 
     def gradient_ready(self, parameter: torch.Tensor) -> None:
         a = self.attachment
@@ -63,8 +64,19 @@ class Sync(Algorithm):
             a.close(exchange)
             lanes = exchange.receive()
         a.agree(lanes, exchange)
-        a.deliver(exchange)
+        self._holds = not a.finite.judge(lanes, exchange)
+        if self._holds:
+            a.zero_gradients()
+        else:
+            a.deliver(exchange)
         self._overlap.step(agreed, in_vain)
+
+    def after_step(self) -> None:
+        self._holds = False
+
+    @property
+    def holds(self) -> bool:
+        return self._holds
 
 
 class Overlap:

@@ -94,6 +94,12 @@ class Config:
         " or C or C,D, factors of the last displacement and of the one before it.",
         advanced=True,
     )
+    on_nan: str = knob(
+        "ignore",
+        "What to do in steps in which a rank's gradient is not finite: report it, skip the step on all ranks, or stop.",
+        choices=("ignore", "report", "skip", "stop"),
+        advanced=True,
+    )
     fall_back: bool = knob(
         True, "Fall back to `sync` on all ranks if gradients blow up once `pipe` delays them.", advanced=True
     )
@@ -285,6 +291,11 @@ class Config:
         if self.warmup_steps < 0:
             raise ConfigError(f"--warmup-steps {self.warmup_steps}: must be 0 or more")
         check_algorithm(self.algorithm)
+        if self.on_nan != "ignore" and self.algorithm in ("local", "gossip"):
+            raise ConfigError(
+                f"--on-nan {self.on_nan}: with --algorithm {self.algorithm} each rank takes steps of its own, on which"
+                " the others have no say; leave one of the two out"
+            )
         if self.algorithm == "auto" and self.warmup_steps < LEAST_MEASURED:
             raise ConfigError(
                 f"--algorithm auto measures in the synchronous steps: give --warmup-steps {LEAST_MEASURED} or more"

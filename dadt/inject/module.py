@@ -191,7 +191,7 @@ class Modules:
         self.runtime.buffers.hide_training()
         for attachment in self.attachments(module):
             attachment.broadcast_new_parameters()
-            attachment.saw(given)
+            attachment.agreement.saw(given)
             if attachment.algorithm.predicts and not attachment.consumed:
                 self._predict(attachment)
 

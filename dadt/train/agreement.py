@@ -42,16 +42,19 @@ class Agreement:
         self._agreed = -1
         """The newest exchange under way when they were made equal."""
         self._same = 0
+        self._looks = True
+        """Steps are fingerprinted, still."""
         self._inputs = self._inputs_before = 0
         """Fingerprints of this step's inputs so far, and of those of the step before."""
 
-    def saw(self, number: int, given: Any) -> None:
-        """A training forward is given this. number: of the exchange that follows."""
-        if number < FINGERPRINTED_STEPS:
+    def saw(self, given: Any) -> None:
+        """A training forward is given this."""
+        if self._looks:
             self._inputs = of_inputs(given, self._inputs)
 
     def fingerprint(self, number: int, parameters: Sequence[torch.Tensor], untrained: Callable[[], int]) -> int:
         """This rank's lane of the exchange with this number. untrained: fingerprint of what is not trained."""
+        self._looks = number + 1 < FINGERPRINTED_STEPS
         if number < FINGERPRINTED_STEPS:
             inputs, self._inputs = self._inputs, 0
             # What is the same in each step is no data: numbers of rows, or a noise to look at.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from dadt.train.buffers import Buffers, ChangingBuffers
 from dadt.train.exchange import fingerprint
 from dadt.train.exchange.exchange import BucketPlan, Exchange, hand_out
 from dadt.train.exchange.step_metadata import StepMetadata
+from dadt.train.finite import Finite
 from dadt.train.measure import Measure
 from dadt.train.param_groups import group_values
 from dadt.train.peers import Peers
@@ -55,6 +56,8 @@ class Owner(Protocol):
     def attachments(self) -> Sequence[Attachment]: ...
 
     def root_modules(self, optimizer: torch.optim.Optimizer) -> list[nn.Module]: ...
+
+    def parameter_names(self) -> Mapping[int, str]: ...
 
     def sync_from_rank0(self, attachment: Attachment, *, weights: bool) -> None: ...
 
@@ -93,6 +96,7 @@ class Attachment:
         """The values that it was copied from."""
         self.batch_weight = BatchWeight()
         self.agreement = Agreement(self.name, runtime.say, partial(owner.sync_from_rank0, self))
+        self.finite = Finite(runtime.config.on_nan, runtime.say, owner.parameter_names, self.measure)
         self._exchanges = 0
         self.consumed = False
         """This step's gradients are averaged."""
@@ -261,6 +265,8 @@ class Attachment:
         self.owner.release_other_predictions(self)
         if len(self.prediction.given) != len(parameters := self.parameters):
             self.prediction.follow(parameters)
+        if self.finite.look(parameters, self.scale) and self.finite.skips:
+            self.zero_gradients()  # else what compression owes would never be finite again
         if self.algorithm.tracks:
             self.prediction.before_step(late=self.algorithm.predicts, scale=self.scale)
         else:
@@ -340,10 +346,6 @@ class Attachment:
         self.runtime.keep(exchange)
         return exchange
 
-    def saw(self, given: Any) -> None:
-        """A training forward of its model is given this."""
-        self.agreement.saw(self._exchanges, given)
-
     def close(self, exchange: Exchange, *, growth: int = 0, redo: bool = False, value: float = 0.0) -> None:
         """Launch what is left of the exchange, with this rank's lane; value: what the algorithm tells its peers."""
         exchange.scale = self.scale
@@ -357,6 +359,7 @@ class Attachment:
                 redo=redo,
                 weight=exchange.weight,
                 value=value,
+                not_finite=self.finite.number,
             )
         )
 

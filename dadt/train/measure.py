@@ -21,6 +21,8 @@ class Measure:
         """Steps by which those of the last step were late."""
         self.fell_back = 0
         """Times that late gradients blew up, and steps became synchronous."""
+        self.not_finite = 0
+        """Steps with gradients that were not finite on some rank, where somebody looked."""
         self.why = ""
         """Why steps that could be late are synchronous now, in a few words; empty if they are late, or nobody asked."""
         self.began = 0.0

@@ -66,6 +66,7 @@ class Progress:
             "samples": self.samples,
             "seconds": max(0.0, last - first),
             "hook_seconds": self.hook_seconds,
+            **({"not_finite": bad} if (bad := sum(m.not_finite for m in self.measures)) else {}),
             **({"files_apart": apart} if (apart := self.files_apart()) else {}),
             **({"sent": sent, "plain": plain} if sent != plain else {}),
         }

@@ -225,6 +225,8 @@ def _last_line(outcome: Outcome) -> str:
         line += f": {steps} steps, " + (f"{delayed} of them delayed by one" if delayed else "none delayed")
         line += f" ({why}), " if (why := summary.get("why")) else ", "
         line += f"{waiting:.1f} % of the time spent waiting for communication"
+        if bad := summary.get("not_finite", 0):
+            line += f"; gradients of {bad} steps were not finite"
         if sent := summary.get("sent", 0):
             less = summary.get("plain", 0) / sent
             line += f"; sent {sent / steps / 1e6:.3g} MB per step, {less:.1f}x less than uncompressed"

@@ -72,7 +72,7 @@ class Pipe(Algorithm):
 
     @property
     def holds(self) -> bool:
-        return self._holds
+        return self._holds or (self._sync is not None and self._sync.holds)
 
     def gradient_ready(self, parameter: torch.Tensor) -> None:
         if self._sync is not None:
@@ -99,6 +99,8 @@ class Pipe(Algorithm):
 
     def after_step(self) -> None:
         self._holds = False
+        if self._sync is not None:
+            self._sync.after_step()
 
     def warmed_up(self) -> None:
         """The synchronous steps are over, on all ranks at the same step."""
@@ -153,8 +155,12 @@ class Pipe(Algorithm):
         a = self.attachment
         # Where a closure comes late, what is in flight is older than what it has computed.
         self._pending = None
-        a.agree(exchange.receive(), exchange)
-        self._deliver(exchange, late=False)
+        lanes = exchange.receive()
+        a.agree(lanes, exchange)
+        if a.finite.judge(lanes, exchange):
+            self._deliver(exchange, late=False)
+        else:
+            self._hold()
 
     def _step_late(self, exchange: Exchange) -> None:
         # Launched before waiting: the wire stays busy where communication is slower than compute.
@@ -162,13 +168,12 @@ class Pipe(Algorithm):
         a.measure.delayed += 1
         oldest, self._pending = self._pending, exchange
         if oldest is None:
-            self._holds = True
-            a.zero_gradients()
+            self._hold()
             return
         lanes = oldest.receive()
         alarm = max(lane.value for lane in lanes)
         self._count_changes(oldest, exchange)
-        applies = _trains(oldest, exchange)
+        applies = a.finite.judge(lanes, oldest) and _trains(oldest, exchange)
         if alarm or self._changes >= _PATIENCE:
             a.agree(lanes, oldest)
             self._fall_back(exchange, alarm)
@@ -177,8 +182,12 @@ class Pipe(Algorithm):
             a.agree(lanes, oldest)
         else:
             a.agree(lanes, oldest)
-            self._holds = True
-            a.zero_gradients()
+            self._hold()
+
+    def _hold(self) -> None:
+        """Apply nothing in this step."""
+        self._holds = True
+        self.attachment.zero_gradients()
 
     def _count_changes(self, before: Exchange | RestoredExchange, latest: Exchange) -> None:
         """All ranks train the same parameters: the lanes say so."""

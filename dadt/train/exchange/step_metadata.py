@@ -6,7 +6,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_FORMAT = struct.Struct("<IIIIIBdd")
+_FORMAT = struct.Struct("<IIIIIBddI")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,8 @@ class StepMetadata:
     """The weight of this rank's gradient in the mean."""
     value: float
     """The loss of an optimizer's closure; else a number that the algorithm tells, 0 unless it has one to tell."""
+    not_finite: int = 0
+    """Number, from 1, of the first parameter whose gradient is not finite here; 0: there is none, or nobody looked."""
 
     def pack(self) -> bytes:
         return _FORMAT.pack(
@@ -40,12 +42,13 @@ class StepMetadata:
             self.redo,
             self.weight,
             self.value,
+            self.not_finite,
         )
 
     @classmethod
     def unpack(cls, data: bytes) -> StepMetadata:
-        layout, drawn, groups, fingerprint, growth, redo, weight, value = _FORMAT.unpack_from(data)
-        return cls(layout, drawn, groups, fingerprint, growth, bool(redo), weight, value)
+        layout, drawn, groups, fingerprint, growth, redo, weight, value, not_finite = _FORMAT.unpack_from(data)
+        return cls(layout, drawn, groups, fingerprint, growth, bool(redo), weight, value, not_finite)
 
 
 METADATA_BYTES = _FORMAT.size

@@ -1,0 +1,80 @@
+"""Gradients that are not finite on some rank: `--on-nan`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from dadt.errors import DadtError
+
+if TYPE_CHECKING:
+    from dadt.train.exchange.exchange import Exchange
+    from dadt.train.exchange.step_metadata import StepMetadata
+    from dadt.train.measure import Measure
+    from dadt.train.restored import RestoredExchange
+
+IGNORE, SKIP, STOP = "ignore", "skip", "stop"
+TOLD = 5
+"""Times that are told one by one; later the 8th, the 16th and so on."""
+
+
+class Finite:
+    """Each rank looks at its own gradients and says so beside them, so that all ranks act alike and know whose they
+    were."""
+
+    def __init__(
+        self, choice: str, say: Callable[[str, str], None], names: Callable[[], Mapping[int, str]], measure: Measure
+    ) -> None:
+        """choice: of `--on-nan`. names: of parameters, by id."""
+        self._choice = choice
+        self._say = say
+        self._names = names
+        self._measure = measure
+        self.number = 0
+        """What `look` has found last."""
+
+    @property
+    def skips(self) -> bool:
+        return self._choice == SKIP
+
+    def look(self, parameters: Sequence[torch.Tensor], scale: torch.Tensor | None) -> int:
+        """The number, from 1, of the first parameter with a gradient that is not finite here; 0 if there is none, or
+        nobody wants to know, or a gradient scaler looks itself. One pass over the gradients."""
+        self.number = 0 if self._choice == IGNORE or scale is not None else _first(parameters)
+        return self.number
+
+    def judge(self, lanes: Sequence[StepMetadata], exchange: Exchange | RestoredExchange) -> bool:
+        """Whether these averages are to be delivered, the same on all ranks. Raises DadtError with `stop`."""
+        rank = next((rank for rank, lane in enumerate(lanes) if lane.not_finite), None)
+        if rank is None:
+            return True
+        self._measure.not_finite += 1
+        parameter = exchange.parameters[lanes[rank].not_finite - 1]
+        name = self._names().get(id(parameter)) or f"a parameter of shape {tuple(parameter.shape)}"
+        step = exchange.name.removesuffix(", again")
+        text = f"{step}: the gradient of {name} is not finite on rank {rank}"
+        if self._choice == STOP:
+            raise DadtError(f"{text} (--on-nan stop)")
+        found = self._measure.not_finite
+        if found <= TOLD or found & (found - 1) == 0:
+            self._say(f"{text}; all ranks leave the step out" if self.skips else text, "warning")
+        return not self.skips
+
+
+def _first(parameters: Sequence[torch.Tensor]) -> int:
+    gradients = [(i, _values(p.grad)) for i, p in enumerate(parameters, 1) if p.grad is not None]
+    if not gradients or all(map(_is_finite, torch._foreach_norm([g for _, g in gradients]))):
+        return 0
+    # A norm of half precision may be infinite where all values are finite.
+    return next((i for i, g in gradients if not bool(torch.isfinite(g).all())), 0)
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    gradient = gradient.detach()
+    return gradient if gradient.layout == torch.strided else gradient._values()
+
+
+def _is_finite(norm: torch.Tensor) -> bool:
+    return bool(torch.isfinite(norm))
