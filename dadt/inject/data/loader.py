@@ -28,6 +28,8 @@ from torch.utils.data import dataloader as torch_dataloader
 
 from dadt.config.check import loader_numbers
 from dadt.errors import ConfigError
+from dadt.inject.after_import import after_import
+from dadt.inject.data.fastai_loader import FastaiLoaders
 from dadt.inject.data.feed import Feed, LoadingRank, Order, Undecided
 from dadt.inject.data.role import ALONE, EVALUATES, TRAINS, Role
 from dadt.inject.data.samplers import (
@@ -91,7 +93,7 @@ class Loaders:
         if kind == ALONE:
             return self.original_iter(loader)
         # A loader that trains may be evaluated as well, as a whole.
-        role.gives_all = kind == EVALUATES or not (torch.is_grad_enabled() or self._asked(role))
+        role.gives_all = kind == EVALUATES or not (torch.is_grad_enabled() or self.asked(role))
         if role.gives_all:
             return self._all(loader, role)
         self.runtime.claim()
@@ -113,7 +115,7 @@ class Loaders:
         """The role for this pass; fixed, and told to the user, if it is for good."""
         if role.kind:
             return role.kind
-        kind, final = self._asked(role), True
+        kind, final = self.asked(role), True
         if has_distributed_sampler(loader) or (not kind and self.runtime.script_is_distributed):
             kind = ALONE
         elif not kind:
@@ -143,7 +145,7 @@ class Loaders:
             last = self._told[text] == LISTED
             self.runtime.say(sentence + (" More like it are not listed." if last else ""))
 
-    def _asked(self, role: Role) -> str:
+    def asked(self, role: Role) -> str:
         """The choice of --share and --no-share for a loader."""
         if self._share is None or role.number in self._share:
             return TRAINS
@@ -155,7 +157,7 @@ class Loaders:
         """For len() before the role is fixed: what shuffles, trains."""
         if has_distributed_sampler(loader):
             return ALONE
-        if asked := self._asked(role):
+        if asked := self.asked(role):
             return asked
         if self.runtime.script_is_distributed:
             return ALONE
@@ -266,7 +268,7 @@ class Loaders:
                 )
             return
         remedy = "to give all of it, begin such a pass under torch.no_grad()"
-        if not (role.has_trained or self._asked(role)):
+        if not (role.has_trained or self.asked(role)):
             # Where no other trains, it may have been one for statistics, or for a loss of all batches together.
             role.kind = EVALUATES if self._another_trains() else ""
             role.views.clear()
@@ -339,6 +341,7 @@ def install(runtime: LoadingRank, streams: Streams) -> None:
         return
     loaders = Loaders(runtime, streams)
     loaders.schedules.install()
+    after_import("fastai.data.load", FastaiLoaders(loaders).patch)
     original_init = DataLoader.__init__
     original_seed = torch_dataloader._BaseDataLoaderIter.__init__
 

@@ -281,11 +281,13 @@ def grouped(rows: Iterable[AnyRow]) -> tuple[list[Group], list[AnyRow]]:
 
 def in_core(row: Row) -> bool:
     """All on the CPU, of one floating dtype, without holes (as every empty_like is) and in the same memory order."""
-    first, *others = [t for t in row if t is not None]
-    dtype, stride = first.dtype, first.stride()
-    if not first.is_cpu or dtype not in _FLOATING:
+    first = row[0]
+    if first is None or not first.is_cpu or first.dtype not in _FLOATING:
         return False
-    for t in others:  # a loop, as this is asked for each parameter several times a step
+    dtype, stride = first.dtype, first.stride()
+    for t in row:  # a loop, as this is asked for each parameter several times a step
+        if t is None or t is first:
+            continue
         if not t.is_cpu or t.dtype is not dtype or t.layout is not torch.strided or t.stride() != stride:
             return False
     return True

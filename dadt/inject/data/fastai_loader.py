@@ -1,0 +1,88 @@
+"""fastai's DataLoaders, which are none of torch's: those that shuffle and train give each rank its share, too."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dadt.errors import ConfigError
+from dadt.inject.data.role import EVALUATES, TRAINS
+from dadt.inject.data.share import PerRank, Piece
+
+if TYPE_CHECKING:
+    from dadt.inject.data.loader import Loaders
+
+
+class FastaiLoaders:
+    """The passes of fastai's loaders. All ranks draw the same order, as fastai seeds it from Python's random numbers
+    when a loader is built, and each takes its batches of it."""
+
+    def __init__(self, loaders: Loaders) -> None:
+        self._loaders = loaders
+        self._runtime = loaders.runtime
+
+    def patch(self, module: Any) -> None:
+        """module: fastai.data.load."""
+        kind = module.DataLoader
+        iterate, length = kind.__iter__, kind.__len__
+
+        @functools.wraps(iterate)
+        def patched_iter(loader: Any) -> Iterator[Any]:
+            here = os.getpid() == self._loaders.pid and not self._runtime.explicit
+            return self._pass(loader, iterate) if here and self._shares(loader) else iterate(loader)
+
+        @functools.wraps(length)
+        def patched_len(loader: Any) -> int:
+            steps: int = length(loader)
+            role = self._loaders.role(loader)
+            guess = TRAINS if loader.shuffle else EVALUATES
+            if (role.kind or self._loaders.asked(role) or guess) != TRAINS or not self._can(loader) or role.gives_all:
+                return steps
+            size = self._runtime.world.world_size
+            return steps // size if loader.drop_last else -(-steps // size)
+
+        kind.__iter__, kind.__len__ = patched_iter, patched_len
+
+    def _can(self, loader: Any) -> bool:
+        """Not where the script shares out, or samples come one by one from a stream."""
+        own = self._runtime.script_is_distributed or type(loader).__name__ == "DistributedDL"
+        return not own and loader.indexed and loader.n is not None and bool(loader.bs)
+
+    def _shares(self, loader: Any) -> bool:
+        """Whether the pass that begins gives each rank its share."""
+        role = self._loaders.role(loader)
+        trains = torch.is_grad_enabled() and (self._runtime.trains() or not self._runtime.registered)
+        kind = role.kind or self._loaders.asked(role) or (TRAINS if loader.shuffle and trains else EVALUATES)
+        shares = kind == TRAINS and torch.is_grad_enabled() and self._can(loader)
+        role.gives_all = not shares
+        if shares and not role.kind:
+            if self._runtime.config.batch == "global":
+                raise ConfigError(
+                    f"--batch global: {role.name} is one of fastai, whose batches are not divided; use --batch per-rank"
+                )
+            role.kind = TRAINS
+            each = f"{loader.n // self._runtime.world.world_size:,} per worker"
+            self._runtime.say(f"{role.name} (fastai, {loader.n:,} samples, shuffled): trains, {each}.")
+        return shares
+
+    def _pass(self, loader: Any, iterate: Any) -> Iterator[Any]:
+        self._runtime.claim()
+        self._loaders.streams.split()
+        world = self._runtime.world
+        pieces: list[Piece] = []
+
+        def indices() -> list[Any]:
+            del loader.get_idxs
+            mine = PerRank(loader.get_idxs(), loader.bs, loader.drop_last, world.rank, world.world_size)
+            pieces.extend(mine)
+            return [index for piece in pieces for index in piece.index]
+
+        loader.get_idxs = indices  # for the pass that begins here, whatever class has its own
+        for number, batch in enumerate(iterate(loader)):
+            self._runtime.drew(pieces[number].samples, loader.bs)
+            yield batch
+        self._runtime.pass_over()
