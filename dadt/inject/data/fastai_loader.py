@@ -5,16 +5,26 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from dadt.errors import ConfigError
-from dadt.inject.data.role import EVALUATES, TRAINS
+from dadt.inject.data.feed import LoadingRank
+from dadt.inject.data.role import EVALUATES, TRAINS, Role
+from dadt.inject.data.seed import Streams
 from dadt.inject.data.share import PerRank, Piece
 
-if TYPE_CHECKING:
-    from dadt.inject.data.loader import Loaders
+
+class Loaders(Protocol):
+    """The loaders of the script, as those of fastai need them."""
+
+    runtime: LoadingRank
+    streams: Streams
+    pid: int
+
+    def role(self, loader: Any) -> Role: ...
+    def asked(self, role: Role) -> str: ...
 
 
 class FastaiLoaders:
