@@ -262,7 +262,7 @@ class Config:
         metavar="KIND:WHERE",
         advanced=True,
     )
-    max_restarts: int = launch_knob(0, "How often to start a job again that has failed, in the same log folder.")
+    max_restarts: int = launch_knob(0, "Times that a failed job starts again.")
     grace: float = launch_knob(5.0, "Seconds between SIGTERM and SIGKILL when you end a job.", advanced=True)
     forward_signals: str = launch_knob(
         "USR1,USR2", "Comma-separated signals that dadt passes on to all workers.", advanced=True, metavar="NAMES"
