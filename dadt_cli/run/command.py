@@ -49,7 +49,7 @@ MOST = 1 << 20
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...", shell_complete=paths("file"))
 @click.option("-m", "module", is_flag=True, help="SCRIPT is a module, as with python -m.")
 @click.option("--no-python", is_flag=True, hidden=True, help="SCRIPT is any executable.")
-@click.option("--dry-run", is_flag=True, help="Print what would be started, and start nothing.")
+@click.option("--dry-run", is_flag=True, help="Only print what would be started.")
 @click.option("--display-map", is_flag=True, hidden=True, help="Print where each rank is placed.")
 @knobs
 def run(
