@@ -146,7 +146,7 @@ class Config:
         True, "Let only one rank per host at a time download into the same folder.", advanced=True
     )
     bucket_mb: float = knob(25.0, "Approximate size of a gradient bucket in MiB.", advanced=True)
-    timeline: str = knob("", "Record a timeline of all ranks, for Perfetto and `dadt timeline`.", metavar="FILE")
+    timeline: str = knob("", "Record a timeline of all ranks, for Perfetto.", metavar="FILE")
     cycle_duration_ms: float = knob(
         1.0, "Named tensors: milliseconds that a ready tensor may wait to be fused with others.", advanced=True
     )

@@ -49,6 +49,8 @@ REACHED_BY = (
 SPARE_SECONDS = 15.0
 SKEW_SECONDS = 1.0
 """A difference of clocks from which on times in logs mislead."""
+NOTHING_ELSE = {"terminal": None, "adopt": 0.0, "secret": ""}
+"""Of a job's order, what only the workers of a script need."""
 OUT_LIMIT = 4 << 20
 ABSENT = "none"
 SAME = "install the same on all hosts, or let --python name the same environment"
@@ -223,9 +225,7 @@ def _results(agents: Agents, asked: Asked, job: str) -> tuple[dict[Node, list[Ch
         command += [json.dumps(order.to_dict()) for order in orders[rank : rank + 1]]
         worker = {"rank": rank, "local_rank": 0, "command": command, "env": {"DADT_JOB": job, "DADT_THREADS": ""}}
         node.ranks = frozenset([rank])
-        agents.send(
-            node, Frame("job", {"job": job, "env": {}, "workers": [worker], "cwd": "/", "adopt": 0.0, "secret": ""})
-        )
+        agents.send(node, Frame("job", {"job": job, "env": {}, "workers": [worker], "cwd": "/", **NOTHING_ELSE}))
     deadline = time.monotonic() + seconds
     while waiting and (now := time.monotonic()) < deadline:
         for node, frame in agents.turn(deadline - now):

@@ -33,7 +33,7 @@ START_SECONDS = 10.0
 ROUND_SECONDS = 3.0
 AGAIN_SECONDS = 0.02
 BACKLOG = 256
-STRANGER_SECONDS = 3.0
+STRANGER_SECONDS = 1.0
 """Whoever connects and says nothing within it is not one of us."""
 
 
