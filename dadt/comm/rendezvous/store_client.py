@@ -28,6 +28,8 @@ LOOK_SECONDS = 0.5
 """While it waits for others, a rank looks this often whether they can still come."""
 CAUSE_SECONDS = 1.0
 """How long a rank that another one's failure ended lets that one exit first: the first exit code is the job's."""
+START_SECONDS = 10.0
+"""How long a rank 0 whose script is over lets the others come through their start."""
 PAUSES = (0.001, 0.05)
 """Between looks for what others tell, growing."""
 ABSENT = "has not imported dadt"
@@ -165,6 +167,9 @@ class StoreClient:
         """Training has ended well. Rank 0 may be gone by now."""
         if self.world.rank or self._state.startswith("has failed"):
             return
+        # A rank that is only now through with its start asks this one, which holds the values.
+        everyone = [f"state/{rank}" for rank in range(self.world.world_size)]
+        self._arrive(everyone, time.monotonic() + START_SECONDS, START_SECONDS)
         if not summary["steps"]:
             if not summary["explicit"]:
                 _print("warning: training was NOT distributed: no torch.optim optimizer made a step in rank 0")
