@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import signal
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -44,24 +45,19 @@ class Restarts:
         Raises the DadtError of the last attempt, or Ended where a signal came between two attempts.
         """
         while True:
-            outcome, error = None, None
             try:
                 outcome = attempt(self._count)
-                outcome.restarts = self._count
-            except (LaunchError, StartTimeout) as failure:
-                if not self._report.began:  # what the user has asked for cannot be had
+            except (LaunchError, StartTimeout) as error:
+                # Before workers were placed, what the user has asked for cannot be had.
+                if not self._report.began or not self._again(error):
                     raise
-                error = failure
-            if outcome is not None and (outcome.signal or outcome.failure is None):
-                return outcome
-            if not self._again(outcome.failure if outcome is not None else error):
-                if error is not None:
-                    raise error
-                assert outcome is not None
+                continue
+            outcome.restarts = self._count
+            if outcome.signal or outcome.failure is None or not self._again(outcome.failure):
                 return outcome
 
-    def _again(self, failed: Failure | DadtError | None) -> bool:
-        if self._count == self._most or failed is None:
+    def _again(self, failed: Failure | DadtError) -> bool:
+        if self._count == self._most:
             return False
         now = _place(failed)
         if now is not None and now == self._before:
@@ -81,15 +77,15 @@ class Restarts:
 
     def _wait(self, seconds: float) -> None:
         """Raises Ended if the user ends the job meanwhile."""
-        if self._interrupts is not None and select.select([self._interrupts], [], [], seconds)[0]:
+        if self._interrupts is None:
+            time.sleep(seconds)
+        elif select.select([self._interrupts], [], [], seconds)[0]:
             for number in sorted(self._interrupts.take() & ENDING_SIGNALS):
                 raise Ended(number, "it was not started again")
 
 
 def _place(failed: Failure | DadtError) -> Any:
-    """Equal for two attempts that came to the same end by themselves; None where they did not."""
-    if isinstance(failed, DadtError):
-        return str(failed)
-    if failed.ending.code in FROM_OUTSIDE and not failed.ending.stopped:
+    """Equal for two attempts that came to the same end by themselves; None where a host or somebody ended them."""
+    if isinstance(failed, DadtError) or (failed.ending.code in FROM_OUTSIDE and not failed.ending.stopped):
         return None
     return failed.step, failed.record.text if failed.record is not None else failed.ending.code
