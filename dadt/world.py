@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -77,6 +77,10 @@ class World:
                 local_size=_tasks(here, int(env.get("SLURM_NODEID", "0"))) if launcher == "srun" else int(here),
             )
         return cls()
+
+    def among(self, members: Sequence[int]) -> World:
+        """The same worker in a world of these ranks, numbered in their order."""
+        return replace(self, rank=members.index(self.rank), world_size=len(members))
 
     def to_env(self) -> dict[str, str]:
         return {

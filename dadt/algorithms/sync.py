@@ -22,6 +22,7 @@ class Sync(Algorithm):
     by the script's own hand), a flag in the lane makes all ranks exchange again, and then launch none for some steps.
     """
 
+    survives = True
     wants_gradients = True
 
     attachment: Attachment
@@ -30,6 +31,7 @@ class Sync(Algorithm):
         super().__init__(attachment)
         self._overlap = Overlap()
         self._exchange: Exchange | None = None
+        """Launched from backward, or waited for."""
         self._holds = False
 
     def gradient_ready(self, parameter: torch.Tensor) -> None:
@@ -53,12 +55,13 @@ class Sync(Algorithm):
     def before_step(self) -> None:
         a = self.attachment
         exchange = self._exchange if self._exchange and a.schema_is_current() else a.new_exchange()
-        self._exchange = None
+        self._exchange = exchange
         growth = self._overlap.growth(exchange.schema.parameters)
         a.close(exchange, growth=growth, redo=exchange.touched)
         lanes = exchange.receive()
         agreed = len({lane.growth for lane in lanes}) == 1
         in_vain = any(lane.redo for lane in lanes)
+        self._exchange = None
         if in_vain:
             exchange = a.new_exchange(again=True)
             a.close(exchange)
@@ -73,6 +76,17 @@ class Sync(Algorithm):
 
     def after_step(self) -> None:
         self._holds = False
+
+    @property
+    def launched(self) -> Exchange | None:
+        return self._exchange
+
+    def regroup(self, behind: bool, keep: bool) -> None:
+        self._exchange = None
+        self._overlap = Overlap()
+        if behind:
+            self._holds = True
+            self.attachment.zero_gradients()
 
     @property
     def holds(self) -> bool:

@@ -1,16 +1,34 @@
-"""The ends of other ranks. Whatever waits for such a rank fails at once, with an error that names it."""
+"""The ends of other ranks. Whatever waits for such a rank fails at once, with an error that names it.
+
+Where training is to go on without them, their end begins a new generation: the others connect anew.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 from dadt.errors import CommError, CommTimeout, Mismatch, PeerLost
 
 NAME_SECONDS = 2.0
 """A library may notice a peer's end before the agents have told whose it was: how long that may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The ranks that train together from now on."""
+
+    number: int = 0
+    """0: those that the job began with."""
+    members: tuple[int, ...] = ()
+    """Their ranks, in order."""
+    firsts: tuple[int, ...] = ()
+    """The first of each host."""
+    text: str = ""
+    """Who has ended, where and how."""
 
 
 class Abort(Protocol):
@@ -26,8 +44,13 @@ class Deaths:
         self._lock = threading.Lock()
         self._aborts: list[Abort] = []
         self._known = threading.Event()
+        """An end was told, or a generation that is not entered yet."""
+        self._final = False
+        """An end was told that nobody trains on after."""
         self.text = ""
-        """Text of all that has been told: who has ended, where and how."""
+        """Text of what was told first: who has ended, where and how."""
+        self._newest = Generation()
+        self._entered = 0
         self.listening = False
         """`tell` will be called if a rank ends."""
         self._left: tuple[int, str] | None = None
@@ -37,9 +60,10 @@ class Deaths:
         """To be called when a rank ends, or at once if one has."""
         with self._lock:
             self._aborts = [each for each in self._aborts if each != abort] + [abort]
+            text = self._newest.text if self.outdated else self.text
             known = self._known.is_set()
         if known:
-            abort(self.text, lost=True)
+            abort(text, lost=True)
 
     def forget(self, abort: Abort) -> None:
         """It has ended by itself. Idempotent."""
@@ -49,13 +73,43 @@ class Deaths:
     def tell(self, text: str) -> None:
         """A rank has ended that the others need: who, where, and how. The first counts."""
         with self._lock:
-            if self._known.is_set():
+            if self._final:
                 return
-            self.text = text
+            self._final, self.text = True, text
             self._known.set()
             aborts = list(self._aborts)
         for abort in aborts:
             abort(text, lost=True)
+
+    def regroup(self, generation: Generation) -> None:
+        """These ranks train on without the others."""
+        with self._lock:
+            if generation.number <= self._newest.number:
+                return
+            self._newest = generation
+            self._known.set()
+            aborts = list(self._aborts)
+        for abort in aborts:
+            abort(generation.text, lost=True)
+
+    @property
+    def outdated(self) -> bool:
+        """There is a newer generation than the one that this rank is in."""
+        return self._newest.number > self._entered
+
+    def enter(self, error: Exception, seconds: float) -> Generation:
+        """The newest generation, in which this rank is from now on: what was connected before has failed.
+
+        Raises the error where none is told within these seconds.
+        """
+        if not self._known.wait(seconds) or self._final or not self.outdated:
+            raise error
+        with self._lock:
+            self._aborts.clear()
+            self._entered = self._newest.number
+            if not self._final:
+                self._known.clear()
+            return self._newest
 
     def tell_left(self, text: str, steps: int, mine: int) -> None:
         """A rank has ended well after so many steps; this one has taken `mine`. What both have begun may yet be done:
@@ -71,7 +125,7 @@ class Deaths:
 
     def check(self) -> None:
         """Raises PeerLost if a rank has ended: also a rank that waits for nobody just now need not go on."""
-        if self._known.is_set():
+        if self._final:
             raise PeerLost(self.text)
 
     @contextmanager
@@ -86,5 +140,5 @@ class Deaths:
     def name(self, error: CommError) -> None:
         """Raises PeerLost that names the rank whose end has caused the error, where that is known in a moment."""
         told = isinstance(error, CommTimeout | Mismatch) or str(error) == self.text
-        if self.listening and not told and self._known.wait(NAME_SECONDS):
+        if self.listening and not told and self._known.wait(NAME_SECONDS) and self._final:
             raise PeerLost(self.text) from error

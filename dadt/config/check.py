@@ -14,6 +14,8 @@ from dadt.errors import ConfigError
 
 CROSS = ("gloo", "nccl", "mpi")
 """Executors that the hierarchical one may use between hosts; c10d:<name> is valid as well."""
+SURVIVING = ("pipe", "sync", "auto")
+"""Algorithms that train on when ranks are lost."""
 COMPRESSIONS = ("none", "bf16", "fp16", "int8")
 """Names of compressions; powersgd:<rank> is valid as well."""
 METRICS = ("tensorboard", "prometheus")
@@ -43,6 +45,20 @@ def check_compression(name: str) -> None:
         raise ConfigError(
             f"--compression {name}: unknown; choose one of {', '.join(COMPRESSIONS)}, or powersgd:<rank>, as powersgd:4"
         )
+
+
+def check_min_np(least: int, np: int, algorithm: str, executors: set[str], launcher: str, nnodes: int) -> None:
+    """Where training can go on without a rank."""
+    given = f"--min-np {least}"
+    if np and least > np:
+        raise ConfigError(f"{given}: -np {np} starts no more; give {np} or less")
+    if algorithm not in SURVIVING:
+        raise ConfigError(f"{given}: --algorithm {algorithm} ends with any of its ranks; give pipe or sync")
+    for name in sorted(executors - {"auto", "shm", "gloo", "hierarchical", "hierarchical:gloo"}):
+        raise ConfigError(f"{given}: --executor {name} ends with any of its ranks; give shm, gloo or hierarchical")
+    if launcher == "mpi" or nnodes:
+        other = "--launcher mpi" if launcher == "mpi" else "--nnodes"
+        raise ConfigError(f"{given}: a job with {other} ends with any of its workers; leave one of the two out")
 
 
 def metrics_place(text: str) -> tuple[str, str]:

@@ -15,6 +15,7 @@ from dadt.config.check import (
     check_algorithm,
     check_compression,
     check_executor,
+    check_min_np,
     flag,
     here,
     loader_numbers,
@@ -262,6 +263,7 @@ class Config:
         metavar="KIND:WHERE",
         advanced=True,
     )
+    min_np: int = knob(0, "Train on when workers are lost, while so many are left.", metavar="M")
     max_restarts: int = launch_knob(0, "Times that a failed job starts again.")
     grace: float = launch_knob(5.0, "Seconds between SIGTERM and SIGKILL when you end a job.", advanced=True)
     forward_signals: str = launch_knob(
@@ -320,13 +322,16 @@ class Config:
         if self.orphan_timeout < LEAST_ORPHAN_TIMEOUT:
             raise ConfigError(f"--orphan-timeout {self.orphan_timeout}: must be {LEAST_ORPHAN_TIMEOUT:g} s or more")
         sizes = ("cycle_duration_ms", "all_reduce_buffer_size", "group_buffer_size")
-        for name in ("np", "accelerators", "nnodes", "simulate_hosts", "grace", "max_restarts", *sizes):
+        for name in ("np", "accelerators", "nnodes", "simulate_hosts", "grace", "min_np", "max_restarts", *sizes):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)}: must be 0 or more")
         for name in ("np", "accelerators", "nnodes", "simulate_hosts"):
             if getattr(self, name) > MOST:
                 given = "-np" if name == "np" else flag(name)
                 raise ConfigError(f"{given} {getattr(self, name)}: give {MOST} at most")
+        if self.min_np:
+            executors = {self.executor, self.broadcast_executor, self.allreduce_executor} - {""}
+            check_min_np(self.min_np, self.np, self.algorithm, executors, self.launcher, self.nnodes)
         if self.max_restarts and self.nnodes:
             raise ConfigError(
                 f"--max-restarts {self.max_restarts}: a job with --nnodes is started by hand on each host, and"

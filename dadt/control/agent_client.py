@@ -42,6 +42,8 @@ class Control:
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._reported = 0.0
+        self.generation = 0
+        """The generation of ranks that this one is in: the launcher answers no question of an older one."""
         self.secret = b""
         """The job's secret, known once the rank is claimed."""
         self._listener: threading.Thread | None = None
@@ -167,9 +169,9 @@ class Control:
         answer = self._ask("await_save", timeout, path=path, count=count, number=number, step=step)
         return str(answer["verdict"])
 
-    def listen(self, hear: Callable[[str, int | None], None]) -> bool:
-        """Call `hear` in a thread of its own when another rank ends: with a text, and the steps if it ended well. Call
-        this once. Returns whether there is an agent to tell."""
+    def listen(self, hear: Callable[[Frame], None]) -> bool:
+        """Call `hear` in a thread of its own when another rank ends: with the frame `death`, or `regroup` where ranks
+        train on. Call this once. Returns whether there is an agent to tell."""
         self._report("listen")
         self._listener = threading.Thread(target=self._listen, args=(hear,), name="dadt-control", daemon=True)
         self._listener.start()
@@ -182,12 +184,12 @@ class Control:
             self._reports.shutdown(socket.SHUT_RD)
             listener.join(LISTENER_SECONDS)
 
-    def _listen(self, hear: Callable[[str, int | None], None]) -> None:
+    def _listen(self, hear: Callable[[Frame], None]) -> None:
         """Ends with the connection. A lost agent is not reported here: the next question raises."""
         parser = Parser(schema.ANSWERS)
         while data := _heard(self._reports):
             for frame in parser.feed(data):
-                hear(frame["text"], frame.get("steps"))
+                hear(frame)
 
     def close(self) -> None:
         """Hang up. Idempotent."""
@@ -205,7 +207,8 @@ class Control:
 
     def _ask(self, kind: str, timeout: float, body: bytes = b"", **header: Any) -> Frame:
         self._check_process()
-        told = {"rank": self.world.rank, "pid": self._pid, "timeout": timeout, **header}
+        mine = {"rank": self.world.rank, "pid": self._pid, "generation": self.generation}
+        told = {**mine, "timeout": timeout, **header}
         question = _checked(Frame(kind, told, body))
         deadline = time.monotonic() + timeout + ANSWER_SECONDS
         try:

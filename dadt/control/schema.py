@@ -158,8 +158,12 @@ TERMINAL = maybe(pair(whole(0, 65535), whole(0, 65535)))
 DEATH = Kind({"text": text(TEXT), "steps_": COUNT})
 """Says which rank has ended and how, with its steps if it ended well."""
 
+_ranks = listed(RANK, MOST_RANKS)
+REGROUP = Kind({"generation": COUNT, "members": _ranks, "firsts": _ranks, "text": text(TEXT)})
+"""Says which ranks train on together, which of them are the first of their hosts, and who has ended."""
+
 _process: dict[str, Check] = {"rank": RANK, "pid": PID}
-_question: dict[str, Check] = {**_process, "timeout": SECONDS}
+_question: dict[str, Check] = {**_process, "timeout": SECONDS, "generation_": COUNT}
 _numbers = record(
     samples_=number, waited_=number, clock_=number, sent_=number, plain_=number, late_=number, fell_back_=number,
     step_times_=record(counts=by_size(COUNT), seconds=number),
@@ -220,8 +224,9 @@ ANSWERS = Speaker(
         "taken": Kind({}),
         "peers": Kind({"peers": listed(_member, MOST_RANKS)}),
         "saved": Kind({"verdict": one_of("there", "write")}),
-        "error": Kind({"type": one_of("DadtError", "StartTimeout"), "message": text(1 << 22)}),
+        "error": Kind({"type": one_of("DadtError", "StartTimeout", "PeerLost"), "message": text(1 << 22)}),
         "death": DEATH,
+        "regroup": REGROUP,
         "order": Kind(
             {"command": ARGUMENTS, "env": VARIABLES, "cwd": PATH, "terminal": TERMINAL, "out": PATH, "err": PATH}
         ),
@@ -330,9 +335,10 @@ LAUNCHER = Speaker(
         "stop": Kind({"grace_": number, "stacks_": flag, "natural_": number}),
         "answer": Kind({"line": LINE, "answer": anything}, 4 << 30),
         "stacks": Kind({"number": COUNT, "ranks": listed(RANK, MOST_RANKS)}),
-        "signal": Kind({"number": whole(1, 64)}),
+        "signal": Kind({"number": whole(1, 64), "rank_": RANK}),
         "heartbeat": Kind({"hosts": listed(record(index=RANK, address=text(64), port=PORT), 1 << 16)}),
         "death": DEATH,
+        "regroup": REGROUP,
         "beat": Kind({}),
     },
     header=64 << 20,

@@ -104,6 +104,7 @@ def _install_around(runtime: Runtime) -> None:
         saving.install(runtime, overlay)
         if overlay is not None:
             runtime.progress.files_apart = lambda: overlay.written
+            runtime.on_regroup.append(lambda: overlay.take_over() if runtime.first else None)
         download.install(runtime, overlay)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from dadt.errors import LaunchError
@@ -33,6 +33,8 @@ class Cause:
         self._held: Member | None = None
         """The rank that could not go on when the first other rank gave up waiting."""
         self._blame: Blame | None = None
+        self._excused: set[int] = set()
+        """Ranks without which the others have trained on."""
         self._error = ""
         """Why an agent was lost, or did not start its workers; the first report counts."""
         self._lost_at = float("inf")
@@ -42,6 +44,10 @@ class Cause:
         """Record that an agent was lost, or did not start its workers."""
         self._error = self._error or text
         self._lost_at = min(self._lost_at, at)
+
+    def excuse(self, ranks: Collection[int]) -> None:
+        """Record that the others train on without these: their ends are no cause."""
+        self._excused.update(ranks)
 
     def leave(self, rank: int) -> None:
         """Record that a rank ended well, at least by its own account."""
@@ -86,12 +92,14 @@ class Cause:
             return self._failure(*cause, begun, stacks)
         if self._error:
             raise LaunchError(self._error)
-        if lost := [slot.rank for slot in self._slots if slot.rank not in self._endings]:
+        known = self._excused | self._endings.keys()
+        if lost := [slot.rank for slot in self._slots if slot.rank not in known]:
             raise LaunchError(f"it is not known how rank {lost[0]} has ended: its agent has not told")
         return None
 
     def _find(self) -> tuple[Ending, Record | None] | None:
-        cause = find_cause(list(self._endings.values()), self._records, self._left)
+        endings = [ending for rank, ending in self._endings.items() if rank not in self._excused]
+        cause = find_cause(endings, self._records, self._left)
         if self._held is not None and self._held.rank in self._endings:
             held = self._endings[self._held.rank]
             gave_up = cause is not None and cause[1] is not None and cause[1].secondary

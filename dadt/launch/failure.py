@@ -72,6 +72,11 @@ class Record:
     def text(self) -> str:
         return f"{self.type}: {self.message}" if self.message else self.type
 
+    @property
+    def brief(self) -> str:
+        """Its first line."""
+        return _shortened(self.text.strip())[0]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:

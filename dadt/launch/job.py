@@ -8,16 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dadt.control import private_files
 from dadt.control.frame import Frame
 from dadt.launch.agents import Agents, Node
 from dadt.launch.cause import Cause
 from dadt.launch.failure import Ending, Record, signal_name, steps_text
 from dadt.launch.hosts.slot import Slot
+from dadt.launch.membership import EXIT_SECONDS, Membership
 from dadt.launch.monitor.journal import Journal
 from dadt.launch.monitor.members import Member, Rendezvous
 from dadt.launch.monitor.output import Output
 from dadt.launch.monitor.silence import Silences
+from dadt.launch.monitor.stacks import Stacks
 from dadt.launch.monitor.watch import View, Watch
 from dadt.launch.outcome import Outcome, Unread
 from dadt.launch.processes import sweep
@@ -29,12 +30,8 @@ MOST_SAID = 10_000
 """Most different lines of `say` that are printed, each once."""
 PRIMARY_SECONDS = 1.0
 """How long to wait, after a failure that another one caused, for that other one to show."""
-EXIT_SECONDS = 1.0
-"""How long a worker may take to exit after it reported an uncaught exception."""
 FAILURE_GRACE = 1.0
 """Time from SIGTERM to SIGKILL after a failure. After the user's Ctrl-C it is --grace."""
-DUMP_SECONDS = 30.0
-"""Least time between two dumps of all stacks because of a stall."""
 END_SECONDS = 5.0
 """How long an agent may take to end, beyond the grace."""
 HANG_UP_SECONDS = 4.0
@@ -58,9 +55,11 @@ class Job:
         grace: float,
         verbose: bool = False,
         timeout: float = float("inf"),
+        least: int = 0,
     ) -> None:
         """agents: they are all ready. grace: seconds from SIGTERM to SIGKILL when the user ends the job. timeout:
-        seconds for which ranks wait for one that cannot go on."""
+        seconds for which ranks wait for one that cannot go on. least: training goes on while so many ranks are left;
+        0: it ends with any."""
         self._timeout = timeout
         self._held_since = 0.0
         self._job = job
@@ -79,9 +78,8 @@ class Job:
         """Texts for the user, printed as soon as nothing else is being written."""
         self._cause = Cause(slots, self._rendezvous.members, output, self._silences.blame)
         self._outcome = Outcome(seconds=0.0)
-        self._stacks: list[Path] = []
-        self._dumped = float("-inf")
-        """Time at which a worker last asked for the stacks."""
+        self._membership = Membership(least, slots, self._rendezvous, self._cause, agents, say)
+        self._stacks = Stacks(output, say)
         self._working: set[Node] = set(agents.nodes)
         """Nodes that have not reported yet that all their workers have ended."""
         self._fail_at = float("inf")
@@ -97,11 +95,8 @@ class Job:
         """Send each node's agent the order to start its workers."""
         self._begin = time.monotonic()
         self._begin_time = time.time()
-        ranks: dict[int, set[int]] = {}
-        for slot in self._slots:
-            ranks.setdefault(slot.cross_rank, set()).add(slot.rank)
         for cross_rank, (node, order) in enumerate(zip(self._agents.nodes, orders, strict=True)):
-            node.ranks = frozenset(ranks[cross_rank])
+            node.ranks = frozenset(slot.rank for slot in self._slots if slot.cross_rank == cross_rank)
             self._agents.send(node, order)
             if node.ended:
                 self._lose(node, "was lost before it could start its workers")
@@ -126,8 +121,10 @@ class Job:
             while self._working:
                 for node, frame in self._agents.turn(self._patience()):
                     self.watch.see(frame)
-                    # Kinds that belong to the startup may come late, and are ignored.
-                    getattr(self, f"_on_{frame.kind}", _ignore)(node, frame)
+                    if (refusal := self._membership.refusal(frame)) is not None:
+                        self._answer(node, frame["line"], refusal)
+                    else:  # kinds that belong to the startup may come late, and are ignored
+                        getattr(self, f"_on_{frame.kind}", _ignore)(node, frame)
                 self._turn()
         finally:
             if interrupts is not None:
@@ -173,6 +170,7 @@ class Job:
             self._fail_at = float("inf")
             self.terminate(FAILURE_GRACE, "a worker failed", stacks=True)
         self._look_for_held(now)
+        self._membership.turn()
         for death in self._deaths:  # after the stacks are asked for, as ranks move on when they hear of a death
             self._agents.send_all(death)
         self._deaths.clear()
@@ -207,12 +205,15 @@ class Job:
             self.end(number, signal_name(number))
 
     def _on_lost(self, node: Node, frame: Frame) -> None:
-        self._lose(node, f"{frame['message']}; all its workers were stopped", frame.get("time", float("inf")))
-        for slot in self._slots:
-            if slot.cross_rank == self._agents.nodes.index(node):
-                member = self._rendezvous.members[slot.rank]
-                member.ended = True
-                member.sign("is on a host whose agent is gone")
+        here = [slot.rank for slot in self._slots if slot.cross_rank == self._agents.nodes.index(node)]
+        if self._survives(here, f"{node.name or 'this host'}: {frame['message']}"):
+            self._working.discard(node)
+        else:
+            self._lose(node, f"{frame['message']}; all its workers were stopped", frame.get("time", float("inf")))
+        for rank in here:
+            member = self._rendezvous.members[rank]
+            member.ended = True
+            member.sign("is on a host whose agent is gone")
 
     def _lose(self, node: Node, text: str, at: float = float("inf")) -> None:
         self._cause.lose(f"{node.name}: {text}" if node.name else text, at)
@@ -244,8 +245,7 @@ class Job:
 
     def _on_claim(self, node: Node, frame: Frame) -> None:
         member = self._rendezvous.members[frame["rank"]]
-        member.pid = frame["pid"]
-        member.claimed = True
+        member.pid, member.claimed = frame["pid"], True
         member.sign("has begun to train")
 
     def _on_numbers(self, node: Node, frame: Frame) -> None:
@@ -259,7 +259,13 @@ class Job:
     def _on_failed(self, node: Node, frame: Frame) -> None:
         record = Record.from_header({**frame.header, "time": frame["time"] - node.clock})
         self._cause.give_up(frame["rank"], record)
-        if not record.thread:
+        if record.thread:
+            return
+        member = self._rendezvous.members[frame["rank"]]
+        why = f"rank {member.rank} ({member.place}) failed with {record.brief}"
+        if member.step > 0 and self._survives([member.rank], why):  # before that all ranks are about to do the same
+            self._membership.expect_end(member.rank)
+        elif not member.lost:
             self._fail_by(EXIT_SECONDS)
 
     def _on_ending(self, node: Node, frame: Frame) -> None:
@@ -293,7 +299,7 @@ class Job:
         self._answer(node, frame["line"], Frame("taken"))
 
     def _on_peers(self, node: Node, frame: Frame) -> None:
-        peers = [self._seen_from(frame["rank"], member) for member in self._rendezvous.members]
+        peers = [self._seen_from(frame["rank"], member) for member in self._rendezvous.present]
         self._answer(node, frame["line"], Frame("peers", {"peers": peers}))
 
     def _seen_from(self, rank: int, member: Member) -> dict[str, Any]:
@@ -327,37 +333,31 @@ class Job:
             self._cause.leave(ending.rank)
             text = f"{who} after {steps_text(ending.step)}, while others went on"
             self._deaths.append(Frame("death", {"text": text, "steps": max(0, ending.step)}))
-        elif ending.code and not ending.stopped:
+        elif ending.code and not ending.stopped and not member.lost:
+            if self._survives([ending.rank], f"{who} after {steps_text(ending.step)}"):
+                return
             secondary = record is not None and record.secondary
             if not secondary:
                 self._deaths.append(Frame("death", {"text": f"{who} after {steps_text(ending.step)}"}))
             self._fail_by(PRIMARY_SECONDS if secondary else 0.0)
         self._rendezvous.settle()
 
+    def _survives(self, lost: Sequence[int], why: str) -> bool:
+        """Whether the job goes on without these ranks."""
+        if self._outcome.signal or self._grace < float("inf") or self._fail_at < float("inf"):
+            return False
+        return self._membership.lose(lost, why)
+
     def _on_stacks(self, node: Node, frame: Frame) -> None:
-        path = self._output.stacks(frame["rank"])
-        try:
-            with private_files.open_file(path, "ab", inner=True) as file:  # keeps the stacks of a stall, which say more
-                file.write(b"\n" * bool(file.tell()) + frame.body)
-        except OSError as error:
-            self._say(f"{path} could not be written: {error.strerror}", "warning")
-            return
-        if path not in self._stacks:
-            self._stacks.append(path)
+        self._stacks.write(frame["rank"], frame.body)
 
     def _on_dump(self, node: Node, frame: Frame) -> None:
-        """A stalled worker asks for all stacks. Others stalled by the same cause ask at about the same time."""
-        now = time.monotonic()
-        if now - self._dumped < DUMP_SECONDS:
-            return
-        self._dumped = now
-        living = [slot.rank for slot in self._slots if not self._rendezvous.members[slot.rank].ended]
-        self._agents.send_all(Frame("stacks", {"number": OWN_INQUIRY, "ranks": living}))
-        self._say(f"the stacks of all ranks go to {self._output.stacks(0).with_name('rank*.stacks')}", "warning")
+        if (order := self._stacks.wanted(self._rendezvous.members)) is not None:
+            self._agents.send_all(order)
 
     def _on_stack(self, node: Node, frame: Frame) -> None:
         if frame["number"] == OWN_INQUIRY:
-            self._on_stacks(node, Frame("stacks", frame.header, frame.body or frame["problem"].encode()))
+            self._stacks.write(frame["rank"], frame.body or frame["problem"].encode())
         elif self._query is not None:
             self._query.told(frame)
 
@@ -390,8 +390,9 @@ class Job:
 
     def _judge(self) -> Outcome:
         self._outcome.seconds = time.monotonic() - self._begin
+        self._outcome.losses = self._membership.losses
         if not self._outcome.signal:
-            self._outcome.failure = self._cause.judge(self._begin_time, self._stacks)
+            self._outcome.failure = self._cause.judge(self._begin_time, self._stacks.paths)
         return self._outcome
 
 

@@ -154,6 +154,7 @@ def _run(
             config.grace,
             verbose=config.verbose,
             timeout=config.timeout,
+            least=config.min_np,
         )
         voice.meanwhile(lambda: job.attend(interrupts))
         report.placed(where.config, where.nodes, where.slots, job.watch)

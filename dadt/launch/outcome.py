@@ -11,6 +11,18 @@ from dadt.errors import DadtError
 from dadt.launch.failure import Failure, signal_name
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loss:
+    """A rank that ended while the others trained on."""
+
+    rank: int
+    host: str
+    step: int
+    """Optimizer steps that it had done; -1: none."""
+    time: float
+    why: str
+
+
 @dataclass(kw_only=True)
 class Outcome:
     """The facts about a job of which nothing is left."""
@@ -27,6 +39,8 @@ class Outcome:
     """Whether any worker imported torch with DADT hooked in."""
     stepped: bool = False
     """Whether any worker's optimizer made a step; known even if the process ended by os._exit without a report."""
+    losses: Sequence[Loss] = ()
+    """Ranks without which the others have trained on."""
     restarts: int = 0
     """How often the job was started again before."""
     stuck: Sequence[int] = ()

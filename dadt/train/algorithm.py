@@ -46,6 +46,9 @@ class Algorithm(abc.ABC):
     in_flight = 1
     """Exchanges that are under way at once, at most, while the script works."""
 
+    survives = False
+    """Training goes on when ranks are lost: there is a `regroup`."""
+
     wants_gradients = False
     """Whether `gradient_ready` is to be called."""
 
@@ -87,6 +90,25 @@ class Algorithm(abc.ABC):
 
     def after_step(self) -> None:  # noqa: B027 (optional hook)
         """The optimizer has stepped, or the step was skipped by agreement."""
+
+    @property
+    def launched(self) -> Exchange | None:
+        """What this step has launched, while it waits for an exchange."""
+        return None
+
+    @property
+    def pending(self) -> Exchange | RestoredExchange | None:
+        """What earlier steps have launched, as it was before this step."""
+        return None
+
+    def regroup(self, behind: bool, keep: bool) -> Exchange | None:
+        """Ranks were lost, and with them what was under way: go back to before this step, whose `before_step` failed if
+        it was in it. Returns the exchange that is to be launched once more.
+
+        behind: others have had the averages of this step, or of the coming one; their weights and state are in place,
+        and nothing is to be applied in it. keep: what earlier steps have launched can be launched again, on all ranks.
+        """
+        return None
 
     def loaded(self) -> None:  # noqa: B027 (optional hook)
         """The script has replaced weights by `load_state_dict`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -22,15 +21,16 @@ from dadt.train.exchange import fingerprint
 from dadt.train.exchange.exchange import BucketPlan, Exchange, hand_out
 from dadt.train.exchange.step_metadata import StepMetadata
 from dadt.train.finite import Finite
+from dadt.train.lockstep import Lockstep, Survivor
 from dadt.train.measure import Measure
-from dadt.train.param_groups import group_values
+from dadt.train.param_groups import groups_crc
 from dadt.train.peers import Peers
 from dadt.train.prediction_scope import PredictionScope
 from dadt.train.restored import RestoredExchange
 from dadt.train.trained import below, listed, sparse_tables
 
 
-class Owner(Protocol):
+class Owner(Survivor, Protocol):
     """The runtime, as an attachment and its algorithm need it beside the peers."""
 
     buffers: Buffers
@@ -78,6 +78,7 @@ class Attachment:
         self._optimizer = weakref.ref(optimizer)
         self.index = index
         self.step = 0
+        self.lockstep = Lockstep(self, owner, partial(owner.join, self))
         self.has_closure = False
         self.warmup_steps = runtime.config.warmup_steps
         self.compression = runtime.config.compression if owner.together else "none"
@@ -127,8 +128,7 @@ class Attachment:
     @property
     def parameters(self) -> list[torch.Tensor]:
         """Those that are trained, in registration order; none once the optimizer is collected."""
-        optimizer = self._optimizer()
-        return [p for p in listed(optimizer) if p.requires_grad] if optimizer else []
+        return [p for p in listed(optimizer) if p.requires_grad] if (optimizer := self._optimizer()) else []
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -155,11 +155,6 @@ class Attachment:
         token: tuple[Any, ...] = self._token[0]
         return token
 
-    @property
-    def groups(self) -> int:
-        """crc32 of the optimizer's param_group values."""
-        return zlib.crc32(repr(group_values(self.optimizer)).encode())
-
     def schema_is_current(self) -> bool:
         return self._schema is not None and self._token == self._make_token()
 
@@ -177,7 +172,7 @@ class Attachment:
         optimizer = self.optimizer
         if self.runtime.config.broadcast:
             self.algorithm.starting()
-        self.owner.join(self)
+        self.lockstep.join()
         for p in listed(optimizer):
             self._known[p] = True
         if self.runtime.config.buffers:
@@ -273,11 +268,19 @@ class Attachment:
             self.prediction.undo()
         self.refresh()
         if self._token[0]:
-            self.algorithm.before_step()
+            self.lockstep.average()
         self._delivered = [(p, p.grad) for p in parameters]
         self.batch_weight.exchanged()
         self.consumed = True
         self._grew = False
+
+    def forget_launched(self, exchange: Exchange | None) -> None:
+        """Ranks were lost: what compression owes is forgotten, and the step launches this exchange anew."""
+        if self._schema is not None:
+            self._schema.forget_residuals()
+        if exchange is not None:
+            self._exchanges -= 1
+            exchange.give_back()
 
     def zero_gradients(self) -> None:
         """Zero the gradients for a step that applies none, in other memory: the flat buffers may be under way."""
@@ -335,13 +338,12 @@ class Attachment:
     def new_exchange(self, *, again: bool = False) -> Exchange:
         assert self._schema is not None
         self._exchanges += not again
-        number = self._exchanges - 1
-        name = f"step {number}{self.name}{', again' if again else ''}"
+        name = f"step {self._exchanges - 1}{self.name}{', again' if again else ''}"
         if again:
             # Its residual went with the exchange before, which nobody uses.
             self._schema.forget_residuals()
         weight = self.batch_weight.value
-        exchange = Exchange(self.runtime, self._schema, number, name, weight, compressed=self._compresses)
+        exchange = Exchange(self.runtime, self._schema, self._exchanges - 1, name, weight, compressed=self._compresses)
         exchange.scale = self.scale
         self.runtime.keep(exchange)
         return exchange
@@ -353,7 +355,7 @@ class Attachment:
             StepMetadata(
                 layout=exchange.schema.crc,
                 drawn=self.batch_weight.drawn,
-                groups=self.groups,
+                groups=groups_crc(self.optimizer),
                 fingerprint=self.agreement.fingerprint(exchange.number, self.parameters, self._untrained),
                 growth=growth,
                 redo=redo,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import torch
@@ -27,6 +28,11 @@ def take_values(optimizer: torch.optim.Optimizer, values: list[dict[str, Any]]) 
     for group, theirs in zip(optimizer.param_groups, values, strict=True):
         for key, value in theirs.items():
             group[key] = _taken(group.get(key), value)
+
+
+def groups_crc(optimizer: torch.optim.Optimizer) -> int:
+    """crc32 of its param_group values."""
+    return zlib.crc32(repr(group_values(optimizer)).encode())
 
 
 _OTHER = object()

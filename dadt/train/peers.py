@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,13 +12,15 @@ import torch
 
 from dadt.comm import executors, plain
 from dadt.comm.bucket import DTYPES, split
-from dadt.comm.executors.meet import AllRanks, Meet
+from dadt.comm.executors.meet import AllRanks, Apart, Meet
 from dadt.comm.executors.point_to_point import NoPointToPoint
 from dadt.comm.peer_deaths import Abort, Deaths
 from dadt.comm.trace.recorder import Timeline
 from dadt.config import Config
-from dadt.errors import CommError, CommTimeout
+from dadt.control.agent_client import Control
+from dadt.errors import CommError, CommTimeout, Mismatch
 from dadt.train.exchange.background import Background
+from dadt.train.gathering import Gathering
 from dadt.train.progress import Progress
 from dadt.train.stall import PATIENCE, Stall
 from dadt.world import World
@@ -27,7 +30,12 @@ if TYPE_CHECKING:
     from dadt.comm.executors.base import Connection, PointToPoint
     from dadt.comm.executors.device import Averaging, Device
     from dadt.comm.rendezvous.store_client import StoreClient
-    from dadt.control.agent_client import Control
+
+REGROUP_SECONDS = 10.0
+"""How long it may take from what a library notices of the end of a host until the launcher says who trains on."""
+
+KEPT = 16
+"""Gatherings that a rank keeps, as another one may still wait for them."""
 
 
 class InFlight(Protocol):
@@ -48,6 +56,13 @@ class Peers:
 
     def __init__(self, world: World, config: Config, control: Control | StoreClient | None) -> None:
         self.world = world
+        """This rank among those that the job began with."""
+        self.group = world
+        """This rank among those that train now; others may have been lost."""
+        self.members: Sequence[int] = range(world.world_size)
+        """The ranks of the group, in its order."""
+        self.first = world.local_rank == 0
+        """It is the first of its host, which writes files for good."""
         self.config = config
         self.control = control
         self.progress = Progress()
@@ -61,10 +76,17 @@ class Peers:
         """The device that averages tensors of this rank's GPU where they are."""
         self.in_flight: list[InFlight] = []
         """Exchanges that may not be done yet."""
+        self.gatherings: list[Gathering] = []
+        """The newest, in order, some of which may not be done."""
+        self.gathered = 0
+        """How many there were."""
+        self.transaction: float | None = None
+        """When this rank began what is done as a whole or not at all; None outside of that."""
         self.closing = False
         """This rank is at its end, where others are, too."""
         self._launched_at: weakref.WeakKeyDictionary[InFlight, int] = weakref.WeakKeyDictionary()
         """How many steps this rank had taken when it launched each."""
+        self._generation = 0
         self._engine: Engine | None = None
         self._broadcaster: Engine
         self._disconnect: Callable[[], None] = lambda: None
@@ -89,37 +111,81 @@ class Peers:
 
     @property
     def meet(self) -> Meet:
-        """The rendezvous of all ranks."""
-        return AllRanks(self.world, self.control, self.config.start_timeout)
+        """The rendezvous of all ranks of the group."""
+        return self.meet_within(self.config.start_timeout)
+
+    def meet_within(self, seconds: float) -> Meet:
+        meet = AllRanks(self.group, self.control, seconds)
+        return meet if self.group is self.world else Apart(meet, f"generation {self._generation}")
+
+    @property
+    def survives(self) -> bool:
+        """Training goes on when ranks are lost."""
+        return self.config.min_np > 0 and self.deaths.listening
+
+    @contextmanager
+    def as_a_whole(self) -> Iterator[None]:
+        """What is done within is begun anew where ranks are lost meanwhile."""
+        outer, self.transaction = self.transaction, perf_counter()
+        try:
+            yield
+        finally:
+            self.transaction = outer
+
+    def enter(self, error: Exception) -> None:
+        """Be in the newest group from now on, not connected yet. Raises the error where none is told in time."""
+        if not self.survives or isinstance(error, Mismatch | CommTimeout):
+            raise error
+        generation = self.deaths.enter(error, REGROUP_SECONDS)
+        self._generation = generation.number
+        self.members, self.first = generation.members, self.world.rank in generation.firsts
+        self.group = self.world.among(self.members)
+        if isinstance(self.control, Control):
+            self.control.generation = generation.number
 
     def connect(self) -> Connection:
         """Waits for all ranks. Raises StartTimeout, PeerLost, ConfigError."""
-        connection = executors.connect(self.config, self.world, self.meet)
+        while True:
+            try:
+                connection = self._connected()
+                break
+            except Exception as error:  # noqa: BLE001 (a library may say in words of its own that a rank has ended)
+                self.enter(error)
         self._engine, self._disconnect = connection.engine, connection.close
         self._broadcaster, self.device = connection.engine_of("broadcast"), connection.device
         self._abort = connection.abort
         self.deaths.watch(self._abort)
         self.background = Background(connection.engine)
         self._mismatch_is_told, self.mail = connection.told, connection.mail
-        self.progress.senders += [each for each in (connection.engine, connection.device) if each is not None]
+        self.progress.sends_with(each for each in (connection.engine, connection.device) if each is not None)
         return connection
+
+    def _connected(self) -> Connection:
+        if self.group.world_size == 1:
+            return executors.connect_one("null", self.config, self.group, self.meet)
+        return executors.connect(self.config, self.group, self.meet)
 
     def disconnect(self) -> None:
         """Waits a few seconds for what is under way."""
-        self.deaths.forget(self._abort)
         if self.control is not None:
             self.control.stop_listening()
+        if self.timeline is not None:
+            self.timeline.stop()
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        """End the connection with the group."""
+        self.deaths.forget(self._abort)
         try:
             self.engine.close(5.0)
         finally:
             self.background.close()
-            if self.timeline is not None:
-                self.timeline.stop()
-            self._disconnect()
+            disconnect, self._disconnect = self._disconnect, lambda: None
+            disconnect()
 
     def say(self, text: str, level: str = "info") -> None:
         """One line to the user, each text once; rank 0 speaks for all, warnings come from any rank."""
-        if text in self._told or (self.world.rank != 0 and level == "info"):
+        if text in self._told or (self.group.rank != 0 and level == "info"):
             return
         self._told.add(text)
         if self.control is not None:
@@ -127,14 +193,25 @@ class Peers:
 
     # Exchanges -------------------------------------------------------------------------------------------------
 
-    def allgather(self, name: str, data: bytes) -> Work:
-        return self.engine.allgather(data, name)
+    def allgather(self, name: str, data: bytes) -> Gathering:
+        gathering = Gathering(name, data, self.gathered)
+        self.gathered += 1
+        if self.survives:
+            self.gatherings = [*self.gatherings[-KEPT:], gathering]
+        gathering.launch(self.engine)
+        return gathering
+
+    def tell(self, name: str, data: bytes) -> list[bytes]:
+        """Every rank's bytes, by rank of the group, beside all that training launches."""
+        work = self.engine.allgather(data, name)
+        self.wait(work)
+        return work.lanes
 
     def collect(self, name: str, value: Any) -> list[Any]:
         """Every rank's value, by rank."""
-        work = self.engine.allgather(plain.encode(value, f"what ranks tell each other ({name})"), name)
-        self.wait(work)
-        return [plain.decode(lane) for lane in work.lanes]
+        gathering = self.allgather(name, plain.encode(value, f"what ranks tell each other ({name})"))
+        self.wait(gathering)
+        return [plain.decode(lane) for lane in gathering.lanes]
 
     def broadcast(self, tensors: Sequence[torch.Tensor], name: str, root: int = 0) -> None:
         """Overwrite the tensors with the root's."""
@@ -170,7 +247,7 @@ class Peers:
         self.in_flight = [e for e in self.in_flight if not e.done] + [exchange]
         self._launched_at[exchange] = self.step
 
-    def wait(self, work: Work | Averaging) -> None:
+    def wait(self, work: Work | Averaging | Gathering) -> None:
         """Wait until the work is done. Says for whom it waits, and raises an error that names them."""
         begun = perf_counter()
         stood = not work.done
@@ -187,7 +264,7 @@ class Peers:
                     raise
                 self._look(work, perf_counter() - begun, error)
 
-    def _look(self, work: Work | Averaging, waited: float, timeout: CommTimeout) -> None:
+    def _look(self, work: Work | Averaging | Gathering, waited: float, timeout: CommTimeout) -> None:
         """Raises where waiting on is in vain."""
         launched = None if self.closing else self._steps_before(work)
         try:
@@ -203,15 +280,17 @@ class Peers:
     def _has_failed(self) -> bool:
         return self.engine.error is not None or self._broadcaster.error is not None
 
-    def _steps_before(self, work: Work | Averaging) -> int:
+    def _steps_before(self, work: Work | Averaging | Gathering) -> int:
         """How many steps this rank had taken when it launched the work."""
         for exchange in self.in_flight:
             if any(mine is work for mine in exchange.works):
                 return self._launched_at[exchange]
         return self.step
 
-    def _parameters_of(self, work: Work | Averaging) -> str:
+    def _parameters_of(self, work: Work | Averaging | Gathering) -> str:
         """The names of what an exchange's work moves, as far as known: " (fc.weight and 3 more)"."""
+        if isinstance(work, Gathering):
+            return ""
         names = self.parameter_names()
         for exchange in self.in_flight:
             known = [names[id(t)] for t in exchange.tensors_of(work) if id(t) in names]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from dadt.control.step_times import StepTimes
@@ -26,18 +26,25 @@ class Progress:
         self.samples = 0
         """Drawn from shared loaders for training."""
         self.hook_seconds = 0.0
+        """Seconds in DADT's hooks around steps, waiting included."""
         self.files_apart: Callable[[], int] = int
         """How many files this rank has written apart from those of the first of its host."""
-        """Seconds in DADT's hooks around steps, waiting included."""
+        self.stood = 0.0
+        """Seconds without training, as ranks were lost and the others connected anew."""
         self.measures: list[Measure] = []
         """Sums of all optimizers so far; one may be collected before the end."""
         self.senders: list[Sender] = []
+        self._sent_before = (0, 0)
         self._step_times = StepTimes()
 
     def stepped(self, now: float) -> None:
         """now: in seconds of a clock that only goes forward."""
         self.step += 1
         self._step_times.stepped(now)
+
+    def sends_with(self, senders: Iterable[Sender]) -> None:
+        """From now on with these."""
+        self._sent_before, self.senders = self._sent(), list(senders)
 
     def numbers(self) -> dict[str, Any]:
         """How it goes."""
@@ -68,6 +75,7 @@ class Progress:
             "hook_seconds": self.hook_seconds,
             **({"not_finite": bad} if (bad := sum(m.not_finite for m in self.measures)) else {}),
             **({"files_apart": apart} if (apart := self.files_apart()) else {}),
+            **({"stood": self.stood} if self.stood else {}),
             **({"sent": sent, "plain": plain} if sent != plain else {}),
         }
 
@@ -76,5 +84,5 @@ class Progress:
         return sum(m.waited for m in self.measures)
 
     def _sent(self) -> tuple[int, int]:
-        counts = [sender.sent for sender in self.senders]
+        counts = [self._sent_before, *(sender.sent for sender in self.senders)]
         return sum(sent for sent, _ in counts), sum(plain for _, plain in counts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import torch
@@ -17,38 +18,77 @@ def take_rank_0s(runtime: Registry, attachment: Attachment, *, weights: bool) ->
     """param_group values; with `weights` weights, buffers and optimizer state as well. Raises Mismatch where the ranks
     train different models."""
     optimizer = attachment.optimizer
-    parameters = [p for g in optimizer.param_groups for p in g["params"]]
-    shapes = [tuple(p.shape) for p in parameters]
-    state = b""
-    if runtime.world.rank == 0 and weights and optimizer.state:
-        state = plain.encode(optimizer.state_dict()["state"], f"the state of {type(optimizer).__name__}")
-    mine = (shapes, group_values(optimizer, wait=True), state)
+    shapes = [tuple(p.shape) for g in optimizer.param_groups for p in g["params"]]
+    first = runtime.group.rank == 0
+    mine = (shapes, group_values(optimizer, wait=True), _state(optimizer) if first and weights else b"")
     theirs = runtime.collect(f"start{attachment.name}", mine)
-    for rank, (other, _, _) in enumerate(theirs):
+    for rank, (other, _, _) in zip(runtime.members, theirs, strict=True):
         if other != theirs[0][0]:
             raise Mismatch(
-                f"rank {rank} trains {_count(other)} and rank 0 {_count(theirs[0][0])}{attachment.name}:"
-                " every rank must build the same model"
+                f"rank {rank} trains {_count(other)} and rank {runtime.members[0]} {_count(theirs[0][0])}"
+                f"{attachment.name}: every rank must build the same model"
             )
     take_values(optimizer, theirs[0][1])
     if weights:
         # How far a rank's own weights moved says nothing of rank 0's.
         attachment.prediction.forget()
-        for other in runtime.attachments:  # the root may have their parameters, too
-            other.prediction.suspend()
-        # Also what the optimizer does not train: a frozen part of the model.
-        roots = runtime.root_modules(optimizer)
-        every = dict.fromkeys([*parameters, *(p for m in roots for p in m.parameters())])
-        runtime.broadcast([p.data for p in every], f"weights{attachment.name}")
-        # Later on others may have come to differ in shape.
-        averaged = [b for _, _, b in attachment.buffers()]
-        buffers = averaged if attachment.step else [b for m in roots for b in m.buffers()]
-        runtime.broadcast([b.data for b in buffers], f"buffers{attachment.name}")
-        if runtime.world.rank != 0 and theirs[0][2]:
-            groups = optimizer.state_dict()["param_groups"]
-            optimizer.load_state_dict({"state": plain.decode(theirs[0][2]), "param_groups": groups})
-        elif runtime.world.rank != 0:
-            optimizer.state.clear()
+        for tensors, what in _parts(runtime, attachment):
+            runtime.broadcast(tensors, f"{what}{attachment.name}")
+        if not first:
+            _load(optimizer, theirs[0][2])
+
+
+def catch_up(runtime: Registry, attachment: Attachment, root: int, *, behind: bool) -> None:
+    """Take weights, buffers and optimizer state of the group's rank `root`, where this rank is behind: once all has
+    come, so that a rank which is lost meanwhile leaves nothing half done. All ranks call it."""
+    state = runtime.tell("state", _state(attachment.optimizer) if runtime.group.rank == root else b"")[root]
+    attachment.prediction.forget()
+    came: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for tensors, what in _parts(runtime, attachment):
+        places = tensors if runtime.group.rank == root else [torch.empty_like(t) for t in tensors]
+        runtime.broadcast(places, f"{what} of rank {runtime.members[root]}{attachment.name}", root)
+        came += zip(tensors, places, strict=True)
+    if behind:
+        with torch.no_grad():
+            for tensor, value in came:
+                tensor.copy_(value)
+        _load(attachment.optimizer, state)
+
+
+def weights_crc(runtime: Registry, attachment: Attachment) -> int:
+    """crc32 of all weights that it trains and of those beside them."""
+    crc = 0
+    for t in _parts(runtime, attachment)[0][0]:
+        crc = zlib.crc32(t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, crc)
+    return crc
+
+
+def _parts(runtime: Registry, attachment: Attachment) -> list[tuple[list[torch.Tensor], str]]:
+    """Weights and buffers: the true ones."""
+    for other in runtime.attachments:  # the root may have their parameters, too
+        other.prediction.suspend()
+    # Also what the optimizer does not train: a frozen part of the model.
+    roots = runtime.root_modules(attachment.optimizer)
+    parameters = [p for g in attachment.optimizer.param_groups for p in g["params"]]
+    every = dict.fromkeys([*parameters, *(p for m in roots for p in m.parameters())])
+    # Later on others may have come to differ in shape.
+    averaged = [b for _, _, b in attachment.buffers()]
+    buffers = averaged if attachment.step else [b for m in roots for b in m.buffers()]
+    return [([p.data for p in every], "weights"), ([b.data for b in buffers], "buffers")]
+
+
+def _state(optimizer: torch.optim.Optimizer) -> bytes:
+    if not optimizer.state:
+        return b""
+    return plain.encode(optimizer.state_dict()["state"], f"the state of {type(optimizer).__name__}")
+
+
+def _load(optimizer: torch.optim.Optimizer, state: bytes) -> None:
+    if not state:
+        optimizer.state.clear()
+        return
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": plain.decode(state), "param_groups": groups})
 
 
 def take_rank_0s_groups(runtime: Registry, attachment: Attachment) -> None:

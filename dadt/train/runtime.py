@@ -13,24 +13,29 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.parameter import is_lazy
 
+from dadt.comm.peer_deaths import Generation
 from dadt.comm.trace.gather import Alone, Peers, Through
 from dadt.comm.trace.merge import merge
 from dadt.comm.trace.recorder import Timeline
 from dadt.config import Config
-from dadt.errors import CommError, CommTimeout, DadtError, StartTimeout
-from dadt.train import replicate
+from dadt.errors import CommError, CommTimeout, ConfigError, DadtError, PeerLost, StartTimeout
+from dadt.train import regroup, replicate
 from dadt.train.algorithm import Algorithm
 from dadt.train.attachment import Attachment
 from dadt.train.buffers import Buffers
 from dadt.train.checkpoint import Checkpoints
+from dadt.train.gathering import Gathering
 from dadt.train.prediction_scope import PredictionScope
 from dadt.train.registry import Registry
 from dadt.world import World
 
 if TYPE_CHECKING:
+    from dadt._core import Work
     from dadt.comm.executors.base import Connection
+    from dadt.comm.executors.device import Averaging
     from dadt.comm.rendezvous.store_client import StoreClient
     from dadt.control.agent_client import Control
+    from dadt.control.frame import Frame
 
 _MERGE_SECONDS = 300.0  # that making one timeline of all ranks' may take
 
@@ -57,12 +62,17 @@ class Runtime(Registry):
         """Called before optimizers are attached."""
         self.on_begin: list[Callable[[], None]] = []
         """Called at every training forward and consumption."""
+        self.on_regroup: list[Callable[[], None]] = []
+        """Called when others were lost, once this rank is connected with those that are left."""
         self.on_end: list[Callable[[], None]] = []
         """Called when the script has ended, whatever has become of its optimizers: as added, the same on all ranks."""
         self.on_stop: list[Callable[[], None]] = []
         """Called last, also after a failure: messages under way have failed, and threads that use torch end here, as
         the interpreter aborts the process where it ends and they do not."""
+        self._regrouping = False
         self._claimed = False
+        self._arrived = False
+        """All ranks are at their end."""
         self.buffers = Buffers()
         self.window = PredictionScope(lambda: [a.prediction for a in self.attachments], lambda: self.on_training_thread)
         self.checkpoints = Checkpoints(self, self)
@@ -91,6 +101,11 @@ class Runtime(Registry):
         """The script calls `dadt.init`. Raises DadtError where DADT already trains for it."""
         if self._claimed:
             raise DadtError("dadt.init() comes too late, training has begun: call it at the top of the script")
+        if self.config.min_np:
+            raise ConfigError(
+                f"--min-np {self.config.min_np}: a script that calls dadt.init() has ranks of its own, so that training"
+                " cannot go on without one; use --max-restarts"
+            )
         self.on_begin.clear()
         super().leave_to_script()
 
@@ -106,6 +121,11 @@ class Runtime(Registry):
             return  # what one rank does with an optimizer of its own concerns nobody
         if not self._claimed:
             self._claimed = True
+            if self.config.min_np and torch.distributed.is_available() and torch.distributed.is_initialized():
+                raise ConfigError(
+                    f"--min-np {self.config.min_np}: the script has a process group of its own, which ends with any of"
+                    " its ranks; use --max-restarts"
+                )
             if self.control is not None:
                 self.control.claim()
                 self.listen()
@@ -134,6 +154,8 @@ class Runtime(Registry):
     def begin(self) -> None:
         """A training forward or a consumption is next. Raises PeerLost if a rank has ended."""
         self.claim()
+        if self.deaths.outdated and not any(a.consumed for a in self.attachments):
+            self.regroup(PeerLost("ranks have ended"))
         self.deaths.check()
         self._training_threads.add(threading.current_thread())
         self.began = True
@@ -162,6 +184,46 @@ class Runtime(Registry):
         self.begin()
         return self._attachments.get(optimizer)
 
+    def wait(self, work: Work | Averaging | Gathering) -> None:
+        while True:
+            try:
+                return super().wait(work)
+            except CommError as error:
+                if not isinstance(work, Gathering) or self.transaction is not None or self.closing:
+                    raise
+                self.regroup(error)  # others may have it complete; else it was launched once more
+
+    def regroup(self, error: CommError) -> None:
+        """Ranks were lost, as the error says: go on with those that are left. Raises the error where it says something
+        else, or where training cannot go on without them."""
+        if self._regrouping:
+            raise error
+        begun, self._regrouping = perf_counter(), True
+        try:
+            while True:
+                self.enter(error)
+                try:
+                    self.hang_up()
+                    connection = self.connect()
+                    if self.timeline is not None:
+                        self.timeline.record(connection, "exchange")
+                    with self.checkpoints.aside():
+                        regroup.regroup(self)
+                    break
+                except CommError as another:
+                    error = another
+        finally:
+            self._regrouping = False
+        for callback in self.on_regroup:
+            callback()
+        seconds = perf_counter() - begun
+        self.progress.stood += seconds
+        size, whole = self.group.world_size, self.world.world_size
+        self.say(
+            f"{size} of {whole} workers train on from step {self.step}, {seconds:.2f} s later; each pass leaves out"
+            f" {whole - size} of {whole} shares of the data"
+        )
+
     def join(self, attachment: Attachment) -> None:
         """Training begins with rank 0's state, and with what it has loaded."""
         self.sync_from_rank0(attachment, weights=self.config.broadcast)
@@ -181,8 +243,12 @@ class Runtime(Registry):
         if self.control is not None and not self.alone and not self.deaths.listening:
             self.deaths.listening = self.control.listen(self._hear)
 
-    def _hear(self, text: str, steps: int | None) -> None:
-        if steps is None:
+    def _hear(self, frame: Frame) -> None:
+        text, steps = frame["text"], frame.get("steps")
+        if frame.kind == "regroup":
+            members, firsts = tuple(frame["members"]), tuple(frame["firsts"])
+            self.deaths.regroup(Generation(frame["generation"], members, firsts, text))
+        elif steps is None:
             self.deaths.tell(text)
         elif self._attachments:  # else only the script knows what it still expects of that rank
             self.deaths.tell_left(text, steps, self.step)
@@ -243,7 +309,7 @@ class Runtime(Registry):
             try:
                 if failed:
                     self._engine.abort(f"rank {self.world.rank} failed")
-                elif self._engine.error is None:
+                elif self._engine.error is None or self.deaths.outdated:
                     if self.control is not None:
                         self.control.ending(self.step)
                     if self.together:
@@ -254,8 +320,11 @@ class Runtime(Registry):
                         callback()
                     if not self.together:
                         self._arrive()
-                    self.wait(self._engine.allgather(b"", self._end))
+                    self.wait(self.engine.allgather(b"", self._end))
                     self._merge_timelines()
+            except CommError:
+                if not self._arrived or not self.survives:
+                    raise  # else all have trained to the end, and what becomes of the others now is no matter
             finally:
                 self._stop()
         elif not failed:
@@ -274,11 +343,15 @@ class Runtime(Registry):
 
         Once all are there, what is still in flight ends, too: the engine runs in order.
         """
-        if self.control is not None and not self._mismatch_is_told:
+        while self.control is not None and (self.survives or not self._mismatch_is_told):
             try:
-                self.control.exchange("the end", self._end.encode(), self.config.timeout)
+                self.meet_within(self.config.timeout).exchange("the end", self._end.encode())
+                self._arrived = True
+                return
             except StartTimeout as error:
                 raise CommTimeout(str(error)) from error
+            except PeerLost as error:
+                self.regroup(error)
 
     def _record(self, timeline: Timeline, connection: Connection | None) -> None:
         if self.timeline is None:
@@ -292,7 +365,7 @@ class Runtime(Registry):
             self.say(text)
 
     def _peers(self, timeout: float) -> Peers:
-        return Alone() if self._engine is None else Through(self._engine, self.world.world_size, timeout)
+        return Alone() if self._engine is None else Through(self._engine, self.group.world_size, timeout)
 
     def _stop(self) -> None:
         try:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dadt.errors import CommError, CommTimeout, Mismatch
 
 if TYPE_CHECKING:
-    from dadt._core import Work
-    from dadt.comm.executors.device import Averaging
     from dadt.comm.rendezvous.store_client import StoreClient
     from dadt.config import Config
     from dadt.control.agent_client import Control
 
 PATIENCE = 3.0
 """Seconds of waiting after which a rank looks where its peers are."""
+
+
+class Awaited(Protocol):
+    """What a rank waits for."""
+
+    @property
+    def name(self) -> str: ...
 
 
 class Stall:
@@ -28,12 +33,12 @@ class Stall:
         self._rank = rank
         self._control = control
         self._warn = warn
-        self._told: Work | Averaging | None = None
+        self._told: Awaited | None = None
         """The user knows that this one is not done."""
 
     def look(
         self,
-        work: Work | Averaging,
+        work: Awaited,
         waited: float,
         steps_before: int | None,
         timeout: CommTimeout,
@@ -57,7 +62,7 @@ class Stall:
             self._told = work
             self._tell(f"rank {rank} waits in {work.name}{parameters}: {who}", timeout)
 
-    def overdue(self, work: Work | Averaging, waited: float, error: CommError) -> None:
+    def overdue(self, work: Awaited, waited: float, error: CommError) -> None:
         """Raises CommTimeout that says where the peers are, where the error is an executor's own deadline."""
         if isinstance(error, CommTimeout) or "imed out" in str(error):
             raise CommTimeout(f"waited {waited:.0f} s in {work.name}: {_standing(self._peers())}") from error

@@ -214,17 +214,27 @@ def _finish(outcome: Outcome, where: Placed) -> int:
     return outcome.exit_code
 
 
+def _ranks(ranks: Sequence[int]) -> str:
+    """As text: rank 2; ranks 0, 2 and 3."""
+    *most, last = map(str, sorted(ranks))
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+
+
 def _last_line(outcome: Outcome) -> str:
     line = f"done in {outcome.seconds:.1f} s"
     if outcome.restarts:
         line += f", after {outcome.restarts} restart{'s' * (outcome.restarts > 1)}"
-    summary: Mapping[str, Any] = outcome.summaries.get(0, {})
+    if outcome.losses:
+        line += f", without {_ranks([loss.rank for loss in outcome.losses])}"
+    summary: Mapping[str, Any] = outcome.summaries.get(min(outcome.summaries, default=0), {})
     if steps := int(summary.get("steps", 0)):
         delayed = int(summary.get("delayed", 0))
         waiting = 100 * summary.get("wait_fraction", 0.0)
         line += f": {steps} steps, " + (f"{delayed} of them delayed by one" if delayed else "none delayed")
         line += f" ({why}), " if (why := summary.get("why")) else ", "
         line += f"{waiting:.1f} % of the time spent waiting for communication"
+        if stood := summary.get("stood", 0.0):
+            line += f"; training stood still for {stood:.1f} s when ranks were lost"
         if bad := summary.get("not_finite", 0):
             line += f"; gradients of {bad} steps were not finite"
         if sent := summary.get("sent", 0):

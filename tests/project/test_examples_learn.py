@@ -181,7 +181,7 @@ def test_files_of_cifar(run: Run, tmp_path: Path) -> None:
         labels = random.integers(0, 10, 200)
         data = (patterns[labels] / 2 + random.integers(0, 128, (200, 3072))).astype(np.uint8)
         (tmp_path / name).write_bytes(pickle.dumps({"data": data, "labels": labels.tolist()}, protocol=2))
-    text = run(DADT, "ddp_cifar", f"--data {tmp_path} --width 8 --epochs 3")
+    text = run(DADT, "ddp_cifar", f"--data {tmp_path} --width 8 --epochs 5")
     assert last(r"accuracy ([\d.]+)", text) > 0.8
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from dadt.algorithms.local.outer import Fragment, Outer, parts
 from dadt.train.algorithm import Algorithm
+from dadt.train.param_groups import groups_crc
 
 if TYPE_CHECKING:
     import torch
@@ -167,7 +168,7 @@ class Local(Algorithm):
         if fragment.replaced:
             self._settle([fragment])
             return
-        fragment.send(a.groups)
+        fragment.send(groups_crc(a.optimizer))
         a.runtime.keep(fragment)
 
     def _merge(self, fragment: Fragment) -> None:
@@ -186,7 +187,7 @@ class Local(Algorithm):
         begun = perf_counter()
         for fragment in fragments:
             a.runtime.keep(fragment)
-            fragment.settle(a.groups)
+            fragment.settle(groups_crc(a.optimizer))
         a.measure.exchanged(0.0, perf_counter() - begun)
 
     def _sentence(self) -> str:

@@ -9,11 +9,11 @@ import torch
 from dadt.algorithms.pipe.divergence import FACTOR, Divergence
 from dadt.algorithms.sync import Sync
 from dadt.train.algorithm import Algorithm
+from dadt.train.exchange.exchange import Exchange
 from dadt.train.restored import RestoredExchange, flights
 
 if TYPE_CHECKING:
     from dadt.train.attachment import Attachment
-    from dadt.train.exchange.exchange import Exchange
 
 _PARTS, _PATIENCE = 4, 12
 """Steps that each change of what is trained counts for, and how many are too many: changes in one of five steps."""
@@ -33,6 +33,8 @@ class Pipe(Algorithm):
     exchange; when that exchange is applied, all ranks go back to synchronous steps, for good.
     """
 
+    survives = True
+
     attachment: Attachment
 
     def __init__(self, attachment: Attachment) -> None:
@@ -40,6 +42,11 @@ class Pipe(Algorithm):
         config = attachment.runtime.config
         self._pending: Exchange | RestoredExchange | None = None
         """The one under way."""
+        self._launched: Exchange | None = None
+        self._before: Exchange | RestoredExchange | None = None
+        """The one under way before this step."""
+        self._missed: bool | None = None
+        """Others have averaged in the coming step, and have its weights; whether they wait for its gradients."""
         self._holds = False
         self._sync: Sync | None = None
         """The algorithm that takes over if steps are synchronous for good."""
@@ -87,15 +94,54 @@ class Pipe(Algorithm):
         if self._sync is not None:
             self._sync.before_step()
             return
+        if self._missed is not None:
+            self._catch_up(self._missed)
+            return
         if self._pending is not None:
             # Else its second half would queue behind the new exchange.
             self._pending.go_on()
         exchange = a.new_exchange()
         a.close(exchange, value=self._alarm())
+        self._launched, self._before = exchange, self._pending
         if self._warming_up:
             self._step_synchronously(exchange)
         else:
             self._step_late(exchange)
+        self._before = None
+
+    @property
+    def launched(self) -> Exchange | None:
+        return self._launched if self._sync is None else self._sync.launched
+
+    @property
+    def pending(self) -> Exchange | RestoredExchange | None:
+        return self._pending if self._launched is None else self._before
+
+    def regroup(self, behind: bool, keep: bool) -> Exchange | None:
+        if self._sync is not None:
+            self._sync.regroup(behind, keep)
+            return None
+        pending, launched, self._launched = self.pending, self._launched, None
+        if behind:
+            pending = None if self._warming_up else launched
+            if launched is not None:
+                self._hold()
+            else:
+                self._missed = keep
+        self._pending = pending if keep or isinstance(pending, RestoredExchange) else None
+        self._before = None
+        return self._pending if isinstance(self._pending, Exchange) else None
+
+    def _catch_up(self, waits: bool) -> None:
+        """The step that others have taken: its gradients count in the next one, and nothing is applied."""
+        self._missed = None
+        exchange = self.attachment.new_exchange()
+        if waits:
+            self.attachment.close(exchange)
+            self._pending = exchange
+        else:
+            exchange.give_back()
+        self._hold()
 
     def after_step(self) -> None:
         self._holds = False
@@ -156,6 +202,7 @@ class Pipe(Algorithm):
         # Where a closure comes late, what is in flight is older than what it has computed.
         self._pending = None
         lanes = exchange.receive()
+        self._launched = None
         a.agree(lanes, exchange)
         if a.finite.judge(lanes, exchange):
             self._deliver(exchange, late=False)
@@ -165,12 +212,18 @@ class Pipe(Algorithm):
     def _step_late(self, exchange: Exchange) -> None:
         # Launched before waiting: the wire stays busy where communication is slower than compute.
         a = self.attachment
-        a.measure.delayed += 1
         oldest, self._pending = self._pending, exchange
+        if a.runtime.survives and not isinstance(oldest, Exchange):
+            # No rank may be two steps ahead of another one, which could not catch up.
+            a.runtime.wait(a.runtime.allgather(f"{exchange.name}, the first late one", b""))
         if oldest is None:
+            self._launched = None
+            a.measure.delayed += 1
             self._hold()
             return
         lanes = oldest.receive()
+        self._launched = None
+        a.measure.delayed += 1
         alarm = max(lane.value for lane in lanes)
         self._count_changes(oldest, exchange)
         applies = a.finite.judge(lanes, oldest) and _trains(oldest, exchange)

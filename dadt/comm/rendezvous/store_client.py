@@ -21,6 +21,7 @@ from dadt.config import Config
 from dadt.config.check import flag
 from dadt.config.executor import Place, choose, shown
 from dadt.control import machine, network
+from dadt.control.frame import Frame
 from dadt.errors import ConfigError, DadtError, StartTimeout
 from dadt.world import World
 
@@ -204,7 +205,7 @@ class StoreClient:
             self._arrive([self._save_key("", number)], time.monotonic() + timeout, timeout)
         return "there" if self._has(key) else "write"
 
-    def listen(self, hear: Callable[[str, int | None], None]) -> bool:
+    def listen(self, hear: Callable[[Frame], None]) -> bool:
         """Nobody tells: mpirun, srun and torchrun end all ranks when one of them dies."""
         return False
 

@@ -16,7 +16,7 @@ from dadt.inject.data.seed import Streams
 from dadt.inject.data.share import Spare, every_nth
 
 if TYPE_CHECKING:
-    from dadt._core import Work
+    from dadt.train.gathering import Gathering
 
 
 class Split(NamedTuple):
@@ -140,7 +140,7 @@ class StreamFeed:
         self._ahead: Batch | None = None
         self._last: Batch | None = None
         self._failure: Exception | None = None
-        self._asked: Work | None = None
+        self._asked: Gathering | None = None
         self._ended = False
 
     def __iter__(self) -> StreamFeed:

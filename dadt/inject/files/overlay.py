@@ -207,6 +207,14 @@ class Overlay(Tree):
                         os.makedirs(folder[len(self.tree) :] or os.sep, exist_ok=True)
         return not self._ended
 
+    def take_over(self) -> None:
+        """From now on this rank writes for good, in place of the first of its host: its copies of what that one wrote
+        are forgotten."""
+        self._ended = True
+        with self.real():
+            for name in listdir(self.tree):
+                shutil.rmtree(os.path.join(self.tree, name), ignore_errors=True)
+
     def _appeared(self, path: str) -> bool:
         """Whether the rank sees what the first local rank has made or changed since the job began."""
         try:

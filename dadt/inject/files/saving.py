@@ -49,6 +49,8 @@ class SavingRank(Rank, Protocol):
     def script_is_distributed(self) -> bool: ...
     @property
     def together(self) -> bool: ...
+    @property
+    def first(self) -> bool: ...
     def show_true_weights(self) -> None: ...
 
 
@@ -110,7 +112,7 @@ class Saver:
         target = _target(f)
         if target is None:
             return write(f)
-        first = self.runtime.world.local_rank == 0
+        first = self.runtime.first
         if not first and self._is_saved(target):
             return None
         result = write_beside(target, self._mark(), write)

@@ -258,11 +258,12 @@ class Agent:
             self._roster.inquire(order["number"], [rank for rank in order["ranks"] if rank in self._ranks])
         elif order.kind == "heartbeat" and self._heart is not None:
             self._heart.begin(order["hosts"])
-        elif order.kind == "death":
+        elif order.kind in ("death", "regroup"):
             self._roster.tell(order)
         elif order.kind == "signal":
             for worker in self._workers.values():
-                worker.signal(order["number"])
+                if order.get("rank", worker.rank) == worker.rank:
+                    worker.signal(order["number"])
 
     def _begin_stop(self, order: Frame) -> None:
         """Begin to stop the workers. A later order may only hasten the end."""
@@ -304,7 +305,7 @@ class Agent:
             while self._read_pipe(worker, stream):
                 pass
         local_rank = self._ranks[worker.rank]
-        if local_rank == 0:
+        if local_rank == self._roster.first:
             self._roster.first_ended = True
         step, _ = self._pulse.read(local_rank)
         ending = {

@@ -78,10 +78,14 @@ class WorkerRegistry:
     numbered: set[int] = field(default_factory=set)
     """The numbers of local rank 0's saves that are done."""
     waits: list[SaveWait] = field(default_factory=list)
+    first: int = 0
+    """Local rank of the first one, which writes files for good."""
     first_ended: bool = False
-    """Whether local rank 0 has ended, so that it will write no more files."""
+    """Whether it has ended, so that it will write no more files."""
     inquiries: list[Inquiry] = field(default_factory=list)
     """Stacks for which the launcher waits."""
+    regrouped: Frame | None = None
+    """Which ranks train now, if some were lost."""
     _numbered: int = 0
 
     def listen(self, drop: Callable[[socket.socket], None]) -> dict[int, Entrance]:
@@ -141,7 +145,11 @@ class WorkerRegistry:
             line.socket.shutdown(socket.SHUT_RDWR)  # it keeps asking without reading
 
     def tell(self, frame: Frame) -> None:
-        """Send a frame to every process that listens."""
+        """Send a frame to every process that listens; which ranks train now also to those that will."""
+        if frame.kind == "regroup":
+            self.regrouped = frame
+            for rank in self.ranks.keys() & set(frame["firsts"]):
+                self.first, self.first_ended = self.ranks[rank], False
         for line in [line for line in self.lines.values() if line.listens]:
             self.answer(line.number, frame)
 
@@ -170,7 +178,7 @@ class WorkerRegistry:
 
     def settle_saves(self) -> None:
         now = time.monotonic()
-        step, _ = self.pulse.read(0)
+        step, _ = self.pulse.read(self.first)
         waits, self.waits = self.waits, []
         for wait in waits:
             if self.saves.get(wait.path, 0) >= wait.count:
@@ -199,6 +207,8 @@ class WorkerRegistry:
 
     def _listen(self, line: Line, frame: Frame) -> None:
         line.listens = True
+        if self.regrouped is not None:
+            self.answer(line.number, self.regrouped)
 
     def _saved(self, line: Line, frame: Frame) -> None:
         self.numbered.add(frame["number"])

@@ -76,6 +76,14 @@ class Board:
         else:
             self._wants.setdefault(absent, []).append(want)
 
+    def clear(self, refusal: Frame) -> None:
+        """Refuse all wants, and forget all values."""
+        wants = [want for each in self._wants.values() for want in each]
+        for table in (self._blobs, self._shares, self._present, self._wants):
+            table.clear()
+        for want in wants:
+            want.reply(refusal)
+
     @property
     def waiting(self) -> bool:
         return bool(self._wants)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,8 @@ class Member:
     """Whether a process of it trains or has trained."""
     ended: bool = False
     """Whether its process has exited."""
+    lost: bool = False
+    """Whether it has ended and the others train on without it."""
     finished: bool = False
     """Whether its script is over, so that it waits for the others."""
 
@@ -104,6 +106,28 @@ class Rendezvous:
         self.members = [Member(rank, host, seen=time.monotonic()) for rank, host in enumerate(hosts)]
         self._exchanges: dict[str, Exchange] = {}
         self._board = Board()
+        self.generation = 0
+        """How often ranks were lost that the others train on without."""
+
+    @property
+    def present(self) -> list[Member]:
+        return [member for member in self.members if not member.lost]
+
+    def regroup(self, lost: Collection[int], text: str) -> None:
+        """The others meet anew. What they wait for now is refused."""
+        self.generation += 1
+        refusal = self.outdated(text)
+        for exchange in self._exchanges.values():
+            for *_, reply in exchange.waits:
+                reply(refusal)
+        self._exchanges.clear()
+        self._board.clear(refusal)
+        for rank in lost:
+            self.members[rank].lost = True
+
+    def outdated(self, text: str) -> Frame:
+        """The answer to a question of an older generation."""
+        return Frame("error", {"type": "PeerLost", "message": text})
 
     def give(self, key: str, rank: int, blob: bytes, timeout: float, reply: Reply) -> None:
         exchange = self._exchanges.setdefault(key, Exchange())
@@ -128,12 +152,12 @@ class Rendezvous:
 
     def settle(self) -> None:
         """Answer all ranks that can be answered now. Call it after every change, and as time passes."""
-        self._board.settle((member.rank for member in self.members if member.ended), self._refuse)
+        self._board.settle((member.rank for member in self.present if member.ended), self._refuse)
         now = time.monotonic()
         for key, exchange in self._exchanges.items():
             if exchange.complete:
                 continue
-            missing = [member for member in self.members if member.rank not in exchange.blobs]
+            missing = [member for member in self.present if member.rank not in exchange.blobs]
             waits, exchange.waits = exchange.waits, []
             for deadline, timeout, reply in waits:
                 if not missing:
@@ -153,10 +177,10 @@ class Rendezvous:
         return self._board.waiting or any(exchange.waits for exchange in self._exchanges.values())
 
     def _complete(self, exchange: Exchange) -> Frame:
-        return together([exchange.blobs[member.rank] for member in self.members])
+        return together([exchange.blobs[member.rank] for member in self.present])
 
     def _refuse(self, key: str, present: set[int], what: str) -> Frame:
-        return _refuse(key, [member for member in self.members if member.rank not in present], what)
+        return _refuse(key, [member for member in self.present if member.rank not in present], what)
 
 
 def _refuse(key: str, missing: list[Member], what: str) -> Frame:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -39,6 +42,7 @@ class BucketExchange:
 
     def __init__(self, peers: Peers, name: str) -> None:
         self.name = name
+        self.began = perf_counter()
         self._peers = peers
         self._works: list[Work | Averaging] = []
         """The first allreduce of each bucket."""
@@ -47,6 +51,8 @@ class BucketExchange:
         """Buckets that take two, by number."""
         self._alive: list[list[torch.Tensor | None]] = []
         """Tensors that are read while operations are under way."""
+        self._submitted: list[tuple[list[Work | Averaging], Callable[[], Work | Averaging]]] = []
+        """What was launched, in order, until it is done: where its work is kept, and what launches it once more."""
 
     @property
     def works(self) -> list[Work | Averaging]:
@@ -76,10 +82,20 @@ class BucketExchange:
         name = f"{self.name}, bucket {index}"
         if isinstance(form, LowRank):
             plain = bucket.layout.total * bucket.layout.dtype.itemsize
-            work = self._submit(form.first, staged, into, name, lane, weight, plain=plain)
+            self._works.append(self._submit(form.first, staged, into, name, lane, weight, plain=plain))
         else:
-            work = self._submit(bucket, staged, into, name, lane, weight, form, scale)
-        self._works.append(work)
+            self._enqueue(self._works, partial(self._submit, bucket, staged, into, name, lane, weight, form, scale))
+
+    def _enqueue(self, works: list[Work | Averaging], submit: Callable[[], Work | Averaging]) -> None:
+        works.append(submit())
+        self._submitted.append((works, submit))
+
+    def repeat(self) -> None:
+        """Launch all once more, as it was launched, on the connection of another group."""
+        for works, _ in self._submitted:
+            works.clear()
+        for works, submit in self._submitted:
+            works.append(submit())
 
     def _submit_second(
         self, index: int, round_: Round, into: int, weight: float = 1.0, *, held: bool = False
@@ -136,3 +152,4 @@ class BucketExchange:
         except CommError:
             leak(self)  # a library may still be at its memory
             raise
+        self._submitted.clear()

@@ -88,6 +88,8 @@ class Exchange(BucketExchange):
         self._ahead: dict[int, Staged] = {}
         self._buffer_works: list[Work | Averaging] = []
         self._ahead_of_step: list[_Sent] = []
+        self._inputs: list[list[torch.Tensor | None]] = []
+        """The gradients of each bucket that was launched."""
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -117,6 +119,26 @@ class Exchange(BucketExchange):
         """Its second half is to begin by `go_on`, at the same place on all ranks."""
         return bool(self._rounds) and not self._second_works
 
+    @property
+    def repeatable(self) -> bool:
+        """Its inputs outlast a failure: no average is written over them, and none was made of them already."""
+        places = {view.data_ptr() for bucket in self.schema.buckets for view in bucket.views[self._turn]}
+        return not self._rounds and not any(
+            t is not None and t.data_ptr() in places for values in self._inputs for t in values
+        )
+
+    def give_back(self) -> None:
+        """It was launched in vain, as the last one: the next one takes its place."""
+        self.schema.turn = (self._turn - 1) % self.schema.turns
+
+    def repeat(self) -> None:
+        """Buffers are averaged as they are now."""
+        buffers = iter(self.schema.buffers())
+        for bucket in self.schema.buffer_buckets:
+            for view in bucket.views[self._turn]:
+                view.copy_(next(buffers))
+        super().repeat()
+
     def tensors_of(self, work: Work | Averaging) -> list[torch.Tensor]:
         """The parameters whose gradients it moves; none if it is not one of these works."""
         index = next((i for i, mine in enumerate(self._works) if mine is work), None)
@@ -131,6 +153,7 @@ class Exchange(BucketExchange):
         """Submit the next bucket's gradients as they are now. They must not change until the work is done."""
         index = len(self._works)
         staged = self._ahead.pop(index, None) or self._stage(index)
+        self._inputs.append(staged.values)
         bucket, lane = self.schema.buckets[index], self._lane(staged) + lane
         self.submit_bucket(index, bucket, self._forms[index], staged, self._turn, lane, self.weight, self.scale)
 
@@ -162,7 +185,8 @@ class Exchange(BucketExchange):
                 view.copy_(next(buffers), non_blocking=True)  # what is staged from a GPU is waited for below
             staged = bucket.stage(bucket.views[self._turn], self._turn)
             name, flags = f"{self.name}, buffers {i}", self._lane(staged)
-            self._buffer_works.append(self._submit(bucket, staged, self._turn, name, flags, self.weight))
+            submit = partial(self._submit, bucket, staged, self._turn, name, flags, self.weight)
+            self._enqueue(self._buffer_works, submit)
         self.launch(lane.pack())
         # A GPU's computations here would be in the way of the script's own.
         background = self._peers.background
@@ -194,6 +218,7 @@ class Exchange(BucketExchange):
         self.go_on()
         self._await()
         self._alive.clear()
+        self._inputs.clear()
         if not self._finished:
             self._finished = True
             for _, round_ in self._rounds:

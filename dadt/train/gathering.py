@@ -1,0 +1,60 @@
+"""Bytes that every rank gives to all others, without waiting: small, so that what has arrived can be given on."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from dadt.errors import CommError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dadt._core import Engine, Work
+
+
+class Gathering:
+    """An allgather that outlives the connection on which it began."""
+
+    def __init__(self, name: str, data: bytes, number: int) -> None:
+        """number: its place among all gatherings, the same on all ranks."""
+        self.name = name
+        self.number = number
+        self.began = perf_counter()
+        self._data = data
+        self._work: Work
+        self._lanes: Sequence[bytes] | None = None
+
+    def launch(self, engine: Engine) -> None:
+        """Also once more, with another group of ranks."""
+        self._work = engine.allgather(self._data, self.name)
+
+    def settle(self, lanes: Sequence[bytes]) -> None:
+        """Others have it complete, and give it to this rank."""
+        self._lanes = lanes
+
+    @property
+    def done(self) -> bool:
+        """Complete, or failed."""
+        return self._lanes is not None or self._work.done
+
+    @property
+    def complete(self) -> bool:
+        if self._lanes is None and self._work.done:
+            try:
+                self.wait(0.0)
+            except CommError:
+                return False
+        return self._lanes is not None
+
+    @property
+    def lanes(self) -> Sequence[bytes]:
+        """After wait: every rank's bytes, by rank."""
+        assert self._lanes is not None, "read before it was waited for"
+        return self._lanes
+
+    def wait(self, timeout: float) -> None:
+        """As of Work."""
+        if self._lanes is None:
+            self._work.wait(timeout)
+            self._lanes = self._work.lanes

@@ -1,0 +1,79 @@
+"""How far one optimizer is among its peers: it joins them, and averages step by step, anew where ranks are lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from dadt.errors import CommError
+from dadt.train.algorithm import Algorithm
+from dadt.train.exchange.exchange import Exchange
+
+
+class Attached(Protocol):
+    """One optimizer."""
+
+    algorithm: Algorithm
+
+    def forget_launched(self, exchange: Exchange | None) -> None: ...
+
+
+class Survivor(Protocol):
+    """A rank that may go on without others."""
+
+    def as_a_whole(self) -> AbstractContextManager[None]: ...
+
+    def regroup(self, error: CommError) -> None: ...
+
+
+class Lockstep:
+    """One optimizer's."""
+
+    def __init__(self, attachment: Attached, rank: Survivor, join: Callable[[], None]) -> None:
+        """join: takes the state of the first rank."""
+        self._attachment = attachment
+        self._rank = rank
+        self._join = join
+        self.averaged = -1
+        """Steps whose gradients have been averaged; -1: it has not joined its peers yet."""
+        self._averaging = False
+
+    def join(self) -> None:
+        """Train from rank 0's state. Raises CommError."""
+        with self._rank.as_a_whole():
+            while self.averaged < 0:
+                try:
+                    self._join()
+                    self.averaged = 0
+                except CommError as error:
+                    self._rank.regroup(error)  # where others have joined already, so has this one then
+
+    def average(self) -> None:
+        """One step's gradients. Raises CommError."""
+        before, self._averaging = self.averaged, True
+        with self._rank.as_a_whole():
+            while self.averaged == before:
+                try:
+                    self._attachment.algorithm.before_step()
+                    self.averaged += 1
+                except CommError as error:
+                    self._rank.regroup(error)  # where others have them already, so has this one then
+        self._averaging = False
+
+    @property
+    def stuck(self) -> bool:
+        """It is in a step, and past what can be begun anew."""
+        return self._averaging and self._attachment.algorithm.launched is None
+
+    def regroup(self, averaged: int, keep: bool) -> Exchange | None:
+        """Ranks were lost; the furthest of the others has averaged so many steps. keep: as of Algorithm.regroup.
+        Returns what is to be launched once more."""
+        algorithm, behind = self._attachment.algorithm, self.averaged < averaged
+        if self.averaged < 0:
+            self.averaged = averaged
+            return None
+        if self._averaging:  # else it has not come to the step yet in which the others are
+            self.averaged = averaged
+        self._attachment.forget_launched(None if behind else algorithm.launched)
+        return algorithm.regroup(behind, keep)

@@ -1,0 +1,132 @@
+"""Ranks were lost: those that are left connect anew, find out how far each was, and train on from the furthest.
+
+Every rank waits for every exchange, so none is more than one step ahead of another. One that has had an average which
+others have not brings them up to it: they take its weights and state, and apply nothing in the step in which they are.
+What was under way is launched once more, from the same gradients. All is decided from what each rank tells of itself,
+so all decide alike.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
+
+from dadt.comm import plain
+from dadt.errors import PeerLost
+from dadt.train import replicate
+from dadt.train.exchange.exchange import Exchange
+from dadt.train.gathering import Gathering
+from dadt.train.registry import Registry
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """How far one rank was."""
+
+    averaged: Sequence[int]
+    """By attachment: steps whose gradients it has averaged; -1: it is about to join."""
+    consumed: Sequence[bool]
+    """By attachment: it has averages that are not applied yet."""
+    gathered: int
+    """Gatherings that it has complete."""
+    repeatable: bool
+    """What was under way can be launched once more."""
+    stuck: str
+    """Why it cannot go on; empty if it can."""
+
+
+def regroup(runtime: Registry) -> None:
+    """Go on with the ranks that this one is connected with now. Raises PeerLost where that cannot be."""
+    for a in runtime.attachments:
+        a.prediction.undo()
+    told = [
+        Position(**json.loads(lane)) for lane in runtime.tell("position", json.dumps(asdict(_mine(runtime))).encode())
+    ]
+    for rank, position in zip(runtime.members, told, strict=True):
+        if position.stuck:
+            raise PeerLost(f"training cannot go on without the ranks that were lost: rank {rank} was {position.stuck}")
+    furthest = [max(each) for each in zip_longest(*(p.averaged for p in told), fillvalue=-1)]
+    for index, averaged in enumerate(furthest):
+        _bring_up(runtime, index, told, averaged)
+    again = _settle(runtime, told)
+    keep = all(position.repeatable for position in told)
+    for a, averaged in zip(runtime.attachments, furthest, strict=False):
+        if (exchange := a.lockstep.regroup(averaged, keep)) is not None:
+            again.append(exchange)
+    _compare(runtime)
+    for each in sorted(again, key=lambda each: each.began):
+        if isinstance(each, Exchange):
+            each.repeat()
+        else:
+            each.launch(runtime.engine)
+
+
+def _mine(runtime: Registry) -> Position:
+    attachments = runtime.attachments
+    pending = [a.algorithm.pending for a in attachments]
+    unfinished = [g.number for g in runtime.gatherings if not g.complete]
+    return Position(
+        averaged=[a.lockstep.averaged for a in attachments],
+        consumed=[a.consumed for a in attachments],
+        gathered=min(unfinished, default=runtime.gathered),
+        repeatable=all(each.repeatable for each in pending if isinstance(each, Exchange)),
+        stuck=_stuck(runtime),
+    )
+
+
+def _stuck(runtime: Registry) -> str:
+    for a in runtime.attachments:
+        if not a.algorithm.survives:
+            return f"in algorithm {runtime.config.algorithm}"
+        if a.lockstep.stuck:
+            return f"in step {a.step}{a.name}, in the midst of what all ranks had agreed on"
+    return ""
+
+
+def _bring_up(runtime: Registry, index: int, told: Sequence[Position], averaged: int) -> None:
+    """Ranks that lack the newest average of an optimizer take the weights that others have made of it."""
+    theirs = [p.averaged[index] if index < len(p.averaged) else -1 for p in told]
+    if min(theirs) == averaged:
+        return
+    root = theirs.index(averaged)
+    if averaged - min(theirs) > 1 or told[root].consumed[index]:
+        late = runtime.members[theirs.index(min(theirs))]
+        raise PeerLost(f"training cannot go on without the ranks that were lost: rank {late} cannot catch up")
+    behind = theirs[runtime.group.rank] < averaged
+    replicate.catch_up(runtime, runtime.attachments[index], root, behind=behind)
+
+
+def _settle(runtime: Registry, told: Sequence[Position]) -> list[Gathering | Exchange]:
+    """Give on what some ranks have gathered and others have not. Returns what is to be gathered once more."""
+    most = max(p.gathered for p in told)
+    least = min(p.gathered for p in told)
+    if least < most:
+        mine = {g.number: list(g.lanes) for g in runtime.gatherings if g.complete and g.number >= least}
+        given = mine if told[runtime.group.rank].gathered == most else {}
+        every = runtime.tell("gathered", plain.encode(given, "what was gathered"))
+        known = plain.decode(every[[p.gathered for p in told].index(most)])
+        for gathering in runtime.gatherings:
+            if not gathering.complete and gathering.number < most:
+                gathering.settle(known[gathering.number])
+    left = [g for g in runtime.gatherings if not g.complete]
+    if runtime.transaction is not None:
+        # What was begun in it is begun anew.
+        redone = [g for g in left if g.began > runtime.transaction]
+        runtime.gatherings = [g for g in runtime.gatherings if g not in redone]
+        runtime.gathered -= len(redone)
+        left = [g for g in left if g not in redone]
+    return list(left)
+
+
+def _compare(runtime: Registry) -> None:
+    """All ranks have the same weights. Raises PeerLost if not."""
+    crcs = [replicate.weights_crc(runtime, a) for a in runtime.attachments if a.lockstep.averaged >= 0]
+    every = [json.loads(lane) for lane in runtime.tell("weights", json.dumps(crcs).encode())]
+    for rank, theirs in zip(runtime.members, every, strict=True):
+        if theirs != every[0]:
+            raise PeerLost(
+                f"training cannot go on without the ranks that were lost: the weights of rank {rank} differ from those"
+                f" of rank {runtime.members[0]}"
+            )

@@ -1,0 +1,208 @@
+"""Ranks end in the midst of a training, and the others go on, in the same processes and with equal weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+from harness.run import Result
+
+from dadt.config import Config
+from dadt.errors import ConfigError
+
+TRAIN = """
+import hashlib, os, re, signal, sys, time, torch
+torch.set_num_threads(1)
+torch.manual_seed(0)
+environment = open("/proc/self/environ").read()  # a script that is seen to ask for its rank writes on every rank
+rank, np = (int(re.search(name, environment)[1]) for name in ("DADT_RANK=([0-9]+)", "DADT_WORLD_SIZE=([0-9]+)"))
+faults = [fault.split(":") for fault in sys.argv[1].split(",")]
+steps = 60
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def comes(step, where):
+    if [str(rank), str(step), where] in faults:
+        die()
+
+class Here(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        comes(step, "backward")
+        return gradient
+
+def net(*widths):
+    layers = [torch.nn.Sequential(torch.nn.Linear(a, b), torch.nn.BatchNorm1d(b)) for a, b in zip(widths, widths[1:])]
+    return torch.nn.Sequential(*layers)
+
+step = 0
+comes(0, "start")
+model, other = net(16, 32, 4), net(4, 8, 16)
+optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, other)]
+data = torch.utils.data.TensorDataset(torch.randn(2 * np * steps, 16), torch.randint(4, (2 * np * steps,)))
+for x, y in torch.utils.data.DataLoader(data, batch_size=2, shuffle=True, num_workers=WORKERS):
+    comes(step, "forward")
+    optimizers[0].zero_grad()
+    predicted = model(Here.apply(x.requires_grad_()))
+    torch.nn.functional.cross_entropy(predicted, y).backward()
+    comes(step, "exchange")
+    optimizers[0].step()
+    if TWO:
+        optimizers[1].zero_grad()
+        (other(predicted.detach()) - x.detach()).pow(2).mean().backward()
+        optimizers[1].step()
+    step += 1
+assert step == steps, step
+comes(step, "end")
+weights = b"".join(t.numpy().tobytes() for t in [*model.state_dict().values(), *other.state_dict().values()])
+torch.save(model.state_dict(), "model.pt")
+with open("log.txt", "a") as file:
+    file.write(f"written by {rank}\\n")
+print("ends with", hashlib.sha256(weights).hexdigest(), flush=True)
+"""
+OPTIONS = ["-np", "3", "--min-np", "1", "--warmup-steps", "10"]
+
+
+def run(launch: Callable[..., Result], faults: str, *options: str, two: bool = False, workers: int = 0) -> Result:
+    script = TRAIN.replace("TWO", str(two)).replace("WORKERS", str(workers))
+    return launch(script, *OPTIONS, *options, "train.py", faults)
+
+
+def survivors(result: Result) -> dict[int, str]:
+    """The weights at the end, by rank."""
+    lines = [line.split() for line in result.out.decode().splitlines() if "ends with" in line]
+    return {int(words[0].strip("[")[0]): words[-1] for words in lines}
+
+
+@pytest.mark.parametrize("algorithm", ["pipe", "sync"])
+@pytest.mark.parametrize(
+    ("step", "executor"), [(0, "shm"), (5, "gloo"), (9, "shm"), (10, "gloo"), (11, "shm"), (40, "gloo"), (41, "shm")]
+)
+def test_the_others_train_on(launch, algorithm: str, step: int, executor: str) -> None:
+    where = ("forward", "backward", "exchange")[step % 3]
+    result = run(launch, f"{step % 3}:{step}:{where}", "--algorithm", algorithm, "--executor", executor)
+    assert result.code == 0, result.err
+    ends = survivors(result)
+    assert ends.keys() == {0, 1, 2} - {step % 3}
+    assert len(set(ends.values())) == 1
+    assert f"was killed by signal 9 (SIGKILL) after {step} step" in result.err
+    assert f"without rank {step % 3}: 60 steps" in result.err
+
+
+@pytest.mark.parametrize(
+    ("faults", "options", "left"),
+    [
+        ("2:0:start", [], {0, 1}),
+        ("0:0:start,1:0:start", ["--executor", "gloo"], {2}),
+        ("1:30:forward,2:30:forward", [], {0}),
+        ("1:30:exchange,0:31:exchange", ["--executor", "gloo"], {2}),
+        ("1:30:backward,0:45:forward", ["--compression", "int8"], {2}),
+        ("1:30:backward", ["--compression", "powersgd:2"], {0, 2}),
+        ("1:60:end", [], {0, 2}),
+    ],
+)
+def test_two_at_once_at_the_start_and_at_the_end(launch, faults: str, options: list[str], left: set[int]) -> None:
+    result = run(launch, faults, *options)
+    assert result.code == 0, result.err
+    ends = survivors(result)
+    assert ends.keys() == left
+    assert len(set(ends.values())) == 1
+
+
+@pytest.mark.parametrize("algorithm", ["pipe", "sync"])
+def test_several_optimizers_and_worker_processes(launch, algorithm: str) -> None:
+    result = run(launch, "1:30:backward", "--algorithm", algorithm, two=True, workers=1)
+    assert result.code == 0, result.err
+    assert survivors(result).keys() == {0, 2}
+    assert len(set(survivors(result).values())) == 1
+
+
+def test_what_the_first_rank_wrote_the_next_one_writes(launch, tmp_path) -> None:
+    result = run(launch, "0:30:forward")
+    assert result.code == 0, result.err
+    assert (tmp_path / "model.pt").exists()
+    assert (tmp_path / "log.txt").read_text() == "written by 1\n"
+
+
+def test_the_report_has_who_was_lost(launch) -> None:
+    result = run(launch, "1:30:forward")
+    report = json.loads((result.logs / result.job / "report.json").read_text())
+    (loss,) = report["losses"]
+    assert (loss["rank"], report["exit_code"], report["failure"]) == (1, 0, None)
+    assert 28 <= loss["step"] <= 30
+
+
+def test_a_host_is_lost_and_the_others_train_on(launch) -> None:
+    script = TRAIN.replace("TWO", "False").replace("WORKERS", "0")
+    script = script.replace(
+        "os.kill(os.getpid(), signal.SIGKILL)", "os.kill(os.getppid(), signal.SIGKILL); time.sleep(60)"
+    )
+    hosts = ["-np", "4", "--simulate-hosts", "2", "--min-np", "2"]
+    result = launch(script, *hosts, "--warmup-steps", "10", "train.py", "0:30:forward")
+    assert result.code == 0, result.err
+    assert survivors(result).keys() == {2, 3}
+    assert len(set(survivors(result).values())) == 1
+
+
+def test_a_rank_that_lacks_an_average_takes_the_others_weights(launch) -> None:
+    late = """
+from dadt.inject import worker
+from dadt.errors import PeerLost
+ordinary = torch.nn.Module.__call__
+
+def wait(work, ordinary=worker.runtime.wait):
+    ordinary(work)
+    if rank == 1 and step == 29 and "bucket" in work.name:  # which the others have had by now
+        while not worker.runtime.deaths.outdated:
+            time.sleep(0.01)
+        raise PeerLost("told before it was done")
+worker.runtime.wait = wait
+"""
+    script = TRAIN.replace("TWO", "False").replace("WORKERS", "0").replace("\nstep = 0\n", late + "\nstep = 0\n")
+    for algorithm in ("pipe", "sync"):
+        result = launch(script, *OPTIONS, "--algorithm", algorithm, "train.py", "2:30:forward")
+        assert result.code == 0, result.err
+        assert survivors(result).keys() == {0, 1}
+        assert len(set(survivors(result).values())) == 1
+
+
+def test_too_few_are_left(launch) -> None:
+    result = run(launch, "0:20:forward,1:40:forward", "--min-np", "2")
+    assert result.code == 137
+    assert "worker 1 failed (killed by signal 9, SIGKILL)" in result.err
+    assert survivors(result) == {}
+
+
+def test_a_mistake_in_the_script_is_no_loss(launch) -> None:
+    result = launch("import torch\nraise ValueError('a mistake')", "-np", "2", "--min-np", "1", "train.py")
+    assert result.code == 1
+    assert "ValueError: a mistake" in result.err
+    assert "goes on" not in result.err
+
+
+def test_a_script_with_ranks_of_its_own_is_refused(launch) -> None:
+    script = "import torch, dadt\ndadt.init()"
+    result = launch(script, "-np", "2", "--min-np", "1", "train.py")
+    assert result.code == 2
+    assert "a script that calls dadt.init() has ranks of its own" in result.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_np": 3, "np": 2}, "--min-np 3: -np 2 starts no more"),
+        ({"min_np": -1}, "--min-np -1: must be 0 or more"),
+        ({"min_np": 1, "algorithm": "gossip"}, "--algorithm gossip ends with any of its ranks"),
+        ({"min_np": 1, "executor": "mpi"}, "--executor mpi ends with any of its ranks"),
+        ({"min_np": 1, "nnodes": 2}, "a job with --nnodes ends with any of its workers"),
+    ],
+)
+def test_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Config(**options)
