@@ -78,7 +78,7 @@ class Job:
         """Texts for the user, printed as soon as nothing else is being written."""
         self._cause = Cause(slots, self._rendezvous.members, output, self._silences.blame)
         self._outcome = Outcome(seconds=0.0)
-        self._membership = Membership(least, slots, self._rendezvous, self._cause, agents, say)
+        self._membership = Membership(least, slots, self._rendezvous, self._cause, agents, self.watch, say)
         self._stacks = Stacks(output, say)
         self._working: set[Node] = set(agents.nodes)
         """Nodes that have not reported yet that all their workers have ended."""
@@ -390,7 +390,7 @@ class Job:
 
     def _judge(self) -> Outcome:
         self._outcome.seconds = time.monotonic() - self._begin
-        self._outcome.losses = self._membership.losses
+        self._outcome.losses = self.watch.losses
         if not self._outcome.signal:
             self._outcome.failure = self._cause.judge(self._begin_time, self._stacks.paths)
         return self._outcome

@@ -12,7 +12,7 @@ from dadt.launch.agents import Agents
 from dadt.launch.cause import Cause
 from dadt.launch.hosts.slot import Slot
 from dadt.launch.monitor.members import Rendezvous
-from dadt.launch.outcome import Loss
+from dadt.launch.monitor.watch import Loss, Watch
 
 EXIT_SECONDS = 1.0
 """How long a worker may take to exit after it reported an uncaught exception."""
@@ -28,6 +28,7 @@ class Membership:
         rendezvous: Rendezvous,
         cause: Cause,
         agents: Agents,
+        watch: Watch,
         say: Callable[[str, str], None],
     ) -> None:
         """least: training goes on while so many ranks are left; 0: it ends with any."""
@@ -36,8 +37,8 @@ class Membership:
         self._rendezvous = rendezvous
         self._cause = cause
         self._agents = agents
+        self._watch = watch
         self._say = say
-        self.losses: list[Loss] = []
         self._overdue: dict[int, float] = {}
         """Lost ranks that have not exited yet, and when they are killed."""
 
@@ -46,9 +47,8 @@ class Membership:
         lost = [member for member in self._rendezvous.present if member.rank in ranks]
         if not lost or not self._left_without(ranks) >= self._least > 0:
             return False
-        now = time.time()
-        self.losses += [Loss(rank=m.rank, host=m.host, step=m.step, time=now, why=why) for m in lost]
         self._rendezvous.regroup(ranks, why)
+        self._watch.regroups([Loss(rank=m.rank, host=m.host, step=m.step, time=m.lost, why=why) for m in lost])
         self._cause.excuse(ranks)
         left = [member.rank for member in self._rendezvous.present]
         hosts = [self._slots[rank].cross_rank for rank in left]
@@ -68,7 +68,7 @@ class Membership:
             return None
         if question.get("generation", 0) == self._rendezvous.generation:
             return None
-        return self._rendezvous.outdated(self.losses[-1].why)
+        return self._rendezvous.outdated(self._watch.losses[-1].why)
 
     def expect_end(self, rank: int) -> None:
         """A lost rank is about to exit: kill it if it does not."""

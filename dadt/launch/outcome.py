@@ -9,18 +9,7 @@ from typing import Any
 
 from dadt.errors import DadtError
 from dadt.launch.failure import Failure, signal_name
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Loss:
-    """A rank that ended while the others trained on."""
-
-    rank: int
-    host: str
-    step: int
-    """Optimizer steps that it had done; -1: none."""
-    time: float
-    why: str
+from dadt.launch.monitor.watch import Loss
 
 
 @dataclass(kw_only=True)

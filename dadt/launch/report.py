@@ -17,7 +17,7 @@ from dadt.launch.failure import Failure
 from dadt.launch.hosts.slot import Slot
 from dadt.launch.monitor.journal import Journal
 from dadt.launch.monitor.watch import Gauge, Watch
-from dadt.launch.outcome import Loss, Outcome
+from dadt.launch.outcome import Outcome
 from dadt.launch.plan import Plan
 
 VERSION = 1
@@ -62,7 +62,6 @@ class Report:
         self._failure: Failure | None = None
         self._restarts: list[dict[str, Any]] = []
         """How the attempts failed after which the job was started again."""
-        self._losses: Sequence[Loss] = ()
         self._signal = 0
         self._error = "dadt itself failed"
         self._exit_code = 1
@@ -89,7 +88,6 @@ class Report:
     def ended(self, outcome: Outcome) -> None:
         """Record the outcome of a job that ended by itself, by a worker's failure, or by the user."""
         self._exit_code, self._failure, self._signal = outcome.exit_code, outcome.failure, outcome.signal
-        self._losses = outcome.losses
         self._error = ""
 
     def failed(self, error: DadtError) -> None:
@@ -135,7 +133,7 @@ class Report:
             "error": (self._error or None) if self._over else None,
             "failure": _failure(self._failure) if self._failure is not None else None,
             "restarts": self._restarts,
-            "losses": [asdict(loss) for loss in self._losses],
+            "losses": [asdict(loss) for loss in (self._watch.losses if self._watch is not None else ())],
             "config": {field.name: _value(field.name, getattr(self._config, field.name)) for field in fields(Config)},
             "hosts": [_host(node) for node in self._nodes],
             "ranks": [_rank(slot, gauge) for slot, gauge in zip(self._slots, gauges, strict=True)],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import textwrap
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,13 +58,14 @@ def _row(trace: Trace) -> list[str]:
         ]
     ranks = told["ranks"]
     workers = f"{_count(told['hosts'], 'host')} x {_each(ranks)}"
-    steps = [rank["step"] for rank in ranks]
+    steps = [rank["step"] for rank in ranks if not rank["lost"]]
+    lost = sum(bool(rank["lost"]) for rank in ranks)
     return [
         trace.job,
         moment(told["begin"]),
         workers,
         _span(steps),
-        told["state"],
+        told["state"] + f", {lost} lost" * bool(lost),
         _program(told["command"]),
         told["logs"],
     ]
@@ -82,10 +84,16 @@ def _ranks(told: Mapping[str, Any]) -> list[str]:
                 *("-" if speed is None else figure(speed) for speed in speeds),
                 "-" if rank["wait_fraction"] is None else f"{100 * rank['wait_fraction']:.0f} %",
                 size(rank["memory"]) if rank["memory"] else "-",
-                rank["state"] + (f", silent for {rank['seconds']:.0f} s" if rank["seconds"] > 10 else ""),
+                _rank_state(rank),
             ]
         )
     return table(RANK_HEAD, rows, LEFT)
+
+
+def _rank_state(rank: Mapping[str, Any]) -> str:
+    if rank["lost"]:
+        return f"{rank['state']}, {time.time() - rank['lost']:.0f} s ago"
+    return f"{rank['state']}" + (f", silent for {rank['seconds']:.0f} s" if rank["seconds"] > 10 else "")
 
 
 def _ranks_here(trace: Trace) -> list[str]:

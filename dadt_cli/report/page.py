@@ -235,6 +235,8 @@ def _event(event: Mapping[str, Any]) -> tuple[str, str]:
         return f"ended with code {event['code']}", "" if event.get("stopped") else "failure"
     if kind in ("agent lost", "unstarted"):
         return f"{kind}: {event.get('message')}", "failure"
+    if kind == "regroup":
+        return f"the others train on: {event.get('why')}", "warning"
     if kind == "restart":
         return f"restart {event.get('count')}: {event.get('why')}", "warning"
     if kind == "summary":

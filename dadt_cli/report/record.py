@@ -213,6 +213,7 @@ def _of_events(events: list[dict[str, Any]]) -> dict[str, Any]:
     told: dict[str, Any] = {}
     ranks: dict[int, dict[str, Any]] = {}
     hosts: list[dict[str, Any]] = []
+    lost = _lost(events)
     for event in events:
         kind, rank = event["kind"], event.get("rank")
         if kind == "start":
@@ -223,7 +224,7 @@ def _of_events(events: list[dict[str, Any]]) -> dict[str, Any]:
         elif kind == "placed":
             told["config"] = {key: event[key] for key in ("algorithm", "executor") if key in event}
             ranks |= {each["rank"]: dict(each) for each in placed_in(event) if _has_rank(each)}
-        elif kind == "failed" and "failure" not in told and not event.get("secondary"):
+        elif kind == "failed" and "failure" not in told and not event.get("secondary") and rank not in lost:
             told["failure"] = {**{key: event.get(key) for key in ("rank", "host", "type", "message", "step", "thread")}}
         elif kind == "end":
             told |= {"end": event["time"], "exit_code": event.get("exit_code")}
@@ -258,10 +259,18 @@ def _of_rank(event: Mapping[str, Any]) -> dict[str, Any]:
     return {"pid": event["pid"]} if event["kind"] in ("started", "claim") and "pid" in event else {}
 
 
+def _lost(events: list[dict[str, Any]]) -> list[Any]:
+    """Ranks without which others went on."""
+    told = [event.get("lost") for event in events if event["kind"] == "regroup"]
+    return [rank for ranks in told if isinstance(ranks, list) for rank in ranks]
+
+
 def _first_exit(events: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """An end that was no good one, and nobody's wish."""
+    """An end that was no good one, nobody's wish, and none without which others went on."""
+    lost = _lost(events)
     for event in events:
-        if event["kind"] == "exit" and event.get("code") and not event.get("stopped"):
+        bad = event["kind"] == "exit" and event.get("code") and not event.get("stopped")
+        if bad and event.get("rank") not in lost:
             return {key: event.get(name) for key, name in {"rank": "rank", "host": "host", "step": "step"}.items()} | {
                 "exit_code": event["code"]
             }

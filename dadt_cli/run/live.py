@@ -126,7 +126,8 @@ class Live:
         room = max(1, height - PRINTED_ROWS)
         gauges = watch.gauges if len(watch.gauges) <= room else watch.by_pace()[: room - 1]
         shown = sorted(gauges, key=lambda gauge: gauge.rank) if len(gauges) == len(watch.gauges) else gauges
-        rows = [Text(f"{self._head}, {_clock(time.time() - watch.begin)}", style="bold")]
+        lost = f", {len(watch.losses)} lost" if watch.losses else ""
+        rows = [Text(f"{self._head}{lost}, {_clock(time.time() - watch.begin)}", style="bold")]
         rows += _table(shown, watch, width)
         if left := len(watch.gauges) - len(shown):
             rows.append(Text(_folded(watch, left), style="dim"))
@@ -186,7 +187,7 @@ def _note(gauge: Gauge, slowest: bool) -> str:
     member = gauge.member
     silence = time.monotonic() - member.seen
     if member.ended or member.finished:
-        return member.state
+        return member.standing
     if slowest:
         mark = f"slowest, silent for {silence:.0f} s" if silence > SILENT_SECONDS else "slowest"
         return f"{mark}  {gauge.line}"

@@ -71,6 +71,18 @@ def test_ps_of_a_job_lists_its_ranks(start):
         assert re.search(r"\d+ MiB  at step", line)
 
 
+def test_ps_shows_who_was_lost(start):
+    run = begin(start, "", "-np", "2", "--min-np", "1", "train.py")
+    await_that(lambda: "7-8" in dadt("ps").stdout, "the steps")
+    os.kill(run.workers[0], signal.SIGKILL)
+    await_that(lambda: "lost" in dadt("ps", run.job).stdout, "the loss")
+    (line,) = [line for line in dadt("ps").stdout.splitlines() if line.startswith(run.job)]
+    assert re.search(r" 8 +running, 1 lost ", line)
+    lost, left = dadt("ps", run.job).stdout.splitlines()[1:]
+    assert re.search(r"lost: was killed by signal 9 \(SIGKILL\), \d+ s ago$", lost)
+    assert "lost" not in left
+
+
 BUSY = """\
 import json, os, threading, time, torch
 def work():

@@ -53,6 +53,7 @@ class Runtime:
         self.script_is_distributed = False
         self.together = True
         self.explicit = False
+        self.first = rank == 0
         self.claimed = False
         self.said: list[str] = []
         self.warned: list[str] = []

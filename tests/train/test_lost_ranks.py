@@ -136,6 +136,9 @@ def test_the_report_has_who_was_lost(launch) -> None:
     (loss,) = report["losses"]
     assert (loss["rank"], report["exit_code"], report["failure"]) == (1, 0, None)
     assert 28 <= loss["step"] <= 30
+    events = [json.loads(line) for line in (result.logs / result.job / "events.jsonl").read_text().splitlines()]
+    (event,) = [event for event in events if event["kind"] == "regroup"]
+    assert (event["generation"], event["lost"], event["left"]) == (1, [1], [0, 2])
 
 
 def test_a_host_is_lost_and_the_others_train_on(launch) -> None:

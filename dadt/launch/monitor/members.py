@@ -35,8 +35,10 @@ class Member:
     """Whether a process of it trains or has trained."""
     ended: bool = False
     """Whether its process has exited."""
-    lost: bool = False
-    """Whether it has ended and the others train on without it."""
+    lost: float = 0.0
+    """When the others began to train on without it, in seconds since the epoch; 0: it is there."""
+    generation: int = 0
+    """How often others were lost while it was there."""
     finished: bool = False
     """Whether its script is over, so that it waits for the others."""
 
@@ -63,6 +65,8 @@ class Member:
     @property
     def standing(self) -> str:
         """Its state and its condition, as text."""
+        if self.lost:
+            return f"lost: {self.state}"
         if self.held:
             return f"{self.held}, {self.state}"
         return f"{self.state} and {self._condition}" if self.condition and not self.ended else self.state
@@ -84,6 +88,7 @@ class Member:
             "state": self.standing,
             "step": self.step,
             "seconds": seconds,
+            "lost": self.lost or None,
         }
 
 
@@ -123,7 +128,9 @@ class Rendezvous:
         self._exchanges.clear()
         self._board.clear(refusal)
         for rank in lost:
-            self.members[rank].lost = True
+            self.members[rank].lost = time.time()
+        for member in self.present:
+            member.generation = self.generation
 
     def outdated(self, text: str) -> Frame:
         """The answer to a question of an older generation."""

@@ -166,6 +166,18 @@ class Gauge:
         }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loss:
+    """A rank that ended while the others trained on."""
+
+    rank: int
+    host: str
+    step: int
+    """Optimizer steps that it had done; -1: none."""
+    time: float
+    why: str
+
+
 class Watch:
     """The figures of all ranks. `see` takes every frame of every agent, in order of arrival."""
 
@@ -174,6 +186,8 @@ class Watch:
         self.gauges = [Gauge(member) for member in members]
         self.state = "starting"
         self.begin = time.time()
+        self.losses: list[Loss] = []
+        """Ranks without which the others train on, in order of time."""
 
     def see(self, frame: Frame) -> None:
         look = getattr(self, f"_see_{frame.kind}", None)
@@ -185,13 +199,20 @@ class Watch:
         self.state = "stopping"
         self._journal.write("stop", why=why, grace=grace)
 
+    def regroups(self, losses: Sequence[Loss]) -> None:
+        """Record that the others train on without these ranks."""
+        self.losses += losses
+        left = [gauge.member for gauge in self.gauges if not gauge.member.lost]
+        facts = {"lost": [loss.rank for loss in losses], "left": [member.rank for member in left]}
+        self._journal.write("regroup", generation=left[0].generation, **facts, why=losses[0].why)
+
     def refused(self, why: str) -> None:
         """Record that a connection was closed because of the bytes that came over it."""
         self._journal.refused(why)
 
     def steps(self) -> tuple[int, int]:
         """The least and the most steps that a rank has done."""
-        steps = [max(0, gauge.member.step) for gauge in self.gauges]
+        steps = [max(0, gauge.member.step) for gauge in self.gauges if not gauge.member.lost]
         return min(steps), max(steps)
 
     def slowest(self) -> Gauge | None:

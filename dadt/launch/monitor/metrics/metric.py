@@ -59,4 +59,6 @@ METRICS = (
         "1 once the rank has failed by itself, and was not stopped because another one had.",
         lambda gauge: float(gauge.failed),
     ),
+    Metric("generation", "Times that it trained on without lost ranks.", lambda g: g.member.generation),
+    Metric("lost_timestamp_seconds", "When it was lost, since the epoch.", lambda gauge: gauge.member.lost or None),
 )
