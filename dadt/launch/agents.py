@@ -49,6 +49,11 @@ class Node:
     def name(self) -> str:
         return self.host.name
 
+    @property
+    def reached(self) -> bool:
+        """Whether its agent has told of its host."""
+        return "version" in self.report
+
 
 class Agents:
     """All agents of a job. Single-threaded, except that the launcher may connect in threads."""
@@ -147,6 +152,9 @@ class Agents:
         for node in nodes:
             self._finish(node, EXPLAIN_SECONDS)
             self.nodes.remove(node)
+            if (future := self._futures.pop(node, None)) is not None and not future.cancel():
+                future.add_done_callback(_hang_up)
+        self._events = [(node, frame) for node, frame in self._events if node in self.nodes]
 
     def close(self, seconds: float) -> None:
         """Hang up, and wait until all agents are gone. Idempotent."""

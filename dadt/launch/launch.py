@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,8 @@ def _run(
     try:
         if interrupts is not None:
             agents.watch(interrupts, lambda: _end_early(interrupts.take()))
-        gather(agents, lambda node: _look(the_plan, folder.job, node), config.start_timeout, folder.job, voice)
+        look = partial(_look, the_plan, folder.job)
+        gather(agents, look, config.start_timeout, folder.job, voice, all_needed=not config.min_np)
         where = replace(settle(the_plan, agents, folder.job, voice), restarts=restarts)
         if interrupts is not None:
             agents.forget(interrupts)
@@ -193,7 +195,12 @@ def settle(the_plan: Plan, agents: Agents, job: str, voice: Voice) -> Placed:
     """Place the workers, once all hosts have reported. Agents that get no workers are ended."""
     config = the_plan.config
     rooms = [room(node, config) for node in agents.nodes]
-    shares = share_out(config.np, rooms)
+    missing = len(the_plan.hosts) - len(agents.nodes)
+    fit = sum(each.places for each in rooms)
+    if fit < config.min_np:
+        absent = f", without the {missing} that cannot be reached" if missing else ""
+        raise LaunchError(f"--min-np {config.min_np}: the hosts have room for {fit} workers{absent}")
+    shares = share_out(min(config.np, fit) if missing else config.np, rooms)
     idle = [node for node, share in zip(list(agents.nodes), shares, strict=True) if not share]
     if idle:
         voice.say(f"{', '.join(node.name for node in idle)} not used: {sum(shares)} workers fit on the other hosts")

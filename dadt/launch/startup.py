@@ -35,11 +35,26 @@ class Voice(Protocol):
         """Call `act` about every second while the output is blocked (by a pager or Ctrl-S)."""
 
 
-def gather(agents: Agents, look: Callable[[Node], Mapping[str, Any]], timeout: float, job: str, voice: Voice) -> None:
-    """Wait for all agents. Reports each one that fails, and then raises LaunchError or StartTimeout."""
+def gather(
+    agents: Agents,
+    look: Callable[[Node], Mapping[str, Any]],
+    timeout: float,
+    job: str,
+    voice: Voice,
+    *,
+    all_needed: bool = True,
+) -> None:
+    """Wait for all agents. Reports each one that fails, and then raises LaunchError or StartTimeout.
+
+    all_needed: else hosts that cannot be reached are left out, as long as there are others.
+    """
     failures, late = await_agents(agents, look, timeout, job, voice)
-    if failures:
+    away = [node for node in failures if not node.reached]
+    if failures and (all_needed or len(away) < len(failures) or len(away) == len(agents.nodes)):
         _refuse(failures, late, timeout, voice)
+    for node in away:
+        voice.say(f"{node.name}: {failures[node]}: training begins without it", "warning")
+    agents.dismiss(away)
 
 
 def await_agents(
@@ -100,9 +115,8 @@ def agree(agents: Agents, wanted: str) -> None:
     if absent := [node for node, report in zip(nodes, reports, strict=True) if wanted and not report["addresses"]]:
         raise LaunchError(f"--network-interface {wanted}: matches nothing on {'; '.join(map(_offer, absent))}")
     for node in nodes:
-        targets = [
-            _target(other.index, report) for other, report in zip(nodes, reports, strict=True) if other is not node
-        ]
+        # By place: hosts before it may have been left out.
+        targets = [_target(place, reports[place]) for place, other in enumerate(nodes) if other is not node]
         agents.send(node, Frame("probe", {"targets": targets}))
     reached = _await_probes(agents)
     chosen = network.agree([node.name for node in nodes], reports, [reached[node] for node in nodes])

@@ -88,7 +88,6 @@ class Member:
             "state": self.standing,
             "step": self.step,
             "seconds": seconds,
-            "lost": self.lost or None,
         }
 
 

@@ -157,6 +157,7 @@ class Gauge:
         speed = self.speed()
         return {
             **self.member.describe(),
+            "lost": self.member.lost or None,
             "memory": self.memory,
             "line": self.line,
             "code": self.code,
