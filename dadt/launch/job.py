@@ -78,7 +78,8 @@ class Job:
         """Texts for the user, printed as soon as nothing else is being written."""
         self._cause = Cause(slots, self._rendezvous.members, output, self._silences.blame)
         self._outcome = Outcome(seconds=0.0)
-        self._membership = Membership(least, slots, self._rendezvous, self._cause, agents, self.watch, say)
+        facts = (self._rendezvous, self._cause, agents, self.watch, self._silences)
+        self._membership = Membership(least, slots, *facts, timeout, say)
         self._stacks = Stacks(output, say)
         self._working: set[Node] = set(agents.nodes)
         """Nodes that have not reported yet that all their workers have ended."""
@@ -170,7 +171,7 @@ class Job:
             self._fail_at = float("inf")
             self.terminate(FAILURE_GRACE, "a worker failed", stacks=True)
         self._look_for_held(now)
-        self._membership.turn()
+        self._membership.turn(self._goes_on)
         for death in self._deaths:  # after the stacks are asked for, as ranks move on when they hear of a death
             self._agents.send_all(death)
         self._deaths.clear()
@@ -206,7 +207,7 @@ class Job:
 
     def _on_lost(self, node: Node, frame: Frame) -> None:
         here = [slot.rank for slot in self._slots if slot.cross_rank == self._agents.nodes.index(node)]
-        if self._survives(here, f"{node.name or 'this host'}: {frame['message']}"):
+        if self._goes_on and self._membership.lose(here, f"{node.name or 'this host'}: {frame['message']}"):
             self._working.discard(node)
         else:
             self._lose(node, f"{frame['message']}; all its workers were stopped", frame.get("time", float("inf")))
@@ -263,7 +264,9 @@ class Job:
             return
         member = self._rendezvous.members[frame["rank"]]
         why = f"rank {member.rank} ({member.place}) failed with {record.brief}"
-        if member.step > 0 and self._survives([member.rank], why):  # before that all ranks are about to do the same
+        if (
+            member.step > 0 and self._goes_on and self._membership.lose([member.rank], why)
+        ):  # before that all ranks are about to do the same
             self._membership.expect_end(member.rank)
         elif not member.lost:
             self._fail_by(EXIT_SECONDS)
@@ -315,10 +318,9 @@ class Job:
         self._silences.silent(self._agents.nodes.index(node), frame["peer"], frame["seconds"])
 
     def _on_heard(self, node: Node, frame: Frame) -> None:
-        self._silences.heard(self._agents.nodes.index(node), frame["peer"])
+        getattr(self._silences, frame.kind)(self._agents.nodes.index(node), frame["peer"])
 
-    def _on_unheard(self, node: Node, frame: Frame) -> None:
-        self._silences.unheard(self._agents.nodes.index(node), frame["peer"])
+    _on_unheard = _on_heard
 
     def _on_exit(self, node: Node, frame: Frame) -> None:
         ending = Ending(**{**frame.header, "time": frame["time"] - node.clock})
@@ -334,7 +336,7 @@ class Job:
             text = f"{who} after {steps_text(ending.step)}, while others went on"
             self._deaths.append(Frame("death", {"text": text, "steps": max(0, ending.step)}))
         elif ending.code and not ending.stopped and not member.lost:
-            if self._survives([ending.rank], f"{who} after {steps_text(ending.step)}"):
+            if self._goes_on and self._membership.lose([ending.rank], f"{who} after {steps_text(ending.step)}"):
                 return
             secondary = record is not None and record.secondary
             if not secondary:
@@ -342,11 +344,10 @@ class Job:
             self._fail_by(PRIMARY_SECONDS if secondary else 0.0)
         self._rendezvous.settle()
 
-    def _survives(self, lost: Sequence[int], why: str) -> bool:
-        """Whether the job goes on without these ranks."""
-        if self._outcome.signal or self._grace < float("inf") or self._fail_at < float("inf"):
-            return False
-        return self._membership.lose(lost, why)
+    @property
+    def _goes_on(self) -> bool:
+        """Whether nothing has ended the job so far."""
+        return not self._outcome.signal and self._grace == self._fail_at == float("inf")
 
     def _on_stacks(self, node: Node, frame: Frame) -> None:
         self._stacks.write(frame["rank"], frame.body)

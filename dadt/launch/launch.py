@@ -155,7 +155,7 @@ def _run(
             voice.say,
             config.grace,
             verbose=config.verbose,
-            timeout=config.timeout,
+            timeout=config.stall_warning if config.on_stall == "abort" else config.timeout,
             least=config.min_np,
         )
         voice.meanwhile(lambda: job.attend(interrupts))

@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Collection, Sequence
 
 from dadt.control import schema
+from dadt.control.condition import HELD
 from dadt.control.frame import Frame
 from dadt.launch.agents import Agents
 from dadt.launch.cause import Cause
 from dadt.launch.hosts.slot import Slot
 from dadt.launch.monitor.members import Rendezvous
+from dadt.launch.monitor.silence import Silences
 from dadt.launch.monitor.watch import Loss, Watch
 
 EXIT_SECONDS = 1.0
@@ -29,15 +31,20 @@ class Membership:
         cause: Cause,
         agents: Agents,
         watch: Watch,
+        silences: Silences,
+        patience: float,
         say: Callable[[str, str], None],
     ) -> None:
-        """least: training goes on while so many ranks are left; 0: it ends with any."""
+        """least: training goes on while so many ranks are left; 0: it ends with any. patience: seconds for which ranks
+        wait for a silent one."""
         self._least = least
         self._slots = slots
         self._rendezvous = rendezvous
         self._cause = cause
         self._agents = agents
         self._watch = watch
+        self._silences = silences
+        self._patience = patience
         self._say = say
         self._overdue: dict[int, float] = {}
         """Lost ranks that have not exited yet, and when they are killed."""
@@ -70,16 +77,42 @@ class Membership:
             return None
         return self._rendezvous.outdated(self._watch.losses[-1].why)
 
-    def expect_end(self, rank: int) -> None:
-        """A lost rank is about to exit: kill it if it does not."""
-        self._overdue[rank] = time.monotonic() + EXIT_SECONDS
+    def expect_end(self, rank: int, seconds: float = EXIT_SECONDS) -> None:
+        """A lost rank is about to exit: kill it if it does not within these seconds."""
+        self._overdue[rank] = time.monotonic() + seconds
 
-    def turn(self) -> None:
-        """Call it as time passes."""
+    def turn(self, goes_on: bool) -> None:
+        """Call it as time passes. goes_on: nothing has ended the job so far."""
+        if self._least and goes_on:
+            self._give_up_silent()
         now = time.monotonic()
         for rank in [rank for rank, at in self._overdue.items() if now >= at]:
             del self._overdue[rank]
             self._agents.send_all(Frame("signal", {"number": int(signal.SIGKILL), "rank": rank}))
+
+    def _give_up_silent(self) -> None:
+        """Lose the ranks for which all others wait too long. Where every rank waits, a way between hosts may be cut:
+        lose one of them."""
+        here = [gauge for gauge in self._watch.gauges if not (gauge.member.lost or gauge.member.ended)]
+        silent = [gauge.member for gauge in here if not (gauge.waits or gauge.member.finished)]
+        if not any(gauge.waits for gauge in here):
+            return
+        since = time.monotonic() - self._patience
+        if silent and all(member.seen < since for member in silent):
+            first = silent[0]
+            why = f"rank {first.rank} ({first.place}) was silent for {self._patience:g} s"
+            why += f", {HELD[first.condition]}" if first.held else ""
+            self._kill([member.rank for member in silent], why)
+        elif not silent:
+            places = {self._slots[gauge.rank].cross_rank for gauge in here}
+            if (cut := self._silences.cut_off(places, since)) is not None:
+                place, why = cut
+                self._kill([gauge.rank for gauge in here if self._slots[gauge.rank].cross_rank == place], why)
+
+    def _kill(self, ranks: Collection[int], why: str) -> None:
+        if self.lose(ranks, why):
+            for rank in ranks:
+                self.expect_end(rank, 0.0)
 
     def _left_without(self, ranks: Collection[int]) -> int:
         """How many ranks train, or have trained to their end, if these do not."""

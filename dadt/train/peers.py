@@ -134,7 +134,7 @@ class Peers:
 
     def enter(self, error: Exception) -> None:
         """Be in the newest group from now on, not connected yet. Raises the error where none is told in time."""
-        if not self.survives or isinstance(error, Mismatch | CommTimeout):
+        if not self.survives or isinstance(error, Mismatch):
             raise error
         generation = self.deaths.enter(error, REGROUP_SECONDS)
         self._generation = generation.number

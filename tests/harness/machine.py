@@ -322,6 +322,12 @@ class Network:
         """Drop everything from and to it, silently; its link stays up."""
         self._wire(self._switch.pid, f"link set p{machine.number} nomaster")
 
+    def divide(self, one: Machine, other: Machine) -> None:
+        """Drop everything between the two, silently; all others still reach both."""
+        for here, there in ((one, other), (other, one)):
+            nowhere = "lladdr 02:00:00:00:00:99 dev eth0 nud permanent"
+            self._wire(here.pid, *(f"neigh replace {to} {nowhere}" for to in (there.address, there.address6)))
+
     def heal(self, machine: Machine) -> None:
         self._wire(self._switch.pid, f"link set p{machine.number} master sw0")
 

@@ -62,3 +62,20 @@ def test_a_host_is_cut_off_and_the_others_train_on(hosts, start, tmp_path):
     assert "2 of 4 workers train on from step" in result.err
     assert len(weights(result.out)) == 2
     assert len(set(weights(result.out))) == 1
+
+
+def test_two_hosts_do_not_hear_each_other_and_one_trains_on(hosts, start, tmp_path):
+    network = hosts(2)
+    short = ("--timeout", "8", "--heartbeat-timeout", "3", "--executor", "gloo")
+    run = start(network, TRAIN, "-np", "4", "-H", network.list(2), "--min-np", "1", *short, *OPTIONS, "train.py")
+    await_that((tmp_path / "ready").exists, "step 20")
+    network.divide(network[0], network[1])
+    (tmp_path / "go").touch()
+    result = run.finish()
+    assert result.code == 0, result.err
+    assert re.search(
+        r"^dadt: warning: h1: h0 and h1 have heard nothing .*: training goes on without it$", result.err, re.M
+    )
+    assert "2 of 4 workers train on from step" in result.err
+    assert len(weights(result.out)) == 2
+    assert len(set(weights(result.out))) == 1

@@ -209,3 +209,23 @@ def test_a_script_with_ranks_of_its_own_is_refused(launch) -> None:
 def test_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Config(**options)
+
+
+@pytest.mark.parametrize("executor", ["shm", "gloo"])
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSTOP)", "was silent for 6 s, it was stopped (SIGSTOP)"),
+        ("time.sleep(600)", "was silent for 6 s"),
+    ],
+    ids=["stopped", "asleep"],
+)
+def test_a_silent_rank_is_killed_and_the_others_train_on(launch, fault: str, why: str, executor: str) -> None:
+    script = (
+        TRAIN.replace("TWO", "False").replace("WORKERS", "0").replace("os.kill(os.getpid(), signal.SIGKILL)", fault)
+    )
+    result = launch(script, *OPTIONS, "--timeout", "6", "--executor", executor, "train.py", "1:30:forward")
+    assert result.code == 0, result.err
+    assert f"{why}: training goes on without it" in result.err
+    assert survivors(result).keys() == {0, 2}
+    assert len(set(survivors(result).values())) == 1

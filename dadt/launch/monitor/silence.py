@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from dadt.control.frame import Frame
@@ -107,6 +108,17 @@ class Silences:
             return None
         first, second = (self._nodes[index].name for index in pair)
         return Blame(f"the way between {first} and {second} failed", f"{self._text(pair, found[pair])}; {_BOTH}")
+
+    def cut_off(self, places: Collection[int], since: float) -> tuple[int, str] | None:
+        """Of the hosts at these places the one that most others have not heard since then, of two the later; and why.
+        None where all hear each other."""
+        found = {p: o for p, o in self._outages.items() if o.since < since and set(p) <= set(places)}
+        counts = Counter(place for pair in found for place in pair)
+        if not counts:
+            return None
+        place = max(counts, key=lambda place: (counts[place], place))
+        pair = next(pair for pair in found if place in pair)
+        return place, f"{self._nodes[place].name}: {self._text(pair, found[pair])}"
 
     def _text(self, pair: tuple[int, int], outage: Outage) -> str:
         first, second = (self._nodes[index] for index in pair)
