@@ -263,7 +263,7 @@ class Config:
         metavar="KIND:WHERE",
         advanced=True,
     )
-    min_np: int = knob(0, "Train on without lost workers: with M at least.", metavar="M")
+    min_np: int = knob(0, "Train on while M workers are left.", metavar="M")
     max_restarts: int = launch_knob(0, "Times that a failed job starts again.")
     grace: float = launch_knob(5.0, "Seconds between SIGTERM and SIGKILL when you end a job.", advanced=True)
     forward_signals: str = launch_knob(
