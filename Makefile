@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Python files take effect at once; these need an install.
 BUILT := pyproject.toml $(wildcard CMakeLists.txt) $(shell find csrc -type f)
 
-.PHONY: demo check test test-slow test-gpu machines browser figures faults convergence lint format docs native clean
+.PHONY: demo check test test-slow test-gpu machines browser figures faults chaos convergence lint format docs native clean
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -61,6 +61,10 @@ figures: .venv/testable machines
 # What users see of 30 faults, over simulated machines: ten minutes.
 faults: .venv/testable machines
 	PYTHONPATH=tests $(BIN)/python tests/hosts/faults.py --write docs/results/faults.md
+
+# 200 faults in jobs that train on without what they lose: half an hour.
+chaos: .venv/testable machines
+	PYTHONPATH=tests $(BIN)/python tests/hosts/chaos.py --write docs/results/chaos.md
 
 # Whether training under DADT ends where training without it does: hours, the last part as root. What docs/results holds is not repeated.
 convergence: .venv/testable

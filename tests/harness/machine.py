@@ -318,6 +318,10 @@ class Network:
         lines = [f"{host.address} {' '.join(host.public_key.split()[:2])}\n" for host in self.hosts]
         self.known_hosts.write_text("".join(lines))
 
+    @property
+    def all(self) -> Sequence[Machine]:
+        return self._machines
+
     def cut(self, machine: Machine) -> None:
         """Drop everything from and to it, silently; its link stays up."""
         self._wire(self._switch.pid, f"link set p{machine.number} nomaster")
@@ -329,7 +333,9 @@ class Network:
             self._wire(here.pid, *(f"neigh replace {to} {nowhere}" for to in (there.address, there.address6)))
 
     def heal(self, machine: Machine) -> None:
+        """Undo `cut` and `divide`."""
         self._wire(self._switch.pid, f"link set p{machine.number} master sw0")
+        self._wire(machine.pid, "neigh flush dev eth0 nud permanent")
 
     def leftovers(self) -> list[str]:
         return [left for machine in self._machines for left in machine.leftovers()]
