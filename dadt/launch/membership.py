@@ -95,8 +95,8 @@ class Membership:
         lose one of them."""
         here = [gauge for gauge in self._watch.gauges if not (gauge.member.lost or gauge.member.ended)]
         silent = [gauge.member for gauge in here if not (gauge.waits or gauge.member.finished)]
-        if not any(gauge.waits for gauge in here):
-            return
+        if not any(gauge.waits and not gauge.member.finished for gauge in here):
+            return  # at the end of training a rank may take its time
         since = time.monotonic() - self._patience
         if silent and all(member.seen < since for member in silent):
             first = silent[0]

@@ -211,6 +211,18 @@ def test_refused(options: dict[str, object], message: str) -> None:
         Config(**options)
 
 
+def test_a_rank_that_is_busy_at_the_end_is_not_lost(launch) -> None:
+    script = (
+        TRAIN.replace("TWO", "False")
+        .replace("WORKERS", "0")
+        .replace("os.kill(os.getpid(), signal.SIGKILL)", "time.sleep(9)")
+    )
+    result = launch(script, *OPTIONS, "--timeout", "4", "train.py", "0:60:end")
+    assert result.code == 0, result.err
+    assert "goes on" not in result.err
+    assert survivors(result).keys() == {0, 1, 2}
+
+
 @pytest.mark.parametrize(
     ("fault", "why", "executor"),
     [
