@@ -77,6 +77,7 @@ convergence: .venv/testable
 	$(BIN)/python -m benchmarks.convergence --families cnn --ranks 4 --methods 'sync;pipe' --seeds 20 --jobs 2
 	$(BIN)/python -m benchmarks.convergence --families cnn --others bf16,fp16,int8 --seeds 20
 	$(BIN)/python -m benchmarks.convergence.straggler --json docs/results/straggler.json
+	$(BIN)/python -m benchmarks.convergence.lost --json docs/results/lost.json
 	$(BIN)/python -m benchmarks.convergence.slow_link --json docs/results/slow-link.json
 
 lint: .venv/testable

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,11 @@ def averaged(run: Run, folder: Path) -> torch.nn.Module:
     return model
 
 
-def workers(run: Run, flags: list[str], folder: Path, *script: object) -> list[dict[str, Any]]:
-    """What each rank of `dadt run` has found; `script`: further arguments of the training."""
+def workers(
+    run: Run, flags: list[str], folder: Path, *script: object, left: Sequence[int] = ()
+) -> list[dict[str, Any]]:
+    """What each rank of `dadt run` has found; `script`: further arguments of the training; `left`: ranks that train to
+    the end, where not all do."""
     dadt = [sys.executable, "-m", "dadt_cli", "run", "-np", run.ranks, "--batch", "global", "--log-dir", folder]
     what = ["--family", run.family, "--rate", run.rate, "--seed", run.seed, "--out", folder, "--rank", "{rank}"]
     command = [*dadt, *flags, "-m", "benchmarks.convergence.train", *what, *script]
@@ -87,4 +91,4 @@ def workers(run: Run, flags: list[str], folder: Path, *script: object) -> list[d
     )
     if done.returncode:
         raise RuntimeError(f"{' '.join(map(str, command))} ended with {done.returncode}:\n{done.stdout}")
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(run.ranks)]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in left or range(run.ranks)]

@@ -10,6 +10,8 @@ import argparse
 import dataclasses
 import hashlib
 import json
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -51,6 +53,9 @@ def arguments() -> argparse.Namespace:
         "--wait", type=float, default=0.0, help="seconds that each step waits, as if it computed longer"
     )
     parser.add_argument("--straggler-wait", type=float, default=-1.0, help="the same on rank 0, where it differs")
+    parser.add_argument(
+        "--falls", default="", metavar="RANK:STEP,...", help="ranks that are killed after so many steps"
+    )
     parser.add_argument("--ddp", action="store_true", help="DistributedDataParallel over Gloo, ranks as torchrun tells")
     parser.add_argument("--out", type=Path, help="folder for the outcome, a file rank<RANK>.json of each process")
     parser.add_argument("--rank", default="0", help="in the name of that file; under dadt run: {rank}")
@@ -68,6 +73,7 @@ def main() -> None:
         torch.distributed.init_process_group("gloo")
         trained = nn.parallel.DistributedDataParallel(model)
     wait = options.straggler_wait if options.rank == "0" and options.straggler_wait >= 0 else options.wait
+    falls = dict(fall.split(":") for fall in options.falls.split(",") if fall).get(options.rank)
     losses: list[float] = []
     times: list[float] = []
     looks: list[tuple[int, float, float]] = []
@@ -81,6 +87,8 @@ def main() -> None:
         schedule.step()
         losses.append(float(loss.detach()))
         times.append(round(time.monotonic() - begun, 4))
+        if str(step) == falls:
+            os.kill(os.getpid(), signal.SIGKILL)
         if options.every and step % options.every == 0:
             most = 1000 if family.counts else 100  # images, or texts of many letters
             looks.append((step, time.monotonic() - begun, family.verdict(model, most)["loss"]))
