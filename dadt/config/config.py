@@ -104,9 +104,7 @@ class Config:
     fall_back: bool = knob(
         True, "Fall back to `sync` on all ranks if gradients blow up once `pipe` delays them.", advanced=True
     )
-    compression: str = knob(
-        "none", "Compression: none, bf16, fp16, int8, or powersgd:<rank>.", metavar="NAME"
-    )
+    compression: str = knob("none", "Compression: none, bf16, fp16, int8, or powersgd:<rank>.", metavar="NAME")
     sync_every: int = knob(32, "`local`: steps that each rank takes alone between two averages.", advanced=True)
     outer_lr: float = knob(1.0, "`local`: the outer optimizer's learning rate; DiLoCo's is 0.7.", advanced=True)
     outer_momentum: float = knob(

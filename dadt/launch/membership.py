@@ -52,8 +52,10 @@ class Membership:
     def lose(self, ranks: Collection[int], why: str) -> bool:
         """Have the others train on; whether enough are left. why: how these ranks were lost."""
         lost = [member for member in self._rendezvous.present if member.rank in ranks]
-        if not lost or not self._left_without(ranks) >= self._least > 0:
+        if not self._left_without(ranks) >= self._least > 0:
             return False
+        if not lost:  # a host whose ranks were lost before
+            return True
         self._rendezvous.regroup(ranks, why)
         self._watch.regroups([Loss(rank=m.rank, host=m.host, step=m.step, time=m.lost, why=why) for m in lost])
         self._cause.excuse(ranks)

@@ -64,6 +64,21 @@ def test_a_host_is_cut_off_and_the_others_train_on(hosts, start, tmp_path):
     assert len(set(weights(result.out))) == 1
 
 
+def test_a_host_goes_after_its_ranks_were_given_up(hosts, start, tmp_path):
+    network = hosts(2)
+    options = ("--min-np", "1", "--timeout", "4", "--orphan-timeout", "7", "--executor", "gloo", *OPTIONS)
+    slow = TRAIN.replace("optimizer.step()", "optimizer.step(); time.sleep(0.2 * (step > 20))")
+    run = start(network, slow, "-np", "4", "-H", network.list(2), *options, "train.py")
+    await_that((tmp_path / "ready").exists, "step 20")
+    network.cut(network[0])
+    (tmp_path / "go").touch()
+    result = run.finish()
+    assert result.code == 0, result.err
+    assert "was silent for 4 s: training goes on without it" in result.err
+    assert "no sign of life" not in result.err
+    assert len(weights(result.out)) == 2
+
+
 def test_two_hosts_do_not_hear_each_other_and_one_trains_on(hosts, start, tmp_path):
     network = hosts(2)
     short = ("--timeout", "8", "--heartbeat-timeout", "3", "--executor", "gloo")
