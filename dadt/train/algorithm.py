@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +29,14 @@ class Attached(Trained, Protocol):
     def agree(self, lanes: list[StepMetadata], exchange: Exchange | RestoredExchange) -> None: ...
 
     def deliver(self, exchange: Exchange | RestoredExchange) -> None: ...
+
+
+class Relaunched(Protocol):
+    """An exchange that can be launched again, on another connection."""
+
+    began: float
+
+    def repeat(self) -> None: ...
 
 
 class Algorithm(abc.ABC):
@@ -109,6 +118,20 @@ class Algorithm(abc.ABC):
         and nothing is to be applied in it. keep: what earlier steps have launched can be launched again, on all ranks.
         """
         return None
+
+    def common(self) -> Mapping[int, torch.Tensor]:
+        """What all ranks have in common in place of a parameter's value, by the parameter's id. Nothing is listed where
+        the values themselves are equal."""
+        return {}
+
+    def rounds(self) -> dict[str, list[int]]:
+        """How far this rank is in exchanges that belong to no step, for `follow`."""
+        return {}
+
+    def follow(self, rounds: Sequence[Mapping[str, Sequence[int]]]) -> Sequence[Relaunched]:
+        """Ranks were lost, and with them what was under way beside the steps: come as far as the furthest rank. rounds:
+        what each rank gave, by rank of the group. Returns what is to be launched once more. Raises CommError."""
+        return []
 
     def loaded(self) -> None:  # noqa: B027 (optional hook)
         """The script has replaced weights by `load_state_dict`."""

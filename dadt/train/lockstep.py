@@ -51,6 +51,9 @@ class Lockstep:
 
     def average(self) -> None:
         """One step's gradients. Raises CommError."""
+        if not self._attachment.algorithm.averages:
+            self._attachment.algorithm.before_step()
+            return
         before, self._averaging = self.averaged, True
         with self._rank.as_a_whole():
             while self.averaged == before:

@@ -16,6 +16,7 @@ from itertools import zip_longest
 from dadt.comm import plain
 from dadt.errors import PeerLost
 from dadt.train import replicate
+from dadt.train.algorithm import Relaunched
 from dadt.train.exchange.exchange import Exchange
 from dadt.train.gathering import Gathering
 from dadt.train.registry import Registry
@@ -29,6 +30,8 @@ class Position:
     """By attachment: steps whose gradients it has averaged; -1: it is about to join."""
     consumed: Sequence[bool]
     """By attachment: it has averages that are not applied yet."""
+    rounds: Sequence[dict[str, list[int]]]
+    """By attachment: exchanges that belong to no step."""
     gathered: int
     """Gatherings that it has complete."""
     repeatable: bool
@@ -55,12 +58,14 @@ def regroup(runtime: Registry) -> None:
     for a, averaged in zip(runtime.attachments, furthest, strict=False):
         if (exchange := a.lockstep.regroup(averaged, keep)) is not None:
             again.append(exchange)
+    for index, a in enumerate(runtime.attachments):
+        again += a.algorithm.follow([p.rounds[index] if index < len(p.rounds) else {} for p in told])
     _compare(runtime)
     for each in sorted(again, key=lambda each: each.began):
-        if isinstance(each, Exchange):
-            each.repeat()
-        else:
+        if isinstance(each, Gathering):
             each.launch(runtime.engine)
+        else:
+            each.repeat()
 
 
 def _mine(runtime: Registry) -> Position:
@@ -69,7 +74,8 @@ def _mine(runtime: Registry) -> Position:
     unfinished = [g.number for g in runtime.gatherings if not g.complete]
     return Position(
         averaged=[a.lockstep.averaged for a in attachments],
-        consumed=[a.consumed for a in attachments],
+        consumed=[a.consumed and a.algorithm.averages for a in attachments],
+        rounds=[a.algorithm.rounds() for a in attachments],
         gathered=min(unfinished, default=runtime.gathered),
         repeatable=all(each.repeatable for each in pending if isinstance(each, Exchange)),
         stuck=_stuck(runtime),
@@ -98,7 +104,7 @@ def _bring_up(runtime: Registry, index: int, told: Sequence[Position], averaged:
     replicate.catch_up(runtime, runtime.attachments[index], root, behind=behind)
 
 
-def _settle(runtime: Registry, told: Sequence[Position]) -> list[Gathering | Exchange]:
+def _settle(runtime: Registry, told: Sequence[Position]) -> list[Gathering | Relaunched]:
     """Give on what some ranks have gathered and others have not. Returns what is to be gathered once more."""
     most = max(p.gathered for p in told)
     least = min(p.gathered for p in told)

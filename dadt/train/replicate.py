@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -44,7 +44,7 @@ def catch_up(runtime: Registry, attachment: Attachment, root: int, *, behind: bo
     state = runtime.tell("state", _state(attachment.optimizer) if runtime.group.rank == root else b"")[root]
     attachment.prediction.forget()
     came: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for tensors, what in _parts(runtime, attachment):
+    for tensors, what in _parts(runtime, attachment, _common(runtime)):
         places = tensors if runtime.group.rank == root else [torch.empty_like(t) for t in tensors]
         runtime.broadcast(places, f"{what} of rank {runtime.members[root]}{attachment.name}", root)
         came += zip(tensors, places, strict=True)
@@ -56,15 +56,22 @@ def catch_up(runtime: Registry, attachment: Attachment, root: int, *, behind: bo
 
 
 def weights_crc(runtime: Registry, attachment: Attachment) -> int:
-    """crc32 of all weights that it trains and of those beside them."""
+    """crc32 of what all ranks have in common of the weights that it trains and of those beside them."""
     crc = 0
-    for t in _parts(runtime, attachment)[0][0]:
+    for t in _parts(runtime, attachment, _common(runtime))[0][0]:
         crc = zlib.crc32(t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, crc)
     return crc
 
 
-def _parts(runtime: Registry, attachment: Attachment) -> list[tuple[list[torch.Tensor], str]]:
-    """Weights and buffers: the true ones."""
+def _common(runtime: Registry) -> dict[int, torch.Tensor]:
+    return {key: value for a in runtime.attachments for key, value in a.algorithm.common().items()}
+
+
+def _parts(
+    runtime: Registry, attachment: Attachment, common: Mapping[int, torch.Tensor] | None = None
+) -> list[tuple[list[torch.Tensor], str]]:
+    """Weights and buffers: the true ones. common: what stands for a parameter's weights, by its id."""
+    common = common or {}
     for other in runtime.attachments:  # the root may have their parameters, too
         other.prediction.suspend()
     # Also what the optimizer does not train: a frozen part of the model.
@@ -74,7 +81,8 @@ def _parts(runtime: Registry, attachment: Attachment) -> list[tuple[list[torch.T
     # Later on others may have come to differ in shape.
     averaged = [b for _, _, b in attachment.buffers()]
     buffers = averaged if attachment.step else [b for m in roots for b in m.buffers()]
-    return [([p.data for p in every], "weights"), ([b.data for b in buffers], "buffers")]
+    weights = [common.get(id(p), p.data).to(p.dtype) for p in every]
+    return [(weights, "weights"), ([b.data for b in buffers], "buffers")]
 
 
 def _state(optimizer: torch.optim.Optimizer) -> bytes:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
 from dadt.algorithms.local.outer import Fragment, Outer, parts
+from dadt.algorithms.sync import Sync
+from dadt.comm import plain
 from dadt.train.algorithm import Algorithm
 from dadt.train.param_groups import groups_crc
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from dadt.train.attachment import Attachment
+    from dadt.train.exchange.exchange import Exchange
 
 
 class Local(Algorithm):
@@ -35,6 +38,8 @@ class Local(Algorithm):
     """
 
     identical = False
+    survives = True
+    wants_gradients = True
 
     attachment: Attachment
 
@@ -45,8 +50,15 @@ class Local(Algorithm):
         self._delay = (self._every + 1) // 2
         """Steps that an exchange may take. At a whole round ranks would be apart for two."""
         self._outer = Outer(config.outer_lr, config.outer_momentum)
+        self._sync = Sync(attachment)
+        """The synchronous steps before the first round."""
         self._fragments: dict[int, Fragment] = {}
         """Fragments by number; there are none before the first round."""
+        self._divisions = 0
+        """How often they were divided."""
+        self._passing: dict[str, Fragment] = {}
+        """What is averaged once; kept until all ranks must have it."""
+        self._passed = 0
         self._steps = 0
         """Steps that this rank has taken alone."""
         self._trained: tuple[Any, ...] = ()
@@ -75,23 +87,29 @@ class Local(Algorithm):
         modules = a.owner.root_modules(a.optimizer)
         every = dict.fromkeys([*a.parameters, *(p for module in modules for p in module.parameters())])
         known = [p for p in every if id(p) in trained]
-        self._settle([self._fragment("weights of a new optimizer", known, Outer(1.0, 0.0))] if known else [])
+        if known:
+            self._average("weights of a new optimizer", known)
 
     def started(self) -> None:
         if self.attachment.step >= self.attachment.warmup_steps and not self._fragments:
             self._begin()
 
+    def gradient_ready(self, parameter: torch.Tensor) -> None:
+        if self.averages:
+            self._sync.gradient_ready(parameter)
+
     def before_step(self) -> None:
         if self.averages:
-            a = self.attachment
-            exchange = a.new_exchange()
-            a.close(exchange)
-            a.agree(exchange.receive(), exchange)
-            a.deliver(exchange)
+            self._sync.before_step()
+
+    @property
+    def holds(self) -> bool:
+        return self._sync.holds
 
     def after_step(self) -> None:
         a = self.attachment
         if self.averages:
+            self._sync.after_step()
             if a.step + 1 >= a.warmup_steps:
                 self._begin()
             return
@@ -116,8 +134,7 @@ class Local(Algorithm):
         self._settle(self._fragments.values())
         a.changing_buffers.select()
         if a.runtime.config.buffers:
-            buffers = [b for _, _, b in a.owner.buffers.of(a.modules)]
-            self._settle([self._fragment("buffers", buffers, Outer(1.0, 0.0))])
+            self._average("buffers", [b for _, _, b in a.owner.buffers.of(a.modules)])
 
     # Rounds ----------------------------------------------------------------------------------------------------
 
@@ -136,6 +153,7 @@ class Local(Algorithm):
         a = self.attachment
         a.compress("none")  # gradients are not sent any more: what they took of memory goes
         self._trained = a.trained
+        self._divisions += 1
         self._end.trained = [weakref.ref(p) for p in a.parameters]
         divided = parts(a.parameters, a.runtime.config.fragments)
         self._fragments = {
@@ -148,14 +166,22 @@ class Local(Algorithm):
         runtime = self.attachment.runtime
         name = f"local, {what}{self.attachment.name}"
         size, compression = int(runtime.config.bucket_mb * 2**20), runtime.config.compression
-        return Fragment(name, tensors, outer, runtime, size, compression)
+        return Fragment(name, tensors, outer, runtime, self.attachment.owner.regroup, size, compression)
+
+    def _average(self, what: str, tensors: list[torch.Tensor]) -> None:
+        """Now, on all ranks: the mean of these."""
+        fragment = self._fragment(what, tensors, Outer(1.0, 0.0))
+        # A rank that has the last one may be a whole exchange ahead of one that has not.
+        self._passing = {**dict(list(self._passing.items())[-1:]), f"{what} {self._passed}": fragment}
+        self._passed += 1
+        self._settle([fragment])
 
     def _follow(self) -> None:
         """The script has added, frozen or moved parameters, in this step on all ranks: they begin a round together."""
         velocities = {key: row.velocity for f in self._fragments.values() for key, row in f.rows.items()}
         self._settle(self._fragments.values())
         new = [p for p in self.attachment.parameters if id(p) not in velocities]
-        self._settle([self._fragment("new parameters", new, Outer(1.0, 0.0))])
+        self._average("new parameters", new)
         self._divide()
         for fragment in self._fragments.values():
             for key, row in fragment.rows.items():
@@ -174,12 +200,12 @@ class Local(Algorithm):
     def _merge(self, fragment: Fragment) -> None:
         a = self.attachment
         begun = perf_counter()
-        told = fragment.receive()
+        fragment.receive()
         a.measure.exchanged(fragment.seconds, perf_counter() - begun)
         if fragment.replaced:
             return  # the weights that this belongs to are gone
         fragment.merge()
-        if len({each.groups for each in told}) > 1:
+        if fragment.differ:
             a.agreement.take_groups()
 
     def _settle(self, fragments: Iterable[Fragment]) -> None:
@@ -210,6 +236,45 @@ class Local(Algorithm):
                     f", of which {hidden} are hidden: --sync-every {math.ceil(self._every * steps / hidden)} hides all"
                 )
         return text
+
+    # Where ranks are lost --------------------------------------------------------------------------------------
+
+    @property
+    def launched(self) -> Exchange | None:
+        return self._sync.launched
+
+    def regroup(self, behind: bool, keep: bool) -> None:
+        if self.averages:
+            self._sync.regroup(behind, keep)
+
+    def common(self) -> Mapping[int, torch.Tensor]:
+        return {key: row.anchor for fragment in self._fragments.values() for key, row in fragment.rows.items()}
+
+    def rounds(self) -> dict[str, list[int]]:
+        return {key: [f.over, f.absorbed, f.differ] for key, f in self._known.items()}
+
+    def follow(self, rounds: Sequence[Mapping[str, Sequence[int]]]) -> Sequence[Fragment]:
+        """No rank is more than one exchange of a fragment ahead, as each needs all ranks."""
+        runtime, known = self.attachment.runtime, self._known
+        for fragment in known.values():
+            fragment.forget_residuals()
+        for key in sorted({key for each in rounds for key in each}):
+            over = [each[key][0] if key in each else None for each in rounds]
+            most = max(count for count in over if count is not None)
+            if all(count in (None, most) for count in over):
+                continue
+            root, mine = over.index(most), known.get(key)
+            given = plain.encode(mine.state(), key) if mine is not None and root == runtime.group.rank else b""
+            state = runtime.tell(f"{key}{self.attachment.name}", given)[root]
+            if mine is not None and mine.over < most:
+                _, absorbed, differ = rounds[root][key]
+                mine.take(plain.decode(state), absorbed=bool(absorbed), differ=bool(differ))
+        return [fragment for fragment in known.values() if fragment.under_way]
+
+    @property
+    def _known(self) -> dict[str, Fragment]:
+        """By a name that is the same on all ranks."""
+        return {f"{self._divisions}.{number}": f for number, f in self._fragments.items()} | self._passing
 
     # Checkpoints -----------------------------------------------------------------------------------------------
 

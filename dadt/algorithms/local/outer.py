@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from dadt.comm.bucket import Bucket, split
 from dadt.comm.compression import LowRank, forms
-from dadt.errors import Mismatch
+from dadt.errors import CommError, Mismatch
 from dadt.train.exchange.bucket_exchange import BucketExchange, Peers
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class Told(NamedTuple):
     layout: int
     """crc32 of shapes and dtypes."""
     number: int
-    """Exchanges of this fragment so far, modulo 2**32."""
+    """Exchanges of this fragment so far; modulo 2**32 on the way."""
     settles: int
     """Weights are averaged, not progress."""
     groups: int
@@ -76,16 +77,26 @@ class Fragment(BucketExchange):
         parameters: Sequence[torch.Tensor],
         outer: Outer,
         peers: Peers,
+        regroup: Callable[[CommError], None],
         bucket_bytes: int,
         compression: str = "none",
     ) -> None:
         """Begins a round at the parameters' values, which are the same on all ranks.
 
-        compression: how progress travels.
+        regroup: goes on with the ranks that are left after this error; has called `repeat` or `take` then where an
+        exchange was under way. compression: how progress travels.
         """
         super().__init__(peers, name)
         self.outer = outer
-        self._number = 0
+        self._regroup = regroup
+        self.sent = Told(0, 0, 0, 0)
+        """What this rank told in its newest exchange."""
+        self.over = 0
+        """Exchanges that have ended here."""
+        self.absorbed = False
+        """The last of them has changed the velocity only, as weights are averaged at once behind it."""
+        self.differ = False
+        """Ranks had other param_group values in the last of them."""
         self.replaced = False
         """The script has set the weights since the last exchange: the next one settles them."""
         with torch.no_grad():
@@ -107,7 +118,7 @@ class Fragment(BucketExchange):
     @property
     def under_way(self) -> bool:
         """An exchange is not merged yet."""
-        return bool(self._works)
+        return self.sent.number > self.over
 
     def tensors_of(self, work: Work | Averaging) -> list[torch.Tensor]:
         """The parameters that it moves; none if it is not one of these works."""
@@ -116,13 +127,18 @@ class Fragment(BucketExchange):
 
     # One exchange ----------------------------------------------------------------------------------------------
 
-    def receive(self) -> list[Told]:
-        """Wait for what is in flight. Returns what every rank told with it; nothing if there is none."""
-        self._await()
-        self._go_on()
+    def receive(self) -> None:
+        """Wait for what is in flight."""
+        while True:
+            try:
+                self._await()
+                self._go_on()
+                break
+            except CommError as error:
+                self._regroup(error)
         self._alive.clear()
         if not self._works:
-            return []
+            return
         told = [Told(*_LANE.unpack(lane[-_LANE.size :])) for lane in self._works[-1].lanes]
         for rank, theirs in enumerate(told):
             if theirs[:3] != told[0][:3]:
@@ -130,30 +146,35 @@ class Fragment(BucketExchange):
                 if theirs.settles != told[0].settles:
                     cause = "load_state_dict() was not called on all of them"
                 raise Mismatch(f"{self._works[-1].name}: rank 0 {_told(told[0])}, rank {rank} {_told(theirs)}: {cause}")
-        return told
+        self.differ = len({each.groups for each in told}) > 1
 
     def merge(self) -> None:
-        """Move the anchor by the mean of what the ranks sent. Call it after `receive`."""
+        """Move the anchor by the mean of what the ranks sent. Call it after `receive`. Nothing is done where a loss of
+        ranks has brought the merged anchor."""
+        if not self._works:
+            return
         with torch.no_grad():
-            for bucket, rows in zip(self._buckets, self._rows, strict=True):
-                for i, row in enumerate(rows):
-                    unsent = row.parameter.data.to(row.anchor) - self._start(bucket, i, row)
-                    anchor, velocity = self.outer.moved(row.anchor, row.velocity, bucket.deliver(i, _MEAN))
-                    row.anchor.copy_(anchor)
-                    if row.velocity is not None and velocity is not None:
-                        row.velocity.copy_(velocity)
-                    row.parameter.data.copy_(unsent.add_(row.anchor))
-        self._works = []
+            for bucket, i, row in self._places():
+                unsent = row.parameter.data.to(row.anchor) - self._start(bucket, i, row)
+                anchor, velocity = self.outer.moved(row.anchor, row.velocity, bucket.deliver(i, _MEAN))
+                row.anchor.copy_(anchor)
+                if row.velocity is not None and velocity is not None:
+                    row.velocity.copy_(velocity)
+                row.parameter.data.copy_(unsent.add_(row.anchor))
+        self._end()
+
+    def _end(self, *, absorbed: bool = False) -> None:
+        self._works, self._second_works, self._rounds = [], [], []
+        self.over, self.absorbed = self.sent.number, absorbed
 
     def send(self, groups: int) -> None:
         """Launch this rank's progress from the anchor, after `merge`. Does not wait for the others'."""
         with torch.no_grad():
-            for bucket, rows in zip(self._buckets, self._rows, strict=True):
-                for i, row in enumerate(rows):
-                    progress = row.parameter.data.to(row.anchor) - row.anchor
-                    bucket.views[_OWN][i].copy_(progress, non_blocking=True)
-                    ahead, _ = self.outer.moved(row.anchor, row.velocity, progress)
-                    row.parameter.data.copy_(ahead)
+            for bucket, i, row in self._places():
+                progress = row.parameter.data.to(row.anchor) - row.anchor
+                bucket.views[_OWN][i].copy_(progress, non_blocking=True)
+                ahead, _ = self.outer.moved(row.anchor, row.velocity, progress)
+                row.parameter.data.copy_(ahead)
         self._send(groups, settles=False)
 
     def settle(self, groups: int) -> None:
@@ -162,6 +183,7 @@ class Fragment(BucketExchange):
         self.receive()
         if self._works and not self.replaced and any(isinstance(form, LowRank) for form in self._forms):
             self.merge()  # what is owed is what this has left out
+        absorbs = bool(self._works)
         with torch.no_grad():
             for bucket, rows, form in zip(self._buckets, self._rows, self._forms, strict=True):
                 for i, row in enumerate(rows):
@@ -174,29 +196,67 @@ class Fragment(BucketExchange):
                     if owed is not None:
                         own = own.to(row.anchor).add(owed, alpha=self.outer.lr * (1 + self.outer.momentum))
                     bucket.views[_OWN][i].copy_(own, non_blocking=True)
+        if absorbs:
+            self._end(absorbed=True)
         self._send(groups, settles=True)
         self.receive()
-        with torch.no_grad():
-            for bucket, rows in zip(self._buckets, self._rows, strict=True):
-                for i, row in enumerate(rows):
+        if self._works:
+            with torch.no_grad():
+                for bucket, i, row in self._places():
                     row.anchor.copy_(bucket.deliver(i, _MEAN))
                     row.parameter.data.copy_(row.anchor)
-        self._works = []
+            self._end()
         self.replaced = False
+        self.forget_residuals()
+
+    # Where ranks are lost --------------------------------------------------------------------------------------
+
+    def forget_residuals(self) -> None:
         for form in self._forms:
             if form is not None:
                 form.forget()
 
+    def state(self) -> list[torch.Tensor]:
+        """What is the same on all ranks that have ended as many exchanges."""
+        return [t for _, _, row in self._places() for t in (row.anchor, row.velocity) if t is not None]
+
+    def take(self, state: Sequence[torch.Tensor], *, absorbed: bool, differ: bool) -> None:
+        """End the exchange under way with the `state` of a rank that has ended it; absorbed, differ: that rank's."""
+        values = iter(state)
+        with torch.no_grad():
+            for bucket, i, row in self._places():
+                unsent = row.parameter.data.to(row.anchor) - self._start(bucket, i, row)
+                row.anchor.copy_(next(values))
+                if row.velocity is not None:
+                    row.velocity.copy_(next(values))
+                if self.sent.settles:
+                    row.parameter.data.copy_(row.anchor)
+                elif not (absorbed or self.replaced):
+                    row.parameter.data.copy_(unsent.add_(row.anchor))
+        self._end(absorbed=absorbed)
+        self.differ = differ
+
+    def repeat(self) -> None:
+        """Launch once more what is under way, on the connection of another group."""
+        self._works, self._second_works, self._rounds = [], [], []
+        self._submitted.clear()
+        self._launch_all()
+
     def resumed(self) -> Iterator[tuple[Row, torch.Tensor, torch.Tensor | None]]:
         """For each parameter, anchor and velocity as if all ranks had made this one's progress in what is in flight."""
+        for bucket, i, row in self._places():
+            anchor, velocity = self._start(bucket, i, row), row.velocity
+            if self.replaced:
+                anchor, velocity = _wide(row.parameter), None if velocity is None else torch.zeros_like(velocity)
+            elif self._works:
+                velocity = self.outer.velocity(velocity, bucket.deliver(i, _OWN))
+            yield row, anchor, velocity
+
+    def _places(self) -> Iterator[tuple[Bucket, int, Row]]:
+        """Each row with its bucket, and its place there."""
         for bucket, rows in zip(self._buckets, self._rows, strict=True):
             for i, row in enumerate(rows):
-                anchor, velocity = self._start(bucket, i, row), row.velocity
-                if self.replaced:
-                    anchor, velocity = _wide(row.parameter), None if velocity is None else torch.zeros_like(velocity)
-                elif self._works:
-                    velocity = self.outer.velocity(velocity, bucket.deliver(i, _OWN))
-                yield row, anchor, velocity
+                yield bucket, i, row
 
     def _start(self, bucket: Bucket, index: int, row: Row) -> torch.Tensor:
         """The weights at which this rank's round began: computed again, the same bits, rather than kept."""
@@ -206,12 +266,16 @@ class Fragment(BucketExchange):
         return start.to(row.parameter.dtype).to(start.dtype)
 
     def _send(self, groups: int, *, settles: bool) -> None:
-        self._number += 1
-        told = _LANE.pack(*Told(self._layout, self._number % 2**32, settles, groups))
-        last = len(self._buckets) - 1
+        self.sent = Told(self._layout, self.sent.number + 1, settles, groups)
+        self.began = perf_counter()
         self._works, self._second_works = [], []
+        self._launch_all()
+
+    def _launch_all(self) -> None:
+        told = _LANE.pack(*self.sent._replace(number=self.sent.number % 2**32))
+        last = len(self._buckets) - 1
         for index in range(last + 1):
-            self._launch(index, told if index == last else b"", settles=settles)
+            self._launch(index, told if index == last else b"", settles=bool(self.sent.settles))
 
     def _launch(self, index: int, lane: bytes, *, settles: bool) -> None:
         bucket, form = self._buckets[index], None if settles else self._forms[index]

@@ -1,0 +1,120 @@
+"""Ranks end while each takes steps of its own, and the others go on."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+TRAIN = """
+import hashlib, os, re, signal, sys, time, torch
+torch.set_num_threads(1)
+torch.manual_seed(0)
+rank = int(re.search("DADT_RANK=([0-9]+)", open("/proc/self/environ").read())[1])
+faults = [fault.split(":") for fault in sys.argv[1].split(",")]
+
+def comes(step, where):
+    if [str(rank), str(step), where] in faults:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def net(*widths):
+    layers = [torch.nn.Sequential(torch.nn.Linear(a, b), torch.nn.BatchNorm1d(b)) for a, b in zip(widths, widths[1:])]
+    return torch.nn.Sequential(*layers)
+
+comes(0, "start")
+model, other = net(16, 32, 4), net(4, 8, 16)
+optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, other)[: 1 + TWO]]
+
+from dadt.inject import worker
+from dadt.errors import PeerLost
+step = 0
+
+def wait(work, ordinary=worker.runtime.wait):
+    ordinary(work)
+    what = "buffers" if step == 60 else "bucket"
+    if rank == 1 and step == LATE and what in work.name:  # which the others have had by now
+        while not worker.runtime.deaths.outdated:
+            time.sleep(0.01)
+        raise PeerLost("told before it was done")
+worker.runtime.wait = wait
+
+def tell():
+    tensors = [*model.state_dict().values(), *(other.state_dict().values() if TWO else [])]
+    weights = b"".join(t.numpy().tobytes() for t in tensors)
+    print("ends with", hashlib.sha256(weights).hexdigest(), flush=True)
+
+for step in range(60):
+    comes(step, "forward")
+    x, y = torch.randn(4, 16), torch.randint(4, (4,))
+    optimizers[0].zero_grad()
+    predicted = model(x)
+    torch.nn.functional.cross_entropy(predicted, y).backward()
+    comes(step, "step")
+    optimizers[0].step()
+    if TWO:
+        optimizers[1].zero_grad()
+        (other(predicted.detach()) - x.detach()).pow(2).mean().backward()
+        optimizers[1].step()
+step = 60
+comes(step, "end")
+worker.runtime.on_end += [lambda: comes(60, "gone"), tell]
+"""
+OPTIONS = ["-np", "3", "--min-np", "1", "--warmup-steps", "5"]
+LOCAL = ["--algorithm", "local", "--sync-every", "6"]
+
+
+def ends(result) -> dict[int, str]:
+    """Rank and weights, as they are after the last average."""
+    assert result.code == 0, result.err
+    lines = [line.split() for line in result.out.decode().splitlines() if "ends with" in line]
+    return {int(words[0].strip("[")[0]): words[-1] for words in lines}
+
+
+def train(launch, faults: str, *options: str, two: bool = False, late: int = -1):
+    script = TRAIN.replace("TWO", str(two)).replace("LATE", str(late))
+    return launch(script, *OPTIONS, *options, "train.py", faults)
+
+
+@pytest.mark.parametrize(
+    ("faults", "left", "options"),
+    [
+        ("1:0:start", {0, 2}, []),
+        ("1:3:forward", {0, 2}, ["--executor", "gloo"]),
+        ("0:5:forward", {1, 2}, []),
+        ("2:11:step", {0, 1}, ["--executor", "gloo"]),
+        ("1:12:forward", {0, 2}, []),
+        ("0:20:step", {1, 2}, ["--fragments", "3", "--outer-momentum", "0.9", "--outer-lr", "0.7"]),
+        ("0:20:step,1:22:forward", {2}, ["--fragments", "2", "--executor", "gloo"]),
+        ("1:20:step,2:20:step", {0}, []),
+        ("2:30:forward", {0, 1}, ["--compression", "int8"]),
+        ("0:31:forward", {1, 2}, ["--compression", "powersgd:2", "--executor", "gloo"]),
+        ("1:60:end", {0, 2}, []),
+    ],
+)
+def test_a_round_goes_on_without_the_lost(launch, faults: str, left: set[int], options: list[str]) -> None:
+    result = train(launch, faults, *LOCAL, *options)
+    weights = ends(result)
+    assert weights.keys() == left
+    assert len(set(weights.values())) == 1
+    lost = {0, 1, 2} - left
+    assert all(re.search(rf"without ranks? [0-9, and]*{rank}", result.err) for rank in lost), result.err
+    assert "differ" not in result.err
+
+
+def test_rounds_of_several_optimizers(launch) -> None:
+    weights = ends(train(launch, "1:25:step", *LOCAL, two=True))
+    assert weights.keys() == {0, 2}
+    assert len(set(weights.values())) == 1
+
+
+@pytest.mark.parametrize(("late", "fault"), [(4, "2:5:forward"), (19, "2:20:forward"), (19, "2:21:step")])
+def test_a_rank_that_lacks_an_average_takes_what_others_have_made_of_it(launch, late: int, fault: str) -> None:
+    weights = ends(train(launch, fault, *LOCAL, "--outer-momentum", "0.5", late=late))
+    assert weights.keys() == {0, 1}
+    assert len(set(weights.values())) == 1
+
+
+def test_others_have_left_after_the_last_average(launch) -> None:
+    result = train(launch, "2:60:gone", *LOCAL, late=60)
+    assert 0 in ends(result)
+    assert "without rank 2: 60 steps" in result.err
