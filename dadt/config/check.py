@@ -14,7 +14,7 @@ from dadt.errors import ConfigError
 
 CROSS = ("gloo", "nccl", "mpi")
 """Executors that the hierarchical one may use between hosts; c10d:<name> is valid as well."""
-SURVIVING = ("pipe", "sync", "auto", "local")
+SURVIVING = ("pipe", "sync", "auto", "local", "gossip")
 """Algorithms that train on when ranks are lost."""
 COMPRESSIONS = ("none", "bf16", "fp16", "int8")
 """Names of compressions; powersgd:<rank> is valid as well."""

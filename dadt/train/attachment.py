@@ -37,6 +37,7 @@ class Owner(Survivor, Protocol):
     window: PredictionScope
     on_end: list[Callable[[], None]]
     """Called when the script has ended, whatever has become of its optimizers: as added, the same on all ranks."""
+    on_regroup: list[Callable[[], None]]
     on_stop: list[Callable[[], None]]
     """Called last, also after a failure."""
 
@@ -72,7 +73,6 @@ class Attachment:
     """Made when the runtime attaches an optimizer; every rank attaches the same ones in the same order."""
 
     def __init__(self, runtime: Peers, owner: Owner, optimizer: torch.optim.Optimizer, index: int) -> None:
-        """runtime, owner: the same, by what is asked of it."""
         self.runtime = runtime
         self.owner = owner
         self._optimizer = weakref.ref(optimizer)

@@ -15,6 +15,8 @@ from dadt.comm.bucket import DTYPES, split
 from dadt.comm.executors.meet import AllRanks, Apart, Meet
 from dadt.comm.executors.point_to_point import NoPointToPoint
 from dadt.comm.peer_deaths import Abort, Deaths
+from dadt.comm.trace import gather as trace
+from dadt.comm.trace.merge import merge
 from dadt.comm.trace.recorder import Timeline
 from dadt.config import Config
 from dadt.control.agent_client import Control
@@ -22,6 +24,7 @@ from dadt.errors import CommError, CommTimeout, Mismatch
 from dadt.train.exchange.background import Background
 from dadt.train.gathering import Gathering
 from dadt.train.progress import Progress
+from dadt.train.reconnection import Reconnection
 from dadt.train.stall import PATIENCE, Stall
 from dadt.world import World
 
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
 
 REGROUP_SECONDS = 10.0
 """How long it may take from what a library notices of the end of a host until the launcher says who trains on."""
+
+_MERGE_SECONDS = 300.0  # that making one timeline of all ranks' may take
 
 KEPT = 16
 """Gatherings that a rank keeps, as another one may still wait for them."""
@@ -93,6 +98,7 @@ class Peers:
         self._abort: Abort = lambda reason, lost: None
         self._told: set[str] = set()
         self._stall = Stall(config, world.rank, control, self._tell_stall)
+        self.reconnection = Reconnection(self, REGROUP_SECONDS, config.start_timeout)
 
     @property
     def step(self) -> int:
@@ -107,7 +113,12 @@ class Peers:
     @property
     def engine(self) -> Engine:
         assert self._engine is not None, "used before the rank was claimed"
+        self.reconnection.check()
         return self._engine
+
+    @property
+    def outdated(self) -> bool:
+        return self.deaths.outdated
 
     @property
     def meet(self) -> Meet:
@@ -122,6 +133,10 @@ class Peers:
     def survives(self) -> bool:
         """Training goes on when ranks are lost."""
         return self.config.min_np > 0 and self.deaths.listening
+
+    def connect_anew(self, error: CommError) -> None:
+        """Go on with the ranks that are left. Raises the error where no loss explains it."""
+        raise error
 
     @contextmanager
     def as_a_whole(self) -> Iterator[None]:
@@ -191,6 +206,24 @@ class Peers:
         if self.control is not None:
             self.control.say(text, level=level)
 
+    # The timeline --------------------------------------------------------------------------------------------
+
+    def record(self, timeline: Timeline, connection: Connection | None) -> None:
+        """Begin the timeline, or go on with it on a new connection."""
+        if self.timeline is None:
+            timeline.start(self._peers(self.config.timeout))
+            self.timeline = timeline
+        if connection is not None:
+            timeline.record(connection, "exchange")
+
+    def merge_timelines(self) -> None:
+        """Make one of all ranks'. Every rank calls it."""
+        if self.timeline is not None and (text := merge(self.timeline, self._peers(_MERGE_SECONDS))):
+            self.say(text)
+
+    def _peers(self, timeout: float) -> trace.Peers:
+        return trace.Alone() if self._engine is None else trace.Through(self._engine, self.group.world_size, timeout)
+
     # Exchanges -------------------------------------------------------------------------------------------------
 
     def allgather(self, name: str, data: bytes) -> Gathering:
@@ -215,6 +248,7 @@ class Peers:
 
     def broadcast(self, tensors: Sequence[torch.Tensor], name: str, root: int = 0) -> None:
         """Overwrite the tensors with the root's."""
+        self.reconnection.check()
         works: list[Work] = []
         staged: list[tuple[torch.Tensor, torch.Tensor]] = []
         with torch.no_grad():

@@ -40,8 +40,9 @@ class Position:
     """Why it cannot go on; empty if it can."""
 
 
-def regroup(runtime: Registry) -> None:
-    """Go on with the ranks that this one is connected with now. Raises PeerLost where that cannot be."""
+def regroup(runtime: Registry, *, equal: bool) -> None:
+    """Go on with the ranks that this one is connected with now. equal: after each exchange all have the same weights,
+    or anchors. Raises PeerLost where training cannot go on."""
     for a in runtime.attachments:
         a.prediction.undo()
     told = [
@@ -60,7 +61,8 @@ def regroup(runtime: Registry) -> None:
             again.append(exchange)
     for index, a in enumerate(runtime.attachments):
         again += a.algorithm.follow([p.rounds[index] if index < len(p.rounds) else {} for p in told])
-    _compare(runtime)
+    if equal:
+        _compare(runtime)
     for each in sorted(again, key=lambda each: each.began):
         if isinstance(each, Gathering):
             each.launch(runtime.engine)

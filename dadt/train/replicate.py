@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -41,11 +42,19 @@ def take_rank_0s(runtime: Registry, attachment: Attachment, *, weights: bool) ->
 def catch_up(runtime: Registry, attachment: Attachment, root: int, *, behind: bool) -> None:
     """Take weights, buffers and optimizer state of the group's rank `root`, where this rank is behind: once all has
     come, so that a rank which is lost meanwhile leaves nothing half done. All ranks call it."""
-    state = runtime.tell("state", _state(attachment.optimizer) if runtime.group.rank == root else b"")[root]
-    attachment.prediction.forget()
+    gives = runtime.group.rank == root
+    # Where ranks wait for nobody, the training thread goes on meanwhile.
+    reads = gives and not attachment.algorithm.together
+    with runtime.reconnection.pause.still(runtime.config.timeout) if reads else nullcontext():
+        state = _state(attachment.optimizer) if gives else b""
+        attachment.prediction.forget()
+        parts = _parts(runtime, attachment, _common(runtime))
+        if reads:
+            parts = [([t.clone() for t in tensors], what) for tensors, what in parts]
+    state = runtime.tell("state", state)[root]
     came: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for tensors, what in _parts(runtime, attachment, _common(runtime)):
-        places = tensors if runtime.group.rank == root else [torch.empty_like(t) for t in tensors]
+    for tensors, what in parts:
+        places = tensors if gives else [torch.empty_like(t) for t in tensors]
         runtime.broadcast(places, f"{what} of rank {runtime.members[root]}{attachment.name}", root)
         came += zip(tensors, places, strict=True)
     if behind:

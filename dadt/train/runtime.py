@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -14,8 +14,6 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from dadt.comm.peer_deaths import Generation
-from dadt.comm.trace.gather import Alone, Peers, Through
-from dadt.comm.trace.merge import merge
 from dadt.comm.trace.recorder import Timeline
 from dadt.config import Config
 from dadt.errors import CommError, CommTimeout, ConfigError, DadtError, PeerLost, StartTimeout
@@ -31,13 +29,10 @@ from dadt.world import World
 
 if TYPE_CHECKING:
     from dadt._core import Work
-    from dadt.comm.executors.base import Connection
     from dadt.comm.executors.device import Averaging
     from dadt.comm.rendezvous.store_client import StoreClient
     from dadt.control.agent_client import Control
     from dadt.control.frame import Frame
-
-_MERGE_SECONDS = 300.0  # that making one timeline of all ranks' may take
 
 
 class Runtime(Registry):
@@ -111,6 +106,11 @@ class Runtime(Registry):
 
     # Joining ---------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def as_a_whole(self) -> Iterator[None]:
+        with super().as_a_whole(), nullcontext() if self.together else self.reconnection.within():
+            yield
+
     def claim(self) -> None:
         """Become this rank for the whole job, and attach every optimizer registered so far.
 
@@ -135,8 +135,10 @@ class Runtime(Registry):
             connection = None
             if not self.alone:
                 connection = self.connect()
+                if self._generation:  # others are connected already, and tell how far they are
+                    regroup.regroup(self, equal=self.together)
             if timeline is not None:
-                self._record(timeline, connection)
+                self.record(timeline, connection)
         if self.alone:
             return
         for callback in self.on_claim:
@@ -154,7 +156,9 @@ class Runtime(Registry):
     def begin(self) -> None:
         """A training forward or a consumption is next. Raises PeerLost if a rank has ended."""
         self.claim()
-        if self.deaths.outdated and not any(a.consumed for a in self.attachments):
+        if not self.together:
+            self.reconnection.check()
+        elif self.deaths.outdated and not any(a.consumed for a in self.attachments):
             self.regroup(PeerLost("ranks have ended"))
         self.deaths.check()
         self._training_threads.add(threading.current_thread())
@@ -196,6 +200,12 @@ class Runtime(Registry):
     def regroup(self, error: CommError) -> None:
         """Ranks were lost, as the error says: go on with those that are left. Raises the error where it says something
         else, or where training cannot go on without them."""
+        if self.together or not self.survives:
+            self.connect_anew(error)
+        else:
+            self.reconnection.wait(error)
+
+    def connect_anew(self, error: CommError) -> None:
         if self._regrouping:
             raise error
         begun, self._regrouping = perf_counter(), True
@@ -208,7 +218,7 @@ class Runtime(Registry):
                     if self.timeline is not None:
                         self.timeline.record(connection, "exchange")
                     with self.checkpoints.aside():
-                        regroup.regroup(self)
+                        regroup.regroup(self, equal=self.together)
                     break
                 except CommError as another:
                     error = another
@@ -248,6 +258,8 @@ class Runtime(Registry):
         if frame.kind == "regroup":
             members, firsts = tuple(frame["members"]), tuple(frame["firsts"])
             self.deaths.regroup(Generation(frame["generation"], members, firsts, text))
+            if not self.together and self._engine is not None:  # else it is connecting, with whoever is there
+                self.reconnection.begin()
         elif steps is None:
             self.deaths.tell(text)
         elif self._attachments:  # else only the script knows what it still expects of that rank
@@ -275,6 +287,7 @@ class Runtime(Registry):
 
     def stepped(self) -> None:
         """An optimizer step is complete."""
+        self.reconnection.pause.pass_by()
         self.window.stepped()
         if self.timeline is not None:
             self.timeline.step(self.step)
@@ -309,26 +322,26 @@ class Runtime(Registry):
             try:
                 if failed:
                     self._engine.abort(f"rank {self.world.rank} failed")
-                elif self._engine.error is None or self.deaths.outdated:
+                elif self._engine.error is None or (self.survives and (self.deaths.outdated or not self.together)):
                     if self.control is not None:
                         self.control.ending(self.step)
                     if self.together:
                         self._arrive()
                     for attachment in self.attachments:
                         attachment.algorithm.finish()
-                    for callback in self.on_end:
-                        callback()
-                    if not self.together:
-                        self._arrive()
+                    if self.together:
+                        self._call_on_end()
+                    else:
+                        self._arrive_apart()
                     self.wait(self.engine.allgather(b"", self._end))
-                    self._merge_timelines()
+                    self.merge_timelines()
             except CommError:
                 if not self._arrived or not self.survives:
                     raise  # else all have trained to the end, and what becomes of the others now is no matter
             finally:
                 self._stop()
         elif not failed:
-            self._merge_timelines()
+            self.merge_timelines()
         elif self.timeline is not None:
             self.timeline.stop()
 
@@ -351,23 +364,28 @@ class Runtime(Registry):
             except StartTimeout as error:
                 raise CommTimeout(str(error)) from error
             except PeerLost as error:
+                if not self.together:
+                    raise
                 self.regroup(error)
 
-    def _record(self, timeline: Timeline, connection: Connection | None) -> None:
-        if self.timeline is None:
-            timeline.start(self._peers(self.config.timeout))
-            self.timeline = timeline
-        if connection is not None:
-            timeline.record(connection, "exchange")
+    def _arrive_apart(self) -> None:
+        """The last averages, each rank when it is there. Where ranks are lost meanwhile, all that are left average once
+        more: nobody knows who has done so already."""
+        with self.reconnection.within():
+            while not self._arrived:
+                try:
+                    self._call_on_end()
+                    self._arrive()
+                    break
+                except CommError as error:
+                    self.regroup(error)
 
-    def _merge_timelines(self) -> None:
-        if self.timeline is not None and (text := merge(self.timeline, self._peers(_MERGE_SECONDS))):
-            self.say(text)
-
-    def _peers(self, timeout: float) -> Peers:
-        return Alone() if self._engine is None else Through(self._engine, self.group.world_size, timeout)
+    def _call_on_end(self) -> None:
+        for callback in self.on_end:
+            callback()
 
     def _stop(self) -> None:
+        self.reconnection.close()
         try:
             self.disconnect()
         finally:

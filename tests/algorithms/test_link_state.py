@@ -215,13 +215,13 @@ def test_ends_begin_anew_where_one_has_lost_what_both_knew() -> None:
     there: list[WeightSnapshot | None] = [other.snapshot]
     ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
     asking = Asking(
-        LinkMessages(post, 0, 1, 0, 20.0),
+        LinkMessages(post, 0, 1, 1, 0, 20.0),
         lambda: nullcontext(one.snapshot),
         lambda snapshot: link_state("int8", snapshot, True),
         lambda edge, averaged: ended.put(averaged),
     )
     answering = Answering(
-        LinkMessages(post, 1, 0, 0, 20.0), lambda: nullcontext(there[0]), lambda p: link_state("int8", p, False)
+        LinkMessages(post, 1, 0, 0, 0, 20.0), lambda: nullcontext(there[0]), lambda p: link_state("int8", p, False)
     )
     threads = [threading.Thread(target=end.run, daemon=True) for end in (asking, answering)]
     for thread in threads:

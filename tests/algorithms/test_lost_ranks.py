@@ -118,3 +118,22 @@ def test_others_have_left_after_the_last_average(launch) -> None:
     result = train(launch, "2:60:gone", *LOCAL, late=60)
     assert 0 in ends(result)
     assert "without rank 2: 60 steps" in result.err
+
+
+@pytest.mark.parametrize(
+    ("faults", "left", "options"),
+    [
+        ("1:0:start", {0, 2}, []),
+        ("1:20:forward", {0, 2}, ["--executor", "gloo"]),
+        ("0:20:step", {1, 2}, []),
+        ("0:20:step,1:22:forward", {2}, ["--executor", "gloo", "--topology", "ring"]),
+        ("2:30:forward", {0, 1}, ["--compression", "int8"]),
+        ("1:60:end", {0, 2}, ["--executor", "gloo"]),
+        ("1:60:gone", {0, 2}, []),
+    ],
+)
+def test_neighbours_that_are_left_gossip_on(launch, faults: str, left: set[int], options: list[str]) -> None:
+    result = train(launch, faults, "--algorithm", "gossip", *options)
+    weights = ends(result)
+    assert weights.keys() == left
+    assert len(set(weights.values())) == 1

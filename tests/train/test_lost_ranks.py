@@ -201,7 +201,7 @@ def test_a_script_with_ranks_of_its_own_is_refused(launch) -> None:
     [
         ({"min_np": 3, "np": 2}, "--min-np 3: -np 2 starts no more"),
         ({"min_np": -1}, "--min-np -1: must be 0 or more"),
-        ({"min_np": 1, "algorithm": "gossip"}, "--algorithm gossip ends with any of its ranks"),
+        ({"min_np": 1, "algorithm": "mine:Own"}, "--algorithm mine:Own ends with any of its ranks"),
         ({"min_np": 1, "executor": "mpi"}, "--executor mpi ends with any of its ranks"),
         ({"min_np": 1, "nnodes": 2}, "a job with --nnodes ends with any of its workers"),
     ],

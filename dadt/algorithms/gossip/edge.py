@@ -48,8 +48,10 @@ class Head(NamedTuple):
 class LinkMessages:
     """Messages between this rank and one neighbour, in order. One thread."""
 
-    def __init__(self, mail: PointToPoint, rank: int, peer: int, tag: int, timeout: float) -> None:
+    def __init__(self, mail: PointToPoint, rank: int, peer: int, name: int, tag: int, timeout: float) -> None:
+        """rank, name: this rank's and the neighbour's, as the user knows them. peer: the neighbour's in the mail."""
         self.peer = peer
+        self._name = name
         self._mail = mail
         self._rank = rank
         self._tag = tag
@@ -92,7 +94,7 @@ class LinkMessages:
         deadline = monotonic() + self._timeout
         for transit in transits:
             if not _done_within(transit, max(0.0, deadline - monotonic())):
-                raise CommTimeout(f"rank {self._rank} waited {self._timeout:g} s for rank {self.peer} in a gossip")
+                raise CommTimeout(f"rank {self._rank} waited {self._timeout:g} s for rank {self._name} in a gossip")
 
 
 def _done_within(transit: P2PWork, seconds: float) -> bool:

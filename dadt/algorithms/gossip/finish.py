@@ -23,13 +23,13 @@ def await_all(runtime: Peers, tag: int) -> None:
     Over mail, not the engine: an operation of that has a deadline from its first rank on. Raises CommTimeout that says
     where each rank is, PeerLost.
     """
-    mail, world = runtime.mail, runtime.world
-    note = torch.zeros(world.world_size, dtype=torch.int64, device="cpu")
-    if world.rank:
+    mail, group = runtime.mail, runtime.group
+    note = torch.zeros(group.world_size, dtype=torch.int64, device="cpu")
+    if group.rank:
         transits = [mail.send(note[:1], 0, tag), mail.receive(note[1:2], 0, tag)]
         _wait(runtime, transits)
         return
-    peers = range(1, world.world_size)
+    peers = range(1, group.world_size)
     _wait(runtime, [mail.receive(note[peer : peer + 1], peer, tag) for peer in peers])
     _wait(runtime, [mail.send(note[:1], peer, tag) for peer in peers])
 

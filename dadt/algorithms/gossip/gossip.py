@@ -6,6 +6,7 @@ import json
 import weakref
 import zlib
 from collections import Counter
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, cast
 
@@ -17,6 +18,7 @@ from dadt.algorithms.gossip.pairing import Pairing
 from dadt.comm.compression import CODECS
 from dadt.errors import ConfigError
 from dadt.train.algorithm import Algorithm
+from dadt.train.peers import REGROUP_SECONDS
 
 if TYPE_CHECKING:
     from dadt.train.attachment import Attachment
@@ -41,6 +43,7 @@ class Gossip(Algorithm):
 
     identical = False
     together = False
+    survives = True
 
     attachment: Attachment
 
@@ -55,12 +58,13 @@ class Gossip(Algorithm):
         config = runtime.config
         check_copies(config.compression, config.topology, runtime.world.world_size)
         self._stepped = runtime.step
-        self._pairing = Pairing(runtime.mail, runtime.world, config.topology, tag, config.timeout, config.compression)
+        self._pairing = Pairing(runtime.mail, runtime.group, config.topology, tag, config.timeout, config.compression)
         runtime.progress.senders.append(self._pairing)
         # The optimizer may be collected long before the end, on each rank when it likes.
         weakref.finalize(attachment.optimizer, self._pairing.forsake).atexit = False
         end = FinalAverage(runtime, weakref.ref(attachment), self._pairing, tag + 1)
         attachment.owner.on_end.append(end)
+        attachment.owner.on_regroup.append(partial(reconnect, runtime, self._pairing))
         attachment.owner.on_stop.append(self._pairing.stop)
 
     @property
@@ -69,8 +73,10 @@ class Gossip(Algorithm):
         return sum(self._pairing.ages.values())
 
     def before_step(self) -> None:
-        with self.attachment.runtime.deaths.naming():
-            self._pairing.check()
+        runtime = self.attachment.runtime
+        with runtime.deaths.naming():
+            # Where ranks were lost, it is connected anew in the background.
+            self._pairing.check(REGROUP_SECONDS if runtime.survives else 0.0)
 
     def after_step(self) -> None:
         self._stepped = self.attachment.runtime.step
@@ -123,7 +129,8 @@ class FinalAverage:
             self._average(attachment, [p.data for p in shared], [each[2] for each in told])
         elif other and all(lives for lives, *_ in told):
             self._runtime.say(
-                f"the average at the end is left out: rank {other}'s weights have other shapes or dtypes than rank 0's"
+                f"the average at the end is left out: rank {self._runtime.members[other]}'s weights have other shapes"
+                f" or dtypes than rank {self._runtime.members[0]}'s"
             )
         ages = Counter[int]()
         for *_, each in told:
@@ -136,8 +143,9 @@ class FinalAverage:
         attachment.changing_buffers.select()
         if not any(whole):
             return
-        lost = ", ".join(str(rank) for rank, finite in enumerate(whole) if not finite)
-        if lost and self._runtime.world.rank == 0:
+        members = zip(self._runtime.members, whole, strict=True)
+        lost = ", ".join(str(rank) for rank, finite in members if not finite)
+        if lost and self._runtime.group.rank == 0:
             self._runtime.say(
                 f"the average at the end is without the weights of rank {lost}, which hold infinity or NaN: the others'"
                 " are taken over there",
@@ -145,13 +153,17 @@ class FinalAverage:
             )
         tensors = [*tensors, *(buffer.data for _, _, buffer in attachment.buffers())]
         host = [t.to("cpu").contiguous() for t in tensors]
-        counts = whole[self._runtime.world.rank]
+        counts = whole[self._runtime.group.rank]
         if not counts:
             host = [torch.zeros_like(t) for t in host]
         self._runtime.average(host, "the average at the end", float(counts))
         for tensor, average in zip(tensors, host, strict=True):
             if tensor.data_ptr() != average.data_ptr():
                 tensor.copy_(average)
+
+
+def reconnect(runtime: Peers, pairing: Pairing) -> None:
+    pairing.connect(runtime.mail, runtime.group, runtime.members)
 
 
 def check_copies(compression: str, topology: str, world_size: int) -> None:

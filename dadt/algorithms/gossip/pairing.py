@@ -49,8 +49,8 @@ class Pairing:
         """Exchanges that this rank has asked for and got."""
         self.in_vain = 0
         """Exchanges in which the neighbour had no weights of the kind."""
-        self._world = world
         self._topology = topology
+        self._tag = tag
         self._compression = compression
         self._snapshot: WeightSnapshot | None = None
         self._token: list[Any] = []
@@ -60,33 +60,60 @@ class Pairing:
         self._step = 0
         """Boundaries so far: unlike the script's steps, they go forward only."""
         self._error: Exception | None = None
+        self._failed = 0.0
+        """When that was (time.monotonic)."""
         self._lock = threading.Lock()
         self._fresh = False
         self._turn = 0
         self._seconds: deque[float] = deque(maxlen=50)
         self._timeout = timeout
-        self._asking: dict[int, Asking] = {}
         self._edges: dict[int, Asking | Answering] = {}
-        for peer in neighbours(topology, world.rank, world.world_size):
-            line = LinkMessages(mail, world.rank, peer, tag, timeout)
-            if asks(world.rank):
-                self._edges[peer] = self._asking[peer] = Asking(line, self._weights, self._link_state, self._ended)
-            else:
-                self._edges[peer] = Answering(line, self._weights, self._link_state)
-        # Daemons: a peer that never answers must not keep the process from ending.
-        self._threads = {
-            peer: threading.Thread(target=self._run, args=(edge,), name=f"dadt-gossip-{peer}", daemon=True)
-            for peer, edge in self._edges.items()
-        }
-        self._at_work = len(self._edges)
-        self._forsaken = False
+        self._threads: dict[int, threading.Thread] = {}
+        self._at_work = 0
+        self._retired = self._forsaken = False
+        self._sent_before = (0, 0)
+        """To neighbours of earlier connections."""
+        self.connect(mail, world, range(world.world_size))
+
+    def connect(self, mail: PointToPoint, group: World, members: Sequence[int]) -> None:
+        """Average with the neighbours in this group, whose messages go this way from now on. Those of before have
+        failed: an average that was under way may count on one of its two ranks only. members: the group's ranks."""
+        self.stop_threads()
+        with self._lock:
+            self._sent_before = self.sent
+            self._group, self._members = group, members
+            self._error, self._fresh = None, self._snapshot is not None
+            self._edges = {
+                peer: self._edge(mail, peer) for peer in neighbours(self._topology, group.rank, len(members))
+            }
+            # Daemons: a peer that never answers must not keep the process from ending.
+            self._threads = {
+                peer: threading.Thread(target=self._run, args=(edge,), name=f"dadt-gossip-{members[peer]}", daemon=True)
+                for peer, edge in self._edges.items()
+            }
+            self._at_work += len(self._edges)
         for thread in self._threads.values():
             thread.start()
+        if self._retired:
+            self.retire()
+        else:
+            self._ask()
+
+    def _edge(self, mail: PointToPoint, peer: int) -> Asking | Answering:
+        line = LinkMessages(mail, self._members[self._group.rank], peer, self._members[peer], self._tag, self._timeout)
+        if asks(self._group.rank):
+            return Asking(line, self._weights, self._link_state, self._ended)
+        return Answering(line, self._weights, self._link_state)
+
+    @property
+    def _asking(self) -> dict[int, Asking]:
+        return {peer: edge for peer, edge in self._edges.items() if isinstance(edge, Asking)}
 
     @property
     def sent(self) -> tuple[int, int]:
         """Bytes to neighbours, and what they would be without compression."""
-        return sum(edge.line.sent for edge in self._edges.values()), sum(edge.plain for edge in self._edges.values())
+        edges, (sent, plain) = self._edges.values(), self._sent_before
+        return sent + sum(edge.line.sent for edge in edges), plain + sum(edge.plain for edge in edges)
 
     @torch.no_grad()
     def publish(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -109,13 +136,14 @@ class Pairing:
             self._fresh = True
         self._ask()
 
-    def check(self) -> None:
-        """Raise what has ended a thread."""
-        if self._error is not None:
+    def check(self, patience: float = 0.0) -> None:
+        """Raise what has ended a thread, at least so many seconds ago."""
+        if self._error is not None and monotonic() - self._failed >= patience:
             raise self._error
 
     def retire(self) -> None:
         """Ask nobody any more; go on answering. Any thread, at any time: takes no lock."""
+        self._retired = True
         for edge in self._asking.values():
             edge.retire()
 
@@ -131,14 +159,19 @@ class Pairing:
         for peer, thread in self._threads.items():
             thread.join(max(0.0, deadline - monotonic()))
             if thread.is_alive():
-                raise CommTimeout(
-                    f"rank {self._world.rank} waited {self._timeout:g} s for rank {peer} at the end of a gossip"
-                )
+                mine, other = self._members[self._group.rank], self._members[peer]
+                raise CommTimeout(f"rank {mine} waited {self._timeout:g} s for rank {other} at the end of a gossip")
         self.check()
 
     def stop(self) -> None:
         """End the threads, after the end or a failure, which has ended all messages."""
         self.retire()
+        self.stop_threads()
+
+    def stop_threads(self) -> None:
+        """Wait for those whose messages have failed."""
+        for edge in self._asking.values():
+            edge.retire()
         deadline = monotonic() + _STOP_SECONDS
         for thread in self._threads.values():
             thread.join(max(0.0, deadline - monotonic()))
@@ -152,7 +185,7 @@ class Pairing:
         return used
 
     def _link_state(self, snapshot: WeightSnapshot) -> LinkState:
-        return link_state(self._compression, snapshot, asks(self._world.rank))
+        return link_state(self._compression, snapshot, asks(self._group.rank))
 
     @contextmanager
     def _weights(self) -> Iterator[WeightSnapshot | None]:
@@ -175,8 +208,9 @@ class Pairing:
             under_way = [now - edge.asked for edge in self._asking.values() if edge.asked is not None]
             if not self._fresh or any(seconds < self._late_after() for seconds in under_way):
                 return
-            for _ in self._asking:
-                edge = self._asking[partner(self._topology, self._world.rank, self._world.world_size, self._turn)]
+            asking = self._asking
+            for _ in asking:
+                edge = asking[partner(self._topology, self._group.rank, self._group.world_size, self._turn)]
                 self._turn += 1
                 if edge.asked is None:
                     self._fresh = False
@@ -202,7 +236,8 @@ class Pairing:
         try:
             edge.run()
         except Exception as error:  # noqa: BLE001 (raised on the training thread)
-            self._error = self._error or error
+            if edge in self._edges.values() and self._error is None:
+                self._error, self._failed = error, monotonic()
         with self._lock:
             self._at_work -= 1
         self._let_go()

@@ -1,0 +1,112 @@
+"""A rank that waits for nobody connects with the others anew in the background, while it trains."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from dadt.errors import CommError, PeerLost
+from dadt.train.pause import Pause
+
+_STOP_SECONDS = 5.0
+
+
+class Rank(Protocol):
+    """One rank, connected with others."""
+
+    @property
+    def outdated(self) -> bool:
+        """Others were lost since it was connected."""
+
+    def connect_anew(self, error: CommError) -> None: ...
+
+
+class Reconnection:
+    """`begin` is called by the thread that hears of lost ranks, all else by the training thread.
+
+    What that thread does together with all ranks (joining them, the last average) fails, and is begun anew by it
+    `within` again.
+    """
+
+    def __init__(self, rank: Rank, begins: float, most: float) -> None:
+        """begins: seconds from what a library notices until the launcher tells of it. most: seconds that connecting
+        may take."""
+        self._rank = rank
+        self._begins = begins
+        self._most = most
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._closed = False
+        self._count = 0
+        """How often it was done."""
+        self._within: int | None = None
+        """How often when the training thread began what it does with all ranks."""
+        self.pause = Pause()
+
+    def begin(self) -> None:
+        """Does not wait."""
+        with self._changed:
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._run, name="dadt-reconnection", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                while self._rank.outdated:
+                    self._rank.connect_anew(PeerLost("ranks have ended"))
+                    self._count += 1
+            except Exception as error:  # noqa: BLE001 (raised on the training thread)
+                self._error = error
+            with self._changed:
+                if self._error is not None or not self._rank.outdated:
+                    self._thread = None
+                    self._changed.notify_all()
+                    return
+
+    def check(self) -> None:
+        """Raises what has ended it, and where the training thread has to begin anew what it does with all ranks."""
+        if self._error is not None:
+            raise self._error
+        thread = self._thread
+        outdated = thread is not None or self._within != self._count
+        if self._within is not None and outdated and thread is not threading.current_thread():
+            raise PeerLost("ranks have ended")
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        """The training thread does something with all ranks."""
+        outer, self._within = self._within, self._count
+        try:
+            yield
+        finally:
+            self._within = outer
+
+    def wait(self, error: CommError) -> None:
+        """What the training thread did with all ranks has failed: wait until it can begin anew. Raises the error where
+        no loss of ranks explains it."""
+        before = self._within
+        with self.pause.rest(), self._changed:
+
+            def connected() -> bool:
+                return self._thread is None and not self._rank.outdated and self._count != before
+
+            begun = self._changed.wait_for(lambda: self._thread is not None or connected(), self._begins)
+            done = begun and self._changed.wait_for(lambda: self._thread is None, self._most)
+            if self._error is not None:
+                raise self._error
+            if not (done and connected()):
+                raise error
+        self._within = self._count
+
+    def close(self) -> None:
+        """Begin no more. Idempotent."""
+        with self._changed:
+            self._closed = True
+            thread = self._thread
+        if thread is not None:
+            thread.join(_STOP_SECONDS)
