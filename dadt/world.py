@@ -42,6 +42,8 @@ class World:
     """The command line of the script contains its rank."""
     restarts: int = 0
     """How often the job has been started again."""
+    joins: bool = False
+    """It was started in a running job, in place of a worker that was lost."""
     launcher: str = ""
     """The launcher (a key of LAUNCHERS) that started this worker; empty for `dadt run`."""
 
@@ -58,6 +60,7 @@ class World:
             agent=env.get("DADT_AGENT", ""),
             rank_in_arguments=env.get("DADT_RANK_IN_ARGUMENTS", "") == "1",
             restarts=int(env.get("DADT_RESTARTS", "0")),
+            joins=env.get("DADT_JOINS", "") == "1",
         )
 
     @classmethod
@@ -94,6 +97,7 @@ class World:
             "DADT_AGENT": self.agent,
             "DADT_RANK_IN_ARGUMENTS": "1" if self.rank_in_arguments else "",
             "DADT_RESTARTS": str(self.restarts),
+            "DADT_JOINS": "1" if self.joins else "",
         }
 
 

@@ -56,6 +56,8 @@ class Job:
         verbose: bool = False,
         timeout: float = float("inf"),
         least: int = 0,
+        *,
+        replaces: bool = False,
     ) -> None:
         """agents: they are all ready. grace: seconds from SIGTERM to SIGKILL when the user ends the job. timeout:
         seconds for which ranks wait for one that cannot go on. least: training goes on while so many ranks are left;
@@ -79,7 +81,7 @@ class Job:
         self._cause = Cause(slots, self._rendezvous.members, output, self._silences.blame)
         self._outcome = Outcome(seconds=0.0)
         facts = (self._rendezvous, self._cause, agents, self.watch, self._silences)
-        self._membership = Membership(least, slots, *facts, timeout, say)
+        self._membership = Membership(least, slots, *facts, timeout, say, replaces=replaces)
         self._stacks = Stacks(output, say)
         self._working: set[Node] = set(agents.nodes)
         """Nodes that have not reported yet that all their workers have ended."""
@@ -248,6 +250,7 @@ class Job:
         member = self._rendezvous.members[frame["rank"]]
         member.pid, member.claimed = frame["pid"], True
         member.sign("has begun to train")
+        self._membership.claimed(member)
 
     def _on_numbers(self, node: Node, frame: Frame) -> None:
         self._rendezvous.members[frame["rank"]].went_to(frame["step"], 0.0)
@@ -337,11 +340,13 @@ class Job:
             self._deaths.append(Frame("death", {"text": text, "steps": max(0, ending.step)}))
         elif ending.code and not ending.stopped and not member.lost:
             if self._goes_on and self._membership.lose([ending.rank], f"{who} after {steps_text(ending.step)}"):
+                self._membership.exited(member, self._goes_on)
                 return
             secondary = record is not None and record.secondary
             if not secondary:
                 self._deaths.append(Frame("death", {"text": f"{who} after {steps_text(ending.step)}"}))
             self._fail_by(PRIMARY_SECONDS if secondary else 0.0)
+        self._membership.exited(member, self._goes_on)
         self._rendezvous.settle()
 
     @property

@@ -157,6 +157,7 @@ def _run(
             verbose=config.verbose,
             timeout=config.stall_warning if config.on_stall == "abort" else config.timeout,
             least=config.min_np,
+            replaces=replaces(config),
         )
         voice.meanwhile(lambda: job.attend(interrupts))
         report.placed(where.config, where.nodes, where.slots, job.watch)
@@ -339,12 +340,18 @@ def _order(where: Placed, slots: Sequence[Slot], node: Node) -> Frame:
         "cwd": where.plan.cwd,
         "terminal": standard_input.terminal_size(),
         "adopt": adopt,
+        "stays": replaces(where.config),
         "secret": where.secret,
     }
     if heartbeats(where):
         own = {"index": slots[0].cross_rank, "address": node.address, "timeout": where.config.heartbeat_timeout}
         header |= {"heartbeat": own}
     return Frame("job", header, where.plan.blob)
+
+
+def replaces(config: Config) -> bool:
+    """Whether new workers join in place of lost ones: only where ranks need not be at the same step."""
+    return config.min_np > 0 and config.algorithm == "gossip"
 
 
 def heartbeats(where: Placed) -> bool:

@@ -12,10 +12,13 @@ from dadt.control.frame import Frame
 from dadt.launch.agents import Agents
 from dadt.launch.cause import Cause
 from dadt.launch.hosts.slot import Slot
-from dadt.launch.monitor.members import Rendezvous
+from dadt.launch.monitor.members import Member, Rendezvous
 from dadt.launch.monitor.silence import Silences
 from dadt.launch.monitor.watch import Loss, Watch
+from dadt.launch.replacement import Replacements
 
+NATURAL_SECONDS = 0.5
+"""How long processes left by successful workers may take to end by themselves."""
 EXIT_SECONDS = 1.0
 """How long a worker may take to exit after it reported an uncaught exception."""
 
@@ -34,9 +37,11 @@ class Membership:
         silences: Silences,
         patience: float,
         say: Callable[[str, str], None],
+        *,
+        replaces: bool,
     ) -> None:
         """least: training goes on while so many ranks are left; 0: it ends with any. patience: seconds for which ranks
-        wait for a silent one."""
+        wait for a silent one. replaces: new workers join in place of lost ones."""
         self._least = least
         self._slots = slots
         self._rendezvous = rendezvous
@@ -48,6 +53,8 @@ class Membership:
         self._say = say
         self._overdue: dict[int, float] = {}
         """Lost ranks that have not exited yet, and when they are killed."""
+        self._replacements = Replacements(agents.send_all, say) if replaces else None
+        self._told_to_end = False
 
     def lose(self, ranks: Collection[int], why: str) -> bool:
         """Have the others train on; whether enough are left. why: how these ranks were lost."""
@@ -56,20 +63,43 @@ class Membership:
             return False
         if not lost:  # a host whose ranks were lost before
             return True
-        self._rendezvous.regroup(ranks, why)
+        self._regroup(ranks, why)
         self._watch.regroups([Loss(rank=m.rank, host=m.host, step=m.step, time=m.lost, why=why) for m in lost])
+        self._say(f"{why}: training goes on without it", "warning")
+        return True
+
+    def claimed(self, member: Member) -> None:
+        """A process trains as this rank: if it is a lost one, it joins the others."""
+        if member.lost:
+            why = f"rank {member.rank} ({member.place}) joins"
+            self._rendezvous.join(member, why)
+            self._tell(why)
+            self._watch.joins(member)
+
+    def exited(self, member: Member, goes_on: bool) -> None:
+        """Its process has ended. goes_on: nothing has ended the job so far."""
+        if self._replacements is not None and goes_on and member.lost and not self._at_end:
+            self._replacements.exited(member)
+
+    def _regroup(self, ranks: Collection[int], why: str) -> None:
+        self._rendezvous.regroup(ranks, why)
         self._cause.excuse(ranks)
-        left = [member.rank for member in self._rendezvous.present]
-        hosts = [self._slots[rank].cross_rank for rank in left]
+        self._tell(why)
+
+    def _tell(self, why: str) -> None:
+        """All ranks, who is in the job now. New workers write no files where others do."""
+        present = self._rendezvous.present
+        firsts: dict[int, int] = {}
+        for member in present:
+            if not member.joined or all(each.joined for each in present):
+                firsts.setdefault(self._slots[member.rank].cross_rank, member.rank)
         told = {
             "generation": self._rendezvous.generation,
-            "members": left,
-            "firsts": [left[hosts.index(host)] for host in dict.fromkeys(hosts)],
+            "members": [member.rank for member in present],
+            "firsts": list(firsts.values()),
             "text": why[: schema.TEXT],
         }
         self._agents.send_all(Frame("regroup", told))
-        self._say(f"{why}: training goes on without it", "warning")
-        return True
 
     def refusal(self, question: Frame) -> Frame | None:
         """The answer to a rank that has not heard of the newest generation yet, where it asks for what others do."""
@@ -87,10 +117,33 @@ class Membership:
         """Call it as time passes. goes_on: nothing has ended the job so far."""
         if self._least and goes_on:
             self._give_up_silent()
+        if self._replacements is not None and goes_on and not self._told_to_end:
+            self._replace(self._replacements)
         now = time.monotonic()
         for rank in [rank for rank, at in self._overdue.items() if now >= at]:
             del self._overdue[rank]
             self._agents.send_all(Frame("signal", {"number": int(signal.SIGKILL), "rank": rank}))
+
+    def _replace(self, replacements: Replacements) -> None:
+        present = self._rendezvous.present
+        if all(member.ended for member in present):
+            self._told_to_end = True
+            self._agents.send_all(Frame("stop", {"natural": NATURAL_SECONDS}))
+            return
+        if not self._at_end:
+            replacements.turn()
+        elif new := [member for member in present if member.joined and not member.finished]:
+            why = f"rank {new[0].rank} ({new[0].place}) leaves, as those that began the job are at their end"
+            self._regroup([member.rank for member in new], why)
+            self._say(why, "info")
+            for member in new:
+                self.expect_end(member.rank, 0.0)
+
+    @property
+    def _at_end(self) -> bool:
+        """Those that began the job, as far as they are left, have trained to their end."""
+        began = [member for member in self._rendezvous.present if not member.joined]
+        return bool(began) and all(member.finished for member in began)
 
     def _give_up_silent(self) -> None:
         """Lose the ranks for which all others wait too long. Where every rank waits, a way between hosts may be cut:

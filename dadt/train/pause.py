@@ -1,4 +1,4 @@
-"""Between two steps another thread may read what a rank trains, where ranks train apart and wait for nobody."""
+"""Between steps another thread may read what a rank trains, where ranks train apart and wait for nobody."""
 
 from __future__ import annotations
 
@@ -10,43 +10,37 @@ from dadt.errors import CommTimeout
 
 
 class Pause:
-    """The training thread calls `pass_by` and `rest`, another one `still`."""
+    """The training thread calls `begin` and `end`, another one `still`."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._wanted = 0
-        self._resting = False
+        self._readers = 0
+        self._steps = 0
+        """Of several optimizers, that are under way."""
 
-    def pass_by(self) -> None:
-        """A step is over. Waits while another thread reads."""
-        if self._wanted:
-            with self.rest():
-                pass
-
-    @contextmanager
-    def rest(self) -> Iterator[None]:
-        """Nothing is trained within: this thread waits for others."""
+    def begin(self) -> None:
+        """Weights are about to change. Waits while another thread reads them."""
         with self._changed:
-            self._resting = True
+            if not self._steps:
+                self._changed.wait_for(lambda: not self._readers)
+            self._steps += 1
+
+    def end(self) -> None:
+        """The step is over, or was left out."""
+        with self._changed:
+            self._steps = max(0, self._steps - 1)
             self._changed.notify_all()
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._changed.wait_for(lambda: not self._wanted)
-                self._resting = False
 
     @contextmanager
     def still(self, seconds: float) -> Iterator[None]:
-        """Nothing is trained within. Raises CommTimeout where no step ends in so many seconds."""
+        """No step is made within. Raises CommTimeout where one takes longer than so many seconds."""
         with self._changed:
-            self._wanted += 1
+            if not self._changed.wait_for(lambda: not self._steps, seconds):
+                raise CommTimeout(f"a step took longer than {seconds:g} s, and nobody could read the weights meanwhile")
+            self._readers += 1
         try:
-            with self._changed:
-                if not self._changed.wait_for(lambda: self._resting, seconds):
-                    raise CommTimeout(f"this rank made no step in {seconds:g} s, in which another one could read it")
             yield
         finally:
             with self._changed:
-                self._wanted -= 1
+                self._readers -= 1
                 self._changed.notify_all()

@@ -66,7 +66,7 @@ class Peers:
         """This rank among those that train now; others may have been lost."""
         self.members: Sequence[int] = range(world.world_size)
         """The ranks of the group, in its order."""
-        self.first = world.local_rank == 0
+        self.first = world.local_rank == 0 and not world.joins
         """It is the first of its host, which writes files for good."""
         self.config = config
         self.control = control
@@ -87,6 +87,8 @@ class Peers:
         """How many there were."""
         self.transaction: float | None = None
         """When this rank began what is done as a whole or not at all; None outside of that."""
+        self.welcome: list[Any] = []
+        """What a rank that joins a running job was given, by attachment."""
         self.closing = False
         """This rank is at its end, where others are, too."""
         self._launched_at: weakref.WeakKeyDictionary[InFlight, int] = weakref.WeakKeyDictionary()
@@ -152,6 +154,8 @@ class Peers:
         if not self.survives or isinstance(error, Mismatch):
             raise error
         generation = self.deaths.enter(error, REGROUP_SECONDS)
+        while self.world.rank not in generation.members:  # it has been told of older ones, too
+            generation = self.deaths.enter(error, REGROUP_SECONDS)
         self._generation = generation.number
         self.members, self.first = generation.members, self.world.rank in generation.firsts
         self.group = self.world.among(self.members)

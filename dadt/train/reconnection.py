@@ -90,7 +90,7 @@ class Reconnection:
         """What the training thread did with all ranks has failed: wait until it can begin anew. Raises the error where
         no loss of ranks explains it."""
         before = self._within
-        with self.pause.rest(), self._changed:
+        with self._changed:
 
             def connected() -> bool:
                 return self._thread is None and not self._rank.outdated and self._count != before

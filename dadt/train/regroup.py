@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 
+import torch
+
 from dadt.comm import plain
 from dadt.errors import PeerLost
 from dadt.train import replicate
@@ -20,6 +22,9 @@ from dadt.train.algorithm import Relaunched
 from dadt.train.exchange.exchange import Exchange
 from dadt.train.gathering import Gathering
 from dadt.train.registry import Registry
+
+_TAG = 90
+"""Of messages to those that are new; the algorithms' are above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,8 @@ class Position:
     """What was under way can be launched once more."""
     stuck: str
     """Why it cannot go on; empty if it can."""
+    joins: bool
+    """It is new, and has trained nothing yet."""
 
 
 def regroup(runtime: Registry, *, equal: bool) -> None:
@@ -51,6 +58,8 @@ def regroup(runtime: Registry, *, equal: bool) -> None:
     for rank, position in zip(runtime.members, told, strict=True):
         if position.stuck:
             raise PeerLost(f"training cannot go on without the ranks that were lost: rank {rank} was {position.stuck}")
+    if any(position.joins for position in told):
+        _welcome(runtime, told)
     furthest = [max(each) for each in zip_longest(*(p.averaged for p in told), fillvalue=-1)]
     for index, averaged in enumerate(furthest):
         _bring_up(runtime, index, told, averaged)
@@ -81,7 +90,29 @@ def _mine(runtime: Registry) -> Position:
         gathered=min(unfinished, default=runtime.gathered),
         repeatable=all(each.repeatable for each in pending if isinstance(each, Exchange)),
         stuck=_stuck(runtime),
+        joins=runtime.world.joins and not attachments,
     )
+
+
+def _welcome(runtime: Registry, told: Sequence[Position]) -> None:
+    """The first of those that train gives what it trains to those that are new."""
+    root = next((rank for rank, position in enumerate(told) if position.averaged), None)
+    if root is None:
+        return
+    gives = runtime.group.rank == root
+    state = replicate.welcome(runtime) if gives else b""
+    length = int.from_bytes(runtime.tell("welcome", len(state).to_bytes(8, "little"))[root], "little")
+    works = []
+    if gives:
+        given = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+        works = [runtime.mail.send(given, rank, _TAG) for rank, position in enumerate(told) if position.joins]
+    elif told[runtime.group.rank].joins:
+        given = torch.empty(length, dtype=torch.uint8, device="cpu")
+        works = [runtime.mail.receive(given, root, _TAG)]
+    for work in works:
+        work.wait(runtime.config.timeout)
+    if works and not gives:
+        runtime.welcome = plain.decode(given.numpy().tobytes())
 
 
 def _stuck(runtime: Registry) -> str:
@@ -95,7 +126,7 @@ def _stuck(runtime: Registry) -> str:
 
 def _bring_up(runtime: Registry, index: int, told: Sequence[Position], averaged: int) -> None:
     """Ranks that lack the newest average of an optimizer take the weights that others have made of it."""
-    theirs = [p.averaged[index] if index < len(p.averaged) else -1 for p in told]
+    theirs = [p.averaged[index] if index < len(p.averaged) else averaged if p.joins else -1 for p in told]
     if min(theirs) == averaged:
         return
     root = theirs.index(averaged)
@@ -109,7 +140,9 @@ def _bring_up(runtime: Registry, index: int, told: Sequence[Position], averaged:
 def _settle(runtime: Registry, told: Sequence[Position]) -> list[Gathering | Relaunched]:
     """Give on what some ranks have gathered and others have not. Returns what is to be gathered once more."""
     most = max(p.gathered for p in told)
-    least = min(p.gathered for p in told)
+    least = min((p.gathered for p in told if not p.joins), default=most)
+    if told[runtime.group.rank].joins:
+        runtime.gathered = most
     if least < most:
         mine = {g.number: list(g.lanes) for g in runtime.gatherings if g.complete and g.number >= least}
         given = mine if told[runtime.group.rank].gathered == most else {}

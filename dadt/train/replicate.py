@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 
@@ -62,6 +63,42 @@ def catch_up(runtime: Registry, attachment: Attachment, root: int, *, behind: bo
             for tensor, value in came:
                 tensor.copy_(value)
         _load(attachment.optimizer, state)
+
+
+def welcome(runtime: Registry) -> bytes:
+    """What every optimizer of this rank trains, for one that is new."""
+    with runtime.reconnection.pause.still(runtime.config.timeout):
+        given = [
+            [
+                *([t.cpu() for t in tensors] for tensors in _all(runtime, a)),
+                _state(a.optimizer),
+                group_values(a.optimizer, wait=True),
+            ]
+            for a in runtime.attachments
+        ]
+        return plain.encode(given, "what a new rank is given")
+
+
+def take_welcome(runtime: Registry, attachment: Attachment, given: Sequence[Any]) -> None:
+    """Begin with what another rank trains. Raises Mismatch where this one trains another model."""
+    weights, buffers, state, values = given
+    for mine, theirs in zip(_all(runtime, attachment), (weights, buffers), strict=True):
+        if [t.shape for t in mine] != [t.shape for t in theirs[: len(mine)]]:
+            raise Mismatch(
+                f"rank {runtime.world.rank} trains{attachment.name} another model than the job that it joins: every"
+                " rank must build the same model"
+            )
+        with torch.no_grad():
+            for tensor, value in zip(mine, theirs, strict=False):
+                tensor.copy_(value)
+    take_values(attachment.optimizer, values)
+    _load(attachment.optimizer, state)
+
+
+def _all(runtime: Registry, attachment: Attachment) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Weights and buffers, those of the optimizer first. A rank that begins may not know of others yet."""
+    modules = runtime.root_modules(attachment.optimizer)
+    return _parts(runtime, attachment)[0][0], [b.data for m in modules for b in m.buffers()]
 
 
 def weights_crc(runtime: Registry, attachment: Attachment) -> int:

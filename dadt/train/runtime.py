@@ -134,6 +134,8 @@ class Runtime(Registry):
                 timeline = Timeline(self.config.timeline, self.world)
             connection = None
             if not self.alone:
+                if self.world.joins:
+                    self.enter(StartTimeout("the launcher did not let this rank into the job"))
                 connection = self.connect()
                 if self._generation:  # others are connected already, and tell how far they are
                     regroup.regroup(self, equal=self.together)
@@ -235,7 +237,10 @@ class Runtime(Registry):
         )
 
     def join(self, attachment: Attachment) -> None:
-        """Training begins with rank 0's state, and with what it has loaded."""
+        """Training begins with rank 0's state, and with what it has loaded; in a running job with that of another."""
+        if attachment.index < len(self.welcome):
+            replicate.take_welcome(self, attachment, self.welcome[attachment.index])
+            return
         self.sync_from_rank0(attachment, weights=self.config.broadcast)
         self.checkpoints.spread(attachment)
 
@@ -287,7 +292,6 @@ class Runtime(Registry):
 
     def stepped(self) -> None:
         """An optimizer step is complete."""
-        self.reconnection.pause.pass_by()
         self.window.stepped()
         if self.timeline is not None:
             self.timeline.step(self.step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -137,3 +138,54 @@ def test_neighbours_that_are_left_gossip_on(launch, faults: str, left: set[int],
     weights = ends(result)
     assert weights.keys() == left
     assert len(set(weights.values())) == 1
+
+
+JOIN = """
+import os, re, signal, subprocess, time, torch
+from pathlib import Path
+torch.set_num_threads(1)
+environment = open("/proc/self/environ").read()
+rank, joins = int(re.search("DADT_RANK=([0-9]+)", environment)[1]), "DADT_JOINS=1" in environment
+torch.manual_seed(joins)
+model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.BatchNorm1d(32), torch.nn.Linear(32, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+enough, step = Path("enough"), 0
+while joins or not enough.exists():
+    optimizer.zero_grad()
+    torch.nn.functional.cross_entropy(model(torch.randn(8, 16)), torch.randint(4, (8,))).backward()
+    if joins and step == 0:
+        velocity = optimizer.state[model[0].weight]["momentum_buffer"]
+        print("joins at", float(model[0].weight.mean()), float(velocity.norm()) > 0, int(model[1].num_batches_tracked))
+    optimizer.step()
+    with torch.no_grad():
+        if not joins:
+            model[0].weight += 1.0 - model[0].weight.mean()  # by which its weights are known
+    step += 1
+    if rank == 0 and step == 30 and not joins:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if joins and step == 20:
+        torch.save(model.state_dict(), "of_the_new.pt")
+        subprocess.run(["touch", enough], check=True)  # what Python writes here stays apart
+    time.sleep(0.005)
+torch.save(model.state_dict(), "model.pt")
+print("ends with", torch.__version__)
+"""
+
+
+@pytest.mark.parametrize("executor", ["shm", "gloo"])
+def test_a_new_worker_takes_a_neighbours_weights_and_state(launch, tmp_path, executor: str) -> None:
+    options = ["--algorithm", "gossip", "--executor", executor, "--output", "all"]
+    result = launch(JOIN, "-np", "3", "--min-np", "1", *options, "train.py")
+    assert result.code == 0, result.err
+    told = re.search(rb"joins at ([\d.]+) (\w+) (\d+)", result.out)
+    assert told, result.out
+    assert float(told[1]) == pytest.approx(1.0, abs=0.05)
+    assert told[2] == b"True"
+    assert int(told[3]) > 10
+    assert "a new worker starts in place of rank 0" in result.err
+    assert "leaves, as those that began the job are at their end" in result.err
+    assert ends(result).keys() == {1, 2}
+    assert (tmp_path / "model.pt").exists()
+    assert not (tmp_path / "of_the_new.pt").exists()
+    events = [json.loads(line) for line in (result.logs / result.job / "events.jsonl").read_text().splitlines()]
+    assert [event["rank"] for event in events if event["kind"] == "join"] == [0]

@@ -77,10 +77,13 @@ class Gossip(Algorithm):
         with runtime.deaths.naming():
             # Where ranks were lost, it is connected anew in the background.
             self._pairing.check(REGROUP_SECONDS if runtime.survives else 0.0)
+        runtime.reconnection.pause.begin()
 
     def after_step(self) -> None:
-        self._stepped = self.attachment.runtime.step
+        runtime = self.attachment.runtime
+        self._stepped = runtime.step
         self._pairing.publish(self.weights())
+        runtime.reconnection.pause.end()
 
     def weights(self) -> list[torch.Tensor]:
         """Those that no other optimizer averages: moved by two, they would go twice as far as their neighbours."""

@@ -112,7 +112,8 @@ class Comparison:
             return
         if not self.runtime.on_training_thread:
             return  # of no fixed order among the operations of the thread that trains
-        if self._asked is None and self.runtime.step and not self.runtime.together:
+        late = self.runtime.step or self.runtime.world.joins
+        if self._asked is None and late and not self.runtime.together:
             return  # nobody knows when the others are here
         if self._asked is None:
             digest = hashlib.blake2b(repr(cast(Piece, first).whole).encode(), digest_size=8).digest()

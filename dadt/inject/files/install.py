@@ -39,6 +39,8 @@ class ScriptRank(Rank, Protocol):
     def explicit(self) -> bool: ...
     @property
     def knows_rank(self) -> bool: ...
+    @property
+    def first(self) -> bool: ...
 
 
 class Scope:
@@ -65,7 +67,7 @@ class Scope:
 def install(runtime: ScriptRank) -> Overlay | None:
     """None where this rank writes for good."""
     world = runtime.world
-    if runtime.config.files == "all" or world.local_rank == 0:
+    if runtime.config.files == "all" or runtime.first:
         return None
     start = psutil.Process().create_time() - 1.0  # the ranks of a host start together
     tree = job_folder.of_worker(world) / f"files-{world.local_rank}"

@@ -12,6 +12,7 @@ import selectors
 import signal
 import socket
 import time
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,8 @@ ADDRESS_SECONDS = 3.0
 """How long a host without an address may take to get one."""
 NATURAL_SECONDS = 0.5
 """How long processes left by successful workers may take to end by themselves."""
+COMMAND_NOT_RUN = 127
+"""The exit code that shells give a command that cannot be run."""
 
 
 class Agent:
@@ -180,15 +183,30 @@ class Agent:
         self._launcher.send(Frame("heartbeat", {"port": self._heart.port}))
 
     def _start(self, job: Frame) -> None:
+        self._job = job
         self._nothing = NoInput(job["terminal"])
         for slot in job["workers"]:
-            env = environment.of_worker(self._env, {**job["env"], **slot["env"]}, self._folder.socket)
             if job.get("adopt"):
-                order = {"command": slot["command"], "env": env, "cwd": job["cwd"], "terminal": job["terminal"]}
-                self._adoption.expect(slot["rank"], order, job["adopt"])
+                order = {"command": slot["command"], "env": self._env_of(slot)}
+                self._adoption.expect(
+                    slot["rank"], order | {"cwd": job["cwd"], "terminal": job["terminal"]}, job["adopt"]
+                )
             else:
                 stdin = self._stdin if slot["rank"] == 0 and self._stdin is not None else self._nothing.fileno()
-                self._own(Worker.start(slot["rank"], slot["command"], env, job["cwd"], stdin))
+                self._own(Worker.start(slot["rank"], slot["command"], self._env_of(slot), job["cwd"], stdin))
+
+    def _env_of(self, slot: Mapping[str, Any]) -> dict[str, str]:
+        return environment.of_worker(self._env, {**self._job["env"], **slot["env"]}, self._folder.socket)
+
+    def _start_anew(self, rank: int) -> None:
+        """A new worker in place of one that has ended."""
+        slot = next(slot for slot in self._job["workers"] if slot["rank"] == rank)
+        env = self._env_of(slot) | {"DADT_JOINS": "1"}
+        self._pulse.write(slot["local_rank"], -1)
+        try:
+            self._own(Worker.start(rank, slot["command"], env, self._job["cwd"], self._nothing.fileno()))
+        except LaunchError:
+            self._tell_end(rank, COMMAND_NOT_RUN, 0)
 
     def _own(self, worker: Worker) -> None:
         """Begin to read, report and later stop this worker."""
@@ -239,7 +257,7 @@ class Agent:
             self._begin_stop(Frame("stop"))
         elif self._stop is None and (missing := self._adoption.missing()):
             self._fail_to_start(missing)
-        elif self._stop is None and self._all_ended():
+        elif self._stop is None and self._all_ended() and not self._job.get("stays"):
             self._begin_stop(Frame("stop", {"natural": NATURAL_SECONDS}))
         if self._stop and not self._stop.finished:
             for rank, pid, text in self._stop.advance():
@@ -260,6 +278,8 @@ class Agent:
             self._heart.begin(order["hosts"])
         elif order.kind in ("death", "regroup"):
             self._roster.tell(order)
+        elif order.kind == "worker" and order["rank"] in self._ranks and self._stop is None:
+            self._start_anew(order["rank"])
         elif order.kind == "signal":
             for worker in self._workers.values():
                 if order.get("rank", worker.rank) == worker.rank:
@@ -304,13 +324,16 @@ class Agent:
         for stream in worker.pipes:
             while self._read_pipe(worker, stream):
                 pass
-        local_rank = self._ranks[worker.rank]
+        self._tell_end(worker.rank, worker.returncode, peak_memory)
+
+    def _tell_end(self, rank: int, code: int, peak_memory: int) -> None:
+        local_rank = self._ranks[rank]
         if local_rank == self._roster.first:
             self._roster.first_ended = True
         step, _ = self._pulse.read(local_rank)
         ending = {
-            "rank": worker.rank,
-            "code": worker.returncode,
+            "rank": rank,
+            "code": code,
             "time": time.time(),
             "step": step,
             "peak_memory": peak_memory,

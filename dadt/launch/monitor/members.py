@@ -37,6 +37,8 @@ class Member:
     """Whether its process has exited."""
     lost: float = 0.0
     """When the others began to train on without it, in seconds since the epoch; 0: it is there."""
+    joined: bool = False
+    """Its worker was started in the running job, in place of one that was lost."""
     generation: int = 0
     """How often others were lost while it was there."""
     finished: bool = False
@@ -111,7 +113,7 @@ class Rendezvous:
         self._exchanges: dict[str, Exchange] = {}
         self._board = Board()
         self.generation = 0
-        """How often ranks were lost that the others train on without."""
+        """How often ranks were lost that the others train on without, or have joined."""
 
     @property
     def present(self) -> list[Member]:
@@ -119,6 +121,16 @@ class Rendezvous:
 
     def regroup(self, lost: Collection[int], text: str) -> None:
         """The others meet anew. What they wait for now is refused."""
+        for rank in lost:
+            self.members[rank].lost = time.time()
+        self._begin_anew(text)
+
+    def join(self, member: Member, text: str) -> None:
+        """All meet anew, with this one."""
+        member.lost, member.joined = 0.0, True
+        self._begin_anew(text)
+
+    def _begin_anew(self, text: str) -> None:
         self.generation += 1
         refusal = self.outdated(text)
         for exchange in self._exchanges.values():
@@ -126,8 +138,6 @@ class Rendezvous:
                 reply(refusal)
         self._exchanges.clear()
         self._board.clear(refusal)
-        for rank in lost:
-            self.members[rank].lost = time.time()
         for member in self.present:
             member.generation = self.generation
 

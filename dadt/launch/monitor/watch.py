@@ -207,6 +207,10 @@ class Watch:
         facts = {"lost": [loss.rank for loss in losses], "left": [member.rank for member in left]}
         self._journal.write("regroup", generation=left[0].generation, **facts, why=losses[0].why)
 
+    def joins(self, member: Member) -> None:
+        """Its worker has joined the running job."""
+        self._journal.write("join", generation=member.generation, rank=member.rank, pid=member.pid, host=member.host)
+
     def refused(self, why: str) -> None:
         """Record that a connection was closed because of the bytes that came over it."""
         self._journal.refused(why)

@@ -1,0 +1,43 @@
+"""New workers in place of lost ones, in a job whose ranks train each at its own speed."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from dadt.control.frame import Frame
+from dadt.launch.monitor.members import Member
+
+LONGEST_SECONDS = 30.0
+"""The longest pause before a worker is started again; the first is 1 s, and each is twice the one before."""
+
+
+class Replacements:
+    """A worker is started again where its process has ended and its host is there."""
+
+    def __init__(self, order: Callable[[Frame], None], say: Callable[[str, str], None]) -> None:
+        """order: sends a frame to all agents."""
+        self._order = order
+        self._say = say
+        self._due: dict[int, float] = {}
+        self._tries: Counter[int] = Counter()
+        self._members: dict[int, Member] = {}
+
+    def exited(self, member: Member) -> None:
+        """A lost rank's process has ended."""
+        pause = min(2.0 ** self._tries[member.rank], LONGEST_SECONDS)
+        self._tries[member.rank] += 1
+        self._members[member.rank] = member
+        self._due[member.rank] = time.monotonic() + pause
+
+    def turn(self) -> None:
+        """Start those that are due."""
+        now = time.monotonic()
+        for rank in [rank for rank, at in self._due.items() if now >= at]:
+            del self._due[rank]
+            member = self._members[rank]
+            member.ended = member.claimed = member.finished = False
+            member.sign("is started anew")
+            self._order(Frame("worker", {"rank": rank}))
+            self._say(f"a new worker starts in place of rank {rank}", "info")
