@@ -267,6 +267,9 @@ class Config:
     forward_signals: str = launch_knob(
         "USR1,USR2", "Comma-separated signals that dadt passes on to all workers.", advanced=True, metavar="NAMES"
     )
+    checkpoint_signal: str = launch_knob(
+        "", "Signal on which the script saves, such as USR1; SIGTERM sends it first.", advanced=True, metavar="NAME"
+    )
     heartbeat_timeout: float = launch_knob(
         10.0, "Warn when two hosts have exchanged no heartbeat for this many seconds; 0: never.", advanced=True
     )

@@ -4,61 +4,38 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dadt.config import Config
-from dadt.config.executor import Place, choose, executors_of, mpi_executor
+from dadt.config.executor import Place, choose, executors_of
 from dadt.control import private_files
-from dadt.control.frame import Frame
 from dadt.control.job_folder import Folder
-from dadt.control.network import SAME_MACHINE
 from dadt.errors import ConfigError, DadtError, LaunchError
-from dadt.launch import environment, plan, standard_input
 from dadt.launch.agents import Agents, Node
 from dadt.launch.channel import Herald, Launcher, Request
 from dadt.launch.failure import signal_name
 from dadt.launch.hosts.slot import Room, Slot, place, share_out
 from dadt.launch.job import HANG_UP_SECONDS, Job
 from dadt.launch.launchers import launcher_of
-from dadt.launch.launchers.local import LocalChannel
 from dadt.launch.monitor import metrics
 from dadt.launch.monitor.metrics import Export
 from dadt.launch.monitor.output import Output, ranks_shown
 from dadt.launch.monitor.series import Series
 from dadt.launch.monitor.watch import View, Watch
-from dadt.launch.outcome import Ended, Outcome
+from dadt.launch.order import look, orders
+from dadt.launch.outcome import Outcome, end_early
+from dadt.launch.placed import Placed
 from dadt.launch.plan import Plan
 from dadt.launch.processes import sweep
 from dadt.launch.report import Report
 from dadt.launch.restart import Restarts
-from dadt.launch.signals import ENDING_SIGNALS, Interrupts, forwarded
+from dadt.launch.signals import ENDING_SIGNALS, Interrupts, forwarded, of_checkpoint
 from dadt.launch.startup import Voice, agree, differences, gather
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placed:
-    """A plan with a place for every worker."""
-
-    plan: Plan
-    config: Config
-    """The configuration with all choices made that must be the same on all ranks."""
-    job: str
-    logs: Path
-    nodes: Sequence[Node]
-    slots: Sequence[Slot]
-    master: tuple[str, int] | None
-    secret: str
-    """A random secret in hex, known to the launcher, the agents and the workers."""
-    why: str = ""
-    """The chosen executor, and the reason."""
-    restarts: int = 0
-    """How often the job has been started again."""
-
 
 Told = Callable[[Placed, Watch], View | None]
 """Called once every worker has its place. Returns the view that shows the job, or None."""
@@ -82,7 +59,8 @@ def _record(the_plan: Plan, voice: Voice, placed: Told, signals: bool, exports: 
     """Run the job, and write its report into its folder."""
     config = the_plan.config
     folder = reserve(Path(config.log_dir))
-    interrupts = Interrupts([*ENDING_SIGNALS, *forwarded(config)]) if signals else None
+    taken = {*ENDING_SIGNALS, *forwarded(config), of_checkpoint(config)} - {0}
+    interrupts = Interrupts(sorted(taken)) if signals else None
     report = Report(the_plan, Path(config.log_dir) / folder.job, lambda text: voice.say(text, "warning"))
     try:
         request = Request(config, the_plan.hosts, the_plan.command, folder.job, report.journal.refused)
@@ -99,7 +77,8 @@ def _record(the_plan: Plan, voice: Voice, placed: Told, signals: bool, exports: 
                     export.close()
 
         with interrupts or nullcontext():
-            restarts = Restarts(config.max_restarts, voice, report, Path(config.log_dir) / folder.job, interrupts)
+            logs = Path(config.log_dir) / folder.job
+            restarts = Restarts(config.max_restarts, voice, report, logs, interrupts, of_checkpoint(config))
             try:
                 outcome = restarts.run(attempt)
             except DadtError as error:
@@ -131,9 +110,9 @@ def _run(
     voice.meanwhile(agents.beat)
     try:
         if interrupts is not None:
-            agents.watch(interrupts, lambda: _end_early(interrupts.take()))
-        look = partial(_look, the_plan, folder.job)
-        gather(agents, look, config.start_timeout, folder.job, voice, all_needed=not config.min_np)
+            agents.watch(interrupts, lambda: end_early(interrupts.take(), of_checkpoint(config)))
+        ask = partial(look, the_plan, folder.job)
+        gather(agents, ask, config.start_timeout, folder.job, voice, all_needed=not config.min_np)
         where = replace(settle(the_plan, agents, folder.job, voice), restarts=restarts)
         if interrupts is not None:
             agents.forget(interrupts)
@@ -157,6 +136,7 @@ def _run(
             verbose=config.verbose,
             timeout=config.stall_warning if config.on_stall == "abort" else config.timeout,
             least=config.min_np,
+            checkpoint_signal=of_checkpoint(config),
         )
         voice.meanwhile(lambda: job.attend(interrupts))
         report.placed(where.config, where.nodes, where.slots, job.watch)
@@ -236,14 +216,6 @@ def room(node: Node, config: Config) -> Room:
     )
 
 
-def orders(where: Placed) -> list[Frame]:
-    """The order for each node's agent, in order of nodes."""
-    slots: list[list[Slot]] = [[] for _ in where.nodes]
-    for slot in where.slots:
-        slots[slot.cross_rank].append(slot)
-    return [_order(where, mine, node) for mine, node in zip(slots, where.nodes, strict=True)]
-
-
 def reserve(log_dir: Path) -> Folder:
     """Reserve the job's id, and make the folder of its logs. Raises ConfigError or LaunchError."""
     try:
@@ -299,74 +271,6 @@ def _labels(where: Placed) -> dict[str, str]:
     return {"job": where.job, **chosen, "workers": str(len(where.slots))}
 
 
-def _look(the_plan: Plan, job: str, node: Node) -> Mapping[str, Any]:
-    """The fields of the `look` frame, which asks an agent to report about its host."""
-    config = the_plan.config
-    # A child has our environment, and needs no timeout: it sees the end of its pipe.
-    is_child = isinstance(node.channel, LocalChannel)
-    # In a job started by hand, the user has set up each host's environment.
-    has_own = is_child or config.nnodes
-    return {
-        "job": job,
-        "cwd": the_plan.cwd,
-        "files": list(the_plan.files),
-        "prologue": config.prologue,
-        "mpi": mpi_executor(config),
-        "orphan_timeout": None if is_child else config.orphan_timeout,
-        "env": dict(the_plan.named if has_own else the_plan.elsewhere),
-    }
-
-
-def _order(where: Placed, slots: Sequence[Slot], node: Node) -> Frame:
-    master = where.master if where.config.torch_env else None
-    told = where.config.pass_local_rank or any("rank}" in part for part in where.plan.command)
-    workers = [
-        {
-            "rank": slot.rank,
-            "local_rank": slot.local_rank,
-            "env": environment.own(slot, where.job, master, told=told, restarts=where.restarts),
-            "command": command_of(where, slot),
-        }
-        for slot in slots
-    ]
-    env = {**environment.common(where.config), "DADT_INTERFACE": node.interface}
-    # Seconds in which mpirun must have started the workers; 0 if the agent starts them.
-    adopt = where.config.start_timeout if where.config.launcher == "mpi" else 0.0
-    header: dict[str, Any] = {
-        "job": where.job,
-        "env": env,
-        "workers": workers,
-        "cwd": where.plan.cwd,
-        "terminal": standard_input.terminal_size(),
-        "adopt": adopt,
-        "secret": where.secret,
-    }
-    if heartbeats(where):
-        own = {"index": slots[0].cross_rank, "address": node.address, "timeout": where.config.heartbeat_timeout}
-        header |= {"heartbeat": own}
-    return Frame("job", header, where.plan.blob)
-
-
-def heartbeats(where: Placed) -> bool:
-    """Whether the hosts send each other heartbeats, which would be of no use on one machine."""
-    apart = len(where.nodes) > 1 and all(node.address != SAME_MACHINE for node in where.nodes)
-    return apart and where.config.heartbeat_timeout > 0
-
-
-def command_of(where: Placed, slot: Slot) -> list[str]:
-    """One worker's command line, with its rank filled in."""
-    address, port = where.master or ("127.0.0.1", 0)
-    values = {
-        "rank": slot.rank,
-        "local_rank": slot.local_rank,
-        "world_size": slot.world_size,
-        "master_addr": address,
-        "master_port": port,
-    }
-    command = plan.fill(where.plan.command, values)
-    return [*command, f"--local_rank={slot.local_rank}"] if where.config.pass_local_rank else command
-
-
 def _master(config: Config, first: Node) -> tuple[str, int]:
     return first.address or "127.0.0.1", int(first.report["port"])
 
@@ -392,9 +296,6 @@ def _conclude(launcher: Launcher, code: int, lines: Sequence[str]) -> None:
 def _verdict(outcome: Outcome) -> list[str]:
     if outcome.signal:
         return [f"ended by {signal_name(outcome.signal)}"]
+    if outcome.preemption is not None:
+        return [outcome.preemption.text]
     return outcome.failure.lines() if outcome.failure is not None else [f"done in {outcome.seconds:.1f} s"]
-
-
-def _end_early(caught: set[int]) -> None:
-    if number := min(caught & ENDING_SIGNALS, default=0):
-        raise Ended(number)

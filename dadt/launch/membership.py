@@ -49,10 +49,14 @@ class Membership:
         self._overdue: dict[int, float] = {}
         """Lost ranks that have not exited yet, and when they are killed."""
 
+    def can_lose(self, ranks: Collection[int]) -> bool:
+        """Whether training goes on without these."""
+        return self._left_without(ranks) >= self._least > 0
+
     def lose(self, ranks: Collection[int], why: str) -> bool:
         """Have the others train on; whether enough are left. why: how these ranks were lost."""
         lost = [member for member in self._rendezvous.present if member.rank in ranks]
-        if not self._left_without(ranks) >= self._least > 0:
+        if not self.can_lose(ranks):
             return False
         if not lost:  # a host whose ranks were lost before
             return True

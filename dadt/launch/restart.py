@@ -12,9 +12,10 @@ from typing import Any
 
 from dadt.errors import DadtError, LaunchError, StartTimeout
 from dadt.launch.failure import Failure
-from dadt.launch.outcome import Ended, Outcome
+from dadt.launch.outcome import Outcome, end_early
+from dadt.launch.preemption import Preempted
 from dadt.launch.report import Report
-from dadt.launch.signals import ENDING_SIGNALS, Interrupts
+from dadt.launch.signals import Interrupts
 from dadt.launch.startup import Voice
 
 PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 30.0
@@ -27,8 +28,17 @@ FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
 class Restarts:
     """The attempts of one job. Each is a launch of all workers, in the same log folder."""
 
-    def __init__(self, most: int, voice: Voice, report: Report, logs: Path, interrupts: Interrupts | None) -> None:
+    def __init__(
+        self,
+        most: int,
+        voice: Voice,
+        report: Report,
+        logs: Path,
+        interrupts: Interrupts | None,
+        checkpoint_signal: int,
+    ) -> None:
         """most: how often to start again."""
+        self._checkpoint_signal = checkpoint_signal
         self._most = most
         self._voice = voice
         self._report = report
@@ -53,7 +63,10 @@ class Restarts:
                     raise
                 continue
             outcome.restarts = self._count
-            if outcome.signal or outcome.failure is None or not self._again(outcome.failure):
+            failed: Failure | DadtError | None = outcome.failure
+            if outcome.preemption is not None and outcome.preemption.host:  # the other hosts are still there
+                failed = Preempted(outcome.preemption.text)
+            if outcome.signal or failed is None or not self._again(failed):
                 return outcome
 
     def _again(self, failed: Failure | DadtError) -> bool:
@@ -80,8 +93,7 @@ class Restarts:
         if self._interrupts is None:
             time.sleep(seconds)
         elif select.select([self._interrupts], [], [], seconds)[0]:
-            for number in sorted(self._interrupts.take() & ENDING_SIGNALS):
-                raise Ended(number, "it was not started again")
+            end_early(self._interrupts.take(), self._checkpoint_signal, "it was not started again")
 
 
 def _place(failed: Failure | DadtError) -> Any:

@@ -244,6 +244,9 @@ class Runtime(Registry):
             self.deaths.listening = self.control.listen(self._hear)
 
     def _hear(self, frame: Frame) -> None:
+        if frame.kind == "preempted":
+            self.deaths.preempted = True
+            return
         text, steps = frame["text"], frame.get("steps")
         if frame.kind == "regroup":
             members, firsts = tuple(frame["members"]), tuple(frame["firsts"])
@@ -307,8 +310,9 @@ class Runtime(Registry):
     def _leave(self, failed: bool) -> None:
         if self._engine is not None:
             try:
-                if failed:
-                    self._engine.abort(f"rank {self.world.rank} failed")
+                if failed or self.deaths.preempted:
+                    how = "failed" if failed else "has left, as it is preempted"
+                    self._engine.abort(f"rank {self.world.rank} {how}")
                 elif self._engine.error is None or self.deaths.outdated:
                     if self.control is not None:
                         self.control.ending(self.step)

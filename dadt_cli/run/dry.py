@@ -13,8 +13,9 @@ from dadt.launch.agents import Node
 from dadt.launch.channel import Request
 from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.slot import place, share_out
-from dadt.launch.launch import Placed
 from dadt.launch.launchers import launcher_of
+from dadt.launch.order import orders
+from dadt.launch.placed import Placed
 from dadt.launch.plan import Plan
 from dadt_cli.terminal.table import table
 
@@ -53,7 +54,7 @@ def describe(the_plan: Plan) -> list[str]:
     if unsure:
         lines.append(f"slots of {', '.join(unsure)} are not known before their agents tell their GPUs: one is assumed")
     lines += ["", *placement(where)]
-    for node, order in zip(nodes, launch.orders(where), strict=True):
+    for node, order in zip(nodes, orders(where), strict=True):
         lines += ["", f"{node.name or 'this host'}: {launcher.command(node.host)}", f"  in {the_plan.cwd}"]
         given = the_plan.named if _is_here(node.host) else the_plan.elsewhere
         lines += _variables("  for each worker, beside the host's own:", {**given, **order["env"]})
