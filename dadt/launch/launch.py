@@ -15,10 +15,13 @@ from dadt.config import Config
 from dadt.config.executor import Place, choose, executors_of
 from dadt.control import private_files
 from dadt.control.job_folder import Folder
-from dadt.errors import ConfigError, DadtError, LaunchError
+from dadt.errors import ConfigError, DadtError, LaunchError, StartTimeout
+from dadt.launch import plan
 from dadt.launch.agents import Agents, Node
 from dadt.launch.channel import Herald, Launcher, Request
 from dadt.launch.failure import signal_name
+from dadt.launch.hosts.discovery import Discovery
+from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.slot import Room, Slot, place, share_out
 from dadt.launch.job import HANG_UP_SECONDS, Job
 from dadt.launch.launchers import launcher_of
@@ -64,28 +67,33 @@ def _record(the_plan: Plan, voice: Voice, placed: Told, signals: bool, exports: 
     report = Report(the_plan, Path(config.log_dir) / folder.job, lambda text: voice.say(text, "warning"))
     try:
         request = Request(config, the_plan.hosts, the_plan.command, folder.job, report.journal.refused)
-        launcher = launcher_of(request)
+        launchers: list[Launcher] = []
+        discovery = Discovery(the_plan.hosts, plan.who_names_hosts(config), lambda text: voice.say(text, "warning"))
 
-        def attempt(number: int) -> Outcome:
+        def attempt(number: int, hosts: Sequence[Host]) -> Outcome:
             those = metrics.prepare(config.metrics) if number else exports
             try:
                 views = _views(placed, those, voice)
-                fresh = launcher_of(request) if number else launcher
-                return _run(the_plan, fresh, folder, voice, views, report, interrupts, number)
+                launchers.append(launcher_of(replace(request, hosts=hosts)))
+                now = replace(the_plan, hosts=hosts)
+                return _run(now, launchers[-1], folder, voice, views, report, interrupts, number, discovery)
+            except (LaunchError, StartTimeout):
+                discovery.blame(hosts)
+                raise
             finally:
                 for export in those:
                     export.close()
 
         with interrupts or nullcontext():
             logs = Path(config.log_dir) / folder.job
-            restarts = Restarts(config.max_restarts, voice, report, logs, interrupts, of_checkpoint(config))
+            restarts = Restarts(config, discovery, voice, report, logs, interrupts)
             try:
                 outcome = restarts.run(attempt)
             except DadtError as error:
-                _conclude(launcher, error.exit_code, [str(error)])
+                _conclude(launchers, error.exit_code, [str(error)])
                 raise
             report.ended(outcome)
-            _conclude(launcher, outcome.exit_code, _verdict(outcome))
+            _conclude(launchers, outcome.exit_code, _verdict(outcome))
             return outcome
     except DadtError as error:
         report.failed(error)
@@ -104,6 +112,7 @@ def _run(
     report: Report,
     interrupts: Interrupts | None,
     restarts: int,
+    discovery: Discovery,
 ) -> Outcome:
     config = the_plan.config
     agents = Agents(launcher, the_plan.hosts, config.orphan_timeout, report.journal.see)
@@ -112,7 +121,8 @@ def _run(
         if interrupts is not None:
             agents.watch(interrupts, lambda: end_early(interrupts.take(), of_checkpoint(config)))
         ask = partial(look, the_plan, folder.job)
-        gather(agents, ask, config.start_timeout, folder.job, voice, all_needed=not config.min_np)
+        all_needed = not config.min_np
+        gather(agents, ask, config.start_timeout, folder.job, voice, discovery.failed, all_needed=all_needed)
         where = replace(settle(the_plan, agents, folder.job, voice), restarts=restarts)
         if interrupts is not None:
             agents.forget(interrupts)
@@ -143,8 +153,13 @@ def _run(
         job.serve(folder.query, _facts(where))
         for view in (*views(where, job.watch), report.interim()):
             job.show(view)
+        discovery.served(node.host for node in agents.nodes)
         job.start(orders(where))
-        outcome = job.wait(interrupts)
+        try:
+            outcome = job.wait(interrupts)
+        finally:
+            for node in [node for node in agents.nodes if node.failed]:
+                discovery.failed(node.host)
         if (failure := outcome.failure) is not None:
             apart = config.files == "first" and where.slots[failure.ending.rank].local_rank > 0
             outcome.failure = replace(failure, torch_env=config.torch_env, files_apart=apart)
@@ -180,7 +195,9 @@ def settle(the_plan: Plan, agents: Agents, job: str, voice: Voice) -> Placed:
     if fit < config.min_np:
         absent = f", without the {missing} that cannot be reached" if missing else ""
         raise LaunchError(f"--min-np {config.min_np}: the hosts have room for {fit} workers{absent}")
-    shares = share_out(min(config.np, fit) if missing else config.np, rooms)
+    if fit < config.np and config.min_np and not missing:
+        voice.say(f"the hosts have room for {fit} of {config.np} workers: training begins with these", "warning")
+    shares = share_out(min(config.np, fit) if config.min_np else config.np, rooms)
     idle = [node for node, share in zip(list(agents.nodes), shares, strict=True) if not share]
     if idle:
         voice.say(f"{', '.join(node.name for node in idle)} not used: {sum(shares)} workers fit on the other hosts")
@@ -288,9 +305,10 @@ def _place(workers: int, node: Node) -> Place:
     return Place(node.name, workers, len(node.report["gpus"]) if usable else 0)
 
 
-def _conclude(launcher: Launcher, code: int, lines: Sequence[str]) -> None:
-    if isinstance(launcher, Herald):
-        launcher.conclude(code, lines)
+def _conclude(launchers: Sequence[Launcher], code: int, lines: Sequence[str]) -> None:
+    for launcher in launchers[-1:]:
+        if isinstance(launcher, Herald):
+            launcher.conclude(code, lines)
 
 
 def _verdict(outcome: Outcome) -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dadt.control import machine
+from dadt.errors import ConfigError
 from dadt.launch import launch
 from dadt.launch.agents import Node
 from dadt.launch.channel import Request
@@ -28,6 +29,8 @@ NAMES = {"DADT_THREADS": "OMP_NUM_THREADS"}
 def describe(the_plan: Plan) -> list[str]:
     """The plan before any host was asked: GPUs and addresses of other hosts are not known."""
     config = the_plan.config
+    if not the_plan.hosts:
+        raise ConfigError(f"--host-discovery-script {config.host_discovery_script}: there is no host now")
     launcher = launcher_of(Request(config, the_plan.hosts, the_plan.command, JOB))
     nodes = [Node(index, host, report=_report(host)) for index, host in enumerate(the_plan.hosts)]
     rooms = [launch.room(node, config) for node in nodes]
