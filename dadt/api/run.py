@@ -21,6 +21,8 @@ from dadt.control.schema import RESULT
 from dadt.errors import ConfigError, DadtError
 from dadt.launch.failure import size
 from dadt.launch.outcome import Ended
+from dadt.launch.placed import Placed
+from dadt.launch.preemption import Preempted
 from dadt.world import World
 
 FILE = "function"
@@ -57,7 +59,7 @@ def run(
     config = _config(np, hosts, settings)
     blob = _pickled((function, tuple(args), dict(kwargs or {})), "the function and its arguments")
     the_plan = plan.make(config, [config.python or sys.executable, "-m", "dadt.api.run"], blob=blob)
-    placed: list[launch.Placed] = []
+    placed: list[Placed] = []
     # Only the main thread may take over signals, and it gives them back.
     signals = threading.current_thread() is threading.main_thread()
     try:
@@ -66,6 +68,8 @@ def run(
         raise KeyboardInterrupt from error
     if outcome.signal:
         raise KeyboardInterrupt
+    if outcome.preemption is not None:
+        raise Preempted(outcome.preemption.text)
     if outcome.failure is not None:
         _reraise(outcome.failure.ending.rank, outcome.results.get(outcome.failure.ending.rank))
         raise DadtError("\n".join(outcome.failure.lines()))

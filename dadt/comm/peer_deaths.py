@@ -53,6 +53,8 @@ class Deaths:
         self._entered = 0
         self.listening = False
         """`tell` will be called if a rank ends."""
+        self.preempted = False
+        """This rank has to end soon, wherever the others are."""
         self._left: tuple[int, str] | None = None
         """Steps of a rank that has left as if it had done its work, and what is to be said of it."""
 

@@ -61,6 +61,25 @@ def check_min_np(least: int, np: int, algorithm: str, executors: set[str], launc
         raise ConfigError(f"{given}: a job with {other} ends with any of its workers; leave one of the two out")
 
 
+def check_restarts(most: int, nnodes: int) -> None:
+    if most and nnodes:
+        raise ConfigError(
+            f"--max-restarts {most}: a job with --nnodes is started by hand on each host, and cannot be started again"
+            " from one of them"
+        )
+
+
+def check_discovery(script: str, named: str, launcher: str, nnodes: int) -> None:
+    """Where a script may say which hosts there are. named: hosts that were given otherwise."""
+    if not script:
+        return
+    if named:
+        raise ConfigError("--host-discovery-script and -H or --hostfile exclude each other: give one")
+    if launcher in ("slurm", "mpi") or nnodes:
+        other = "--nnodes" if nnodes else f"--launcher {launcher}"
+        raise ConfigError(f"--host-discovery-script: {other} has hosts of its own; leave one of the two out")
+
+
 def metrics_place(text: str) -> tuple[str, str]:
     """The kind and the place in `--metrics KIND:WHERE`. Raises ConfigError."""
     kind, _, place = text.partition(":")

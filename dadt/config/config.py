@@ -14,8 +14,10 @@ from dadt.config.check import (
     TOPOLOGIES,
     check_algorithm,
     check_compression,
+    check_discovery,
     check_executor,
     check_min_np,
+    check_restarts,
     flag,
     here,
     loader_numbers,
@@ -180,6 +182,9 @@ class Config:
     np: int = launch_knob(0, "Exact number of workers; 0: one per slot.", flags=("-np", "-n", "--num-proc"))
     hosts: str = launch_knob("", "Hosts and slots: host1:2,user@host2:2,[::1].", flags=("-H",), metavar="HOSTS")
     hostfile: str = launch_knob("", "Hostfile with a line `host slots=N` per host.", metavar="FILE")
+    host_discovery_script: str = launch_knob(
+        "", "Program that prints the hosts there are, one `host:slots` a line.", advanced=True, metavar="FILE"
+    )
     include: str = launch_knob("", "Use only these of the given hosts.", advanced=True, metavar="HOSTS")
     exclude: str = launch_knob("", "Use all of the given hosts but these.", advanced=True, metavar="HOSTS")
     accelerators: int = launch_knob(0, "Number of workers on each host whose slots are not given.", advanced=True)
@@ -267,6 +272,9 @@ class Config:
     forward_signals: str = launch_knob(
         "USR1,USR2", "Comma-separated signals that dadt passes on to all workers.", advanced=True, metavar="NAMES"
     )
+    checkpoint_signal: str = launch_knob(
+        "", "Signal on which the script saves, such as USR1; SIGTERM sends it first.", advanced=True, metavar="NAME"
+    )
     heartbeat_timeout: float = launch_knob(
         10.0, "Warn when two hosts have exchanged no heartbeat for this many seconds; 0: never.", advanced=True
     )
@@ -330,11 +338,8 @@ class Config:
         if self.min_np:
             executors = {self.executor, self.broadcast_executor, self.allreduce_executor} - {""}
             check_min_np(self.min_np, self.np, self.algorithm, executors, self.launcher, self.nnodes)
-        if self.max_restarts and self.nnodes:
-            raise ConfigError(
-                f"--max-restarts {self.max_restarts}: a job with --nnodes is started by hand on each host, and"
-                " cannot be started again from one of them"
-            )
+        check_restarts(self.max_restarts, self.nnodes)
+        check_discovery(self.host_discovery_script, self.hosts or self.hostfile, self.launcher, self.nnodes)
         if not -1 <= self.seed < 2**64:
             raise ConfigError(f"--seed {self.seed}: give a whole number from 0 to 2**64 - 1, or leave it out")
         if not 0 <= self.ssh_port < 65536:

@@ -143,6 +143,7 @@ class Speaker:
 
 
 RANK = whole(0, MOST_RANKS)
+SIGNAL = whole(1, 64)
 PID = whole(2, 1 << 31)  # kill() would signal others for 0, 1 or a negative number
 SECONDS = number
 STEP = whole(-1)
@@ -202,7 +203,7 @@ WORKER = Speaker(
     "a worker",
     {
         **_passed_on,
-        "stacks": Kind({**_process, "path": PATH, "signal": whole(1, 64)}),
+        "stacks": Kind({**_process, "path": PATH, "signal": SIGNAL}),
         "listen": Kind(_process),
         "saved": Kind({**_process, "path": PATH, "count": COUNT, "number": COUNT}),
         "await_save": Kind({**_question, "path": PATH, "count": COUNT, "number": COUNT, "step": STEP}),
@@ -227,6 +228,7 @@ ANSWERS = Speaker(
         "error": Kind({"type": one_of("DadtError", "StartTimeout", "PeerLost"), "message": text(1 << 22)}),
         "death": DEATH,
         "regroup": REGROUP,
+        "preempted": Kind({}),
         "order": Kind(
             {"command": ARGUMENTS, "env": VARIABLES, "cwd": PATH, "terminal": TERMINAL, "out": PATH, "err": PATH}
         ),
@@ -293,6 +295,8 @@ AGENT = Speaker(
         "stacks": Kind(_process, OUTPUT),
         "stack": Kind({"number": COUNT, "rank": RANK, "problem": text(TEXT)}, OUTPUT),
         "refused": Kind({"rank": RANK, "why": text(TEXT)}),
+        "preempted": Kind({}),
+        "unheeded": Kind({"number": SIGNAL, "ranks": _ranks}),
         "end": Kind({"stuck": listed(PID, 1 << 16), "signal": whole(0, 64)}),
     },
     header=8 << 20,
@@ -330,13 +334,15 @@ LAUNCHER = Speaker(
                 "stays_": flag,
                 "secret": text(64),
                 "heartbeat_": record(index=RANK, address=text(64), timeout=number),
+                "checkpoint_": record(number=SIGNAL, grace=number),
             },
             RESULT,
         ),
         "stop": Kind({"grace_": number, "stacks_": flag, "natural_": number}),
+        "preempt": Kind({}),
         "answer": Kind({"line": LINE, "answer": anything}, 4 << 30),
         "stacks": Kind({"number": COUNT, "ranks": listed(RANK, MOST_RANKS)}),
-        "signal": Kind({"number": whole(1, 64), "rank_": RANK}),
+        "signal": Kind({"number": SIGNAL, "rank_": RANK}),
         "worker": Kind({"rank": RANK}),
         "heartbeat": Kind({"hosts": listed(record(index=RANK, address=text(64), port=PORT), 1 << 16)}),
         "death": DEATH,

@@ -42,12 +42,19 @@ class Node:
     """Its clock minus this one's, in seconds: a lower bound, off by the travel time of the fastest frame."""
     done: bool = False
     """Whether it has reported that all of its workers have ended."""
+    told: bool = False
+    """Whether somebody else has told it to end."""
     ended: bool = False
     """Whether nothing more comes from it."""
 
     @property
     def name(self) -> str:
         return self.host.name
+
+    @property
+    def failed(self) -> bool:
+        """Whether its workers, which it had, can run there no more."""
+        return self.told or (self.ended and not self.done)
 
     @property
     def reached(self) -> bool:
@@ -216,6 +223,7 @@ class Agents:
             if "clock" in frame.header:
                 node.clock = max(node.clock, frame["clock"] - time.time())
             node.done = node.done or frame.kind == "end"
+            node.told = node.told or frame.kind == "preempted" or (frame.kind == "end" and frame["signal"] > 0)
             self._events.append((node, frame))
 
     def _flush(self, node: Node) -> None:

@@ -26,7 +26,8 @@ class Cause:
         self._members = members
         self._output = output
         self._silence = silence
-        self._endings: dict[int, Ending] = {}
+        self.endings: dict[int, Ending] = {}
+        """How each rank has ended."""
         self._records: dict[int, Record] = {}
         self._left: list[int] = []
         """Ranks that ended well while others went on, in that order."""
@@ -75,7 +76,7 @@ class Cause:
 
     def end(self, ending: Ending) -> Record | None:
         """Record a worker's exit. Returns the exception that ended it, from its report or its traceback."""
-        self._endings[ending.rank] = ending
+        self.endings[ending.rank] = ending
         if ending.code == 0:
             self._records.pop(ending.rank, None)  # the exception did not end the process
         elif ending.rank not in self._records and ending.code == UNCAUGHT and not ending.stopped:
@@ -92,16 +93,16 @@ class Cause:
             return self._failure(*cause, begun, stacks)
         if self._error:
             raise LaunchError(self._error)
-        known = self._excused | self._endings.keys()
+        known = self._excused | self.endings.keys()
         if lost := [slot.rank for slot in self._slots if slot.rank not in known]:
             raise LaunchError(f"it is not known how rank {lost[0]} has ended: its agent has not told")
         return None
 
     def _find(self) -> tuple[Ending, Record | None] | None:
-        endings = [ending for rank, ending in self._endings.items() if rank not in self._excused]
+        endings = [ending for rank, ending in self.endings.items() if rank not in self._excused]
         cause = find_cause(endings, self._records, self._left)
-        if self._held is not None and self._held.rank in self._endings:
-            held = self._endings[self._held.rank]
+        if self._held is not None and self._held.rank in self.endings:
+            held = self.endings[self._held.rank]
             gave_up = cause is not None and cause[1] is not None and cause[1].secondary
             if gave_up or (cause is None and held.stopped):  # otherwise it recovered, and all ended well
                 cause = held, None
@@ -118,7 +119,7 @@ class Cause:
             pid=self._members[ending.rank].pid,
             host=self._slots[ending.rank].host,
             log=self._output.path(ending.rank),
-            stopped=sorted(each.rank for each in self._endings.values() if each.code and each is not ending),
+            stopped=sorted(each.rank for each in self.endings.values() if each.code and each is not ending),
             stacks=[path for path in stacks if path != own],
             last_words=last_line(self._output.tails[ending.rank].data),
             blame=self._blame_of(ending, record),

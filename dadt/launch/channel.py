@@ -51,7 +51,8 @@ class Request:
     @property
     def allocated(self) -> bool:
         """Whether the hosts come from a scheduler rather than from the user."""
-        return any(host.name for host in self.hosts) and not (self.config.hosts or self.config.hostfile)
+        by_user = self.config.hosts or self.config.hostfile or self.config.host_discovery_script
+        return any(host.name for host in self.hosts) and not by_user
 
 
 class Launcher(Protocol):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from signal import SIGTERM
 from typing import Any
 
+from dadt.config import Config
 from dadt.control.frame import Frame
 from dadt.launch.agents import Agents, Node
 from dadt.launch.cause import Cause
@@ -21,19 +23,17 @@ from dadt.launch.monitor.silence import Silences
 from dadt.launch.monitor.stacks import Stacks
 from dadt.launch.monitor.watch import View, Watch
 from dadt.launch.outcome import Outcome, Unread
+from dadt.launch.preemption import Preempted, Preemption, ranks
 from dadt.launch.processes import sweep
 from dadt.launch.query import OWN_INQUIRY, Query
-from dadt.launch.signals import ENDING_SIGNALS, Interrupts
+from dadt.launch.signals import ENDING_SIGNALS, Interrupts, of_checkpoint
+from dadt.launch.termination import Termination
 
 TURN_SECONDS = 0.5
 MOST_SAID = 10_000
 """Most different lines of `say` that are printed, each once."""
 PRIMARY_SECONDS = 1.0
 """How long to wait, after a failure that another one caused, for that other one to show."""
-FAILURE_GRACE = 1.0
-"""Time from SIGTERM to SIGKILL after a failure. After the user's Ctrl-C it is --grace."""
-END_SECONDS = 5.0
-"""How long an agent may take to end, beyond the grace."""
 HANG_UP_SECONDS = 4.0
 """How long an agent may take to end its workers after the launcher hangs up."""
 
@@ -52,44 +52,34 @@ class Job:
         output: Output,
         journal: Journal,
         say: Say,
-        grace: float,
-        verbose: bool = False,
-        timeout: float = float("inf"),
-        least: int = 0,
-        *,
-        replaces: bool = False,
+        config: Config,
     ) -> None:
-        """agents: they are all ready. grace: seconds from SIGTERM to SIGKILL when the user ends the job. timeout:
-        seconds for which ranks wait for one that cannot go on. least: training goes on while so many ranks are left;
-        0: it ends with any."""
-        self._timeout = timeout
+        """agents: they are all ready."""
+        self._timeout = config.stall_warning if config.on_stall == "abort" else config.timeout
+        """Seconds for which ranks wait for one that cannot go on."""
         self._held_since = 0.0
         self._job = job
         self._agents = agents
         self._slots = slots
         self._output = output
         self._say = say
-        self._user_grace = grace
+        self._checkpoint_signal = of_checkpoint(config)
+        self._leaving: set[Node] = set()
+        """Nodes that were told to end: their workers save and end."""
         self._rendezvous = Rendezvous([slot.host for slot in slots])
         self.watch = Watch(self._rendezvous.members, journal)
         self._query: Query | None = None
-        self._silences = Silences(agents.nodes, say, journal, verbose=verbose)
+        self._silences = Silences(agents.nodes, say, journal, verbose=config.verbose)
         self._views: list[View] = []
         self._said: set[str] = set()
-        self._unsaid: list[str] = []
-        """Texts for the user, printed as soon as nothing else is being written."""
         self._cause = Cause(slots, self._rendezvous.members, output, self._silences.blame)
         self._outcome = Outcome(seconds=0.0)
+        self._termination = Termination(agents, self.watch, self._outcome, config.grace)
         facts = (self._rendezvous, self._cause, agents, self.watch, self._silences)
-        self._membership = Membership(least, slots, *facts, timeout, say, replaces=replaces)
+        self._membership = Membership(config, slots, *facts, self._timeout, say)
         self._stacks = Stacks(output, say)
         self._working: set[Node] = set(agents.nodes)
         """Nodes that have not reported yet that all their workers have ended."""
-        self._fail_at = float("inf")
-        """Time at which to stop everything because of the failures so far."""
-        self._end_by = float("inf")
-        """Deadline for the agents that were told to stop."""
-        self._grace = float("inf")
         self._hang_up = HANG_UP_SECONDS
         self._deaths: list[Frame] = []
         """Frames about ended ranks that must still be sent to all ranks."""
@@ -106,7 +96,7 @@ class Job:
 
     def serve(self, path: Path, facts: Mapping[str, Any]) -> None:
         """Answer other commands of this user at the socket. facts: constant facts about the job."""
-        self._query = Query(path, self._agents, self.watch, facts, lambda: self.end(signal.SIGTERM, "dadt kill"))
+        self._query = Query(path, self._agents, self.watch, facts, lambda: self._termination.end(SIGTERM, "dadt kill"))
 
     def show(self, view: View) -> None:
         """Keep this view up to date until the job is over, and then close it."""
@@ -135,49 +125,31 @@ class Job:
             self._close()
         return self._judge()
 
-    def end(self, number: int, who: str) -> float:
-        """End the job for the user: gently, or at once if asked again. Returns the seconds until SIGKILL."""
-        if self._outcome.signal:
-            self.terminate(0.0, who)
-        else:
-            self._outcome.signal = number
-            self.terminate(self._user_grace, who)
-            self._unsaid.append(f"{who}: stopping the workers (once more: at once)")
-        return self._grace
-
     def attend(self, interrupts: Interrupts | None) -> None:
         """Handle heartbeats and signals while the output is blocked. Raises Unread if the user has asked twice."""
         self._agents.beat()
         caught = interrupts.take() if interrupts is not None else set()
-        again = self._outcome.signal and caught & ENDING_SIGNALS
+        again = bool(self._outcome.signal or self._outcome.preemption) and caught & ENDING_SIGNALS
         self._interrupt(caught)
+        if again and self._outcome.preemption is not None:
+            raise Preempted(f"{self._outcome.preemption.who} while nobody read the output; all workers stopped")
         if again:
             raise Unread(self._outcome.signal)
 
-    def terminate(self, grace: float, why: str, stacks: bool = False) -> None:
-        """Send SIGTERM to all workers, and SIGKILL after `grace` seconds. A second call can only hasten it."""
-        if grace < self._grace:
-            self._grace = grace
-            self.watch.stops(why, grace)
-            self._end_by = time.monotonic() + grace + END_SECONDS
-            self._agents.send_all(Frame("stop", {"grace": grace, "stacks": stacks}))
-
     def _turn(self) -> None:
         now = time.monotonic()
-        for text in self._unsaid:
+        for text in self._termination.unsaid:
             self._say(text, "info")
-        self._unsaid.clear()
+        self._termination.unsaid.clear()
         self._rendezvous.settle()
         self._silences.turn()
-        if now >= self._fail_at:
-            self._fail_at = float("inf")
-            self.terminate(FAILURE_GRACE, "a worker failed", stacks=True)
+        overdue = self._termination.turn()
         self._look_for_held(now)
-        self._membership.turn(self._goes_on)
+        self._membership.turn(self._termination.goes_on)
         for death in self._deaths:  # after the stacks are asked for, as ranks move on when they hear of a death
             self._agents.send_all(death)
         self._deaths.clear()
-        if now >= self._end_by:
+        if overdue:
             # A stuck agent is killed, and its workers with it.
             self._working.clear()
             self._hang_up = 0.0
@@ -187,14 +159,14 @@ class Job:
         living = [member for member in self._rendezvous.members if not member.ended]
         if not living or len(living) == len(self._rendezvous.members) or not all(member.held for member in living):
             self._held_since = now
-        elif now - self._held_since > self._timeout and self._grace == float("inf"):
+        elif now - self._held_since > self._timeout and self._termination.grace == float("inf"):
             self._cause.hold(living[0])
-            self._fail_by(0.0)
+            self._termination.fail_by(0.0)
 
     def _patience(self) -> float:
         now = time.monotonic()
         turn = 0.05 if self._rendezvous.waiting else TURN_SECONDS
-        turn = min(turn, self._output.tick(), self._fail_at - now, self._end_by - now)
+        turn = min(turn, self._output.tick(), self._termination.deadline - now)
         if self._query is not None:
             turn = min(turn, self._query.turn())
         for view in self._views:
@@ -205,11 +177,36 @@ class Job:
         for number in caught - ENDING_SIGNALS:
             self._agents.send_all(Frame("signal", {"number": number}))
         if number := min(caught & ENDING_SIGNALS, default=0):
-            self.end(number, signal_name(number))
+            if number == SIGTERM and self._checkpoint_signal and not self._outcome.signal:
+                self._termination.preempt(Preemption(f"dadt run was told to end ({signal_name(number)})"))
+            else:
+                self._termination.end(number, signal_name(number))
+
+    def _on_preempted(self, node: Node, frame: Frame) -> None:
+        self._leaving.add(node)
+        who = f"{node.name or 'this host'} was told to end (SIGTERM)"
+        here = [slot.rank for slot in self._slots if self._agents.nodes[slot.cross_rank] in self._leaving]
+        if self._termination.goes_on and self._membership.can_lose(here):
+            self._say(f"{who}: its workers save and end", "warning")
+        else:
+            self._termination.preempt(Preemption(who, host=True))
+
+    def _leaves(self, node: Node, rank: int) -> None:
+        """A rank has ended, or is about to. Where its host was told to end, the others train on."""
+        if node not in self._leaving or not self._termination.goes_on or self._rendezvous.members[rank].lost:
+            return
+        why = f"rank {rank} ({self._rendezvous.members[rank].place}) has left, as its host was told to end"
+        if not self._membership.lose([rank], why):
+            self._termination.preempt(Preemption(f"{node.name or 'this host'} was told to end (SIGTERM)", host=True))
+
+    def _on_unheeded(self, node: Node, frame: Frame) -> None:
+        where = f" on {node.name}" if node.name else ""
+        name = signal_name(frame["number"])
+        self._say(f"{ranks(frame['ranks'])}{where}: no handler of {name}, so it was not sent; nothing saved", "warning")
 
     def _on_lost(self, node: Node, frame: Frame) -> None:
         here = [slot.rank for slot in self._slots if slot.cross_rank == self._agents.nodes.index(node)]
-        if self._goes_on and self._membership.lose(here, f"{node.name or 'this host'}: {frame['message']}"):
+        if self._termination.goes_on and self._membership.lose(here, f"{node.name or 'this host'}: {frame['message']}"):
             self._working.discard(node)
         else:
             self._lose(node, f"{frame['message']}; all its workers were stopped", frame.get("time", float("inf")))
@@ -222,14 +219,14 @@ class Job:
         self._cause.lose(f"{node.name}: {text}" if node.name else text, at)
         self._working.discard(node)
         if self._working:
-            self._fail_by(0.0)
+            self._termination.fail_by(0.0)
 
     def _on_started(self, node: Node, frame: Frame) -> None:
         self._rendezvous.members[frame["rank"]].pid = frame["pid"]
 
     def _on_unstarted(self, node: Node, frame: Frame) -> None:
         self._cause.lose(f"{node.name}: {frame['message']}" if node.name else frame["message"])
-        self._fail_by(0.0)
+        self._termination.fail_by(0.0)
 
     def _on_out(self, node: Node, frame: Frame) -> None:
         self._output.write(frame["rank"], frame.kind, frame.body)
@@ -268,11 +265,11 @@ class Job:
         member = self._rendezvous.members[frame["rank"]]
         why = f"rank {member.rank} ({member.place}) failed with {record.brief}"
         if (
-            member.step > 0 and self._goes_on and self._membership.lose([member.rank], why)
+            member.step > 0 and self._termination.goes_on and self._membership.lose([member.rank], why)
         ):  # before that all ranks are about to do the same
             self._membership.expect_end(member.rank)
         elif not member.lost:
-            self._fail_by(EXIT_SECONDS)
+            self._termination.fail_by(EXIT_SECONDS)
 
     def _on_ending(self, node: Node, frame: Frame) -> None:
         member = self._rendezvous.members[frame["rank"]]
@@ -282,6 +279,7 @@ class Job:
         member.sign(f"has ended after {frame['steps']} steps")
 
     def _on_done(self, node: Node, frame: Frame) -> None:
+        self._leaves(node, frame["rank"])
         self._outcome.summaries = {**self._outcome.summaries, frame["rank"]: frame["summary"]}
         self._rendezvous.members[frame["rank"]].finished = True
 
@@ -331,28 +329,24 @@ class Job:
         self._outcome.stepped |= ending.step > 0
         member = self._rendezvous.members[ending.rank]
         trains = member.claimed and not member.finished
-        who = f"rank {member.rank} ({member.place}) {ending.text}"
+        what = f"rank {member.rank} ({member.place}) {ending.text} after {steps_text(ending.step)}"
         member.ended = True
         member.sign(ending.text)
-        if ending.code == 0 and trains and not ending.stopped:
+        self._leaves(node, ending.rank)
+        if ending.code == 0 and trains and not (ending.stopped or member.lost):
             self._cause.leave(ending.rank)
-            text = f"{who} after {steps_text(ending.step)}, while others went on"
-            self._deaths.append(Frame("death", {"text": text, "steps": max(0, ending.step)}))
+            told = {"text": f"{what}, while others went on", "steps": max(0, ending.step)}
+            self._deaths.append(Frame("death", told))
         elif ending.code and not ending.stopped and not member.lost:
-            if self._goes_on and self._membership.lose([ending.rank], f"{who} after {steps_text(ending.step)}"):
-                self._membership.exited(member, self._goes_on)
+            if self._termination.goes_on and self._membership.lose([ending.rank], what):
+                self._membership.exited(member, self._termination.goes_on)
                 return
             secondary = record is not None and record.secondary
             if not secondary:
-                self._deaths.append(Frame("death", {"text": f"{who} after {steps_text(ending.step)}"}))
-            self._fail_by(PRIMARY_SECONDS if secondary else 0.0)
-        self._membership.exited(member, self._goes_on)
+                self._deaths.append(Frame("death", {"text": what}))
+            self._termination.fail_by(PRIMARY_SECONDS if secondary else 0.0)
+        self._membership.exited(member, self._termination.goes_on)
         self._rendezvous.settle()
-
-    @property
-    def _goes_on(self) -> bool:
-        """Whether nothing has ended the job so far."""
-        return not self._outcome.signal and self._grace == self._fail_at == float("inf")
 
     def _on_stacks(self, node: Node, frame: Frame) -> None:
         self._stacks.write(frame["rank"], frame.body)
@@ -381,9 +375,6 @@ class Job:
         header = {"line": line, "answer": {"kind": answer.kind, **answer.header}}
         self._agents.send(node, Frame("answer", header, answer.body))
 
-    def _fail_by(self, seconds: float) -> None:
-        self._fail_at = min(self._fail_at, time.monotonic() + seconds)
-
     def _close(self) -> None:
         """Close everything. No process of the job outlives this, even if its agents were killed."""
         self._agents.close(self._hang_up)
@@ -397,7 +388,9 @@ class Job:
     def _judge(self) -> Outcome:
         self._outcome.seconds = time.monotonic() - self._begin
         self._outcome.losses = self.watch.losses
-        if not self._outcome.signal:
+        if (preemption := self._outcome.preemption) is not None:
+            self._outcome.preemption = replace(preemption, endings=self._cause.endings, done=self._outcome.summaries)
+        elif not self._outcome.signal:
             self._outcome.failure = self._cause.judge(self._begin_time, self._stacks.paths)
         return self._outcome
 

@@ -4,61 +4,41 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dadt.config import Config
-from dadt.config.executor import Place, choose, executors_of, mpi_executor
+from dadt.config.executor import Place, choose, executors_of
 from dadt.control import private_files
-from dadt.control.frame import Frame
 from dadt.control.job_folder import Folder
-from dadt.control.network import SAME_MACHINE
-from dadt.errors import ConfigError, DadtError, LaunchError
-from dadt.launch import environment, plan, standard_input
+from dadt.errors import ConfigError, DadtError, LaunchError, StartTimeout
+from dadt.launch import plan
 from dadt.launch.agents import Agents, Node
 from dadt.launch.channel import Herald, Launcher, Request
 from dadt.launch.failure import signal_name
+from dadt.launch.hosts.discovery import Discovery
+from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.slot import Room, Slot, place, share_out
 from dadt.launch.job import HANG_UP_SECONDS, Job
 from dadt.launch.launchers import launcher_of
-from dadt.launch.launchers.local import LocalChannel
 from dadt.launch.monitor import metrics
 from dadt.launch.monitor.metrics import Export
 from dadt.launch.monitor.output import Output, ranks_shown
 from dadt.launch.monitor.series import Series
 from dadt.launch.monitor.watch import View, Watch
-from dadt.launch.outcome import Ended, Outcome
+from dadt.launch.order import look, orders
+from dadt.launch.outcome import Outcome, end_early
+from dadt.launch.placed import Placed
 from dadt.launch.plan import Plan
 from dadt.launch.processes import sweep
 from dadt.launch.report import Report
 from dadt.launch.restart import Restarts
-from dadt.launch.signals import ENDING_SIGNALS, Interrupts, forwarded
+from dadt.launch.signals import ENDING_SIGNALS, Interrupts, forwarded, of_checkpoint
 from dadt.launch.startup import Voice, agree, differences, gather
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placed:
-    """A plan with a place for every worker."""
-
-    plan: Plan
-    config: Config
-    """The configuration with all choices made that must be the same on all ranks."""
-    job: str
-    logs: Path
-    nodes: Sequence[Node]
-    slots: Sequence[Slot]
-    master: tuple[str, int] | None
-    secret: str
-    """A random secret in hex, known to the launcher, the agents and the workers."""
-    why: str = ""
-    """The chosen executor, and the reason."""
-    restarts: int = 0
-    """How often the job has been started again."""
-
 
 Told = Callable[[Placed, Watch], View | None]
 """Called once every worker has its place. Returns the view that shows the job, or None."""
@@ -82,31 +62,38 @@ def _record(the_plan: Plan, voice: Voice, placed: Told, signals: bool, exports: 
     """Run the job, and write its report into its folder."""
     config = the_plan.config
     folder = reserve(Path(config.log_dir))
-    interrupts = Interrupts([*ENDING_SIGNALS, *forwarded(config)]) if signals else None
+    taken = {*ENDING_SIGNALS, *forwarded(config), of_checkpoint(config)} - {0}
+    interrupts = Interrupts(sorted(taken)) if signals else None
     report = Report(the_plan, Path(config.log_dir) / folder.job, lambda text: voice.say(text, "warning"))
     try:
         request = Request(config, the_plan.hosts, the_plan.command, folder.job, report.journal.refused)
-        launcher = launcher_of(request)
+        launchers: list[Launcher] = []
+        discovery = Discovery(the_plan.hosts, plan.who_names_hosts(config), lambda text: voice.say(text, "warning"))
 
-        def attempt(number: int) -> Outcome:
+        def attempt(number: int, hosts: Sequence[Host]) -> Outcome:
             those = metrics.prepare(config.metrics) if number else exports
             try:
                 views = _views(placed, those, voice)
-                fresh = launcher_of(request) if number else launcher
-                return _run(the_plan, fresh, folder, voice, views, report, interrupts, number)
+                launchers.append(launcher_of(replace(request, hosts=hosts)))
+                now = replace(the_plan, hosts=hosts)
+                return _run(now, launchers[-1], folder, voice, views, report, interrupts, number, discovery)
+            except (LaunchError, StartTimeout):
+                discovery.blame(hosts)
+                raise
             finally:
                 for export in those:
                     export.close()
 
         with interrupts or nullcontext():
-            restarts = Restarts(config.max_restarts, voice, report, Path(config.log_dir) / folder.job, interrupts)
+            logs = Path(config.log_dir) / folder.job
+            restarts = Restarts(config, discovery, voice, report, logs, interrupts)
             try:
                 outcome = restarts.run(attempt)
             except DadtError as error:
-                _conclude(launcher, error.exit_code, [str(error)])
+                _conclude(launchers, error.exit_code, [str(error)])
                 raise
             report.ended(outcome)
-            _conclude(launcher, outcome.exit_code, _verdict(outcome))
+            _conclude(launchers, outcome.exit_code, _verdict(outcome))
             return outcome
     except DadtError as error:
         report.failed(error)
@@ -125,15 +112,17 @@ def _run(
     report: Report,
     interrupts: Interrupts | None,
     restarts: int,
+    discovery: Discovery,
 ) -> Outcome:
     config = the_plan.config
     agents = Agents(launcher, the_plan.hosts, config.orphan_timeout, report.journal.see)
     voice.meanwhile(agents.beat)
     try:
         if interrupts is not None:
-            agents.watch(interrupts, lambda: _end_early(interrupts.take()))
-        look = partial(_look, the_plan, folder.job)
-        gather(agents, look, config.start_timeout, folder.job, voice, all_needed=not config.min_np)
+            agents.watch(interrupts, lambda: end_early(interrupts.take(), of_checkpoint(config)))
+        ask = partial(look, the_plan, folder.job)
+        all_needed = not config.min_np
+        gather(agents, ask, config.start_timeout, folder.job, voice, discovery.failed, all_needed=all_needed)
         where = replace(settle(the_plan, agents, folder.job, voice), restarts=restarts)
         if interrupts is not None:
             agents.forget(interrupts)
@@ -153,19 +142,20 @@ def _run(
             output,
             report.journal,
             voice.say,
-            config.grace,
-            verbose=config.verbose,
-            timeout=config.stall_warning if config.on_stall == "abort" else config.timeout,
-            least=config.min_np,
-            replaces=replaces(config),
+            config,
         )
         voice.meanwhile(lambda: job.attend(interrupts))
         report.placed(where.config, where.nodes, where.slots, job.watch)
         job.serve(folder.query, _facts(where))
         for view in (*views(where, job.watch), report.interim()):
             job.show(view)
+        discovery.served(node.host for node in agents.nodes)
         job.start(orders(where))
-        outcome = job.wait(interrupts)
+        try:
+            outcome = job.wait(interrupts)
+        finally:
+            for node in [node for node in agents.nodes if node.failed]:
+                discovery.failed(node.host)
         if (failure := outcome.failure) is not None:
             apart = config.files == "first" and where.slots[failure.ending.rank].local_rank > 0
             outcome.failure = replace(failure, torch_env=config.torch_env, files_apart=apart)
@@ -201,7 +191,9 @@ def settle(the_plan: Plan, agents: Agents, job: str, voice: Voice) -> Placed:
     if fit < config.min_np:
         absent = f", without the {missing} that cannot be reached" if missing else ""
         raise LaunchError(f"--min-np {config.min_np}: the hosts have room for {fit} workers{absent}")
-    shares = share_out(min(config.np, fit) if missing else config.np, rooms)
+    if fit < config.np and config.min_np and not missing:
+        voice.say(f"the hosts have room for {fit} of {config.np} workers: training begins with these", "warning")
+    shares = share_out(min(config.np, fit) if config.min_np else config.np, rooms)
     idle = [node for node, share in zip(list(agents.nodes), shares, strict=True) if not share]
     if idle:
         voice.say(f"{', '.join(node.name for node in idle)} not used: {sum(shares)} workers fit on the other hosts")
@@ -235,14 +227,6 @@ def room(node: Node, config: Config) -> Room:
         cores=node.report["cores"],
         machine=node.report["machine"],
     )
-
-
-def orders(where: Placed) -> list[Frame]:
-    """The order for each node's agent, in order of nodes."""
-    slots: list[list[Slot]] = [[] for _ in where.nodes]
-    for slot in where.slots:
-        slots[slot.cross_rank].append(slot)
-    return [_order(where, mine, node) for mine, node in zip(slots, where.nodes, strict=True)]
 
 
 def reserve(log_dir: Path) -> Folder:
@@ -300,80 +284,6 @@ def _labels(where: Placed) -> dict[str, str]:
     return {"job": where.job, **chosen, "workers": str(len(where.slots))}
 
 
-def _look(the_plan: Plan, job: str, node: Node) -> Mapping[str, Any]:
-    """The fields of the `look` frame, which asks an agent to report about its host."""
-    config = the_plan.config
-    # A child has our environment, and needs no timeout: it sees the end of its pipe.
-    is_child = isinstance(node.channel, LocalChannel)
-    # In a job started by hand, the user has set up each host's environment.
-    has_own = is_child or config.nnodes
-    return {
-        "job": job,
-        "cwd": the_plan.cwd,
-        "files": list(the_plan.files),
-        "prologue": config.prologue,
-        "mpi": mpi_executor(config),
-        "orphan_timeout": None if is_child else config.orphan_timeout,
-        "env": dict(the_plan.named if has_own else the_plan.elsewhere),
-    }
-
-
-def _order(where: Placed, slots: Sequence[Slot], node: Node) -> Frame:
-    master = where.master if where.config.torch_env else None
-    told = where.config.pass_local_rank or any("rank}" in part for part in where.plan.command)
-    workers = [
-        {
-            "rank": slot.rank,
-            "local_rank": slot.local_rank,
-            "env": environment.own(slot, where.job, master, told=told, restarts=where.restarts),
-            "command": command_of(where, slot),
-        }
-        for slot in slots
-    ]
-    env = {**environment.common(where.config), "DADT_INTERFACE": node.interface}
-    # Seconds in which mpirun must have started the workers; 0 if the agent starts them.
-    adopt = where.config.start_timeout if where.config.launcher == "mpi" else 0.0
-    header: dict[str, Any] = {
-        "job": where.job,
-        "env": env,
-        "workers": workers,
-        "cwd": where.plan.cwd,
-        "terminal": standard_input.terminal_size(),
-        "adopt": adopt,
-        "stays": replaces(where.config),
-        "secret": where.secret,
-    }
-    if heartbeats(where):
-        own = {"index": slots[0].cross_rank, "address": node.address, "timeout": where.config.heartbeat_timeout}
-        header |= {"heartbeat": own}
-    return Frame("job", header, where.plan.blob)
-
-
-def replaces(config: Config) -> bool:
-    """Whether new workers join in place of lost ones: only where ranks need not be at the same step."""
-    return config.min_np > 0 and config.algorithm == "gossip"
-
-
-def heartbeats(where: Placed) -> bool:
-    """Whether the hosts send each other heartbeats, which would be of no use on one machine."""
-    apart = len(where.nodes) > 1 and all(node.address != SAME_MACHINE for node in where.nodes)
-    return apart and where.config.heartbeat_timeout > 0
-
-
-def command_of(where: Placed, slot: Slot) -> list[str]:
-    """One worker's command line, with its rank filled in."""
-    address, port = where.master or ("127.0.0.1", 0)
-    values = {
-        "rank": slot.rank,
-        "local_rank": slot.local_rank,
-        "world_size": slot.world_size,
-        "master_addr": address,
-        "master_port": port,
-    }
-    command = plan.fill(where.plan.command, values)
-    return [*command, f"--local_rank={slot.local_rank}"] if where.config.pass_local_rank else command
-
-
 def _master(config: Config, first: Node) -> tuple[str, int]:
     return first.address or "127.0.0.1", int(first.report["port"])
 
@@ -391,17 +301,15 @@ def _place(workers: int, node: Node) -> Place:
     return Place(node.name, workers, len(node.report["gpus"]) if usable else 0)
 
 
-def _conclude(launcher: Launcher, code: int, lines: Sequence[str]) -> None:
-    if isinstance(launcher, Herald):
-        launcher.conclude(code, lines)
+def _conclude(launchers: Sequence[Launcher], code: int, lines: Sequence[str]) -> None:
+    for launcher in launchers[-1:]:
+        if isinstance(launcher, Herald):
+            launcher.conclude(code, lines)
 
 
 def _verdict(outcome: Outcome) -> list[str]:
     if outcome.signal:
         return [f"ended by {signal_name(outcome.signal)}"]
+    if outcome.preemption is not None:
+        return [outcome.preemption.text]
     return outcome.failure.lines() if outcome.failure is not None else [f"done in {outcome.seconds:.1f} s"]
-
-
-def _end_early(caught: set[int]) -> None:
-    if number := min(caught & ENDING_SIGNALS, default=0):
-        raise Ended(number)

@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Collection, Sequence
 
+from dadt.config import Config
 from dadt.control import schema
 from dadt.control.condition import HELD
 from dadt.control.frame import Frame
@@ -15,7 +16,7 @@ from dadt.launch.hosts.slot import Slot
 from dadt.launch.monitor.members import Member, Rendezvous
 from dadt.launch.monitor.silence import Silences
 from dadt.launch.monitor.watch import Loss, Watch
-from dadt.launch.replacement import Replacements
+from dadt.launch.replacement import Replacements, replaces
 
 NATURAL_SECONDS = 0.5
 """How long processes left by successful workers may take to end by themselves."""
@@ -28,7 +29,7 @@ class Membership:
 
     def __init__(
         self,
-        least: int,
+        config: Config,
         slots: Sequence[Slot],
         rendezvous: Rendezvous,
         cause: Cause,
@@ -37,12 +38,10 @@ class Membership:
         silences: Silences,
         patience: float,
         say: Callable[[str, str], None],
-        *,
-        replaces: bool,
     ) -> None:
-        """least: training goes on while so many ranks are left; 0: it ends with any. patience: seconds for which ranks
-        wait for a silent one. replaces: new workers join in place of lost ones."""
-        self._least = least
+        """patience: seconds for which ranks wait for a silent one."""
+        self._least = config.min_np
+        """Training goes on while so many ranks are left; 0: it ends with any."""
         self._slots = slots
         self._rendezvous = rendezvous
         self._cause = cause
@@ -53,13 +52,17 @@ class Membership:
         self._say = say
         self._overdue: dict[int, float] = {}
         """Lost ranks that have not exited yet, and when they are killed."""
-        self._replacements = Replacements(agents.send_all, say) if replaces else None
+        self._replacements = Replacements(agents.send_all, say) if replaces(config) else None
         self._told_to_end = False
+
+    def can_lose(self, ranks: Collection[int]) -> bool:
+        """Whether training goes on without these."""
+        return self._left_without(ranks) >= self._least > 0
 
     def lose(self, ranks: Collection[int], why: str) -> bool:
         """Have the others train on; whether enough are left. why: how these ranks were lost."""
         lost = [member for member in self._rendezvous.present if member.rank in ranks]
-        if not self._left_without(ranks) >= self._least > 0:
+        if not self.can_lose(ranks):
             return False
         if not lost:  # a host whose ranks were lost before
             return True

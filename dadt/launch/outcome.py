@@ -10,6 +10,8 @@ from typing import Any
 from dadt.errors import DadtError
 from dadt.launch.failure import Failure, signal_name
 from dadt.launch.monitor.watch import Loss
+from dadt.launch.preemption import EXIT_CODE, Preempted, Preemption
+from dadt.launch.signals import ENDING_SIGNALS
 
 
 @dataclass(kw_only=True)
@@ -20,6 +22,8 @@ class Outcome:
     failure: Failure | None = None
     signal: int = 0
     """The signal by which the user ended it; 0: none."""
+    preemption: Preemption | None = None
+    """It was preempted: the time of its hosts was over."""
     summaries: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     """Rank to its summary at the end of training."""
     results: Mapping[int, bytes] = field(default_factory=dict)
@@ -39,6 +43,8 @@ class Outcome:
     def exit_code(self) -> int:
         if self.signal:
             return 128 + self.signal
+        if self.preemption is not None:
+            return EXIT_CODE
         return self.failure.exit_code if self.failure else 0
 
 
@@ -48,6 +54,14 @@ class Ended(DadtError):
     def __init__(self, number: int, what: str = "nothing was started") -> None:
         super().__init__(f"ended by {'Ctrl-C' if number == signal.SIGINT else signal_name(number)}; {what}")
         self.exit_code = 128 + number
+
+
+def end_early(caught: set[int], checkpoint_signal: int, what: str = "nothing was started") -> None:
+    """Raises Ended or Preempted where one of these signals ends a job without workers. what: was not done any more."""
+    if (number := min(caught & ENDING_SIGNALS, default=0)) == signal.SIGTERM and checkpoint_signal:
+        raise Preempted(f"{Preemption('dadt run was told to end (SIGTERM)').text}; {what}")
+    if number:
+        raise Ended(number, what)
 
 
 class Unread(DadtError):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from dadt.config import Config
@@ -15,7 +16,7 @@ from dadt.config.executor import mpi_executor
 from dadt.control import network, timeline_file
 from dadt.errors import ConfigError
 from dadt.launch import environment
-from dadt.launch.hosts import host, simulated
+from dadt.launch.hosts import host, script, simulated
 from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.slot import Room, share_out
 from dadt.launch.hosts.slurm import slurm_hosts
@@ -56,8 +57,10 @@ def make(config: Config, command: Sequence[str], files: Sequence[str] = (), blob
     config = _for_mpi(config)
     network.check(config.network_interface)
     elsewhere, named = environment.forwarded(config)
-    hosts = _enough(config.np, _within_reason(hosts_of(config)))
-    if config.timeline and (not hosts[0].name or hosts[0].is_local):
+    hosts = _within_reason(hosts_of(config))
+    if not config.host_discovery_script:
+        _check_room(config.np, hosts)
+    if config.timeline and hosts and (not hosts[0].name or hosts[0].is_local):
         timeline_file.check(Path(config.timeline))
     return Plan(
         config=config,
@@ -85,11 +88,10 @@ def _for_mpi(config: Config) -> Config:
     return replace(config, launcher="mpi")
 
 
-def _enough(count: int, hosts: list[Host]) -> list[Host]:
+def _check_room(count: int, hosts: Sequence[Host]) -> None:
     """Raises ConfigError if the hosts have too few slots, as far as that is known before they are asked."""
     if all(host.slots for host in hosts):
         share_out(count, [Room(host=host.name, slots=host.slots) for host in hosts])
-    return hosts
 
 
 def hosts_of(config: Config, env: Mapping[str, str] = os.environ) -> list[Host]:
@@ -101,6 +103,8 @@ def hosts_of(config: Config, env: Mapping[str, str] = os.environ) -> list[Host]:
     if config.rendezvous or config.node_rank >= 0:
         given = "--rendezvous" if config.rendezvous else "--node-rank"
         raise ConfigError(f"{given}: of how many hosts? Give --nnodes N, or leave it out")
+    if config.host_discovery_script:
+        return hosts_now(config)
     if config.hosts and config.hostfile:
         raise ConfigError("-H and --hostfile exclude each other: give one")
     if config.launcher == "slurm" and (config.hosts or config.hostfile):
@@ -118,7 +122,27 @@ def hosts_of(config: Config, env: Mapping[str, str] = os.environ) -> list[Host]:
         if not (config.np or config.accelerators):
             raise ConfigError("how many workers? Give their number, as in dadt run -np 2 train.py")
         return [Host(name="", slots=config.accelerators or config.np)]
-    chosen = host.choose(named, config.include, config.exclude)
+    return _usable(config, host.choose(named, config.include, config.exclude))
+
+
+def who_names_hosts(config: Config) -> Callable[[], list[Host]] | None:
+    """A function that returns the hosts that there are when it is called, or raises ConfigError; None if they do not
+    change."""
+    changes = bool(config.host_discovery_script) or Path(config.hostfile or os.devnull).is_file()
+    return partial(hosts_now, config) if changes else None
+
+
+def hosts_now(config: Config) -> list[Host]:
+    """The hosts that the script or the hostfile names now; there may be none. Raises ConfigError."""
+    named = (
+        script.hosts(Path(here(), config.host_discovery_script))
+        if config.host_discovery_script
+        else host.read(Path(config.hostfile))
+    )
+    return _within_reason(_usable(config, host.choose(named, config.include, config.exclude, changing=True)))
+
+
+def _usable(config: Config, chosen: Sequence[Host]) -> list[Host]:
     if config.launcher == "local" and (remote := [str(each) for each in chosen if not each.is_local]):
         raise ConfigError(f"--launcher local: {', '.join(remote)} is another host; leave --launcher out, or give ssh")
     return [host.with_slots(each, config.accelerators) for each in chosen]

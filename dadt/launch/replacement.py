@@ -6,11 +6,17 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+from dadt.config import Config
 from dadt.control.frame import Frame
 from dadt.launch.monitor.members import Member
 
 LONGEST_SECONDS = 30.0
 """The longest pause before a worker is started again; the first is 1 s, and each is twice the one before."""
+
+
+def replaces(config: Config) -> bool:
+    """Whether new workers join in place of lost ones: only where ranks need not be at the same step."""
+    return config.min_np > 0 and config.algorithm == "gossip"
 
 
 class Replacements:

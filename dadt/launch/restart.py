@@ -5,20 +5,27 @@ from __future__ import annotations
 import select
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dadt.errors import DadtError, LaunchError, StartTimeout
+from dadt.config import Config
+from dadt.errors import ConfigError, DadtError, LaunchError, StartTimeout
 from dadt.launch.failure import Failure
-from dadt.launch.outcome import Ended, Outcome
+from dadt.launch.hosts import script
+from dadt.launch.hosts.discovery import ASK_SECONDS, LONGEST_PAUSE_SECONDS, Discovery
+from dadt.launch.hosts.host import Host
+from dadt.launch.outcome import Outcome, end_early
+from dadt.launch.preemption import Preempted
 from dadt.launch.report import Report
-from dadt.launch.signals import ENDING_SIGNALS, Interrupts
+from dadt.launch.signals import Interrupts, of_checkpoint
 from dadt.launch.startup import Voice
 
-PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 30.0
-"""Time before the first attempt to find hosts again that could not be reached, and the longest such time."""
+LOOK_SECONDS = 0.1
+"""Time between two looks at the hosts, while they do not suffice."""
+SILENT_SECONDS = 2.0
+"""The user is told what is waited for after so long."""
 SERIES = "progress.jsonl"
 FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
 """Exit codes of workers that others have ended: the kernel for lack of memory, or who takes the machine away."""
@@ -27,37 +34,50 @@ FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
 class Restarts:
     """The attempts of one job. Each is a launch of all workers, in the same log folder."""
 
-    def __init__(self, most: int, voice: Voice, report: Report, logs: Path, interrupts: Interrupts | None) -> None:
-        """most: how often to start again."""
-        self._most = most
+    def __init__(
+        self,
+        config: Config,
+        discovery: Discovery,
+        voice: Voice,
+        report: Report,
+        logs: Path,
+        interrupts: Interrupts | None,
+    ) -> None:
+        self._config = config
+        self._discovery = discovery
         self._voice = voice
         self._report = report
         self._logs = logs
         self._interrupts = interrupts
         self._count = 0
-        self._pause = PAUSE_SECONDS
         self._before: Any = None
         """Where and how the attempt before failed."""
 
-    def run(self, attempt: Callable[[int], Outcome]) -> Outcome:
-        """Make attempts, which are given the number of restarts so far, until one succeeds or no other may follow.
+    def run(self, attempt: Callable[[int, Sequence[Host]], Outcome]) -> Outcome:
+        """Make attempts, which are given the number of restarts so far and the hosts to use, until one succeeds or no
+        other may follow.
 
-        Raises the DadtError of the last attempt, or Ended where a signal came between two attempts.
+        Raises the DadtError of the last attempt, StartTimeout where there are too few hosts, or Ended where a signal
+        came between two attempts.
         """
         while True:
+            hosts = self._await_hosts()
             try:
-                outcome = attempt(self._count)
-            except (LaunchError, StartTimeout) as error:
+                outcome = attempt(self._count, hosts)
+            except (LaunchError, StartTimeout, ConfigError) as error:
                 # Before workers were placed, what the user has asked for cannot be had.
                 if not self._report.began or not self._again(error):
                     raise
                 continue
             outcome.restarts = self._count
-            if outcome.signal or outcome.failure is None or not self._again(outcome.failure):
+            failed: Failure | DadtError | None = outcome.failure
+            if outcome.preemption is not None and outcome.preemption.host:  # the other hosts are still there
+                failed = Preempted(outcome.preemption.text)
+            if outcome.signal or failed is None or not self._again(failed):
                 return outcome
 
     def _again(self, failed: Failure | DadtError) -> bool:
-        if self._count == self._most:
+        if self._count == self._config.max_restarts:
             return False
         now = _place(failed)
         if now is not None and now == self._before:
@@ -66,22 +86,61 @@ class Restarts:
         self._before = now
         self._count += 1
         why = failed.lines()[0] if isinstance(failed, Failure) else str(failed)
-        self._voice.say(f"{why}: restart {self._count} of {self._most}", "warning")
+        self._voice.say(f"{why}: restart {self._count} of {self._config.max_restarts}", "warning")
         self._report.restarts(self._count, why)
         with suppress(OSError):  # that of the next attempt takes its place then
             (self._logs / SERIES).rename(self._logs / f"progress.{self._count - 1}.jsonl")
-        if isinstance(failed, DadtError):
-            self._wait(self._pause)
-            self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
         return True
 
+    def _await_hosts(self) -> list[Host]:
+        """The hosts for the next attempt, once there are enough. They were asked for just before the first one.
+
+        Raises StartTimeout where too few come within --start-timeout seconds, or Ended.
+        """
+        begin = time.monotonic()
+        every, told = 0.0 if self._count else ASK_SECONDS, ""
+        while True:
+            self._discovery.poll(every)
+            waited = time.monotonic() - begin
+            asked = not self._count or self._discovery.answered >= begin or waited > script.SECONDS
+            hosts = self._discovery.usable
+            if asked and self._suffice(hosts):
+                return hosts
+            what = self._lack(hosts)
+            if waited > self._config.start_timeout and self._discovery.due == float("inf"):
+                raise StartTimeout(f"{what} after --start-timeout {self._config.start_timeout:g} s")
+            if waited > SILENT_SECONDS and what != told:
+                told = what
+                self._voice.say(f"waiting for hosts: {what}")
+            every = min(max(ASK_SECONDS, waited), LONGEST_PAUSE_SECONDS)  # so that the pauses double
+            self._wait(LOOK_SECONDS)
+
+    def _suffice(self, hosts: Sequence[Host]) -> bool:
+        """Whether enough workers fit on these hosts, as far as that is known before they are asked."""
+        if not (self._config.min_np or self._config.np):
+            return bool(hosts) and len(hosts) == len(self._discovery.hosts)
+        return _room(hosts) >= (self._config.min_np or self._config.np)
+
+    def _lack(self, hosts: Sequence[Host]) -> str:
+        """What is missing, in words."""
+        named = ", ".join(map(str, hosts)) or "no host"
+        away = [host.name or "this host" for host in self._discovery.hosts if host not in hosts]
+        failed = f"; {', '.join(away)} failed, to be tried again" if away else ""
+        if not (least := self._config.min_np or self._config.np):
+            return f"{named}{failed}"
+        return f"{named} with room for {_room(hosts):g} workers of {least}{failed}"
+
     def _wait(self, seconds: float) -> None:
-        """Raises Ended if the user ends the job meanwhile."""
+        """Raises Ended or Preempted if the user ends the job meanwhile."""
         if self._interrupts is None:
             time.sleep(seconds)
         elif select.select([self._interrupts], [], [], seconds)[0]:
-            for number in sorted(self._interrupts.take() & ENDING_SIGNALS):
-                raise Ended(number, "it was not started again")
+            end_early(self._interrupts.take(), of_checkpoint(self._config), "it was not started again")
+
+
+def _room(hosts: Sequence[Host]) -> float:
+    """How many workers fit; infinite where only the hosts themselves know."""
+    return sum(host.slots or float("inf") for host in hosts)
 
 
 def _place(failed: Failure | DadtError) -> Any:

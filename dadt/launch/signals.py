@@ -61,11 +61,24 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 def forwarded(config: Config) -> list[int]:
     """The numbers of the signals in --forward-signals. Raises ConfigError."""
-    numbers = []
-    for name in filter(None, (part.strip().upper() for part in config.forward_signals.split(","))):
-        number = getattr(signal, name if name.startswith("SIG") else f"SIG{name}", None)
-        if not isinstance(number, signal.Signals) or number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD):
-            raise ConfigError(f"--forward-signals {config.forward_signals}: {name} is no signal that can be forwarded")
-        if number not in ENDING_SIGNALS:  # these end the job, and workers get SIGTERM
-            numbers.append(int(number))
-    return numbers
+    names = filter(None, (part.strip() for part in config.forward_signals.split(",")))
+    numbers = [_number(name, f"--forward-signals {config.forward_signals}") for name in names]
+    return [number for number in numbers if number not in ENDING_SIGNALS]  # these end the job, and workers get SIGTERM
+
+
+def of_checkpoint(config: Config) -> int:
+    """The number of --checkpoint-signal; 0 if there is none. Raises ConfigError."""
+    if not config.checkpoint_signal:
+        return 0
+    number = _number(config.checkpoint_signal, given := f"--checkpoint-signal {config.checkpoint_signal}")
+    if number in ENDING_SIGNALS:
+        raise ConfigError(f"{given}: this signal ends the job; give one that the script answers by saving, as USR1")
+    return number
+
+
+def _number(name: str, given: str) -> int:
+    word = name.upper()
+    number = getattr(signal, word if word.startswith("SIG") else f"SIG{word}", None)
+    if not isinstance(number, signal.Signals) or number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD):
+        raise ConfigError(f"{given}: {word} is no signal that can be forwarded")
+    return int(number)

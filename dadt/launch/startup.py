@@ -12,6 +12,7 @@ from dadt.control.frame import Frame
 from dadt.errors import LaunchError, StartTimeout
 from dadt.launch.agents import Agents, Node
 from dadt.launch.channel import Noted
+from dadt.launch.hosts.host import Host
 
 STRAGGLER_SECONDS = 15.0
 """How long the other hosts may still take once one has failed, so that all failures are reported together."""
@@ -41,14 +42,18 @@ def gather(
     timeout: float,
     job: str,
     voice: Voice,
+    failed: Callable[[Host], None] = lambda host: None,
     *,
     all_needed: bool = True,
 ) -> None:
     """Wait for all agents. Reports each one that fails, and then raises LaunchError or StartTimeout.
 
+    failed: called with each host that cannot be used.
     all_needed: else hosts that cannot be reached are left out, as long as there are others.
     """
     failures, late = await_agents(agents, look, timeout, job, voice)
+    for node in failures:
+        failed(node.host)
     away = [node for node in failures if not node.reached]
     if failures and (all_needed or len(away) < len(failures) or len(away) == len(agents.nodes)):
         _refuse(failures, late, timeout, voice)

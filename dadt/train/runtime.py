@@ -259,6 +259,9 @@ class Runtime(Registry):
             self.deaths.listening = self.control.listen(self._hear)
 
     def _hear(self, frame: Frame) -> None:
+        if frame.kind == "preempted":
+            self.deaths.preempted = True
+            return
         text, steps = frame["text"], frame.get("steps")
         if frame.kind == "regroup":
             members, firsts = tuple(frame["members"]), tuple(frame["firsts"])
@@ -324,8 +327,9 @@ class Runtime(Registry):
     def _leave(self, failed: bool) -> None:
         if self._engine is not None:
             try:
-                if failed:
-                    self._engine.abort(f"rank {self.world.rank} failed")
+                if failed or self.deaths.preempted:
+                    how = "failed" if failed else "has left, as it is preempted"
+                    self._engine.abort(f"rank {self.world.rank} {how}")
                 elif self._engine.error is None or (self.survives and (self.deaths.outdated or not self.together)):
                     if self.control is not None:
                         self.control.ending(self.step)
@@ -333,10 +337,10 @@ class Runtime(Registry):
                         self._arrive()
                     for attachment in self.attachments:
                         attachment.algorithm.finish()
-                    if self.together:
-                        self._call_on_end()
-                    else:
+                    if not self.together:
                         self._arrive_apart()
+                    for callback in self.on_end if self.together else ():
+                        callback()
                     self.wait(self.engine.allgather(b"", self._end))
                     self.merge_timelines()
             except CommError:
@@ -378,15 +382,11 @@ class Runtime(Registry):
         with self.reconnection.within():
             while not self._arrived:
                 try:
-                    self._call_on_end()
+                    for callback in self.on_end:
+                        callback()
                     self._arrive()
-                    break
                 except CommError as error:
                     self.regroup(error)
-
-    def _call_on_end(self) -> None:
-        for callback in self.on_end:
-            callback()
 
     def _stop(self) -> None:
         self.reconnection.close()

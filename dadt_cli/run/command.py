@@ -19,10 +19,11 @@ from dadt.config.config import misspelt
 from dadt.config.executor import shown
 from dadt.errors import ConfigError
 from dadt.launch import environment, launch, plan, user_class
-from dadt.launch.launch import Placed
 from dadt.launch.monitor.output import ranks_shown
 from dadt.launch.monitor.watch import Watch
 from dadt.launch.outcome import Outcome
+from dadt.launch.placed import Placed
+from dadt.launch.preemption import ranks
 from dadt_cli.run import live
 from dadt_cli.run.dry import describe, placement
 from dadt_cli.run.live import Live
@@ -200,6 +201,8 @@ def _finish(outcome: Outcome, where: Placed) -> int:
         console.say(f"processes {pids} do not die, they hang in the kernel (a device or a file server)", "warning")
     if outcome.signal:
         console.say(f"ended by {'Ctrl-C' if outcome.signal == 2 else f'signal {outcome.signal}'}; all workers stopped")
+    elif outcome.preemption is not None:
+        console.say(outcome.preemption.text)
     elif outcome.failure is not None:
         console.block(outcome.failure.lines())
     else:
@@ -214,18 +217,12 @@ def _finish(outcome: Outcome, where: Placed) -> int:
     return outcome.exit_code
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    """As text: rank 2; ranks 0, 2 and 3."""
-    *most, last = map(str, sorted(ranks))
-    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
-
-
 def _last_line(outcome: Outcome) -> str:
     line = f"done in {outcome.seconds:.1f} s"
     if outcome.restarts:
         line += f", after {outcome.restarts} restart{'s' * (outcome.restarts > 1)}"
     if outcome.losses:
-        line += f", without {_ranks([loss.rank for loss in outcome.losses])}"
+        line += f", without {ranks([loss.rank for loss in outcome.losses])}"
     summary: Mapping[str, Any] = outcome.summaries.get(min(outcome.summaries, default=0), {})
     if steps := int(summary.get("steps", 0)):
         delayed = int(summary.get("delayed", 0))

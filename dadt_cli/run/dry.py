@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from dadt.control import machine
+from dadt.errors import ConfigError
 from dadt.launch import launch
 from dadt.launch.agents import Node
 from dadt.launch.channel import Request
 from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.slot import place, share_out
-from dadt.launch.launch import Placed
 from dadt.launch.launchers import launcher_of
+from dadt.launch.order import orders
+from dadt.launch.placed import Placed
 from dadt.launch.plan import Plan
 from dadt_cli.terminal.table import table
 
@@ -27,6 +29,8 @@ NAMES = {"DADT_THREADS": "OMP_NUM_THREADS"}
 def describe(the_plan: Plan) -> list[str]:
     """The plan before any host was asked: GPUs and addresses of other hosts are not known."""
     config = the_plan.config
+    if not the_plan.hosts:
+        raise ConfigError(f"--host-discovery-script {config.host_discovery_script}: there is no host now")
     launcher = launcher_of(Request(config, the_plan.hosts, the_plan.command, JOB))
     nodes = [Node(index, host, report=_report(host)) for index, host in enumerate(the_plan.hosts)]
     rooms = [launch.room(node, config) for node in nodes]
@@ -53,7 +57,7 @@ def describe(the_plan: Plan) -> list[str]:
     if unsure:
         lines.append(f"slots of {', '.join(unsure)} are not known before their agents tell their GPUs: one is assumed")
     lines += ["", *placement(where)]
-    for node, order in zip(nodes, launch.orders(where), strict=True):
+    for node, order in zip(nodes, orders(where), strict=True):
         lines += ["", f"{node.name or 'this host'}: {launcher.command(node.host)}", f"  in {the_plan.cwd}"]
         given = the_plan.named if _is_here(node.host) else the_plan.elsewhere
         lines += _variables("  for each worker, beside the host's own:", {**given, **order["env"]})

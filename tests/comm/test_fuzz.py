@@ -155,7 +155,7 @@ def a_job(folder: Path) -> tuple[Job, Node]:
     journal = Journal(folder / "events.jsonl", lambda text: None)
     agents = Agents(Idle(), [Host(name="h0")], 30.0, journal.see)
     output = Output(folder, ["h0", "h0"], (set(), set()), lambda stream, data: None, lambda text: None)
-    job = Job("fuzz", agents, slots, output, journal, lambda text, level: None, 1.0)
+    job = Job("fuzz", agents, slots, output, journal, lambda text, level: None, Config(grace=1.0))
     (node,) = agents.nodes
     node.ranks = frozenset({0, 1})
     node.report = {"pid": 9}

@@ -64,7 +64,19 @@ FOREIGN_FLAGS = {
     "metrics.md": {"--logdir"},
     "mpi.md": {"--mca", "--nproc-per-node"},
     "ssh.md": {"--upgrade"},
-    "slurm.md": {"--array", "--cpus-per-task", "--nodes", "--ntasks", "--ntasks-per-node", "--signal", "--time"},
+    "slurm.md": {
+        *(
+            "--array",
+            "--cpus-per-task",
+            "--full",
+            "--nodes",
+            "--ntasks",
+            "--ntasks-per-node",
+            "--open-mode",
+            "--requeue",
+        ),
+        *("--requeue", "--signal", "--time"),
+    },
 }
 """Of other programs, as torchrun, sbatch, ssh, a script of the page or a module that is run."""
 LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)")

@@ -12,7 +12,6 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -24,15 +23,17 @@ from dadt.control.heartbeat import Heartbeat
 from dadt.control.job_folder import Folder
 from dadt.errors import DadtError, LaunchError
 from dadt.launch import environment
-from dadt.launch.agent import adoption
+from dadt.launch.agent import adoption, host_heartbeat
+from dadt.launch.agent.checkpoint_signal import CheckpointSignal
 from dadt.launch.agent.host_heartbeat import HostHeartbeat
 from dadt.launch.agent.launcher_line import TURN_SECONDS, LauncherLine
 from dadt.launch.agent.registry import SHIMS, Line, WorkerRegistry
+from dadt.launch.agent.start import Start
 from dadt.launch.agent.stop import Stop
 from dadt.launch.agent.worker import Worker
+from dadt.launch.agent.worker_output import WorkerOutput
 from dadt.launch.processes import sweep
 from dadt.launch.signals import ENDING_SIGNALS, Interrupts
-from dadt.launch.standard_input import NoInput
 
 TICK_SECONDS = 0.05
 PROBE_TICK_SECONDS = 0.01
@@ -55,13 +56,16 @@ class Agent:
         self._workers: dict[int, Worker] = {}
         self._pids: dict[int, Worker] = {}
         self._stop: Stop | None = None
-        self._paused = False
+        self._output = WorkerOutput(self._launcher)
         self._conditions = Conditions()
         self._heart: HostHeartbeat | None = None
         """Checks that data from the other hosts come through."""
         self._ranks: dict[int, int] = {}
         """Rank to local rank."""
         self._heartbeat = 0.0
+        self._checkpoint: CheckpointSignal | None = None
+        """Its script saves when told to, so that this host can be preempted."""
+        self._preempted = False
         self._signal = 0
         """The signal that told this process to end."""
 
@@ -136,6 +140,7 @@ class Agent:
 
     def _serve(self, job: Frame) -> None:
         self._ranks = {worker["rank"]: worker["local_rank"] for worker in job["workers"]}
+        self._checkpoint = CheckpointSignal(**job["checkpoint"]) if "checkpoint" in job.header else None
         try:
             if job.body:
                 self._folder.function.write_bytes(job.body)
@@ -155,7 +160,7 @@ class Agent:
         entrances = self._roster.listen(self._drop)
         for rank, entrance in entrances.items():
             self._launcher.watch(entrance.server.fileno(), partial(self._accept, rank, entrance))
-        self._listen_to_hosts(job)
+        self._heart = host_heartbeat.listen(job, self._launcher)
         try:
             self._start(job)
         except LaunchError as error:
@@ -171,40 +176,18 @@ class Agent:
         self._launcher.send(Frame("end", {"stuck": self._stop.stuck if self._stop else [], "signal": self._signal}))
         self._launcher.take_leave()
 
-    def _listen_to_hosts(self, job: Frame) -> None:
-        if (own := job.get("heartbeat")) is None:
-            return
-        try:
-            self._heart = HostHeartbeat(bytes.fromhex(job["secret"]), own["index"], own["address"], own["timeout"])
-        except OSError:  # the address is gone, so the others will not hear this host
-            self._launcher.send(Frame("heartbeat", {"port": 0}))
-            return
-        self._launcher.watch(self._heart.fileno(), self._heart.read)
-        self._launcher.send(Frame("heartbeat", {"port": self._heart.port}))
-
     def _start(self, job: Frame) -> None:
-        self._job = job
-        self._nothing = NoInput(job["terminal"])
+        self._starts = Start(job, self._env, self._folder.socket, self._stdin)
         for slot in job["workers"]:
-            if job.get("adopt"):
-                order = {"command": slot["command"], "env": self._env_of(slot)}
-                self._adoption.expect(
-                    slot["rank"], order | {"cwd": job["cwd"], "terminal": job["terminal"]}, job["adopt"]
-                )
+            if job["adopt"]:
+                self._adoption.expect(slot["rank"], self._starts.order(slot), job["adopt"])
             else:
-                stdin = self._stdin if slot["rank"] == 0 and self._stdin is not None else self._nothing.fileno()
-                self._own(Worker.start(slot["rank"], slot["command"], self._env_of(slot), job["cwd"], stdin))
-
-    def _env_of(self, slot: Mapping[str, Any]) -> dict[str, str]:
-        return environment.of_worker(self._env, {**self._job["env"], **slot["env"]}, self._folder.socket)
+                self._own(self._starts.worker(slot))
 
     def _start_anew(self, rank: int) -> None:
-        """A new worker in place of one that has ended."""
-        slot = next(slot for slot in self._job["workers"] if slot["rank"] == rank)
-        env = self._env_of(slot) | {"DADT_JOINS": "1"}
-        self._pulse.write(slot["local_rank"], -1)
+        self._pulse.write(self._ranks[rank], -1)
         try:
-            self._own(Worker.start(rank, slot["command"], env, self._job["cwd"], self._nothing.fileno()))
+            self._own(self._starts.anew(rank))
         except LaunchError:
             self._tell_end(rank, COMMAND_NOT_RUN, 0)
 
@@ -213,8 +196,7 @@ class Agent:
         self._workers[worker.rank] = worker
         self._pids[worker.pid] = worker
         self._launcher.send(Frame("started", {"rank": worker.rank, "pid": worker.pid}))
-        for stream in worker.pipes:
-            self._watch_pipe(worker, stream)
+        self._output.watch(worker)
 
     def _hear(self, frame: Frame) -> None:
         """Handle a frame of a process of this host that is not for the registry."""
@@ -252,12 +234,12 @@ class Agent:
         for told in self._heart.turn() if self._heart is not None else []:
             self._launcher.send(told)
         self._beat()
-        self._balance()
+        self._output.balance(self._workers.values())
         if self._launcher.gone and (self._stop is None or self._stop.natural):
             self._begin_stop(Frame("stop"))
         elif self._stop is None and (missing := self._adoption.missing()):
             self._fail_to_start(missing)
-        elif self._stop is None and self._all_ended() and not self._job.get("stays"):
+        elif self._stop is None and self._all_ended() and not self._starts.job.get("stays"):
             self._begin_stop(Frame("stop", {"natural": NATURAL_SECONDS}))
         if self._stop and not self._stop.finished:
             for rank, pid, text in self._stop.advance():
@@ -269,6 +251,8 @@ class Agent:
     def _obey(self, order: Frame) -> None:
         if order.kind == "stop":
             self._begin_stop(order)
+        elif order.kind == "preempt":
+            self._preempt()
         elif order.kind == "answer":
             answer = order["answer"]
             self._roster.answer(order["line"], Frame(answer.pop("kind"), answer, order.body))
@@ -280,10 +264,31 @@ class Agent:
             self._roster.tell(order)
         elif order.kind == "worker" and order["rank"] in self._ranks and self._stop is None:
             self._start_anew(order["rank"])
+        elif order.kind == "signal" and "rank" not in order.header and self._is_for_saving(order["number"]):
+            self._save()
         elif order.kind == "signal":
             for worker in self._workers.values():
                 if order.get("rank", worker.rank) == worker.rank:
                     worker.signal(order["number"])
+
+    def _is_for_saving(self, number: int) -> bool:
+        return self._checkpoint is not None and self._checkpoint.number == number
+
+    def _save(self) -> None:
+        """Have the workers save a checkpoint."""
+        assert self._checkpoint is not None
+        pids = {rank: self._roster.claims.get(rank, worker.pid) for rank, worker in self._workers.items()}
+        if heedless := self._checkpoint.send(pids):
+            self._launcher.send(Frame("unheeded", {"number": self._checkpoint.number, "ranks": heedless}))
+
+    def _preempt(self) -> None:
+        """Have the workers save, and stop those that have not ended by themselves in time. Idempotent."""
+        if self._checkpoint is None or self._preempted or self._stop is not None:
+            return
+        self._preempted = True
+        self._roster.tell(Frame("preempted"))
+        self._save()
+        self._begin_stop(Frame("stop", {"natural": self._checkpoint.grace, "grace": self._checkpoint.grace}))
 
     def _begin_stop(self, order: Frame) -> None:
         """Begin to stop the workers. A later order may only hasten the end."""
@@ -300,7 +305,11 @@ class Agent:
         caught = self._interrupts.take()
         if signal.SIGCHLD in caught:
             self._reap()
-        if ending := caught & ENDING_SIGNALS:
+        ending = caught & ENDING_SIGNALS
+        if ending == {signal.SIGTERM} and self._checkpoint is not None and (self._stop is None or self._preempted):
+            self._launcher.send(Frame("preempted"))
+            self._launcher.orders.append(Frame("preempt"))
+        elif ending:
             self._signal = min(ending)
             self._launcher.orders.append(Frame("stop"))
 
@@ -321,9 +330,7 @@ class Agent:
         """Report a worker's end, after everything that it said and printed."""
         for line in list(self._roster.lines.values()):
             self._read_line(line)
-        for stream in worker.pipes:
-            while self._read_pipe(worker, stream):
-                pass
+        self._output.drain(worker)
         self._tell_end(worker.rank, worker.returncode, peak_memory)
 
     def _tell_end(self, rank: int, code: int, peak_memory: int) -> None:
@@ -372,22 +379,6 @@ class Agent:
         if (worker := self._adoption.hung_up(line.number)) is not None:
             self._report_end(worker, 0)
 
-    def _watch_pipe(self, worker: Worker, stream: str) -> None:
-        self._launcher.watch(worker.pipes[stream].fileno(), lambda: self._read_pipe(worker, stream))
-
-    def _read_pipe(self, worker: Worker, stream: str) -> bool:
-        """Forward what has come. Returns whether there may be more."""
-        pipe = worker.pipes[stream]
-        if pipe.closed:
-            return False
-        data = worker.read(stream)
-        if data:
-            self._launcher.send(Frame(stream, {"rank": worker.rank}, data))
-        elif data is None:
-            self._launcher.forget(pipe.fileno())
-            pipe.close()
-        return bool(data)
-
     def _beat(self) -> None:
         now = time.monotonic()
         if now - self._heartbeat >= TURN_SECONDS:
@@ -400,21 +391,6 @@ class Agent:
             conditions = self._conditions.look(still)
             told = {"steps": steps, "memory": memory, "conditions": conditions, "clock": time.time()}
             self._launcher.send(Frame("beat", told))
-
-    def _balance(self) -> None:
-        """Apply backpressure: stop reading the workers while the launcher does not keep up."""
-        full = self._launcher.full
-        if full == self._paused:
-            return
-        self._paused = full
-        for worker in self._workers.values():
-            for stream, pipe in worker.pipes.items():
-                if pipe.closed:
-                    continue
-                if full:
-                    self._launcher.forget(pipe.fileno())
-                else:
-                    self._watch_pipe(worker, stream)
 
     def _watch_line(self, line: Line) -> None:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.link.unsent else 0)

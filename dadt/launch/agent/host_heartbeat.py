@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dadt.control.frame import Frame
+from dadt.launch.agent.launcher_line import LauncherLine
 
 SIGN = struct.Struct(">IIQ")
 """Sender, receiver, counter; their HMAC-SHA256 follows."""
@@ -133,3 +134,18 @@ class HostHeartbeat:
 
     def _proof(self, sign: bytes) -> bytes:
         return hmac.digest(self._key, sign, "sha256")
+
+
+def listen(job: Frame, launcher: LauncherLine) -> HostHeartbeat | None:
+    """As the order `job` says; None where it does not, or where this host's address is gone, so that the others will
+    not hear it."""
+    if (own := job.get("heartbeat")) is None:
+        return None
+    try:
+        heart = HostHeartbeat(bytes.fromhex(job["secret"]), own["index"], own["address"], own["timeout"])
+    except OSError:
+        launcher.send(Frame("heartbeat", {"port": 0}))
+        return None
+    launcher.watch(heart.fileno(), heart.read)
+    launcher.send(Frame("heartbeat", {"port": heart.port}))
+    return heart

@@ -49,12 +49,20 @@ def parse(text: str) -> list[Host]:
 
 def read(path: Path) -> list[Host]:
     """The hosts of a hostfile. Raises ConfigError."""
+    hosts = parse_lines(document.read(path, "--hostfile"), f"{path},")
+    if not hosts:
+        raise ConfigError(f"--hostfile {path}: names no host; a line is `host slots=N`")
+    return hosts
+
+
+def parse_lines(text: str, source: str) -> list[Host]:
+    """The hosts of a text with a line for each. source: begins the place of a mistake. Raises ConfigError."""
     hosts = []
-    for number, line in enumerate(document.read(path, "--hostfile").splitlines(), 1):
+    for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
         if not words:
             continue
-        where = f"{path}, line {number}"
+        where = f"{source} line {number}"
         host = _host(words[0], where)
         for word in words[1:]:
             found = SLOTS.fullmatch(word)
@@ -62,25 +70,24 @@ def read(path: Path) -> list[Host]:
                 raise ConfigError(f"{where}: {_brief(word)!r} is not understood; a line is `host slots=N`")
             host = replace(host, slots=_slots(found[1], where))
         hosts.append(host)
-    if not hosts:
-        raise ConfigError(f"--hostfile {path}: names no host; a line is `host slots=N`")
-    return _without_duplicates(hosts, str(path))
+    return _without_duplicates(hosts, source.removesuffix(","))
 
 
-def choose(hosts: Sequence[Host], include: str, exclude: str) -> list[Host]:
-    """The hosts that --include names, without those that --exclude names. Raises ConfigError."""
+def choose(hosts: Sequence[Host], include: str, exclude: str, changing: bool = False) -> list[Host]:
+    """The hosts that --include names, without those that --exclude names. changing: hosts come and go, so that these
+    may name some that are not there, and none may be left. Raises ConfigError."""
     chosen = list(hosts)
     for name, text in (("--include", include), ("--exclude", exclude)):
         if not text:
             continue
         names = {part.strip() for part in text.split(",")}
-        if unknown := names - {host.name for host in hosts}:
+        if (unknown := names - {host.name for host in hosts}) and not changing:
             raise ConfigError(
                 f"{name} {_brief(text)}: {_brief(', '.join(sorted(unknown)))} is not among the hosts"
                 f" {_brief(', '.join(map(str, hosts)))}"
             )
         chosen = [host for host in chosen if (host.name in names) == (name == "--include")]
-    if not chosen:
+    if not (chosen or changing):
         raise ConfigError("--include and --exclude leave no host")
     return chosen
 

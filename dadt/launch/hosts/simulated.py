@@ -62,8 +62,9 @@ def hosts_and_slots(config: Config) -> dict[str, int]:
     """The simulated hosts by name, and how many workers each gets. Raises ConfigError if the flags do not allow it."""
     link_of(config)
     asked = next(flag for flag, value in _flags(config).items() if value)
-    if config.hosts or config.hostfile or config.nnodes or config.launcher not in ("auto", "local"):
-        given = "-H" if config.hosts or config.hostfile else "--nnodes" if config.nnodes else "--launcher"
+    named = config.hosts or config.hostfile or config.host_discovery_script
+    if named or config.nnodes or config.launcher not in ("auto", "local"):
+        given = "-H" if named else "--nnodes" if config.nnodes else "--launcher"
         raise ConfigError(f"{asked}: simulates hosts on this machine; leave {given} out (MPI does not go with it)")
     hosts = config.simulate_hosts or config.np
     count = config.np or hosts

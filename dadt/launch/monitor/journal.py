@@ -29,6 +29,7 @@ KEPT = {
     "silent": ("peer", "seconds"),
     "heard": ("peer",),
     "unheard": ("peer",),
+    "preempted": (),
     "end": ("stuck", "signal"),
 }
 """Kinds of frames that are events, each with the fields to keep."""

@@ -1,0 +1,97 @@
+"""What the launcher asks of each agent at the start: to report about its host, and then to start its workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dadt.config.executor import mpi_executor
+from dadt.control.frame import Frame
+from dadt.control.network import SAME_MACHINE
+from dadt.launch import environment, plan, standard_input
+from dadt.launch.agents import Node
+from dadt.launch.hosts.slot import Slot
+from dadt.launch.launchers.local import LocalChannel
+from dadt.launch.placed import Placed
+from dadt.launch.plan import Plan
+from dadt.launch.replacement import replaces
+from dadt.launch.signals import of_checkpoint
+
+
+def look(the_plan: Plan, job: str, node: Node) -> Mapping[str, Any]:
+    """The fields of the `look` frame, which asks an agent to report about its host."""
+    config = the_plan.config
+    # A child has our environment, and needs no timeout: it sees the end of its pipe.
+    is_child = isinstance(node.channel, LocalChannel)
+    # In a job started by hand, the user has set up each host's environment.
+    has_own = is_child or config.nnodes
+    return {
+        "job": job,
+        "cwd": the_plan.cwd,
+        "files": list(the_plan.files),
+        "prologue": config.prologue,
+        "mpi": mpi_executor(config),
+        "orphan_timeout": None if is_child else config.orphan_timeout,
+        "env": dict(the_plan.named if has_own else the_plan.elsewhere),
+    }
+
+
+def orders(where: Placed) -> list[Frame]:
+    """The order for each node's agent, in order of nodes."""
+    slots: list[list[Slot]] = [[] for _ in where.nodes]
+    for slot in where.slots:
+        slots[slot.cross_rank].append(slot)
+    return [_order(where, mine, node) for mine, node in zip(slots, where.nodes, strict=True)]
+
+
+def _order(where: Placed, slots: Sequence[Slot], node: Node) -> Frame:
+    master = where.master if where.config.torch_env else None
+    told = where.config.pass_local_rank or any("rank}" in part for part in where.plan.command)
+    workers = [
+        {
+            "rank": slot.rank,
+            "local_rank": slot.local_rank,
+            "env": environment.own(slot, where.job, master, told=told, restarts=where.restarts),
+            "command": command_of(where, slot),
+        }
+        for slot in slots
+    ]
+    env = {**environment.common(where.config), "DADT_INTERFACE": node.interface}
+    # Seconds in which mpirun must have started the workers; 0 if the agent starts them.
+    adopt = where.config.start_timeout if where.config.launcher == "mpi" else 0.0
+    header: dict[str, Any] = {
+        "job": where.job,
+        "env": env,
+        "workers": workers,
+        "cwd": where.plan.cwd,
+        "terminal": standard_input.terminal_size(),
+        "adopt": adopt,
+        "stays": replaces(where.config),
+        "secret": where.secret,
+    }
+    if number := of_checkpoint(where.config):
+        header |= {"checkpoint": {"number": number, "grace": where.config.grace}}
+    if heartbeats(where):
+        own = {"index": slots[0].cross_rank, "address": node.address, "timeout": where.config.heartbeat_timeout}
+        header |= {"heartbeat": own}
+    return Frame("job", header, where.plan.blob)
+
+
+def heartbeats(where: Placed) -> bool:
+    """Whether the hosts send each other heartbeats, which would be of no use on one machine."""
+    apart = len(where.nodes) > 1 and all(node.address != SAME_MACHINE for node in where.nodes)
+    return apart and where.config.heartbeat_timeout > 0
+
+
+def command_of(where: Placed, slot: Slot) -> list[str]:
+    """One worker's command line, with its rank filled in."""
+    address, port = where.master or ("127.0.0.1", 0)
+    values = {
+        "rank": slot.rank,
+        "local_rank": slot.local_rank,
+        "world_size": slot.world_size,
+        "master_addr": address,
+        "master_port": port,
+    }
+    command = plan.fill(where.plan.command, values)
+    return [*command, f"--local_rank={slot.local_rank}"] if where.config.pass_local_rank else command

@@ -1,0 +1,98 @@
+"""The end of a running job: whether it has to end, how gently, and by when everything is gone."""
+
+from __future__ import annotations
+
+import time
+
+from dadt.control.frame import Frame
+from dadt.launch.agents import Agents
+from dadt.launch.monitor.watch import Watch
+from dadt.launch.outcome import Outcome
+from dadt.launch.preemption import Preemption
+
+FAILURE_GRACE = 1.0
+"""Time from SIGTERM to SIGKILL after a failure. After the user's Ctrl-C it is --grace."""
+END_SECONDS = 5.0
+"""How long an agent may take to end, beyond the grace."""
+
+AGAIN_SECONDS = 2.0
+"""A SIGTERM within this time is the same: batch systems send it to `dadt run` and to the script that passes it on."""
+
+
+class Termination:
+    """Tells the agents to stop their workers. A later reason can only hasten it."""
+
+    def __init__(self, agents: Agents, watch: Watch, outcome: Outcome, grace: float) -> None:
+        """grace: seconds from SIGTERM to SIGKILL when the user ends the job."""
+        self._agents = agents
+        self._watch = watch
+        self._outcome = outcome
+        self._user_grace = grace
+        self._fail_at = float("inf")
+        """Time at which to stop everything because of the failures so far."""
+        self._end_by = float("inf")
+        """Deadline for the agents that were told to stop."""
+        self._told = 0.0
+        """Time at which `dadt run` or a host was told to end."""
+        self.grace = float("inf")
+        """Seconds until SIGKILL; infinite as long as nothing was told to stop."""
+        self.unsaid: list[str] = []
+        """Texts for the user, printed as soon as nothing else is being written."""
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether nothing has ended the job so far."""
+        return not self._outcome.signal and self.grace == self._fail_at == float("inf")
+
+    @property
+    def deadline(self) -> float:
+        """When `turn` has to be called next."""
+        return min(self._fail_at, self._end_by)
+
+    def end(self, number: int, who: str) -> float:
+        """End the job for the user: gently, or at once if asked again. Returns the seconds until SIGKILL."""
+        if self._outcome.signal:
+            self.terminate(0.0, who)
+        else:
+            self._outcome.signal = number
+            self.terminate(self._user_grace, who)
+            self.unsaid.append(f"{who}: stopping the workers (once more: at once)")
+        return self.grace
+
+    def preempt(self, preemption: Preemption) -> None:
+        """Have all workers save, and stop them gently if they have not ended after --grace seconds. Once `dadt run`
+        itself has been told, to be told again means: at once."""
+        before = self._outcome.preemption
+        if self.goes_on:
+            self._stop(Frame("preempt"), 2 * self._user_grace, preemption.who)
+            self.unsaid.append(f"{preemption.who}: workers have {self._user_grace:g} s to save (once more: at once)")
+        elif before is None:
+            return  # it had failed before
+        elif not (before.host or preemption.host) and time.monotonic() > self._told + AGAIN_SECONDS:
+            self.terminate(0.0, preemption.who)
+        if before is None or before.host:
+            self._outcome.preemption = preemption
+            self._told = time.monotonic()
+
+    def terminate(self, grace: float, why: str, stacks: bool = False) -> None:
+        """Send SIGTERM to all workers, and SIGKILL after `grace` seconds."""
+        if grace < self.grace:
+            self._stop(Frame("stop", {"grace": grace, "stacks": stacks}), grace, why)
+
+    def fail_by(self, seconds: float) -> None:
+        """Stop everything in so many seconds, as something has failed. While workers save it does not hasten them."""
+        if self._outcome.preemption is None:
+            self._fail_at = min(self._fail_at, time.monotonic() + seconds)
+
+    def turn(self) -> bool:
+        """Call it as time passes. Returns whether agents are overdue, so that they have to be killed."""
+        if time.monotonic() >= self._fail_at:
+            self._fail_at = float("inf")
+            self.terminate(FAILURE_GRACE, "a worker failed", stacks=True)
+        return time.monotonic() >= self._end_by
+
+    def _stop(self, order: Frame, seconds: float, why: str) -> None:
+        self.grace = seconds
+        self._watch.stops(why, seconds)
+        self._end_by = time.monotonic() + seconds + END_SECONDS
+        self._agents.send_all(order)
