@@ -280,8 +280,9 @@ class Job:
 
     def _on_done(self, node: Node, frame: Frame) -> None:
         self._leaves(node, frame["rank"])
-        self._outcome.summaries = {**self._outcome.summaries, frame["rank"]: frame["summary"]}
-        self._rendezvous.members[frame["rank"]].finished = True
+        if not self._rendezvous.members[frame["rank"]].lost:
+            self._outcome.summaries = {**self._outcome.summaries, frame["rank"]: frame["summary"]}
+            self._rendezvous.members[frame["rank"]].finished = True
 
     def _on_exchange(self, node: Node, frame: Frame) -> None:
         line = frame["line"]

@@ -44,8 +44,8 @@ MOST = 1 << 20
     },
     options_metavar="-np N [-H HOSTS] [OPTIONS]",
     epilog="Exits with 0, or the code of the worker that failed first (128 + n if signal n ended it), 2 for bad "
-    "input, 3 if workers could not be started or their agent was lost, 124 if some did not arrive in time, 130 after "
-    "Ctrl-C.",
+    "input, 3 if workers could not be started or their agent was lost, 75 if it was preempted (--checkpoint-signal), "
+    "124 if some did not arrive in time, 130 after Ctrl-C.",
 )
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...", shell_complete=paths("file"))
 @click.option("-m", "module", is_flag=True, help="SCRIPT is a module, as with python -m.")

@@ -209,6 +209,16 @@ def test_a_signal_to_another_node_ends_the_job(start: Start, port: int, number: 
     assert not any(map(is_running, workers))
 
 
+def test_a_node_that_is_preempted_ends_the_job_so_that_all_are_queued_again(start: Start, port: int) -> None:
+    options = ("--checkpoint-signal", "USR1", "--grace", "1")
+    first, second = (node(start, rank, f"localhost:{port}", SLEEP, *options) for rank in (0, 1))
+    first.wait_for("pid0", "pid1", "pid2", "pid3")
+    second.process.send_signal(signal.SIGTERM)
+    for result in (first.finish(), second.finish()):
+        assert result.code == 75, result.err
+        assert "node1 was told to end (SIGTERM): preempted; ranks 0, 1, 2 and 3 went on and were stopped" in result.err
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_nothing_outlives_a_node_that_was_killed(start: Start, port: int, rank: int) -> None:
     runs = [node(start, each, f"localhost:{port}", SLEEP) for each in (0, 1)]

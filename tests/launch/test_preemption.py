@@ -117,9 +117,11 @@ def test_told_twice_means_at_once(start) -> None:
     run = begin(start, "--grace", "300", after="time.sleep(600)")
     for _ in range(2):  # the first two are one
         run.process.send_signal(signal.SIGTERM)
+    events = run.folder / "dadt-logs" / run.job / "events.jsonl"
+    await_that(lambda: '"kind": "stop"' in events.read_text(), "the launcher's answer")
     told = time.monotonic()
     await_that((run.folder / "checkpoint0.pt").exists, "rank 0's checkpoint")
-    await_that(lambda: time.monotonic() > told + AGAIN_SECONDS, "a SIGTERM that is another one")
+    await_that(lambda: time.monotonic() > told + AGAIN_SECONDS + 1, "a SIGTERM that is another one")
     run.process.send_signal(signal.SIGTERM)
     result = run.finish()
     assert result.code == 75, result.err

@@ -24,6 +24,7 @@ from dadt.launch.failure import signal_name
 from dadt.launch.hosts.host import Host
 from dadt.launch.launchers.local import LocalLauncher
 from dadt.launch.launchers.node_rendezvous import rendezvous_of
+from dadt.launch.preemption import EXIT_CODE
 from dadt.launch.signals import Interrupts
 from dadt.launch.startup import Voice
 
@@ -144,7 +145,7 @@ def _follow(watcher: Connection, agent: subprocess.Popen[bytes], interrupts: Int
                 if key.fileobj is interrupts:
                     caught = min(interrupts.take(), default=caught) or caught
                     voice.say(f"{signal_name(caught)}: stopping the job")
-                    agent.terminate()
+                    agent.send_signal(caught)
                     continue
                 try:
                     verdicts = link.receive()
@@ -155,7 +156,7 @@ def _follow(watcher: Connection, agent: subprocess.Popen[bytes], interrupts: Int
                 for verdict in verdicts:
                     _await(agent)
                     voice.say("\n".join(verdict["lines"]))
-                    return 128 + caught if caught else int(verdict["code"])
+                    return 128 + caught if caught and verdict["code"] != EXIT_CODE else int(verdict["code"])
 
 
 def _tell(connection: Connection, verdict: Frame) -> None:
