@@ -61,6 +61,22 @@ def check_min_np(least: int, np: int, algorithm: str, executors: set[str], launc
         raise ConfigError(f"{given}: a job with {other} ends with any of its workers; leave one of the two out")
 
 
+def check_replicas(algorithm: str, on_nan: str, verify_every: int) -> None:
+    """What ranks with equal weights alone can do."""
+    if algorithm not in ("local", "gossip"):
+        return
+    if on_nan != "ignore":
+        raise ConfigError(
+            f"--on-nan {on_nan}: with --algorithm {algorithm} each rank takes steps of its own, on which"
+            " the others have no say; leave one of the two out"
+        )
+    if verify_every:
+        raise ConfigError(
+            f"--verify-every {verify_every}: with --algorithm {algorithm} each rank has weights of its own, which"
+            " differ by design; leave one of the two out"
+        )
+
+
 def metrics_place(text: str) -> tuple[str, str]:
     """The kind and the place in `--metrics KIND:WHERE`. Raises ConfigError."""
     kind, _, place = text.partition(":")

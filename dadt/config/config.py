@@ -16,6 +16,7 @@ from dadt.config.check import (
     check_compression,
     check_executor,
     check_min_np,
+    check_replicas,
     flag,
     here,
     loader_numbers,
@@ -100,6 +101,9 @@ class Config:
         "What to do in steps in which a rank's gradient is not finite: report it, skip the step on all ranks, or stop.",
         choices=("ignore", "report", "skip", "stop"),
         advanced=True,
+    )
+    verify_every: int = knob(
+        0, "Compare the ranks' weights every K steps, and repair those that differ.", metavar="K", advanced=True
     )
     fall_back: bool = knob(
         True, "Fall back to `sync` on all ranks if gradients blow up once `pipe` delays them.", advanced=True
@@ -291,11 +295,7 @@ class Config:
         if self.warmup_steps < 0:
             raise ConfigError(f"--warmup-steps {self.warmup_steps}: must be 0 or more")
         check_algorithm(self.algorithm)
-        if self.on_nan != "ignore" and self.algorithm in ("local", "gossip"):
-            raise ConfigError(
-                f"--on-nan {self.on_nan}: with --algorithm {self.algorithm} each rank takes steps of its own, on which"
-                " the others have no say; leave one of the two out"
-            )
+        check_replicas(self.algorithm, self.on_nan, self.verify_every)
         if self.algorithm == "auto" and self.warmup_steps < LEAST_MEASURED:
             raise ConfigError(
                 f"--algorithm auto measures in the synchronous steps: give --warmup-steps {LEAST_MEASURED} or more"
@@ -319,7 +319,7 @@ class Config:
             )
         if self.orphan_timeout < LEAST_ORPHAN_TIMEOUT:
             raise ConfigError(f"--orphan-timeout {self.orphan_timeout}: must be {LEAST_ORPHAN_TIMEOUT:g} s or more")
-        sizes = ("cycle_duration_ms", "all_reduce_buffer_size", "group_buffer_size")
+        sizes = ("cycle_duration_ms", "all_reduce_buffer_size", "group_buffer_size", "verify_every")
         for name in ("np", "accelerators", "nnodes", "simulate_hosts", "grace", "min_np", "max_restarts", *sizes):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)}: must be 0 or more")

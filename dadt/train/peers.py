@@ -61,6 +61,8 @@ class Peers:
         """This rank among those that train now; others may have been lost."""
         self.members: Sequence[int] = range(world.world_size)
         """The ranks of the group, in its order."""
+        self.generation = 0
+        """How often ranks were lost."""
         self.first = world.local_rank == 0
         """It is the first of its host, which writes files for good."""
         self.config = config
@@ -86,7 +88,6 @@ class Peers:
         """This rank is at its end, where others are, too."""
         self._launched_at: weakref.WeakKeyDictionary[InFlight, int] = weakref.WeakKeyDictionary()
         """How many steps this rank had taken when it launched each."""
-        self._generation = 0
         self._engine: Engine | None = None
         self._broadcaster: Engine
         self._disconnect: Callable[[], None] = lambda: None
@@ -116,7 +117,7 @@ class Peers:
 
     def meet_within(self, seconds: float) -> Meet:
         meet = AllRanks(self.group, self.control, seconds)
-        return meet if self.group is self.world else Apart(meet, f"generation {self._generation}")
+        return meet if self.group is self.world else Apart(meet, f"generation {self.generation}")
 
     @property
     def survives(self) -> bool:
@@ -137,7 +138,7 @@ class Peers:
         if not self.survives or isinstance(error, Mismatch):
             raise error
         generation = self.deaths.enter(error, REGROUP_SECONDS)
-        self._generation = generation.number
+        self.generation = generation.number
         self.members, self.first = generation.members, self.world.rank in generation.firsts
         self.group = self.world.among(self.members)
         if isinstance(self.control, Control):

@@ -27,6 +27,7 @@ from dadt.train.checkpoint import Checkpoints
 from dadt.train.gathering import Gathering
 from dadt.train.prediction_scope import PredictionScope
 from dadt.train.registry import Registry
+from dadt.train.verification import Verification
 from dadt.world import World
 
 if TYPE_CHECKING:
@@ -76,6 +77,8 @@ class Runtime(Registry):
         self.buffers = Buffers()
         self.window = PredictionScope(lambda: [a.prediction for a in self.attachments], lambda: self.on_training_thread)
         self.checkpoints = Checkpoints(self, self)
+        self.verification = Verification(self, self._attempt)
+        self.on_end.append(self.verification.finish)
 
     def resign(self) -> None:
         """Give up being a rank in a forked child, whose doings concern nobody."""
@@ -273,8 +276,17 @@ class Runtime(Registry):
             for attachment in self.attachments:
                 attachment.batch_weight.pass_over()
 
-    def stepped(self) -> None:
-        """An optimizer step is complete."""
+    def _attempt(self, exchange: Callable[[], None]) -> None:
+        try:
+            with self.checkpoints.aside():
+                exchange()
+        except CommError as error:
+            self.regroup(error)
+
+    def stepped(self, attachment: Attachment | None) -> None:
+        """An optimizer step is complete; attachment: None of one that DADT leaves alone."""
+        if attachment is not None:
+            self.verification.stepped(attachment)
         self.window.stepped()
         if self.timeline is not None:
             self.timeline.step(self.step)
