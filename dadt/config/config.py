@@ -266,6 +266,9 @@ class Config:
         advanced=True,
     )
     min_np: int = knob(0, "Train on while M workers are left.", metavar="M")
+    redistribute: bool = knob(
+        False, "With --min-np: later passes divide a lost worker's share among the others.", advanced=True
+    )
     max_restarts: int = launch_knob(0, "Times that a failed job starts again.")
     grace: float = launch_knob(5.0, "Seconds between SIGTERM and SIGKILL when you end a job.", advanced=True)
     forward_signals: str = launch_knob(
@@ -330,6 +333,8 @@ class Config:
         if self.min_np:
             executors = {self.executor, self.broadcast_executor, self.allreduce_executor} - {""}
             check_min_np(self.min_np, self.np, self.algorithm, executors, self.launcher, self.nnodes)
+        elif self.redistribute:
+            raise ConfigError("--redistribute divides what a lost worker leaves, but one ends the job: give --min-np M")
         if self.max_restarts and self.nnodes:
             raise ConfigError(
                 f"--max-restarts {self.max_restarts}: a job with --nnodes is started by hand on each host, and"

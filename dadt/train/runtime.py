@@ -65,6 +65,8 @@ class Runtime(Registry):
         """Called at every training forward and consumption."""
         self.on_regroup: list[Callable[[], None]] = []
         """Called when others were lost, once this rank is connected with those that are left."""
+        self.missing: Callable[[int], str] = lambda lost: f"data of {lost} of {world.world_size} is left out"
+        """Says what becomes of the data of so many lost workers."""
         self.on_end: list[Callable[[], None]] = []
         """Called when the script has ended, whatever has become of its optimizers: as added, the same on all ranks."""
         self.on_stop: list[Callable[[], None]] = []
@@ -223,8 +225,8 @@ class Runtime(Registry):
         self.progress.stood += seconds
         size, whole = self.group.world_size, self.world.world_size
         self.say(
-            f"{size} of {whole} workers train on from step {self.step}, {seconds:.2f} s later; each pass leaves out"
-            f" {whole - size} of {whole} shares of the data"
+            f"{size} of {whole} workers train on from step {self.step}, {seconds:.2f} s later;"
+            f" {self.missing(whole - size)}"
         )
 
     def join(self, attachment: Attachment) -> None:
