@@ -279,6 +279,7 @@ class Runtime(Registry):
                 attachment.batch_weight.pass_over()
 
     def _attempt(self, exchange: Callable[[], None]) -> None:
+        """Where ranks are lost meanwhile, those that are left compare their replicas, and so do over what it does."""
         try:
             with self.checkpoints.aside():
                 exchange()

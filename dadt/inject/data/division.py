@@ -45,7 +45,7 @@ def missing(rank: LoadingRank, lost: int, loaders: Sequence[tuple[str, int | Non
     """What becomes of the shares of so many lost ranks. loaders: those that train, and the samples of a pass where they
     are known."""
     if rank.config.redistribute:
-        return "what was theirs in the running pass is left out, and later passes divide it among those who are left"
+        return "the running pass leaves out what was theirs, and later ones divide it among those who are left"
     size = rank.world.world_size
     text = f"each pass leaves out {lost} of {size} shares of the data"
     for name, samples in loaders:

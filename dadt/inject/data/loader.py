@@ -138,11 +138,8 @@ class Loaders:
 
     def missing(self, lost: int) -> str:
         """As of Runtime."""
-        trained = [
-            (role.name, samples_of(loader))
-            for loader, role in self.roles.items()
-            if role.kind == TRAINS and isinstance(loader, DataLoader)
-        ]
+        loaders = [(role, each) for each, role in self.roles.items() if isinstance(each, DataLoader)]  # not fastai's
+        trained = [(role.name, samples_of(each)) for role, each in loaders if role.kind == TRAINS]
         return missing(self.runtime, lost, trained[:LISTED])
 
     def _another_trains(self) -> bool:

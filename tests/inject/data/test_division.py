@@ -76,6 +76,7 @@ def survivors(launch, folder: Path, faults: str, loader: str, *options: str, np:
     options = ("-np", str(np), "--min-np", "1", "--warmup-steps", "5", "--files", "all", *options)
     result = launch(script, *options, "train.py", faults)
     assert result.code == 0, result.err
+    assert "later ones divide it among those who are left" in result.err
     lost = {int(fault[0]) for fault in faults.split(",")}
     left = {rank: json.loads((folder / f"read{rank}.json").read_text()) for rank in set(range(np)) - lost}
     assert len({each["weights"] for each in left.values()}) == 1
