@@ -61,8 +61,8 @@ def check_min_np(least: int, np: int, algorithm: str, executors: set[str], launc
         raise ConfigError(f"{given}: a job with {other} ends with any of its workers; leave one of the two out")
 
 
-def check_replicas(algorithm: str, on_nan: str, verify_every: int) -> None:
-    """What ranks with equal weights alone can do."""
+def check_replicas(algorithm: str, on_nan: str, verify_every: int, redistribute: bool) -> None:
+    """What ranks alone can do that have equal weights, or wait for each other."""
     if algorithm not in ("local", "gossip"):
         return
     if on_nan != "ignore":
@@ -74,6 +74,11 @@ def check_replicas(algorithm: str, on_nan: str, verify_every: int) -> None:
         raise ConfigError(
             f"--verify-every {verify_every}: with --algorithm {algorithm} each rank has weights of its own, which"
             " differ by design; leave one of the two out"
+        )
+    if redistribute and algorithm == "gossip":
+        raise ConfigError(
+            "--redistribute: with --algorithm gossip no rank waits for another, so that they cannot agree in which pass"
+            " the data is divided anew; leave one of the two out"
         )
 
 

@@ -298,7 +298,7 @@ class Config:
         if self.warmup_steps < 0:
             raise ConfigError(f"--warmup-steps {self.warmup_steps}: must be 0 or more")
         check_algorithm(self.algorithm)
-        check_replicas(self.algorithm, self.on_nan, self.verify_every)
+        check_replicas(self.algorithm, self.on_nan, self.verify_every, self.redistribute)
         if self.algorithm == "auto" and self.warmup_steps < LEAST_MEASURED:
             raise ConfigError(
                 f"--algorithm auto measures in the synchronous steps: give --warmup-steps {LEAST_MEASURED} or more"

@@ -188,3 +188,5 @@ def test_items_cannot_grow(launch, tmp_path) -> None:
 def test_it_needs_ranks_that_train_on() -> None:
     with pytest.raises(ConfigError, match="--redistribute divides what a lost worker leaves"):
         Config(redistribute=True)
+    with pytest.raises(ConfigError, match="--redistribute: with --algorithm gossip no rank waits for another"):
+        Config(redistribute=True, algorithm="gossip")
