@@ -80,6 +80,27 @@ def check_discovery(script: str, named: str, launcher: str, nnodes: int) -> None
         raise ConfigError(f"--host-discovery-script: {other} has hosts of its own; leave one of the two out")
 
 
+def check_replicas(algorithm: str, on_nan: str, verify_every: int, redistribute: bool) -> None:
+    """What ranks alone can do that have equal weights, or wait for each other."""
+    if algorithm not in ("local", "gossip"):
+        return
+    if on_nan != "ignore":
+        raise ConfigError(
+            f"--on-nan {on_nan}: with --algorithm {algorithm} each rank takes steps of its own, on which"
+            " the others have no say; leave one of the two out"
+        )
+    if verify_every:
+        raise ConfigError(
+            f"--verify-every {verify_every}: with --algorithm {algorithm} each rank has weights of its own, which"
+            " differ by design; leave one of the two out"
+        )
+    if redistribute and algorithm == "gossip":
+        raise ConfigError(
+            "--redistribute: with --algorithm gossip no rank waits for another, so that they cannot agree in which pass"
+            " the data is divided anew; leave one of the two out"
+        )
+
+
 def metrics_place(text: str) -> tuple[str, str]:
     """The kind and the place in `--metrics KIND:WHERE`. Raises ConfigError."""
     kind, _, place = text.partition(":")

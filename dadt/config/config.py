@@ -17,6 +17,7 @@ from dadt.config.check import (
     check_discovery,
     check_executor,
     check_min_np,
+    check_replicas,
     check_restarts,
     flag,
     here,
@@ -102,6 +103,9 @@ class Config:
         "What to do in steps in which a rank's gradient is not finite: report it, skip the step on all ranks, or stop.",
         choices=("ignore", "report", "skip", "stop"),
         advanced=True,
+    )
+    verify_every: int = knob(
+        0, "Compare the ranks' weights every K steps, and repair those that differ.", metavar="K", advanced=True
     )
     fall_back: bool = knob(
         True, "Fall back to `sync` on all ranks if gradients blow up once `pipe` delays them.", advanced=True
@@ -267,6 +271,9 @@ class Config:
         advanced=True,
     )
     min_np: int = knob(0, "Train on while M workers are left.", metavar="M")
+    redistribute: bool = knob(
+        False, "With --min-np: later passes divide a lost worker's share among the others.", advanced=True
+    )
     max_restarts: int = launch_knob(0, "Times that a failed job starts again.")
     grace: float = launch_knob(5.0, "Seconds between SIGTERM and SIGKILL when you end a job.", advanced=True)
     forward_signals: str = launch_knob(
@@ -299,11 +306,7 @@ class Config:
         if self.warmup_steps < 0:
             raise ConfigError(f"--warmup-steps {self.warmup_steps}: must be 0 or more")
         check_algorithm(self.algorithm)
-        if self.on_nan != "ignore" and self.algorithm in ("local", "gossip"):
-            raise ConfigError(
-                f"--on-nan {self.on_nan}: with --algorithm {self.algorithm} each rank takes steps of its own, on which"
-                " the others have no say; leave one of the two out"
-            )
+        check_replicas(self.algorithm, self.on_nan, self.verify_every, self.redistribute)
         if self.algorithm == "auto" and self.warmup_steps < LEAST_MEASURED:
             raise ConfigError(
                 f"--algorithm auto measures in the synchronous steps: give --warmup-steps {LEAST_MEASURED} or more"
@@ -327,7 +330,7 @@ class Config:
             )
         if self.orphan_timeout < LEAST_ORPHAN_TIMEOUT:
             raise ConfigError(f"--orphan-timeout {self.orphan_timeout}: must be {LEAST_ORPHAN_TIMEOUT:g} s or more")
-        sizes = ("cycle_duration_ms", "all_reduce_buffer_size", "group_buffer_size")
+        sizes = ("cycle_duration_ms", "all_reduce_buffer_size", "group_buffer_size", "verify_every")
         for name in ("np", "accelerators", "nnodes", "simulate_hosts", "grace", "min_np", "max_restarts", *sizes):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)}: must be 0 or more")
@@ -338,6 +341,8 @@ class Config:
         if self.min_np:
             executors = {self.executor, self.broadcast_executor, self.allreduce_executor} - {""}
             check_min_np(self.min_np, self.np, self.algorithm, executors, self.launcher, self.nnodes)
+        elif self.redistribute:
+            raise ConfigError("--redistribute divides what a lost worker leaves, but one ends the job: give --min-np M")
         check_restarts(self.max_restarts, self.nnodes)
         check_discovery(self.host_discovery_script, self.hosts or self.hostfile, self.launcher, self.nnodes)
         if not -1 <= self.seed < 2**64:

@@ -167,7 +167,7 @@ _process: dict[str, Check] = {"rank": RANK, "pid": PID}
 _question: dict[str, Check] = {**_process, "timeout": SECONDS, "generation_": COUNT}
 _numbers = record(
     samples_=number, waited_=number, clock_=number, sent_=number, plain_=number, late_=number, fell_back_=number,
-    step_times_=record(counts=by_size(COUNT), seconds=number),
+    differed_=number, step_times_=record(counts=by_size(COUNT), seconds=number),
 )  # fmt: skip
 _source = record(file=text(), line=maybe(COUNT), function_=maybe(text()), text_=maybe(text()))
 

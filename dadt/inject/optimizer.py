@@ -86,7 +86,7 @@ class Steps:
                     " gradients that are not averaged: call backward before it, and step() without a closure"
                 )
             attachment.stepped()
-        self._runtime.stepped()
+        self._runtime.stepped(attachment)
 
     def _attachment(self, optimizer: Optimizer) -> Attachment | None:
         """The optimizer's, or that of another one of the same parameters for which clipping has averaged already."""

@@ -176,6 +176,7 @@ def _rank(slot: Slot, gauge: Gauge) -> dict[str, Any]:
         "peak_memory": gauge.peak_memory or None,
         "sent": gauge.numbers.get("sent"),
         "fell_back": gauge.numbers.get("fell_back"),
+        "differed": gauge.numbers.get("differed"),
         "step_times": gauge.numbers.get("step_times"),
     }
 

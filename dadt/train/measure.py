@@ -23,6 +23,8 @@ class Measure:
         """Times that late gradients blew up, and steps became synchronous."""
         self.not_finite = 0
         """Steps with gradients that were not finite on some rank, where somebody looked."""
+        self.differed = 0
+        """Times that this rank's replica was found to differ from the others'."""
         self.why = ""
         """Why steps that could be late are synchronous now, in a few words; empty if they are late, or nobody asked."""
         self.began = 0.0

@@ -66,6 +66,8 @@ class Peers:
         """This rank among those that train now; others may have been lost."""
         self.members: Sequence[int] = range(world.world_size)
         """The ranks of the group, in its order."""
+        self.generation = 0
+        """How often ranks were lost, or have joined."""
         self.first = world.local_rank == 0 and not world.joins
         """It is the first of its host, which writes files for good."""
         self.config = config
@@ -93,7 +95,6 @@ class Peers:
         """This rank is at its end, where others are, too."""
         self._launched_at: weakref.WeakKeyDictionary[InFlight, int] = weakref.WeakKeyDictionary()
         """How many steps this rank had taken when it launched each."""
-        self._generation = 0
         self._engine: Engine | None = None
         self._broadcaster: Engine
         self._disconnect: Callable[[], None] = lambda: None
@@ -129,7 +130,7 @@ class Peers:
 
     def meet_within(self, seconds: float) -> Meet:
         meet = AllRanks(self.group, self.control, seconds)
-        return meet if self.group is self.world else Apart(meet, f"generation {self._generation}")
+        return meet if self.group is self.world else Apart(meet, f"generation {self.generation}")
 
     @property
     def survives(self) -> bool:
@@ -156,7 +157,7 @@ class Peers:
         generation = self.deaths.enter(error, REGROUP_SECONDS)
         while self.world.rank not in generation.members:  # it has been told of older ones, too
             generation = self.deaths.enter(error, REGROUP_SECONDS)
-        self._generation = generation.number
+        self.generation = generation.number
         self.members, self.first = generation.members, self.world.rank in generation.firsts
         self.group = self.world.among(self.members)
         if isinstance(self.control, Control):

@@ -57,6 +57,7 @@ class Progress:
             "plain": plain,
             "late": max((m.late for m in self.measures), default=0),
             "fell_back": sum(m.fell_back for m in self.measures),
+            "differed": sum(m.differed for m in self.measures),
             "step_times": self._step_times.describe(),
         }
 
@@ -74,6 +75,7 @@ class Progress:
             "seconds": max(0.0, last - first),
             "hook_seconds": self.hook_seconds,
             **({"not_finite": bad} if (bad := sum(m.not_finite for m in self.measures)) else {}),
+            **({"differed": found} if (found := sum(m.differed for m in self.measures)) else {}),
             **({"files_apart": apart} if (apart := self.files_apart()) else {}),
             **({"stood": self.stood} if self.stood else {}),
             **({"sent": sent, "plain": plain} if sent != plain else {}),

@@ -17,7 +17,7 @@ import torch
 
 from dadt.comm import plain
 from dadt.errors import PeerLost
-from dadt.train import replicate
+from dadt.train import replicate, verification
 from dadt.train.algorithm import Relaunched
 from dadt.train.exchange.exchange import Exchange
 from dadt.train.gathering import Gathering
@@ -162,12 +162,16 @@ def _settle(runtime: Registry, told: Sequence[Position]) -> list[Gathering | Rel
 
 
 def _compare(runtime: Registry) -> None:
-    """All ranks have the same weights. Raises PeerLost if not."""
-    crcs = [replicate.weights_crc(runtime, a) for a in runtime.attachments if a.lockstep.averaged >= 0]
-    every = [json.loads(lane) for lane in runtime.tell("weights", json.dumps(crcs).encode())]
-    for rank, theirs in zip(runtime.members, every, strict=True):
-        if theirs != every[0]:
+    """All ranks have the same replicas, or have with `--verify-every`. Raises PeerLost if not."""
+    for a in runtime.attachments:
+        if a.lockstep.averaged < 0:
+            continue
+        every = verification.compare(runtime, a)
+        if runtime.config.verify_every:
+            verification.repair(runtime, a, every)
+        elif wrong := verification.judge(every).wrong:
+            rank = runtime.members[wrong[0]]
             raise PeerLost(
                 f"training cannot go on without the ranks that were lost: the weights of rank {rank} differ from those"
-                f" of rank {runtime.members[0]}"
+                f" of the others{a.name}"
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -14,6 +13,7 @@ from dadt.errors import Mismatch
 from dadt.train.attachment import Attachment
 from dadt.train.param_groups import group_values, take_values
 from dadt.train.registry import Registry
+from dadt.train.trained import listed
 
 
 def take_rank_0s(runtime: Registry, attachment: Attachment, *, weights: bool) -> None:
@@ -101,12 +101,33 @@ def _all(runtime: Registry, attachment: Attachment) -> tuple[list[torch.Tensor],
     return _parts(runtime, attachment)[0][0], [b.data for m in modules for b in m.buffers()]
 
 
-def weights_crc(runtime: Registry, attachment: Attachment) -> int:
-    """crc32 of what all ranks have in common of the weights that it trains and of those beside them."""
-    crc = 0
-    for t in _parts(runtime, attachment, _common(runtime))[0][0]:
-        crc = zlib.crc32(t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, crc)
-    return crc
+def replica(runtime: Registry, attachment: Attachment) -> dict[str, torch.Tensor]:
+    """By name, what is equal on all ranks after each step: weights that it trains and untrained ones beside them; with
+    `--verify-every` the optimizer's state as well."""
+    optimizer = attachment.optimizer
+    others = {id(p) for o in runtime.optimizers if o is not optimizer for p in listed(o)}
+    beside = [p for m in runtime.root_modules(optimizer) for p in m.parameters() if id(p) not in others]
+    names = runtime.parameter_names()
+    common, found = _common(runtime), dict[str, Any]()
+    for number, p in enumerate(dict.fromkeys([*listed(optimizer), *beside])):
+        name = names.get(id(p)) or f"parameter {number}"
+        name = f"{name}, parameter {number}" if name in found else name
+        found[name] = common.get(id(p), p.data).to(p.dtype)
+        state = optimizer.state.get(p) if runtime.config.verify_every else None
+        if isinstance(state, dict):
+            found.update({f"{key} of {name}": state[key] for key in sorted(state, key=str)})
+    tensors = {name: t for name, t in found.items() if isinstance(t, torch.Tensor)}
+    return {name: t for name, t in tensors.items() if t.layout == torch.strided and t.device.type != "meta"}
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """The sum of its bits as integers of 64: fast, and another one where any value has changed."""
+    tensor = tensor.detach()
+    values = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous().view(-1).view(torch.uint8)
+    if values.storage_offset() % 8:
+        values = values.clone()
+    whole = len(values) // 8 * 8
+    return int(values[:whole].view(torch.int64).sum() + values[whole:].sum(dtype=torch.int64))
 
 
 def _common(runtime: Registry) -> dict[int, torch.Tensor]:

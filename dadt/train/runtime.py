@@ -25,6 +25,7 @@ from dadt.train.checkpoint import Checkpoints
 from dadt.train.gathering import Gathering
 from dadt.train.prediction_scope import PredictionScope
 from dadt.train.registry import Registry
+from dadt.train.verification import Verification
 from dadt.world import World
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ class Runtime(Registry):
         """Called at every training forward and consumption."""
         self.on_regroup: list[Callable[[], None]] = []
         """Called when others were lost, once this rank is connected with those that are left."""
+        self.missing: Callable[[int], str] = lambda lost: f"data of {lost} of {world.world_size} is left out"
+        """Says what becomes of the data of so many lost workers."""
         self.on_end: list[Callable[[], None]] = []
         """Called when the script has ended, whatever has become of its optimizers: as added, the same on all ranks."""
         self.on_stop: list[Callable[[], None]] = []
@@ -71,6 +74,8 @@ class Runtime(Registry):
         self.buffers = Buffers()
         self.window = PredictionScope(lambda: [a.prediction for a in self.attachments], lambda: self.on_training_thread)
         self.checkpoints = Checkpoints(self, self)
+        self.verification = Verification(self, self._attempt)
+        self.on_end.append(self.verification.finish)
 
     def resign(self) -> None:
         """Give up being a rank in a forked child, whose doings concern nobody."""
@@ -137,7 +142,7 @@ class Runtime(Registry):
                 if self.world.joins:
                     self.enter(StartTimeout("the launcher did not let this rank into the job"))
                 connection = self.connect()
-                if self._generation:  # others are connected already, and tell how far they are
+                if self.generation:  # others are connected already, and tell how far they are
                     regroup.regroup(self, equal=self.together)
             if timeline is not None:
                 self.record(timeline, connection)
@@ -231,10 +236,8 @@ class Runtime(Registry):
         seconds = perf_counter() - begun
         self.progress.stood += seconds
         size, whole = self.group.world_size, self.world.world_size
-        self.say(
-            f"{size} of {whole} workers train on from step {self.step}, {seconds:.2f} s later; each pass leaves out"
-            f" {whole - size} of {whole} shares of the data"
-        )
+        missing = f"; {self.missing(whole - size)}" if size < whole else ""
+        self.say(f"{size} of {whole} workers train on from step {self.step}, {seconds:.2f} s later{missing}")
 
     def join(self, attachment: Attachment) -> None:
         """Training begins with rank 0's state, and with what it has loaded; in a running job with that of another."""
@@ -293,8 +296,18 @@ class Runtime(Registry):
             for attachment in self.attachments:
                 attachment.batch_weight.pass_over()
 
-    def stepped(self) -> None:
-        """An optimizer step is complete."""
+    def _attempt(self, exchange: Callable[[], None]) -> None:
+        """Where ranks are lost meanwhile, those that are left compare their replicas, and so do over what it does."""
+        try:
+            with self.checkpoints.aside():
+                exchange()
+        except CommError as error:
+            self.regroup(error)
+
+    def stepped(self, attachment: Attachment | None) -> None:
+        """An optimizer step is complete; attachment: None of one that DADT leaves alone."""
+        if attachment is not None:
+            self.verification.stepped(attachment)
         self.window.stepped()
         if self.timeline is not None:
             self.timeline.step(self.step)

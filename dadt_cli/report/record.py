@@ -24,6 +24,7 @@ RANK = {
     "peak_memory": NUMBER,
     "sent": NUMBER,
     "fell_back": NUMBER,
+    "differed": NUMBER,
     "step_times": {"counts": dict, "seconds": NUMBER},
 }
 HOST = {

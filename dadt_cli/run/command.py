@@ -234,6 +234,8 @@ def _last_line(outcome: Outcome) -> str:
             line += f"; training stood still for {stood:.1f} s when ranks were lost"
         if bad := summary.get("not_finite", 0):
             line += f"; gradients of {bad} steps were not finite"
+        if differed := [rank for rank, each in outcome.summaries.items() if each.get("differed")]:
+            line += f"; weights of {ranks(differed)} had come to differ from the others'"
         if sent := summary.get("sent", 0):
             less = summary.get("plain", 0) / sent
             line += f"; sent {sent / steps / 1e6:.3g} MB per step, {less:.1f}x less than uncompressed"

@@ -23,6 +23,8 @@ FEW_BATCHES = 3
 class LoadingRank(Rank, Protocol):
     """A rank as its DataLoaders need it."""
 
+    missing: Callable[[int], str]
+
     @property
     def step(self) -> int: ...
     @property

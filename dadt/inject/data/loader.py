@@ -29,6 +29,7 @@ from torch.utils.data import dataloader as torch_dataloader
 from dadt.config.check import loader_numbers
 from dadt.errors import ConfigError
 from dadt.inject.after_import import after_import
+from dadt.inject.data.division import Division, agree, begun, missing
 from dadt.inject.data.fastai_loader import FastaiLoaders
 from dadt.inject.data.feed import Feed, LoadingRank, Order, Undecided
 from dadt.inject.data.role import ALONE, EVALUATES, TRAINS, Role
@@ -44,7 +45,7 @@ from dadt.inject.data.samplers import (
 from dadt.inject.data.schedule import Schedules
 from dadt.inject.data.seed import Streams, mix
 from dadt.inject.data.share import Batches, Divided, Items, PerRank, Share, Skipped, portion, stream_steps, unskipped
-from dadt.inject.data.stream import Counted, Split, StreamFeed, nominal_batch, nth_of
+from dadt.inject.data.stream import Counted, Split, StreamFeed, nth_of
 
 LISTED = 3
 """Loaders alike that are told of."""
@@ -98,8 +99,9 @@ class Loaders:
             return self._all(loader, role)
         self.runtime.claim()
         self.streams.split()
+        division = self._divide(loader, role)
         stream = isinstance(loader.dataset, IterableDataset)
-        return self._stream(loader, role) if stream else self._map(loader, role)
+        return self._stream(loader, role, division) if stream else self._map(loader, role, division)
 
     def length(self, loader: Loader) -> int:
         self.schedules.length_asked = True
@@ -109,7 +111,7 @@ class Loaders:
             return self.original_len(loader)
         if isinstance(loader.dataset, IterableDataset):
             return self._stream_steps(loader)
-        return len(self._make_share(loader, role))
+        return len(self._make_share(loader, begun(self.runtime.world)))
 
     def _decide(self, loader: Loader, role: Role) -> str:
         """The role for this pass; fixed, and told to the user, if it is for good."""
@@ -133,6 +135,12 @@ class Loaders:
             role.views.clear()
             self._tell(self._sentence(loader, role), role)
         return kind
+
+    def missing(self, lost: int) -> str:
+        """As of Runtime."""
+        loaders = [(role, each) for each, role in self.roles.items() if isinstance(each, DataLoader)]  # not fastai's
+        trained = [(role.name, samples_of(each)) for role, each in loaders if role.kind == TRAINS]
+        return missing(self.runtime, lost, trained[:LISTED])
 
     def _another_trains(self) -> bool:
         return any(role.has_trained for role in self.roles.values())
@@ -181,24 +189,33 @@ class Loaders:
                 f" use --batch per-rank, or --no-share {role.number}"
             )
 
-    def _make_share(self, loader: Loader, role: Role) -> Share:
-        world = self.runtime.world
-        rank, size = world.rank, world.world_size
+    def _divide(self, loader: Loader, role: Role) -> Division:
+        """Among whom the pass is divided that begins. Persistent workers begin anew where others divide it now."""
+        division = agree(self.runtime, role.name)
+        if division.grows and not loader._auto_collation:
+            self.runtime.say(f"{role.name} has no batches that could grow: lost workers' shares of it stay left out")
+            division = begun(self.runtime.world)
+        if division != role.division:
+            role.division, role.feed = division, None
+            role.views.pop(False, None)
+        return division
+
+    def _make_share(self, loader: Loader, division: Division) -> Share:
         if loader.batch_sampler is None:
-            return Items(loader.sampler, rank, size)
+            return Items(loader.sampler, division.rank, division.readers)
         # A script counts the steps that it has taken, each of which was all ranks'.
         batch_sampler, steps = unskipped(loader.batch_sampler)
-        share = self._share_of(batch_sampler, rank, size)
+        share = self._share_of(batch_sampler, *division)
         return Skipped(share, steps) if steps else share
 
-    def _share_of(self, batch_sampler: Any, rank: int, size: int) -> PerRank | Batches | Divided:
+    def _share_of(self, batch_sampler: Any, rank: int, size: int, shares: int) -> PerRank | Batches | Divided:
         plain = type(batch_sampler) is BatchSampler
         if self.runtime.config.batch == "global":
             return Divided(batch_sampler, batch_sampler.batch_size if plain else 0, rank, size)
         if plain:
             sampler, batch_size = batch_sampler.sampler, batch_sampler.batch_size
-            return PerRank(sampler, batch_size, batch_sampler.drop_last, rank, size)
-        return Batches(batch_sampler, rank, size)
+            return PerRank(sampler, batch_size, batch_sampler.drop_last, rank, size, shares)
+        return Batches(batch_sampler, rank, size, shares)
 
     def _view(self, loader: Loader, role: Role, **changed: Any) -> Loader:
         """An object like the loader but for the attributes `changed`; the same one in every pass of a role.
@@ -223,10 +240,10 @@ class Loaders:
         with self.streams.shared():
             return self.original_iter(view)
 
-    def _map(self, loader: Loader, role: Role) -> Iterator[Any]:
+    def _map(self, loader: Loader, role: Role, division: Division) -> Iterator[Any]:
         feed = role.feed
         if feed is None:
-            share, prefetches = self._make_share(loader, role), loader.num_workers > 0
+            share, prefetches = self._make_share(loader, division), loader.num_workers > 0
             steps = self._shortened(loader, share)
             over = functools.partial(self._over, role, steps)
             draws = draws_on(loader)
@@ -276,23 +293,24 @@ class Loaders:
                 remedy += "; it evaluates, and gives all of it from here on"
         self.runtime.say(f"{role.name} gave each worker its share in a pass without a backward; {remedy}", "warning")
 
-    def _stream(self, loader: Loader, role: Role) -> Iterator[Any]:
-        world, divided = self.runtime.world, self.runtime.config.batch == "global"
+    def _stream(self, loader: Loader, role: Role, division: Division) -> Iterator[Any]:
+        rank, size, shares = division
+        divided = self.runtime.config.batch == "global"
         batch_size, drop_last = loader.batch_size or 1, bool(loader.drop_last)
-        block = batch_size if divided else batch_size * world.world_size
-        split = Split(world.rank, world.world_size, block, drop_last)
+        block = batch_size if divided else batch_size * shares
+        split = Split(rank, size, block, drop_last)
         dataset = cast("IterableDataset[Any]", loader.dataset)
         changed: dict[str, Any] = {
             "dataset": nth_of(dataset, split),
             "collate_fn": Counted(loader.collate_fn, loader._auto_collation),
         }
-        if divided:
-            mine = len(portion(batch_size, world.rank, world.world_size))
+        if divided or division.grows:
+            mine = len(portion(block, rank, size))
             changed["batch_sampler"] = BatchSampler(loader.sampler, mine, drop_last)
         with self.streams.shared():
             batches = self.original_iter(self._view(loader, role, **changed))
         steps = self._stream_steps(loader) if hasattr(dataset, "__len__") else None
-        nominal = nominal_batch(batch_size, world.world_size, divided) if loader._auto_collation else 1
+        nominal = -(-block // size) if loader._auto_collation else 1
         in_process = loader.num_workers == 0
         together = self.runtime.together
         return StreamFeed(batches, self.runtime, self.streams, role.name, nominal, steps, in_process, together)
@@ -341,6 +359,7 @@ def install(runtime: LoadingRank, streams: Streams) -> None:
         return
     loaders = Loaders(runtime, streams)
     loaders.schedules.install()
+    runtime.missing = loaders.missing
     after_import("fastai.data.load", FastaiLoaders(loaders).patch)
     original_init = DataLoader.__init__
     original_seed = torch_dataloader._BaseDataLoaderIter.__init__

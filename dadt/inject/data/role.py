@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dadt.inject.data.division import begun
 from dadt.inject.data.feed import Comparison, Feed, LoadingRank
 from dadt.inject.data.samplers import Loader
 
@@ -25,6 +26,8 @@ class Role:
         """It evaluates unless a backward follows."""
         self.views: dict[bool, Loader] = {}
         """The views by which it gives all, and each rank its share."""
+        self.division = begun(runtime.world)
+        """Among whom its latest pass was divided."""
         self.feed: Feed | None = None
         """The feed of persistent workers."""
         self.comparison = Comparison(self.name, runtime)

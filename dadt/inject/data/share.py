@@ -3,6 +3,8 @@
 Every class here walks the single process's indices in the single process's order and gives the Pieces of one
 rank. All ranks walk the same indices, so together they lose nothing, and double nothing but what a Piece of 0
 samples announces. No torch: indices are whatever the sampler yields.
+
+A step has `shares`, one for each rank that the job began with. Where fewer ranks (`size`) read, each reads more.
 """
 
 from __future__ import annotations
@@ -50,46 +52,48 @@ class PerRank:
     The last, incomplete one is split as evenly as possible, or dropped with `drop_last`.
     """
 
-    def __init__(self, sampler: Iterable[Any], batch_size: int, drop_last: bool, rank: int, size: int) -> None:
+    def __init__(
+        self, sampler: Iterable[Any], batch_size: int, drop_last: bool, rank: int, size: int, shares: int = 0
+    ) -> None:
         self.sampler = sampler
         self.drop_last = drop_last
         self.rank = rank
         self.size = size
-        self.nominal = batch_size
+        self.whole = batch_size * (shares or size)
+        """Samples of a step, of all ranks."""
+        self.nominal = -(-self.whole // size)
 
     def __iter__(self) -> Iterator[Piece]:
         indices = iter(self.sampler)
-        whole = self.nominal * self.size
-        start = self.nominal * self.rank
-        while batch := list(islice(indices, whole)):
-            if len(batch) == whole:
-                yield Piece(batch[start : start + self.nominal], self.nominal, batch)
-            elif not self.drop_last:
+        while batch := list(islice(indices, self.whole)):
+            if len(batch) == self.whole or not self.drop_last:
                 yield part(batch, self.rank, self.size, self.nominal)
 
     def __len__(self) -> int:
-        samples, whole = len(cast(Sized, self.sampler)), self.nominal * self.size
-        return samples // whole if self.drop_last else -(-samples // whole)
+        samples = len(cast(Sized, self.sampler))
+        return samples // self.whole if self.drop_last else -(-samples // self.whole)
 
 
 class Batches:
     """Whole batches of a batch sampler of the script's own in turn: of each `size`, the rank-th.
 
-    Fewer than `size` left at the end: their samples are joined and split as evenly as possible.
+    Fewer than `size` left at the end, or more shares: their samples are joined and split as evenly as possible.
     """
 
-    def __init__(self, batch_sampler: Iterable[Any], rank: int, size: int) -> None:
+    def __init__(self, batch_sampler: Iterable[Any], rank: int, size: int, shares: int = 0) -> None:
         self.batch_sampler = batch_sampler
         self.rank = rank
         self.size = size
+        self.shares = shares or size
         self.nominal = 0
         """Samples of an ordinary batch, the same on every rank; known once the first step was drawn."""
 
     def __iter__(self) -> Iterator[Piece]:
         batches = iter(self.batch_sampler)
-        while group := list(islice(batches, self.size)):
-            self.nominal = self.nominal or max(1, -(-sum(map(samples_in, group)) // len(group)))
-            if len(group) == self.size:
+        while group := list(islice(batches, self.shares)):
+            whole = sum(map(samples_in, group)) * self.shares
+            self.nominal = self.nominal or max(1, -(-whole // (len(group) * self.size)))
+            if len(group) == self.size == self.shares:
                 yield Piece(group[self.rank], samples_in(group[self.rank]), group)
             elif all(map(is_batch, group)):
                 yield part(list(chain.from_iterable(group)), self.rank, self.size, self.nominal)
@@ -97,7 +101,7 @@ class Batches:
                 yield turn(group, self.rank)
 
     def __len__(self) -> int:
-        return -(-len(cast(Sized, self.batch_sampler)) // self.size)
+        return -(-len(cast(Sized, self.batch_sampler)) // self.shares)
 
 
 class Items:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -226,7 +225,3 @@ class StreamFeed:
                 f" {self.name.rpartition('#')[2]}"
             )
         return self._last
-
-
-def nominal_batch(batch_size: int, size: int, divided: bool) -> int:
-    return math.ceil(batch_size / size) if divided else batch_size

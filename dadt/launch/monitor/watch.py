@@ -73,7 +73,8 @@ class Gauge:
     peak_memory: int = 0
     samples: float = 0.0
     numbers: Mapping[str, Any] = field(default_factory=dict)
-    """The numbers it last reported: sums since it began (sent and plain bytes, fell_back, step_times), and late."""
+    """The numbers it last reported: sums since it began (sent and plain bytes, fell_back, differed, step_times) and
+    late."""
     code: int | None = None
     """Exit code, once it has ended; -n if signal n ended it."""
     failed: bool = False

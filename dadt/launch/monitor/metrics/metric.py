@@ -53,6 +53,7 @@ METRICS = (
     Metric("compression_ratio", "Bytes that averages would take uncompressed, to those sent.", _compression),
     Metric("staleness_steps", "Steps by which the gradients of the last step were late.", _told("late")),
     Metric("fall_backs_total", "Times that late gradients blew up and steps became synchronous.", _told("fell_back")),
+    Metric("replica_differences_total", "Times that its weights or their state had come to differ.", _told("differed")),
     Metric("memory_bytes", "Resident memory of the process that trains.", lambda gauge: gauge.memory or None),
     Metric(
         "failures_total",

@@ -1,0 +1,54 @@
+"""Among whom a pass is divided: `--redistribute`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from dadt.inject.data.feed import LoadingRank
+    from dadt.world import World
+
+
+class Division(NamedTuple):
+    """A step has as many shares as ranks that the job began with; those who read it may be fewer."""
+
+    rank: int
+    """This one's place among them."""
+    readers: int
+    shares: int
+
+    @property
+    def grows(self) -> bool:
+        """Batches are larger than a share."""
+        return self.readers < self.shares
+
+
+def begun(world: World) -> Division:
+    """As the job began: each rank reads its share, and those of lost ranks are left out."""
+    return Division(world.rank, world.world_size, world.world_size)
+
+
+def agree(rank: LoadingRank, name: str) -> Division:
+    """A pass over `name` begins, on all ranks between the same steps. One may know of a loss by then that another has
+    not heard of, so all gather who is there: what is gathered is the same on all, whatever happens meanwhile. Waits
+    for all ranks."""
+    if not (rank.config.redistribute and rank.on_training_thread and rank.together):
+        return begun(rank.world)
+    there = rank.allgather(f"{name}: who reads", str(rank.world.rank).encode())
+    rank.wait(there)
+    readers = sorted(int(bytes(lane)) for lane in there.lanes)
+    return Division(readers.index(rank.world.rank), len(readers), rank.world.world_size)
+
+
+def missing(rank: LoadingRank, lost: int, loaders: Sequence[tuple[str, int | None]]) -> str:
+    """What becomes of the shares of so many lost ranks. loaders: those that train, and the samples of a pass where they
+    are known."""
+    if rank.config.redistribute:
+        return "the running pass leaves out what was theirs, and later ones divide it among those who are left"
+    size = rank.world.world_size
+    text = f"each pass leaves out {lost} of {size} shares of the data"
+    for name, samples in loaders:
+        if samples is not None:
+            text += f", {'about ' * (samples % size > 0)}{samples * lost // size:,} of {samples:,} samples of {name}"
+    return text
