@@ -147,6 +147,11 @@ class Agents:
         for node in self.nodes:
             self.send(node, frame)
 
+    def answer(self, node: Node, line: int, answer: Frame) -> None:
+        """Answer the question that a worker has asked on this line."""
+        header = {"line": line, "answer": {"kind": answer.kind, **answer.header}}
+        self.send(node, Frame("answer", header, answer.body))
+
     def dismiss(self, nodes: Sequence[Node]) -> None:
         """End the agents of these hosts, which get no workers."""
         for node in nodes:

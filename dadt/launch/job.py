@@ -123,7 +123,7 @@ class Job:
                 for node, frame in self._agents.turn(self._patience()):
                     self.watch.see(frame)
                     if (refusal := self._membership.refusal(frame)) is not None:
-                        self._answer(node, frame["line"], refusal)
+                        self._agents.answer(node, frame["line"], refusal)
                     else:  # kinds that belong to the startup may come late, and are ignored
                         getattr(self, f"_on_{frame.kind}", _ignore)(node, frame)
                 self._turn()
@@ -285,25 +285,33 @@ class Job:
     def _on_exchange(self, node: Node, frame: Frame) -> None:
         line = frame["line"]
         self._rendezvous.give(
-            frame["key"], frame["rank"], frame.body, frame["timeout"], lambda answer: self._answer(node, line, answer)
+            frame["key"],
+            frame["rank"],
+            frame.body,
+            frame["timeout"],
+            lambda answer: self._agents.answer(node, line, answer),
         )
 
     def _on_put(self, node: Node, frame: Frame) -> None:
-        self._answer(node, frame["line"], self._rendezvous.put(frame["key"], frame["rank"], frame.body))
+        self._agents.answer(node, frame["line"], self._rendezvous.put(frame["key"], frame["rank"], frame.body))
 
     def _on_get(self, node: Node, frame: Frame) -> None:
         line = frame["line"]
         self._rendezvous.get(
-            frame["keys"], frame["rank"], frame["timeout"], lambda answer: self._answer(node, line, answer)
+            frame["keys"], frame["rank"], frame["timeout"], lambda answer: self._agents.answer(node, line, answer)
         )
+
+    def _on_reconnect(self, node: Node, frame: Frame) -> None:
+        line = frame["line"]
+        self._membership.ask(frame, lambda answer: self._agents.answer(node, line, answer))
 
     def _on_result(self, node: Node, frame: Frame) -> None:
         self._outcome.results = {**self._outcome.results, frame["rank"]: frame.body}
-        self._answer(node, frame["line"], Frame("taken"))
+        self._agents.answer(node, frame["line"], Frame("taken"))
 
     def _on_peers(self, node: Node, frame: Frame) -> None:
         peers = [self._seen_from(frame["rank"], member) for member in self._rendezvous.present]
-        self._answer(node, frame["line"], Frame("peers", {"peers": peers}))
+        self._agents.answer(node, frame["line"], Frame("peers", {"peers": peers}))
 
     def _seen_from(self, rank: int, member: Member) -> dict[str, Any]:
         told = {**member.describe(), "said": member.state}
@@ -371,10 +379,6 @@ class Job:
             )
             self._lose(node, text)
         self._working.discard(node)
-
-    def _answer(self, node: Node, line: int, answer: Frame) -> None:
-        header = {"line": line, "answer": {"kind": answer.kind, **answer.header}}
-        self._agents.send(node, Frame("answer", header, answer.body))
 
     def _fail_by(self, seconds: float) -> None:
         self._fail_at = min(self._fail_at, time.monotonic() + seconds)

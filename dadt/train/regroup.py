@@ -1,4 +1,5 @@
-"""Ranks were lost: those that are left connect anew, find out how far each was, and train on from the furthest.
+"""Ranks were lost, or a connection has failed: those that are left connect anew, find out how far each was, and train
+on from the furthest.
 
 Every rank waits for every exchange, so none is more than one step ahead of another. One that has had an average which
 others have not brings them up to it: they take its weights and state, and apply nothing in the step in which they are.
@@ -14,7 +15,7 @@ from dataclasses import asdict, dataclass
 from itertools import zip_longest
 
 from dadt.comm import plain
-from dadt.errors import PeerLost
+from dadt.errors import Mismatch
 from dadt.train import replicate
 from dadt.train.exchange.exchange import Exchange
 from dadt.train.gathering import Gathering
@@ -38,7 +39,7 @@ class Position:
 
 
 def regroup(runtime: Registry) -> None:
-    """Go on with the ranks that this one is connected with now. Raises PeerLost where that cannot be."""
+    """Go on with the ranks that this one is connected with now. Raises Mismatch where that cannot be."""
     for a in runtime.attachments:
         a.prediction.undo()
     told = [
@@ -46,7 +47,7 @@ def regroup(runtime: Registry) -> None:
     ]
     for rank, position in zip(runtime.members, told, strict=True):
         if position.stuck:
-            raise PeerLost(f"training cannot go on without the ranks that were lost: rank {rank} was {position.stuck}")
+            raise Mismatch(f"training cannot go on after ranks have connected anew: rank {rank} was {position.stuck}")
     furthest = [max(each) for each in zip_longest(*(p.averaged for p in told), fillvalue=-1)]
     for index, averaged in enumerate(furthest):
         _bring_up(runtime, index, told, averaged)
@@ -93,7 +94,7 @@ def _bring_up(runtime: Registry, index: int, told: Sequence[Position], averaged:
     root = theirs.index(averaged)
     if averaged - min(theirs) > 1 or told[root].consumed[index]:
         late = runtime.members[theirs.index(min(theirs))]
-        raise PeerLost(f"training cannot go on without the ranks that were lost: rank {late} cannot catch up")
+        raise Mismatch(f"training cannot go on after ranks have connected anew: rank {late} cannot catch up")
     behind = theirs[runtime.group.rank] < averaged
     replicate.catch_up(runtime, runtime.attachments[index], root, behind=behind)
 
@@ -121,12 +122,12 @@ def _settle(runtime: Registry, told: Sequence[Position]) -> list[Gathering | Exc
 
 
 def _compare(runtime: Registry) -> None:
-    """All ranks have the same weights. Raises PeerLost if not."""
+    """All ranks have the same weights. Raises Mismatch if not."""
     crcs = [replicate.weights_crc(runtime, a) for a in runtime.attachments if a.lockstep.averaged >= 0]
     every = [json.loads(lane) for lane in runtime.tell("weights", json.dumps(crcs).encode())]
     for rank, theirs in zip(runtime.members, every, strict=True):
         if theirs != every[0]:
-            raise PeerLost(
-                f"training cannot go on without the ranks that were lost: the weights of rank {rank} differ from those"
+            raise Mismatch(
+                f"training cannot go on after ranks have connected anew: the weights of rank {rank} differ from those"
                 f" of rank {runtime.members[0]}"
             )

@@ -194,8 +194,8 @@ class Runtime(Registry):
                 self.regroup(error)  # others may have it complete; else it was launched once more
 
     def regroup(self, error: CommError) -> None:
-        """Ranks were lost, as the error says: go on with those that are left. Raises the error where it says something
-        else, or where training cannot go on without them."""
+        """Ranks were lost, or a connection has failed: connect anew with those that are left, and go on. Raises the
+        error where it says something else, or where training cannot go on."""
         if self._regrouping:
             raise error
         begun, self._regrouping = perf_counter(), True
@@ -206,7 +206,7 @@ class Runtime(Registry):
                     self.hang_up()
                     connection = self.connect()
                     if self.timeline is not None:
-                        self.timeline.record(connection, "exchange")
+                        self.timeline.record(connection, f"exchange, generation {self._generation}")
                     with self.checkpoints.aside():
                         regroup.regroup(self)
                     break
@@ -219,10 +219,8 @@ class Runtime(Registry):
         seconds = perf_counter() - begun
         self.progress.stood += seconds
         size, whole = self.group.world_size, self.world.world_size
-        self.say(
-            f"{size} of {whole} workers train on from step {self.step}, {seconds:.2f} s later; each pass leaves out"
-            f" {whole - size} of {whole} shares of the data"
-        )
+        lost = f"; each pass leaves out {whole - size} of {whole} shares of the data" if size < whole else ""
+        self.say(f"{size} of {whole} workers train on from step {self.step}, {seconds:.2f} s later{lost}")
 
     def join(self, attachment: Attachment) -> None:
         """Training begins with rank 0's state, and with what it has loaded."""
@@ -361,7 +359,7 @@ class Runtime(Registry):
             timeline.record(connection, "exchange")
 
     def _merge_timelines(self) -> None:
-        if self.timeline is not None and (text := merge(self.timeline, self._peers(_MERGE_SECONDS))):
+        if self.timeline is not None and (text := merge(self.timeline, self._peers(_MERGE_SECONDS), self.members)):
             self.say(text)
 
     def _peers(self, timeout: float) -> Peers:

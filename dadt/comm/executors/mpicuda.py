@@ -52,11 +52,12 @@ def connect(config: Config, world: World, meet: Meet) -> Connection:
     gpu = torch.device("cuda", torch.cuda.current_device())
     device = ThreadedDevice(join(everyone), host.engine, gpu, world.rank, world.world_size)
 
-    def close() -> None:
+    def close() -> bool:
         try:
             device.close(failed=host.engine.error is not None)
         finally:
-            host.close()
+            ended = host.close()
+        return ended
 
     return replace(host, device=device, close=close)
 

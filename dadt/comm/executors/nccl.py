@@ -36,10 +36,11 @@ def beside(host: Connection, config: Config, world: World, meet: Meet) -> Connec
         executor, host.engine, torch.device("cuda", torch.cuda.current_device()), world.rank, world.world_size
     )
 
-    def close() -> None:
+    def close() -> bool:
         try:
             device.close(failed=host.engine.error is not None)
         finally:
-            host.close()
+            ended = host.close()
+        return ended  # a device's memory is given to nobody before the stream has gone on
 
     return replace(host, device=device, close=close)

@@ -38,7 +38,7 @@ class Member:
     lost: float = 0.0
     """When the others began to train on without it, in seconds since the epoch; 0: it is there."""
     generation: int = 0
-    """How often others were lost while it was there."""
+    """How often it has met the others anew."""
     finished: bool = False
     """Whether its script is over, so that it waits for the others."""
 
@@ -111,16 +111,18 @@ class Rendezvous:
         self._exchanges: dict[str, Exchange] = {}
         self._board = Board()
         self.generation = 0
-        """How often ranks were lost that the others train on without."""
+        """How often the ranks that are left have met anew."""
+        self.outdated = OVER
+        """The answer to questions of older generations."""
 
     @property
     def present(self) -> list[Member]:
         return [member for member in self.members if not member.lost]
 
     def regroup(self, lost: Collection[int], text: str) -> None:
-        """The others meet anew. What they wait for now is refused."""
+        """The others meet anew. What they wait for now is refused. lost: may be none."""
         self.generation += 1
-        refusal = self.outdated(text)
+        self.outdated = refusal = Frame("error", {"type": "PeerLost", "message": text})
         for exchange in self._exchanges.values():
             for *_, reply in exchange.waits:
                 reply(refusal)
@@ -130,10 +132,6 @@ class Rendezvous:
             self.members[rank].lost = time.time()
         for member in self.present:
             member.generation = self.generation
-
-    def outdated(self, text: str) -> Frame:
-        """The answer to a question of an older generation."""
-        return Frame("error", {"type": "PeerLost", "message": text})
 
     def give(self, key: str, rank: int, blob: bytes, timeout: float, reply: Reply) -> None:
         exchange = self._exchanges.setdefault(key, Exchange())
