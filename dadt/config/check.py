@@ -16,6 +16,7 @@ CROSS = ("gloo", "nccl", "mpi")
 """Executors that the hierarchical one may use between hosts; c10d:<name> is valid as well."""
 SURVIVING = ("pipe", "sync", "auto")
 """Algorithms that train on when ranks are lost."""
+SURVIVING_EXECUTORS = ("shm", "gloo", "hierarchical", "nccl")
 COMPRESSIONS = ("none", "bf16", "fp16", "int8")
 """Names of compressions; powersgd:<rank> is valid as well."""
 METRICS = ("tensorboard", "prometheus")
@@ -54,8 +55,10 @@ def check_min_np(least: int, np: int, algorithm: str, executors: set[str], launc
         raise ConfigError(f"{given}: -np {np} starts no more; give {np} or less")
     if algorithm not in SURVIVING:
         raise ConfigError(f"{given}: --algorithm {algorithm} ends with any of its ranks; give pipe or sync")
-    for name in sorted(executors - {"auto", "shm", "gloo", "hierarchical", "hierarchical:gloo"}):
-        raise ConfigError(f"{given}: --executor {name} ends with any of its ranks; give shm, gloo or hierarchical")
+    for name in sorted(executors - {"auto", *SURVIVING_EXECUTORS, "hierarchical:gloo"}):
+        raise ConfigError(
+            f"{given}: --executor {name} ends with any of its ranks; give shm, gloo, hierarchical or nccl"
+        )
     if launcher == "mpi" or nnodes:
         other = "--launcher mpi" if launcher == "mpi" else "--nnodes"
         raise ConfigError(f"{given}: a job with {other} ends with any of its workers; leave one of the two out")

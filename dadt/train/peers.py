@@ -19,6 +19,7 @@ from dadt.comm.keepalive import leak
 from dadt.comm.peer_deaths import Abort, Deaths
 from dadt.comm.trace.recorder import Timeline
 from dadt.config import Config
+from dadt.config.executor import executors_of
 from dadt.control.agent_client import Control
 from dadt.errors import CommError, CommTimeout, DadtError, Mismatch, StartTimeout
 from dadt.train.exchange.background import Background
@@ -187,7 +188,9 @@ class Peers:
 
     def _connected(self) -> Connection:
         if self.group.world_size == 1:
-            return executors.connect_one("null", self.config, self.group, self.meet)
+            # Buckets of a device stay there.
+            name = "null" if self.device is None else executors_of(self.config)[1].replace("auto", "nccl")
+            return executors.connect_one(name, self.config, self.group, self.meet)
         return executors.connect(self.config, self.group, self.meet)
 
     def disconnect(self) -> None:

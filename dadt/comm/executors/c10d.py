@@ -268,7 +268,11 @@ class C10d:
         self._aborted = True
         if self.name == "gloo":
             self._hang_up()
-        getattr(self._group, "abort", lambda: None)()
+        # Of old versions of torch NCCL's group has the second, which aborts all communicators.
+        names = ("abort", "shutdown", "_shutdown") if self.name == "nccl" else ("abort",)
+        end = next((each for name in names if (each := getattr(self._group, name, None))), None)
+        if end is not None:
+            end()
 
     def _hang_up(self) -> None:
         """Gloo's own abort leaves alone who waits already. A wait that times out closes all connections, which ends
