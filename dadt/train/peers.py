@@ -21,7 +21,7 @@ from dadt.comm.trace.recorder import Timeline
 from dadt.config import Config
 from dadt.config.executor import executors_of
 from dadt.control.agent_client import Control
-from dadt.errors import CommError, CommTimeout, DadtError, Mismatch, StartTimeout
+from dadt.errors import CommError, CommTimeout, DadtError, Mismatch, PeerLost, StartTimeout
 from dadt.train.exchange.background import Background
 from dadt.train.gathering import Gathering
 from dadt.train.progress import Progress
@@ -145,6 +145,8 @@ class Peers:
         if not self.deaths.outdated and self._may_have_passed(error):
             self._ask_to_reconnect(error)
         generation = self.deaths.enter(error, REGROUP_SECONDS)
+        if self.world.rank not in generation.members:
+            raise PeerLost(f"the others train on without this rank: {generation.text}") from error
         self._generation = generation.number
         self.members, self.first = generation.members, self.world.rank in generation.firsts
         self.group = self.world.among(self.members)

@@ -1,60 +1,53 @@
 """Ranks whose gradients are averaged on a device are lost, and the others go on.
 
-The CPU stands for the GPU, and Gloo for NCCL: what fails in it stays as if under way until it is aborted, and ends as
-if it were done, with anything in it.
+The CPU stands for the GPU, and Gloo for NCCL: what fails raises nothing where it is begun, and leaves anything.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from harness.survivors import KILL, OPTIONS, script, survivors
+from torch.distributed import HashStore
+
+from dadt import _core
+from dadt.comm.executors import c10d
+from dadt.comm.executors.device import Device
+from dadt.errors import PeerLost
 
 AS_NCCL = """
-import threading, torch
+import torch
 from dadt.comm.executors import c10d, device
 from dadt.comm.executors.meet import Apart
 
 
 class Started:
-    def __init__(self, executor, begin, flat):
-        self.executor, self.flat, self.work = executor, flat, None
-        try:
-            self.work = begin()
-        except RuntimeError:
-            pass
+    def __init__(self, begin, flat):
+        self.begin, self.flat = begin, flat
 
     def wait(self):
         try:
-            if self.work is not None:
-                self.work.wait()
-                return
+            self.begin().wait()
         except RuntimeError:
-            pass
-        assert self.executor.aborted.wait(60)
-        self.flat.view(torch.uint8).fill_(255)  # NaN, of floats
+            self.flat.view(torch.uint8).fill_(255)  # NaN, of floats
 
 
 class AsNccl:
     def __init__(self, group):
-        self.group, self.aborted = group, threading.Event()
+        self.group = group
+        self.abort, self.close = group.abort, group.close
 
     def start(self, flat):
-        return Started(self, lambda: self.group.start(flat), flat)
+        return Started(lambda: self.group.start(flat), flat)
 
     def alltoall(self, sent, received):
-        return Started(self, lambda: self.group.alltoall(sent, received), received)
+        return Started(lambda: self.group.alltoall(sent, received), received)
 
     def gather(self, mine, all):
-        return Started(self, lambda: self.group.gather(mine, all), all)
-
-    def abort(self):
-        self.aborted.set()
-        self.group.abort()
-
-    def close(self):
-        self.group.close()
+        return Started(lambda: self.group.gather(mine, all), all)
 
 
 def connect(config, world, meet):
@@ -98,3 +91,22 @@ def test_the_others_train_on(
     assert ends.keys() == left
     assert len(set(ends.values())) == 1
     assert "nan" not in result.out.decode()
+
+
+def test_what_was_aborted_is_no_average() -> None:
+    """The device has come to its end, and all ranks have told each other that they are there."""
+    engine = _core.Engine(_core.NullExecutor(0, 1), 0, 1, 60.0)
+    namespace: dict[str, Any] = {}
+    exec(AS_NCCL, namespace)
+    group = c10d.C10d("gloo", c10d.gloo_group(HashStore(), "127.0.0.1", 0, 1, 60.0), 0, 1)
+    device = Device(namespace["AsNccl"](group), engine, torch.device("cpu"), 0, 1, survives=True)
+    flat = torch.zeros(4)
+    whole = device.average([torch.ones(4)], [flat], flat, name="step 0", weight=1.0, lane=b"")
+    whole.wait(5.0)
+    assert flat.tolist() == [1.0] * 4
+    given_up = device.average([torch.ones(4)], [flat], flat, name="step 1", weight=1.0, lane=b"")
+    device.abort()
+    with pytest.raises(PeerLost, match="step 1: the average on cpu was given up"):
+        given_up.wait(5.0)
+    engine.close(5.0)
+    device.close(failed=True)
