@@ -20,7 +20,7 @@ from dadt.errors import PeerLost
 
 AS_NCCL = """
 import torch
-from dadt.comm.executors import c10d, device
+from dadt.comm.executors import base, c10d, device
 from dadt.comm.executors.meet import Apart
 
 
@@ -55,7 +55,7 @@ def connect(config, world, meet):
     group = c10d.join("gloo", Apart(meet, "device"), world, range(world.world_size), config)
     cpu = torch.device("cpu")
     mine = device.Device(AsNccl(group), host.engine, cpu, world.rank, world.world_size, survives=True)
-    return device.beside(host, mine)
+    return base.beside(host, mine)
 """
 USE = """
 from dadt.config import extensions

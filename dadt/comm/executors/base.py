@@ -123,3 +123,16 @@ def together(rest: Connection, broadcasts: Connection, timeout: float) -> Connec
         return all(ended)
 
     return replace(rest, broadcaster=broadcasts.engine, close=close)
+
+
+def beside(host: Connection, device: Device) -> Connection:
+    """The connection, which also averages tensors of the device."""
+
+    def close() -> bool:
+        try:
+            device.close(failed=host.engine.error is not None)
+        finally:
+            ended = host.close()
+        return ended  # a device's memory is given to nobody before its stream has gone on
+
+    return replace(host, device=device, close=close)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from time import monotonic, sleep
 from typing import Any, Protocol
 
@@ -15,7 +14,6 @@ from dadt.comm.bucket import DTYPES
 from dadt.comm.compression.base import BLOCK
 from dadt.comm.compression.feedback import Feedback
 from dadt.comm.compression.half import narrowed
-from dadt.comm.executors.base import Connection
 from dadt.errors import CommTimeout, PeerLost
 
 ABORT_SECONDS = 30.0
@@ -216,19 +214,6 @@ class Device:
             sleep(LOOK_SECONDS)
         if self._abortion is not None:  # looked at last: until there is one, nothing ends but by itself
             raise PeerLost(f"{name}: the average on {self.device} was given up")
-
-
-def beside(host: Connection, device: Device) -> Connection:
-    """The connection, which also averages tensors of the device."""
-
-    def close() -> bool:
-        try:
-            device.close(failed=host.engine.error is not None)
-        finally:
-            ended = host.close()
-        return ended  # a device's memory is given to nobody before its stream has gone on
-
-    return replace(host, device=device, close=close)
 
 
 class Averaging:

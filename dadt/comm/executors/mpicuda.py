@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dadt.comm.executors import mpi, pull
-from dadt.comm.executors.base import Connection
-from dadt.comm.executors.device import Averaging, Device, beside
+from dadt.comm.executors.base import Connection, beside
+from dadt.comm.executors.device import Averaging, Device
 from dadt.comm.executors.meet import Meet
 from dadt.comm.executors.mpi_process import process
 from dadt.errors import CommTimeout, ConfigError

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dadt.comm.executors import c10d, connect_one, device, places
+from dadt.comm.executors import base, c10d, connect_one, places
 from dadt.comm.executors.base import Connection
+from dadt.comm.executors.device import Device
 from dadt.comm.executors.meet import Apart, Meet
 from dadt.config.executor import pick_for_host_memory
 from dadt.world import outlive_peers
@@ -35,4 +36,4 @@ def beside(host: Connection, config: Config, world: World, meet: Meet) -> Connec
         outlive_peers()
     executor = c10d.join("nccl", Apart(meet, "nccl"), world, range(world.world_size), config)
     gpu = torch.device("cuda", torch.cuda.current_device())
-    return device.beside(host, device.Device(executor, host.engine, gpu, world.rank, world.world_size, survives))
+    return base.beside(host, Device(executor, host.engine, gpu, world.rank, world.world_size, survives))
