@@ -129,6 +129,13 @@ def speak_over(interface: str) -> None:
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
+def outlive_peers() -> None:
+    """Have torch leave this process alone when NCCL fails, unless the user has chosen: by default its watchdog ends
+    it. The second name is that of torch before 2.2."""
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"):
+        os.environ.setdefault(name, "0")
+
+
 def adopt() -> None:
     """Mark this process as the worker: its children inherit the launcher's variables but are not workers."""
     os.environ["DADT_INJECT"] = "none"

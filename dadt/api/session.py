@@ -137,7 +137,7 @@ class Session:
             for each in sets:
                 stack.callback(each.close, timeout, reason)
             if sets and self.runtime.timeline is not None and not reason:
-                self.runtime.say(merge(self.runtime.timeline, _Peers(self.all)))
+                self.runtime.say(merge(self.runtime.timeline, _Peers(self.all), self.runtime.members))
 
     def _make(self, ranks: Sequence[int], meet: Meet) -> ProcessSet:
         deaths, control = self.runtime.deaths, self.runtime.control

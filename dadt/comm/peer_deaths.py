@@ -102,9 +102,12 @@ class Deaths:
     def enter(self, error: Exception, seconds: float) -> Generation:
         """The newest generation, in which this rank is from now on: what was connected before has failed.
 
-        Raises the error where none is told within these seconds.
+        Raises the error where none is told within these seconds, and PeerLost where nobody trains on.
         """
-        if not self._known.wait(seconds) or self._final or not self.outdated:
+        known = self._known.wait(seconds)
+        if self._final and str(error) != self.text:
+            raise PeerLost(self.text) from error
+        if not known or self._final or not self.outdated:
             raise error
         with self._lock:
             self._aborts.clear()

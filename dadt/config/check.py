@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +17,9 @@ CROSS = ("gloo", "nccl", "mpi")
 """Executors that the hierarchical one may use between hosts; c10d:<name> is valid as well."""
 SURVIVING = ("pipe", "sync", "auto", "local", "gossip")
 """Algorithms that train on when ranks are lost."""
+SURVIVING_EXECUTORS = ("shm", "gloo", "hierarchical", "nccl")
+LEAST_MEASURED = 10
+"""Steps that --algorithm auto must measure before it decides."""
 COMPRESSIONS = ("none", "bf16", "fp16", "int8")
 """Names of compressions; powersgd:<rank> is valid as well."""
 METRICS = ("tensorboard", "prometheus")
@@ -47,15 +51,24 @@ def check_compression(name: str) -> None:
         )
 
 
-def check_min_np(least: int, np: int, algorithm: str, executors: set[str], launcher: str, nnodes: int) -> None:
+def check_warmup(algorithm: str, steps: int) -> None:
+    if algorithm == "auto" and steps < LEAST_MEASURED:
+        raise ConfigError(
+            f"--algorithm auto measures in the synchronous steps: give --warmup-steps {LEAST_MEASURED} or more"
+        )
+
+
+def check_min_np(least: int, np: int, algorithm: str, executors: Iterable[str], launcher: str, nnodes: int) -> None:
     """Where training can go on without a rank."""
     given = f"--min-np {least}"
     if np and least > np:
         raise ConfigError(f"{given}: -np {np} starts no more; give {np} or less")
     if algorithm not in SURVIVING:
         raise ConfigError(f"{given}: --algorithm {algorithm} ends with any of its ranks; give pipe or sync")
-    for name in sorted(executors - {"auto", "shm", "gloo", "hierarchical", "hierarchical:gloo"}):
-        raise ConfigError(f"{given}: --executor {name} ends with any of its ranks; give shm, gloo or hierarchical")
+    for name in sorted({*executors} - {"", "auto", *SURVIVING_EXECUTORS, "hierarchical:gloo"}):
+        raise ConfigError(
+            f"{given}: --executor {name} ends with any of its ranks; give shm, gloo, hierarchical or nccl"
+        )
     if launcher == "mpi" or nnodes:
         other = "--launcher mpi" if launcher == "mpi" else "--nnodes"
         raise ConfigError(f"{given}: a job with {other} ends with any of its workers; leave one of the two out")
@@ -80,8 +93,10 @@ def check_discovery(script: str, named: str, launcher: str, nnodes: int) -> None
         raise ConfigError(f"--host-discovery-script: {other} has hosts of its own; leave one of the two out")
 
 
-def check_replicas(algorithm: str, on_nan: str, verify_every: int, redistribute: bool) -> None:
-    """What ranks alone can do that have equal weights, or wait for each other."""
+def check_replicas(algorithm: str, on_nan: str, verify_every: int, redistribute: bool, least: int) -> None:
+    """What ranks alone can do that have equal weights, or wait for each other. least: as --min-np."""
+    if redistribute and not least:
+        raise ConfigError("--redistribute divides what a lost worker leaves, but one ends the job: give --min-np M")
     if algorithm not in ("local", "gossip"):
         return
     if on_nan != "ignore":

@@ -19,6 +19,7 @@ from dadt.config.check import (
     check_min_np,
     check_replicas,
     check_restarts,
+    check_warmup,
     flag,
     here,
     loader_numbers,
@@ -33,8 +34,6 @@ from dadt.config.numbers import MOST
 from dadt.errors import ConfigError
 from dadt.world import World
 
-LEAST_MEASURED = 10
-"""Steps that --algorithm auto must measure before it decides."""
 LEAST_HEARTBEAT_TIMEOUT = 2.0
 LEAST_ORPHAN_TIMEOUT = 2.0
 """Seconds; long enough for a few signs of life."""
@@ -306,11 +305,8 @@ class Config:
         if self.warmup_steps < 0:
             raise ConfigError(f"--warmup-steps {self.warmup_steps}: must be 0 or more")
         check_algorithm(self.algorithm)
-        check_replicas(self.algorithm, self.on_nan, self.verify_every, self.redistribute)
-        if self.algorithm == "auto" and self.warmup_steps < LEAST_MEASURED:
-            raise ConfigError(
-                f"--algorithm auto measures in the synchronous steps: give --warmup-steps {LEAST_MEASURED} or more"
-            )
+        check_replicas(self.algorithm, self.on_nan, self.verify_every, self.redistribute, self.min_np)
+        check_warmup(self.algorithm, self.warmup_steps)
         check_compression(self.compression)
         for name in ("sync_every", "fragments"):
             if getattr(self, name) < 1:
@@ -339,10 +335,8 @@ class Config:
                 given = "-np" if name == "np" else flag(name)
                 raise ConfigError(f"{given} {getattr(self, name)}: give {MOST} at most")
         if self.min_np:
-            executors = {self.executor, self.broadcast_executor, self.allreduce_executor} - {""}
+            executors = self.executor, self.broadcast_executor, self.allreduce_executor
             check_min_np(self.min_np, self.np, self.algorithm, executors, self.launcher, self.nnodes)
-        elif self.redistribute:
-            raise ConfigError("--redistribute divides what a lost worker leaves, but one ends the job: give --min-np M")
         check_restarts(self.max_restarts, self.nnodes)
         check_discovery(self.host_discovery_script, self.hosts or self.hostfile, self.launcher, self.nnodes)
         if not -1 <= self.seed < 2**64:

@@ -152,6 +152,12 @@ class Control:
         ranks: list[dict[str, Any]] = self._ask("peers", 0.0)["peers"]
         return ranks
 
+    def reconnect(self, text: str, timeout: float) -> tuple[bool, str]:
+        """Ask that all ranks connect anew, as this one's connection has failed with the error in the text. Waits until
+        the launcher knows whether they do. Returns that, and why not: empty if the error says all."""
+        answer = self._ask("reconnect", timeout, text=text[: schema.TEXT])
+        return answer["anew"], answer["text"]
+
     def dump(self) -> None:
         """Ask for every rank's Python stacks to be written beside its log."""
         self._report("dump")

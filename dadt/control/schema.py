@@ -194,6 +194,7 @@ _passed_on: dict[str, Kind] = {
     "ending": Kind({**_process, "steps": COUNT}),
     "done": Kind({**_process, "summary": mapped(either(number, flag, text()), 64)}),
     "result": Kind(_question, RESULT),
+    "reconnect": Kind({**_question, "text": text(TEXT)}),
     "peers": Kind(_question),
     "dump": Kind(_process),
 }
@@ -224,6 +225,7 @@ ANSWERS = Speaker(
         "exchanged": Kind({"sizes": listed(COUNT, MOST_RANKS)}, 4 << 30),
         "taken": Kind({}),
         "peers": Kind({"peers": listed(_member, MOST_RANKS)}),
+        "reconnect": Kind({"anew": flag, "text": text(TEXT)}),
         "saved": Kind({"verdict": one_of("there", "write")}),
         "error": Kind({"type": one_of("DadtError", "StartTimeout", "PeerLost"), "message": text(1 << 22)}),
         "death": DEATH,

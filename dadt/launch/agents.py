@@ -154,6 +154,16 @@ class Agents:
         for node in self.nodes:
             self.send(node, frame)
 
+    def reply(self, node: Node, question: Frame) -> Callable[[Frame], None]:
+        """A function that answers this question of a worker."""
+        line = question["line"]
+
+        def send(answer: Frame) -> None:
+            header = {"line": line, "answer": {"kind": answer.kind, **answer.header}}
+            self.send(node, Frame("answer", header, answer.body))
+
+        return send
+
     def dismiss(self, nodes: Sequence[Node]) -> None:
         """End the agents of these hosts, which get no workers."""
         for node in nodes:

@@ -115,7 +115,7 @@ class Job:
                 for node, frame in self._agents.turn(self._patience()):
                     self.watch.see(frame)
                     if (refusal := self._membership.refusal(frame)) is not None:
-                        self._answer(node, frame["line"], refusal)
+                        self._agents.reply(node, frame)(refusal)
                     else:  # kinds that belong to the startup may come late, and are ignored
                         getattr(self, f"_on_{frame.kind}", _ignore)(node, frame)
                 self._turn()
@@ -285,27 +285,26 @@ class Job:
             self._rendezvous.members[frame["rank"]].finished = True
 
     def _on_exchange(self, node: Node, frame: Frame) -> None:
-        line = frame["line"]
-        self._rendezvous.give(
-            frame["key"], frame["rank"], frame.body, frame["timeout"], lambda answer: self._answer(node, line, answer)
-        )
+        reply = self._agents.reply(node, frame)
+        self._rendezvous.give(frame["key"], frame["rank"], frame.body, frame["timeout"], reply)
 
     def _on_put(self, node: Node, frame: Frame) -> None:
-        self._answer(node, frame["line"], self._rendezvous.put(frame["key"], frame["rank"], frame.body))
+        self._agents.reply(node, frame)(self._rendezvous.put(frame["key"], frame["rank"], frame.body))
 
     def _on_get(self, node: Node, frame: Frame) -> None:
-        line = frame["line"]
-        self._rendezvous.get(
-            frame["keys"], frame["rank"], frame["timeout"], lambda answer: self._answer(node, line, answer)
-        )
+        reply = self._agents.reply(node, frame)
+        self._rendezvous.get(frame["keys"], frame["rank"], frame["timeout"], reply)
+
+    def _on_reconnect(self, node: Node, frame: Frame) -> None:
+        self._membership.ask(frame, self._agents.reply(node, frame))
 
     def _on_result(self, node: Node, frame: Frame) -> None:
         self._outcome.results = {**self._outcome.results, frame["rank"]: frame.body}
-        self._answer(node, frame["line"], Frame("taken"))
+        self._agents.reply(node, frame)(Frame("taken"))
 
     def _on_peers(self, node: Node, frame: Frame) -> None:
         peers = [self._seen_from(frame["rank"], member) for member in self._rendezvous.present]
-        self._answer(node, frame["line"], Frame("peers", {"peers": peers}))
+        self._agents.reply(node, frame)(Frame("peers", {"peers": peers}))
 
     def _seen_from(self, rank: int, member: Member) -> dict[str, Any]:
         told = {**member.describe(), "said": member.state}
@@ -371,10 +370,6 @@ class Job:
             )
             self._lose(node, text)
         self._working.discard(node)
-
-    def _answer(self, node: Node, line: int, answer: Frame) -> None:
-        header = {"line": line, "answer": {"kind": answer.kind, **answer.header}}
-        self._agents.send(node, Frame("answer", header, answer.body))
 
     def _close(self) -> None:
         """Close everything. No process of the job outlives this, even if its agents were killed."""

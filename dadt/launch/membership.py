@@ -1,10 +1,11 @@
-"""Which ranks are in a job: when some are lost, the launcher decides who trains on, and tells the agents."""
+"""Which ranks are in a job: when some are lost, or their connections break, the launcher decides who trains on."""
 
 from __future__ import annotations
 
 import signal
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 from dadt.config import Config
 from dadt.control import schema
@@ -13,19 +14,38 @@ from dadt.control.frame import Frame
 from dadt.launch.agents import Agents
 from dadt.launch.cause import Cause
 from dadt.launch.hosts.slot import Slot
-from dadt.launch.monitor.members import Member, Rendezvous
+from dadt.launch.monitor.members import Member, Rendezvous, Reply
 from dadt.launch.monitor.silence import Silences
-from dadt.launch.monitor.watch import Loss, Watch
+from dadt.launch.monitor.watch import Gauge, Loss, Watch
 from dadt.launch.replacement import Replacements, replaces
 
 NATURAL_SECONDS = 0.5
 """How long processes left by successful workers may take to end by themselves."""
 EXIT_SECONDS = 1.0
 """How long a worker may take to exit after it reported an uncaught exception."""
+EXPLAIN_SECONDS = 1.0
+"""How long it may take from a broken connection until the end of the rank that has caused it is known."""
+TRIALS = 3
+"""How often all ranks connect anew without a step between."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A rank's connection has failed, and it does not know why."""
+
+    begun: float
+    deadline: float
+    why: str
+    reply: Reply
+
+    def answer(self, anew: bool, text: str = "") -> None:
+        """anew: all connect anew. text: why not, if the rank's own error does not say it."""
+        self.reply(Frame("reconnect", {"anew": anew, "text": text}))
 
 
 class Membership:
-    """Each loss begins a new generation of ranks, which meet anew."""
+    """Each loss begins a new generation of ranks, which meet anew. So does a connection that has failed though nobody
+    was lost."""
 
     def __init__(
         self,
@@ -52,6 +72,12 @@ class Membership:
         self._say = say
         self._overdue: dict[int, float] = {}
         """Lost ranks that have not exited yet, and when they are killed."""
+        self._requests: dict[int, Request] = {}
+        """By rank, those that wait for a new generation."""
+        self._trials: list[str] = []
+        """Why all have connected anew since the last step."""
+        self._tried_at = -1
+        """The step in which they have."""
         self._replacements = Replacements(agents.send_all, say) if replaces(config) else None
         self._told_to_end = False
 
@@ -66,28 +92,36 @@ class Membership:
             return False
         if not lost:  # a host whose ranks were lost before
             return True
-        self._regroup(ranks, why)
-        self._watch.regroups([Loss(rank=m.rank, host=m.host, step=m.step, time=m.lost, why=why) for m in lost])
+        self._rendezvous.regroup(ranks, why)
+        losses = [Loss(rank=m.rank, host=m.host, step=m.step, time=m.lost, why=why) for m in lost]
+        self._watch.regroups(losses, why)
+        self._cause.excuse(ranks)
+        self._tell(why)
         self._say(f"{why}: training goes on without it", "warning")
         return True
+
+    def ask(self, question: Frame, reply: Reply) -> None:
+        """A rank's connection with the others has failed. It gets its answer once it is clear what follows."""
+        now = time.monotonic()
+        why = f"{self._rendezvous.members[question['rank']].named}: {question['text']}"
+        request = Request(now, now + question["timeout"], why, reply)
+        if question.get("generation", 0) == self._rendezvous.generation:
+            self._requests[question["rank"]] = request
+        else:
+            request.answer(True)
 
     def claimed(self, member: Member) -> None:
         """A process trains as this rank: if it is a lost one, it joins the others."""
         if member.lost:
             why = f"rank {member.rank} ({member.place}) joins"
             self._rendezvous.join(member, why)
-            self._tell(why)
             self._watch.joins(member)
+            self._tell(why)
 
     def exited(self, member: Member, goes_on: bool) -> None:
         """Its process has ended. goes_on: nothing has ended the job so far."""
         if self._replacements is not None and goes_on and member.lost and not self._at_end:
             self._replacements.exited(member)
-
-    def _regroup(self, ranks: Collection[int], why: str) -> None:
-        self._rendezvous.regroup(ranks, why)
-        self._cause.excuse(ranks)
-        self._tell(why)
 
     def _tell(self, why: str) -> None:
         """All ranks, who is in the job now. New workers write no files where others do."""
@@ -103,6 +137,7 @@ class Membership:
             "text": why[: schema.TEXT],
         }
         self._agents.send_all(Frame("regroup", told))
+        self._answer_all(True)
 
     def refusal(self, question: Frame) -> Frame | None:
         """The answer to a rank that has not heard of the newest generation yet, where it asks for what others do."""
@@ -110,7 +145,7 @@ class Membership:
             return None
         if question.get("generation", 0) == self._rendezvous.generation:
             return None
-        return self._rendezvous.outdated(self._watch.losses[-1].why)
+        return self._rendezvous.outdated
 
     def expect_end(self, rank: int, seconds: float = EXIT_SECONDS) -> None:
         """A lost rank is about to exit: kill it if it does not within these seconds."""
@@ -118,11 +153,16 @@ class Membership:
 
     def turn(self, goes_on: bool) -> None:
         """Call it as time passes. goes_on: nothing has ended the job so far."""
+        now = time.monotonic()
         if self._least and goes_on:
             self._give_up_silent()
+            self._connect_anew(now)
+        if not (self._least and goes_on):
+            self._answer_all(False)
+        for rank in [rank for rank, request in self._requests.items() if now >= request.deadline]:
+            self._requests.pop(rank).answer(False)
         if self._replacements is not None and goes_on and not self._told_to_end:
             self._replace(self._replacements)
-        now = time.monotonic()
         for rank in [rank for rank, at in self._overdue.items() if now >= at]:
             del self._overdue[rank]
             self._agents.send_all(Frame("signal", {"number": int(signal.SIGKILL), "rank": rank}))
@@ -137,10 +177,13 @@ class Membership:
             replacements.turn()
         elif new := [member for member in present if member.joined and not member.finished]:
             why = f"rank {new[0].rank} ({new[0].place}) leaves, as those that began the job are at their end"
-            self._regroup([member.rank for member in new], why)
             self._say(why, "info")
-            for member in new:
-                self.expect_end(member.rank, 0.0)
+            ranks = [member.rank for member in new]
+            self._rendezvous.regroup(ranks, why)
+            self._cause.excuse(ranks)
+            self._tell(why)
+            for rank in ranks:
+                self.expect_end(rank, 0.0)
 
     @property
     def _at_end(self) -> bool:
@@ -151,11 +194,12 @@ class Membership:
     def _give_up_silent(self) -> None:
         """Lose the ranks for which all others wait too long. Where every rank waits, a way between hosts may be cut:
         lose one of them."""
-        here = [gauge for gauge in self._watch.gauges if not (gauge.member.lost or gauge.member.ended)]
-        silent = [gauge.member for gauge in here if not (gauge.waits or gauge.member.finished)]
-        if not any(gauge.waits and not gauge.member.finished for gauge in here):
-            return  # at the end of training a rank may take its time
+        here = self._here
+        silent = [gauge.member for gauge in here if not self._waits(gauge)]
         since = time.monotonic() - self._patience
+        waits = any(gauge.waits and not gauge.member.finished for gauge in here)
+        if not waits and not any(request.begun < since for request in self._requests.values()):
+            return  # at the end of training a rank may take its time
         if silent and all(member.seen < since for member in silent):
             first = silent[0]
             why = f"rank {first.rank} ({first.place}) was silent for {self._patience:g} s"
@@ -166,6 +210,47 @@ class Membership:
             if (cut := self._silences.cut_off(places, since)) is not None:
                 place, why = cut
                 self._kill([gauge.rank for gauge in here if self._slots[gauge.rank].cross_rank == place], why)
+
+    def _connect_anew(self, now: float) -> None:
+        """Have all ranks connect anew where a connection has failed, every rank waits, and nothing is known to be
+        lost or cut: not before each agent has been heard since, as it would have told of a rank that has ended."""
+        here = self._here
+        first = min(self._requests.values(), key=lambda request: request.begun, default=None)
+        apart = self._replacements is not None  # no rank waits for another
+        if first is None or now - first.begun < EXPLAIN_SECONDS or not (apart or all(map(self._waits, here))):
+            return
+        places = {self._slots[gauge.rank].cross_rank for gauge in here}
+        heard = min(self._agents.nodes[place].heard for place in places)
+        if heard < first.begun or self._silences.cut_off(places, now) is not None:
+            return
+        if (step := max(gauge.member.step for gauge in here)) > self._tried_at:
+            self._trials.clear()
+        self._tried_at = step
+        if len(here) < len(self._rendezvous.present):  # some have left
+            self._answer_all(False)
+        elif len(self._trials) == TRIALS:
+            self._least = 0  # it is the same for all: nobody would be better off without another
+            self._answer_all(
+                False, f"{self._trials[0]}; since then all ranks have connected anew {TRIALS} times in vain"
+            )
+        else:
+            self._trials.append(first.why)
+            self._rendezvous.regroup([], first.why)
+            self._watch.regroups([], first.why)
+            self._tell(first.why)
+            self._say(f"{first.why}: all ranks connect anew", "warning")
+
+    def _answer_all(self, anew: bool, text: str = "") -> None:
+        requests, self._requests = self._requests, {}
+        for request in requests.values():
+            request.answer(anew, text[: schema.TEXT])
+
+    @property
+    def _here(self) -> list[Gauge]:
+        return [gauge for gauge in self._watch.gauges if not (gauge.member.lost or gauge.member.ended)]
+
+    def _waits(self, gauge: Gauge) -> bool:
+        return gauge.waits or gauge.member.finished or gauge.rank in self._requests
 
     def _kill(self, ranks: Collection[int], why: str) -> None:
         if self.lose(ranks, why):

@@ -134,6 +134,7 @@ class Report:
             "failure": _failure(self._failure) if self._failure is not None else None,
             "restarts": self._restarts,
             "losses": [asdict(loss) for loss in (self._watch.losses if self._watch is not None else ())],
+            "regroups": list(self._watch.generations if self._watch is not None else ()),
             "config": {field.name: _value(field.name, getattr(self._config, field.name)) for field in fields(Config)},
             "hosts": [_host(node) for node in self._nodes],
             "ranks": [_rank(slot, gauge) for slot, gauge in zip(self._slots, gauges, strict=True)],

@@ -29,13 +29,24 @@ class Adopt(Protocol):
     def __call__(self, *, weights: bool) -> None: ...
 
 
+class Group(Protocol):
+    """The ranks that train together."""
+
+    @property
+    def members(self) -> Sequence[int]:
+        """In the order of their lanes."""
+
+    def say(self, text: str, level: str = ...) -> None: ...
+
+
 class Agreement:
     """The agreement of one optimizer's ranks."""
 
-    def __init__(self, name: str, say: Callable[[str, str], None], adopt: Adopt) -> None:
+    def __init__(self, name: str, group: Group, adopt: Adopt) -> None:
         """name: the optimizer's, behind what is said of it."""
         self._name = name
-        self._say = say
+        self._group = group
+        self._say = group.say
         self._adopt = adopt
         self.follows = False
         """The script sets other param_group values on each rank, step by step: rank 0's are fetched before each."""
@@ -72,10 +83,11 @@ class Agreement:
         drawn = [lane.drawn for lane in lanes]
         if len(set(drawn)) > 1:
             least, most = drawn.index(min(drawn)), drawn.index(max(drawn))
+            ranks = self._group.members
             raise Mismatch(
-                f"{exchange.name}: rank {most} has drawn {drawn[most]} batches since its last step and rank {least}"
-                f" {drawn[least]}: one of them skipped a step that the other took. Decide such things from values that"
-                f" are equal on all ranks, not from a rank's own loss"
+                f"{exchange.name}: rank {ranks[most]} has drawn {drawn[most]} batches since its last step and rank"
+                f" {ranks[least]} {drawn[least]}: one of them skipped a step that the other took. Decide such things"
+                f" from values that are equal on all ranks, not from a rank's own loss"
             )
         if exchange.number < FINGERPRINTED_STEPS:
             self._warn_identical(lanes)

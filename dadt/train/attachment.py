@@ -96,8 +96,8 @@ class Attachment:
         self.scale_token: tuple[int, int] | None = None
         """The values that it was copied from."""
         self.batch_weight = BatchWeight()
-        self.agreement = Agreement(self.name, runtime.say, partial(owner.sync_from_rank0, self))
-        self.finite = Finite(runtime.config.on_nan, runtime.say, owner.parameter_names, self.measure)
+        self.agreement = Agreement(self.name, runtime, partial(owner.sync_from_rank0, self))
+        self.finite = Finite(runtime.config.on_nan, runtime, owner.parameter_names, self.measure)
         self._exchanges = 0
         self.consumed = False
         """This step's gradients are averaged."""

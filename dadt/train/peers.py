@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,13 +15,15 @@ from dadt.comm import executors, plain
 from dadt.comm.bucket import DTYPES, split
 from dadt.comm.executors.meet import AllRanks, Apart, Meet
 from dadt.comm.executors.point_to_point import NoPointToPoint
+from dadt.comm.keepalive import leak
 from dadt.comm.peer_deaths import Abort, Deaths
 from dadt.comm.trace import gather as trace
 from dadt.comm.trace.merge import merge
 from dadt.comm.trace.recorder import Timeline
 from dadt.config import Config
+from dadt.config.executor import executors_of
 from dadt.control.agent_client import Control
-from dadt.errors import CommError, CommTimeout, Mismatch
+from dadt.errors import CommError, CommTimeout, DadtError, Mismatch, PeerLost, StartTimeout
 from dadt.train.exchange.background import Background
 from dadt.train.gathering import Gathering
 from dadt.train.progress import Progress
@@ -39,6 +42,7 @@ REGROUP_SECONDS = 10.0
 
 _MERGE_SECONDS = 300.0  # that making one timeline of all ranks' may take
 
+_NAMED = re.compile(r'("[^"]*")|\brank (\d+)\b')
 KEPT = 16
 """Gatherings that a rank keeps, as another one may still wait for them."""
 
@@ -97,7 +101,9 @@ class Peers:
         """How many steps this rank had taken when it launched each."""
         self._engine: Engine | None = None
         self._broadcaster: Engine
-        self._disconnect: Callable[[], None] = lambda: None
+        self._disconnect: Callable[[], bool] = lambda: True
+        self._failed: list[Any] = []
+        """What failed operations need."""
         self._abort: Abort = lambda reason, lost: None
         self._told: set[str] = set()
         self._stall = Stall(config, world.rank, control, self._tell_stall)
@@ -154,14 +160,36 @@ class Peers:
         """Be in the newest group from now on, not connected yet. Raises the error where none is told in time."""
         if not self.survives or isinstance(error, Mismatch):
             raise error
+        if not self.deaths.outdated and self._may_have_passed(error):
+            self._ask_to_reconnect(error)
         generation = self.deaths.enter(error, REGROUP_SECONDS)
-        while self.world.rank not in generation.members:  # it has been told of older ones, too
+        while self.world.joins and self.world.rank not in generation.members:  # it has been told of older ones, too
             generation = self.deaths.enter(error, REGROUP_SECONDS)
+        if self.world.rank not in generation.members:
+            raise PeerLost(f"the others train on without this rank: {generation.text}") from error
         self.generation = generation.number
         self.members, self.first = generation.members, self.world.rank in generation.firsts
         self.group = self.world.among(self.members)
         if isinstance(self.control, Control):
             self.control.generation = generation.number
+
+    def _may_have_passed(self, error: Exception) -> bool:
+        """Whether the error says no more than that a connection has failed. Before the first step all ranks are about
+        to have the same one."""
+        ours = isinstance(error, DadtError) and not isinstance(error, CommError | StartTimeout)
+        wanted = isinstance(error, CommTimeout) and self.config.on_stall == "abort"
+        return not (ours or wanted) and (self.step > 0 or self.generation > 0)
+
+    def _ask_to_reconnect(self, error: Exception) -> None:
+        """Wait until all ranks are to connect anew. Raises the error where they are not."""
+        assert isinstance(self.control, Control)  # there is an agent that tells of losses
+        anew, text = self.control.reconnect(str(error), self.config.timeout + REGROUP_SECONDS)
+        if text:
+            raise CommError(text) from error
+        if not anew:
+            if isinstance(error, CommError):
+                self.deaths.name(error)
+            raise error
 
     def connect(self) -> Connection:
         """Waits for all ranks. Raises StartTimeout, PeerLost, ConfigError."""
@@ -182,7 +210,9 @@ class Peers:
 
     def _connected(self) -> Connection:
         if self.group.world_size == 1:
-            return executors.connect_one("null", self.config, self.group, self.meet)
+            # Buckets of a device stay there.
+            name = "null" if self.device is None else executors_of(self.config)[1].replace("auto", "nccl")
+            return executors.connect_one(name, self.config, self.group, self.meet)
         return executors.connect(self.config, self.group, self.meet)
 
     def disconnect(self) -> None:
@@ -194,14 +224,25 @@ class Peers:
         self.hang_up()
 
     def hang_up(self) -> None:
-        """End the connection with the group."""
+        """End the connection with the group. Lets go of what failed operations needed, unless a library may still be
+        at it."""
         self.deaths.forget(self._abort)
+        ended = False
         try:
             self.engine.close(5.0)
         finally:
-            self.background.close()
-            disconnect, self._disconnect = self._disconnect, lambda: None
-            disconnect()
+            try:
+                computed = self.background.close()
+                disconnect, self._disconnect = self._disconnect, lambda: True
+                ended = disconnect() and computed
+            finally:
+                failed, self._failed = self._failed, []
+                if not ended:
+                    leak(failed)
+
+    def keep_failed(self, needed: Any) -> None:
+        """Keep it until this connection has ended."""
+        self._failed.append(needed)
 
     def say(self, text: str, level: str = "info") -> None:
         """One line to the user, each text once; rank 0 speaks for all, warnings come from any rank."""
@@ -223,7 +264,7 @@ class Peers:
 
     def merge_timelines(self) -> None:
         """Make one of all ranks'. Every rank calls it."""
-        if self.timeline is not None and (text := merge(self.timeline, self._peers(_MERGE_SECONDS))):
+        if self.timeline is not None and (text := merge(self.timeline, self._peers(_MERGE_SECONDS), self.members)):
             self.say(text)
 
     def _peers(self, timeout: float) -> trace.Peers:
@@ -297,11 +338,19 @@ class Peers:
                     self.timeline.waited(work.name, begun)
                 return
             except CommError as error:
+                self._name_members(error)
                 if not isinstance(error, CommTimeout) or self._has_failed:
                     self._stall.overdue(work, perf_counter() - begun, error)
-                    self.deaths.name(error)
+                    if not self.survives:  # else it is told in `enter`
+                        self.deaths.name(error)
                     raise
                 self._look(work, perf_counter() - begun, error)
+
+    def _name_members(self, error: CommError) -> None:
+        """Raises a Mismatch anew that names ranks by their places in the group. Names of operations are quoted."""
+        if isinstance(error, Mismatch) and self.group is not self.world:
+            text = _NAMED.sub(lambda found: f"rank {self.members[int(found[2])]}" if found[2] else found[1], str(error))
+            raise Mismatch(text) from error
 
     def _look(self, work: Work | Averaging | Gathering, waited: float, timeout: CommTimeout) -> None:
         """Raises where waiting on is in vain."""

@@ -1,4 +1,5 @@
-"""Ranks were lost: those that are left connect anew, find out how far each was, and train on from the furthest.
+"""Ranks were lost, or a connection has failed: those that are left connect anew, find out how far each was, and train
+on from the furthest.
 
 Every rank waits for every exchange, so none is more than one step ahead of another. One that has had an average which
 others have not brings them up to it: they take its weights and state, and apply nothing in the step in which they are.
@@ -16,7 +17,7 @@ from itertools import zip_longest
 import torch
 
 from dadt.comm import plain
-from dadt.errors import PeerLost
+from dadt.errors import Mismatch
 from dadt.train import replicate, verification
 from dadt.train.algorithm import Relaunched
 from dadt.train.exchange.exchange import Exchange
@@ -49,7 +50,7 @@ class Position:
 
 def regroup(runtime: Registry, *, equal: bool) -> None:
     """Go on with the ranks that this one is connected with now. equal: after each exchange all have the same weights,
-    or anchors. Raises PeerLost where training cannot go on."""
+    or anchors. Raises Mismatch where training cannot go on."""
     for a in runtime.attachments:
         a.prediction.undo()
     told = [
@@ -57,7 +58,7 @@ def regroup(runtime: Registry, *, equal: bool) -> None:
     ]
     for rank, position in zip(runtime.members, told, strict=True):
         if position.stuck:
-            raise PeerLost(f"training cannot go on without the ranks that were lost: rank {rank} was {position.stuck}")
+            raise Mismatch(f"training cannot go on after ranks have connected anew: rank {rank} was {position.stuck}")
     if any(position.joins for position in told):
         _welcome(runtime, told)
     furthest = [max(each) for each in zip_longest(*(p.averaged for p in told), fillvalue=-1)]
@@ -132,7 +133,7 @@ def _bring_up(runtime: Registry, index: int, told: Sequence[Position], averaged:
     root = theirs.index(averaged)
     if averaged - min(theirs) > 1 or told[root].consumed[index]:
         late = runtime.members[theirs.index(min(theirs))]
-        raise PeerLost(f"training cannot go on without the ranks that were lost: rank {late} cannot catch up")
+        raise Mismatch(f"training cannot go on after ranks have connected anew: rank {late} cannot catch up")
     behind = theirs[runtime.group.rank] < averaged
     replicate.catch_up(runtime, runtime.attachments[index], root, behind=behind)
 
@@ -162,7 +163,7 @@ def _settle(runtime: Registry, told: Sequence[Position]) -> list[Gathering | Rel
 
 
 def _compare(runtime: Registry) -> None:
-    """All ranks have the same replicas, or have with `--verify-every`. Raises PeerLost if not."""
+    """All ranks have the same replicas, or have with `--verify-every`. Raises Mismatch if not."""
     for a in runtime.attachments:
         if a.lockstep.averaged < 0:
             continue
@@ -171,7 +172,7 @@ def _compare(runtime: Registry) -> None:
             verification.repair(runtime, a, every)
         elif wrong := verification.judge(every).wrong:
             rank = runtime.members[wrong[0]]
-            raise PeerLost(
-                f"training cannot go on without the ranks that were lost: the weights of rank {rank} differ from those"
+            raise Mismatch(
+                f"training cannot go on after ranks have connected anew: the weights of rank {rank} differ from those"
                 f" of the others{a.name}"
             )

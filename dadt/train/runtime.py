@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from functools import cached_property
+from contextlib import contextmanager, nullcontext
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -16,15 +15,15 @@ from torch.nn.parameter import is_lazy
 from dadt.comm.peer_deaths import Generation
 from dadt.comm.trace.recorder import Timeline
 from dadt.config import Config
-from dadt.errors import CommError, CommTimeout, ConfigError, DadtError, PeerLost, StartTimeout
+from dadt.errors import CommError, ConfigError, DadtError, PeerLost, StartTimeout
 from dadt.train import regroup, replicate
 from dadt.train.algorithm import Algorithm
 from dadt.train.attachment import Attachment
 from dadt.train.buffers import Buffers
 from dadt.train.checkpoint import Checkpoints
+from dadt.train.departure import Departure
 from dadt.train.gathering import Gathering
 from dadt.train.prediction_scope import PredictionScope
-from dadt.train.registry import Registry
 from dadt.train.verification import Verification
 from dadt.world import World
 
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from dadt.control.frame import Frame
 
 
-class Runtime(Registry):
+class Runtime(Departure):
     """One per worker. `register` what is built, `claim` the rank, `attach` what trains, `close` at the end.
 
     All methods run on the script's training thread. Every rank calls those that exchange in the same order.
@@ -50,8 +49,7 @@ class Runtime(Registry):
         find: Callable[[str], type[Algorithm]],
     ) -> None:
         """find: the class of an algorithm."""
-        super().__init__(world, config, control)
-        self._find = find
+        super().__init__(world, config, control, find)
         self.began = False
         """A training forward or a gradient's consumption has happened."""
         self.on_claim: list[Callable[[], None]] = []
@@ -62,15 +60,8 @@ class Runtime(Registry):
         """Called when others were lost, once this rank is connected with those that are left."""
         self.missing: Callable[[int], str] = lambda lost: f"data of {lost} of {world.world_size} is left out"
         """Says what becomes of the data of so many lost workers."""
-        self.on_end: list[Callable[[], None]] = []
-        """Called when the script has ended, whatever has become of its optimizers: as added, the same on all ranks."""
-        self.on_stop: list[Callable[[], None]] = []
-        """Called last, also after a failure: messages under way have failed, and threads that use torch end here, as
-        the interpreter aborts the process where it ends and they do not."""
         self._regrouping = False
         self._claimed = False
-        self._arrived = False
-        """All ranks are at their end."""
         self.buffers = Buffers()
         self.window = PredictionScope(lambda: [a.prediction for a in self.attachments], lambda: self.on_training_thread)
         self.checkpoints = Checkpoints(self, self)
@@ -86,16 +77,6 @@ class Runtime(Registry):
         self._registered.clear()
         self._attachments.clear()
         self.roots.clear()
-
-    @property
-    def algorithm(self) -> type[Algorithm]:
-        """The settings of all optimizers; `dadt.init` may change them before training begins."""
-        return self._find(self.config.algorithm)
-
-    @cached_property
-    def together(self) -> bool:
-        """All ranks take the same steps; else each goes at its own speed, and waits for nobody between them."""
-        return self.alone or self.algorithm.together
 
     def leave_to_script(self) -> None:
         """The script calls `dadt.init`. Raises DadtError where DADT already trains for it."""
@@ -204,14 +185,6 @@ class Runtime(Registry):
                     raise
                 self.regroup(error)  # others may have it complete; else it was launched once more
 
-    def regroup(self, error: CommError) -> None:
-        """Ranks were lost, as the error says: go on with those that are left. Raises the error where it says something
-        else, or where training cannot go on without them."""
-        if self.together or not self.survives:
-            self.connect_anew(error)
-        else:
-            self.reconnection.wait(error)
-
     def connect_anew(self, error: CommError) -> None:
         if self._regrouping:
             raise error
@@ -223,7 +196,7 @@ class Runtime(Registry):
                     self.hang_up()
                     connection = self.connect()
                     if self.timeline is not None:
-                        self.timeline.record(connection, "exchange")
+                        self.timeline.record(connection, f"exchange, generation {self.generation}")
                     with self.checkpoints.aside():
                         regroup.regroup(self, equal=self.together)
                     break
@@ -315,97 +288,3 @@ class Runtime(Registry):
         self.progress.stepped(perf_counter())
         if self.control is not None:
             self.control.progress(self.step, **(self.progress.numbers() if self.control.due else {}))
-
-    # The end ---------------------------------------------------------------------------------------------------
-
-    def close(self, *, failed: bool = False) -> None:
-        """Meet the peers a last time, so that a rank that ends early is noticed; then stop the engine. Idempotent."""
-        if self.closing:
-            return
-        self.closing = True
-        try:
-            self._leave(failed)
-        except CommError:  # a peer did not come to the end in time; it has trained all the same
-            with suppress(DadtError):
-                self._tell_end()
-            raise
-        self._tell_end()
-
-    def _tell_end(self) -> None:
-        if self.control is not None:
-            if self.step:
-                self.control.progress(self.step, last=True, **self.progress.numbers())
-            self.control.done({**self.progress.summary(), "explicit": self.explicit})
-
-    def _leave(self, failed: bool) -> None:
-        if self._engine is not None:
-            try:
-                if failed or self.deaths.preempted:
-                    how = "failed" if failed else "has left, as it is preempted"
-                    self._engine.abort(f"rank {self.world.rank} {how}")
-                elif self._engine.error is None or (self.survives and (self.deaths.outdated or not self.together)):
-                    if self.control is not None:
-                        self.control.ending(self.step)
-                    if self.together:
-                        self._arrive()
-                    for attachment in self.attachments:
-                        attachment.algorithm.finish()
-                    if not self.together:
-                        self._arrive_apart()
-                    for callback in self.on_end if self.together else ():
-                        callback()
-                    self.wait(self.engine.allgather(b"", self._end))
-                    self.merge_timelines()
-            except CommError:
-                if not self._arrived or not self.survives:
-                    raise  # else all have trained to the end, and what becomes of the others now is no matter
-            finally:
-                self._stop()
-        elif not failed:
-            self.merge_timelines()
-        elif self.timeline is not None:
-            self.timeline.stop()
-
-    @property
-    def _end(self) -> str:
-        # With gradients of its own a rank's scaler may have left out steps that others took.
-        same = self.alone or self.algorithm.identical
-        return f"the end, after {self.step} steps" if same else "the end"
-
-    def _arrive(self) -> None:
-        """Raises where the others are not there yet: those that wait for this rank say so, and fail.
-
-        Once all are there, what is still in flight ends, too: the engine runs in order.
-        """
-        while self.control is not None and (self.survives or not self._mismatch_is_told):
-            try:
-                self.meet_within(self.config.timeout).exchange("the end", self._end.encode())
-                self._arrived = True
-                return
-            except StartTimeout as error:
-                raise CommTimeout(str(error)) from error
-            except PeerLost as error:
-                if not self.together:
-                    raise
-                self.regroup(error)
-
-    def _arrive_apart(self) -> None:
-        """The last averages, each rank when it is there. Where ranks are lost meanwhile, all that are left average once
-        more: nobody knows who has done so already."""
-        with self.reconnection.within():
-            while not self._arrived:
-                try:
-                    for callback in self.on_end:
-                        callback()
-                    self._arrive()
-                except CommError as error:
-                    self.regroup(error)
-
-    def _stop(self) -> None:
-        self.reconnection.close()
-        try:
-            self.disconnect()
-        finally:
-            for callback in self.on_stop:
-                callback()
-            self.in_flight.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -19,6 +19,7 @@ from dadt.comm.compression import forms
 from dadt.comm.executors import c10d
 from dadt.comm.executors.base import Connection
 from dadt.comm.executors.meet import Apart
+from dadt.comm.keepalive import leak
 from dadt.inject import worker
 from dadt.train.exchange.exchange import BucketPlan, Exchange, hand_out
 from dadt.train.exchange.step_metadata import StepMetadata
@@ -129,8 +130,11 @@ class _Over:
 
     background = None
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, ranks: int) -> None:
         self.engine, self.device = connection.engine, connection.device
+        self.members: Sequence[int] = range(ranks)
+
+    keep_failed = staticmethod(leak)
 
     def wait(self, work: Any) -> None:
         work.wait(TIMEOUT)
@@ -224,7 +228,7 @@ class _Ranks:
     def _average(self, over: Connection, schema: BucketPlan, device: torch.device) -> float:
         number = next(self._numbers)
         begun = time.perf_counter()
-        exchange = Exchange(_Over(over), schema, number, f"probe {number}", 1.0)
+        exchange = Exchange(_Over(over, self._world.world_size), schema, number, f"probe {number}", 1.0)
         exchange.close(StepMetadata(schema.crc, 0, 0, 0, 0, False, 1.0, 0.0))
         exchange.receive()
         hand_out(schema.parameters, exchange.averaged_gradients(), None)

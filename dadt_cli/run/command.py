@@ -231,7 +231,7 @@ def _last_line(outcome: Outcome) -> str:
         line += f" ({why}), " if (why := summary.get("why")) else ", "
         line += f"{waiting:.1f} % of the time spent waiting for communication"
         if stood := summary.get("stood", 0.0):
-            line += f"; training stood still for {stood:.1f} s when ranks were lost"
+            line += f"; training stood still for {stood:.1f} s while ranks connected anew"
         if bad := summary.get("not_finite", 0):
             line += f"; gradients of {bad} steps were not finite"
         if differed := [rank for rank, each in outcome.summaries.items() if each.get("differed")]:

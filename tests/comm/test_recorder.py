@@ -80,7 +80,7 @@ def _record(engine: _core.Engine, rank: int, world_size: int, path: str, operati
         work.wait(30.0)
         mine.waited(work.name, begin)
         mine.step(number)
-    verdict = merge(mine, Through(engine, world_size, 30.0))
+    verdict = merge(mine, Through(engine, world_size, 30.0), range(world_size))
     engine.close(30.0)
     return verdict
 
@@ -134,7 +134,7 @@ def _fail(engine: _core.Engine, rank: int, world_size: int, path: str) -> str:
         mine.stop()
         engine.abort("rank 1 has failed")
         return ""
-    return merge(mine, Through(engine, world_size, 30.0))
+    return merge(mine, Through(engine, world_size, 30.0), range(world_size))
 
 
 def test_a_job_that_fails_leaves_parts(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def _cannot_write(engine: _core.Engine, rank: int, world_size: int, path: str) -
     if rank == 0:  # what was free at the start is a folder at the end
         Path(path).mkdir()
     engine.allgather(b"", "both are here").wait(30.0)
-    return merge(mine, Through(engine, world_size, 30.0))
+    return merge(mine, Through(engine, world_size, 30.0), range(world_size))
 
 
 def test_what_cannot_be_written_at_the_end_stays_in_parts(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def _cannot_read(engine: _core.Engine, rank: int, world_size: int, path: str) ->
     engine.allgather(b"", "both are here").wait(30.0)
     if rank == 1:
         mine.part.unlink()
-    return merge(mine, Through(engine, world_size, 30.0))
+    return merge(mine, Through(engine, world_size, 30.0), range(world_size))
 
 
 def test_a_part_that_is_gone_keeps_nobody_waiting(tmp_path: Path) -> None:

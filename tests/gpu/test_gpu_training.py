@@ -90,6 +90,29 @@ def test_two_workers_over_nccl(launch, tmp_path, algorithm, amp):
     check_equal(tmp_path, 2)
 
 
+@pytest.mark.parametrize("algorithm", ["sync", "pipe"])
+@pytest.mark.parametrize(
+    ("ranks", "place"),
+    [
+        pytest.param(ranks, place, marks=pytest.mark.gpu(devices=ranks))
+        for ranks in (2, 3)
+        for place in ("x = torch.randn(64", "scaler.step(optimizer)")
+    ],
+)
+def test_a_rank_over_nccl_is_lost(launch, tmp_path, algorithm, ranks, place):
+    """Its kernels wait for a peer that is gone, and have to be aborted; what they leave must reach no weight."""
+    script = TRAIN.format(amp=False)
+    assert place in script
+    script = script.replace(place, f"if step == 20 and rank == {ranks - 1}: os.kill(os.getpid(), 9)\n    {place}")
+    result = launch(
+        script, "-np", str(ranks), "--min-np", "1", "--executor", "nccl", "--algorithm", algorithm,
+        "--warmup-steps", "5", "--bucket-mb", "0.002", "train.py",
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    assert f"{ranks - 1} of {ranks} workers train on from step" in result.err
+    check_equal(tmp_path, ranks - 1)
+
+
 def test_a_timeline_of_tensors_of_a_gpu(launch, tmp_path):
     result = launch(
         TRAIN.format(amp=False), "-np", "2", *ONE_GPU, "--executor", "shm", "--warmup-steps", "4",

@@ -52,8 +52,8 @@ class Run:
             stderr=subprocess.PIPE,
         )
 
-    def finish(self) -> Result:
-        out, err = self.process.communicate(timeout=SECONDS)
+    def finish(self, seconds: float = SECONDS) -> Result:
+        out, err = self.process.communicate(timeout=seconds)
         return Result(self.process.returncode, out, err.decode(errors="replace"), self.folder / "dadt-logs")
 
     def wait_for(self, *names: str) -> list[int]:

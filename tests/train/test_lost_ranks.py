@@ -2,82 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable
+import re
+import subprocess
 
 import pytest
-from harness.run import Result
+from harness.run import DADT, SECONDS
+from harness.survivors import OPTIONS, run, script, survivors
 
 from dadt.config import Config
 from dadt.errors import ConfigError
-
-TRAIN = """
-import hashlib, os, re, signal, sys, time, torch
-torch.set_num_threads(1)
-torch.manual_seed(0)
-environment = open("/proc/self/environ").read()  # a script that is seen to ask for its rank writes on every rank
-rank, np = (int(re.search(name, environment)[1]) for name in ("DADT_RANK=([0-9]+)", "DADT_WORLD_SIZE=([0-9]+)"))
-faults = [fault.split(":") for fault in sys.argv[1].split(",")]
-steps = 60
-
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-def comes(step, where):
-    if [str(rank), str(step), where] in faults:
-        die()
-
-class Here(torch.autograd.Function):
-    @staticmethod
-    def forward(context, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(context, gradient):
-        comes(step, "backward")
-        return gradient
-
-def net(*widths):
-    layers = [torch.nn.Sequential(torch.nn.Linear(a, b), torch.nn.BatchNorm1d(b)) for a, b in zip(widths, widths[1:])]
-    return torch.nn.Sequential(*layers)
-
-step = 0
-comes(0, "start")
-model, other = net(16, 32, 4), net(4, 8, 16)
-optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, other)]
-data = torch.utils.data.TensorDataset(torch.randn(2 * np * steps, 16), torch.randint(4, (2 * np * steps,)))
-for x, y in torch.utils.data.DataLoader(data, batch_size=2, shuffle=True, num_workers=WORKERS):
-    comes(step, "forward")
-    optimizers[0].zero_grad()
-    predicted = model(Here.apply(x.requires_grad_()))
-    torch.nn.functional.cross_entropy(predicted, y).backward()
-    comes(step, "exchange")
-    optimizers[0].step()
-    if TWO:
-        optimizers[1].zero_grad()
-        (other(predicted.detach()) - x.detach()).pow(2).mean().backward()
-        optimizers[1].step()
-    step += 1
-assert step == steps, step
-comes(step, "end")
-weights = b"".join(t.numpy().tobytes() for t in [*model.state_dict().values(), *other.state_dict().values()])
-torch.save(model.state_dict(), "model.pt")
-with open("log.txt", "a") as file:
-    file.write(f"written by {rank}\\n")
-print("ends with", hashlib.sha256(weights).hexdigest(), flush=True)
-"""
-OPTIONS = ["-np", "3", "--min-np", "1", "--warmup-steps", "10"]
-
-
-def run(launch: Callable[..., Result], faults: str, *options: str, two: bool = False, workers: int = 0) -> Result:
-    script = TRAIN.replace("TWO", str(two)).replace("WORKERS", str(workers))
-    return launch(script, *OPTIONS, *options, "train.py", faults)
-
-
-def survivors(result: Result) -> dict[int, str]:
-    """The weights at the end, by rank."""
-    lines = [line.split() for line in result.out.decode().splitlines() if "ends with" in line]
-    return {int(words[0].strip("[")[0]): words[-1] for words in lines}
 
 
 @pytest.mark.parametrize("algorithm", ["pipe", "sync"])
@@ -142,12 +77,9 @@ def test_the_report_has_who_was_lost(launch) -> None:
 
 
 def test_a_host_is_lost_and_the_others_train_on(launch) -> None:
-    script = TRAIN.replace("TWO", "False").replace("WORKERS", "0")
-    script = script.replace(
-        "os.kill(os.getpid(), signal.SIGKILL)", "os.kill(os.getppid(), signal.SIGKILL); time.sleep(60)"
-    )
+    fault = "os.kill(os.getppid(), signal.SIGKILL); time.sleep(60)"
     hosts = ["-np", "4", "--simulate-hosts", "2", "--min-np", "2"]
-    result = launch(script, *hosts, "--warmup-steps", "10", "train.py", "0:30:forward")
+    result = launch(script(fault), *hosts, "--warmup-steps", "10", "train.py", "0:30:forward")
     assert result.code == 0, result.err
     assert survivors(result).keys() == {2, 3}
     assert len(set(survivors(result).values())) == 1
@@ -167,9 +99,9 @@ def wait(work, ordinary=worker.runtime.wait):
         raise PeerLost("told before it was done")
 worker.runtime.wait = wait
 """
-    script = TRAIN.replace("TWO", "False").replace("WORKERS", "0").replace("\nstep = 0\n", late + "\nstep = 0\n")
+    text = script().replace("\nstep = 0\n", late + "\nstep = 0\n")
     for algorithm in ("pipe", "sync"):
-        result = launch(script, *OPTIONS, "--algorithm", algorithm, "train.py", "2:30:forward")
+        result = launch(text, *OPTIONS, "--algorithm", algorithm, "train.py", "2:30:forward")
         assert result.code == 0, result.err
         assert survivors(result).keys() == {0, 1}
         assert len(set(survivors(result).values())) == 1
@@ -190,8 +122,7 @@ def test_a_mistake_in_the_script_is_no_loss(launch) -> None:
 
 
 def test_a_script_with_ranks_of_its_own_is_refused(launch) -> None:
-    script = "import torch, dadt\ndadt.init()"
-    result = launch(script, "-np", "2", "--min-np", "1", "train.py")
+    result = launch("import torch, dadt\ndadt.init()", "-np", "2", "--min-np", "1", "train.py")
     assert result.code == 2
     assert "a script that calls dadt.init() has ranks of its own" in result.err
 
@@ -212,12 +143,7 @@ def test_refused(options: dict[str, object], message: str) -> None:
 
 
 def test_a_rank_that_is_busy_at_the_end_is_not_lost(launch) -> None:
-    script = (
-        TRAIN.replace("TWO", "False")
-        .replace("WORKERS", "0")
-        .replace("os.kill(os.getpid(), signal.SIGKILL)", "time.sleep(9)")
-    )
-    result = launch(script, *OPTIONS, "--timeout", "4", "train.py", "0:60:end")
+    result = run(launch, "0:60:end", "--timeout", "4", fault="time.sleep(9)")
     assert result.code == 0, result.err
     assert "goes on" not in result.err
     assert survivors(result).keys() == {0, 1, 2}
@@ -232,11 +158,38 @@ def test_a_rank_that_is_busy_at_the_end_is_not_lost(launch) -> None:
     ids=["stopped", "asleep"],
 )
 def test_a_silent_rank_is_killed_and_the_others_train_on(launch, fault: str, why: str, executor: str) -> None:
-    script = (
-        TRAIN.replace("TWO", "False").replace("WORKERS", "0").replace("os.kill(os.getpid(), signal.SIGKILL)", fault)
-    )
-    result = launch(script, *OPTIONS, "--timeout", "6", "--executor", executor, "train.py", "1:30:forward")
+    result = run(launch, "1:30:forward", "--timeout", "6", "--executor", executor, fault=fault)
     assert result.code == 0, result.err
     assert f"{why}: training goes on without it" in result.err
     assert survivors(result).keys() == {0, 2}
     assert len(set(survivors(result).values())) == 1
+
+
+@pytest.mark.parametrize("executor", ["shm", "gloo"])
+@pytest.mark.parametrize("lost", [0, 2])
+def test_the_timeline_of_those_who_are_left(launch, tmp_path, executor: str, lost: int) -> None:
+    result = run(launch, f"{lost}:30:forward", "--executor", executor, "--timeline", "t.json")
+    assert result.code == 0, result.err
+    left = {0, 1, 2} - {lost}
+    assert f"without rank {lost}, which was lost" in result.err
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events if event.get("cat") == "step"} == left
+    for rank in left:
+        mine = [event for event in events if event["pid"] == rank]
+        steps = [event for event in mine if event.get("cat") == "step"]
+        assert [event["args"]["step"] for event in steps] == list(range(60))
+        assert all(a["ts"] <= b["ts"] for a, b in itertools.pairwise(steps))
+        tracks = {event["tid"]: event["args"]["name"] for event in mine if event["name"] == "thread_name"}
+        (again,) = [track for track, name in tracks.items() if name == "exchange, generation 1"]
+        after = {event["name"] for event in mine if event["tid"] == again and event.get("cat") == "allreduce"}
+        assert "step 59, bucket 0" in after
+    assert sorted(path.name for path in tmp_path.glob("t.json*")) == ["t.json", f"t.json.rank{lost}"]
+    assert subprocess.run([*DADT, "timeline", "t.json"], cwd=tmp_path, timeout=SECONDS).returncode == 0
+
+
+def test_a_mismatch_names_ranks_as_the_job_began(launch) -> None:
+    skip = "if rank == 1 and step == 40:\n        step += 1\n        continue\n    optimizers[0].step()"
+    text = script().replace("optimizers[0].step()", skip)
+    result = launch(text, *OPTIONS, "--min-np", "2", "--algorithm", "sync", "train.py", "0:30:forward")
+    assert result.code == 1, result.err
+    assert re.search("rank 1 has drawn 2 batches since its last step and rank 2 1", result.err)

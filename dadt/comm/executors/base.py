@@ -56,7 +56,8 @@ class Executor(PointToPoint, Protocol):
     def exchange(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> None:
         """Bytes to and from each rank. Both sides know the lengths. A rank's own are copied, too."""
 
-    def close(self) -> None: ...
+    def close(self) -> bool | None:
+        """End it, for good. True if nothing is at the memory of its operations any more, also of those that failed."""
 
 
 @runtime_checkable
@@ -74,8 +75,9 @@ class Connection:
 
     engine: Engine
     mail: PointToPoint
-    close: Callable[[], None]
-    """Call after the engine is closed."""
+    close: Callable[[], bool]
+    """Call after the engine is closed. Whether nothing is at the memory of operations any more, also of those that
+    failed: where a library may be, it has to be kept."""
     broadcaster: Engine | None = None
     """The engine for broadcasts, where another executor moves them."""
     device: Device | None = None
@@ -111,13 +113,26 @@ class Connection:
 def together(rest: Connection, broadcasts: Connection, timeout: float) -> Connection:
     """Two connections as one: broadcasts go over the second. It ends with the first."""
 
-    def close() -> None:
+    def close() -> bool:
         try:
             if rest.engine.error is not None:
                 broadcasts.engine.abort(f"the other executor has failed: {rest.engine.error}")
             broadcasts.engine.close(timeout)
         finally:
-            broadcasts.close()
-            rest.close()
+            ended = [broadcasts.close(), rest.close()]
+        return all(ended)
 
     return replace(rest, broadcaster=broadcasts.engine, close=close)
+
+
+def beside(host: Connection, device: Device) -> Connection:
+    """The connection, which also averages tensors of the device."""
+
+    def close() -> bool:
+        try:
+            device.close(failed=host.engine.error is not None)
+        finally:
+            ended = host.close()
+        return ended  # a device's memory is given to nobody before its stream has gone on
+
+    return replace(host, device=device, close=close)

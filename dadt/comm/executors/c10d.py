@@ -268,7 +268,11 @@ class C10d:
         self._aborted = True
         if self.name == "gloo":
             self._hang_up()
-        getattr(self._group, "abort", lambda: None)()
+        # Of old versions of torch NCCL's group has the second, which aborts all communicators.
+        names = ("abort", "shutdown", "_shutdown") if self.name == "nccl" else ("abort",)
+        end = next((each for name in names if (each := getattr(self._group, name, None))), None)
+        if end is not None:
+            end()
 
     def _hang_up(self) -> None:
         """Gloo's own abort leaves alone who waits already. A wait that times out closes all connections, which ends
@@ -279,8 +283,9 @@ class C10d:
                 peer = (self._rank + offset) % self._world_size
                 self._group.recv([nothing], peer, _TAG + 1).wait(datetime.timedelta(milliseconds=1))
 
-    def close(self) -> None:
-        """The group's threads end here, and not in whatever order the interpreter ends in."""
+    def close(self) -> bool:
+        """The group's threads end here, and not in whatever order the interpreter ends in. With the group of Gloo all
+        ends that is at an operation's memory: its destructor waits for its threads, in which operations run."""
         if self.name == "nccl" and not self._aborted:
             self._group.shutdown()  # else it warns that nobody has ended it
         if self._aborted:
@@ -291,4 +296,5 @@ class C10d:
                 message.give_up(max(0.0, deadline - monotonic()))
         self._waiters.close()
         self._letters.close()
-        self._group = None
+        group, self._group = weakref.ref(self._group), None
+        return self.name == "gloo" and group() is None

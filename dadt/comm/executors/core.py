@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dadt import _core
@@ -18,7 +19,7 @@ def shm(config: Config, world: World, meet: Meet) -> Connection:
     executor = _core.ShmExecutor(world.rank, world.world_size)
     executor.connect(meet.exchange("shm endpoint", executor.endpoint()), config.start_timeout)
     mail = _shared_mail(config, world, meet)
-    return Connection(_core.Engine(executor, world.rank, world.world_size, config.timeout), mail, mail.close)
+    return Connection(_core.Engine(executor, world.rank, world.world_size, config.timeout), mail, _ended(mail))
 
 
 def null(config: Config, world: World, meet: Meet) -> Connection:
@@ -26,9 +27,19 @@ def null(config: Config, world: World, meet: Meet) -> Connection:
     executor = _core.NullExecutor(world.rank, world.world_size)
     engine = _core.Engine(executor, world.rank, world.world_size, config.timeout)
     if world.world_size > 1:
-        return Connection(engine, NoPointToPoint(), lambda: None)
+        return Connection(engine, NoPointToPoint(), lambda: True)
     mail = _shared_mail(config, world, meet)  # its own values are what one rank gets, and its own messages
-    return Connection(engine, mail, mail.close)
+    return Connection(engine, mail, _ended(mail))
+
+
+def _ended(mail: SharedMemoryMessages) -> Callable[[], bool]:
+    """Ends the messages. Nothing but the engine's own thread is ever at the operations' memory."""
+
+    def close() -> bool:
+        mail.close()
+        return True
+
+    return close
 
 
 def _shared_mail(config: Config, world: World, meet: Meet) -> SharedMemoryMessages:

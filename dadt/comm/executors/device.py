@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from time import monotonic, sleep
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +14,12 @@ from dadt.comm.bucket import DTYPES
 from dadt.comm.compression.base import BLOCK
 from dadt.comm.compression.feedback import Feedback
 from dadt.comm.compression.half import narrowed
+from dadt.errors import CommTimeout, PeerLost
+
+ABORT_SECONDS = 30.0
+"""How long a library, and then the device, may take to end what is under way."""
+LOOK_SECONDS = 1e-4
+"""Time between two looks whether the device has come somewhere."""
 
 Coding = tuple[Feedback, "torch.Tensor | float"]
 """How a bucket is compressed, and the factor of what is owed from before."""
@@ -32,16 +39,27 @@ class Starter(Protocol):
 
     def abort(self) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self) -> bool | None: ...
 
 
 class Device:
     """Averages tensors of one device in the order in which they are given, which must be that of all ranks."""
 
     def __init__(
-        self, executor: Starter, engine: _core.Engine, device: torch.device, rank: int, world_size: int
+        self,
+        executor: Starter,
+        engine: _core.Engine,
+        device: torch.device,
+        rank: int,
+        world_size: int,
+        survives: bool = False,
     ) -> None:
-        """executor: of the device's tensors. engine: for what goes beside them."""
+        """executor: of the device's tensors. engine: for what goes beside them. survives: training goes on when ranks
+        are lost, so the host waits for each average: what was aborted must not be taken for one."""
+        self._survives = survives
+        self._lock = threading.Lock()
+        self._abortion: threading.Thread | None = None
+        """Ends what is under way; made when that begins."""
         self._rank = rank
         self.sent = (0, 0)
         """Bytes that this rank has sent so far, and would have sent uncompressed."""
@@ -77,7 +95,8 @@ class Device:
         return self._handle(work, flat, sums, began, ended)
 
     def _handle(self, work: _core.Work, flat: torch.Tensor, sums: torch.Tensor, began: Any, ended: Any) -> Averaging:
-        return Averaging(work, flat, sums, began, ended, self._module, self._world_size)
+        confirm = self._confirm if self._survives else None
+        return Averaging(work, flat, sums, began, ended, self._module, self._world_size, confirm)
 
     def _sum(
         self,
@@ -163,13 +182,38 @@ class Device:
     def abort(self) -> None:
         """End what is under way: a script that waits for the device would wait for a rank that is gone. Any thread;
         does not block, though the library may."""
-        threading.Thread(target=self._executor.abort, name="dadt-abort", daemon=True).start()
+        with self._lock:
+            if self._abortion is None:
+                self._abortion = threading.Thread(target=self._executor.abort, name="dadt-abort", daemon=True)
+                self._abortion.start()
 
     def close(self, failed: bool) -> None:
-        """failed: peers may never do their part of what is under way."""
+        """failed: peers may never do their part of what is under way. Raises CommTimeout where the library or the
+        device does not come to its end: its tensors cannot be used any more, then."""
         if failed:
-            self._executor.abort()
+            self.abort()
+        if self._abortion is not None:
+            deadline = monotonic() + ABORT_SECONDS
+            self._abortion.join(ABORT_SECONDS)
+            ended = self._event()
+            ended.record(self._stream)
+            while self._survives and not ended.query() and monotonic() < deadline:
+                sleep(LOOK_SECONDS)
+            if self._abortion.is_alive() or (self._survives and not ended.query()):
+                raise CommTimeout(
+                    f"{self.device}: what was under way has not ended {ABORT_SECONDS:g} s after its abort"
+                )
         self._executor.close()
+
+    def _confirm(self, name: str, ended: Any, timeout: float) -> None:
+        """Wait until the device has gone past `ended`. Raises PeerLost where an abort has brought it there."""
+        deadline = monotonic() + timeout
+        while self._abortion is None and not ended.query():
+            if monotonic() >= deadline:
+                raise CommTimeout(f"{name}: {self.device} was not done within {timeout:g} s")
+            sleep(LOOK_SECONDS)
+        if self._abortion is not None:  # looked at last: until there is one, nothing ends but by itself
+            raise PeerLost(f"{name}: the average on {self.device} was given up")
 
 
 class Averaging:
@@ -184,7 +228,10 @@ class Averaging:
         ended: Any,
         module: Any,
         world_size: int,
+        confirm: Callable[[str, Any, float], None] | None = None,
     ) -> None:
+        """confirm: waits for the device, where its end alone does not tell that there is an average."""
+        self._confirm = confirm
         self._work = work
         self._tensors: tuple[torch.Tensor, torch.Tensor] | None = (flat, sums)
         self._began, self._ended = began, ended
@@ -219,9 +266,11 @@ class Averaging:
         return self._work.waited
 
     def wait(self, timeout: float) -> None:
-        """Wait for the peers, not for the device. Raises what the engine's Work raises."""
+        """Wait for the peers; for the device only to confirm it. Raises what the engine's Work raises."""
         self._work.wait(timeout)
         if self._tensors is not None:
+            if self._confirm is not None:
+                self._confirm(self.name, self._ended, timeout)
             flat, sums = self._tensors
             self._module.current_stream().wait_event(self._ended)
             with torch.no_grad():

@@ -235,12 +235,11 @@ class Hierarchical:
     def abort(self) -> None:
         self._end(f"rank {self._here[self._me]} has given up")
 
-    def close(self) -> None:
+    def close(self) -> bool:
         if self._local is not None:
             self._local.close(5.0)
-        if self._cross is not None:
-            self._cross.close()
-        self._flat.close()
+        ended = [each.close() for each in (self._cross, self._flat) if each is not None]
+        return all(ended)
 
 
 def _chunks(flat: torch.Tensor, shards: int) -> Iterator[list[torch.Tensor]]:

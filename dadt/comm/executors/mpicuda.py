@@ -10,13 +10,12 @@ import queue
 import threading
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dadt.comm.executors import mpi, pull
-from dadt.comm.executors.base import Connection
+from dadt.comm.executors.base import Connection, beside
 from dadt.comm.executors.device import Averaging, Device
 from dadt.comm.executors.meet import Meet
 from dadt.comm.executors.mpi_process import process
@@ -51,14 +50,7 @@ def connect(config: Config, world: World, meet: Meet) -> Connection:
     host = pull.connect(join(everyone), world.rank, world.world_size, config.timeout)
     gpu = torch.device("cuda", torch.cuda.current_device())
     device = ThreadedDevice(join(everyone), host.engine, gpu, world.rank, world.world_size)
-
-    def close() -> None:
-        try:
-            device.close(failed=host.engine.error is not None)
-        finally:
-            host.close()
-
-    return replace(host, device=device, close=close)
+    return beside(host, device)
 
 
 def reads_gpus(path: str) -> bool | None:

@@ -6,16 +6,16 @@ host, over the executor that would move the tensors of a job without GPUs; it sa
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from dadt.comm.executors import c10d, connect_one, places
+from dadt.comm.executors import base, c10d, connect_one, places
 from dadt.comm.executors.base import Connection
 from dadt.comm.executors.device import Device
 from dadt.comm.executors.meet import Apart, Meet
 from dadt.config.executor import pick_for_host_memory
+from dadt.world import outlive_peers
 
 if TYPE_CHECKING:
     from dadt.config import Config
@@ -31,15 +31,9 @@ def connect(config: Config, world: World, meet: Meet) -> Connection:
 
 def beside(host: Connection, config: Config, world: World, meet: Meet) -> Connection:
     """The connection, which also averages tensors of this rank's GPU."""
+    survives = config.min_np > 0
+    if survives:
+        outlive_peers()
     executor = c10d.join("nccl", Apart(meet, "nccl"), world, range(world.world_size), config)
-    device = Device(
-        executor, host.engine, torch.device("cuda", torch.cuda.current_device()), world.rank, world.world_size
-    )
-
-    def close() -> None:
-        try:
-            device.close(failed=host.engine.error is not None)
-        finally:
-            host.close()
-
-    return replace(host, device=device, close=close)
+    gpu = torch.device("cuda", torch.cuda.current_device())
+    return base.beside(host, Device(executor, host.engine, gpu, world.rank, world.world_size, survives))

@@ -45,12 +45,11 @@ def connect(executor: Executor, rank: int, world_size: int, timeout: float) -> C
     )
     thread.start()
 
-    def close() -> None:
+    def close() -> bool:
         if engine.error is not None:
             executor.abort()
         thread.join(5.0)
-        if not thread.is_alive():
-            executor.close()
+        return not thread.is_alive() and bool(executor.close())
 
     return Connection(engine, executor, close, told=False)
 

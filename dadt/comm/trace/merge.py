@@ -6,6 +6,7 @@ import io
 import json
 import re
 import zlib
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any
 
@@ -24,9 +25,9 @@ _ALL_PIECES_BYTES = 64 * 2**20
 """Bytes that rank 0 holds at a time."""
 
 
-def merge(timeline: Timeline, peers: Peers) -> str:
+def merge(timeline: Timeline, peers: Peers, members: Sequence[int]) -> str:
     """Stop it, and merge the parts of all ranks into the file; what the user should know of it. Empty when called
-    again.
+    again. members: the ranks that are left, which are those of `peers`.
 
     Parts that could not be merged stay where they are; that raises nothing.
     """
@@ -34,20 +35,20 @@ def merge(timeline: Timeline, peers: Peers) -> str:
     if timeline.merged_by is not None:
         return ""
     timeline.merged_by = peers
-    return Merge(timeline, peers).run()
+    return Merge(timeline, peers, members).run()
 
 
 class Merge:
     """One rank's part in it; all ranks run it."""
 
-    def __init__(self, timeline: Timeline, peers: Peers) -> None:
+    def __init__(self, timeline: Timeline, peers: Peers, members: Sequence[int]) -> None:
         self._timeline = timeline
-        self._world = timeline.world
+        self._members = members
         self._peers = peers
-        self._piece = min(_PIECE_BYTES, max(2**16, _ALL_PIECES_BYTES // self._world.world_size))
+        self._piece = min(_PIECE_BYTES, max(2**16, _ALL_PIECES_BYTES // len(members)))
         self._beside = timeline.path.with_name(f"{timeline.path.name}.part")
         self._error = ""
-        """Why rank 0 cannot write the file."""
+        """Why the first rank cannot write the file."""
         self._unread = ""
         """Why this rank's part is not in it, or not all of it."""
 
@@ -61,30 +62,34 @@ class Merge:
             return self._in_parts(str(error))
 
     def _run(self) -> str:
-        timeline, rank = self._timeline, self._world.rank
-        end = align(self._peers, self._world)
+        timeline = self._timeline
+        end = align(self._peers, timeline.world)
+        # Where rank 0 was lost, nobody knows how its clock has gone on.
+        end = end if 0 in self._members else timeline.clock
         source, size = self._source()
         with source:
-            mine = {"rank": rank, "size": size, "error": timeline.error}
+            mine = {"rank": timeline.world.rank, "size": size, "error": timeline.error}
             heads = [json.loads(head) for head in self._allgather(mine, "sizes")]
-            if [head["rank"] for head in heads] != list(range(self._world.world_size)):
+            if [head["rank"] for head in heads] != list(self._members):
                 return self._in_parts("the executor moves nothing between ranks")
-            target = self._open() if rank == 0 else None
+            target = self._open() if timeline.world.rank == self._members[0] else None
             for number in range(-(-max(head["size"] for head in heads) // self._piece)):
                 lines = _shifted(self._lines(source, number), timeline.clock, end)
                 for theirs in self._peers.gather(zlib.compress(lines, 1), f"timeline: piece {number}"):
                     self._append(target, theirs)
         if target is not None:
             self._finish(target, len(heads))
-        told = self._allgather({"error": self._error, "unread": self._unread}, "written")
-        verdicts = [json.loads(each) for each in told]
+        every = self._allgather({"error": self._error, "unread": self._unread}, "written")
+        verdicts = [json.loads(each) for each in every]
         if verdicts[0]["error"]:
             return self._in_parts(verdicts[0]["error"])
         if not self._unread:
             timeline.part.unlink()
         errors = [head["error"] or verdict["unread"] for head, verdict in zip(heads, verdicts, strict=True)]
-        lacking = "".join(f"; rank {rank} is incomplete: {error}" for rank, error in enumerate(errors) if error)
-        return f"timeline: {timeline.path} (dadt timeline, or ui.perfetto.dev){lacking}"
+        told = [f"; rank {rank} is incomplete: {why}" for rank, why in zip(self._members, errors, strict=True) if why]
+        lost = set(range(timeline.world.world_size)) - set(self._members)
+        told += [f"; without rank {rank}, which was lost" for rank in sorted(lost)]
+        return f"timeline: {timeline.path} (dadt timeline, or ui.perfetto.dev){''.join(told)}"
 
     def _in_parts(self, why: str) -> str:
         return f"the timeline was not merged ({why}): its parts are {self._timeline.path}.rank0 and so on"
@@ -124,7 +129,7 @@ class Merge:
         data = json.dumps(value).encode()
         return self._peers.allgather(data, f"timeline: {name}")
 
-    # On rank 0; after an error the rest goes on, because the peers do -----------------------------------------------
+    # On the first rank; after an error the rest goes on, because the peers do ---------------------------------------
 
     def _open(self) -> IO[bytes] | None:
         try:

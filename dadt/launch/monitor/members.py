@@ -40,7 +40,7 @@ class Member:
     joined: bool = False
     """Its worker was started in the running job, in place of one that was lost."""
     generation: int = 0
-    """How often others were lost while it was there."""
+    """How often it has met the others anew."""
     finished: bool = False
     """Whether its script is over, so that it waits for the others."""
 
@@ -113,14 +113,16 @@ class Rendezvous:
         self._exchanges: dict[str, Exchange] = {}
         self._board = Board()
         self.generation = 0
-        """How often ranks were lost that the others train on without, or have joined."""
+        """How often the ranks have met anew: those that are left, or others, too, that join."""
+        self.outdated = OVER
+        """The answer to questions of older generations."""
 
     @property
     def present(self) -> list[Member]:
         return [member for member in self.members if not member.lost]
 
     def regroup(self, lost: Collection[int], text: str) -> None:
-        """The others meet anew. What they wait for now is refused."""
+        """The others meet anew. What they wait for now is refused. lost: may be none."""
         for rank in lost:
             self.members[rank].lost = time.time()
         self._begin_anew(text)
@@ -132,7 +134,7 @@ class Rendezvous:
 
     def _begin_anew(self, text: str) -> None:
         self.generation += 1
-        refusal = self.outdated(text)
+        self.outdated = refusal = Frame("error", {"type": "PeerLost", "message": text})
         for exchange in self._exchanges.values():
             for *_, reply in exchange.waits:
                 reply(refusal)
@@ -140,10 +142,6 @@ class Rendezvous:
         self._board.clear(refusal)
         for member in self.present:
             member.generation = self.generation
-
-    def outdated(self, text: str) -> Frame:
-        """The answer to a question of an older generation."""
-        return Frame("error", {"type": "PeerLost", "message": text})
 
     def give(self, key: str, rank: int, blob: bytes, timeout: float, reply: Reply) -> None:
         exchange = self._exchanges.setdefault(key, Exchange())

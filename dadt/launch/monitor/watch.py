@@ -190,6 +190,8 @@ class Watch:
         self.begin = time.time()
         self.losses: list[Loss] = []
         """Ranks without which the others train on, in order of time."""
+        self.generations: list[Mapping[str, Any]] = []
+        """When ranks connected anew, which were lost and left then, and why."""
 
     def see(self, frame: Frame) -> None:
         look = getattr(self, f"_see_{frame.kind}", None)
@@ -201,12 +203,14 @@ class Watch:
         self.state = "stopping"
         self._journal.write("stop", why=why, grace=grace)
 
-    def regroups(self, losses: Sequence[Loss]) -> None:
-        """Record that the others train on without these ranks."""
+    def regroups(self, losses: Sequence[Loss], why: str) -> None:
+        """Record that the others connect anew and train on without these ranks, if any."""
         self.losses += losses
         left = [gauge.member for gauge in self.gauges if not gauge.member.lost]
-        facts = {"lost": [loss.rank for loss in losses], "left": [member.rank for member in left]}
-        self._journal.write("regroup", generation=left[0].generation, **facts, why=losses[0].why)
+        ranks = {"lost": [loss.rank for loss in losses], "left": [member.rank for member in left]}
+        facts = {"generation": left[0].generation, **ranks, "why": why}
+        self.generations.append({"time": time.time(), **facts})
+        self._journal.write("regroup", **facts)
 
     def joins(self, member: Member) -> None:
         """Its worker has joined the running job."""

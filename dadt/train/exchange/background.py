@@ -41,11 +41,13 @@ class Background:
             self._thread.start()
         self._calls.put((torch.get_num_threads(), call))
 
-    def close(self) -> None:
-        """End the thread, after the engine is closed."""
-        if self._thread is not None:
-            self._calls.put(None)
-            self._thread.join(_END_SECONDS)
+    def close(self) -> bool:
+        """End the thread, after the engine is closed. Whether it has ended."""
+        if self._thread is None:
+            return True
+        self._calls.put(None)
+        self._thread.join(_END_SECONDS)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while (next_ := self._calls.get()) is not None:

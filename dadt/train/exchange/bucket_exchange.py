@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from dadt.comm.bucket import Bucket, Staged
 from dadt.comm.compression import Feedback, Form, LowRank
-from dadt.comm.keepalive import leak
 from dadt.errors import CommError
 
 if TYPE_CHECKING:
@@ -33,6 +31,13 @@ class Peers(Protocol):
     @property
     def device(self) -> Device | None: ...
 
+    @property
+    def members(self) -> Sequence[int]:
+        """The ranks that take part, in order of their lanes."""
+
+    def keep_failed(self, needed: Any) -> None:
+        """Keep what a failed operation needs, for as long as a library may be at it."""
+
     def wait(self, work: Work | Averaging) -> None:
         """Wait until the work is done. Raises CommError."""
 
@@ -51,8 +56,8 @@ class BucketExchange:
         """Buckets that take two, by number."""
         self._alive: list[list[torch.Tensor | None]] = []
         """Tensors that are read while operations are under way."""
-        self._submitted: list[tuple[list[Work | Averaging], Callable[[], Work | Averaging]]] = []
-        """What was launched, in order, until it is done: where its work is kept, and what launches it once more."""
+        self._submitted: list[tuple[list[Work | Averaging], tuple[Any, ...]]] = []
+        """What was launched, in order, until it is done: where its work is kept, and what `_submit` was given."""
 
     @property
     def works(self) -> list[Work | Averaging]:
@@ -84,18 +89,18 @@ class BucketExchange:
             plain = bucket.layout.total * bucket.layout.dtype.itemsize
             self._works.append(self._submit(form.first, staged, into, name, lane, weight, plain=plain))
         else:
-            self._enqueue(self._works, partial(self._submit, bucket, staged, into, name, lane, weight, form, scale))
+            self._enqueue(self._works, bucket, staged, into, name, lane, weight, form, scale)
 
-    def _enqueue(self, works: list[Work | Averaging], submit: Callable[[], Work | Averaging]) -> None:
-        works.append(submit())
-        self._submitted.append((works, submit))
+    def _enqueue(self, works: list[Work | Averaging], *operation: Any) -> None:
+        works.append(self._submit(*operation))
+        self._submitted.append((works, operation))
 
     def repeat(self) -> None:
         """Launch all once more, as it was launched, on the connection of another group."""
         for works, _ in self._submitted:
             works.clear()
-        for works, submit in self._submitted:
-            works.append(submit())
+        for works, operation in self._submitted:
+            works.append(self._submit(*operation))
 
     def _submit_second(
         self, index: int, round_: Round, into: int, weight: float = 1.0, *, held: bool = False
@@ -150,6 +155,6 @@ class BucketExchange:
             for work in self.works:
                 self._peers.wait(work)
         except CommError:
-            leak(self)  # a library may still be at its memory
+            self._peers.keep_failed(self)
             raise
         self._submitted.clear()

@@ -185,8 +185,7 @@ class Exchange(BucketExchange):
                 view.copy_(next(buffers), non_blocking=True)  # what is staged from a GPU is waited for below
             staged = bucket.stage(bucket.views[self._turn], self._turn)
             name, flags = f"{self.name}, buffers {i}", self._lane(staged)
-            submit = partial(self._submit, bucket, staged, self._turn, name, flags, self.weight)
-            self._enqueue(self._buffer_works, submit)
+            self._enqueue(self._buffer_works, bucket, staged, self._turn, name, flags, self.weight)
         self.launch(lane.pack())
         # A GPU's computations here would be in the way of the script's own.
         background = self._peers.background
@@ -224,11 +223,12 @@ class Exchange(BucketExchange):
             for _, round_ in self._rounds:
                 round_.finish()
         lanes = [StepMetadata.unpack(data[-METADATA_BYTES:]) for data in self._works[-1].lanes]
-        for rank, lane in enumerate(lanes):
+        members = self._peers.members
+        for rank, lane in zip(members, lanes, strict=True):
             if lane.layout != lanes[0].layout:
                 raise Mismatch(
                     f"{self.name}: the parameters or buffers of rank {rank} differ in shape, dtype or number from"
-                    f" rank 0's: every rank must build the same model"
+                    f" rank {members[0]}'s: every rank must build the same model"
                 )
         return lanes
 

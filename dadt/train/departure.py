@@ -1,0 +1,150 @@
+"""The end of a rank: all meet once more, so that none that ends early goes unnoticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from dadt.config import Config
+from dadt.errors import CommError, CommTimeout, DadtError, PeerLost, StartTimeout
+from dadt.train.algorithm import Algorithm
+from dadt.train.registry import Registry
+from dadt.world import World
+
+if TYPE_CHECKING:
+    from dadt.comm.rendezvous.store_client import StoreClient
+    from dadt.control.agent_client import Control
+
+
+class Departure(Registry):
+    """A rank that trains by an algorithm until its script ends."""
+
+    def __init__(
+        self,
+        world: World,
+        config: Config,
+        control: Control | StoreClient | None,
+        find: Callable[[str], type[Algorithm]],
+    ) -> None:
+        """find: the class of an algorithm."""
+        super().__init__(world, config, control)
+        self._find = find
+        self.on_end: list[Callable[[], None]] = []
+        """Called when the script has ended, whatever has become of its optimizers: as added, the same on all ranks."""
+        self.on_stop: list[Callable[[], None]] = []
+        """Called last, also after a failure: messages under way have failed, and threads that use torch end here, as
+        the interpreter aborts the process where it ends and they do not."""
+        self._arrived = False
+        """All ranks are at their end."""
+
+    @property
+    def algorithm(self) -> type[Algorithm]:
+        """The settings of all optimizers; `dadt.init` may change them before training begins."""
+        return self._find(self.config.algorithm)
+
+    @cached_property
+    def together(self) -> bool:
+        """All ranks take the same steps; else each goes at its own speed, and waits for nobody between them."""
+        return self.alone or self.algorithm.together
+
+    def regroup(self, error: CommError) -> None:
+        """Ranks were lost, or a connection has failed: connect anew with those that are left, and go on. Raises the
+        error where it says something else, or where training cannot go on."""
+        if self.together or not self.survives:
+            self.connect_anew(error)
+        else:
+            self.reconnection.wait(error)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Meet the peers a last time, so that a rank that ends early is noticed; then stop the engine. Idempotent."""
+        if self.closing:
+            return
+        self.closing = True
+        try:
+            self._leave(failed)
+        except CommError:  # a peer did not come to the end in time; it has trained all the same
+            with suppress(DadtError):
+                self._tell_end()
+            raise
+        self._tell_end()
+
+    def _tell_end(self) -> None:
+        if self.control is not None:
+            if self.step:
+                self.control.progress(self.step, last=True, **self.progress.numbers())
+            self.control.done({**self.progress.summary(), "explicit": self.explicit})
+
+    def _leave(self, failed: bool) -> None:
+        if self._engine is not None:
+            try:
+                if failed or self.deaths.preempted:
+                    how = "failed" if failed else "has left, as it is preempted"
+                    self._engine.abort(f"rank {self.world.rank} {how}")
+                elif self._engine.error is None or (self.survives and (self.deaths.outdated or not self.together)):
+                    if self.control is not None:
+                        self.control.ending(self.step)
+                    if self.together:
+                        self._arrive()
+                    for attachment in self.attachments:
+                        attachment.algorithm.finish()
+                    if not self.together:
+                        self._arrive_apart()
+                    for callback in self.on_end if self.together else ():
+                        callback()
+                    self.wait(self.engine.allgather(b"", self._end))
+                    self.merge_timelines()
+            except CommError:
+                if not self._arrived or not self.survives:
+                    raise  # else all have trained to the end, and what becomes of the others now is no matter
+            finally:
+                self._stop()
+        elif not failed:
+            self.merge_timelines()
+        elif self.timeline is not None:
+            self.timeline.stop()
+
+    @property
+    def _end(self) -> str:
+        # With gradients of its own a rank's scaler may have left out steps that others took.
+        same = self.alone or self.algorithm.identical
+        return f"the end, after {self.step} steps" if same else "the end"
+
+    def _arrive(self) -> None:
+        """Raises where the others are not there yet: those that wait for this rank say so, and fail.
+
+        Once all are there, what is still in flight ends, too: the engine runs in order.
+        """
+        while self.control is not None and (self.survives or not self._mismatch_is_told):
+            try:
+                self.meet_within(self.config.timeout).exchange("the end", self._end.encode())
+                self._arrived = True
+                return
+            except StartTimeout as error:
+                raise CommTimeout(str(error)) from error
+            except PeerLost as error:
+                if not self.together:
+                    raise
+                self.regroup(error)
+
+    def _arrive_apart(self) -> None:
+        """The last averages, each rank when it is there. Where ranks are lost meanwhile, all that are left average once
+        more: nobody knows who has done so already."""
+        with self.reconnection.within():
+            while not self._arrived:
+                try:
+                    for callback in self.on_end:
+                        callback()
+                    self._arrive()
+                except CommError as error:
+                    self.regroup(error)
+
+    def _stop(self) -> None:
+        self.reconnection.close()
+        try:
+            self.disconnect()
+        finally:
+            for callback in self.on_stop:
+                callback()
+            self.in_flight.clear()

@@ -1,0 +1,99 @@
+"""The connection between ranks fails though all of them live: all connect anew, and nothing is missing."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from harness.survivors import OPTIONS, run, script, survivors
+
+CUT = """
+import socket
+for fd in map(int, os.listdir("/proc/self/fd")):
+    try:
+        mine = socket.socket(fileno=os.dup(fd))
+        if mine.family == socket.AF_INET and mine.type == socket.SOCK_STREAM:
+            mine.getpeername()  # the library listens, too
+            mine.shutdown(socket.SHUT_RDWR)
+        mine.close()
+    except OSError:
+        pass
+""".replace("\n", "\n    ")
+"""Each connection over the network ends, as by a reset, and the processes go on."""
+FAIL = """
+    from dadt.inject import worker
+    worker.runtime.engine.abort("broken for the test")
+"""
+"""Shared memory has no connection that could break: the engine fails."""
+
+
+def weights(result) -> str:
+    assert result.code == 0, result.err
+    ends = survivors(result)
+    assert ends.keys() == {0, 1, 2}
+    (digest,) = set(ends.values())
+    return digest
+
+
+@pytest.mark.parametrize("algorithm", ["pipe", "sync"])
+@pytest.mark.parametrize(
+    ("faults", "executor"),
+    [
+        ("1:11:forward", "gloo"),
+        ("2:30:backward", "gloo"),
+        ("0:30:exchange", "gloo"),
+        ("1:30:backward", "shm"),
+        ("0:20:forward,2:20:forward,1:40:exchange", "gloo"),
+    ],
+)
+def test_training_goes_on_with_all(launch, algorithm: str, faults: str, executor: str) -> None:
+    settings = ["--algorithm", algorithm, "--executor", executor, "--compression", "none"]
+    result = run(launch, faults, *settings, fault=CUT if executor == "gloo" else FAIL)
+    digest = weights(result)
+    assert ": all ranks connect anew" in result.err
+    assert re.search(r"3 of 3 workers train on from step \d+, [\d.]+ s later\n", result.err)
+    assert "without" not in result.err
+    assert digest == weights(run(launch, "", *settings, fault="pass"))
+
+
+def test_the_journal_and_the_report_tell(launch) -> None:
+    result = run(launch, "1:30:forward", "--executor", "gloo", fault=CUT)
+    weights(result)
+    folder = result.logs / result.job
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    (event,) = [event for event in events if event["kind"] == "regroup"]
+    report = json.loads((folder / "report.json").read_text())
+    (regroup,) = report["regroups"]
+    assert report["losses"] == []
+    for told in (event, regroup):
+        assert (told["generation"], told["lost"], told["left"]) == (1, [], [0, 1, 2])
+
+
+def test_what_happens_again_and_again_ends_the_job(launch) -> None:
+    again = """
+from dadt.inject import worker
+
+def connect(connect=worker.runtime.connect):
+    connection = connect()
+    if step == 30 and rank == 1:
+        connection.abort("broken again", lost=False)
+    return connection
+worker.runtime.connect = connect
+"""
+    text = script(FAIL).replace("\nstep = 0\n", again + "\nstep = 0\n")
+    result = launch(text, *OPTIONS, "--algorithm", "sync", "train.py", "1:30:exchange")
+    assert result.code == 1, result.err
+    assert result.err.count(": all ranks connect anew") == 3
+    assert re.search(
+        "cause .*broken for the test; since then all ranks have connected anew 3 times in vain", result.err
+    )
+    assert "training goes on" not in result.err
+    assert survivors(result) == {}
+
+
+def test_ranks_in_different_steps_are_told_so(launch) -> None:
+    skip = "if rank == 1 and step == 30:\n        step += 1\n        continue\n    optimizers[0].step()"
+    result = launch(script().replace("optimizers[0].step()", skip), *OPTIONS, "--executor", "gloo", "train.py", "")
+    assert "rank 1 has drawn 2 batches since its last step" in result.err
+    assert "all ranks connect anew" not in result.err

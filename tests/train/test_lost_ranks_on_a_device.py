@@ -1,0 +1,112 @@
+"""Ranks whose gradients are averaged on a device are lost, and the others go on.
+
+The CPU stands for the GPU, and Gloo for NCCL: what fails raises nothing where it is begun, and leaves anything.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness.survivors import KILL, OPTIONS, script, survivors
+from torch.distributed import HashStore
+
+from dadt import _core
+from dadt.comm.executors import c10d
+from dadt.comm.executors.device import Device
+from dadt.errors import PeerLost
+
+AS_NCCL = """
+import torch
+from dadt.comm.executors import base, c10d, device
+from dadt.comm.executors.meet import Apart
+
+
+class Started:
+    def __init__(self, begin, flat):
+        self.begin, self.flat = begin, flat
+
+    def wait(self):
+        try:
+            self.begin().wait()
+        except RuntimeError:
+            self.flat.view(torch.uint8).fill_(255)  # NaN, of floats
+
+
+class AsNccl:
+    def __init__(self, group):
+        self.group = group
+        self.abort, self.close = group.abort, group.close
+
+    def start(self, flat):
+        return Started(lambda: self.group.start(flat), flat)
+
+    def alltoall(self, sent, received):
+        return Started(lambda: self.group.alltoall(sent, received), received)
+
+    def gather(self, mine, all):
+        return Started(lambda: self.group.gather(mine, all), all)
+
+
+def connect(config, world, meet):
+    host = c10d.gloo(config, world, meet)
+    group = c10d.join("gloo", Apart(meet, "device"), world, range(world.world_size), config)
+    cpu = torch.device("cpu")
+    mine = device.Device(AsNccl(group), host.engine, cpu, world.rank, world.world_size, survives=True)
+    return base.beside(host, mine)
+"""
+USE = """
+from dadt.config import extensions
+extensions.EXECUTORS["gloo"] = "as_nccl:connect"
+step = 0
+"""
+FAIL = """
+    from dadt.inject import worker
+    worker.runtime.device.abort(); worker.runtime.engine.abort("broken for the test")
+"""
+
+
+@pytest.mark.parametrize("algorithm", ["pipe", "sync"])
+@pytest.mark.parametrize(
+    ("faults", "options", "fault", "left"),
+    [
+        ("1:5:forward", [], KILL, {0, 2}),
+        ("0:30:exchange", [], KILL, {1, 2}),
+        ("2:30:backward", ["--compression", "int8"], KILL, {0, 1}),
+        ("1:30:backward,2:31:forward", [], KILL, {0}),
+        ("1:30:exchange", [], FAIL, {0, 1, 2}),
+    ],
+    ids=["early", "first", "compressed", "one is left", "connection"],
+)
+def test_the_others_train_on(
+    launch, tmp_path: Path, algorithm: str, faults: str, options: list[str], fault: str, left: set[int]
+) -> None:
+    (tmp_path / "as_nccl.py").write_text(AS_NCCL)
+    text = script(fault).replace("\nstep = 0\n", USE)
+    result = launch(text, *OPTIONS, "--executor", "gloo", "--algorithm", algorithm, *options, "train.py", faults)
+    assert result.code == 0, result.err
+    ends = survivors(result)
+    assert ends.keys() == left
+    assert len(set(ends.values())) == 1
+    assert "nan" not in result.out.decode()
+
+
+def test_what_was_aborted_is_no_average() -> None:
+    """The device has come to its end, and all ranks have told each other that they are there."""
+    engine = _core.Engine(_core.NullExecutor(0, 1), 0, 1, 60.0)
+    namespace: dict[str, Any] = {}
+    exec(AS_NCCL, namespace)
+    group = c10d.C10d("gloo", c10d.gloo_group(HashStore(), "127.0.0.1", 0, 1, 60.0), 0, 1)
+    device = Device(namespace["AsNccl"](group), engine, torch.device("cpu"), 0, 1, survives=True)
+    flat = torch.zeros(4)
+    whole = device.average([torch.ones(4)], [flat], flat, name="step 0", weight=1.0, lane=b"")
+    whole.wait(5.0)
+    assert flat.tolist() == [1.0] * 4
+    given_up = device.average([torch.ones(4)], [flat], flat, name="step 1", weight=1.0, lane=b"")
+    device.abort()
+    with pytest.raises(PeerLost, match="step 1: the average on cpu was given up"):
+        given_up.wait(5.0)
+    engine.close(5.0)
+    device.close(failed=True)
