@@ -62,7 +62,7 @@ figures: .venv/testable machines
 faults: .venv/testable machines
 	PYTHONPATH=tests $(BIN)/python tests/hosts/faults.py --write docs/results/faults.md
 
-# 220 faults in jobs that train on without what they lose: half an hour.
+# 230 faults in jobs that train on without what they lose: half an hour.
 chaos: .venv/testable machines
 	PYTHONPATH=tests $(BIN)/python -m hosts.chaos --write docs/results/chaos.md
 

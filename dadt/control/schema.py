@@ -223,7 +223,7 @@ ANSWERS = Speaker(
         "exchanged": Kind({"sizes": listed(COUNT, MOST_RANKS)}, 4 << 30),
         "taken": Kind({}),
         "peers": Kind({"peers": listed(_member, MOST_RANKS)}),
-        "saved": Kind({"verdict": one_of("there", "write")}),
+        "saved": Kind({"verdict": one_of("there", "write", "yours")}),
         "error": Kind({"type": one_of("DadtError", "StartTimeout", "PeerLost"), "message": text(1 << 22)}),
         "death": DEATH,
         "regroup": REGROUP,

@@ -306,7 +306,7 @@ class Agent:
                 pass
         local_rank = self._ranks[worker.rank]
         if local_rank == self._roster.first:
-            self._roster.first_ended = True
+            self._roster.first_ended = worker.returncode == 0
         step, _ = self._pulse.read(local_rank)
         ending = {
             "rank": worker.rank,

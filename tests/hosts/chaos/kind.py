@@ -45,13 +45,20 @@ def kill_first(job: Struck) -> set[int]:
     return {0}
 
 
-def kill_in_save(job: Struck) -> set[int]:
+def in_save(job: Struck, number: int) -> set[int]:
     """Rank 0 writes a file beside the one that is there, and renames it."""
-    begun = job.folder / SAVES
     pid = job.worker(0)
-    await_that(lambda: any(name.startswith(".dadt-") for name in os.listdir(begun)), "a save to begin")
-    os.kill(pid, signal.SIGKILL)
+    await_that(lambda: any(name.startswith(".dadt-") for name in os.listdir(job.folder / SAVES)), "a save to begin")
+    os.kill(pid, number)
     return {0}
+
+
+def kill_in_save(job: Struck) -> set[int]:
+    return in_save(job, signal.SIGKILL)
+
+
+def stop_in_save(job: Struck) -> set[int]:
+    return in_save(job, signal.SIGSTOP)
 
 
 def kill_two(job: Struck) -> set[int]:
@@ -182,6 +189,7 @@ KINDS = (
     Kind("kill -9 of an agent", kill_agent, hosts=2),
     Kind("a host without power", kill_host, hosts=2),
     Kind("SIGSTOP of a worker", stop),
+    Kind("SIGSTOP of rank 0 while it saves", stop_in_save),
     Kind(f"SIGSTOP of a worker for {BRIEF:g} s", stop_for_a_while),
     Kind("SIGSTOP of an agent", stop_agent, hosts=2),
     Kind(f"SIGSTOP of an agent for {BRIEF:g} s", stop_agent_for_a_while),
