@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Python files take effect at once; these need an install.
 BUILT := pyproject.toml $(wildcard CMakeLists.txt) $(shell find csrc -type f)
 
-.PHONY: demo check test test-slow test-gpu machines browser figures faults chaos convergence lint format docs native clean
+.PHONY: demo check test test-slow test-gpu machines browser figures faults faults-compared chaos soak convergence lint format docs native clean
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -65,6 +65,16 @@ faults: .venv/testable machines
 # 230 faults in jobs that train on without what they lose: half an hour.
 chaos: .venv/testable machines
 	PYTHONPATH=tests $(BIN)/python -m hosts.chaos --write docs/results/chaos.md
+
+# What DADT, torchrun and torchft do after the same faults: half an hour.
+faults-compared: .venv/testable .venv-torchft/installed machines
+	PYTHONPATH=tests $(BIN)/python -m hosts.compared --write docs/results/faults-compared.md
+
+.venv-torchft/installed: tests/hosts/compared/requirements.txt
+	[ -d .venv-torchft ] || $(PYTHON) -m venv .venv-torchft
+	.venv-torchft/bin/python -m pip install --quiet '$(TORCH)' numpy
+	.venv-torchft/bin/python -m pip install --quiet -r tests/hosts/compared/requirements.txt
+	touch $@
 
 # Whether training under DADT ends where training without it does: hours, the last part as root. What docs/results holds is not repeated.
 convergence: .venv/testable
