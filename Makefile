@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Python files take effect at once; these need an install.
 BUILT := pyproject.toml $(wildcard CMakeLists.txt) $(shell find csrc -type f)
 
-.PHONY: demo check test test-slow test-gpu machines browser figures faults faults-compared chaos soak convergence lint format docs native clean
+.PHONY: demo check test test-slow test-gpu machines browser figures faults faults-compared chaos soak min-np-cost convergence lint format docs native clean
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -65,6 +65,15 @@ faults: .venv/testable machines
 # 230 faults in jobs that train on without what they lose: half an hour.
 chaos: .venv/testable machines
 	PYTHONPATH=tests $(BIN)/python -m hosts.chaos --write docs/results/chaos.md
+
+# 100,000 steps that lose a worker every two minutes, and what processes hold meanwhile: a quarter of an hour or more.
+soak: .venv/testable
+	$(BIN)/python -m benchmarks.soak --write docs/results/soak.md
+
+# What a step costs with --min-np while nothing fails: a quarter of an hour.
+min-np-cost: .venv/testable
+	$(BIN)/dadt bench mlp -np 4 --executor shm --sweep min_np=0,2 --rounds 40 --steps 3 --json docs/results/min-np-shm.json
+	$(BIN)/dadt bench mlp -np 4 --executor gloo --sweep min_np=0,2 --rounds 40 --steps 3 --json docs/results/min-np-gloo.json
 
 # What DADT, torchrun and torchft do after the same faults: half an hour.
 faults-compared: .venv/testable .venv-torchft/installed machines

@@ -32,7 +32,7 @@ model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.L
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
 data = torch.utils.data.TensorDataset(torch.randn(3200, 16), torch.randint(4, (3200,)))
 loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
-step, steps = 0, int(sys.argv[1])
+step, steps, begun = 0, int(sys.argv[1]), False
 if os.path.exists("soak.pt"):
     state = torch.load("soak.pt", weights_only=True)
     model.load_state_dict(state["model"]); optimizer.load_state_dict(state["optimizer"]); step = state["step"]
@@ -41,6 +41,8 @@ while step < steps:
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
+        if not begun: print("trains as", os.getpid(), flush=True)
+        begun = True
         step += 1
         if step == steps: break
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, "soak.pt")
@@ -50,7 +52,7 @@ print("weights", step, digest, flush=True)
 """
 RANKS, LEAST = 4, 2
 WARMUP = 20.0
-"""Seconds of a process's life that do not count."""
+"""Seconds of training that do not count."""
 SAMPLES = 9
 """A process needs as many afterwards, so that its thirds have a median."""
 SHARE, MEBIBYTES = 0.05, 2.0
@@ -79,12 +81,14 @@ class Life:
     """One process from its first sample to its last."""
 
     role: str
-    began: float
+    began: float | None = None
+    """When it took its first step; of others than workers, when one of these did."""
     samples: list[tuple[float, Sample]] = field(default_factory=list)
 
     @property
     def counted(self) -> list[Sample]:
-        return [sample for at, sample in self.samples if at >= self.began + WARMUP]
+        since = float("inf") if self.began is None else self.began + WARMUP
+        return [sample for at, sample in self.samples if at >= since]
 
     def thirds(self, measure: str) -> tuple[float, float]:
         """Medians of the first and the last third."""
@@ -133,10 +137,16 @@ class Soak:
     end: str = ""
     """Why the job did not end well; empty if it did."""
 
-    def look(self, launcher: psutil.Process) -> None:
-        for role, process in processes(launcher):
+    def look(self, launcher: psutil.Process, logs: str) -> None:
+        """logs: what the workers have printed so far."""
+        training = set(map(int, re.findall(r"trains as (\d+)", logs)))
+        found = list(processes(launcher))
+        job_trains = any(process.pid in training for _, process in found)
+        for role, process in found:
             try:
-                life = self.lives.setdefault((process.pid, process.create_time()), Life(role, time.monotonic()))
+                life = self.lives.setdefault((process.pid, process.create_time()), Life(role))
+                if life.began is None and (process.pid in training if role == "worker" else job_trains):
+                    life.began = time.monotonic()
                 life.samples.append((time.monotonic(), sampled(process)))
             except psutil.Error:
                 continue  # it has just ended
@@ -160,7 +170,7 @@ class Soak:
 
 def soak(steps: int, every: float, options: Sequence[str], interval: float = 2.0) -> Soak:
     """every: seconds between two losses. interval: seconds between two samples."""
-    found, chance, begin = Soak(), random.Random(0), time.monotonic()
+    found, begin = Soak(), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="dadt-soak-") as name:
         folder = Path(name)
         (folder / "soak.py").write_text(SCRIPT)
@@ -176,11 +186,11 @@ def soak(steps: int, every: float, options: Sequence[str], interval: float = 2.0
             "--output",
             "rank0",
         ]
-        command += ["--max-restarts", "100000", *options, "soak.py", str(steps)]
+        command += ["--output", "rank0", "--max-restarts", "100000", *options, "soak.py", str(steps)]
         with (folder / "said").open("w+") as said:
             job = subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT)
             try:
-                _watch(found, job, chance, every, interval)
+                _watch(found, job, folder, every, interval)
             finally:
                 job.terminate()
                 job.wait(60)
@@ -188,7 +198,7 @@ def soak(steps: int, every: float, options: Sequence[str], interval: float = 2.0
             text = said.read()
         found.losses = len(re.findall(r"training goes on without it", text))
         found.restarts = len(re.findall(r": restart \d+ of", text))
-        logs = "".join(path.read_text() for path in folder.glob("dadt-logs/*/rank*.log"))
+        logs = _logs(folder)
     found.seconds = time.monotonic() - begin
     digests = re.findall(rf"weights {steps} (\w+)", logs)
     if job.returncode or len(set(digests)) != 1:
@@ -196,10 +206,10 @@ def soak(steps: int, every: float, options: Sequence[str], interval: float = 2.0
     return found
 
 
-def _watch(found: Soak, job: subprocess.Popen[bytes], chance: random.Random, every: float, interval: float) -> None:
-    launcher, lost = psutil.Process(job.pid), time.monotonic()
+def _watch(found: Soak, job: subprocess.Popen[bytes], folder: Path, every: float, interval: float) -> None:
+    launcher, lost, chance = psutil.Process(job.pid), time.monotonic(), random.Random(0)
     while job.poll() is None:
-        found.look(launcher)
+        found.look(launcher, _logs(folder))
         workers = [process for role, process in processes(launcher) if role == "worker"]
         if time.monotonic() > lost + every and len(workers) >= LEAST:
             os.kill(chance.choice(workers).pid, signal.SIGKILL)
@@ -210,18 +220,24 @@ def _watch(found: Soak, job: subprocess.Popen[bytes], chance: random.Random, eve
             continue
 
 
+def _logs(folder: Path) -> str:
+    return "".join(path.read_text() for path in folder.glob("dadt-logs/*/rank*.log"))
+
+
 def page(found: Soak, steps: int, every: float, options: Sequence[str]) -> str:
+    given = " ".join(["--min-np", str(LEAST), *options])
     lines = [
         "# Soak: a long training that keeps losing workers",
         "",
-        f"Made on {date.today()} with `make soak`, on a shared virtual machine of {os.cpu_count()} cores: {steps:,} steps",
-        f"of a tiny model by {RANKS} workers on one host, `--min-np {LEAST}{''.join(' ' + each for each in options)}`, in",
-        f"{found.seconds:,.0f} s. Every {every:g} s a worker was killed: training went on {found.losses} times, and the job",
-        f"started again {found.restarts} times, once fewer than {LEAST} were left.",
+        f"Made on {date.today()} with `make soak`, on a shared virtual machine of {os.cpu_count()} cores:",
+        f"{steps:,} steps of a tiny model by {RANKS} workers on one host, `{given}`, in {found.seconds:,.0f} s.",
+        f"Every {every:g} s a worker was killed: training went on {found.losses} times, and the job started again",
+        f"{found.restarts} times, once fewer than {LEAST} were left.",
         "",
-        f"For each process: the median of the first and the last third of its samples, without its first {WARMUP:g} s. Memory",
-        f"may grow by {SHARE:.0%} and {MEBIBYTES:g} MiB, nothing else may grow. The table has the medians over processes, and the",
-        "most by which one has grown.",
+        "For each process: the median of the first and the last third of its samples, from",
+        f"{WARMUP:g} s after the first step on. Memory may grow by {SHARE:.0%} and {MEBIBYTES:g} MiB, nothing else",
+        "may. Pages that processes share count in pss by their share, so it grows where processes end. The table has",
+        "the medians over processes, and the most by which one has grown.",
         "",
         "| Process | lives | Figure | first third | last third | most growth |",
         "|---|---|---|---|---|---|",

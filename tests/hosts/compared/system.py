@@ -67,7 +67,7 @@ def torchrun(network: Network, processes: Processes) -> None:
     for host in network.hosts:
         places = ["--nnodes", "1:2", "--nproc-per-node", "2", "--local-addr", host.address]
         command = [Path(sys.executable).with_name("torchrun"), *places, *meet, *RESTARTS, SCRIPTS / "ddp.py"]
-        # Else workers meet in the agents' store under the number of the restart, of which agents may have different ones.
+        # Else workers meet under the number of the restart, of which the two agents may have different ones.
         processes.start(host, command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
 
 
