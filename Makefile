@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Python files take effect at once; these need an install.
 BUILT := pyproject.toml $(wildcard CMakeLists.txt) $(shell find csrc -type f)
 
-.PHONY: demo check test test-slow test-gpu machines browser figures faults chaos convergence lint format docs native clean
+.PHONY: demo check test test-slow test-gpu machines browser figures faults faults-compared chaos soak min-np-cost convergence lint format docs native clean
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -62,9 +62,28 @@ figures: .venv/testable machines
 faults: .venv/testable machines
 	PYTHONPATH=tests $(BIN)/python tests/hosts/faults.py --write docs/results/faults.md
 
-# 200 faults in jobs that train on without what they lose: half an hour.
+# 230 faults in jobs that train on without what they lose: half an hour.
 chaos: .venv/testable machines
-	PYTHONPATH=tests $(BIN)/python tests/hosts/chaos.py --write docs/results/chaos.md
+	PYTHONPATH=tests $(BIN)/python -m hosts.chaos --write docs/results/chaos.md
+
+# 100,000 steps that lose a worker every two minutes, and what processes hold meanwhile: a quarter of an hour or more.
+soak: .venv/testable
+	$(BIN)/python -m benchmarks.soak --write docs/results/soak.md
+
+# What a step costs with --min-np while nothing fails: a quarter of an hour.
+min-np-cost: .venv/testable
+	$(BIN)/dadt bench mlp -np 4 --executor shm --sweep min_np=0,2 --rounds 40 --steps 3 --json docs/results/min-np-shm.json
+	$(BIN)/dadt bench mlp -np 4 --executor gloo --sweep min_np=0,2 --rounds 40 --steps 3 --json docs/results/min-np-gloo.json
+
+# What DADT, torchrun and torchft do after the same faults: half an hour.
+faults-compared: .venv/testable .venv-torchft/installed machines
+	PYTHONPATH=tests $(BIN)/python -m hosts.compared --write docs/results/faults-compared.md
+
+.venv-torchft/installed: tests/hosts/compared/requirements.txt
+	[ -d .venv-torchft ] || $(PYTHON) -m venv .venv-torchft
+	.venv-torchft/bin/python -m pip install --quiet '$(TORCH)' numpy
+	.venv-torchft/bin/python -m pip install --quiet -r tests/hosts/compared/requirements.txt
+	touch $@
 
 # Whether training under DADT ends where training without it does: hours, the last part as root. What docs/results holds is not repeated.
 convergence: .venv/testable

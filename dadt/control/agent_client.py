@@ -170,7 +170,8 @@ class Control:
         """Wait until local rank 0 has written the file `count` times.
 
         Returns "there" if it has. Returns "write" if local rank 0 has written another file in its number-th save, went
-        past `step`, ended, or took longer than `timeout` seconds: the caller then writes the file itself.
+        past `step`, ended, or took longer than `timeout` seconds: the caller then writes the file itself. Returns
+        "yours" if the caller has taken the place of local rank 0, which was lost.
         """
         answer = self._ask("await_save", timeout, path=path, count=count, number=number, step=step)
         return str(answer["verdict"])

@@ -226,7 +226,7 @@ ANSWERS = Speaker(
         "taken": Kind({}),
         "peers": Kind({"peers": listed(_member, MOST_RANKS)}),
         "reconnect": Kind({"anew": flag, "text": text(TEXT)}),
-        "saved": Kind({"verdict": one_of("there", "write")}),
+        "saved": Kind({"verdict": one_of("there", "write", "yours")}),
         "error": Kind({"type": one_of("DadtError", "StartTimeout", "PeerLost"), "message": text(1 << 22)}),
         "death": DEATH,
         "regroup": REGROUP,

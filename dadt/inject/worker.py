@@ -101,10 +101,10 @@ def _install_around(runtime: Runtime) -> None:
     if not runtime.alone:
         loader.install(runtime, streams)
         overlay = files.install(runtime)
-        saving.install(runtime, overlay)
+        saver = saving.install(runtime, overlay)
+        runtime.on_regroup.append(lambda: saver.take_over() if runtime.first else None)
         if overlay is not None:
             runtime.progress.files_apart = lambda: overlay.written
-            runtime.on_regroup.append(lambda: overlay.take_over() if runtime.first else None)
         download.install(runtime, overlay)
 
 

@@ -17,11 +17,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
+from harness import cgroup
+from harness.cgroup import memory_limit
+from harness.disk import small_disk
 from harness.machine import Machine, Network, await_that, missing
 from harness.run import DADT, left_of
 
@@ -48,16 +51,23 @@ NOWHERE = "lladdr 02:00:00:00:00:99 dev eth0 nud permanent"
 STEPPED_SECONDS = 15.0
 """How long a job goes on after a step of the clock: longer than each of its waits."""
 TELL_LETTERS = 220
-CGROUP = Path(f"/sys/fs/cgroup/memory/dadt-faults-{os.getpid()}")
 
 
 class Job:
     """A running job of two or more ranks, all of which train."""
 
     def __init__(
-        self, folder: Path, place: str, arguments: Sequence[str], variables: Mapping[str, str], network: Network | None
+        self,
+        folder: Path,
+        place: str,
+        arguments: Sequence[str],
+        variables: Mapping[str, str],
+        network: Network | None,
+        stack: ExitStack,
     ) -> None:
+        """stack: what a fault has changed is undone when it closes."""
         self.folder = folder
+        self.stack = stack
         (folder / "clock").write_text("+0")
         self.network = network
         (folder / "train.py").write_text(SCRIPT)
@@ -214,16 +224,10 @@ def mpi() -> str:
     return "" if shutil.which("mpirun") else "no mpirun here"
 
 
-def memory_cgroup() -> str:
-    return "" if os.access(CGROUP.parent, os.W_OK) else "no memory cgroup can be made here"
-
-
 def out_of_memory(job: Job) -> None:
     """The job goes into a cgroup that has not enough for what rank 1 then takes."""
-    CGROUP.mkdir(exist_ok=True)
-    (CGROUP / "memory.limit_in_bytes").write_text(str(256 << 20))
-    for pid in (job.agent(0), job.worker(0), job.worker(1)):
-        (CGROUP / "cgroup.procs").write_text(str(pid))
+    limit = job.stack.enter_context(memory_limit(f"dadt-faults-{os.getpid()}", 256))
+    limit.take([job.agent(0), job.worker(0), job.worker(1)])
     job.strike("taken = bytearray(os.urandom(1 << 20) * 1024)")
 
 
@@ -278,7 +282,7 @@ def faults() -> Iterator[Fault]:
     brief = for_a_while(4, stop, send(signal.SIGCONT))
     yield Fault("SIGSTOP of a worker for 4 s", HERE, "gloo", brief, "", 0)
     yield Fault("EMFILE in a worker", HERE, "gloo", script(TAKE), r"Too many open files", 1)
-    yield Fault("no memory, in a cgroup", HERE, "gloo", out_of_memory, "lack of memory", 137, needs=memory_cgroup)
+    yield Fault("no memory, in a cgroup", HERE, "gloo", out_of_memory, "lack of memory", 137, needs=cgroup.missing)
     yield Fault("a full disk for logs", HERE, "gloo", fill_disk, "No space left", 0, ("--log-dir", "disk"))
     yield Fault("kill -9 of the agent", HERE, "gloo", lambda job: os.kill(job.agent(0), 9), "agent .* was killed", 3)
     still = for_a_while(4, lambda job: os.kill(job.agent(0), 19), lambda job: os.kill(job.agent(0), 18))
@@ -335,7 +339,12 @@ def try_out(fault: Fault) -> Row:
         if "disk" in fault.arguments:
             stack.enter_context(small_disk(folder / "disk"))
         job = Job(
-            folder, fault.place, ["--executor", fault.executor, *fault.arguments], fault.variables(folder), network
+            folder,
+            fault.place,
+            ["--executor", fault.executor, *fault.arguments],
+            fault.variables(folder),
+            network,
+            stack,
         )
         stack.callback(job.process.kill)
         begin = time.monotonic()
@@ -347,16 +356,6 @@ def try_out(fault: Fault) -> Row:
         if not fault.told:
             line = next((line for at, line in job.lines if at >= begin and "warning" in line), "")
         return Row(fault, line.strip(), at - begin if at else None, over, code, job.left())
-
-
-@contextmanager
-def small_disk(path: Path) -> Iterator[None]:
-    path.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", path], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", path], check=True)
 
 
 def page(rows: Sequence[Row]) -> str:
@@ -406,8 +405,6 @@ def main() -> None:
         came = row.skipped or (row.line, row.told, row.over, row.code, row.left)
         verdict = "as expected" if row.as_expected else "NOT as expected"
         print(f"{title}: {verdict}: {came}", file=sys.stderr, flush=True)
-    if CGROUP.exists():
-        CGROUP.rmdir()
     print(page(rows))
     if options.write:
         options.write.write_text(page(rows))

@@ -36,6 +36,7 @@ class Control(Protocol):
 
     def saved(self, path: str, count: int, number: int) -> None: ...
     def await_save(self, path: str, count: int, number: int, step: int, timeout: float) -> str: ...
+    def peers(self) -> list[dict[str, Any]]: ...
 
 
 class SavingRank(Rank, Protocol):
@@ -63,6 +64,7 @@ class Saver:
         self.overlay = overlay
         self._counts: Counter[str] = Counter()
         self._missed: set[str] = set()
+        self._first = runtime.first
         self._number = 0
         """How many saves this rank has begun: each is the others' of the same number, if the paths are alike."""
         self._thread = threading.local()
@@ -95,29 +97,36 @@ class Saver:
 
         return save
 
+    def take_over(self) -> None:
+        """From now on this rank writes for good, in place of the first of its host, which has left its last file half
+        written."""
+        self._first = True
+        if self.overlay is not None:
+            self.overlay.take_over()
+        for folder in {Path(target).parent for target in self._counts}:
+            for local_rank in range(self.runtime.world.local_rank):
+                for half in folder.glob(f"{self._mark(local_rank)}*"):
+                    shutil.rmtree(half, ignore_errors=True)
+
     def _save(self, f: str, write: Write) -> Any:
         self._number += 1
         private = self.overlay.written_apart(f) if self.overlay is not None else None
-        if self.overlay is not None and private is not None:
-            # In a folder that this rank alone has, such as one named by time, no other rank writes.
-            if not self.overlay.is_private(str(Path(private).parent)):
-                target = _target(f)
-                if target is None:
-                    return write(f)
-                if self._is_saved(target):
-                    return self.overlay.reveal(private)
+        # In a folder that this rank alone has, such as one named by time, no other rank writes.
+        alone = private is not None and self.overlay is not None and self.overlay.is_private(str(Path(private).parent))
+        target = None if alone else _target(f)
+        if target is None and not alone:
+            return write(f)
+        count = self._count(target) if target is not None else None
+        if target is not None and not self._first and self._is_saved(target, count):
+            return self.overlay.reveal(private) if self.overlay is not None and private is not None else None
+        if self.overlay is not None and private is not None and not self._first:
             path = Path(self.overlay.place(private))
             with self.overlay.real():
                 return write_beside(path, self._mark(), write)
-        target = _target(f)
-        if target is None:
-            return write(f)
-        first = self.runtime.first
-        if not first and self._is_saved(target):
-            return None
+        assert target is not None
         result = write_beside(target, self._mark(), write)
-        if first:
-            self._tell(target)
+        if self._first and count is not None and self.runtime.control is not None:
+            self.runtime.control.saved(str(target), count, self._number)
         return result
 
     def _count(self, target: Path) -> int | None:
@@ -128,18 +137,12 @@ class Saver:
         self._counts[str(target)] += 1
         return self._counts[str(target)]
 
-    def _tell(self, target: Path) -> None:
-        count = self._count(target)
-        if count is not None and self.runtime.control is not None:
-            self.runtime.control.saved(str(target), count, self._number)
-
-    def _is_saved(self, target: Path) -> bool:
+    def _is_saved(self, target: Path, count: int | None) -> bool:
         """Whether the first local rank saves the file, too; then it is there."""
-        count = self._count(target)
         if count is None or self.runtime.control is None:
             return False
         saved = self._appears(self.runtime.control, target, count)
-        if not saved:
+        if not (saved or self._first):
             self._missed.add(str(target))
         return saved
 
@@ -150,15 +153,16 @@ class Saver:
         is writing by now, it is not waited for long. Should it only be late, the file is written twice.
         """
         number, step = self._number, self.runtime.step
-        if not self.runtime.together or str(target) in self._missed:
-            return control.await_save(str(target), count, number, step, timeout=0.0) == "there"
-        end = time.monotonic() + self.runtime.config.timeout
+        patient = self.runtime.together and str(target) not in self._missed
+        end = time.monotonic() + (self.runtime.config.timeout if patient else 0.0)
         while True:
             patience = min(PATIENCE_SECONDS, max(end - time.monotonic(), 0.0))
-            if control.await_save(str(target), count, number, step, timeout=patience) == "there":
-                return True
-            if time.monotonic() >= end or not self._is_writing(target):
-                return False
+            verdict = control.await_save(str(target), count, number, step, timeout=patience)
+            if verdict == "yours":
+                self.take_over()
+            if verdict != "write" or time.monotonic() >= end or not self._is_writing(target):
+                return verdict == "there"
+            control.peers()  # tells the launcher that this rank waits for another
 
     def _is_writing(self, target: Path) -> bool:
         folders = target.parent.glob(f"{self._mark(0)}*")
@@ -202,8 +206,9 @@ def write_beside(target: Path, mark: str, write: Write) -> Any:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def install(runtime: SavingRank, overlay: Overlay | None = None) -> None:
-    saving = Saver(runtime, overlay).saving
+def install(runtime: SavingRank, overlay: Overlay | None = None) -> Saver:
+    saver = Saver(runtime, overlay)
+    saving = saver.saving
     torch.save = torch.serialization.save = saving(torch.save)
     torch.jit.save = saving(torch.jit.save)
     scripted: Any = getattr(torch.jit, "RecursiveScriptModule")  # noqa: B009
@@ -221,3 +226,4 @@ def install(runtime: SavingRank, overlay: Overlay | None = None) -> None:
     after_import("torch.export", export)
     after_import("tokenizers", tokenizers)
     after_import("safetensors.torch", safetensors)
+    return saver

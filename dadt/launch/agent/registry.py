@@ -81,7 +81,8 @@ class WorkerRegistry:
     first: int = 0
     """Local rank of the first one, which writes files for good."""
     first_ended: bool = False
-    """Whether it has ended, so that it will write no more files."""
+    """Whether it has ended well, so that nobody writes files any more. After another end the job ends, or the next one
+    takes its place."""
     inquiries: list[Inquiry] = field(default_factory=list)
     """Stacks for which the launcher waits."""
     regrouped: Frame | None = None
@@ -183,6 +184,8 @@ class WorkerRegistry:
         for wait in waits:
             if self.saves.get(wait.path, 0) >= wait.count:
                 self.answer(wait.line.number, Frame("saved", {"verdict": "there"}))
+            elif self.ranks[wait.line.rank] == self.first:
+                self.answer(wait.line.number, Frame("saved", {"verdict": "yours"}))
             elif wait.number in self.numbered or self.first_ended or step > wait.step or now >= wait.deadline:
                 self.answer(wait.line.number, Frame("saved", {"verdict": "write"}))
             else:

@@ -1,0 +1,51 @@
+"""`make chaos` (as root)."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from harness.machine import missing
+from hosts.chaos.page import page
+from hosts.chaos.trial import Row, drawn, try_out
+
+AT_ONCE = 4
+"""Jobs that run at the same time."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="hosts.chaos", description="Faults in jobs with --min-np, drawn by seed.")
+    parser.add_argument("--seeds", default="0-229", metavar="N-M")
+    parser.add_argument("--only", default="", metavar="TEXT", help="of the faults, by what is in name or training")
+    parser.add_argument("--at-once", type=int, default=AT_ONCE, metavar="N", help="jobs at the same time")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the table there, too")
+    options = parser.parse_args()
+    if reason := missing():
+        sys.exit(reason)
+    first, last = map(int, options.seeds.split("-"))
+    seeds = [seed for seed in range(first, last + 1) if options.only in _title(seed)]
+    rows: list[Row] = []
+    with ThreadPoolExecutor(options.at_once) as pool:
+        for row in pool.map(try_out, seeds):
+            rows.append(row)
+            verdict = row.skipped or ("kept" if row.kept else "NOT kept")
+            came = f"{sorted(row.survivors)}, code {row.code}, told {row.told}, back {row.went_on}"
+            came += f", equal {row.equal}, saved {row.saved}, left {row.left}"
+            text = [] if row.kept else [row.text]
+            print(f"{_title(row.seed)}: {verdict}: {came}", *text, sep="\n", file=sys.stderr, flush=True)
+    table = page(rows, options.at_once)
+    print(table)
+    if options.write:
+        options.write.write_text(table)
+    sys.exit(not all(row.kept for row in rows))
+
+
+def _title(seed: int) -> str:
+    kind, training, _ = drawn(seed)
+    return f"{seed}: {kind.name} ({training.name})"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""One fault of one job, and what came of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from harness.disk import small_disk
+from harness.host_run import HostRun
+from harness.machine import Network, await_that
+from hosts.chaos.kind import KINDS, LOGS, Kind
+from hosts.chaos.struck import OPTIONS, RANKS, SAVES, SCRIPT, STEPS, TRAININGS, WAITS, Struck, Training
+
+SECONDS = 90.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was promised, and what came."""
+
+    seed: int
+    kind: Kind
+    training: Training
+    promised: frozenset[int] = frozenset()
+    """Ranks that train to the end."""
+    survivors: frozenset[int] = frozenset()
+    code: int = -1
+    equal: bool = False
+    """Whether they have trained as many steps as without the fault, to weights as the training promises them."""
+    saved: bool = False
+    """Whether the script's file holds the weights of a survivor."""
+    told: float | None = None
+    """Seconds from the fault until the last loss was told."""
+    went_on: float | None = None
+    """Seconds from then until training went on."""
+    left: Sequence[str] = ()
+    text: str = ""
+    skipped: str = ""
+    """Why it was not tried."""
+
+    @property
+    def kept(self) -> bool:
+        came = self.promised == self.survivors and self.code == 0 and self.equal and self.saved and not self.left
+        return bool(self.skipped) or (came and self.kind.tells in self.text)
+
+
+def drawn(seed: int) -> tuple[Kind, Training, random.Random]:
+    chance = random.Random(seed)
+    kind = KINDS[seed % len(KINDS)]
+    return kind, chance.choice([each for each in TRAININGS if each.hosts >= kind.hosts]), chance
+
+
+def try_out(seed: int) -> Row:
+    kind, training, chance = drawn(seed)
+    if reason := kind.needs():
+        return Row(seed, kind, training, skipped=reason)
+    with tempfile.TemporaryDirectory(prefix="dadt-chaos-") as name, ExitStack() as stack:
+        folder = Path(name)
+        (folder / "network").mkdir()
+        (folder / SAVES).mkdir()
+        if kind.disk:
+            stack.enter_context(small_disk(folder / LOGS))
+        network = Network(folder / "network", training.hosts)
+        stack.callback(network.close)
+        return _try_out(seed, kind, training, chance, network, stack)
+
+
+def _try_out(
+    seed: int, kind: Kind, training: Training, chance: random.Random, network: Network, stack: ExitStack
+) -> Row:
+    folder = network.folder.parent
+    step = chance.randint(5, 120)
+    logs = folder / (LOGS if kind.disk else "dadt-logs")
+    options = [*OPTIONS, *WAITS, *training.arguments, "--log-dir", str(logs)]
+    hosts = ["-np", "4", "-H", network.list(len(RANKS) // training.hosts)]
+    run = HostRun(network, folder, SCRIPT, [*hosts, *options, "train.py", str(step)], {})
+    try:
+        await_that(lambda: all((folder / f"here{rank}").exists() for rank in RANKS), f"step {step}", SECONDS)
+        job = Struck(network, folder, seed, chance, stack)
+        job.pause(chance.uniform(0.0, 0.02))  # so that it strikes anywhere in a step
+        at = time.time()
+        lost = kind.strike(job)
+        result = run.finish()
+    except (subprocess.TimeoutExpired, AssertionError) as error:
+        return Row(seed, kind, training, text=f"it hangs: {error}")
+    finally:
+        run.process.kill()
+    for heal in job.healing:
+        heal()
+    for machine in network.all:
+        network.heal(machine)
+    found = {
+        int(m[1]): (int(m[2]), m[3]) for m in re.finditer(r"\[(\d)(?: \w+)?\] weights (\d+) (\w+)", result.out.decode())
+    }
+    digests = {digest for _, digest in found.values()}
+    told, went_on = _times(logs / result.job / "events.jsonl", at)
+    return Row(
+        seed=seed,
+        kind=kind,
+        training=training,
+        promised=frozenset(RANKS - lost),
+        survivors=frozenset(found),
+        code=result.code,
+        equal=all(steps == STEPS for steps, _ in found.values()) and (len(digests) == 1 or not training.equal),
+        saved=_saved(folder / SAVES / "model.pt") in digests,
+        told=told,
+        went_on=went_on,
+        left=_left(network, folder, job.dark),
+        text=result.err,
+    )
+
+
+def _times(events: Path, at: float) -> tuple[float | None, float | None]:
+    """Until the last loss was told, and from then until training went on, as far as the disk had room for it."""
+    lines = [json.loads(line) for line in events.read_text().splitlines() if line.endswith("}")]
+    told = [event["time"] for event in lines if event["kind"] == "regroup"]
+    ons = [event["time"] for event in lines if event["kind"] == "said" and "train on from step" in event["text"]]
+    return max(told) - at if told else None, max(ons) - max(told) if told and ons else None
+
+
+def _saved(path: Path) -> str:
+    """The digest of the weights in a file of the last step."""
+    content = torch.load(path, weights_only=True) if path.exists() else {"step": 0}
+    if content["step"] != STEPS:
+        return f"of step {content['step']}"
+    return hashlib.sha256(b"".join(t.numpy().tobytes() for t in content["model"].values())).hexdigest()
+
+
+def _left(network: Network, folder: Path, dark: str) -> list[str]:
+    """Processes and files, once they have had some seconds to go."""
+    machines = [machine for machine in network.all if machine.name != dark]
+
+    def looked() -> list[str]:
+        saves = [f"{SAVES}: {path.name}" for path in (folder / SAVES).iterdir() if path.name != "model.pt"]
+        return [*(left for machine in machines for left in machine.leftovers()), *saves]
+
+    deadline = time.monotonic() + 20.0
+    while (found := looked()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return found
