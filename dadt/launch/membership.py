@@ -195,8 +195,11 @@ class Membership:
         """Lose the ranks for which all others wait too long. Where every rank waits, a way between hosts may be cut:
         lose one of them."""
         here = self._here
-        silent = [gauge.member for gauge in here if not self._waits(gauge)]
         since = time.monotonic() - self._patience
+        if self._replacements is not None:
+            self._give_up_held(here, since)
+            return
+        silent = [gauge.member for gauge in here if not self._waits(gauge)]
         waits = any(gauge.waits and not gauge.member.finished for gauge in here)
         if not waits and not any(request.begun < since for request in self._requests.values()):
             return  # at the end of training a rank may take its time
@@ -210,6 +213,15 @@ class Membership:
             if (cut := self._silences.cut_off(places, since)) is not None:
                 place, why = cut
                 self._kill([gauge.rank for gauge in here if self._slots[gauge.rank].cross_rank == place], why)
+
+    def _give_up_held(self, here: Sequence[Gauge], since: float) -> None:
+        """Where no rank waits for another, lose those that are stopped for too long, and those that make no step while
+        all others are at their end."""
+        others_ended = sum(gauge.member.finished for gauge in here)
+        for member in [gauge.member for gauge in here if not gauge.member.finished and gauge.member.seen < since]:
+            if member.held or 0 < others_ended == len(here) - 1:
+                why = f"rank {member.rank} ({member.place}) was silent for {self._patience:g} s"
+                self._kill([member.rank], why + (f", {HELD[member.condition]}" if member.held else ""))
 
     def _connect_anew(self, now: float) -> None:
         """Have all ranks connect anew where a connection has failed, every rank waits, and nothing is known to be

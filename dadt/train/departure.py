@@ -132,11 +132,12 @@ class Departure(Registry):
         """The last averages, each rank when it is there. Where ranks are lost meanwhile, all that are left average once
         more: nobody knows who has done so already."""
         with self.reconnection.within():
-            while not self._arrived:
+            while True:
                 try:
                     for callback in self.on_end:
                         callback()
                     self._arrive()
+                    return
                 except CommError as error:
                     self.regroup(error)
 

@@ -107,7 +107,7 @@ class Peers:
         self._abort: Abort = lambda reason, lost: None
         self._told: set[str] = set()
         self._stall = Stall(config, world.rank, control, self._tell_stall)
-        self.reconnection = Reconnection(self, REGROUP_SECONDS, config.start_timeout)
+        self.reconnection = Reconnection(self, config.timeout + config.start_timeout)
 
     @property
     def step(self) -> int:

@@ -30,14 +30,14 @@ class Reconnection:
     `within` again.
     """
 
-    def __init__(self, rank: Rank, begins: float, most: float) -> None:
-        """begins: seconds from what a library notices until the launcher tells of it. most: seconds that connecting
-        may take."""
+    def __init__(self, rank: Rank, most: float) -> None:
+        """most: seconds that connecting may take."""
         self._rank = rank
-        self._begins = begins
         self._most = most
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+        self._failure: CommError | None = None
+        """Why to connect anew, where no rank is known to be lost."""
         self._error: Exception | None = None
         self._closed = False
         self._count = 0
@@ -46,19 +46,20 @@ class Reconnection:
         """How often when the training thread began what it does with all ranks."""
         self.pause = Pause()
 
-    def begin(self) -> None:
-        """Does not wait."""
+    def begin(self, failure: CommError | None = None) -> None:
+        """Does not wait. failure: that of a connection, where no rank is known to be lost."""
         with self._changed:
             if self._thread is None and not self._closed:
+                self._failure = failure
                 self._thread = threading.Thread(target=self._run, name="dadt-reconnection", daemon=True)
                 self._thread.start()
-            self._changed.notify_all()
 
     def _run(self) -> None:
         while True:
             try:
-                while self._rank.outdated:
-                    self._rank.connect_anew(PeerLost("ranks have ended"))
+                while self._rank.outdated or self._failure is not None:
+                    error, self._failure = self._failure or PeerLost("ranks have ended"), None
+                    self._rank.connect_anew(error)
                     self._count += 1
             except Exception as error:  # noqa: BLE001 (raised on the training thread)
                 self._error = error
@@ -88,19 +89,16 @@ class Reconnection:
 
     def wait(self, error: CommError) -> None:
         """What the training thread did with all ranks has failed: wait until it can begin anew. Raises the error where
-        no loss of ranks explains it."""
+        that cannot be."""
         before = self._within
+        if self._count == before:
+            self.begin(error)
         with self._changed:
-
-            def connected() -> bool:
-                return self._thread is None and not self._rank.outdated and self._count != before
-
-            begun = self._changed.wait_for(lambda: self._thread is not None or connected(), self._begins)
-            done = begun and self._changed.wait_for(lambda: self._thread is None, self._most)
-            if self._error is not None:
-                raise self._error
-            if not (done and connected()):
-                raise error
+            self._changed.wait_for(lambda: self._thread is None, self._most)
+        if self._error is not None:
+            raise self._error
+        if self._thread is not None or self._count == before:
+            raise error
         self._within = self._count
 
     def close(self) -> None:

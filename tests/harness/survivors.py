@@ -62,6 +62,19 @@ with open("log.txt", "a") as file:
 print("ends with", hashlib.sha256(weights).hexdigest(), flush=True)
 """
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+CUT = """
+import socket
+for fd in map(int, os.listdir("/proc/self/fd")):
+    try:
+        mine = socket.socket(fileno=os.dup(fd))
+        if mine.family == socket.AF_INET and mine.type == socket.SOCK_STREAM:
+            mine.getpeername()  # the library listens, too
+            mine.shutdown(socket.SHUT_RDWR)
+        mine.close()
+    except OSError:
+        pass
+""".replace("\n", "\n    ")
+"""Each connection over the network ends, as by a reset, and the processes go on."""
 OPTIONS = ["-np", "3", "--min-np", "1", "--warmup-steps", "10"]
 
 

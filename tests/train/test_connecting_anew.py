@@ -6,21 +6,8 @@ import json
 import re
 
 import pytest
-from harness.survivors import OPTIONS, run, script, survivors
+from harness.survivors import CUT, OPTIONS, run, script, survivors
 
-CUT = """
-import socket
-for fd in map(int, os.listdir("/proc/self/fd")):
-    try:
-        mine = socket.socket(fileno=os.dup(fd))
-        if mine.family == socket.AF_INET and mine.type == socket.SOCK_STREAM:
-            mine.getpeername()  # the library listens, too
-            mine.shutdown(socket.SHUT_RDWR)
-        mine.close()
-    except OSError:
-        pass
-""".replace("\n", "\n    ")
-"""Each connection over the network ends, as by a reset, and the processes go on."""
 FAIL = """
     from dadt.inject import worker
     worker.runtime.engine.abort("broken for the test")

@@ -27,7 +27,7 @@ def held():
     status = open("/proc/self/status").read()
     maps = open("/proc/self/maps").read().splitlines()
     return {{
-        "generation": worker.runtime._generation,
+        "generation": worker.runtime.generation,
         "threads": threading.active_count(),
         "kernel's threads": len(os.listdir("/proc/self/task")),
         "descriptors": len(os.listdir("/proc/self/fd")),
@@ -47,7 +47,7 @@ for _ in range(4):
 for generation in range({GENERATIONS}):
     if rank == generation % 2:
         worker.runtime.engine.abort("broken for the test")
-    while worker.runtime._generation <= generation:
+    while worker.runtime.generation <= generation:
         step()
     step()
     if rank == 0:

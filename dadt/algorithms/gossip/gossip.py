@@ -18,7 +18,6 @@ from dadt.algorithms.gossip.pairing import Pairing
 from dadt.comm.compression import CODECS
 from dadt.errors import ConfigError
 from dadt.train.algorithm import Algorithm
-from dadt.train.peers import REGROUP_SECONDS
 
 if TYPE_CHECKING:
     from dadt.train.attachment import Attachment
@@ -75,8 +74,9 @@ class Gossip(Algorithm):
     def before_step(self) -> None:
         runtime = self.attachment.runtime
         with runtime.deaths.naming():
-            # Where ranks were lost, it is connected anew in the background.
-            self._pairing.check(REGROUP_SECONDS if runtime.survives else 0.0)
+            self._pairing.check(survives=runtime.survives)
+        if runtime.survives and (error := self._pairing.failure) is not None:
+            runtime.reconnection.begin(error)
         runtime.reconnection.pause.begin()
 
     def after_step(self) -> None:

@@ -20,7 +20,7 @@ from dadt.algorithms.gossip.powergossip import PowerGossip
 from dadt.algorithms.gossip.snapshot import WeightSnapshot
 from dadt.algorithms.gossip.topology import asks, neighbours, partner
 from dadt.comm.compression import CODECS
-from dadt.errors import CommTimeout
+from dadt.errors import CommError, CommTimeout
 
 if TYPE_CHECKING:
     from dadt.comm.executors.base import PointToPoint
@@ -30,6 +30,8 @@ _LATE_SECONDS = 1.0
 """The least that an answer may take before somebody else is asked as well."""
 _LATE_TIMES = 3.0
 """The same, in terms of what it usually takes."""
+_EXPLAIN_SECONDS = 1.0
+"""How long it may take from a failed message until the loss of the rank that has caused it is told."""
 _STOP_SECONDS = 5.0
 """Seconds that threads may take to end, once nothing is to be waited for."""
 
@@ -136,10 +138,16 @@ class Pairing:
             self._fresh = True
         self._ask()
 
-    def check(self, patience: float = 0.0) -> None:
-        """Raise what has ended a thread, at least so many seconds ago."""
-        if self._error is not None and monotonic() - self._failed >= patience:
+    def check(self, *, survives: bool) -> None:
+        """Raise what has ended a thread. survives: it is connected anew where messages have failed."""
+        if self._error is not None and not (survives and isinstance(self._error, CommError)):
             raise self._error
+
+    @property
+    def failure(self) -> CommError | None:
+        """What has ended its messages, some time ago."""
+        explained = monotonic() - self._failed >= _EXPLAIN_SECONDS
+        return self._error if isinstance(self._error, CommError) and explained else None
 
     def retire(self) -> None:
         """Ask nobody any more; go on answering. Any thread, at any time: takes no lock."""
@@ -161,7 +169,7 @@ class Pairing:
             if thread.is_alive():
                 mine, other = self._members[self._group.rank], self._members[peer]
                 raise CommTimeout(f"rank {mine} waited {self._timeout:g} s for rank {other} at the end of a gossip")
-        self.check()
+        self.check(survives=False)
 
     def stop(self) -> None:
         """End the threads, after the end or a failure, which has ended all messages."""

@@ -57,12 +57,16 @@ class Training:
 
 TRAININGS = [
     Training(
-        " ".join([algorithm, executor, *more[1:]]), ("--algorithm", algorithm, "--executor", executor, *more), hosts
+        " ".join([algorithm, executor, *more[1:]]),
+        ("--algorithm", algorithm, "--executor", executor, *more),
+        hosts,
+        equal=algorithm in ("pipe", "sync"),
     )
-    for algorithm in ("pipe", "sync")
+    for algorithm in ("pipe", "sync", "local", "gossip")
     for executor, hosts in (("gloo", 2), ("hierarchical", 2), ("shm", 1))
     for more in ([], ["--compression", "int8"])
-    if not (more and executor == "shm")
+    # Where no rank waits for another, nobody is lost with a link: each trains on with those that it reaches.
+    if not (more and executor == "shm") and (algorithm != "gossip" or hosts == 1)
 ]
 
 

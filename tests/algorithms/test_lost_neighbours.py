@@ -6,6 +6,7 @@ import json
 import re
 
 import pytest
+from harness.survivors import CUT
 
 TRAIN = """
 import hashlib, os, re, signal, sys, time, torch
@@ -16,7 +17,7 @@ faults = [fault.split(":") for fault in sys.argv[1].split(",")]
 
 def comes(step, where):
     if [str(rank), str(step), where] in faults:
-        os.kill(os.getpid(), signal.SIGKILL)
+        FAULT
 
 def net(*widths):
     layers = [torch.nn.Sequential(torch.nn.Linear(a, b), torch.nn.BatchNorm1d(b)) for a, b in zip(widths, widths[1:])]
@@ -60,6 +61,7 @@ step = 60
 comes(step, "end")
 worker.runtime.on_end += [lambda: comes(60, "gone"), tell]
 """
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 OPTIONS = ["-np", "3", "--min-np", "1", "--warmup-steps", "5"]
 LOCAL = ["--algorithm", "local", "--sync-every", "6"]
 
@@ -71,8 +73,8 @@ def ends(result) -> dict[int, str]:
     return {int(words[0].strip("[")[0]): words[-1] for words in lines}
 
 
-def train(launch, faults: str, *options: str, two: bool = False, late: int = -1):
-    script = TRAIN.replace("TWO", str(two)).replace("LATE", str(late))
+def train(launch, faults: str, *options: str, two: bool = False, late: int = -1, fault: str = KILL):
+    script = TRAIN.replace("TWO", str(two)).replace("LATE", str(late)).replace("FAULT", fault)
     return launch(script, *OPTIONS, *options, "train.py", faults)
 
 
@@ -138,6 +140,16 @@ def test_neighbours_that_are_left_gossip_on(launch, faults: str, left: set[int],
     weights = ends(result)
     assert weights.keys() == left
     assert len(set(weights.values())) == 1
+
+
+@pytest.mark.parametrize("faults", ["1:20:forward", "0:60:end"])
+def test_neighbours_whose_connection_fails_connect_anew(launch, faults: str) -> None:
+    cut = CUT.replace("\n", "\n    ")
+    result = train(launch, faults, "--algorithm", "gossip", "--executor", "gloo", fault=cut)
+    weights = ends(result)
+    assert weights.keys() == {0, 1, 2}
+    assert len(set(weights.values())) == 1
+    assert ": all ranks connect anew" in result.err
 
 
 JOIN = """
