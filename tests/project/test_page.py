@@ -175,8 +175,8 @@ def make_what_it_names(given: list[str], folder: Path) -> None:
             (folder / word).write_text("host1 slots=2\n")
         elif option == "--config":
             (folder / word).write_text("warmup-steps: 50\n")
-        elif option == "--no-python":
-            (folder / word).write_text("#!/bin/sh\n")
+        elif option in ("--no-python", "--host-discovery-script"):
+            (folder / word).write_text("#!/bin/sh\necho host1:8\n")
             (folder / word).chmod(0o755)
         elif word.endswith((".py", ".sh")):
             (folder / word).parent.mkdir(parents=True, exist_ok=True)

@@ -39,6 +39,7 @@ class Steps:
 
     def __init__(self, engine: _core.Engine, background: Background | None) -> None:
         self.engine, self.device, self.background = engine, None, background
+        self.members = range(1)
         self._random = torch.Generator().manual_seed(0)
         self._parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((24, 16), (16,), (8, 24))]
         self._schema = BucketPlan(self._parameters, [], 1600, turns=2, compression="powersgd:2")

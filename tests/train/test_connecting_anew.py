@@ -23,7 +23,7 @@ def weights(result) -> str:
     return digest
 
 
-@pytest.mark.parametrize("algorithm", ["pipe", "sync"])
+@pytest.mark.parametrize("algorithm", ["pipe", pytest.param("sync", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("faults", "executor"),
     [

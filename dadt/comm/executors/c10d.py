@@ -237,7 +237,11 @@ class C10d:
         self._check()
         if self._device is not None:
             return self._keep(self._receive(tensor, peer, tag))
-        message = Message(self._waiters, self._letters.receive(tensor, peer, tag), peer, tensor, tensor)
+        try:
+            letter = self._letters.receive(tensor, peer, tag)
+        except RuntimeError as error:  # as in `send`
+            raise PeerLost(f"a message was not received: {error}") from error
+        message = Message(self._waiters, letter, peer, tensor, tensor)
         message.begin()
         return self._keep(message)
 

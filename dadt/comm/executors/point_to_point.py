@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from dadt.comm.keepalive import KeepAlive
+from dadt.errors import PeerLost
 
 if TYPE_CHECKING:
     import torch
@@ -18,12 +21,15 @@ class SharedMemoryMessages:
     def __init__(self, mailbox: _core.Mailbox) -> None:
         self._mailbox = mailbox
         self._kept = KeepAlive(lambda: False)  # the core leaves the memory of what has failed alone
+        self._closed = False
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> _core.P2PWork:
-        return self._keep(self._mailbox.send(*_memory(tensor), peer, tag), tensor)
+        with self._open():
+            return self._keep(self._mailbox.send(*_memory(tensor), peer, tag), tensor)
 
     def receive(self, tensor: torch.Tensor, peer: int | None, tag: int = 0) -> _core.P2PWork:
-        return self._keep(self._mailbox.receive(*_memory(tensor), -1 if peer is None else peer, tag), tensor)
+        with self._open():
+            return self._keep(self._mailbox.receive(*_memory(tensor), -1 if peer is None else peer, tag), tensor)
 
     def abort(self) -> None:
         """Here and on the peers."""
@@ -31,7 +37,18 @@ class SharedMemoryMessages:
 
     def close(self) -> None:
         """Fail all that is not done."""
+        self._closed = True
         self._mailbox.close()
+
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        """Raises PeerLost where another thread has ended the connection meanwhile."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self._closed:
+                raise PeerLost(f"no message is sent or received any more: {error}") from error
+            raise
 
     def _keep(self, transit: _core.P2PWork, tensor: torch.Tensor) -> _core.P2PWork:
         self._kept.add(transit, tensor)
