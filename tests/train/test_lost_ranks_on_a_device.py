@@ -76,7 +76,8 @@ FAIL = """
         ("0:30:exchange", [], KILL, {1, 2}),
         ("2:30:backward", ["--compression", "int8"], KILL, {0, 1}),
         ("1:30:backward,2:31:forward", [], KILL, {0}),
-        ("1:30:exchange", ["--timeout", "6"], FAIL, {0, 1, 2}),  # of which one may wait in the library
+        # One of them may wait in the library, and what stands for it does not always give up in time.
+        pytest.param("1:30:exchange", ["--timeout", "6"], FAIL, {0, 1, 2}, marks=pytest.mark.slow),
     ],
     ids=["early", "first", "compressed", "one is left", "connection"],
 )

@@ -24,6 +24,7 @@ def await_all(runtime: Peers, tag: int) -> None:
     where each rank is, PeerLost.
     """
     mail, group = runtime.mail, runtime.group
+    runtime.reconnection.check()  # a note that has come on a new connection comes once only
     note = torch.zeros(group.world_size, dtype=torch.int64, device="cpu")
     if group.rank:
         transits = [mail.send(note[:1], 0, tag), mail.receive(note[1:2], 0, tag)]
