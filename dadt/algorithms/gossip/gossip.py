@@ -57,7 +57,8 @@ class Gossip(Algorithm):
         config = runtime.config
         check_copies(config.compression, config.topology, runtime.world.world_size)
         self._stepped = runtime.step
-        self._pairing = Pairing(runtime.mail, runtime.group, config.topology, tag, config.timeout, config.compression)
+        place = runtime.mail, runtime.group, runtime.members
+        self._pairing = Pairing(*place, config.topology, tag, config.timeout, config.compression)
         runtime.progress.senders.append(self._pairing)
         # The optimizer may be collected long before the end, on each rank when it likes.
         weakref.finalize(attachment.optimizer, self._pairing.forsake).atexit = False

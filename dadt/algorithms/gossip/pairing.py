@@ -43,8 +43,16 @@ class Pairing:
     """
 
     def __init__(
-        self, mail: PointToPoint, world: World, topology: str, tag: int, timeout: float, compression: str = "none"
+        self,
+        mail: PointToPoint,
+        group: World,
+        members: Sequence[int],
+        topology: str,
+        tag: int,
+        timeout: float,
+        compression: str = "none",
     ) -> None:
+        """mail, group, members: as of `connect`."""
         self.ages: Counter[int] = Counter()
         """Exchanges whose difference has reached the live weights, by how many steps these had made meanwhile."""
         self.asked = 0
@@ -75,7 +83,7 @@ class Pairing:
         self._retired = self._forsaken = False
         self._sent_before = (0, 0)
         """To neighbours of earlier connections."""
-        self.connect(mail, world, range(world.world_size))
+        self.connect(mail, group, members)
 
     def connect(self, mail: PointToPoint, group: World, members: Sequence[int]) -> None:
         """Average with the neighbours in this group, whose messages go this way from now on. Those of before have
