@@ -7,6 +7,7 @@ import select
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,9 @@ class Control:
         self.world = world
         self._reports = reports
         self._pulse = pulse
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._unsent: deque[bytes] = deque()
+        self._sending = False
         self._pid = os.getpid()
         self._reported = 0.0
         self.generation = 0
@@ -206,11 +209,19 @@ class Control:
         self._check_process()
         data = _checked(Frame(kind, {"rank": self.world.rank, "pid": self._pid, **header})).encode()
         with self._lock:
+            self._unsent.append(data)
+            if self._sending:  # a signal's handler speaks in the midst of a report, which sends this one, too
+                return
+            self._sending = True
             try:
-                if not droppable or select.select([], [self._reports], [], 0.0)[1]:
-                    self._reports.sendall(data)
+                if droppable and not select.select([], [self._reports], [], 0.0)[1]:
+                    self._unsent.remove(data)
+                while self._unsent:
+                    self._reports.sendall(self._unsent.popleft())
             except OSError as error:
                 raise _gone(self.world.agent, error) from error
+            finally:
+                self._sending = False
 
     def _ask(self, kind: str, timeout: float, body: bytes = b"", **header: Any) -> Frame:
         self._check_process()

@@ -282,3 +282,24 @@ def test_the_secret_is_the_jobs_own_and_stands_in_no_environment(launch):
     )
     jobs = [{line.split()[-1] for line in launch(script).out.decode().splitlines()} for _ in range(2)]
     assert [len(each) for each in jobs] == [1, 1] and jobs[0] != jobs[1]
+
+
+def test_a_signals_handler_may_speak_in_the_midst_of_a_report(launch):
+    script = HEAD + (
+        "import signal\n"
+        "said = []\n"
+        "def speak(number, frame):\n"
+        "    said.append(f'handler {len(said)}'); control.say(said[-1])\n"
+        "signal.signal(signal.SIGALRM, speak)\n"
+        "signal.setitimer(signal.ITIMER_REAL, 0.001, 0.0005)\n"
+        "number = 0\n"
+        "while len(said) < 300:\n"
+        "    control.say(f'report {number}'); number += 1\n"
+        "signal.setitimer(signal.ITIMER_REAL, 0)\n"
+        "print('said', number, len(said))\n"
+    )
+    result = launch(script, "-np", "1", "train.py")
+    assert result.code == 0, result.err
+    reports, handlers = map(int, result.out.split()[-2:])
+    assert [f"report {n}" in result.err for n in range(min(reports, 1000))] == [True] * min(reports, 1000)
+    assert [f"handler {n}" in result.err for n in range(handlers)] == [True] * handlers

@@ -113,7 +113,6 @@ def test_a_worker_without_a_handler_is_not_killed_by_the_signal(start) -> None:
     assert last_line(result).endswith("preempted; ranks 0 and 1 went on and were stopped (exit code 75)")
 
 
-@pytest.mark.slow  # it waited in vain for the checkpoint once, on a machine with other work
 def test_told_twice_means_at_once(start) -> None:
     run = begin(start, "--grace", "300", after="time.sleep(600)")
     for _ in range(2):  # the first two are one
