@@ -264,9 +264,9 @@ class Job:
             return
         member = self._rendezvous.members[frame["rank"]]
         why = f"rank {member.rank} ({member.place}) failed with {record.brief}"
-        if (
-            member.step > 0 and self._termination.goes_on and self._membership.lose([member.rank], why)
-        ):  # before that all ranks are about to do the same
+        # At first all ranks are about to have the same error, and what they do differently all are told.
+        alike = not member.joined and (member.step <= 0 or record.type == "Mismatch")
+        if not alike and self._termination.goes_on and self._membership.lose([member.rank], why):
             self._membership.expect_end(member.rank)
         elif not member.lost:
             self._termination.fail_by(EXIT_SECONDS)

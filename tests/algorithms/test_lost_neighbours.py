@@ -201,3 +201,11 @@ def test_a_new_worker_takes_a_neighbours_weights_and_state(launch, tmp_path, exe
     assert not (tmp_path / "of_the_new.pt").exists()
     events = [json.loads(line) for line in (result.logs / result.job / "events.jsonl").read_text().splitlines()]
     assert [event["rank"] for event in events if event["kind"] == "join"] == [0]
+
+
+def test_a_new_worker_that_fails_at_once_ends_nothing(launch) -> None:
+    fails = 'if joins and step == 0:\n        subprocess.run(["touch", enough], check=True); raise ValueError("new")'
+    script = JOIN.replace("    optimizer.step()\n", f"    {fails}\n    optimizer.step()\n")
+    result = launch(script, "-np", "3", "--min-np", "1", "--algorithm", "gossip", "--executor", "shm", "train.py")
+    assert "failed with ValueError: new" in result.err
+    assert ends(result).keys() == {1, 2}

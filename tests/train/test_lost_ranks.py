@@ -122,6 +122,14 @@ def test_a_mistake_in_the_script_is_no_loss(launch) -> None:
     assert "goes on" not in result.err
 
 
+def test_ranks_that_do_not_take_the_same_steps_are_no_loss(launch) -> None:
+    text = script("optimizers[0].step = lambda: None  # in this step and all that follow")
+    result = launch(text, *OPTIONS, "--algorithm", "sync", "train.py", "1:30:exchange")
+    assert result.code == 1, result.err
+    assert "Mismatch" in result.err
+    assert "goes on" not in result.err
+
+
 def test_a_script_with_ranks_of_its_own_is_refused(launch) -> None:
     result = launch("import torch, dadt\ndadt.init()", "-np", "2", "--min-np", "1", "train.py")
     assert result.code == 2
