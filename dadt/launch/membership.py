@@ -120,6 +120,7 @@ class Membership:
 
     def exited(self, member: Member, goes_on: bool) -> None:
         """Its process has ended. goes_on: nothing has ended the job so far."""
+        self._overdue.pop(member.rank, None)  # else a new worker in its place would be killed
         if self._replacements is not None and goes_on and member.lost and not self._at_end:
             self._replacements.exited(member)
 
