@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from harness.survivors import CUT
+from harness.survivors import CUT, KILL, KILL_ONCE_DELIVERED, lacks
 
 TRAIN = """
 import hashlib, os, re, signal, sys, time, torch
@@ -28,17 +28,8 @@ model, other = net(16, 32, 4), net(4, 8, 16)
 optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, other)[: 1 + TWO]]
 
 from dadt.inject import worker
-from dadt.errors import PeerLost
 step = 0
-
-def wait(work, ordinary=worker.runtime.wait):
-    ordinary(work)
-    what = "buffers" if step == 60 else "bucket"
-    if rank == 1 and step == LATE and what in work.name:  # which the others have had by now
-        while not worker.runtime.deaths.outdated:
-            time.sleep(0.01)
-        raise PeerLost("told before it was done")
-worker.runtime.wait = wait
+LACKS
 
 def tell():
     tensors = [*model.state_dict().values(), *(other.state_dict().values() if TWO else [])]
@@ -61,8 +52,8 @@ step = 60
 comes(step, "end")
 worker.runtime.on_end += [lambda: comes(60, "gone"), tell]
 """
-KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 OPTIONS = ["-np", "3", "--min-np", "1", "--warmup-steps", "5"]
+ONCE_DELIVERED = KILL_ONCE_DELIVERED.replace("\n", "\n    ")
 LOCAL = ["--algorithm", "local", "--sync-every", "6"]
 
 
@@ -73,8 +64,9 @@ def ends(result) -> dict[int, str]:
     return {int(words[0].strip("[")[0]): words[-1] for words in lines}
 
 
-def train(launch, faults: str, *options: str, two: bool = False, late: int = -1, fault: str = KILL):
-    script = TRAIN.replace("TWO", str(two)).replace("LATE", str(late)).replace("FAULT", fault)
+def train(launch, faults: str, *options: str, two: bool = False, late: int = 0, fault: str = KILL):
+    lacked = lacks(late, "buffers" if late == 60 else "bucket") if late else ""
+    script = TRAIN.replace("TWO", str(two)).replace("LACKS", lacked).replace("FAULT", fault)
     return launch(script, *OPTIONS, *options, "train.py", faults)
 
 
@@ -110,15 +102,15 @@ def test_rounds_of_several_optimizers(launch) -> None:
     assert len(set(weights.values())) == 1
 
 
-@pytest.mark.parametrize(("late", "fault"), [(4, "2:5:forward"), (19, "2:20:forward"), (19, "2:21:step")])
-def test_a_rank_that_lacks_an_average_takes_what_others_have_made_of_it(launch, late: int, fault: str) -> None:
-    weights = ends(train(launch, fault, *LOCAL, "--outer-momentum", "0.5", late=late))
+@pytest.mark.parametrize(("late", "faults"), [(4, "2:5:forward"), (19, "2:20:forward"), (19, "2:21:step")])
+def test_a_rank_that_lacks_an_average_takes_what_others_have_made_of_it(launch, late: int, faults: str) -> None:
+    weights = ends(train(launch, faults, *LOCAL, "--outer-momentum", "0.5", late=late, fault=ONCE_DELIVERED))
     assert weights.keys() == {0, 1}
     assert len(set(weights.values())) == 1
 
 
 def test_others_have_left_after_the_last_average(launch) -> None:
-    result = train(launch, "2:60:gone", *LOCAL, late=60)
+    result = train(launch, "2:60:gone", *LOCAL, late=60, fault=ONCE_DELIVERED)
     assert 0 in ends(result)
     assert "without rank 2: 60 steps" in result.err
 

@@ -62,6 +62,26 @@ with open("log.txt", "a") as file:
 print("ends with", hashlib.sha256(weights).hexdigest(), flush=True)
 """
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+LACKS = """
+import subprocess
+from dadt.inject import worker
+from dadt.errors import PeerLost
+
+def wait(work, ordinary=worker.runtime.wait):
+    ordinary(work)
+    if rank == 1 and step == LATE and "WHAT" in work.name:
+        subprocess.run(["touch", "delivered"], check=True)  # what Python writes here stays apart
+        while not worker.runtime.deaths.outdated:
+            time.sleep(0.01)
+        raise PeerLost("told before it was done")
+worker.runtime.wait = wait
+"""
+"""Rank 1 hears of a loss when the others have had an average already, and it has not."""
+KILL_ONCE_DELIVERED = f"""
+while not os.path.exists("delivered"):
+    time.sleep(0.01)
+{KILL}
+""".replace("\n", "\n    ")
 CUT = """
 import socket
 for fd in map(int, os.listdir("/proc/self/fd")):
@@ -81,6 +101,11 @@ OPTIONS = ["-np", "3", "--min-np", "1", "--warmup-steps", "10"]
 def script(fault: str = KILL, *, two: bool = False, workers: int = 0) -> str:
     """fault: what befalls a rank. two: it has two optimizers. workers: of its DataLoader."""
     return TRAIN.replace("TWO", str(two)).replace("WORKERS", str(workers)).replace(KILL, fault)
+
+
+def lacks(late: int, what: str = "bucket") -> str:
+    """late: the step in which rank 1 waits for it. what: in the name of what it lacks."""
+    return LACKS.replace("LATE", str(late)).replace("WHAT", what)
 
 
 def run(

@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 from harness.run import DADT, SECONDS
-from harness.survivors import OPTIONS, run, script, survivors
+from harness.survivors import KILL_ONCE_DELIVERED, OPTIONS, lacks, run, script, survivors
 
 from dadt.config import Config
 from dadt.errors import ConfigError
@@ -85,27 +85,14 @@ def test_a_host_is_lost_and_the_others_train_on(launch) -> None:
     assert len(set(survivors(result).values())) == 1
 
 
-def test_a_rank_that_lacks_an_average_takes_the_others_weights(launch) -> None:
-    late = """
-from dadt.inject import worker
-from dadt.errors import PeerLost
-ordinary = torch.nn.Module.__call__
-
-def wait(work, ordinary=worker.runtime.wait):
-    ordinary(work)
-    if rank == 1 and step == 29 and "bucket" in work.name:  # which the others have had by now
-        while not worker.runtime.deaths.outdated:
-            time.sleep(0.01)
-        raise PeerLost("told before it was done")
-worker.runtime.wait = wait
-"""
-    text = script().replace("\nstep = 0\n", late + "\nstep = 0\n")
-    # The exchange that is late is the last one that the lost rank has begun: no later one comes to its end without it.
-    for algorithm, fault in (("pipe", "2:29:exchange"), ("sync", "2:30:forward")):
-        result = launch(text, *OPTIONS, "--algorithm", algorithm, "train.py", fault)
-        assert result.code == 0, result.err
-        assert survivors(result).keys() == {0, 1}
-        assert len(set(survivors(result).values())) == 1
+# The exchange that is late is the last one that the lost rank has begun: no later one comes to its end without it.
+@pytest.mark.parametrize(("algorithm", "faults"), [("pipe", "2:29:exchange"), ("sync", "2:30:forward")])
+def test_a_rank_that_lacks_an_average_takes_the_others_weights(launch, algorithm: str, faults: str) -> None:
+    text = script(KILL_ONCE_DELIVERED).replace("\nstep = 0\n", lacks(29) + "\nstep = 0\n")
+    result = launch(text, *OPTIONS, "--algorithm", algorithm, "train.py", faults)
+    assert result.code == 0, result.err
+    assert survivors(result).keys() == {0, 1}
+    assert len(set(survivors(result).values())) == 1
 
 
 def test_too_few_are_left(launch) -> None:
