@@ -44,6 +44,8 @@ class World:
     """How often the job has been started again."""
     joins: bool = False
     """It was started in a running job, in place of a worker that was lost."""
+    generation: int = 0
+    """How often ranks of this world were lost, or have joined."""
     launcher: str = ""
     """The launcher (a key of LAUNCHERS) that started this worker; empty for `dadt run`."""
 
@@ -81,9 +83,9 @@ class World:
             )
         return cls()
 
-    def among(self, members: Sequence[int]) -> World:
+    def among(self, members: Sequence[int], generation: int) -> World:
         """The same worker in a world of these ranks, numbered in their order."""
-        return replace(self, rank=members.index(self.rank), world_size=len(members))
+        return replace(self, rank=members.index(self.rank), world_size=len(members), generation=generation)
 
     def to_env(self) -> dict[str, str]:
         return {

@@ -45,8 +45,6 @@ class Control:
         self._sending = False
         self._pid = os.getpid()
         self._reported = 0.0
-        self.generation = 0
-        """The generation of ranks that this one is in: the launcher answers no question of an older one."""
         self.secret = b""
         """The job's secret, known once the rank is claimed."""
         self._listener: threading.Thread | None = None
@@ -79,22 +77,24 @@ class Control:
         """
         self.secret = self._ask("claim", 0.0).body
 
-    def exchange(self, key: str, blob: bytes, timeout: float) -> list[bytes]:
+    # Of `exchange`, `put`, `get` and `reconnect` the launcher answers none that an older generation of ranks asks.
+
+    def exchange(self, key: str, blob: bytes, timeout: float, generation: int = 0) -> list[bytes]:
         """All-gather: every rank's blob for the key, by rank. Each key may be used once per job.
 
         Raises StartTimeout after `timeout` seconds, or as soon as a missing rank has exited; the message names the
         missing ranks and how far they came.
         """
-        return _parts(self._ask("exchange", timeout, blob, key=key))
+        return _parts(self._ask("exchange", timeout, blob, key=key, generation=generation))
 
-    def put(self, key: str, blob: bytes) -> None:
+    def put(self, key: str, blob: bytes, generation: int = 0) -> None:
         """Store a blob for any rank that asks for the key. Raises DadtError if the key was put before, or if this rank
         has put too many bytes."""
-        self._ask("put", 0.0, blob, key=key)
+        self._ask("put", 0.0, blob, key=key, generation=generation)
 
-    def get(self, keys: Sequence[str], timeout: float) -> list[bytes]:
+    def get(self, keys: Sequence[str], timeout: float, generation: int = 0) -> list[bytes]:
         """The blobs under the keys; waits for those not put yet. Raises StartTimeout as `exchange` does."""
-        return _parts(self._ask("get", timeout, keys=list(keys)))
+        return _parts(self._ask("get", timeout, keys=list(keys), generation=generation))
 
     def say(self, text: str, level: str = "info") -> None:
         """Have the launcher print `dadt: text`, once however many ranks say it. level: info or warning."""
@@ -155,10 +155,10 @@ class Control:
         ranks: list[dict[str, Any]] = self._ask("peers", 0.0)["peers"]
         return ranks
 
-    def reconnect(self, text: str, timeout: float) -> tuple[bool, str]:
+    def reconnect(self, text: str, timeout: float, generation: int) -> tuple[bool, str]:
         """Ask that all ranks connect anew, as this one's connection has failed with the error in the text. Waits until
         the launcher knows whether they do. Returns that, and why not: empty if the error says all."""
-        answer = self._ask("reconnect", timeout, text=text[: schema.TEXT])
+        answer = self._ask("reconnect", timeout, text=text[: schema.TEXT], generation=generation)
         return answer["anew"], answer["text"]
 
     def dump(self) -> None:
@@ -225,9 +225,8 @@ class Control:
 
     def _ask(self, kind: str, timeout: float, body: bytes = b"", **header: Any) -> Frame:
         self._check_process()
-        mine = {"rank": self.world.rank, "pid": self._pid, "generation": self.generation}
-        told = {**mine, "timeout": timeout, **header}
-        question = _checked(Frame(kind, told, body))
+        mine = {"rank": self.world.rank, "pid": self._pid, "timeout": timeout}
+        question = _checked(Frame(kind, {**mine, **header}, body))
         deadline = time.monotonic() + timeout + ANSWER_SECONDS
         try:
             with _dial(self.world) as line:

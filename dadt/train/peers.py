@@ -70,8 +70,6 @@ class Peers:
         """This rank among those that train now; others may have been lost."""
         self.members: Sequence[int] = range(world.world_size)
         """The ranks of the group, in its order."""
-        self.generation = 0
-        """How often ranks were lost, or have joined."""
         self.first = world.local_rank == 0 and not world.joins
         """It is the first of its host, which writes files for good."""
         self.config = config
@@ -115,6 +113,11 @@ class Peers:
         return self.progress.step
 
     @property
+    def generation(self) -> int:
+        """How often ranks were lost, or have joined."""
+        return self.group.generation
+
+    @property
     def alone(self) -> bool:
         """A world of one: nothing is exchanged and nothing changes."""
         return self.world.world_size == 1
@@ -135,8 +138,9 @@ class Peers:
         return self.meet_within(self.config.start_timeout)
 
     def meet_within(self, seconds: float) -> Meet:
-        meet = AllRanks(self.group, self.control, seconds)
-        return meet if self.group is self.world else Apart(meet, f"generation {self.generation}")
+        group = self.group  # another thread may enter the next one
+        meet = AllRanks(group, self.control, seconds)
+        return Apart(meet, f"generation {group.generation}") if group.generation else meet
 
     @property
     def survives(self) -> bool:
@@ -167,11 +171,8 @@ class Peers:
             generation = self.deaths.enter(error, REGROUP_SECONDS)
         if self.world.rank not in generation.members:
             raise PeerLost(f"the others train on without this rank: {generation.text}") from error
-        self.generation = generation.number
         self.members, self.first = generation.members, self.world.rank in generation.firsts
-        self.group = self.world.among(self.members)
-        if isinstance(self.control, Control):
-            self.control.generation = generation.number
+        self.group = self.world.among(self.members, generation.number)
 
     def _may_have_passed(self, error: Exception) -> bool:
         """Whether the error says no more than that a connection has failed. Before the first step all ranks are about
@@ -183,7 +184,7 @@ class Peers:
     def _ask_to_reconnect(self, error: Exception) -> None:
         """Wait until all ranks are to connect anew. Raises the error where they are not."""
         assert isinstance(self.control, Control)  # there is an agent that tells of losses
-        anew, text = self.control.reconnect(str(error), self.config.timeout + REGROUP_SECONDS)
+        anew, text = self.control.reconnect(str(error), self.config.timeout + REGROUP_SECONDS, self.generation)
         if text:
             raise CommError(text) from error
         if not anew:

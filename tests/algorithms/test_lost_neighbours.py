@@ -134,6 +134,23 @@ def test_neighbours_that_are_left_gossip_on(launch, faults: str, left: set[int],
     assert len(set(weights.values())) == 1
 
 
+LATE = """
+from dadt.comm.executors.meet import AllRanks
+
+def exchange(meet, key, blob, ordinary=AllRanks.exchange):
+    while rank == 0 and key == "the end" and not worker.runtime.generation:
+        time.sleep(0.01)
+    return ordinary(meet, key, blob)
+AllRanks.exchange = exchange
+"""
+
+
+def test_a_rank_enters_the_next_generation_while_it_asks_for_the_end_of_this_one(launch) -> None:
+    script = TRAIN.replace("TWO", "False").replace("LACKS", LATE).replace("FAULT", KILL)
+    result = launch(script, *OPTIONS, "--algorithm", "gossip", "train.py", "1:60:gone")
+    assert ends(result).keys() == {0, 2}
+
+
 @pytest.mark.parametrize("faults", ["1:20:forward", "0:60:end"])
 def test_neighbours_whose_connection_fails_connect_anew(launch, faults: str) -> None:
     cut = CUT.replace("\n", "\n    ")

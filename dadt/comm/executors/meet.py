@@ -54,7 +54,7 @@ class Apart:
 
 @dataclass(frozen=True, slots=True)
 class AllRanks:
-    """The Meet of all ranks of a job, over this one's line to its agent."""
+    """The Meet of all ranks of a world, over this one's line to its agent."""
 
     world: World
     control: Control | StoreClient | None
@@ -66,13 +66,18 @@ class AllRanks:
         return b"" if self.control is None else self.control.secret
 
     def exchange(self, key: str, blob: bytes) -> list[bytes]:
-        return [blob] if self.world.world_size == 1 else self._line.exchange(key, blob, self.timeout)
+        return [blob] if self.world.world_size == 1 else self._line.exchange(key, blob, self.timeout, **self._of)
 
     def put(self, key: str, blob: bytes) -> None:
-        self._line.put(key, blob)
+        self._line.put(key, blob, **self._of)
 
     def get(self, keys: Sequence[str]) -> list[bytes]:
-        return self._line.get(keys, self.timeout)
+        return self._line.get(keys, self.timeout, **self._of)
+
+    @property
+    def _of(self) -> dict[str, int]:
+        """Ranks are lost only where agents tell of it."""
+        return {"generation": self.world.generation} if self.world.generation else {}
 
     @property
     def _line(self) -> Control | StoreClient:
