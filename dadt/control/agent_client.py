@@ -165,6 +165,11 @@ class Control:
         """Ask for every rank's Python stacks to be written beside its log."""
         self._report("dump")
 
+    def writes(self, path: str, mark: str) -> None:
+        """Report that this process writes in that folder, below names that begin with the mark, files that are not
+        whole yet. What is left there of one that is killed, the agent removes."""
+        self._report("writes", path=path, mark=mark)
+
     def saved(self, path: str, count: int, number: int) -> None:
         """Report that local rank 0 has written the file for the count-th time, which was its number-th save."""
         self._report("saved", path=path, count=count, number=number)

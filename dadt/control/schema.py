@@ -22,6 +22,7 @@ OUTPUT = 1 << 20
 """Most bytes of a worker's output or stacks in one frame."""
 MOST_RANKS = 1 << 20
 SIZE = re.compile(r"-?[0-9]{1,6}")
+MARK = re.compile(r"\.dadt-\w+(-[0-9]+){3}-")
 DEPTH = 6
 """Deepest nesting of values that are passed on unread."""
 
@@ -37,6 +38,10 @@ def number(value: Any) -> bool:
 
 def text(most: int = 4096) -> Check:
     return lambda value: isinstance(value, str) and len(value) <= most
+
+
+def matching(pattern: re.Pattern[str]) -> Check:
+    return lambda value: isinstance(value, str) and pattern.fullmatch(value) is not None
 
 
 def flag(value: Any) -> bool:
@@ -206,6 +211,7 @@ WORKER = Speaker(
         **_passed_on,
         "stacks": Kind({**_process, "path": PATH, "signal": SIGNAL}),
         "listen": Kind(_process),
+        "writes": Kind({**_process, "path": PATH, "mark": matching(MARK)}),
         "saved": Kind({**_process, "path": PATH, "count": COUNT, "number": COUNT}),
         "await_save": Kind({**_question, "path": PATH, "count": COUNT, "number": COUNT, "step": STEP}),
         "shim": Kind({**_process, "local_rank": RANK}),

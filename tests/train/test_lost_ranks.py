@@ -65,6 +65,29 @@ def test_what_the_first_rank_wrote_the_next_one_writes(launch, tmp_path) -> None
     assert (tmp_path / "log.txt").read_text() == "written by 1\n"
 
 
+IN_SAVE = """
+import pickle
+class Deadly:
+    def __reduce__(self):
+        assert list(Path("saved").glob(".dadt-*")), "nothing is half written"
+        os.kill(os.getpid(), signal.SIGKILL)
+torch.save({"weights": model.state_dict(), "also": Deadly() if rank == WHO else None}, "saved/model.pt")
+"""
+
+
+@pytest.mark.parametrize("options", [["--min-np", "1"], [], ["--files", "all", "--no-save-once"]])
+def test_nothing_is_left_of_a_file_that_a_killed_rank_has_half_written(launch, tmp_path, options: list[str]) -> None:
+    (tmp_path / "saved").mkdir()
+    who = "1" if "--no-save-once" in options else "0"
+    text = script().replace('torch.save(model.state_dict(), "model.pt")', IN_SAVE.replace("WHO", who))
+    text = text.replace("import hashlib", "from pathlib import Path\nimport hashlib")
+    result = launch(text, "-np", "3", "--warmup-steps", "10", *options, "train.py", "")
+    assert "killed by signal 9" in result.err
+    assert result.code == (0 if "--min-np" in options else 137), result.err
+    left = {path.name for path in (tmp_path / "saved").iterdir()}
+    assert left == {"model.pt"} if "--min-np" in options else left <= {"model.pt"}
+
+
 def test_the_report_has_who_was_lost(launch) -> None:
     result = run(launch, "1:30:forward")
     report = json.loads((result.logs / result.job / "report.json").read_text())

@@ -192,6 +192,9 @@ class StoreClient:
         """This rank's stacks, on stderr: nobody can ask the others for theirs, but those that wait do the same."""
         faulthandler.dump_traceback(all_threads=True)
 
+    def writes(self, path: str, mark: str) -> None:
+        """Nobody clears away after this rank."""
+
     def saved(self, path: str, count: int, number: int) -> None:
         """Local rank 0 has written the file for the count-th time, which was its number-th save."""
         self._use(lambda values: values.set(self._save_key(path, count), b"1"))

@@ -34,6 +34,7 @@ Write = Callable[[str], Any]
 class Control(Protocol):
     """The control channel, as saving needs it."""
 
+    def writes(self, path: str, mark: str) -> None: ...
     def saved(self, path: str, count: int, number: int) -> None: ...
     def await_save(self, path: str, count: int, number: int, step: int, timeout: float) -> str: ...
     def peers(self) -> list[dict[str, Any]]: ...
@@ -98,15 +99,10 @@ class Saver:
         return save
 
     def take_over(self) -> None:
-        """From now on this rank writes for good, in place of the first of its host, which has left its last file half
-        written."""
+        """From now on this rank writes for good, in place of the first of its host."""
         self._first = True
         if self.overlay is not None:
             self.overlay.take_over()
-        for folder in {Path(target).parent for target in self._counts}:
-            for local_rank in range(self.runtime.world.local_rank):
-                for half in folder.glob(f"{self._mark(local_rank)}*"):
-                    shutil.rmtree(half, ignore_errors=True)
 
     def _save(self, f: str, write: Write) -> Any:
         self._number += 1
@@ -124,6 +120,8 @@ class Saver:
             with self.overlay.real():
                 return write_beside(path, self._mark(), write)
         assert target is not None
+        if self.runtime.control is not None:
+            self.runtime.control.writes(str(target.parent), self._mark())
         result = write_beside(target, self._mark(), write)
         if self._first and count is not None and self.runtime.control is not None:
             self.runtime.control.saved(str(target), count, self._number)

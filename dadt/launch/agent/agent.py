@@ -335,8 +335,7 @@ class Agent:
 
     def _tell_end(self, rank: int, code: int, peak_memory: int) -> None:
         local_rank = self._ranks[rank]
-        if local_rank == self._roster.first:
-            self._roster.first_ended = code == 0
+        self._roster.ended(rank, code)
         step, _ = self._pulse.read(local_rank)
         ending = {
             "rank": rank,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -18,11 +19,13 @@ from dadt.errors import DadtError
 from dadt.launch.agent.dump import Inquiry
 from dadt.launch.processes import is_alive
 
-LOCAL = ("stacks", "saved", "await_save", "listen")
+LOCAL = ("stacks", "writes", "saved", "await_save", "listen")
 """Kinds that concern this host only; all others are forwarded to the launcher."""
 SHIMS = ("shim", "spawned", "unspawned", "ended")
 """Kinds that shims send, which speak of another process than their own."""
 STACKS_FILE = re.compile(r"stacks-[0-9]+")
+KEPT = 64
+"""Folders of each rank in which files may be left that are not whole."""
 UNSENT_LIMIT = 64 << 20
 """Most bytes of answers that a process may leave unread."""
 
@@ -73,6 +76,8 @@ class WorkerRegistry:
     """Rank to the pid that trains as it."""
     dumps: dict[int, tuple[int, int, Path]] = field(default_factory=dict)
     """Pid to its rank, its signal, and the file to which it then writes its stacks."""
+    written: dict[int, list[tuple[str, str]]] = field(default_factory=dict)
+    """Rank to the newest folders in which it writes files, and how their names begin before they are whole."""
     saves: dict[str, int] = field(default_factory=dict)
     """Path to how many times local rank 0 has written it."""
     numbered: set[int] = field(default_factory=set)
@@ -160,6 +165,14 @@ class WorkerRegistry:
         line.entrance.settle(line.socket)
         line.socket.close()
 
+    def ended(self, rank: int, code: int) -> None:
+        """A worker has exited, and writes no file to its end any more."""
+        if self.ranks[rank] == self.first:
+            self.first_ended = code == 0
+        for folder, mark in self.written.pop(rank, []):
+            for half in Path(folder).glob(f"{mark}*"):
+                shutil.rmtree(half, ignore_errors=True)
+
     @property
     def is_waited_for(self) -> bool:
         return bool(self.waits or self.inquiries)
@@ -212,6 +225,11 @@ class WorkerRegistry:
         line.listens = True
         if self.regrouped is not None:
             self.answer(line.number, self.regrouped)
+
+    def _writes(self, line: Line, frame: Frame) -> None:
+        where = frame["path"], frame["mark"]
+        others = [each for each in self.written.get(line.rank, []) if each != where]
+        self.written[line.rank] = [*others[1 - KEPT :], where]
 
     def _saved(self, line: Line, frame: Frame) -> None:
         self.numbered.add(frame["number"])

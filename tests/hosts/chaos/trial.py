@@ -9,7 +9,7 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +38,8 @@ class Row:
     equal: bool = False
     """Whether they have trained as many steps as without the fault, to weights as the training promises them."""
     saved: bool = False
-    """Whether the script's file holds the weights of a survivor."""
+    """Whether the script's file is of the last step, and holds the weights of a survivor; where ranks have weights of
+    their own, those of one that may have been lost after that step."""
     told: float | None = None
     """Seconds from the fault until the last loss was told."""
     went_on: float | None = None
@@ -112,7 +113,7 @@ def _try_out(
         survivors=frozenset(found),
         code=result.code,
         equal=all(steps == STEPS for steps, _ in found.values()) and (len(digests) == 1 or not training.equal),
-        saved=_saved(folder / SAVES / "model.pt") in digests,
+        saved=_saved(folder / SAVES / "model.pt", digests, any_rank=bool(lost) and not training.equal),
         told=told,
         went_on=went_on,
         left=_left(network, folder, job.dark),
@@ -128,12 +129,15 @@ def _times(events: Path, at: float) -> tuple[float | None, float | None]:
     return max(told) - at if told else None, max(ons) - max(told) if told and ons else None
 
 
-def _saved(path: Path) -> str:
-    """The digest of the weights in a file of the last step."""
+def _saved(path: Path, digests: Collection[str], *, any_rank: bool) -> bool:
+    """Whether the file is of the last step, and its weights are those of one of these digests, or any numbers."""
     content = torch.load(path, weights_only=True) if path.exists() else {"step": 0}
     if content["step"] != STEPS:
-        return f"of step {content['step']}"
-    return hashlib.sha256(b"".join(t.numpy().tobytes() for t in content["model"].values())).hexdigest()
+        return False
+    tensors = list(content["model"].values())
+    if any_rank:
+        return all(bool(t.isfinite().all()) for t in tensors)
+    return hashlib.sha256(b"".join(t.numpy().tobytes() for t in tensors)).hexdigest() in digests
 
 
 def _left(network: Network, folder: Path, dark: str) -> list[str]:

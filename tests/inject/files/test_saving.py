@@ -23,6 +23,9 @@ class Control:
         self.runtime = runtime
         self.folder = runtime.folder
 
+    def writes(self, path: str, mark: str) -> None:
+        pass
+
     def saved(self, path: str, count: int, number: int) -> None:
         (self.folder / f"saved-{os.path.basename(path)}-{count}").touch()
         (self.folder / f"saved-{number}").touch()
