@@ -22,7 +22,7 @@ OUTPUT = 1 << 20
 """Most bytes of a worker's output or stacks in one frame."""
 MOST_RANKS = 1 << 20
 SIZE = re.compile(r"-?[0-9]{1,6}")
-MARK = re.compile(r"\.dadt-\w+(-[0-9]+){3}-")
+MARK = re.compile(r"\.dadt-\w+(-[0-9]+){2}-")
 DEPTH = 6
 """Deepest nesting of values that are passed on unread."""
 

@@ -102,7 +102,7 @@ def _install_around(runtime: Runtime) -> None:
         loader.install(runtime, streams)
         overlay = files.install(runtime)
         saver = saving.install(runtime, overlay)
-        runtime.on_regroup.append(lambda: saver.take_over() if runtime.first else None)
+        runtime.on_regroup.append(saver.regrouped)
         if overlay is not None:
             runtime.progress.files_apart = lambda: overlay.written
         download.install(runtime, overlay)

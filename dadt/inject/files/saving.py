@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -53,6 +53,8 @@ class SavingRank(Rank, Protocol):
     def together(self) -> bool: ...
     @property
     def first(self) -> bool: ...
+    @property
+    def members(self) -> Sequence[int]: ...
     def show_true_weights(self) -> None: ...
 
 
@@ -65,6 +67,8 @@ class Saver:
         self.overlay = overlay
         self._counts: Counter[str] = Counter()
         self._missed: set[str] = set()
+        self._folders: set[Path] = set()
+        """Where this rank has written files for good."""
         self._first = runtime.first
         self._number = 0
         """How many saves this rank has begun: each is the others' of the same number, if the paths are alike."""
@@ -98,6 +102,18 @@ class Saver:
 
         return save
 
+    def regrouped(self) -> None:
+        """Ranks were lost. Where this one writes for good, it removes what those of a host without its agent have left
+        half written."""
+        if not self.runtime.first:
+            return
+        self.take_over()
+        for folder in self._folders:
+            for half in folder.glob(f"{self._marks}*"):
+                rank = half.name.removeprefix(self._marks).partition("-")[0]
+                if rank.isdecimal() and int(rank) not in self.runtime.members:
+                    shutil.rmtree(half, ignore_errors=True)
+
     def take_over(self) -> None:
         """From now on this rank writes for good, in place of the first of its host."""
         self._first = True
@@ -118,11 +134,12 @@ class Saver:
         if self.overlay is not None and private is not None and not self._first:
             path = Path(self.overlay.place(private))
             with self.overlay.real():
-                return write_beside(path, self._mark(), write)
+                return write_beside(path, self._mark, write)
         assert target is not None
+        self._folders.add(target.parent)
         if self.runtime.control is not None:
-            self.runtime.control.writes(str(target.parent), self._mark())
-        result = write_beside(target, self._mark(), write)
+            self.runtime.control.writes(str(target.parent), self._mark)
+        result = write_beside(target, self._mark, write)
         if self._first and count is not None and self.runtime.control is not None:
             self.runtime.control.saved(str(target), count, self._number)
         return result
@@ -163,14 +180,19 @@ class Saver:
             control.peers()  # tells the launcher that this rank waits for another
 
     def _is_writing(self, target: Path) -> bool:
-        folders = target.parent.glob(f"{self._mark(0)}*")
+        world = self.runtime.world
+        folders = target.parent.glob(f"{self._marks}{world.rank - world.local_rank}-*")
         return any((folder / target.name).exists() for folder in folders)
 
-    def _mark(self, local_rank: int | None = None) -> str:
-        """How the names of the folders begin in which a rank writes."""
+    @property
+    def _mark(self) -> str:
+        """How the names of the folders begin in which this rank writes."""
+        return f"{self._marks}{self.runtime.world.rank}-"
+
+    @property
+    def _marks(self) -> str:
         world = self.runtime.world
-        rank = world.local_rank if local_rank is None else local_rank
-        return f".dadt-{world.job}-{world.restarts}-{world.cross_rank}-{rank}-"
+        return f".dadt-{world.job}-{world.restarts}-"
 
 
 def _target(f: str) -> Path | None:
