@@ -27,8 +27,8 @@ def weights(result) -> str:
 @pytest.mark.parametrize(
     ("faults", "executor"),
     [
-        ("1:11:forward", "gloo"),
-        ("2:30:backward", "gloo"),
+        pytest.param("1:11:forward", "gloo", marks=pytest.mark.slow),
+        pytest.param("2:30:backward", "gloo", marks=pytest.mark.slow),
         ("0:30:exchange", "gloo"),
         ("1:30:backward", "shm"),
         ("0:20:forward,2:20:forward,1:40:exchange", "gloo"),

@@ -64,7 +64,7 @@ step = 0
 """
 
 
-@pytest.mark.parametrize("algorithm", ["pipe", "sync"])
+@pytest.mark.parametrize("algorithm", ["pipe", pytest.param("sync", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("faults", "options", "left"),
     [

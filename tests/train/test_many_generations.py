@@ -69,7 +69,11 @@ so would be 240 MiB by then; with Gloo up to 8 MiB for each generation were seen
 
 @pytest.mark.timeout(SECONDS + 60)
 @pytest.mark.parametrize(
-    ("algorithm", "executor"), [("sync", "shm"), ("sync", "gloo"), ("sync", "hierarchical"), ("pipe", "shm")]
+    ("algorithm", "executor"),
+    [
+        ("pipe", "shm"),
+        *(pytest.param("sync", executor, marks=pytest.mark.slow) for executor in ("shm", "gloo", "hierarchical")),
+    ],
 )
 def test_nothing_grows(start, algorithm: str, executor: str) -> None:
     hosts = ["--simulate-hosts", "2"] if executor == "hierarchical" else []

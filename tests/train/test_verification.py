@@ -47,8 +47,10 @@ def warnings(run) -> list[str]:
     return [line for line in run.output.splitlines() if "differs from that" in line]
 
 
-@pytest.mark.parametrize("algorithm", ["sync", "pipe"])
-@pytest.mark.parametrize("who", [1, 0])
+@pytest.mark.parametrize(
+    ("algorithm", "who"),
+    [("sync", 1), ("pipe", 0), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("sync", 0), ("pipe", 1)))],
+)
 def test_it_is_repaired_as_if_nothing_had_been(dadt_run, algorithm: str, who: int) -> None:
     options = ["--algorithm", algorithm, "--warmup-steps", "10", "--verify-every", "5"]
     run = dadt_run(script(who), *options, np=3)
@@ -63,9 +65,13 @@ def test_it_is_repaired_as_if_nothing_had_been(dadt_run, algorithm: str, who: in
 
 
 @pytest.mark.parametrize(
-    ("fault", "name"), [(FLIP, "0.weight"), ("optimizer.state[model[2].bias]['exp_avg'] *= 2", "2.bias")]
+    ("fault", "name", "options"),
+    [
+        (FLIP, "0.weight", ["--algorithm", "pipe"]),
+        ("optimizer.state[model[2].bias]['exp_avg'] *= 2", "2.bias", ["--compression", "int8"]),
+        pytest.param(FLIP, "0.weight", ["--executor", "gloo"], marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("options", [["--algorithm", "pipe"], ["--compression", "int8"], ["--executor", "gloo"]])
 def test_weights_and_state_of_a_deep_model(dadt_run, fault: str, name: str, options: list[str]) -> None:
     faulty = script(1, fault, deep=True, optimizer=ADAM)
     run = dadt_run(faulty, *options, "--warmup-steps", "10", "--verify-every", "1", np=3)
@@ -99,7 +105,7 @@ def test_equal_replicas_stay_what_they_are(dadt_run) -> None:
         assert_equal(states[0]["state"], states[1]["state"])
 
 
-@pytest.mark.parametrize("algorithm", ["sync", "pipe"])
+@pytest.mark.parametrize("algorithm", [pytest.param("sync", marks=pytest.mark.slow), "pipe"])
 @pytest.mark.parametrize("when", ["step == 18", "step == 20", "step == 21", "step == 22", "False"])
 def test_a_rank_is_lost_meanwhile(launch, algorithm: str, when: str) -> None:
     """when: False: in the midst of the repair."""

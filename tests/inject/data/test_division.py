@@ -94,11 +94,17 @@ ALL = Counter(range(SAMPLES))
     ("loader", "options"),
     [
         (SHUFFLED, ["--algorithm", "sync"]),
-        ("DataLoader(Numbers(), batch_size=12, shuffle=True)", ["--batch", "global"]),
+        pytest.param(
+            "DataLoader(Numbers(), batch_size=12, shuffle=True)", ["--batch", "global"], marks=pytest.mark.slow
+        ),
         ("DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=1)", []),
-        ("DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=1, persistent_workers=True)", []),
+        pytest.param(
+            "DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=1, persistent_workers=True)",
+            [],
+            marks=pytest.mark.slow,
+        ),
         ("DataLoader(Numbers(), batch_sampler=BatchSampler(RandomSampler(range(108)), 4, False))", []),
-        ("DataLoader(Stream(), batch_size=4)", ["--share", "1"]),
+        pytest.param("DataLoader(Stream(), batch_size=4)", ["--share", "1"], marks=pytest.mark.slow),
         ("DataLoader(Stream(), batch_size=4)", ["--share", "1", "--batch", "global"]),
     ],
 )
@@ -109,21 +115,21 @@ def test_each_sample_is_read_once_in_later_passes(launch, tmp_path, loader: str,
     assert [len(each[-1]) for each in read.values()] == [SAMPLES // 2] * 2
 
 
-@pytest.mark.parametrize("algorithm", ["sync", "pipe"])
+@pytest.mark.parametrize("algorithm", [pytest.param("sync", marks=pytest.mark.slow), "pipe"])
 @pytest.mark.parametrize("where", ["0:last forward", "0:last exchange", "0:last step", "0:end", "1:begin"])
 def test_lost_at_the_end_of_a_pass(launch, tmp_path, algorithm: str, where: str) -> None:
     read = survivors(launch, tmp_path, f"2:{where}", SHUFFLED, "--redistribute", "--algorithm", algorithm)
     assert [together(read, number) == ALL for number in range(PASSES)] == [False, True, True, True]
 
 
-@pytest.mark.parametrize("algorithm", ["sync", "pipe"])
+@pytest.mark.parametrize("algorithm", ["sync", pytest.param("pipe", marks=pytest.mark.slow)])
 def test_lost_at_the_beginning_of_a_pass(launch, tmp_path, algorithm: str) -> None:
     read = survivors(launch, tmp_path, "0:1:first forward", SHUFFLED, "--redistribute", "--algorithm", algorithm)
     assert [together(read, number) == ALL for number in range(PASSES)] == [False, False, True, True]
 
 
-@pytest.mark.parametrize("executor", ["shm", "gloo"])
-@pytest.mark.parametrize("algorithm", ["sync", "pipe"])
+@pytest.mark.parametrize("executor", [pytest.param("shm", marks=pytest.mark.slow), "gloo"])
+@pytest.mark.parametrize("algorithm", ["sync", pytest.param("pipe", marks=pytest.mark.slow)])
 def test_lost_while_all_agree_who_reads(launch, tmp_path, algorithm: str, executor: str) -> None:
     """Some may have heard of it as a reader, and others not."""
     dies = """
