@@ -216,6 +216,17 @@ def agree(
     return [(entry["address"], entry["interface"]) for entry in chosen]
 
 
+def choose(entries: Sequence[Mapping[str, Any]], ways: Sequence[Mapping[str, float]]) -> tuple[str, str]:
+    """As `agree`, for one more host. entries: its allowed addresses. ways: by host, those that it reaches. Raises
+    LaunchError."""
+    good = [entry for entry in entries if all(entry["address"] in way for way in ways)]
+    if not good:
+        tried = ", ".join(entry["address"] for entry in entries)
+        raise LaunchError(f"not all other hosts reach it at {tried}" if tried else "it has no address for other hosts")
+    best = min(good, key=lambda entry: _cost(entry, ways))
+    return best["address"], best["interface"]
+
+
 def _cost(entry: Mapping[str, Any], ways: Sequence[Mapping[str, float]]) -> tuple[float, float]:
     return -entry["speed"], round(max((way[entry["address"]] for way in ways), default=0.0), 3)
 

@@ -86,8 +86,11 @@ class Agents:
         self._selector.register(self._waker, selectors.EVENT_READ, lambda: self._waker.recv(4096))
         self._futures: dict[Node, Future[Channel]] = {}
         for node, future in zip(self.nodes, started, strict=True):
-            self._futures[node] = future
-            future.add_done_callback(lambda _: self._poke())
+            self._expect(node, future)
+
+    def _expect(self, node: Node, future: Future[Channel]) -> None:
+        self._futures[node] = future
+        future.add_done_callback(lambda _: self._poke())
 
     def watch(self, source: Any, read: Callable[[], Any]) -> None:
         """Call `read` in `turn` whenever there is something to read from the descriptor."""
@@ -172,6 +175,19 @@ class Agents:
             if (future := self._futures.pop(node, None)) is not None and not future.cancel():
                 future.add_done_callback(_hang_up)
         self._events = [(node, frame) for node, frame in self._events if node in self.nodes]
+
+    def replace(self, place: int, host: Host) -> Node:
+        """Begin to start an agent on another host, which has the place of one whose agent is gone."""
+        node = self.nodes[place] = Node(self.nodes[place].index, host)
+        self._expect(node, self._launcher.launch([host])[0])
+        return node
+
+    def give_up(self, node: Node) -> None:
+        """End the agent of a host that cannot come; its place is kept."""
+        self._finish(node, 0.0)
+        node.ended = True
+        if (future := self._futures.pop(node, None)) is not None and not future.cancel():
+            future.add_done_callback(_hang_up)
 
     def close(self, seconds: float) -> None:
         """Hang up, and wait until all agents are gone. Idempotent."""

@@ -58,6 +58,9 @@ class Request:
 class Launcher(Protocol):
     """A way to start agents."""
 
+    extends: bool
+    """Whether `launch` may be called again, for hosts that come into a running job."""
+
     def launch(self, hosts: list[Host]) -> list[Future[Channel]]:
         """Begin to start one agent per host. Returns at once. A future fails with LaunchError, whose message is a
         text to follow the host's name: "permission denied: ... -> what to do"."""

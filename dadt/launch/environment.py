@@ -117,10 +117,13 @@ def common(config: Config) -> dict[str, str]:
     return {**config.to_env(), "PYTHONUNBUFFERED": "1"}
 
 
-def own(slot: Slot, job: str, master: tuple[str, int] | None, *, told: bool, restarts: int) -> dict[str, str]:
+def own(
+    slot: Slot, job: str, master: tuple[str, int] | None, *, told: bool, restarts: int, joins: bool
+) -> dict[str, str]:
     """The variables that differ between workers. master: address and port of torch's rendezvous; None leaves
-    torchrun's variables out. told: the script's arguments contain its rank. restarts: of the job, so far."""
-    result = replace(slot.world(job), rank_in_arguments=told, restarts=restarts).to_env()
+    torchrun's variables out. told: the script's arguments contain its rank. restarts: of the job, so far. joins:
+    the job runs already."""
+    result = replace(slot.world(job), rank_in_arguments=told, restarts=restarts, joins=joins).to_env()
     if master is not None:
         result.update(
             RANK=str(slot.rank),

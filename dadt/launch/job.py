@@ -15,6 +15,7 @@ from dadt.launch.agents import Agents, Node
 from dadt.launch.cause import Cause
 from dadt.launch.failure import Ending, Record, signal_name, steps_text
 from dadt.launch.hosts.slot import Slot
+from dadt.launch.joining import Joining
 from dadt.launch.membership import EXIT_SECONDS, Membership
 from dadt.launch.monitor.journal import Journal
 from dadt.launch.monitor.members import Member, Rendezvous
@@ -89,10 +90,19 @@ class Job:
         self._begin = time.monotonic()
         self._begin_time = time.time()
         for cross_rank, (node, order) in enumerate(zip(self._agents.nodes, orders, strict=True)):
-            node.ranks = frozenset(slot.rank for slot in self._slots if slot.cross_rank == cross_rank)
-            self._agents.send(node, order)
+            self.order(node, [slot.rank for slot in self._slots if slot.cross_rank == cross_rank], order)
             if node.ended:
                 self._lose(node, "was lost before it could start its workers")
+
+    def order(self, node: Node, ranks: Sequence[int], order: Frame) -> None:
+        """Have a node start the workers of these ranks."""
+        node.ranks = frozenset(ranks)
+        self._working.add(node)
+        self._agents.send(node, order)
+
+    def let_join(self, joining: Joining) -> None:
+        """Hosts may come in the place of lost ones from now on."""
+        self._membership.joining = joining
 
     def serve(self, path: Path, facts: Mapping[str, Any]) -> None:
         """Answer other commands of this user at the socket. facts: constant facts about the job."""
@@ -116,7 +126,7 @@ class Job:
                     self.watch.see(frame)
                     if (refusal := self._membership.refusal(frame)) is not None:
                         self._agents.reply(node, frame)(refusal)
-                    else:  # kinds that belong to the startup may come late, and are ignored
+                    elif not self._membership.takes(node, frame):  # kinds of the startup may come late
                         getattr(self, f"_on_{frame.kind}", _ignore)(node, frame)
                 self._turn()
         finally:
@@ -312,16 +322,10 @@ class Job:
         return {**told, "state": f"is unreachable, as {text} ({told['state']})"} if text and not member.ended else told
 
     def _on_heartbeat(self, node: Node, frame: Frame) -> None:
-        if (every := self._silences.listens(self._agents.nodes.index(node), frame["port"])) is not None:
+        if (every := self._silences.hear(self._agents.nodes.index(node), frame)) is not None:
             self._agents.send_all(every)
 
-    def _on_silent(self, node: Node, frame: Frame) -> None:
-        self._silences.silent(self._agents.nodes.index(node), frame["peer"], frame["seconds"])
-
-    def _on_heard(self, node: Node, frame: Frame) -> None:
-        getattr(self._silences, frame.kind)(self._agents.nodes.index(node), frame["peer"])
-
-    _on_unheard = _on_heard
+    _on_silent = _on_heard = _on_unheard = _on_heartbeat
 
     def _on_exit(self, node: Node, frame: Frame) -> None:
         ending = Ending(**{**frame.header, "time": frame["time"] - node.clock})

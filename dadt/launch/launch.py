@@ -22,8 +22,9 @@ from dadt.launch.channel import Herald, Launcher, Request
 from dadt.launch.failure import signal_name
 from dadt.launch.hosts.discovery import Discovery
 from dadt.launch.hosts.host import Host
-from dadt.launch.hosts.slot import Room, Slot, place, share_out
+from dadt.launch.hosts.slot import Slot, place, share_out
 from dadt.launch.job import HANG_UP_SECONDS, Job
+from dadt.launch.joining import Joining
 from dadt.launch.launchers import launcher_of
 from dadt.launch.monitor import metrics
 from dadt.launch.monitor.metrics import Export
@@ -32,9 +33,10 @@ from dadt.launch.monitor.series import Series
 from dadt.launch.monitor.watch import View, Watch
 from dadt.launch.order import look, orders
 from dadt.launch.outcome import Outcome, end_early
-from dadt.launch.placed import Placed
+from dadt.launch.placed import Placed, room
 from dadt.launch.plan import Plan
 from dadt.launch.processes import sweep
+from dadt.launch.replacement import replaces
 from dadt.launch.report import Report
 from dadt.launch.restart import Restarts
 from dadt.launch.signals import ENDING_SIGNALS, Interrupts, forwarded, of_checkpoint
@@ -144,6 +146,9 @@ def _run(
             voice.say,
             config,
         )
+        if replaces(config) and launcher.extends:
+            members = [gauge.member for gauge in job.watch.gauges]
+            job.let_join(Joining(where, agents, members, output, discovery, ask, job.order, voice.say))
         voice.meanwhile(lambda: job.attend(interrupts))
         report.placed(where.config, where.nodes, where.slots, job.watch)
         job.serve(folder.query, _facts(where))
@@ -215,17 +220,6 @@ def settle(the_plan: Plan, agents: Agents, job: str, voice: Voice) -> Placed:
         slots=slots,
         master=_master(config, agents.nodes[0]),
         secret=secrets.token_hex(32),
-    )
-
-
-def room(node: Node, config: Config) -> Room:
-    """The room that a host offers, from the report of its agent."""
-    return Room(
-        host=node.name,
-        slots=node.host.slots,
-        gpus=node.report["gpus"] if config.gpu_visibility == "one" else (),
-        cores=node.report["cores"],
-        machine=node.report["machine"],
     )
 
 

@@ -11,9 +11,10 @@ from dadt.config import Config
 from dadt.control import schema
 from dadt.control.condition import HELD
 from dadt.control.frame import Frame
-from dadt.launch.agents import Agents
+from dadt.launch.agents import Agents, Node
 from dadt.launch.cause import Cause
 from dadt.launch.hosts.slot import Slot
+from dadt.launch.joining import Joining
 from dadt.launch.monitor.members import Member, Rendezvous, Reply
 from dadt.launch.monitor.silence import Silences
 from dadt.launch.monitor.watch import Gauge, Loss, Watch
@@ -79,6 +80,8 @@ class Membership:
         self._tried_at = -1
         """The step in which they have."""
         self._replacements = Replacements(agents.send_all, say) if replaces(config) else None
+        self.joining: Joining | None = None
+        """Hosts that come in the place of lost ones; None if none may."""
         self._told_to_end = False
 
     def can_lose(self, ranks: Collection[int]) -> bool:
@@ -109,6 +112,10 @@ class Membership:
             self._requests[question["rank"]] = request
         else:
             request.answer(True)
+
+    def takes(self, node: Node, frame: Frame) -> bool:
+        """Whether a frame is about a host that is about to come."""
+        return self.joining is not None and self.joining.takes(node, frame)
 
     def claimed(self, member: Member) -> None:
         """A process trains as this rank: if it is a lost one, it joins the others."""
@@ -176,6 +183,8 @@ class Membership:
             return
         if not self._at_end:
             replacements.turn()
+            if self.joining is not None:
+                self.joining.turn()
         elif new := [member for member in present if member.joined and not member.finished]:
             why = f"rank {new[0].rank} ({new[0].place}) leaves, as those that began the job are at their end"
             self._say(why, "info")

@@ -44,14 +44,19 @@ def orders(where: Placed) -> list[Frame]:
     return [_order(where, mine, node) for mine, node in zip(slots, where.nodes, strict=True)]
 
 
-def _order(where: Placed, slots: Sequence[Slot], node: Node) -> Frame:
+def order_to_join(where: Placed, node: Node, place: int) -> Frame:
+    """The order for the agent of a host that has this place now, in a job that runs."""
+    return _order(where, [slot for slot in where.slots if slot.cross_rank == place], node, joins=True)
+
+
+def _order(where: Placed, slots: Sequence[Slot], node: Node, *, joins: bool = False) -> Frame:
     master = where.master if where.config.torch_env else None
     told = where.config.pass_local_rank or any("rank}" in part for part in where.plan.command)
     workers = [
         {
             "rank": slot.rank,
             "local_rank": slot.local_rank,
-            "env": environment.own(slot, where.job, master, told=told, restarts=where.restarts),
+            "env": environment.own(slot, where.job, master, told=told, restarts=where.restarts, joins=joins),
             "command": command_of(where, slot),
         }
         for slot in slots

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dadt.config import Config
 from dadt.launch.agents import Node
-from dadt.launch.hosts.slot import Slot
+from dadt.launch.hosts.slot import Room, Slot
 from dadt.launch.plan import Plan
 
 
@@ -22,7 +22,8 @@ class Placed:
     job: str
     logs: Path
     nodes: Sequence[Node]
-    slots: Sequence[Slot]
+    slots: list[Slot]
+    """By rank. A host that comes into the running job changes those that it takes over."""
     master: tuple[str, int] | None
     secret: str
     """A random secret in hex, known to the launcher, the agents and the workers."""
@@ -30,3 +31,14 @@ class Placed:
     """The chosen executor, and the reason."""
     restarts: int = 0
     """How often the job has been started again."""
+
+
+def room(node: Node, config: Config) -> Room:
+    """The room that a host offers, from the report of its agent."""
+    return Room(
+        host=node.name,
+        slots=node.host.slots,
+        gpus=node.report["gpus"] if config.gpu_visibility == "one" else (),
+        cores=node.report["cores"],
+        machine=node.report["machine"],
+    )

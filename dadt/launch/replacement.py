@@ -43,7 +43,8 @@ class Replacements:
         for rank in [rank for rank, at in self._due.items() if now >= at]:
             del self._due[rank]
             member = self._members[rank]
-            member.ended = member.claimed = member.finished = False
-            member.sign("is started anew")
+            if not member.ended:  # another host has taken its place
+                continue
+            member.start_anew()
             self._order(Frame("worker", {"rank": rank}))
             self._say(f"a new worker starts in place of rank {rank}", "info")

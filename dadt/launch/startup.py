@@ -80,7 +80,7 @@ def await_agents(
                 agents.send(node, Frame("look", {**look(node), "index": node.index, "hosts": len(agents.nodes)}))
             elif frame.kind == "lost" or (node in waiting and frame.kind == "ready"):
                 waiting.discard(node)
-                problem = frame["message"] if frame.kind == "lost" else _problem(frame)
+                problem = frame["message"] if frame.kind == "lost" else problem_of(frame)
                 node.report, node.state = frame.header, "is ready"
                 if problem:
                     failures[node] = problem
@@ -121,7 +121,7 @@ def agree(agents: Agents, wanted: str) -> None:
         raise LaunchError(f"--network-interface {wanted}: matches nothing on {'; '.join(map(_offer, absent))}")
     for node in nodes:
         # By place: hosts before it may have been left out.
-        targets = [_target(place, reports[place]) for place, other in enumerate(nodes) if other is not node]
+        targets = [target_of(place, reports[place]) for place, other in enumerate(nodes) if other is not node]
         agents.send(node, Frame("probe", {"targets": targets}))
     reached = _await_probes(agents)
     chosen = network.agree([node.name for node in nodes], reports, [reached[node] for node in nodes])
@@ -160,12 +160,12 @@ def _offer(node: Node) -> str:
     return f"{node.name}, which has {found or 'no address for other hosts'}"
 
 
-def _target(index: int, report: Mapping[str, Any]) -> dict[str, Any]:
+def target_of(index: int, report: Mapping[str, Any]) -> dict[str, Any]:
     addresses = [entry["address"] for entry in report["addresses"]]
     return {"index": index, "port": report["probe_port"], "token": report["token"], "addresses": addresses}
 
 
-def _problem(ready: Frame) -> str:
+def problem_of(ready: Frame) -> str:
     """Why this host cannot take part; empty if it can."""
     if ready["version"] != VERSION:
         return (

@@ -9,14 +9,13 @@ from typing import Any
 
 from dadt.control import machine
 from dadt.errors import ConfigError
-from dadt.launch import launch
 from dadt.launch.agents import Node
 from dadt.launch.channel import Request
 from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.slot import place, share_out
 from dadt.launch.launchers import launcher_of
 from dadt.launch.order import orders
-from dadt.launch.placed import Placed
+from dadt.launch.placed import Placed, room
 from dadt.launch.plan import Plan
 from dadt_cli.terminal.table import table
 
@@ -33,7 +32,7 @@ def describe(the_plan: Plan) -> list[str]:
         raise ConfigError(f"--host-discovery-script {config.host_discovery_script}: there is no host now")
     launcher = launcher_of(Request(config, the_plan.hosts, the_plan.command, JOB))
     nodes = [Node(index, host, report=_report(host)) for index, host in enumerate(the_plan.hosts)]
-    rooms = [launch.room(node, config) for node in nodes]
+    rooms = [room(node, config) for node in nodes]
     shares = share_out(config.np, rooms)
     used = [index for index, share in enumerate(shares) if share]
     nodes = [nodes[index] for index in used]

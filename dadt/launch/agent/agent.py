@@ -27,6 +27,7 @@ from dadt.launch.agent import adoption, host_heartbeat
 from dadt.launch.agent.checkpoint_signal import CheckpointSignal
 from dadt.launch.agent.host_heartbeat import HostHeartbeat
 from dadt.launch.agent.launcher_line import TURN_SECONDS, LauncherLine
+from dadt.launch.agent.probing import Probing
 from dadt.launch.agent.registry import SHIMS, Line, WorkerRegistry
 from dadt.launch.agent.start import Start
 from dadt.launch.agent.stop import Stop
@@ -66,6 +67,7 @@ class Agent:
         self._checkpoint: CheckpointSignal | None = None
         """Its script saves when told to, so that this host can be preempted."""
         self._preempted = False
+        self._probing = Probing(self._launcher.send)
         self._signal = 0
         """The signal that told this process to end."""
 
@@ -102,7 +104,10 @@ class Agent:
                 report |= {"probe_port": listener.port, "token": token.hex()}
             self._launcher.send(Frame("ready", report | {"clock": time.time()}))
             while (order := self._await_order("probe", "job")) is not None and order.kind == "probe":
-                self._probe(order["targets"])
+                self._probing.begin(order["targets"])
+                while self._probing.active and not self._launcher.gone:
+                    self._launcher.select(PROBE_TICK_SECONDS)
+                    self._probing.advance()
             return order
         finally:
             if listener is not None:
@@ -116,15 +121,6 @@ class Agent:
             self._launcher.select(PROBE_TICK_SECONDS)
             self._beat()
         return found
-
-    def _probe(self, targets: list[dict[str, Any]]) -> None:
-        probe = network.Probe(targets)
-        probe.start()
-        while not probe.finished and not self._launcher.gone:
-            self._launcher.select(PROBE_TICK_SECONDS)
-            probe.advance()
-        probe.close()
-        self._launcher.send(Frame("probed", {"reached": probe.reached}))
 
     def _await_order(self, *kinds: str) -> Frame | None:
         """The next order of these kinds; None if the launcher is gone or a signal came."""
@@ -231,6 +227,7 @@ class Agent:
             self._obey(order)
         self._launcher.orders.clear()
         self._roster.settle()
+        self._probing.advance()
         for told in self._heart.turn() if self._heart is not None else []:
             self._launcher.send(told)
         self._beat()
@@ -246,7 +243,7 @@ class Agent:
                 self._launcher.send(Frame("stacks", {"rank": rank, "pid": pid}, text))
 
     def _needs_tick(self) -> bool:
-        return bool(self._stop or self._roster.is_waited_for)
+        return bool(self._stop or self._roster.is_waited_for or self._probing.active)
 
     def _obey(self, order: Frame) -> None:
         if order.kind == "stop":
@@ -260,6 +257,8 @@ class Agent:
             self._roster.inquire(order["number"], [rank for rank in order["ranks"] if rank in self._ranks])
         elif order.kind == "heartbeat" and self._heart is not None:
             self._heart.begin(order["hosts"])
+        elif order.kind == "probe":
+            self._probing.begin(order["targets"])
         elif order.kind in ("death", "regroup"):
             self._roster.tell(order)
         elif order.kind == "worker" and order["rank"] in self._ranks and self._stop is None:

@@ -65,12 +65,12 @@ class HostHeartbeat:
         return self._socket.fileno()
 
     def begin(self, hosts: Sequence[Mapping[str, Any]]) -> None:
-        """Begin to send to and expect heartbeats from these hosts: {index, address, port} of each."""
-        now = time.monotonic()
+        """Send to and expect heartbeats from these hosts from now on: {index, address, port} of each."""
+        now, known, self._peers = time.monotonic(), self._peers, {}
         for host in hosts:
             if host["index"] != self._index:
                 place = (host["address"], host["port"])
-                self._peers[place] = Peer(host["index"], place, now)
+                self._peers[place] = known.get(place) or Peer(host["index"], place, now)
 
     def read(self) -> None:
         """Read the datagrams that have come, dropping those that are no peer's heartbeat, or an old one."""

@@ -26,6 +26,8 @@ F_SETPIPE_SZ = 1031
 class LocalLauncher:
     """Starts agents on this host, whatever the host's name says."""
 
+    extends = True
+
     def __init__(self, config: Config) -> None:
         self._python = config.python or sys.executable
 

@@ -40,6 +40,8 @@ def launcher(request: Request) -> Launcher:
 class HandLauncher:
     """The launcher on node 0. Its own agent is a child process, and those of the other nodes connect to it."""
 
+    extends = False
+
     def __init__(self, config: Config, job: str, command: Sequence[str], turned_away: Callable[[str], None]) -> None:
         self._turned_away = turned_away
         self._config = config

@@ -53,6 +53,8 @@ def launcher(request: Request) -> Launcher:
 class MpiLauncher:
     """Starts all agents by one mpirun, whose output explains failures."""
 
+    extends = False
+
     def __init__(self, config: Config, hosts: Sequence[Host], job: str, turned_away: Callable[[str], None]) -> None:
         self._turned_away = turned_away
         self._config = config

@@ -21,6 +21,8 @@ def ssh(request: Request) -> Launcher:
 class NearbyLauncher:
     """Uses LocalLauncher for the names of this host, and SSH for all others."""
 
+    extends = True
+
     def __init__(self, config: Config) -> None:
         self._config = config
         self._local = LocalLauncher(config)

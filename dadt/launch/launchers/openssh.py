@@ -46,6 +46,8 @@ OPTIONS = (
 class OpensshLauncher:
     """Runs one `ssh` per host, and waits until it has logged in."""
 
+    extends = True
+
     def __init__(self, config: Config) -> None:
         self._config = config
         self._python = config.python or sys.executable

@@ -22,6 +22,8 @@ def launcher(request: Request) -> Launcher:
 class SimulatedLauncher:
     """Starts the agents. They end with this process, and the networks end with the last of these processes."""
 
+    extends = True
+
     def __init__(self, config: Config) -> None:
         self._python = config.python or sys.executable
         self._link = link_of(config)
@@ -29,7 +31,7 @@ class SimulatedLauncher:
 
     def launch(self, hosts: list[Host]) -> list[Future[Channel]]:
         """Raises ConfigError if the kernel lacks a feature that the link needs."""
-        self._network = Network(self._link)
+        self._network = self._network or Network(self._link)
         try:
             places = [self._network.add() for _ in hosts]
         except BaseException:

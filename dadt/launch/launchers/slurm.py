@@ -37,6 +37,8 @@ def launcher(request: Request) -> Launcher:
 class SlurmLauncher:
     """Starts all agents by one srun, whose output explains failures."""
 
+    extends = False
+
     def __init__(self, config: Config, hosts: Sequence[Host], turned_away: Callable[[str], None]) -> None:
         self._turned_away = turned_away
         self._config = config

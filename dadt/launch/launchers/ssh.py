@@ -28,6 +28,8 @@ FORCE_SECONDS = 1.0
 class SshLauncher:
     """Connects in daemon threads, so that an attempt that hangs does not keep the process from ending."""
 
+    extends = True
+
     def __init__(self, config: Config) -> None:
         self._config = config
         self._python = config.python or sys.executable

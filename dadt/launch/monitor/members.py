@@ -48,6 +48,11 @@ class Member:
         self.state = state
         self.seen = time.monotonic()
 
+    def start_anew(self) -> None:
+        """A new worker starts in its place."""
+        self.ended = self.claimed = self.finished = False
+        self.sign("is started anew")
+
     def went_to(self, step: int, age: float) -> None:
         if step >= 0:
             self.step = step

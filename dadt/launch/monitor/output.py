@@ -123,11 +123,15 @@ class Output:
         self._warn = warn
         self._files: dict[int, IO[bytes] | None] = {}
         self._assemblers: dict[tuple[int, str], Assembler] = {}
-        many = len(set(hosts)) > 1
-        self._prefixes = [f"[{rank} {host}] " if many else f"[{rank}] " for rank, host in enumerate(hosts)]
+        self._many = len(set(hosts)) > 1
+        self._hosts = list(hosts)
         self.tails = {rank: Tail() for rank in range(len(hosts))}
         for rank in range(len(hosts)):
             self._open(rank).close()
+
+    def move(self, rank: int, host: str) -> None:
+        """The rank is on this host from now on."""
+        self._hosts[rank] = host
 
     def path(self, rank: int) -> Path:
         return self.folder / f"rank{rank}.log"
@@ -170,7 +174,7 @@ class Output:
 
     def _show(self, rank: int, stream: str, lines: list[bytes]) -> None:
         if lines:
-            prefix = self._prefixes[rank].encode()
+            prefix = (f"[{rank} {self._hosts[rank]}] " if self._many else f"[{rank}] ").encode()
             self._sink(stream, b"".join(prefix + line.rstrip(b"\r") + b"\n" for line in lines))
 
     def _log(self, rank: int, data: bytes) -> None:

@@ -45,9 +45,23 @@ class Silences:
         self._journal = journal
         self._outages: dict[tuple[int, int], Outage] = {}
 
+    def hear(self, host: int, frame: Frame) -> Frame | None:
+        """Record what an agent tells of heartbeats. Returns what all agents are to be told."""
+        if frame.kind == "heartbeat":
+            return self.listens(host, frame["port"])
+        if frame.kind == "silent":
+            self.silent(host, frame["peer"], frame["seconds"])
+        elif frame.kind == "heard":
+            self.heard(host, frame["peer"])
+        else:
+            self.unheard(host, frame["peer"])
+        return None
+
     def listens(self, host: int, port: int) -> Frame | None:
-        """Record the port at which a host listens; 0: none. Once all are known, returns the frame for all agents."""
+        """Record the port at which a host listens; 0: none. Once all are known, returns the frame for all agents, and
+        again when another host has come in the place of one."""
         self._ports[host] = port
+        self._outages = {pair: outage for pair, outage in self._outages.items() if host not in pair}
         if len(self._ports) < len(self._nodes):
             return None
         hosts = [

@@ -1,0 +1,180 @@
+"""Hosts come into a running job in the place of lost ones, where each rank trains at its own speed.
+
+A host takes over the place of another: its ranks and their shares of the data. Its workers join as others do that were
+lost (dadt/launch/replacement.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from dadt.control import network
+from dadt.control.frame import Frame
+from dadt.errors import LaunchError
+from dadt.launch.agents import Agents, Node
+from dadt.launch.hosts.discovery import Discovery
+from dadt.launch.monitor.members import Member
+from dadt.launch.monitor.output import Output
+from dadt.launch.order import order_to_join
+from dadt.launch.placed import Placed, room
+from dadt.launch.preemption import ranks as ranks_text
+from dadt.launch.startup import problem_of, target_of
+
+PROBE_SECONDS = 10.0
+
+
+@dataclass(slots=True)
+class Attempt:
+    """A host that is about to come."""
+
+    place: int
+    node: Node
+    deadline: float
+    addresses: Sequence[Mapping[str, Any]] = ()
+    """Those that others may use."""
+    reached: dict[Node, Mapping[str, float]] = field(default_factory=dict)
+    """Its addresses that other hosts have reached, each with the seconds it took."""
+
+
+class Joining:
+    """One per job, for the launcher's thread. Never blocks."""
+
+    def __init__(
+        self,
+        where: Placed,
+        agents: Agents,
+        members: Sequence[Member],
+        output: Output,
+        discovery: Discovery,
+        look: Callable[[Node], Mapping[str, Any]],
+        start: Callable[[Node, Sequence[int], Frame], None],
+        say: Callable[[str, str], None],
+    ) -> None:
+        """look: the fields of the frame that asks an agent about its host. start: has a node start the workers of these
+        ranks, by this order."""
+        self._where = where
+        self._agents = agents
+        self._members = members
+        self._output = output
+        self._discovery = discovery
+        self._look = look
+        self._start = start
+        self._say = say
+        self._attempts: list[Attempt] = []
+        self._missed: set[Node] = set()
+        """Lost nodes that were told of."""
+        self._told: set[str] = set()
+
+    def turn(self) -> None:
+        """Call it as time passes, while lost places may be taken."""
+        self._discovery.poll()
+        for attempt in list(self._attempts):
+            if attempt.node.reached and attempt.reached.keys() >= set(self._others):
+                self._take(attempt)
+            elif time.monotonic() >= attempt.deadline:
+                self._fail(attempt, attempt.node.state)
+        for place in self._vacant():
+            self._begin(place)
+
+    def takes(self, node: Node, frame: Frame) -> bool:
+        """Whether a frame is about a host that is about to come."""
+        if frame.kind == "probed":
+            for attempt in self._attempts:
+                if str(attempt.place) in frame["reached"]:
+                    attempt.reached[node] = frame["reached"][str(attempt.place)]
+            return True
+        mine = [each for each in self._attempts if each.node is node]
+        if not mine:
+            return False
+        (attempt,) = mine
+        if frame.kind == "connected":
+            told = {**self._look(node), "index": attempt.place, "hosts": len(self._agents.nodes)}
+            self._agents.send(node, Frame("look", told))
+        elif frame.kind == "lost":
+            self._fail(attempt, frame["message"])
+        elif frame.kind == "ready":
+            self._probe(attempt, frame)
+        return True
+
+    @property
+    def _others(self) -> list[Node]:
+        """The hosts that train."""
+        coming = [attempt.node for attempt in self._attempts]
+        return [node for node in self._agents.nodes if not node.ended and node not in coming]
+
+    def _vacant(self) -> list[int]:
+        """The places whose agents are gone, with all their ranks."""
+        found = []
+        for place, node in enumerate(self._agents.nodes):
+            if node.ended and all(self._members[rank].lost for rank in self._ranks(place)):
+                found.append(place)
+                if node not in self._missed:
+                    self._missed.add(node)
+                    self._discovery.failed(node.host)
+        return found
+
+    def _ranks(self, place: int) -> list[int]:
+        return [slot.rank for slot in self._where.slots if slot.cross_rank == place]
+
+    def _begin(self, place: int) -> None:
+        used = {node.name for node in self._agents.nodes if not node.ended}
+        hosts = [host for host in self._discovery.usable if host.name not in used]
+        fitting = [host for host in hosts if not host.slots or host.slots >= len(self._ranks(place))]
+        if fitting:
+            node = self._agents.replace(place, fitting[0])
+            self._attempts.append(Attempt(place, node, time.monotonic() + self._where.config.start_timeout))
+
+    def _probe(self, attempt: Attempt, ready: Frame) -> None:
+        """Have all hosts that train try its addresses, but where all are one machine."""
+        node, wanted = attempt.node, self._where.config.network_interface
+        node.report, node.state = ready.header, f"not all other hosts have told within {PROBE_SECONDS:g} s to reach it"
+        offer, needed = room(node, self._where.config), len(self._ranks(attempt.place))
+        lacks = offer.places < needed or 0 < len(offer.gpus) < needed
+        if problem := problem_of(ready) or (f"it has no room for {needed} workers" if lacks else ""):
+            self._fail(attempt, problem)
+            return
+        attempt.deadline = time.monotonic() + PROBE_SECONDS
+        attempt.addresses = network.allowed(ready["addresses"], wanted)
+        here = [other for other in self._others if other.address == network.SAME_MACHINE]
+        if here and ready["machine"] == here[0].report["machine"]:
+            attempt.addresses = [{"address": network.SAME_MACHINE, "interface": "", "speed": 0.0}]
+            attempt.reached = {other: {network.SAME_MACHINE: 0.0} for other in here}
+            return
+        target = target_of(attempt.place, {**ready.header, "addresses": attempt.addresses})
+        for other in self._others:
+            self._agents.send(other, Frame("probe", {"targets": [target]}))
+
+    def _take(self, attempt: Attempt) -> None:
+        """All that train have told which of its addresses they reach."""
+        node, ways = attempt.node, [attempt.reached[other] for other in self._others]
+        try:
+            node.address, node.interface = network.choose(attempt.addresses, ways)
+        except LaunchError as error:
+            self._fail(attempt, str(error))
+            return
+        self._attempts.remove(attempt)
+        offer, ranks = room(node, self._where.config), self._ranks(attempt.place)
+        for rank in ranks:
+            slot = self._where.slots[rank]
+            gpu = offer.gpus[slot.local_rank] if offer.gpus else None
+            threads = max(1, offer.cores // len(ranks))
+            self._where.slots[rank] = replace(slot, host=node.name, address=node.address, gpu=gpu, threads=threads)
+            self._output.move(rank, node.name)
+            self._members[rank].host = node.name
+            self._members[rank].start_anew()
+        self._discovery.served([node.host])
+        self._say(f"{node.name} joins: new workers start there in place of {ranks_text(ranks)}", "info")
+        self._start(node, ranks, order_to_join(self._where, node, attempt.place))
+
+    def _fail(self, attempt: Attempt, why: str) -> None:
+        self._attempts.remove(attempt)
+        self._missed.add(attempt.node)
+        self._agents.give_up(attempt.node)
+        self._discovery.failed(attempt.node.host)
+        text = f"{attempt.node.name}: {why}: training goes on without it"
+        if text not in self._told:
+            self._told.add(text)
+            self._say(text, "warning")

@@ -1,0 +1,93 @@
+"""Under gossip, hosts come into a running job in the place of lost ones."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+
+import pytest
+from harness.machine import await_that
+
+TRAIN = """
+import os, re, subprocess, sys, time, torch
+from pathlib import Path
+torch.set_num_threads(1)
+environment = open("/proc/self/environ").read()
+rank, joins = re.search("DADT_RANK=([0-9]+)", environment)[1], "DADT_JOINS=1" in environment
+torch.manual_seed(joins)
+model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.BatchNorm1d(32), torch.nn.Linear(32, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+step = 0
+while joins or len(list(Path().glob("joined*"))) < int(sys.argv[1]):
+    optimizer.zero_grad()
+    torch.nn.functional.cross_entropy(model(torch.randn(8, 16)), torch.randint(4, (8,))).backward()
+    if joins and step == 0:
+        print("joins at", float(model[0].weight.mean()))
+    optimizer.step()
+    with torch.no_grad():
+        if not joins:
+            model[0].weight += 1.0 - model[0].weight.mean()  # by which its weights are known
+    step += 1
+    if step == 20:
+        subprocess.run(["touch", f"joined{rank}" if joins else "ready"], check=True)  # kept apart otherwise
+    time.sleep(0.005)
+print("ends after", step)
+"""
+OPTIONS = ("--min-np", "2", "--algorithm", "gossip", "--executor", "gloo", "--output", "all", "--orphan-timeout", "4")
+
+
+def joined(result) -> set[int]:
+    assert result.code == 0, result.err
+    told = re.findall(rb"\[(\d)[^]]*\] joins at ([\d.]+)", result.out)
+    assert all(float(mean) == pytest.approx(1.0, abs=0.05) for _, mean in told), result.out
+    return {int(rank) for rank, _ in told}
+
+
+def ended(result) -> set[int]:
+    return {int(rank) for rank in re.findall(rb"\[(\d)[^]]*\] ends after", result.out)}
+
+
+def test_a_spare_host_takes_the_place_of_one_without_power(hosts, start, tmp_path) -> None:
+    network = hosts(3)
+    options = ("-np", "4", "-H", network.list(2), *OPTIONS)
+    run = start(network, TRAIN, *options, "train.py", "2")
+    await_that((tmp_path / "ready").exists, "20 steps")
+    network.cut(network[1])
+    result = run.finish()
+    assert "h2 not used: 4 workers fit on the other hosts" in result.err
+    assert "h1: no sign of life for 4 s: training goes on without it" in result.err
+    assert "h2 joins: new workers start there in place of ranks 2 and 3" in result.err
+    assert joined(result) == {2, 3}
+    assert ended(result) == {0, 1}
+
+
+def test_a_host_that_is_back_takes_its_own_place(hosts, start, tmp_path) -> None:
+    network = hosts(2)
+    run = start(network, TRAIN, "-np", "2", "-H", network.list(1), *OPTIONS[2:], "--min-np", "1", "train.py", "1")
+    await_that((tmp_path / "ready").exists, "20 steps")
+    agent = min(pid for pid, command in network[0].processes().items() if "dadt.launch.agent" in command)
+    os.kill(agent, signal.SIGKILL)
+    result = run.finish()
+    assert "h0 joins: new workers start there in place of rank 0" in result.err
+    assert joined(result) == {0}
+    assert ended(result) == {1}
+
+
+def test_a_host_that_the_others_do_not_reach_is_left_out(hosts, start, tmp_path) -> None:
+    network = hosts(3)
+    run = start(network, TRAIN, "-np", "2", "-H", network.list(1), *OPTIONS[2:], "--min-np", "1", "train.py", "1")
+    await_that((tmp_path / "ready").exists, "20 steps")
+    network.divide(network[0], network[2])
+    network.cut(network[1])
+    told = []
+    assert run.process.stderr is not None
+    while not any("h2: not all other hosts" in line for line in told):
+        line = run.process.stderr.readline().decode()
+        assert line, told
+        told.append(line)
+    (tmp_path / "joined by none").touch()
+    result = run.finish()
+    assert result.code == 0, result.err
+    assert joined(result) == set()
+    assert ended(result) == {0}
