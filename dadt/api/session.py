@@ -215,6 +215,8 @@ class _Peers:
 class _Rounds:
     """A Meet for the ranks of a set that has no connection yet: in each round all ranks of the job tell what is new."""
 
+    outdated = None
+
     def __init__(self, all: ProcessSet, ranks: Sequence[int], name: str, secret: bytes) -> None:
         self.secret = secret
         self._all = all

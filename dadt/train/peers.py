@@ -24,6 +24,7 @@ from dadt.config import Config
 from dadt.config.executor import executors_of
 from dadt.control.agent_client import Control
 from dadt.errors import CommError, CommTimeout, DadtError, Mismatch, PeerLost, StartTimeout
+from dadt.train.checkpoint_signal import CheckpointSignal
 from dadt.train.exchange.background import Background
 from dadt.train.gathering import Gathering
 from dadt.train.progress import Progress
@@ -93,6 +94,7 @@ class Peers:
         """When this rank began what is done as a whole or not at all; None outside of that."""
         self.welcome: list[Any] = []
         """What a rank that joins a running job was given, by attachment."""
+        self.checkpoint_signal = CheckpointSignal()
         self.closing = False
         """This rank is at its end, where others are, too."""
         self._launched_at: weakref.WeakKeyDictionary[InFlight, int] = weakref.WeakKeyDictionary()
@@ -139,7 +141,7 @@ class Peers:
 
     def meet_within(self, seconds: float) -> Meet:
         group = self.group  # another thread may enter the next one
-        meet = AllRanks(group, self.control, seconds)
+        meet = AllRanks(group, self.control, seconds, (lambda: self.deaths.outdated) if self.config.min_np else None)
         return Apart(meet, f"generation {group.generation}") if group.generation else meet
 
     @property

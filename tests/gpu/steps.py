@@ -27,6 +27,7 @@ class Alone:
     """A Meet of one rank."""
 
     secret = b""
+    outdated = None
 
     def __init__(self) -> None:
         self._kept: dict[str, bytes] = {}

@@ -118,6 +118,29 @@ def test_a_rank_that_lacks_an_average_takes_the_others_weights(launch, algorithm
     assert len(set(survivors(result).values())) == 1
 
 
+DIES_WHILE_CONNECTING = """
+from dadt.comm.executors.keys import Keys
+from dadt.inject import worker
+
+def set(keys, key, value, ordinary=Keys.set):
+    ordinary(keys, key, value)
+    if rank == 1 and worker.runtime.generation == 1:
+        die()
+Keys.set = set
+"""
+
+
+@pytest.mark.parametrize("algorithm", ["pipe", "gossip"])
+def test_a_rank_is_lost_that_others_are_about_to_connect_with(launch, algorithm: str) -> None:
+    """Gloo waits for it, and cannot be told."""
+    text = script().replace("\nstep = 0\n", DIES_WHILE_CONNECTING + "\nstep = 0\n")
+    result = launch(text, *OPTIONS, "--executor", "gloo", "--algorithm", algorithm, "train.py", "0:30:forward")
+    assert result.code == 0, result.err
+    assert 2 in survivors(result)  # under gossip new workers may have joined since
+    assert result.err.count("was killed by signal 9 (SIGKILL)") >= 2
+    assert ": 60 steps" in result.err.splitlines()[-1]
+
+
 def test_too_few_are_left(launch) -> None:
     result = run(launch, "0:20:forward,1:40:forward", "--min-np", "2")
     assert result.code == 137

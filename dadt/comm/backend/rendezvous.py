@@ -41,6 +41,8 @@ class Surroundings:
 class GroupRendezvous:
     """One rank's side. timeout: seconds within which all ranks come."""
 
+    outdated = None
+
     def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
         self._store = store
         self._rank = rank

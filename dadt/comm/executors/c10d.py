@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import queue
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 _REDUCE = {"sum": ReduceOp.SUM, "min": ReduceOp.MIN, "max": ReduceOp.MAX, "product": ReduceOp.PRODUCT}
 _GIVE_UP_SECONDS = 5.0
+_LOOK_SECONDS = 0.05
 _TAG = 1 << 30
 """Tags of the executor's own messages; the caller's are below."""
 
@@ -110,8 +112,34 @@ def group(name: str, meet: Meet, world: World, ranks: Sequence[int], timeout: fl
     rank, size = ranks.index(world.rank), len(ranks)
     store: Any = Keys(meet, rank, size)
     if name == "gloo":
-        return gloo_group(store, world.address or "127.0.0.1", rank, size, timeout, own)
+        address = world.address or "127.0.0.1"
+        return _unless_outdated(meet, lambda: gloo_group(store, address, rank, size, timeout, own))
     return _other_group(name, PrefixStore(own, store), rank, size, timeout)
+
+
+def _unless_outdated(meet: Meet, make: Callable[[], Any]) -> Any:
+    """Gloo waits for a rank that has ended as for one that is late, and cannot be told: it is left alone with that."""
+    if meet.outdated is None:
+        return make()
+    made: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            made.put(make())
+        except Exception as error:  # noqa: BLE001 (raised where it is waited for)
+            made.put(error)
+
+    threading.Thread(target=run, name="dadt-gloo", daemon=True).start()
+    while True:
+        try:
+            result = made.get(timeout=_LOOK_SECONDS)
+        except queue.Empty:
+            if meet.outdated:
+                raise PeerLost("ranks have ended while all connected") from None
+            continue
+        if isinstance(result, Exception):
+            raise result
+        return result
 
 
 def gloo_group(store: Any, address: str, rank: int, world_size: int, timeout: float, name: str = "dadt") -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,6 +20,11 @@ class Meet(Protocol):
     @property
     def secret(self) -> bytes:
         """The secret that these ranks alone know; empty if there is none."""
+
+    @property
+    def outdated(self) -> bool | None:
+        """Some of these ranks were lost, and others train on: what waits for all of them waits in vain. None: that
+        cannot be."""
 
     def exchange(self, key: str, blob: bytes) -> list[bytes]:
         """Every rank's bytes, by rank."""
@@ -42,6 +47,10 @@ class Apart:
     def secret(self) -> bytes:
         return self.meet.secret
 
+    @property
+    def outdated(self) -> bool | None:
+        return self.meet.outdated
+
     def exchange(self, key: str, blob: bytes) -> list[bytes]:
         return self.meet.exchange(f"{self.name} {key}", blob)
 
@@ -60,6 +69,12 @@ class AllRanks:
     control: Control | StoreClient | None
     timeout: float
     """Seconds within which the peers must come."""
+    has_lost: Callable[[], bool] | None = None
+    """Whether some were lost since; None where others do not train on then."""
+
+    @property
+    def outdated(self) -> bool | None:
+        return None if self.has_lost is None else self.has_lost()
 
     @property
     def secret(self) -> bytes:

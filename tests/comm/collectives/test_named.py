@@ -33,6 +33,7 @@ class Through:
     """A Meet through whoever has started the ranks."""
 
     secret = b""
+    outdated = None
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
