@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from datetime import date
 
 from hosts.chaos.kind import KINDS
-from hosts.chaos.struck import OPTIONS, TRAININGS, WAITS
+from hosts.chaos.struck import BATCH, OPTIONS, RANKS, STEPS, TRAININGS, WAITS
 from hosts.chaos.trial import Row
 
 
@@ -27,18 +27,22 @@ def page(rows: Sequence[Row], at_once: int) -> str:
         "weights where the algorithm keeps them equal, in as many steps as without the fault, the script's last file",
         "holds the weights of one of them, the job has ended with 0 and nothing is left on any host that has power.",
         "Told: seconds from the fault to the line that tells the loss. Back: from then until the survivors train. Of",
-        "faults that pass, and of full disks for logs, no rank may be lost.",
+        "faults that pass, and of full disks for logs, no rank may be lost. Steps: that any survivor lacks at the end.",
+        f"Samples: of {len(RANKS) * STEPS * BATCH:,} in a training, those of lost workers from their last steps on.",
         "",
         f"**{sum(row.kept for row in tried)} of {len(tried)} promises were kept.**",
         "",
-        "| Fault | Kept | Told, median (s) | worst | Back, median (s) | worst |",
-        "|---|---|---|---|---|---|",
+        "| Fault | Kept | Told, median (s) | worst | Back, median (s) | worst | Steps lost | Samples, median | most |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for kind in KINDS:
         mine = [row for row in tried if row.kind is kind]
         if mine:
             told, back = ([s for row in mine if (s := getattr(row, name)) is not None] for name in ("told", "went_on"))
             cells = [kind.name, f"{sum(row.kept for row in mine)} of {len(mine)}", *_spread(told), *_spread(back)]
+            cells.append(str(max((row.steps for row in mine if row.steps is not None), default="")))
+            samples = [row.samples for row in mine if row.samples is not None]
+            cells += [f"{statistics.median(samples):.0f}", f"{max(samples)}"] if samples else ["", ""]
             lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "| Training | Kept |", "|---|---|"]
     for training in TRAININGS:

@@ -37,7 +37,7 @@ for epoch in range(4):
 digest = hashlib.sha256(b"".join(t.numpy().tobytes() for t in net.state_dict().values()))
 print("weights", step, digest.hexdigest(), flush=True)
 """
-STEPS = 240
+STEPS, BATCH = 240, 8
 RANKS = {0, 1, 2, 3}
 OPTIONS = ("--min-np", "1", "--warmup-steps", "20", "--timeout", "6", "--stall-warning", "3", "--grace", "1")
 WAITS = ("--heartbeat-timeout", "4", "--orphan-timeout", "6")

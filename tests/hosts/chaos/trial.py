@@ -19,7 +19,7 @@ from harness.disk import small_disk
 from harness.host_run import HostRun
 from harness.machine import Network, await_that
 from hosts.chaos.kind import KINDS, LOGS, Kind
-from hosts.chaos.struck import OPTIONS, RANKS, SAVES, SCRIPT, STEPS, TRAININGS, WAITS, Struck, Training
+from hosts.chaos.struck import BATCH, OPTIONS, RANKS, SAVES, SCRIPT, STEPS, TRAININGS, WAITS, Struck, Training
 
 SECONDS = 90.0
 
@@ -44,6 +44,10 @@ class Row:
     """Seconds from the fault until the last loss was told."""
     went_on: float | None = None
     """Seconds from then until training went on."""
+    steps: int | None = None
+    """Steps of which the survivors lack the most."""
+    samples: int | None = None
+    """Samples that nobody has trained on, as their workers were lost; None if no loss is on record."""
     left: Sequence[str] = ()
     text: str = ""
     skipped: str = ""
@@ -116,6 +120,8 @@ def _try_out(
         saved=_saved(folder / SAVES / "model.pt", digests, any_rank=bool(lost) and not training.equal),
         told=told,
         went_on=went_on,
+        steps=max((STEPS - steps for steps, _ in found.values()), default=None),
+        samples=_samples(logs / result.job / "report.json"),
         left=_left(network, folder, job.dark),
         text=result.err,
     )
@@ -127,6 +133,12 @@ def _times(events: Path, at: float) -> tuple[float | None, float | None]:
     told = [event["time"] for event in lines if event["kind"] == "regroup"]
     ons = [event["time"] for event in lines if event["kind"] == "said" and "train on from step" in event["text"]]
     return max(told) - at if told else None, max(ons) - max(told) if told and ons else None
+
+
+def _samples(report: Path) -> int | None:
+    """Of lost workers, from their last steps to the end; with `gossip` new workers read some of them."""
+    losses = json.loads(report.read_text())["losses"] if report.exists() else []
+    return sum((STEPS - max(loss["step"], 0)) * BATCH for loss in losses) if losses else None
 
 
 def _saved(path: Path, digests: Collection[str], *, any_rank: bool) -> bool:
