@@ -227,7 +227,7 @@ _member = record(rank=RANK, host=text(), pid=COUNT, state=text(TEXT), said=text(
 ANSWERS = Speaker(
     "the agent",
     {
-        "claimed": Kind({}, 64),
+        "claimed": Kind({"signal": either(SIGNAL, whole(0, 0))}, 64),
         "exchanged": Kind({"sizes": listed(COUNT, MOST_RANKS)}, 4 << 30),
         "taken": Kind({}),
         "peers": Kind({"peers": listed(_member, MOST_RANKS)}),
@@ -237,6 +237,7 @@ ANSWERS = Speaker(
         "death": DEATH,
         "regroup": REGROUP,
         "preempted": Kind({}),
+        "save": Kind({"patience": SECONDS}),
         "order": Kind(
             {"command": ARGUMENTS, "env": VARIABLES, "cwd": PATH, "terminal": TERMINAL, "out": PATH, "err": PATH}
         ),
@@ -342,7 +343,7 @@ LAUNCHER = Speaker(
                 "stays_": flag,
                 "secret": text(64),
                 "heartbeat_": record(index=RANK, address=text(64), timeout=number),
-                "checkpoint_": record(number=SIGNAL, grace=number),
+                "checkpoint_": record(number=SIGNAL, grace=number, alone=flag),
             },
             RESULT,
         ),

@@ -45,7 +45,7 @@ class Preemption:
         return f"{self.who}: preempted; {', '.join(parts) or 'no worker was there'} (exit code {EXIT_CODE})"
 
 
-def ranks(numbers: Sequence[int]) -> str:
+def ranks(numbers: Collection[int]) -> str:
     """As text: rank 2; ranks 0, 2 and 3."""
     *most, last = map(str, sorted(numbers))
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"

@@ -62,6 +62,7 @@ class Report:
         self._failure: Failure | None = None
         self._restarts: list[dict[str, Any]] = []
         """How the attempts failed after which the job was started again."""
+        self._preemption: str | None = None
         self._signal = 0
         self._error = "dadt itself failed"
         self._exit_code = 1
@@ -88,6 +89,7 @@ class Report:
     def ended(self, outcome: Outcome) -> None:
         """Record the outcome of a job that ended by itself, by a worker's failure, or by the user."""
         self._exit_code, self._failure, self._signal = outcome.exit_code, outcome.failure, outcome.signal
+        self._preemption = outcome.preemption.text if outcome.preemption is not None else None
         self._error = ""
 
     def failed(self, error: DadtError) -> None:
@@ -132,6 +134,7 @@ class Report:
             "signal": self._signal or None,
             "error": (self._error or None) if self._over else None,
             "failure": _failure(self._failure) if self._failure is not None else None,
+            "preemption": self._preemption if self._over else None,
             "restarts": self._restarts,
             "losses": [asdict(loss) for loss in (self._watch.losses if self._watch is not None else ())],
             "regroups": list(self._watch.generations if self._watch is not None else ()),

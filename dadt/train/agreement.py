@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from dadt.errors import Mismatch
+from dadt.train.checkpoint_signal import CheckpointSignal
 from dadt.train.exchange.exchange import Exchange
 from dadt.train.exchange.fingerprint import of_gradient, of_inputs
 from dadt.train.exchange.step_metadata import StepMetadata
@@ -35,6 +36,8 @@ class Group(Protocol):
     @property
     def members(self) -> Sequence[int]:
         """In the order of their lanes."""
+
+    checkpoint_signal: CheckpointSignal
 
     def say(self, text: str, level: str = ...) -> None: ...
 
@@ -80,6 +83,7 @@ class Agreement:
 
         newest: number of the last exchange under way. late: some steps have used gradients of the steps before.
         """
+        self._group.checkpoint_signal.agree(lane.saves for lane in lanes)
         drawn = [lane.drawn for lane in lanes]
         if len(set(drawn)) > 1:
             least, most = drawn.index(min(drawn)), drawn.index(max(drawn))

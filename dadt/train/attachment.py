@@ -36,7 +36,6 @@ class Owner(Survivor, Protocol):
     buffers: Buffers
     window: PredictionScope
     on_end: list[Callable[[], None]]
-    """Called when the script has ended, whatever has become of its optimizers: as added, the same on all ranks."""
     on_regroup: list[Callable[[], None]]
     on_stop: list[Callable[[], None]]
     """Called last, also after a failure."""
@@ -362,6 +361,7 @@ class Attachment:
                 weight=exchange.weight,
                 value=value,
                 not_finite=self.finite.number,
+                saves=self.runtime.checkpoint_signal.heard,
             )
         )
 

@@ -113,7 +113,7 @@ class Runtime(Departure):
                     " its ranks; use --max-restarts"
                 )
             if self.control is not None:
-                self.control.claim()
+                self.checkpoint_signal.number = self.control.claim()
                 self.listen()
             timeline = self.timeline
             if self.config.timeline and timeline is None:  # else `dadt.init` has begun it
@@ -238,6 +238,9 @@ class Runtime(Departure):
         if frame.kind == "preempted":
             self.deaths.preempted = True
             return
+        if frame.kind == "save":
+            self.checkpoint_signal.hear(frame["patience"] if self.together else 0.0)
+            return
         text, steps = frame["text"], frame.get("steps")
         if frame.kind == "regroup":
             members, firsts = tuple(frame["members"]), tuple(frame["firsts"])
@@ -288,3 +291,4 @@ class Runtime(Departure):
         self.progress.stepped(perf_counter())
         if self.control is not None:
             self.control.progress(self.step, **(self.progress.numbers() if self.control.due else {}))
+        self.checkpoint_signal.stepped()

@@ -221,8 +221,10 @@ def _last_line(outcome: Outcome) -> str:
     line = f"done in {outcome.seconds:.1f} s"
     if outcome.restarts:
         line += f", after {outcome.restarts} restart{'s' * (outcome.restarts > 1)}"
-    if outcome.losses:
-        line += f", without {ranks([loss.rank for loss in outcome.losses])}"
+    if missing := {loss.rank for loss in outcome.losses if loss.replaced is None}:
+        line += f", without {ranks(missing)}"
+    if replaced := {loss.rank for loss in outcome.losses if loss.replaced is not None} - missing:
+        line += f", with new workers in place of {ranks(replaced)}"
     summary: Mapping[str, Any] = outcome.summaries.get(min(outcome.summaries, default=0), {})
     if steps := int(summary.get("steps", 0)):
         delayed = int(summary.get("delayed", 0))

@@ -126,7 +126,8 @@ class Live:
         room = max(1, height - PRINTED_ROWS)
         gauges = watch.gauges if len(watch.gauges) <= room else watch.by_pace()[: room - 1]
         shown = sorted(gauges, key=lambda gauge: gauge.rank) if len(gauges) == len(watch.gauges) else gauges
-        lost = f", {len(watch.losses)} lost" if watch.losses else ""
+        missing = sum(loss.replaced is None for loss in watch.losses)
+        lost = f", {missing} lost" if missing else ""
         rows = [Text(f"{self._head}{lost}, {_clock(time.time() - watch.begin)}", style="bold")]
         rows += _table(shown, watch, width)
         if left := len(watch.gauges) - len(shown):

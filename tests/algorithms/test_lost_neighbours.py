@@ -205,6 +205,7 @@ def test_a_new_worker_takes_a_neighbours_weights_and_state(launch, tmp_path, exe
     assert int(told[3]) > 10
     assert "a new worker starts in place of rank 0" in result.err
     assert "leaves, as those that began the job are at their end" in result.err
+    assert ", with new workers in place of rank 0: " in result.err.splitlines()[-1]
     assert ends(result).keys() == {1, 2}, result.out
     assert (tmp_path / "model.pt").exists()
     assert not (tmp_path / "of_the_new.pt").exists()

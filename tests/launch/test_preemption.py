@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -76,6 +77,45 @@ def test_workers_save_and_end_by_themselves(start) -> None:
     told = "dadt: dadt run was told to end (SIGTERM): "
     assert f"{told}workers have 40 s to save (once more: at once)\n" in result.err
     assert last_line(result) == f"{told}preempted; ranks 0 and 1 ended by themselves (exit code 75)"
+    report = json.loads((result.logs / result.job / "report.json").read_text())
+    assert f"dadt: {report['preemption']}" == last_line(result)
+
+
+AT_THE_END_OF_A_STEP = """
+import threading
+from dadt.inject import worker
+told, heard = False, worker.runtime.checkpoint_signal
+def save(number, frame):
+    global told
+    told = True
+if rank == "1":  # it hears of it some steps after the others
+    heard.hear = lambda patience, hear=heard.hear: threading.Timer(0.5, hear, [patience]).start()
+signal.signal(signal.SIGUSR1, save)
+"""
+SAVE_AND_END = """
+    if told:
+        torch.save(model.state_dict(), "checkpoint.pt")
+        print(f"rank {rank} has saved: {step}")
+        sys.exit()
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("algorithm", ["pipe", "sync"])
+def test_all_are_told_in_the_same_step_and_none_ends_before_others_have_saved(start, algorithm: str) -> None:
+    saves = 'torch.save(model.state_dict(), "checkpoint.pt")\n        print(f"rank {rank} has saved: {step}")'
+    script = TRAIN.replace(
+        "    if step == 20:", f"    if told:\n        {saves}\n        sys.exit()\n    if step == 20:"
+    )
+    options = ("-np", "3", "--algorithm", algorithm, "--warmup-steps", "5", "--grace", "40")
+    run = begin(start, *options, handler=AT_THE_END_OF_A_STEP, script=script)
+    run.process.send_signal(signal.SIGTERM)
+    result = run.finish()
+    assert result.code == 75, result.err
+    steps = dict(re.findall(r"rank (\d) has saved: (\d+)", result.out.decode()))
+    assert steps.keys() == {"0", "1", "2"}, result.out
+    assert len(set(steps.values())) == 1, steps
+    assert last_line(result).endswith("preempted; ranks 0, 1 and 2 ended by themselves (exit code 75)")
 
 
 def test_workers_save_and_go_on_until_they_are_stopped(start) -> None:

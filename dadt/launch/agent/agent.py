@@ -149,8 +149,8 @@ class Agent:
             self._launcher.take_leave()
             return
         speaker = schema.WORKER.without(*(() if job.body else ("result",)), *(() if job["adopt"] else SHIMS))
-        secret = bytes.fromhex(job["secret"])
-        self._roster = WorkerRegistry(self._folder.socket, self._ranks, self._pulse, self._hear, speaker, secret)
+        own = bytes.fromhex(job["secret"]), self._checkpoint.number if self._checkpoint else 0
+        self._roster = WorkerRegistry(self._folder.socket, self._ranks, self._pulse, self._hear, speaker, *own)
         self._adoption = adoption.ShimAdmission(self._folder.path, self._roster.answer)
         self._memory_kills = machine.memory_kills()
         entrances = self._roster.listen(self._drop)
@@ -249,7 +249,7 @@ class Agent:
         if order.kind == "stop":
             self._begin_stop(order)
         elif order.kind == "preempt":
-            self._preempt()
+            self._preempt(together=order.get("together", True))
         elif order.kind == "answer":
             answer = order["answer"]
             self._roster.answer(order["line"], Frame(answer.pop("kind"), answer, order.body))
@@ -273,20 +273,20 @@ class Agent:
     def _is_for_saving(self, number: int) -> bool:
         return self._checkpoint is not None and self._checkpoint.number == number
 
-    def _save(self) -> None:
+    def _save(self, *, together: bool = True) -> None:
         """Have the workers save a checkpoint."""
         assert self._checkpoint is not None
         pids = {rank: self._roster.claims.get(rank, worker.pid) for rank, worker in self._workers.items()}
-        if heedless := self._checkpoint.send(pids):
+        if heedless := self._checkpoint.send(pids, self._roster.tell_to_save, together=together):
             self._launcher.send(Frame("unheeded", {"number": self._checkpoint.number, "ranks": heedless}))
 
-    def _preempt(self) -> None:
+    def _preempt(self, *, together: bool) -> None:
         """Have the workers save, and stop those that have not ended by themselves in time. Idempotent."""
         if self._checkpoint is None or self._preempted or self._stop is not None:
             return
         self._preempted = True
         self._roster.tell(Frame("preempted"))
-        self._save()
+        self._save(together=together)
         self._begin_stop(Frame("stop", {"natural": self._checkpoint.grace, "grace": self._checkpoint.grace}))
 
     def _begin_stop(self, order: Frame) -> None:
@@ -307,7 +307,7 @@ class Agent:
         ending = caught & ENDING_SIGNALS
         if ending == {signal.SIGTERM} and self._checkpoint is not None and (self._stop is None or self._preempted):
             self._launcher.send(Frame("preempted"))
-            self._launcher.orders.append(Frame("preempt"))
+            self._launcher.orders.append(Frame("preempt", {"together": not self._checkpoint.alone}))
         elif ending:
             self._signal = min(ending)
             self._launcher.orders.append(Frame("stop"))

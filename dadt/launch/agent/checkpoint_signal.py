@@ -1,12 +1,17 @@
-"""The signal that a script answers by saving a checkpoint: who gets it, and whom it would kill instead."""
+"""The signal that a script answers by saving a checkpoint: who gets it, and whom it would kill instead.
+
+Ranks that train raise it themselves, all after the same step (dadt/train/checkpoint_signal.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from dadt.launch.processes import is_alive, kill
+
+_MOST_PATIENCE = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,16 +19,27 @@ class CheckpointSignal:
     number: int
     grace: float
     """Seconds that workers have to save, once the job or this host is preempted."""
+    alone: bool
+    """Where this host is preempted, workers of the others train on, and do not save."""
 
-    def send(self, pids: Mapping[int, int]) -> list[int]:
+    @property
+    def patience(self) -> float:
+        """Seconds that ranks may take to agree on a step."""
+        return min(self.grace / 4, _MOST_PATIENCE)
+
+    def send(
+        self, pids: Mapping[int, int], tell: Callable[[Collection[int], float], set[int]], *, together: bool
+    ) -> list[int]:
         """Send it to the process of each rank. Returns the ranks that have no handler for it: they get none, as it
-        would kill them.
+        would kill them. tell: has ranks raise it themselves within these seconds; returns those that do. together: the
+        ranks of all hosts get it.
 
         Only this process gets it: a DataLoader's workers have its handlers, too, and would save as well.
         """
         living = {rank: pid for rank, pid in pids.items() if is_alive(pid)}
         heedless = [rank for rank, pid in living.items() if not _handles(pid, self.number)]
-        kill((pid for rank, pid in living.items() if rank not in heedless), self.number)
+        told = tell(living.keys() - heedless, self.patience if together else 0.0)
+        kill((pid for rank, pid in living.items() if rank not in {*heedless, *told}), self.number)
         return heedless
 
 

@@ -6,7 +6,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -71,6 +71,8 @@ class WorkerRegistry:
     """The frames that workers may send."""
     secret: bytes
     """The job's secret, by which its workers prove to each other that they belong to it."""
+    checkpoint_signal: int
+    """The number of the signal by which scripts are told to save; 0: there is none."""
     lines: dict[int, Line] = field(default_factory=dict)
     claims: dict[int, int] = field(default_factory=dict)
     """Rank to the pid that trains as it."""
@@ -159,6 +161,14 @@ class WorkerRegistry:
         for line in [line for line in self.lines.values() if line.listens]:
             self.answer(line.number, frame)
 
+    def tell_to_save(self, ranks: Collection[int], patience: float) -> set[int]:
+        """Tell the processes that train as these ranks. Returns those that were told: the others do not listen."""
+        lines = [line for line in self.lines.values() if line.listens and line.rank in ranks]
+        told = [line for line in lines if self.claims.get(line.rank) == line.pid]
+        for line in told:
+            self.answer(line.number, Frame("save", {"patience": patience}))
+        return {line.rank for line in told}
+
     def hang_up(self, line: Line) -> None:
         self.lines.pop(line.number, None)
         self.waits = [wait for wait in self.waits if wait.line is not line]
@@ -213,7 +223,7 @@ class WorkerRegistry:
             return
         self.claims[rank] = pid
         self.forward(Frame(frame.kind, {**frame.header, "line": line.number}))
-        self.answer(line.number, Frame("claimed", {}, self.secret))
+        self.answer(line.number, Frame("claimed", {"signal": self.checkpoint_signal}, self.secret))
 
     def _stacks(self, line: Line, frame: Frame) -> None:
         path = Path(frame["path"])

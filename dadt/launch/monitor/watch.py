@@ -7,7 +7,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from dadt.control.frame import Frame
@@ -178,6 +178,8 @@ class Loss:
     """Optimizer steps that it had done; -1: none."""
     time: float
     why: str
+    replaced: float | None = None
+    """When a new worker has joined in its place, as `time`."""
 
 
 class Watch:
@@ -214,6 +216,11 @@ class Watch:
 
     def joins(self, member: Member) -> None:
         """Its worker has joined the running job."""
+        now = time.time()
+        self.losses = [
+            replace(loss, replaced=now) if (loss.rank, loss.replaced) == (member.rank, None) else loss
+            for loss in self.losses
+        ]
         self._journal.write("join", generation=member.generation, rank=member.rank, pid=member.pid, host=member.host)
 
     def refused(self, why: str) -> None:

@@ -31,6 +31,8 @@ class StepMetadata:
     """The loss of an optimizer's closure; else a number that the algorithm tells, 0 unless it has one to tell."""
     not_finite: int = 0
     """Number, from 1, of the first parameter whose gradient is not finite here; 0: there is none, or nobody looked."""
+    saves: int = 0
+    """How often this rank was told that the script is to save; at most 127 count."""
 
     def pack(self) -> bytes:
         return _FORMAT.pack(
@@ -39,7 +41,7 @@ class StepMetadata:
             self.groups,
             self.fingerprint,
             self.growth,
-            self.redo,
+            self.redo | min(self.saves, 127) << 1,
             self.weight,
             self.value,
             self.not_finite,
@@ -47,8 +49,8 @@ class StepMetadata:
 
     @classmethod
     def unpack(cls, data: bytes) -> StepMetadata:
-        layout, drawn, groups, fingerprint, growth, redo, weight, value, not_finite = _FORMAT.unpack_from(data)
-        return cls(layout, drawn, groups, fingerprint, growth, bool(redo), weight, value, not_finite)
+        layout, drawn, groups, fingerprint, growth, bits, weight, value, not_finite = _FORMAT.unpack_from(data)
+        return cls(layout, drawn, groups, fingerprint, growth, bool(bits & 1), weight, value, not_finite, bits >> 1)
 
 
 METADATA_BYTES = _FORMAT.size

@@ -1,0 +1,53 @@
+"""The signal that tells the script to save: where ranks take their steps together, all get it after the same one."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterable
+
+
+class CheckpointSignal:
+    """`hear` is called by the thread that listens to the agent, all else by the training thread.
+
+    A script may end once it has saved. If that were in different steps, some ranks would wait for one that has ended,
+    and never come to save.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        """0: the job has none."""
+        self.heard = 0
+        """How often this rank was told."""
+        self._agreed = 0
+        """How often some rank was told, as all know."""
+        self._raised = 0
+        self._lock = threading.Lock()
+
+    def hear(self, patience: float) -> None:
+        """The script gets the signal with the others', or after so many seconds, as it may take no step for long. 0: at
+        once, and the others do not."""
+        if not patience:
+            self._raise(self._raised + 1)
+            return
+        self.heard += 1
+        timer = threading.Timer(patience, self._raise, [self.heard])
+        timer.daemon = True
+        timer.start()
+
+    def agree(self, heard: Iterable[int]) -> None:
+        """heard: of each rank, as all were told in one exchange."""
+        self._agreed = max(self._agreed, *heard)
+
+    def stepped(self) -> None:
+        """A step is complete, and nothing of it is left to do."""
+        if self._agreed > self._raised:
+            self._raise(self._agreed)
+
+    def _raise(self, count: int) -> None:
+        """For the count-th time, if that is still to be done. What handles no such signal it would kill."""
+        with self._lock:
+            due = count > self._raised
+            self._raised = max(self._raised, count)
+        if due and self.number and signal.getsignal(self.number) not in (signal.SIG_DFL, signal.SIG_IGN):
+            signal.raise_signal(self.number)
