@@ -18,6 +18,7 @@ from dadt.launch.joining import Joining
 from dadt.launch.monitor.members import Member, Rendezvous, Reply
 from dadt.launch.monitor.silence import Silences
 from dadt.launch.monitor.watch import Gauge, Loss, Watch
+from dadt.launch.preemption import ranks
 from dadt.launch.replacement import Replacements, replaces
 
 NATURAL_SECONDS = 0.5
@@ -248,7 +249,10 @@ class Membership:
         if (step := max(gauge.member.step for gauge in here)) > self._tried_at:
             self._trials.clear()
         self._tried_at = step
-        if len(here) < len(self._rendezvous.present):  # some have left
+        new = [gauge.rank for gauge in here if gauge.member.joined and gauge.member.step < 0]
+        if new:  # with the others all went well
+            self._kill(new, f"{first.why}: since {ranks(new)} joined, connecting fails")
+        elif len(here) < len(self._rendezvous.present):  # some have left
             self._answer_all(False)
         elif len(self._trials) == TRIALS:
             self._least = 0  # it is the same for all: nobody would be better off without another

@@ -7,6 +7,7 @@ import re
 import signal
 
 import pytest
+from harness.host_run import HostRun
 from harness.machine import await_that
 
 TRAIN = """
@@ -35,6 +36,15 @@ while joins or len(list(Path().glob("joined*"))) < int(sys.argv[1]):
 print("ends after", step)
 """
 OPTIONS = ("--min-np", "2", "--algorithm", "gossip", "--executor", "gloo", "--output", "all", "--orphan-timeout", "4")
+
+
+def read_until(run: HostRun, text: str) -> None:
+    told = []
+    assert run.process.stderr is not None
+    while not any(text in line for line in told):
+        line = run.process.stderr.readline().decode()
+        assert line, told
+        told.append(line)
 
 
 def joined(result) -> set[int]:
@@ -80,14 +90,25 @@ def test_a_host_that_the_others_do_not_reach_is_left_out(hosts, start, tmp_path)
     await_that((tmp_path / "ready").exists, "20 steps")
     network.divide(network[0], network[2])
     network.cut(network[1])
-    told = []
-    assert run.process.stderr is not None
-    while not any("h2: not all other hosts" in line for line in told):
-        line = run.process.stderr.readline().decode()
-        assert line, told
-        told.append(line)
+    read_until(run, "h2: not all other hosts")
     (tmp_path / "joined by none").touch()
     result = run.finish()
     assert result.code == 0, result.err
     assert joined(result) == set()
+    assert ended(result) == {0}
+
+
+def test_a_host_with_which_the_others_cannot_connect_is_left_out_again(hosts, start, tmp_path) -> None:
+    network = hosts(3)
+    options = ("-np", "2", "-H", network.list(1), *OPTIONS[2:], "--min-np", "1", "--timeout", "5")
+    run = start(network, TRAIN, *options, "--heartbeat-timeout", "60", "train.py", "1")
+    await_that((tmp_path / "ready").exists, "20 steps")
+    network.cut(network[1])
+    read_until(run, "h2 joins")
+    network.divide(network[0], network[2])
+    read_until(run, "since rank 1 joined, connecting fails: training goes on without it")
+    network.heal(network[0])
+    network.heal(network[2])
+    result = run.finish()
+    assert result.code == 0, result.err
     assert ended(result) == {0}

@@ -51,6 +51,7 @@ class Member:
     def start_anew(self) -> None:
         """A new worker starts in its place."""
         self.ended = self.claimed = self.finished = False
+        self.step = -1
         self.sign("is started anew")
 
     def went_to(self, step: int, age: float) -> None:
