@@ -51,7 +51,7 @@ class Session:
         config = configured(self.runtime.config, knobs)
         self.world = self.runtime.world
         if self.runtime.control is not None:
-            self.runtime.control.claim()
+            self.runtime.checkpoint_signal.begin(*self.runtime.control.claim())
             self.runtime.listen()
         mine = {"host": self.world.cross_rank, "config": config.to_env()}
         told = [json.loads(blob) for blob in self.runtime.meet.exchange("dadt.init", json.dumps(mine).encode())]

@@ -70,15 +70,15 @@ class Control:
         """Report that this process writes the stacks of its threads to the file on this signal."""
         self._report("stacks", path=str(path), signal=int(signal))
 
-    def claim(self) -> int:
+    def claim(self) -> tuple[int, int]:
         """Claim the rank for this process, which trains as it. Calling it again changes nothing. Returns the number of
-        the signal by which the script is told to save; 0 if there is none.
+        the signal by which the script is told to save, 0 if there is none, and how often that has been done.
 
         Raises DadtError if another living process has claimed the rank.
         """
         answer = self._ask("claim", 0.0)
         self.secret = answer.body
-        return int(answer["signal"])
+        return answer["signal"], answer["saves"]
 
     # Of `exchange`, `put`, `get` and `reconnect` the launcher answers none that an older generation of ranks asks.
 

@@ -5,6 +5,7 @@ Every frame is checked against this before it is handled. One that does not fit 
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -22,7 +23,8 @@ OUTPUT = 1 << 20
 """Most bytes of a worker's output or stacks in one frame."""
 MOST_RANKS = 1 << 20
 SIZE = re.compile(r"-?[0-9]{1,6}")
-MARK = re.compile(r"\.dadt-\w+(-[0-9]+){2}-")
+MARK = re.compile(r"\.dadt-\w+(-[0-9]+){4}-")
+TOKEN = re.compile(r"([0-9a-f]{2}){1,32}")
 DEPTH = 6
 """Deepest nesting of values that are passed on unread."""
 
@@ -42,6 +44,14 @@ def text(most: int = 4096) -> Check:
 
 def matching(pattern: re.Pattern[str]) -> Check:
     return lambda value: isinstance(value, str) and pattern.fullmatch(value) is not None
+
+
+def is_address(value: Any) -> bool:
+    """Of IP, without a name to look up."""
+    try:
+        return isinstance(value, str) and bool(ipaddress.ip_address(value))
+    except ValueError:
+        return False
 
 
 def flag(value: Any) -> bool:
@@ -227,7 +237,7 @@ _member = record(rank=RANK, host=text(), pid=COUNT, state=text(TEXT), said=text(
 ANSWERS = Speaker(
     "the agent",
     {
-        "claimed": Kind({"signal": either(SIGNAL, whole(0, 0))}, 64),
+        "claimed": Kind({"signal": either(SIGNAL, whole(0, 0)), "saves": COUNT}, 64),
         "exchanged": Kind({"sizes": listed(COUNT, MOST_RANKS)}, 4 << 30),
         "taken": Kind({}),
         "peers": Kind({"peers": listed(_member, MOST_RANKS)}),
@@ -247,7 +257,7 @@ ANSWERS = Speaker(
 """Frames from an agent to a worker, or to the shim that mpirun started in its place."""
 
 _about_a_peer: dict[str, Check] = {"peer": RANK, "seconds": number}
-_address = record(interface=text(64), address=text(64), speed=number)
+_address = record(interface=text(64), address=is_address, speed=number)
 
 AGENT = Speaker(
     "the agent",
@@ -268,7 +278,7 @@ AGENT = Speaker(
                 "pid": PID,
                 "problems": listed(text(TEXT), 100),
                 "probe_port_": whole(1, 65535),
-                "token_": text(64),
+                "token_": matching(TOKEN),
                 "clock": number,
             }
         ),
@@ -313,7 +323,7 @@ AGENT = Speaker(
 """Frames from an agent to the launcher."""
 
 _worker = record(rank=RANK, local_rank=RANK, env=VARIABLES, command=ARGUMENTS)
-_target = record(index=RANK, port=whole(1, 65535), token=text(64), addresses=listed(text(64), 1 << 16))
+_target = record(index=RANK, port=whole(1, 65535), token=matching(TOKEN), addresses=listed(is_address, 1 << 16))
 
 LAUNCHER = Speaker(
     "the launcher",

@@ -343,13 +343,13 @@ class Job:
             self._deaths.append(Frame("death", told))
         elif ending.code and not ending.stopped and not member.lost:
             if self._termination.goes_on and self._membership.lose([ending.rank], what):
-                self._membership.exited(member, self._termination.goes_on)
+                self._membership.exited(member, self._termination.goes_on and node not in self._leaving)
                 return
             secondary = record is not None and record.secondary
             if not secondary:
                 self._deaths.append(Frame("death", {"text": what}))
             self._termination.fail_by(PRIMARY_SECONDS if secondary else 0.0)
-        self._membership.exited(member, self._termination.goes_on)
+        self._membership.exited(member, self._termination.goes_on and node not in self._leaving)
         self._rendezvous.settle()
 
     def _on_stacks(self, node: Node, frame: Frame) -> None:

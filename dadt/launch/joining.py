@@ -33,6 +33,8 @@ class Attempt:
     place: int
     node: Node
     deadline: float
+    asked: bool = False
+    """The other hosts try its addresses."""
     addresses: Sequence[Mapping[str, Any]] = ()
     """Those that others may use."""
     reached: dict[Node, Mapping[str, float]] = field(default_factory=dict)
@@ -64,18 +66,24 @@ class Joining:
         self._start = start
         self._say = say
         self._attempts: list[Attempt] = []
+        self._came: set[Node] = set()
         self._missed: set[Node] = set()
         """Lost nodes that were told of."""
+        self._drained: set[str] = set()
+        """Hosts that were told to end, which are not to be used again."""
         self._told: set[str] = set()
 
     def turn(self) -> None:
         """Call it as time passes, while lost places may be taken."""
         self._discovery.poll()
         for attempt in list(self._attempts):
-            if attempt.node.reached and attempt.reached.keys() >= set(self._others):
+            if attempt.asked and attempt.reached.keys() >= set(self._others):
                 self._take(attempt)
             elif time.monotonic() >= attempt.deadline:
                 self._fail(attempt, attempt.node.state)
+        ready = [attempt for attempt in self._attempts if attempt.node.reached]
+        if ready and not any(attempt.asked for attempt in ready):  # one after the other, as each is to reach the next
+            self._ask_others(ready[0])
         for place in self._vacant():
             self._begin(place)
 
@@ -85,6 +93,11 @@ class Joining:
             for attempt in self._attempts:
                 if str(attempt.place) in frame["reached"]:
                     attempt.reached[node] = frame["reached"][str(attempt.place)]
+            return True
+        if frame.kind == "unstarted" and node in self._came:
+            self._warn(f"{node.name}: {frame['message']}: training goes on without it")
+            for rank in node.ranks:
+                self._members[rank].ended = True
             return True
         mine = [each for each in self._attempts if each.node is node]
         if not mine:
@@ -96,7 +109,10 @@ class Joining:
         elif frame.kind == "lost":
             self._fail(attempt, frame["message"])
         elif frame.kind == "ready":
-            self._probe(attempt, frame)
+            attempt.deadline = float("inf")
+            node.report = frame.header
+            if problem := problem_of(frame) or self._lack(attempt):
+                self._fail(attempt, problem)
         return True
 
     @property
@@ -114,37 +130,51 @@ class Joining:
                 if node not in self._missed:
                     self._missed.add(node)
                     self._discovery.failed(node.host)
+                    if node.told:
+                        self._drained.add(node.name)
         return found
 
     def _ranks(self, place: int) -> list[int]:
         return [slot.rank for slot in self._where.slots if slot.cross_rank == place]
 
     def _begin(self, place: int) -> None:
-        used = {node.name for node in self._agents.nodes if not node.ended}
+        used = {node.name for node in self._agents.nodes if not node.ended} | self._drained
         hosts = [host for host in self._discovery.usable if host.name not in used]
         fitting = [host for host in hosts if not host.slots or host.slots >= len(self._ranks(place))]
         if fitting:
             node = self._agents.replace(place, fitting[0])
             self._attempts.append(Attempt(place, node, time.monotonic() + self._where.config.start_timeout))
 
-    def _probe(self, attempt: Attempt, ready: Frame) -> None:
+    def _lack(self, attempt: Attempt) -> str:
+        """Why the host cannot take this place; empty if it can."""
+        offer, ranks = room(attempt.node, self._where.config), self._ranks(attempt.place)
+        if offer.places < len(ranks) or 0 < len(offer.gpus) < len(ranks):
+            return f"it has no room for {len(ranks)} workers"
+        if not offer.gpus and any(self._where.slots[rank].gpu is not None for rank in ranks):
+            return "it has no GPU, as the one before had"
+        if any(
+            other.address == network.SAME_MACHINE and other.report["machine"] != offer.machine for other in self._others
+        ):
+            return "it is another machine than that of all other hosts, which have no address for it"
+        return ""
+
+    def _ask_others(self, attempt: Attempt) -> None:
         """Have all hosts that train try its addresses, but where all are one machine."""
-        node, wanted = attempt.node, self._where.config.network_interface
-        node.report, node.state = ready.header, f"not all other hosts have told within {PROBE_SECONDS:g} s to reach it"
-        offer, needed = room(node, self._where.config), len(self._ranks(attempt.place))
-        lacks = offer.places < needed or 0 < len(offer.gpus) < needed
-        if problem := problem_of(ready) or (f"it has no room for {needed} workers" if lacks else ""):
-            self._fail(attempt, problem)
-            return
-        attempt.deadline = time.monotonic() + PROBE_SECONDS
-        attempt.addresses = network.allowed(ready["addresses"], wanted)
-        here = [other for other in self._others if other.address == network.SAME_MACHINE]
-        if here and ready["machine"] == here[0].report["machine"]:
+        node, others = attempt.node, self._others
+        node.state = f"not all other hosts have told within {PROBE_SECONDS:g} s to reach it"
+        attempt.asked, attempt.deadline = True, time.monotonic() + PROBE_SECONDS
+        if any(other.address == network.SAME_MACHINE for other in others):
             attempt.addresses = [{"address": network.SAME_MACHINE, "interface": "", "speed": 0.0}]
-            attempt.reached = {other: {network.SAME_MACHINE: 0.0} for other in here}
+            attempt.reached = {other: {network.SAME_MACHINE: 0.0} for other in others}
             return
-        target = target_of(attempt.place, {**ready.header, "addresses": attempt.addresses})
-        for other in self._others:
+        families = {":" in other.address for other in others}
+        allowed = network.allowed(node.report["addresses"], self._where.config.network_interface)
+        attempt.addresses = [entry for entry in allowed if (":" in entry["address"]) in families]
+        if not {"probe_port", "token"} <= node.report.keys():
+            self._fail(attempt, "it does not tell where it can be tried")
+            return
+        target = target_of(attempt.place, {**node.report, "addresses": attempt.addresses})
+        for other in others:
             self._agents.send(other, Frame("probe", {"targets": [target]}))
 
     def _take(self, attempt: Attempt) -> None:
@@ -156,6 +186,7 @@ class Joining:
             self._fail(attempt, str(error))
             return
         self._attempts.remove(attempt)
+        self._came.add(node)
         offer, ranks = room(node, self._where.config), self._ranks(attempt.place)
         for rank in ranks:
             slot = self._where.slots[rank]
@@ -174,7 +205,10 @@ class Joining:
         self._missed.add(attempt.node)
         self._agents.give_up(attempt.node)
         self._discovery.failed(attempt.node.host)
-        text = f"{attempt.node.name}: {why}: training goes on without it"
+        self._warn(f"{attempt.node.name}: {why}: training goes on without it")
+
+    def _warn(self, text: str) -> None:
+        """Once, however often it happens."""
         if text not in self._told:
             self._told.add(text)
             self._say(text, "warning")

@@ -72,7 +72,7 @@ class Report:
 
     def placed(self, config: Config, nodes: Sequence[Node], slots: Sequence[Slot], watch: Watch) -> None:
         """Record the places of the workers."""
-        self._config, self._nodes, self._slots, self._watch = config, list(nodes), slots, watch
+        self._config, self._nodes, self._slots, self._watch = config, nodes, slots, watch
         ranks = [{name: getattr(slot, name) for name in ("rank", "host", "local_rank", "gpu")} for slot in slots]
         self.journal.write("placed", ranks=ranks, algorithm=config.algorithm, executor=config.executor)
 

@@ -24,6 +24,11 @@ class CheckpointSignal:
         self._raised = 0
         self._lock = threading.Lock()
 
+    def begin(self, number: int, told: int) -> None:
+        """This rank trains from now on. told: how often the script was told before, without this."""
+        self.number = number
+        self.heard = self._agreed = self._raised = told
+
     def hear(self, patience: float) -> None:
         """The script gets the signal with the others', or after so many seconds, as it may take no step for long. 0: at
         once, and the others do not."""
@@ -50,4 +55,5 @@ class CheckpointSignal:
             due = count > self._raised
             self._raised = max(self._raised, count)
         if due and self.number and signal.getsignal(self.number) not in (signal.SIG_DFL, signal.SIG_IGN):
-            signal.raise_signal(self.number)
+            # Whatever the main thread waits for, it is woken.
+            signal.pthread_kill(threading.main_thread().ident or 0, self.number)

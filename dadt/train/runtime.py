@@ -113,7 +113,7 @@ class Runtime(Departure):
                     " its ranks; use --max-restarts"
                 )
             if self.control is not None:
-                self.checkpoint_signal.number = self.control.claim()
+                self.checkpoint_signal.begin(*self.control.claim())
                 self.listen()
             timeline = self.timeline
             if self.config.timeline and timeline is None:  # else `dadt.init` has begun it

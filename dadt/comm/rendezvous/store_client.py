@@ -87,9 +87,9 @@ class StoreClient:
         """This process has imported torch."""
         self._publish(BEGUN)
 
-    def claim(self) -> int:
-        """This process trains as this rank; another process that does raises DadtError. Returns 0: nobody tells the
-        script to save."""
+    def claim(self) -> tuple[int, int]:
+        """This process trains as this rank; another process that does raises DadtError. Returns two zeros: nobody tells
+        the script to save."""
         first = self._use(lambda values: values.compare_set(f"claim/{self.world.rank}", "", str(self._pid)))
         if first != str(self._pid):
             raise DadtError(
@@ -97,7 +97,7 @@ class StoreClient:
                 "train"
             )
         self._publish("has begun to train")
-        return 0
+        return 0, 0
 
     def exchange(self, key: str, blob: bytes, timeout: float) -> list[bytes]:
         """Every rank's blob for the key, by rank; each key once per job.

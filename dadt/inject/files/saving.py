@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -108,11 +109,12 @@ class Saver:
         if not self.runtime.first:
             return
         self.take_over()
-        for folder in self._folders:
-            for half in folder.glob(f"{self._marks}*"):
-                rank = half.name.removeprefix(self._marks).partition("-")[0]
-                if rank.isdecimal() and int(rank) not in self.runtime.members:
-                    shutil.rmtree(half, ignore_errors=True)
+        for folder in list(self._folders):  # where ranks train apart, another thread saves meanwhile
+            with suppress(OSError, ValueError):  # it may be gone
+                for half in folder.glob(f"{self._marks}*"):
+                    _, _, rank, *_ = half.name.removeprefix(self._marks).split("-")
+                    if int(rank) not in self.runtime.members:
+                        shutil.rmtree(half, ignore_errors=True)
 
     def take_over(self) -> None:
         """From now on this rank writes for good, in place of the first of its host."""
@@ -180,14 +182,14 @@ class Saver:
             control.peers()  # tells the launcher that this rank waits for another
 
     def _is_writing(self, target: Path) -> bool:
-        world = self.runtime.world
-        folders = target.parent.glob(f"{self._marks}{world.rank - world.local_rank}-*")
+        folders = target.parent.glob(f"{self._marks}{self.runtime.world.cross_rank}-0-*")
         return any((folder / target.name).exists() for folder in folders)
 
     @property
     def _mark(self) -> str:
         """How the names of the folders begin in which this rank writes."""
-        return f"{self._marks}{self.runtime.world.rank}-"
+        world = self.runtime.world
+        return f"{self._marks}{world.cross_rank}-{world.local_rank}-{world.rank}-"
 
     @property
     def _marks(self) -> str:

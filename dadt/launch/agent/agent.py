@@ -334,7 +334,6 @@ class Agent:
 
     def _tell_end(self, rank: int, code: int, peak_memory: int) -> None:
         local_rank = self._ranks[rank]
-        self._roster.ended(rank, code)
         step, _ = self._pulse.read(local_rank)
         ending = {
             "rank": rank,
@@ -347,6 +346,7 @@ class Agent:
             "stopped": self._stop is not None and self._stop.signalled,
         }
         self._launcher.send(Frame("exit", ending))
+        self._roster.ended(rank, code)
 
     def _accept(self, rank: int, entrance: Entrance) -> None:
         for _ in range(MOST_AT_ONCE):

@@ -7,6 +7,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -73,6 +74,8 @@ class WorkerRegistry:
     """The job's secret, by which its workers prove to each other that they belong to it."""
     checkpoint_signal: int
     """The number of the signal by which scripts are told to save; 0: there is none."""
+    told_to_save: int = 0
+    """How often all ranks of the job were."""
     lines: dict[int, Line] = field(default_factory=dict)
     claims: dict[int, int] = field(default_factory=dict)
     """Rank to the pid that trains as it."""
@@ -163,11 +166,12 @@ class WorkerRegistry:
 
     def tell_to_save(self, ranks: Collection[int], patience: float) -> set[int]:
         """Tell the processes that train as these ranks. Returns those that were told: the others do not listen."""
+        self.told_to_save += patience > 0
         lines = [line for line in self.lines.values() if line.listens and line.rank in ranks]
         told = [line for line in lines if self.claims.get(line.rank) == line.pid]
         for line in told:
             self.answer(line.number, Frame("save", {"patience": patience}))
-        return {line.rank for line in told}
+        return {line.rank for line in told if line.listens}
 
     def hang_up(self, line: Line) -> None:
         self.lines.pop(line.number, None)
@@ -180,8 +184,9 @@ class WorkerRegistry:
         if self.ranks[rank] == self.first:
             self.first_ended = code == 0
         for folder, mark in self.written.pop(rank, []):
-            for half in Path(folder).glob(f"{mark}*"):
-                shutil.rmtree(half, ignore_errors=True)
+            with suppress(OSError):  # the file system may be what has failed
+                for half in Path(folder).glob(f"{mark}*"):
+                    shutil.rmtree(half, ignore_errors=True)
 
     @property
     def is_waited_for(self) -> bool:
@@ -222,8 +227,9 @@ class WorkerRegistry:
             self.answer(line.number, Frame("error", {"type": "DadtError", "message": text}))
             return
         self.claims[rank] = pid
+        told = {"signal": self.checkpoint_signal, "saves": self.told_to_save}
         self.forward(Frame(frame.kind, {**frame.header, "line": line.number}))
-        self.answer(line.number, Frame("claimed", {"signal": self.checkpoint_signal}, self.secret))
+        self.answer(line.number, Frame("claimed", told, self.secret))
 
     def _stacks(self, line: Line, frame: Frame) -> None:
         path = Path(frame["path"])

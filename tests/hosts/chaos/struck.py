@@ -116,4 +116,6 @@ class Struck:
         host = self.place(rank)
         limit = self.stack.enter_context(memory_limit(f"dadt-chaos-{os.getpid()}-{self.seed}", 256))
         limit.take([self.agent(host), *map(self.worker, self.ranks(host))])
+        # Of processes that have about as much the kernel ends any.
+        Path(f"/proc/{self.worker(rank)}/oom_score_adj").write_text("1000")
         (self.folder / f"hungry{rank}").touch()
