@@ -141,6 +141,34 @@ def test_a_rank_is_lost_that_others_are_about_to_connect_with(launch, algorithm:
     assert ": 60 steps" in result.err.splitlines()[-1]
 
 
+LEAVES_WHILE_CONNECTING = """
+from dadt.comm.executors import c10d, proof
+from dadt.inject import worker
+
+def gloo_group(*how, ordinary=c10d.gloo_group):
+    made = ordinary(*how)
+    if rank == 1 and worker.runtime.generation == 1:
+        time.sleep(30)  # as where it still connects with the rank that ends; the others have connected with it
+    return made
+
+def prove(*how, ordinary=proof.prove):
+    if rank == 3 and worker.runtime.generation == 1:
+        die()
+    ordinary(*how)
+c10d.gloo_group, proof.prove = gloo_group, prove
+"""
+
+
+def test_nobody_waits_for_the_proof_of_a_rank_that_connects_with_others_again(launch) -> None:
+    text = script().replace("\nstep = 0\n", LEAVES_WHILE_CONNECTING + "\nstep = 0\n")
+    result = launch(text, *OPTIONS, "-np", "4", "--executor", "gloo", "train.py", "0:30:forward")
+    assert result.code == 0, result.err
+    assert survivors(result).keys() == {1, 2}
+    assert len(set(survivors(result).values())) == 1
+    (seconds,) = re.findall(r"2 of 4 workers train on from step \d+, ([\d.]+) s later", result.err)
+    assert float(seconds) < 10.0
+
+
 def test_too_few_are_left(launch) -> None:
     result = run(launch, "0:20:forward,1:40:forward", "--min-np", "2")
     assert result.code == 137

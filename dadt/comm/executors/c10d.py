@@ -93,13 +93,17 @@ def join(name: str, meet: Meet, world: World, ranks: Sequence[int], config: Conf
     """This rank's place among those of the world that are named, in their order, all of which have proved that they
     belong to the job. Raises as `proof.prove`."""
     own = name_of(name, ranks)
-    made = group(name, meet, world, ranks, config.timeout, own)
     devices = Backend.backend_capability.get(name, ["cpu"])
     device = None if "cpu" in devices else torch.device(devices[0], _index(devices[0]))
     rank = ranks.index(world.rank)
-    joined = C10d(name, made, rank, len(ranks), device)
-    proof.prove(joined, meet.secret, rank, ranks, name, own, config.start_timeout)
-    return joined
+
+    def joined() -> C10d:
+        made = group(name, meet, world, ranks, config.timeout, own)
+        each = C10d(name, made, rank, len(ranks), device)
+        proof.prove(each, meet.secret, rank, ranks, name, own, config.start_timeout)
+        return each
+
+    return joined() if device is not None or meet.outdated is None else _unless_outdated(meet, joined)
 
 
 def name_of(name: str, ranks: Sequence[int]) -> str:
@@ -112,20 +116,18 @@ def group(name: str, meet: Meet, world: World, ranks: Sequence[int], timeout: fl
     rank, size = ranks.index(world.rank), len(ranks)
     store: Any = Keys(meet, rank, size)
     if name == "gloo":
-        address = world.address or "127.0.0.1"
-        return _unless_outdated(meet, lambda: gloo_group(store, address, rank, size, timeout, own))
+        return gloo_group(store, world.address or "127.0.0.1", rank, size, timeout, own)
     return _other_group(name, PrefixStore(own, store), rank, size, timeout)
 
 
-def _unless_outdated(meet: Meet, make: Callable[[], Any]) -> Any:
-    """Gloo waits for a rank that has ended as for one that is late, and cannot be told: it is left alone with that."""
-    if meet.outdated is None:
-        return make()
-    made: queue.SimpleQueue[Any] = queue.SimpleQueue()
+def _unless_outdated(meet: Meet, join: Callable[[], C10d]) -> C10d:
+    """A library waits for a rank that has ended as for one that is late, and cannot be told: it is left alone with
+    that, and others with the proof of a rank that has left it."""
+    made: queue.SimpleQueue[C10d | Exception] = queue.SimpleQueue()
 
     def run() -> None:
         try:
-            made.put(make())
+            made.put(join())
         except Exception as error:  # noqa: BLE001 (raised where it is waited for)
             made.put(error)
 
