@@ -137,7 +137,7 @@ def _unless_outdated(meet: Meet, join: Callable[[], C10d]) -> C10d:
             result = made.get(timeout=_LOOK_SECONDS)
         except queue.Empty:
             if meet.outdated:
-                raise PeerLost("ranks have ended while all connected") from None
+                raise PeerLost("ranks have ended") from None
             continue
         if isinstance(result, Exception):
             raise result
