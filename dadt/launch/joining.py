@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from dadt.control import network
@@ -16,6 +16,7 @@ from dadt.control.frame import Frame
 from dadt.errors import LaunchError
 from dadt.launch.agents import Agents, Node
 from dadt.launch.hosts.discovery import Discovery
+from dadt.launch.hosts.slot import move
 from dadt.launch.monitor.members import Member
 from dadt.launch.monitor.output import Output
 from dadt.launch.order import order_to_join
@@ -189,16 +190,13 @@ class Joining:
         self._came.add(node)
         offer, ranks = room(node, self._where.config), self._ranks(attempt.place)
         for rank in ranks:
-            slot = self._where.slots[rank]
-            gpu = offer.gpus[slot.local_rank] if offer.gpus else None
-            threads = max(1, offer.cores // len(ranks))
-            self._where.slots[rank] = replace(slot, host=node.name, address=node.address, gpu=gpu, threads=threads)
+            self._where.slots[rank] = move(self._where.slots[rank], offer, node.address)
             self._output.move(rank, node.name)
             self._members[rank].host = node.name
             self._members[rank].start_anew()
         self._discovery.served([node.host])
         self._say(f"{node.name} joins: new workers start there in place of {ranks_text(ranks)}", "info")
-        self._start(node, ranks, order_to_join(self._where, node, attempt.place))
+        self._start(node, ranks, order_to_join(self._where, attempt.place))
 
     def _fail(self, attempt: Attempt, why: str) -> None:
         self._attempts.remove(attempt)

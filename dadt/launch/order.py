@@ -44,9 +44,9 @@ def orders(where: Placed) -> list[Frame]:
     return [_order(where, mine, node) for mine, node in zip(slots, where.nodes, strict=True)]
 
 
-def order_to_join(where: Placed, node: Node, place: int) -> Frame:
-    """The order for the agent of a host that has this place now, in a job that runs."""
-    return _order(where, [slot for slot in where.slots if slot.cross_rank == place], node, joins=True)
+def order_to_join(where: Placed, place: int) -> Frame:
+    """The order for the agent of the host that has this place now, in a job that runs."""
+    return _order(where, [slot for slot in where.slots if slot.cross_rank == place], where.nodes[place], joins=True)
 
 
 def _order(where: Placed, slots: Sequence[Slot], node: Node, *, joins: bool = False) -> Frame:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterable
@@ -25,7 +26,9 @@ class CheckpointSignal:
         self._lock = threading.Lock()
 
     def begin(self, number: int, told: int) -> None:
-        """This rank trains from now on. told: how often the script was told before, without this."""
+        """This rank trains from now on. told: how often the script was told before, without this. Idempotent."""
+        if self.number:
+            return
         self.number = number
         self.heard = self._agreed = self._raised = told
 
@@ -55,5 +58,4 @@ class CheckpointSignal:
             due = count > self._raised
             self._raised = max(self._raised, count)
         if due and self.number and signal.getsignal(self.number) not in (signal.SIG_DFL, signal.SIG_IGN):
-            # Whatever the main thread waits for, it is woken.
-            signal.pthread_kill(threading.main_thread().ident or 0, self.number)
+            os.kill(os.getpid(), self.number)  # wakes the main thread, whatever it waits for

@@ -18,6 +18,7 @@ from dadt.launch.outcome import Ended, end_early
 from dadt.launch.preemption import EXIT_CODE, Preempted
 from dadt.launch.signals import of_checkpoint
 from dadt.launch.termination import AGAIN_SECONDS
+from dadt.train.checkpoint_signal import CheckpointSignal
 
 TRAIN = """
 import hashlib, os, signal, sys, time, torch
@@ -116,6 +117,46 @@ def test_all_are_told_in_the_same_step_and_none_ends_before_others_have_saved(st
     assert steps.keys() == {"0", "1", "2"}, result.out
     assert len(set(steps.values())) == 1, steps
     assert last_line(result).endswith("preempted; ranks 0, 1 and 2 ended by themselves (exit code 75)")
+
+
+RANKS_OF_ITS_OWN = """
+import os, signal, time, dadt
+told = []
+signal.signal(signal.SIGUSR1, lambda number, frame: told.append(number))
+dadt.init()
+with open(f"ready0-{os.environ['DADT_RANK']}", "w") as file:
+    file.write(str(os.getppid()))
+while not told:
+    time.sleep(0.01)
+print(f"rank {os.environ['DADT_RANK']} has saved")
+"""
+
+
+def test_a_script_with_ranks_of_its_own_is_told_though_it_takes_no_step(start) -> None:
+    run = begin(start, "--grace", "4", script=RANKS_OF_ITS_OWN)
+    run.process.send_signal(signal.SIGUSR1)
+    result = run.finish()
+    assert result.code == 0, result.err
+    assert saved(result) == ["0", "1"]
+
+
+def test_what_was_told_before_training_begins_is_not_forgotten() -> None:
+    told: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: told.append(number))
+    try:
+        checkpoint = CheckpointSignal()
+        checkpoint.begin(signal.SIGUSR1, 0)
+        checkpoint.hear(0.2)
+        checkpoint.begin(signal.SIGUSR1, 1)  # `dadt.init` has begun before
+        await_that(lambda: told, "the signal")
+        checkpoint.agree([1, 0])
+        checkpoint.stepped()
+        assert told == [signal.SIGUSR1]
+        checkpoint.agree([1, 2])
+        checkpoint.stepped()
+        assert told == [signal.SIGUSR1] * 2
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_workers_save_and_go_on_until_they_are_stopped(start) -> None:

@@ -149,8 +149,10 @@ class Agent:
             self._launcher.take_leave()
             return
         speaker = schema.WORKER.without(*(() if job.body else ("result",)), *(() if job["adopt"] else SHIMS))
-        own = bytes.fromhex(job["secret"]), self._checkpoint.number if self._checkpoint else 0
-        self._roster = WorkerRegistry(self._folder.socket, self._ranks, self._pulse, self._hear, speaker, *own)
+        secret, number = bytes.fromhex(job["secret"]), self._checkpoint.number if self._checkpoint else 0
+        self._roster = WorkerRegistry(
+            self._folder.socket, self._ranks, self._pulse, self._hear, speaker, secret, number
+        )
         self._adoption = adoption.ShimAdmission(self._folder.path, self._roster.answer)
         self._memory_kills = machine.memory_kills()
         entrances = self._roster.listen(self._drop)

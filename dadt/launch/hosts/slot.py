@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dadt.errors import ConfigError
 from dadt.world import World
@@ -107,17 +107,18 @@ def place(shares: Sequence[int], rooms: Sequence[Room], addresses: Sequence[str]
     world_size = sum(shares)
     for cross_rank, (share, room, address) in enumerate(zip(shares, rooms, addresses, strict=True)):
         for local_rank in range(share):
-            slots.append(
-                Slot(
-                    rank=len(slots),
-                    world_size=world_size,
-                    local_rank=local_rank,
-                    local_size=share,
-                    cross_rank=cross_rank,
-                    host=room.host,
-                    address=address,
-                    gpu=room.gpus[local_rank] if room.gpus else None,
-                    threads=max(1, room.cores // share),
-                )
+            slot = Slot(
+                rank=len(slots),
+                world_size=world_size,
+                local_rank=local_rank,
+                local_size=share,
+                cross_rank=cross_rank,
             )
+            slots.append(move(slot, room, address))
     return slots
+
+
+def move(slot: Slot, room: Room, address: str) -> Slot:
+    """The same slot on this host, which the others reach at this address."""
+    gpu = room.gpus[slot.local_rank] if room.gpus else None
+    return replace(slot, host=room.host, address=address, gpu=gpu, threads=max(1, room.cores // slot.local_size))

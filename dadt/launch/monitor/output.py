@@ -124,14 +124,15 @@ class Output:
         self._files: dict[int, IO[bytes] | None] = {}
         self._assemblers: dict[tuple[int, str], Assembler] = {}
         self._many = len(set(hosts)) > 1
-        self._hosts = list(hosts)
+        self._prefixes = [f"[{rank} {host}] " if self._many else f"[{rank}] " for rank, host in enumerate(hosts)]
         self.tails = {rank: Tail() for rank in range(len(hosts))}
         for rank in range(len(hosts)):
             self._open(rank).close()
 
     def move(self, rank: int, host: str) -> None:
         """The rank is on this host from now on."""
-        self._hosts[rank] = host
+        if self._many:
+            self._prefixes[rank] = f"[{rank} {host}] "
 
     def path(self, rank: int) -> Path:
         return self.folder / f"rank{rank}.log"
@@ -174,7 +175,7 @@ class Output:
 
     def _show(self, rank: int, stream: str, lines: list[bytes]) -> None:
         if lines:
-            prefix = (f"[{rank} {self._hosts[rank]}] " if self._many else f"[{rank}] ").encode()
+            prefix = self._prefixes[rank].encode()
             self._sink(stream, b"".join(prefix + line.rstrip(b"\r") + b"\n" for line in lines))
 
     def _log(self, rank: int, data: bytes) -> None:
