@@ -24,7 +24,8 @@ gloo. Each fault strikes each system at the same step. Each has the settings tha
   agents that meet at a store of their own, on a third machine.
 - **torchft**: a script with its Manager, DistributedDataParallel, Optimizer and DistributedSampler; each worker is a
   replica under a torchrun of its own, which starts it again; timeouts of 6 s, the lighthouse on a third machine with
-  `--min_replicas 1 --heartbeat_timeout_ms 4000 --join_timeout_ms 1000`.
+  `--min_replicas 1 --heartbeat_timeout_ms 4000 --join_timeout_ms 1000`. A replica that is left gives the others what
+  it has; where none is left, the new ones take up the file that the script saves every 25 steps.
 
 *Goes on*: processes from before the fault train to the end. *Restarts*: all that come to the end are new processes.
 *Ends*: the job fails. *Hangs*: for two minutes there is no new step. Standstill: the longest time without a step that

@@ -51,7 +51,7 @@ while manager.current_step() < 600:
         wrapped.step()
         time.sleep(0.02)
         watched.step(manager.current_step())
-        if manager.current_step() % 100 == 0 and manager.participating_rank() == 0:
+        if manager.current_step() % 25 == 0 and manager.participating_rank() == 0:
             torch.save({**state_dict(), "manager": manager.state_dict()}, "model.new")
             os.replace("model.new", "model.pt")
         if manager.current_step() >= 600:
