@@ -220,19 +220,24 @@ class Membership:
             why += f", {HELD[first.condition]}" if first.held else ""
             self._kill([member.rank for member in silent], why)
         elif not silent:
-            places = {self._slots[gauge.rank].cross_rank for gauge in here}
-            if (cut := self._silences.cut_off(places, since)) is not None:
-                place, why = cut
-                self._kill([gauge.rank for gauge in here if self._slots[gauge.rank].cross_rank == place], why)
+            self._give_up_cut_off(here, since)
+
+    def _give_up_cut_off(self, here: Sequence[Gauge], since: float) -> None:
+        places = {self._slots[gauge.rank].cross_rank for gauge in here}
+        if (cut := self._silences.cut_off(places, since)) is not None:
+            place, why = cut
+            self._kill([gauge.rank for gauge in here if self._slots[gauge.rank].cross_rank == place], why)
 
     def _give_up_held(self, here: Sequence[Gauge], since: float) -> None:
         """Where no rank waits for another, lose those that are stopped for too long, and those that make no step while
-        all others are at their end."""
+        all others are at their end. At the end all wait for all, so there a cut way counts, too."""
         others_ended = sum(gauge.member.finished for gauge in here)
         for member in [gauge.member for gauge in here if not gauge.member.finished and gauge.member.seen < since]:
             if member.held or 0 < others_ended == len(here) - 1:
                 why = f"rank {member.rank} ({member.place}) was silent for {self._patience:g} s"
                 self._kill([member.rank], why + (f", {HELD[member.condition]}" if member.held else ""))
+        if others_ended == len(here):
+            self._give_up_cut_off(here, since)
 
     def _connect_anew(self, now: float) -> None:
         """Have all ranks connect anew where a connection has failed, every rank waits, and nothing is known to be
