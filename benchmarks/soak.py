@@ -98,7 +98,8 @@ class Life:
 
     def grows(self, measure: str) -> bool:
         first, last = self.thirds(measure)
-        return last - first > (first * SHARE + MEBIBYTES if measure in ("pss", "uss") else 0.0)
+        # Of the pages that processes share, each has more when another has ended.
+        return measure != "pss" and last - first > (first * SHARE + MEBIBYTES if measure == "uss" else 0.0)
 
 
 def sampled(process: psutil.Process) -> Sample:
@@ -235,9 +236,9 @@ def page(found: Soak, steps: int, every: float, options: Sequence[str]) -> str:
         f"{found.restarts} times, once fewer than {LEAST} were left.",
         "",
         "For each process: the median of the first and the last third of its samples, from",
-        f"{WARMUP:g} s after the first step on. Memory may grow by {SHARE:.0%} and {MEBIBYTES:g} MiB, nothing else",
-        "may. Pages that processes share count in pss by their share, so it grows where processes end. The table has",
-        "the medians over processes, and the most by which one has grown.",
+        f"{WARMUP:g} s after the first step on. What a process has for itself (uss) may grow by {SHARE:.0%} and",
+        f"{MEBIBYTES:g} MiB; pss, in which shared pages count by their share, grows where other processes end; nothing",
+        "else may grow. The table has the medians over processes, and the most by which one has grown.",
         "",
         "| Process | lives | Figure | first third | last third | most growth |",
         "|---|---|---|---|---|---|",
