@@ -458,7 +458,7 @@ def reduce(
 def predict(
     dtype: DType, counts: Sequence[int], parameters: Sequence[int], displacements: Sequence[int], factor: float
 ) -> None:
-    """Pairwise, in one pass: parameter, displacement = parameter + factor * displacement, parameter."""
+    """Pairwise, in one pass: displacement = parameter + factor * displacement."""
 
 def displace(dtype: DType, counts: Sequence[int], parameters: Sequence[int], before: Sequence[int]) -> None:
     """Pairwise, in one pass: before = parameter - before."""
@@ -484,14 +484,18 @@ def foresee(
     dtype: DType,
     counts: Sequence[int],
     parameters: Sequence[int],
-    expected: Sequence[int],
+    ahead: Sequence[int],
     momenta: Sequence[int],
     squares: Sequence[int],
     step: NextStep,
+    sources: Sequence[Sequence[int]],
+    weights: Sequence[float],
 ) -> None:
-    """Pairwise, in one pass: parameter, expected = parameter after a step with the expected gradient, parameter.
+    """Pairwise, in one pass over memory: ahead = parameter after a step with the gradient
+    sum(weights_s * sources_s); without sources with the one that is in `ahead`.
 
-    momenta, squares: 0 where there is none; without a square nothing is divided."""
+    momenta, squares: 0 where there is none; without a square nothing is divided. sources: columns of addresses; 0,
+    but not in all, where a tensor has none."""
 
 def compress(codec: Codec, source: int, count: int, wire: int, owed: int = 0, keep: float = 1.0) -> None:
     """`count` values of float32 to the wire, in whole blocks; owed as of Engine.allreduce. Releases the GIL."""

@@ -137,7 +137,7 @@ void predict(DType dtype, const std::vector<size_t>& counts, const Addresses& pa
   if (loop == nullptr) no_float(dtype);
   const Unlock unlocked;
   for (size_t i = 0; i < counts.size(); ++i) {
-    loop(reinterpret_cast<void*>(parameters[i]), reinterpret_cast<void*>(displacements[i]), factor,
+    loop(reinterpret_cast<const void*>(parameters[i]), reinterpret_cast<void*>(displacements[i]), factor,
          counts[i]);
   }
 }
@@ -153,18 +153,29 @@ void displace(DType dtype, const std::vector<size_t>& counts, const Addresses& p
   }
 }
 
-void foresee(DType dtype, const std::vector<size_t>& counts, const Addresses& parameters,
-             const Addresses& expected, const Addresses& momenta, const Addresses& squares,
-             const NextStep& step) {
-  check_pairs(counts, parameters, expected);
+void foresee_all(DType dtype, const std::vector<size_t>& counts, const Addresses& parameters,
+                 const Addresses& ahead, const Addresses& momenta, const Addresses& squares,
+                 const NextStep& step, const std::vector<Addresses>& sources,
+                 const std::vector<double>& weights) {
+  check_pairs(counts, parameters, ahead);
   check_pairs(counts, momenta, squares);
-  const auto loop = kernels().foresee[static_cast<int>(dtype)];
-  if (loop == nullptr) no_float(dtype);
+  for (const Addresses& column : sources) check_pairs(counts, column, column);
+  if (sources.size() != weights.size()) {
+    throw std::invalid_argument(std::to_string(sources.size()) + " columns of sources need as many weights");
+  }
+  if (!is_float(dtype)) no_float(dtype);
   const Unlock unlocked;
   for (size_t i = 0; i < counts.size(); ++i) {
-    loop(reinterpret_cast<void*>(parameters[i]), reinterpret_cast<void*>(expected[i]),
-         reinterpret_cast<const void*>(momenta[i]), reinterpret_cast<const void*>(squares[i]), step,
-         counts[i]);
+    std::vector<const void*> from;
+    std::vector<double> by;
+    for (size_t s = 0; s < sources.size(); ++s) {
+      if (sources[s][i] == 0) continue;  // nothing to add
+      from.push_back(reinterpret_cast<const void*>(sources[s][i]));
+      by.push_back(weights[s]);
+    }
+    foresee(dtype, reinterpret_cast<const void*>(parameters[i]), reinterpret_cast<void*>(ahead[i]),
+            reinterpret_cast<const void*>(momenta[i]), reinterpret_cast<const void*>(squares[i]), step, from,
+            by, counts[i]);
   }
 }
 
@@ -442,6 +453,7 @@ PYBIND11_MODULE(_core, module) {
            }),
            py::kw_only(), py::arg("momentum"), py::arg("gradient"), py::arg("decay"), py::arg("keep"),
            py::arg("square"), py::arg("squared"), py::arg("root"), py::arg("epsilon"));
-  module.def("foresee", &foresee, py::arg("dtype"), py::arg("counts"), py::arg("parameters"),
-             py::arg("expected"), py::arg("momenta"), py::arg("squares"), py::arg("step"));
+  module.def("foresee", &foresee_all, py::arg("dtype"), py::arg("counts"), py::arg("parameters"),
+             py::arg("ahead"), py::arg("momenta"), py::arg("squares"), py::arg("step"), py::arg("sources"),
+             py::arg("weights"));
 }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <vector>
 
 #include "base/codec.h"
 #include "base/dtype.h"
@@ -35,14 +36,13 @@ struct Kernels {
   using Fold = void (*)(void* destination, const void* const* sources, int ranks, size_t count, bool stream);
   // destination = factor * source.
   using Scale = void (*)(void* destination, const void* source, double factor, size_t count);
-  // parameter, displacement = parameter + factor * displacement, parameter. Floating dtypes, null for the
-  // others.
-  using Predict = void (*)(void* parameter, void* displacement, double factor, size_t count);
+  // displacement = parameter + factor * displacement. Floating dtypes, null for the others.
+  using Predict = void (*)(const void* parameter, void* displacement, double factor, size_t count);
   // before = parameter - before. Floating dtypes, null for the others.
   using Displace = void (*)(const void* parameter, void* before, size_t count);
-  // parameter, expected = parameter after a step with the expected gradient, parameter. momentum: null where
-  // there is none; square: null where the step is not divided. Floating dtypes, null for the others.
-  using Foresee = void (*)(void* parameter, void* expected, const void* momentum, const void* square,
+  // expected = parameter after a step with the expected gradient. momentum: null where there is none; square:
+  // null where the step is not divided. Floating dtypes, null for the others.
+  using Foresee = void (*)(const void* parameter, void* expected, const void* momentum, const void* square,
                            const NextStep& step, size_t count);
   // destination = source, past the cache where stream.
   using Copy = void (*)(void* destination, const void* source, size_t bytes, bool stream);
@@ -84,6 +84,13 @@ const Kernels& kernels();
 // Any reduction. weights and divisor: of a mean (as Kernels::Reduce) and a sum (divisor 1) only.
 void reduce(DType dtype, Reduction reduction, void* destination, const void* const* sources,
             const double* weights, int ranks, double divisor, size_t count, bool stream);
+
+// ahead = parameter after a step with sum(weights[s] * sources[s]), in one pass over memory: the sum of a
+// block is still in the cache when its step is made. Without sources `ahead` holds that gradient. ahead: not
+// the parameter's memory. Floating dtypes.
+void foresee(DType dtype, const void* parameter, void* ahead, const void* momentum, const void* square,
+             const NextStep& step, const std::vector<const void*>& sources,
+             const std::vector<double>& weights, size_t count);
 
 // Each table by itself, for tests; null where it was not built or the processor cannot run it.
 const Kernels* scalar_kernels();

@@ -214,23 +214,17 @@ void scale_integer(void* destination, const void* source, double factor, size_t 
 }
 
 template <typename T>
-void predict_float(void* parameter, void* displacement, double factor, size_t count) {
+void predict_float(const void* parameter, void* displacement, double factor, size_t count) {
   using Scalar = typename Accumulator<T>::Scalar;
   using Vector = typename Accumulator<T>::Vector;
-  T* p = static_cast<T*>(parameter);
+  const T* p = static_cast<const T*>(parameter);
   T* d = static_cast<T*>(displacement);
   const Vector scale = Vector::fill(static_cast<Scalar>(factor));
   size_t i = 0;
   for (; i + Vector::kWidth <= count; i += Vector::kWidth) {
-    const Vector old = Vector::load(p + i);
-    (old + Vector::load(d + i) * scale).store(p + i);
-    old.store(d + i);
+    (Vector::load(p + i) + Vector::load(d + i) * scale).store(d + i);
   }
-  for (; i < count; ++i) {
-    const T old = p[i];
-    narrow(widen(old) + widen(d[i]) * static_cast<Scalar>(factor), p + i);
-    d[i] = old;
-  }
+  for (; i < count; ++i) narrow(widen(p[i]) + widen(d[i]) * static_cast<Scalar>(factor), d + i);
 }
 
 template <typename T>
@@ -248,11 +242,11 @@ void displace_float(const void* parameter, void* before, size_t count) {
 }
 
 template <typename T>
-void foresee_float(void* parameter, void* expected, const void* momentum, const void* square,
+void foresee_float(const void* parameter, void* expected, const void* momentum, const void* square,
                    const NextStep& step, size_t count) {
   using Scalar = typename Accumulator<T>::Scalar;
   using Vector = typename Accumulator<T>::Vector;
-  T* p = static_cast<T*>(parameter);
+  const T* p = static_cast<const T*>(parameter);
   T* e = static_cast<T*>(expected);
   const T* m = static_cast<const T*>(momentum);
   const T* v = static_cast<const T*>(square);
@@ -274,12 +268,10 @@ void foresee_float(void* parameter, void* expected, const void* momentum, const 
       const Vector moment = Vector::load(v + i) * by_square + g * g * by_squared;
       move = move / (moment.root() * root + epsilon);
     }
-    (move + old * keep).store(p + i);
-    old.store(e + i);
+    (move + old * keep).store(e + i);
   }
   for (; i < count; ++i) {
-    const T old = p[i];
-    const Scalar w = widen(old);
+    const Scalar w = widen(p[i]);
     const Scalar g = widen(e[i]) + w * static_cast<Scalar>(step.decay);
     Scalar move = g * static_cast<Scalar>(step.gradient);
     if (m != nullptr) move = widen(m[i]) * static_cast<Scalar>(step.momentum) + move;
@@ -288,8 +280,7 @@ void foresee_float(void* parameter, void* expected, const void* momentum, const 
           widen(v[i]) * static_cast<Scalar>(step.square) + g * g * static_cast<Scalar>(step.squared);
       move = move / (root_of(moment) * static_cast<Scalar>(step.root) + static_cast<Scalar>(step.epsilon));
     }
-    narrow(move + w * static_cast<Scalar>(step.keep), p + i);
-    e[i] = old;
+    narrow(move + w * static_cast<Scalar>(step.keep), e + i);
   }
 }
 

@@ -151,8 +151,7 @@ class Attachment:
     @property
     def trained(self) -> tuple[Any, ...]:
         """A token of what the script trains now: it changes when parameters are added, frozen, moved or cast."""
-        token: tuple[Any, ...] = self._token[0]
-        return token
+        return tuple(self._token[0])
 
     def schema_is_current(self) -> bool:
         return self._schema is not None and self._token == self._make_token()
@@ -262,7 +261,8 @@ class Attachment:
         if self.finite.look(parameters, self.scale) and self.finite.skips:
             self.zero_gradients()  # else what compression owes would never be finite again
         if self.algorithm.tracks:
-            self.prediction.before_step(late=self.algorithm.predicts, scale=self.scale)
+            into = self._schema.addresses if self._schema is not None else ()
+            self.prediction.before_step(late=self.algorithm.predicts, scale=self.scale, delivery=into)
         else:
             self.prediction.undo()
         self.refresh()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+
 import pytest
 import torch
 from harness.checks import assert_replicas_equal
 from harness.job import Run, joined
 from torch import nn
 
+from dadt.train.prediction import base
 from dadt.train.prediction.base import Holds, Prediction
 
 READS = """
@@ -369,56 +373,87 @@ def test_the_gradient_in_flight_comes_to_loaded_weights(shared) -> None:
         torch.testing.assert_close(applied, sum(own) / 2)
 
 
-@pytest.fixture
-def ahead() -> Ahead:
-    prediction = Ahead([nn.Parameter(torch.full((3,), float(i))) for i in range(4)])
-    prediction.apply()
-    return prediction
+@pytest.mark.parametrize("viewed", [False, True])
+@pytest.mark.parametrize("at", ["apply", "suspend", "undo", "resume"])
+def test_true_weights_outlive_an_interruption(at: str, viewed: bool) -> None:
+    """At each line they are in the parameters or in the buffers."""
+
+    def interrupt(ahead: Ahead) -> None:
+        raise KeyboardInterrupt
+
+    for line in lines(at, viewed):
+        ahead, views = begun(at, viewed)
+        with pytest.raises(KeyboardInterrupt):
+            at_line(line, lambda ahead=ahead: interrupt(ahead), getattr(ahead, at))
+        ahead.undo()
+        assert first_values(ahead) == [0.0, 1.0, 2.0, 3.0], line
+        del views
+
+
+@pytest.mark.parametrize("viewed", [False, True])
+@pytest.mark.parametrize("at", ["apply", "suspend", "undo", "resume"])
+def test_a_signal_handler_saves_and_training_goes_on(at: str, viewed: bool) -> None:
+    for line in lines(at, viewed):
+        ahead, views = begun(at, viewed)
+        saved = []
+
+        def save(ahead=ahead, saved=saved) -> None:
+            ahead.undo()
+            saved.extend(first_values(ahead))
+
+        at_line(line, save, getattr(ahead, at))
+        assert saved == [0.0, 1.0, 2.0, 3.0], line
+        ahead.suspend()
+        ahead.resume()
+        ahead.undo()
+        assert first_values(ahead) == [0.0, 1.0, 2.0, 3.0], line
+        del views
+
+
+def begun(at: str, viewed: bool) -> tuple[Ahead, list[torch.Tensor]]:
+    """A prediction that is about to be told this. viewed: something else shows the parameters' memory, so that values
+    are copied."""
+    ahead = Ahead([nn.Parameter(torch.full((3,), float(i))) for i in range(4)])
+    views = [p.data for p in ahead.parameters] if viewed else []
+    if at != "apply":
+        ahead.apply()
+    if at == "resume":
+        ahead.suspend()
+    return ahead, views
 
 
 def first_values(prediction: Prediction) -> list[float]:
     return [float(p.data[0]) for p in prediction.parameters]
 
 
-@pytest.mark.parametrize("at", ["suspend", "undo", "resume"])
-def test_true_weights_outlive_an_interruption(ahead, monkeypatch, at) -> None:
-    """At each moment they are in the parameters or in the buffers."""
-    if at == "resume":
-        ahead.suspend()
-
-    def interrupted(into, values):
-        into[0].copy_(values[0])
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "_foreach_copy_", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            getattr(ahead, at)()
-    ahead.undo()
-    assert first_values(ahead) == [0.0, 1.0, 2.0, 3.0]
+def lines(at: str, viewed: bool) -> range:
+    """The lines of prediction's own that are run."""
+    ahead, _views = begun(at, viewed)
+    return range(at_line(-1, lambda: None, getattr(ahead, at)))
 
 
-@pytest.mark.parametrize(("at", "copies"), [("suspend", 1), ("undo", 1), ("resume", 1), ("resume", 2)])
-def test_a_signal_handler_saves_and_training_goes_on(ahead, monkeypatch, at, copies) -> None:
-    if at == "resume":
-        ahead.suspend()
-    copy, done, saved = torch._foreach_copy_, [], []
+def at_line(line: int, call: Callable[[], None], run: Callable[[], None]) -> int:
+    """Run it, and this call before the line of prediction's own with this number. How many lines there were."""
+    count = 0
 
-    def interrupted(into, values):
-        copy(into, values)
-        done.append(into)
-        if len(done) == copies:
-            ahead.undo()
-            saved.extend(first_values(ahead))
+    def trace(frame, event, _):
+        nonlocal count
+        if frame.f_code.co_filename != base.__file__:
+            return None
+        if event == "line":
+            count += 1
+            if count == line + 1:
+                sys.settrace(None)
+                call()
+        return trace
 
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "_foreach_copy_", interrupted)
-        getattr(ahead, at)()
-    assert saved == [0.0, 1.0, 2.0, 3.0]
-    ahead.suspend()
-    ahead.resume()
-    ahead.undo()
-    assert first_values(ahead) == [0.0, 1.0, 2.0, 3.0]
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        run()
+    finally:
+        sys.settrace(before)
+    return count
 
 
 class Ahead(Prediction):
@@ -430,10 +465,9 @@ class Ahead(Prediction):
         super().__init__(parameters)
         self._holds = Holds.KNOWN
 
-    def _go_ahead(self) -> None:
-        self._buffers = [p.data.clone() for p in self.parameters]
-        for p in self.parameters:
-            p.data.add_(100.0)
+    def _go_ahead(self) -> bool:
+        self._buffers = [p.data + 100.0 for p in self.parameters]
+        return True
 
 
 def test_compiled_models_have_no_break(dadt_run) -> None:

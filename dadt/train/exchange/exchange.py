@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from time import perf_counter
 from typing import TYPE_CHECKING, cast
 
@@ -53,6 +53,11 @@ class BucketPlan:
         self.turn = 0
         self.forms = forms(compression, self.buckets)
         """The compression of each bucket of gradients."""
+
+    @cached_property
+    def addresses(self) -> frozenset[int]:
+        """To which averages of gradients come."""
+        return frozenset(address for bucket in self.buckets for turn in bucket.pointers for address in turn)
 
     def buffers(self) -> list[torch.Tensor]:
         """The buffers as they are now, in the order of their buckets: a forward may replace them."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import nn
 
 from dadt import _core
 from dadt.comm.bucket import DTYPES
@@ -19,6 +20,7 @@ class Holds(enum.Enum):
     """Content of each parameter's extra buffer."""
 
     NOTHING = 0
+    """Nothing that is of use."""
     TRUE_WEIGHTS = 1
     """The parameters are predicted."""
     SUSPENDED = 2
@@ -36,13 +38,29 @@ class Holds(enum.Enum):
 _FIRST, _EVERY = 8, 64
 """Predictions after which it is looked whether the script has changed the weights meanwhile: the first ones, and each
 so many later."""
+_PARTS, _LEAST = 4, 4096
+"""Each look is at another one of so many parts of each parameter, of no fewer elements."""
+
+
+class Shown(NamedTuple):
+    """A parameter that shows predicted weights, or would."""
+
+    parameter: torch.Tensor
+    true: torch.Tensor
+    """Its true weights."""
+    place: torch.Tensor
+    """Where the predicted ones are."""
+    lent: bool
+    """It was given that memory."""
 
 
 class Prediction:
     """Runs forward and backward at predicted weights, and gives the script true weights else.
 
-    One buffer per parameter holds in turn what predicts and the true weights. Writes go past autograd's version
-    counter: the bits the backward needs are the ones it saw. This one predicts nothing: see Displacement, Expectation.
+    One buffer per parameter holds in turn what predicts, the predicted weights and the true ones. Where it can, a
+    parameter is given the other memory instead of its values, so that no weight is copied: it has its own memory
+    whenever its weights are true. This goes past autograd's version counter: the bits the backward needs are the ones
+    it saw. This class predicts nothing: see Displacement, Expectation.
     """
 
     needs = 0
@@ -59,7 +77,9 @@ class Prediction:
         self._places: list[torch.Tensor] = []
         """The memory in which predicted weights are, whatever the script makes of the parameters meanwhile."""
         self._predicted: list[torch.Tensor] = []
-        """The place where predicted weights wait while the weights are true for a while."""
+        """Where predicted weights wait while the weights are true for a while: in their places, or copied."""
+        self._lent: list[bool] = []
+        """Whether a parameter is given the memory of its predicted weights."""
         self._count = 0
         self._norms: list[torch.Tensor] = []
         """Norms of predicted weights, by which a change is noticed."""
@@ -85,77 +105,104 @@ class Prediction:
     def apply(self) -> None:
         """Go from true to predicted weights, at the first forward with gradients after a step."""
         if self._holds is Holds.KNOWN and not traces():
-            self._go_ahead()
-            self._holds = Holds.TRUE_WEIGHTS
-            self._places = [p.data for p in self.parameters]
-            self._count += 1
-            if self._count <= _FIRST or self._count % _EVERY == 0:
-                self._norms = _norms(self._places)
+            if self._go_ahead():
+                self._go_to(self._buffers)
+            else:
+                self.forget()
         else:
             self.resume()
 
-    def _go_ahead(self) -> None:
-        """Put predicted weights into the parameters, and true ones into the buffers."""
+    def _go_ahead(self) -> bool:
+        """Put predicted weights into the buffers; whether that could be done."""
+        return False
+
+    def _go_to(self, predicted: list[torch.Tensor]) -> None:
+        mine = [p.data for p in self.parameters]
+        self._lent = [_lends(p) for p in self.parameters]
+        rows = list(zip(mine, predicted, self._lent, strict=True))
+        places = [b if lent else m for m, b, lent in rows]
+        buffers = [m if lent else torch.empty_like(m) for m, _, lent in rows]
+        # At once, as a signal may end it at any line.
+        self._predicted, self._places, self._buffers, self._holds = predicted, places, buffers, Holds.SUSPENDED
+        self._count += 1
+        self._norms = []
+        self.resume()
+        if self._count <= _FIRST or self._count % _EVERY == 0:
+            self._norms = self._norms_now()
 
     def undo(self) -> None:
-        """Back to the true weights, bit for bit. They stay in the buffer as the weights before the next step.
+        """Back to the true weights, bit for bit.
 
         At each moment the buffers or the parameters hold them, so a signal handler may save in the midst of this.
         """
+        rows = self._rows
         if self.applied:
-            self._put_back(self._places)
-        elif self.suspended:
-            torch._foreach_copy_(self._buffers, self._places)
-        else:
+            self._show_true(rows, _still_lent(rows))
+        elif not self.suspended:
             return
-        self._holds = Holds.BEFORE
-        self._places, self._predicted, self._norms = [], [], []
+        buffers = [row.place if row.parameter.data_ptr() == row.true.data_ptr() else row.true for row in rows]
+        self._holds, self._buffers, self._places, self._predicted = Holds.NOTHING, buffers, [], []
+        self._norms = []
 
     def suspend(self) -> None:
         """Like `undo`, but `resume` can follow: a backward or forward before the step still needs predicted weights."""
+        places, rows = self._places, self._rows
         if self.applied:
-            places = self._places
-            predicted = [place.clone() for place in places]
-            self._put_back(places)
-            if self.applied:  # and not undone meanwhile by a signal handler
-                self._predicted = predicted
-                self._holds = Holds.SUSPENDED
+            lent = _still_lent(rows)
+            predicted = [r.place if by_memory else r.place.clone() for r, by_memory in zip(rows, lent, strict=True)]
+            self._show_true(rows, lent)
+            if self.applied:
+                self._predicted, self._holds = predicted, Holds.SUSPENDED
+            if self._places is not places:  # undone meanwhile by a signal handler
+                self._holds = Holds.NOTHING
 
     def resume(self) -> None:
         """Back to the predicted weights. What the script has made of the true ones stays.
 
         Not while torch traces or transforms a function: its copies would be part of that.
         """
+        places, rows, waiting = self._places, self._rows, self._predicted
         if self.suspended and not traces():
-            places, predicted = self._places, self._predicted
-            torch._foreach_copy_(self._buffers, places)
+            pairs = list(zip(rows, waiting, strict=True))
+            copied = [(row, predicted) for row, predicted in pairs if predicted is not row.place]
+            _copy([(row.true, row.place) for row, _ in copied])
             if self.suspended:
                 self._holds, self._predicted = Holds.TRUE_WEIGHTS, []
-                torch._foreach_copy_(places, predicted)
-            if not self.applied:  # undone meanwhile by a signal handler
-                torch._foreach_copy_(places, self._buffers)
+                for (p, true, place, _), predicted in pairs:
+                    if predicted is place and p.data_ptr() == true.data_ptr():
+                        p.data = place
+                _copy([(row.place, predicted) for row, predicted in copied])
+            if self._places is not places:  # undone meanwhile by a signal handler
+                self._holds = Holds.NOTHING
+                _show(rows, [predicted is row.place for row, predicted in pairs])
 
-    def _put_back(self, places: list[torch.Tensor]) -> None:
-        """True weights into the places of the predicted ones."""
-        # Moved, as to another device; else the script shows something else for a while, as an average of weights.
-        moved = [_moved(p.data, place) for p, place in zip(self.parameters, places, strict=True)]
+    @property
+    def _rows(self) -> list[Shown]:
+        """While weights are predicted, or suspended; else there are none."""
+        return list(map(Shown, self.parameters, self._buffers, self._places, self._lent))
+
+    def _show_true(self, rows: Sequence[Shown], lent: Sequence[bool]) -> None:
         if self._norms:
-            self.changed |= any(map(_differ, self._norms, _norms(places)))
-        torch._foreach_copy_(places, self._buffers)
-        for p, b, m in zip(self.parameters, self._buffers, moved, strict=True):
-            if m:
-                p.data.copy_(b)
+            self.changed |= any(map(_differ, self._norms, self._norms_now()))
+        _show(rows, lent)
 
-    def before_step(self, *, late: bool, scale: torch.Tensor | None) -> None:
+    def _norms_now(self) -> list[torch.Tensor]:
+        """Norms of predicted weights, of one of their parts, so exact that another last bit of one value shows."""
+        parts = (_part(place, self._count % _PARTS) for place in self._places if place.is_floating_point())
+        return [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+
+    def before_step(self, *, late: bool, scale: torch.Tensor | None, delivery: Collection[int] = ()) -> None:
         """Make the weights true; they are about to change. late: by gradients that are on the way since the last step.
 
-        `.grad` holds the rank's own gradients, which are about to be sent; scale: their loss scale.
+        `.grad` holds the rank's own gradients, which are about to be sent; scale: their loss scale. delivery: the
+        addresses to which averages come.
         """
-        places = self._places if self.applied else []
+        rows = self._rows if self.applied else []
+        elsewhere = [row for row in rows if row.parameter.data_ptr() not in (row.true.data_ptr(), row.place.data_ptr())]
         self.undo()
-        for p, place in zip(self.parameters, places, strict=False):
+        for p, _, place, _ in elsewhere:
             # The script has put what it made of predicted weights into other memory, and would train it.
-            if p.data_ptr() != place.data_ptr() and _replaced(p.data, place):
+            if _replaced(p.data, place):
                 p.data.copy_(place)
                 self.changed = True
 
@@ -183,7 +230,7 @@ class Prediction:
             self._buffers = self._kept(self._buffers, parameters, weights=self._holds is Holds.BEFORE)
 
     def _kept(
-        self, buffers: list[torch.Tensor], parameters: Sequence[torch.Tensor], *, weights: bool = False
+        self, buffers: Sequence[torch.Tensor | None], parameters: Sequence[torch.Tensor], *, weights: bool = False
     ) -> list[torch.Tensor]:
         """The buffers of other parameters; of those that are new zeros, or the weights."""
         known = {id(p): b for p, b in zip(self.parameters, buffers, strict=True)}
@@ -217,9 +264,66 @@ def traces() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def _norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """A norm so exact that another last bit of one value shows."""
-    return [torch.linalg.vector_norm(t, dtype=torch.float64) for t in tensors if t.is_floating_point()]
+def _uses(t: torch.Tensor) -> int:
+    """How many have its memory."""
+    count: int = torch._C._storage_Use_Count(t.untyped_storage()._cdata)
+    return count
+
+
+def _uses_of_two() -> int:
+    parameter = nn.Parameter(torch.zeros(1))
+    data = parameter.data
+    return _uses(data)
+
+
+_USES = _uses_of_two()
+"""Where there are a parameter and its `.data`, which whoever asks has."""
+
+
+def _lends(parameter: torch.Tensor) -> bool:
+    """Whether a parameter may be given other memory: on the CPU, where no graph has recorded the address of what it
+    has, and where nobody else, as a view, is to see the same."""
+    plain = parameter.is_cpu and parameter.layout == torch.strided and type(parameter) in (torch.Tensor, nn.Parameter)
+    return plain and _uses(parameter) <= _USES
+
+
+def _still_lent(rows: Sequence[Shown]) -> list[bool]:
+    return [
+        lent and p.data_ptr() == place.data_ptr() and p.shape == place.shape and _lends(p) for p, _, place, lent in rows
+    ]
+
+
+def _show(rows: Sequence[Shown], lent: Sequence[bool]) -> None:
+    """Give parameters their true weights, by memory where it is lent."""
+    copied = []
+    for (p, true, place, _), by_memory in zip(rows, lent, strict=True):
+        if by_memory:
+            p.data = true
+        elif p.data_ptr() != true.data_ptr():
+            # Moved, as to another device; else the script shows something else for a while, as an average of weights,
+            # and may give the place back to the parameter.
+            if _moved(p.data, place):
+                copied.append((p.data, true))
+            copied.append((place, true))
+    _copy(copied)
+
+
+def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    if pairs:
+        into, values = zip(*pairs, strict=True)
+        torch._foreach_copy_(into, values)
+
+
+def _part(t: torch.Tensor, number: int) -> torch.Tensor:
+    """One of a tensor's parts."""
+    size = max(_LEAST, -(-t.numel() // _PARTS))
+    begin = number * size if number * size < t.numel() else 0
+    flat = torch.as_strided(t, (t.numel(),), (1,)) if _is_dense(t) else t.flatten()
+    return flat[begin : begin + size]
+
+
+def _is_dense(t: torch.Tensor) -> bool:
+    return t.is_contiguous() or torch.empty_like(t, device="meta").stride() == t.stride()
 
 
 def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:

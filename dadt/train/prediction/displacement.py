@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ class Displacement(Prediction):
         self._older: list[torch.Tensor] = []
         """The displacement before the last one; zeros where it is not known."""
 
-    def _go_ahead(self) -> None:
+    def _go_ahead(self) -> bool:
         factor, older = self._factors()
         if bool(older) == bool(self.older):  # else there is no memory for it, or too much
             self.factor, self.older = factor, older
@@ -42,14 +42,12 @@ class Displacement(Prediction):
         for dtype, counts, (parameters, buffers) in groups:
             _core.predict(dtype, counts, parameters, buffers, factor)
         for p, b in others:
-            true = p.clone()
-            p.add_(b, alpha=factor)
-            b.copy_(true)
+            torch.add(p, b, alpha=factor, out=b)
+        return True
 
-    def before_step(self, *, late: bool, scale: torch.Tensor | None) -> None:
-        just_undone = self.applied or self.suspended
-        super().before_step(late=late, scale=scale)
-        if just_undone or not self.wanted:
+    def before_step(self, *, late: bool, scale: torch.Tensor | None, delivery: Collection[int] = ()) -> None:
+        super().before_step(late=late, scale=scale, delivery=delivery)
+        if not self.wanted:
             return
         if not self._buffers:
             self._buffers = [torch.empty_like(p.data) for p in self.parameters]
@@ -81,11 +79,10 @@ class Displacement(Prediction):
 
     def state(self) -> dict[str, Any]:
         known = self._holds is Holds.KNOWN
-        # Also where a forward between step and checkpoint has used the last one up: it is the one before by then.
-        before = self.older and (known or self._holds is Holds.BEFORE)
+        # A forward between step and checkpoint has used the last one up: it is the one before by then.
         return {
             "displacement": dict(zip(self.parameters, self._buffers, strict=True)) if known else {},
-            "older": dict(zip(self.parameters, self._older, strict=True)) if before else {},
+            "older": dict(zip(self.parameters, self._older, strict=True)) if self._older else {},
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from dadt import _core
 from dadt.comm.bucket import DTYPES
-from dadt.train.prediction.base import Holds, Prediction, Tensors, grouped, in_core, tensors_of
+from dadt.train.prediction.base import Holds, Prediction, Row, Tensors, grouped, in_core, tensors_of
 from dadt.train.prediction.next_step import Factors, Step, next_steps
 
-Term = tuple[Sequence[torch.Tensor | None], torch.Tensor | float]
-"""Tensors, by parameter, and their weight."""
+Gradients = list[torch.Tensor | None]
+"""By parameter."""
+Term = tuple[Gradients, torch.Tensor | float]
+"""Gradients and their weight."""
 DAMPING = 0.5
 """Of that share, of how far the rank's gradient before was off the average: it damps what ranks differ by."""
 
@@ -36,8 +38,8 @@ class Expectation(Prediction):
     The mean over ranks of where they predict to is then near the true next point: the mean of their own gradients is
     the average in flight. The last term has the mean 0. Without it what a rank is off by comes back in its next
     gradient, turned round, and grows where rate * curvature * share is above 1; with it, where that is above 2
-    (docs/algorithms.md). One buffer of each parameter holds the rank's own gradient, then what is expected,
-    then the true weights, another the own gradient before. (Prediction by the optimizer's step with old gradients:
+    (docs/algorithms.md). Its own gradients stay where autograd has put them, and averages where they have
+    come, until one pass makes the predicted weights of them. (Prediction by the optimizer's step with old gradients:
     XPipe, arXiv:1911.04610. That a rank knows its own part of those in flight is added here.)
     """
 
@@ -53,31 +55,53 @@ class Expectation(Prediction):
         """The averages as they have come, and their versions."""
         self._clip: torch.Tensor | float = 1.0
         """The share of the last averages' norm that the script has left."""
-        self._previous: list[torch.Tensor] = []
-        """The rank's own gradients that are on their way; after the step, what the next average is made of."""
-        self._previous_scale: torch.Tensor | float | None = None
-        """Their loss scale; None where they are not known."""
+        self._own: Gradients = []
+        """The rank's own gradients, which have just been sent."""
+        self._previous: Gradients = []
+        """Those that were sent before; none where they are not known."""
+        self._previous_scale: torch.Tensor | float = 1.0
+        """Their loss scale."""
+        self._terms: list[Term] = []
+        """The sum that is expected, where it is not in the buffers yet."""
+        self._versions: list[int] = []
+        """Of the gradients in these terms, by which a change is noticed."""
+        self._in_place = False
+        """The script sets gradients to zero in place: averages are about to be overwritten."""
+        self._copies: dict[int, list[torch.Tensor]] = {}
+        """Memory for copies of own gradients, by parameter."""
         self._absent: set[int] = set()
         """Parameters (by id) of which nothing is expected: the optimizer is to leave them out."""
 
-    def before_step(self, *, late: bool, scale: torch.Tensor | None) -> None:
-        super().before_step(late=late, scale=scale)
+    def before_step(self, *, late: bool, scale: torch.Tensor | None, delivery: Collection[int] = ()) -> None:
+        super().before_step(late=late, scale=scale, delivery=delivery)
         if not self._buffers:
-            self._buffers = [torch.zeros_like(p.data) for p in self.parameters]
+            self._buffers = [torch.empty_like(p.data) for p in self.parameters]
         if late:
-            # A copy: where gradients are set to zero in place, they lie in memory that averages come to.
-            self._absent = self._copy_gradients(self._buffers)
+            self._own = self._keep_own(delivery)
+            self._absent = {id(p) for p, g in zip(self.parameters, self._own, strict=True) if g is None}
             self._holds = Holds.OWN
         elif self._holds is Holds.AVERAGE:  # the first late step: nothing arrives in it
-            self._expect_first(scale)
+            self._expect_first(scale, delivery)
 
-    def _expect_first(self, scale: torch.Tensor | None) -> None:
+    def _keep_own(self, delivery: Collection[int]) -> Gradients:
+        """The own gradients as they are, until the step after the next one. Those that are in the memory of averages
+        are copied."""
+        kept = self._gradients()
+        for i, (p, g) in enumerate(zip(self.parameters, kept, strict=True)):
+            if g is not None and g.data_ptr() in delivery:
+                self._in_place = True
+                memory = self._copies.setdefault(id(p), [])
+                memory.append(memory.pop(0) if len(memory) > 1 else torch.empty_like(g))
+                kept[i] = memory[-1].copy_(g)
+        return kept
+
+    def _expect_first(self, scale: torch.Tensor | None, delivery: Collection[int]) -> None:
         """Begin with the average of the last synchronous step, in the buffers, and the own gradients in `.grad`."""
-        self._previous = [torch.zeros_like(p.data) for p in self.parameters]
-        self._absent &= self._copy_gradients(self._previous)
+        self._previous = self._keep_own(delivery)
+        self._absent &= {id(p) for p, g in zip(self.parameters, self._previous, strict=True) if g is None}
         self._previous_scale = 1.0 if scale is None else scale
         own = self.share * self._clip / self._previous_scale
-        self._sum(self._buffers, (self._buffers, 1 - self.share), (self._previous, own))
+        self._sum(self._buffers, (list(self._buffers), 1 - self.share), (self._previous, own))
         self._holds = Holds.KNOWN if _finite(self._buffers) else Holds.NOTHING
 
     def arrived(self, norm: torch.Tensor | None) -> None:
@@ -96,28 +120,36 @@ class Expectation(Prediction):
             self._holds = Holds.AVERAGE
             return
         self._expect(1.0 if scale is None else scale)
-        if (changed or scale is not None) and not _finite(self._buffers):
-            # A gradient scaler will leave the rank's own out, or a script that looks at norms; or a fused optimizer
-            # has just left the averages out, by itself.
-            self.forget()
+        if changed or scale is not None:
+            self._settle()
+            if not _finite(self._buffers):
+                # A gradient scaler will leave the rank's own out, or a script that looks at norms; or a fused optimizer
+                # has just left the averages out, by itself.
+                self.forget()
+        elif self._in_place:
+            self._settle()
 
     def _expect(self, scale: torch.Tensor | float) -> None:
-        """Go on with the own gradients in the buffers, of this loss scale, those before, and averages in `.grad`."""
+        """Go on with the own gradients, of this loss scale, those before, and averages in `.grad`."""
         gradients = self._gradients()
-        average, terms = 1 - self.share, [(self._buffers, self.share * self._clip / scale)]
-        if self._previous_scale is not None:
+        average, terms = 1 - self.share, [(self._own, self.share * self._clip / scale)]
+        if self._previous:
             before = DAMPING * self.share
             average -= before
             terms.insert(0, (self._previous, before * self._clip / self._previous_scale))
-        elif not self._previous:
-            self._previous = [torch.empty_like(b) for b in self._buffers]
-        self._sum(self._previous, *terms, (gradients, average))
+        self._terms = [*terms, (gradients, average)]
+        self._versions = _versions(self._terms)
         self._absent -= {id(p) for p, g in zip(self.parameters, gradients, strict=True) if g is not None}
-        self._buffers, self._previous = self._previous, self._buffers
+        self._previous, self._own = self._own, []
         self._previous_scale = scale
         self._holds = Holds.KNOWN
 
-    def _gradients(self) -> list[torch.Tensor | None]:
+    def _settle(self) -> None:
+        """Sum up what is expected now, as what it is made of will change."""
+        terms, self._terms = self._terms, []
+        self._sum(self._buffers, *terms)
+
+    def _gradients(self) -> Gradients:
         gradients = (p.grad for p in self.parameters)
         return [g.to_dense() if g is not None and g.layout != torch.strided else g for g in gradients]
 
@@ -152,10 +184,14 @@ class Expectation(Prediction):
 
     def _sum(self, into: list[torch.Tensor], *terms: Term) -> None:
         """into = sum of weight * tensor, of the tensors that are there; `into` may be the first of them."""
+        if not terms:
+            return
         columns, weights = zip(*terms, strict=True)
         for row in zip(into, *columns, strict=True):
             b, parts = row[0], [part for part in zip(row[1:], weights, strict=True) if part[0] is not None]
-            if in_core(row):
+            if not parts:
+                b.zero_()
+            elif in_core(row):
                 sources, factors = [t.data_ptr() for t, _ in parts], [float(weight) for _, weight in parts]
                 _core.reduce(DTYPES[b.dtype], _core.Reduction.sum, b.data_ptr(), sources, factors, 1.0, b.numel())
             else:
@@ -164,14 +200,36 @@ class Expectation(Prediction):
                 for t, weight in others:
                     b.add_(t * weight)
 
-    def _go_ahead(self) -> None:
+    def _go_ahead(self) -> bool:
         optimizer = self._optimizer()
-        expected = {id(p): b for p, b in zip(self.parameters, self._buffers, strict=True) if id(p) not in self._absent}
-        for factors, steps in next_steps(optimizer, expected) if optimizer is not None else ():
-            _foresee(factors, steps)
+        terms, self._terms = self._terms, []
+        if terms and _versions(terms) != self._versions:
+            return False
+        ahead = {id(p): b for p, b in zip(self.parameters, self._buffers, strict=True) if id(p) not in self._absent}
+        columns, weights = zip(*terms, strict=True) if terms else ((), ())
+        rows = {id(p): row for p, *row in zip(self.parameters, *columns, strict=True)}
+        for factors, steps in next_steps(optimizer, ahead) if optimizer is not None else ():
+            self._foresee(factors, steps, rows, [float(weight) for weight in weights])
         for p, b in zip(self.parameters, self._buffers, strict=True):
-            if id(p) in expected or id(p) in self._absent:  # or the optimizer has not stepped it yet
+            if id(p) in ahead or id(p) in self._absent:  # or the optimizer has not stepped it yet
                 b.copy_(p.data)
+        return True
+
+    def _foresee(
+        self, factors: Factors, steps: Sequence[Step], rows: Mapping[int, Row], weights: Sequence[float]
+    ) -> None:
+        """Put the next weights of these parameters into the buffers."""
+        groups, others = grouped([(*step, *rows[id(step.parameter)]) for step in steps])
+        for dtype, counts, (parameters, ahead, momenta, squares, *sources) in groups:
+            next_step = _core.NextStep(**factors)
+            _core.foresee(dtype, counts, parameters, ahead, momenta, squares, next_step, sources, weights)
+        left = {id(row[0]) for row in others}
+        for step in steps:
+            if id(step.parameter) not in left:
+                continue
+            row = rows[id(step.parameter)]
+            self._sum([step.expected], *(([g], weight) for g, weight in zip(row, weights, strict=True)))
+            step.expected.copy_(step.ahead(factors))
 
     def join(self, averages: Tensors, scale: torch.Tensor | None) -> None:
         if averages and self._holds is not Holds.AVERAGE:
@@ -181,7 +239,7 @@ class Expectation(Prediction):
             clip = self._clip if scale is None else self._clip / scale
             for b in self._buffers:
                 b.mul_(clip)
-            self._previous_scale = None
+            self._terms, self._previous = [], []
             self._holds = Holds.KNOWN
             if not _finite(self._buffers):
                 self.forget()  # it will be left out when it arrives
@@ -201,30 +259,25 @@ class Expectation(Prediction):
             self._holds = Holds.AVERAGE
 
     def _keep(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._settle()
         super()._keep(parameters)
+        if self._own:
+            self._own = [*self._kept(self._own, parameters)]
         if self._previous:
-            self._previous = self._kept(self._previous, parameters)
-        if not self._previous:
-            self._previous_scale = None
+            self._previous = [*self._kept(self._previous, parameters)]
+        self._copies = {}
 
     def forget(self) -> None:
         super().forget()
-        self._previous_scale = None
+        self._terms, self._own, self._previous = [], [], []
 
     def end(self) -> None:
         super().end()
-        self._previous = []
+        self._copies = {}
 
 
-def _foresee(factors: Factors, steps: Sequence[Step]) -> None:
-    """Put the next weights into the parameters, and the present ones into the buffers."""
-    groups, others = grouped(steps)
-    for dtype, counts, (parameters, expected, momenta, squares) in groups:
-        _core.foresee(dtype, counts, parameters, expected, momenta, squares, _core.NextStep(**factors))
-    for step in others:
-        true = step.parameter.detach().clone()
-        step.parameter.data.copy_(step.ahead(factors))
-        step.expected.copy_(true)
+def _versions(terms: Sequence[Term]) -> list[int]:
+    return [-1 if g is None else g._version for gradients, _ in terms for g in gradients]
 
 
 def _norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -1,0 +1,50 @@
+"""What training holds beside the script's own tensors, counted in bytes."""
+
+from __future__ import annotations
+
+import pytest
+from harness.checks import assert_replicas_equal
+
+COUNT = """
+    import gc
+    from pathlib import Path
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    optimizer = {optimizer}
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    def held():
+        gc.collect()
+        tensors = [t for t in gc.get_objects() if isinstance(t, torch.Tensor)]
+        storages = {{t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}}
+        return sum(storages.values()) / size
+    for step in range(14):
+        optimizer.zero_grad({zero})
+        model(torch.randn(2, 256)).pow(2).mean().backward()
+        gradients = [p.grad for p in model.parameters()]
+        most = held()  # all gradients are there, and the exchange of the last step has its memory
+        del gradients
+        optimizer.step()
+    state = sum(t.numel() * 4 for s in optimizer.state.values() for t in s.values() if torch.is_tensor(t)) / size
+    report({{"beside": most - 2 - state, "state": model.state_dict()}})
+"""
+SGD = "torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)"
+ADAM = "torch.optim.AdamW(model.parameters(), lr=1e-4)"
+
+
+# In units of the weights, beside these, gradients and optimizer state: averages of two steps, predicted weights, and
+# the gradients under way. Where gradients are set to zero in place, they are in the memory of averages, and copied
+# twice.
+@pytest.mark.parametrize(
+    ("algorithm", "optimizer", "zero", "most"),
+    [
+        ("pipe", SGD, "", 4.1),
+        ("pipe", ADAM, "", 4.1),
+        ("pipe", SGD, "set_to_none=False", 4.1),
+        ("sync", SGD, "", 2.1),
+    ],
+)
+def test_few_copies_of_the_weights_are_held(dadt_run, algorithm: str, optimizer: str, zero: str, most: float) -> None:
+    run = dadt_run(COUNT.format(optimizer=optimizer, zero=zero), "--algorithm", algorithm, "--warmup-steps", "4")
+    assert_replicas_equal(run)
+    for rank in run.ranks:
+        assert most - 1 < rank["beside"] < most
