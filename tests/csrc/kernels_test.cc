@@ -304,7 +304,7 @@ TEST(Kernels, ForeseeIsTheNextStep) {
     for (DType dtype : kFloats) {
       const int d = static_cast<int>(dtype);
       for (const bool divided : {false, true}) {
-        const Numbers p(dtype, 101, 1);
+        Numbers p(dtype, 101, 1);
         Numbers e(dtype, 101, 2), want(dtype, 101, 2);
         Numbers m(dtype, 101, 3), v(dtype, 101, 4);
         const void* twice[] = {v.data(), v.data()};
@@ -324,7 +324,7 @@ TEST(Kernels, ForeseeSumsWhatIsExpectedBlockByBlock) {
   constexpr size_t kCount = 9001;  // blocks, and a part of one
   for (DType dtype : kFloats) {
     const int d = static_cast<int>(dtype);
-    const Numbers p(dtype, kCount, 1), one(dtype, kCount, 2), other(dtype, kCount, 3), m(dtype, kCount, 4);
+    Numbers p(dtype, kCount, 1), one(dtype, kCount, 2), other(dtype, kCount, 3), m(dtype, kCount, 4);
     Numbers want(dtype, kCount, 5), got(dtype, kCount, 6);
     const void* sources[] = {one.data(), other.data()};
     const double weights[] = {0.75, -0.5};
