@@ -271,7 +271,7 @@ def _uses(t: torch.Tensor) -> int:
 
 
 def _uses_of_two() -> int:
-    parameter = nn.Parameter(torch.zeros(1))
+    parameter = nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
     data = parameter.data
     return _uses(data)
 
