@@ -80,7 +80,8 @@ def test_all_pairs_are_measured() -> None:
 def test_a_link_of_100_mbit() -> None:
     ways = behind(ALL, speed=True)
     told = {each["from"] + each["to"]: each["gbit_per_s"] for each in as_pairs(ways, NAMES)}
-    assert set(told) == {"ab", "ba"} and all(0.08 < speed <= 0.101 for speed in told.values()), told
+    # Above 0.1 by the link's burst, and by what has waited in the receiver's buffer when counting begins.
+    assert set(told) == {"ab", "ba"} and all(0.08 < speed <= 0.105 for speed in told.values()), told
     fast = {check.name: check for check in judged(ways, NAMES, [1e9, 1e9])}
     assert fast["bandwidth"].verdict == "warn" and "Gbit/s of 1 from a to b" in fast["bandwidth"].value
     assert fast["bandwidth"].hint
