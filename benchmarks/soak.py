@@ -98,8 +98,9 @@ class Life:
 
     def grows(self, measure: str) -> bool:
         first, last = self.thirds(measure)
-        # Of the pages that processes share, each has more when another has ended.
-        return measure != "pss" and last - first > (first * SHARE + MEBIBYTES if measure == "uss" else 0.0)
+        if measure == "pss":  # of the pages that processes share, each has more when another has ended
+            return False
+        return last - first > (first * SHARE + MEBIBYTES if measure == "uss" else 0.0)
 
 
 def sampled(process: psutil.Process) -> Sample:

@@ -45,6 +45,14 @@ Operation allreduce_operation(const Layout& layout, const Addresses& inputs, con
 Operation broadcast_operation(const Layout& layout, const Addresses& tensors, int root, std::string name);
 Operation exchange_operation(const Pieces& sends, const std::optional<Pieces>& receives, std::string name);
 
+template <typename Pointer>
+std::vector<Pointer> pointers(const Addresses& addresses) {
+  std::vector<Pointer> result;
+  result.reserve(addresses.size());
+  for (uintptr_t address : addresses) result.push_back(reinterpret_cast<Pointer>(address));
+  return result;
+}
+
 // Errors come from any rank, cut to what had room: what is no UTF-8 in them must not hide them.
 inline py::str text(const std::string& bytes) {
   PyObject* decoded = PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace");
@@ -106,6 +114,7 @@ void wait_for(Handle& handle, double timeout, const std::string& title) {
   if (handle.result().error) throw *handle.result().error;
 }
 
+void bind_kernels(py::module_& module);
 void bind_mailbox(py::module_& module);
 void bind_negotiation(py::module_& module);
 void bind_timeline(py::module_& module);

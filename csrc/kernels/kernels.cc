@@ -44,7 +44,7 @@ void reduce(DType dtype, Reduction reduction, void* destination, const void* con
 
 namespace {
 
-constexpr size_t kPassBytes = size_t{8} << 10;  // a quarter of a core's first cache, as up to seven are open
+constexpr size_t kPassBytes = size_t{8} << 10;  // in a core's first cache, beside what it is made of
 
 const void* at(const void* address, size_t bytes) {
   return address == nullptr ? nullptr : static_cast<const uint8_t*>(address) + bytes;

@@ -378,13 +378,13 @@ def test_the_gradient_in_flight_comes_to_loaded_weights(shared) -> None:
 def test_true_weights_outlive_an_interruption(at: str, viewed: bool) -> None:
     """At each line they are in the parameters or in the buffers."""
 
-    def interrupt(ahead: Ahead) -> None:
+    def interrupt() -> None:
         raise KeyboardInterrupt
 
     for line in lines(at, viewed):
         ahead, views = begun(at, viewed)
         with pytest.raises(KeyboardInterrupt):
-            at_line(line, lambda ahead=ahead: interrupt(ahead), getattr(ahead, at))
+            at_line(line, interrupt, getattr(ahead, at))
         ahead.undo()
         assert first_values(ahead) == [0.0, 1.0, 2.0, 3.0], line
         del views
@@ -417,6 +417,7 @@ def begun(at: str, viewed: bool) -> tuple[Ahead, list[torch.Tensor]]:
     views = [p.data for p in ahead.parameters] if viewed else []
     if at != "apply":
         ahead.apply()
+        assert ahead._lent == [not viewed] * 4
     if at == "resume":
         ahead.suspend()
     return ahead, views

@@ -7,7 +7,6 @@ from harness.checks import assert_replicas_equal
 
 COUNT = """
     import gc
-    from pathlib import Path
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
     optimizer = {optimizer}

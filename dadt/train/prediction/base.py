@@ -106,7 +106,7 @@ class Prediction:
         """Go from true to predicted weights, at the first forward with gradients after a step."""
         if self._holds is Holds.KNOWN and not traces():
             if self._go_ahead():
-                self._go_to(self._buffers)
+                self._go_to_predicted()
             else:
                 self.forget()
         else:
@@ -116,8 +116,8 @@ class Prediction:
         """Put predicted weights into the buffers; whether that could be done."""
         return False
 
-    def _go_to(self, predicted: list[torch.Tensor]) -> None:
-        mine = [p.data for p in self.parameters]
+    def _go_to_predicted(self) -> None:
+        predicted, mine = self._buffers, [p.data for p in self.parameters]
         self._lent = [_lends(p) for p in self.parameters]
         rows = list(zip(mine, predicted, self._lent, strict=True))
         places = [b if lent else m for m, b, lent in rows]

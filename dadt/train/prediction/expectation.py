@@ -144,6 +144,11 @@ class Expectation(Prediction):
         self._previous_scale = scale
         self._holds = Holds.KNOWN
 
+    @property
+    def _has_changed(self) -> bool:
+        """What is expected cannot be summed up any more: the script has written to gradients since the step."""
+        return bool(self._terms) and _versions(self._terms) != self._versions
+
     def _settle(self) -> None:
         """Sum up what is expected now, as what it is made of will change."""
         terms, self._terms = self._terms, []
@@ -202,9 +207,9 @@ class Expectation(Prediction):
 
     def _go_ahead(self) -> bool:
         optimizer = self._optimizer()
-        terms, self._terms = self._terms, []
-        if terms and _versions(terms) != self._versions:
+        if self._has_changed:
             return False
+        terms, self._terms = self._terms, []
         ahead = {id(p): b for p, b in zip(self.parameters, self._buffers, strict=True) if id(p) not in self._absent}
         columns, weights = zip(*terms, strict=True) if terms else ((), ())
         rows = {id(p): row for p, *row in zip(self.parameters, *columns, strict=True)}
@@ -259,12 +264,14 @@ class Expectation(Prediction):
             self._holds = Holds.AVERAGE
 
     def _keep(self, parameters: Sequence[torch.Tensor]) -> None:
+        if self._has_changed:
+            self.forget()
         self._settle()
         super()._keep(parameters)
         if self._own:
-            self._own = [*self._kept(self._own, parameters)]
+            self._own = list(self._kept(self._own, parameters))
         if self._previous:
-            self._previous = [*self._kept(self._previous, parameters)]
+            self._previous = list(self._kept(self._previous, parameters))
         self._copies = {}
 
     def forget(self) -> None:
