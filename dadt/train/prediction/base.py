@@ -264,27 +264,25 @@ def traces() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def _uses(t: torch.Tensor) -> int:
-    """How many have its memory."""
-    count: int = torch._C._storage_Use_Count(t.untyped_storage()._cdata)
-    return count
+_uses = torch._C._storage_Use_Count
 
 
 def _uses_of_two() -> int:
     parameter = nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
     data = parameter.data
-    return _uses(data)
+    uses: int = _uses(data.untyped_storage()._cdata)
+    return uses
 
 
 _USES = _uses_of_two()
-"""Where there are a parameter and its `.data`, which whoever asks has."""
+"""Of memory that a parameter and its `.data` have, as whoever asks has that."""
 
 
 def _lends(parameter: torch.Tensor) -> bool:
     """Whether a parameter may be given other memory: on the CPU, where no graph has recorded the address of what it
     has, and where nobody else, as a view, is to see the same."""
     plain = parameter.is_cpu and parameter.layout == torch.strided and type(parameter) in (torch.Tensor, nn.Parameter)
-    return plain and _uses(parameter) <= _USES
+    return plain and bool(_uses(parameter.untyped_storage()._cdata) <= _USES)
 
 
 def _still_lent(rows: Sequence[Shown]) -> list[bool]:
