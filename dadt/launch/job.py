@@ -138,12 +138,10 @@ class Job:
     def attend(self, interrupts: Interrupts | None) -> None:
         """Handle heartbeats and signals while the output is blocked. Raises Unread if the user has asked twice."""
         self._agents.beat()
-        caught = interrupts.take() if interrupts is not None else set()
-        again = bool(self._outcome.signal or self._outcome.preemption) and caught & ENDING_SIGNALS
-        self._interrupt(caught)
-        if again and self._outcome.preemption is not None:
+        self._interrupt(interrupts.take() if interrupts is not None else set())
+        if self._termination.at_once and self._outcome.preemption is not None:
             raise Preempted(f"{self._outcome.preemption.who} while nobody read the output; all workers stopped")
-        if again:
+        if self._termination.at_once:
             raise Unread(self._outcome.signal)
 
     def _turn(self) -> None:

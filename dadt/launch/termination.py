@@ -36,6 +36,8 @@ class Termination:
         """Time at which `dadt run` or a host was told to end."""
         self.grace = float("inf")
         """Seconds until SIGKILL; infinite as long as nothing was told to stop."""
+        self.at_once = False
+        """The user has asked twice for the end."""
         self.unsaid: list[str] = []
         """Texts for the user, printed as soon as nothing else is being written."""
 
@@ -52,7 +54,7 @@ class Termination:
     def end(self, number: int, who: str) -> float:
         """End the job for the user: gently, or at once if asked again. Returns the seconds until SIGKILL."""
         if self._outcome.signal:
-            self.terminate(0.0, who)
+            self._hurry(who)
         else:
             self._outcome.signal = number
             self.terminate(self._user_grace, who)
@@ -69,10 +71,14 @@ class Termination:
         elif before is None:
             return  # it had failed before
         elif not (before.host or preemption.host) and time.monotonic() > self._told + AGAIN_SECONDS:
-            self.terminate(0.0, preemption.who)
+            self._hurry(preemption.who)
         if before is None or before.host:
             self._outcome.preemption = preemption
             self._told = time.monotonic()
+
+    def _hurry(self, who: str) -> None:
+        self.at_once = True
+        self.terminate(0.0, who)
 
     def terminate(self, grace: float, why: str, stacks: bool = False) -> None:
         """Send SIGTERM to all workers, and SIGKILL after `grace` seconds."""

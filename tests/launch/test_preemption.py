@@ -209,6 +209,47 @@ def test_told_twice_means_at_once(start) -> None:
     assert "ranks 0 and 1 went on and were stopped" in last_line(result)
 
 
+FLOOD = """
+import os, signal, sys, threading, time, torch
+rank = os.environ["DADT_RANK"]
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+def save(number, frame):
+    torch.save(model.state_dict(), f"checkpoint{rank}.pt")
+    time.sleep(600)
+def flood():
+    while True:
+        os.write(1, b"a line that nobody reads\\n" * 100)
+HANDLER
+for step in range(5000):
+    optimizer.zero_grad()
+    model(torch.randn(2, 4)).pow(2).mean().backward()
+    optimizer.step()
+    if step == 20:
+        threading.Thread(target=flood, daemon=True).start()
+        time.sleep(1)  # so that the launcher has more than it can pass on
+        with open(f"ready0-{rank}", "w") as file:
+            file.write(str(os.getppid()))
+    time.sleep(0.01)
+"""
+
+
+def test_told_twice_within_a_moment_is_told_once_though_nobody_reads_the_output(start) -> None:
+    run = begin(start, "--grace", "300", script=FLOOD)
+    run.process.send_signal(signal.SIGTERM)
+    events = run.folder / "dadt-logs" / run.job / "events.jsonl"
+    await_that(lambda: '"kind": "stop"' in events.read_text(), "the launcher's answer")
+    told = time.monotonic()
+    run.process.send_signal(signal.SIGTERM)
+    for rank in (0, 1):
+        await_that((run.folder / f"checkpoint{rank}.pt").exists, f"rank {rank}'s checkpoint")
+    await_that(lambda: time.monotonic() > told + AGAIN_SECONDS + 1, "a SIGTERM that is another one")
+    assert run.process.poll() is None
+    run.process.send_signal(signal.SIGTERM)
+    result = run.finish()
+    assert result.code == 75, result.err[-2000:]
+
+
 def test_ctrl_c_is_no_preemption(start) -> None:
     run = begin(start, "--grace", "1")
     run.process.send_signal(signal.SIGINT)
