@@ -142,11 +142,25 @@ class Job:
     def root(self) -> int: ...
     @property
     def lane(self) -> bytes: ...
-    def pack(self, destination: int, factor: float | None = None) -> None:
-        """Write the inputs, times factor (None: their weight), one after the other at the address (layout.total
-        elements; zeros where a tensor has no input). Releases the GIL."""
-    def unpack(self, source: int, scale: float) -> None:
-        """Write source times scale to the outputs. Releases the GIL."""
+    def pack(self, destination: int, factor: float | None = None, spread: bool = False) -> None:
+        """Write the inputs, times factor (None: their weight), to the address: one after the other (layout.total
+        elements), or, spread, as the outputs lie in the flat buffer. Zeros where a tensor has no input. Releases the
+        GIL."""
+    def unpack(self, source: int, scale: float, spread: bool = False) -> None:
+        """Write source times scale to the outputs; nothing where these are the source, and scale is 1. Releases the
+        GIL."""
+    @property
+    def flat(self) -> int:
+        """As given to `allreduce`."""
+    @property
+    def room(self) -> int:
+        """As given to `allreduce`."""
+    @property
+    def spread_count(self) -> int:
+        """Elements of the flat buffer up to the end of the last output; 0 without one."""
+    @property
+    def apart(self) -> bool:
+        """Whether no input lies in the flat buffer."""
     def allocate(self, bytes: Sequence[int]) -> list[int]:
         """Addresses of memory for what each rank sends, which becomes Work.received at `finish`."""
     @property
@@ -220,6 +234,8 @@ class Engine:
         keep: float = 1.0,
         plain: int = -1,
         held: bool = False,
+        flat: int = 0,
+        room: int = 0,
     ) -> Work:
         """Weighted mean over ranks: outputs = sum(weight_r * input_r) / sum(weight_r), in rank order, the same bits
         on every rank; or another reduction: sum of weight_r * input_r, or min, max or product of the inputs of the
@@ -235,6 +251,8 @@ class Engine:
         plain: bytes of what this stands for, where that is more; only counted.
         held: it has its place in the order, but neither it nor what comes after it begins before `release`; until
         then its inputs may still be written.
+        flat: address of a buffer of `room` elements in which all outputs lie, in order, at the same places on all
+        ranks, and nothing else does: an executor may reduce there, and use what is left of it.
 
         Without an executor of the core's, weights other than 1 need a lane, and a lane a mean or a sum.
 

@@ -53,13 +53,15 @@ Wires wires_of(const Addresses& addresses, const std::optional<std::vector<doubl
 std::shared_ptr<Work> allreduce(Engine& engine, const Layout& layout, const Addresses& inputs,
                                 const Addresses& outputs, std::string name, double weight, std::string lane,
                                 Reduction reduction, bool unsure, Codec codec, uintptr_t owed, double keep,
-                                int64_t plain, bool held) {
+                                int64_t plain, bool held, uintptr_t flat, size_t room) {
   Operation operation = allreduce_operation(layout, inputs, outputs, std::move(name), reduction);
   operation.weight = weight;
   operation.lane = std::move(lane);
   operation.unsure = unsure;
   operation.compression = {codec, floats(owed), keep};
   operation.plain = plain;
+  operation.flat = reinterpret_cast<void*>(flat);
+  operation.room = room;
   return engine.submit(std::move(operation), held);
 }
 
@@ -238,16 +240,22 @@ void bind_work(py::module_& module) {
           py::arg("wires"), py::arg("weights").none(true), py::arg("divisor"), Unlocked())
       .def(
           "pack",
-          [](const Job& job, uintptr_t to, std::optional<double> factor) {
-            job.pack(reinterpret_cast<void*>(to), factor);
+          [](const Job& job, uintptr_t to, std::optional<double> factor, bool spread) {
+            job.pack(reinterpret_cast<void*>(to), factor, spread);
           },
-          py::arg("destination"), py::arg("factor").none(true) = py::none(), Unlocked())
+          py::arg("destination"), py::arg("factor").none(true) = py::none(), py::arg("spread") = false,
+          Unlocked())
       .def(
           "unpack",
-          [](const Job& job, uintptr_t from, double scale) {
-            job.unpack(reinterpret_cast<void*>(from), scale);
+          [](const Job& job, uintptr_t from, double scale, bool spread) {
+            job.unpack(reinterpret_cast<void*>(from), scale, spread);
           },
-          py::arg("source"), py::arg("scale"), Unlocked())
+          py::arg("source"), py::arg("scale"), py::arg("spread") = false, Unlocked())
+      .def_property_readonly("flat",
+                             [](const Job& job) { return reinterpret_cast<uintptr_t>(job.operation().flat); })
+      .def_property_readonly("room", [](const Job& job) { return job.operation().room; })
+      .def_property_readonly("spread_count", &Job::spread_count)
+      .def_property_readonly("apart", &Job::apart)
       .def(
           "allocate",
           [](Job& job, const std::vector<size_t>& bytes) { return addresses(job.allocate(bytes)); },
@@ -272,7 +280,8 @@ void bind_engine(py::module_& module) {
       .def("allreduce", &allreduce, py::arg("layout"), py::arg("inputs"), py::arg("outputs"), py::arg("name"),
            py::arg("weight") = 1.0, py::arg("lane") = py::bytes(), py::arg("reduction") = Reduction::kMean,
            py::arg("unsure") = false, py::arg("codec") = Codec::kNone, py::arg("owed") = 0,
-           py::arg("keep") = 1.0, py::arg("plain") = -1, py::arg("held") = false)
+           py::arg("keep") = 1.0, py::arg("plain") = -1, py::arg("held") = false, py::arg("flat") = 0,
+           py::arg("room") = 0)
       .def("release", &Engine::release, py::arg("work"))
       .def("exchange", &exchange, py::arg("sends"), py::arg("receives").none(true), py::arg("name"),
            py::arg("unsure") = false)

@@ -4,63 +4,11 @@
 #include <unistd.h>
 
 #include <cmath>
-#include <cstring>
-#include <deque>
-#include <mutex>
-#include <set>
-#include <thread>
 
 #include "base/thread.h"
-#include "kernels/kernels.h"
+#include "engine/engine_state.h"
 
 namespace dadt {
-
-struct EngineState {
-  // Constant after construction.
-  std::shared_ptr<Executor> executor;  // null: pull mode
-  int rank = 0;
-  int world_size = 1;
-  double timeout = 0;
-
-  // Any thread. Rung after each change of what mutex guards; the flags repeat it for those who sleep.
-  EventCount event;
-  std::atomic<bool> has_next{false};  // the queue's first may begin
-  std::atomic<bool> is_idle{true};    // nothing is queued or runs
-  std::atomic<bool> has_error{false};
-  std::atomic<bool> is_stopping{false};
-  std::atomic<bool> is_closed{false};
-  std::atomic<Timeline*> timeline{nullptr};
-  std::atomic<uint64_t> sent{0};
-  std::atomic<uint64_t> plain{0};
-  int track = 0;  // written before timeline
-
-  // Guarded by mutex.
-  std::mutex mutex;
-  std::shared_ptr<Timeline> recorded;  // what `timeline` points to
-  std::deque<std::shared_ptr<Work>> queue;
-  std::set<const Work*> held;  // of the queue
-  std::shared_ptr<Work> current;
-  std::optional<Error> error;
-  bool closing = false;
-
-  // Whoever closes.
-  std::thread thread;
-
-  std::shared_ptr<Work> take();
-  void settled(const Work& work);
-  void fail(const Error& error);
-  void count(const Result& result) {
-    sent += result.sent;
-    plain += result.plain;
-  }
-  void run();
-  void run(Work& work);
-  bool may_begin() const { return !queue.empty() && held.count(queue.front().get()) == 0; }
-  void refresh() {
-    has_next = may_begin();
-    is_idle = queue.empty() && current == nullptr;
-  }
-};
 
 // The next operation, which becomes the current one; null if there is none, or it is held.
 std::shared_ptr<Work> EngineState::take() {
@@ -157,6 +105,22 @@ void check_addresses(const std::string& title, const Layout& layout, const std::
   }
 }
 
+void check_flat(const std::string& title, const Operation& operation) {
+  if (operation.flat == nullptr) return;
+  const size_t item = item_size(operation.layout.dtype());
+  const uint8_t* at = static_cast<const uint8_t*>(operation.flat);
+  const uint8_t* const end = at + operation.room * item;
+  for (size_t i = 0; i < operation.outputs.size() && i < operation.layout.counts().size(); ++i) {
+    const auto* const output = static_cast<const uint8_t*>(operation.outputs[i]);
+    const size_t bytes = operation.layout.counts()[i] * item;
+    if (output < at || output > end || bytes > static_cast<size_t>(end - output)) {
+      throw std::invalid_argument(title + ": output " + std::to_string(i) +
+                                  " does not lie in the flat buffer, behind those before it");
+    }
+    at = output + bytes;
+  }
+}
+
 void check_operation(const Operation& operation, int world_size) {
   const std::string title = operation.title();
   if (!std::isfinite(operation.weight) || operation.weight < 0) {
@@ -172,6 +136,7 @@ void check_operation(const Operation& operation, int world_size) {
       throw std::invalid_argument(title + ": only a mean or a sum of floats is compressed");
     }
   }
+  check_flat(title, operation);
   const bool exchange = operation.kind == Kind::kExchange;
   check_addresses(title, operation.layout, operation.inputs, exchange);
   check_addresses(title, exchange ? operation.receives : operation.layout, operation.outputs,
@@ -355,105 +320,5 @@ void Engine::record(std::shared_ptr<Timeline> timeline, int track) {
 }
 
 Timeline* Engine::timeline() const { return state_->timeline; }
-
-Job::Job(std::shared_ptr<EngineState> state, std::shared_ptr<Work> work)
-    : state_(std::move(state)), work_(std::move(work)), pid_(getpid()) {
-  marks_.submitted = work_->submitted();
-  marks_.started = Clock::now();
-}
-
-Job::~Job() {
-  if (getpid() == pid_ && !work_->done())
-    fail(Error(Code::kComm, operation().title() + " was dropped by the executor"));
-}
-
-void Job::check() const {
-  if (work_->done()) throw Error(Code::kAborted, operation().title() + " has ended already");
-}
-
-void Job::pack(void* destination, std::optional<double> given) const {
-  check();
-  const Operation& op = operation();
-  const double factor = given.value_or(op.weight);
-  const auto scale = kernels().scale[static_cast<int>(op.layout.dtype())];
-  const size_t item = item_size(op.layout.dtype());
-  uint8_t* to = static_cast<uint8_t*>(destination);
-  for (size_t i = 0; i < op.inputs.size(); ++i) {
-    const size_t count = op.layout.counts()[i];
-    if (op.inputs[i] == nullptr || factor == 0) {
-      std::memset(to, 0, count * item);
-    } else if (factor == 1) {
-      std::memcpy(to, op.inputs[i], count * item);
-    } else {
-      scale(to, op.inputs[i], factor, count);
-    }
-    to += count * item;
-  }
-  marks_.packed = Clock::now();
-}
-
-void Job::unpack(const void* source, double factor) const {
-  check();
-  marks_.exchanged = Clock::now();
-  const Operation& op = operation();
-  const auto scale = kernels().scale[static_cast<int>(op.layout.dtype())];
-  const size_t item = item_size(op.layout.dtype());
-  const uint8_t* from = static_cast<const uint8_t*>(source);
-  for (size_t i = 0; i < op.outputs.size(); ++i) {
-    const size_t count = op.layout.counts()[i];
-    if (op.outputs[i] != nullptr) {
-      if (factor == 1) {
-        std::memcpy(op.outputs[i], from, count * item);
-      } else {
-        scale(op.outputs[i], from, factor, count);
-      }
-    }
-    from += count * item;
-  }
-}
-
-void Job::compress(size_t begin, size_t end, void* wire) const {
-  check();
-  dadt::compress(operation(), begin, std::min(end, block_count(operation().layout.total())), wire);
-  marks_.packed = Clock::now();
-}
-
-void Job::decompress(const Wires& wires) const {
-  check();
-  marks_.exchanged = Clock::now();
-  dadt::decompress(operation(), 0, block_count(operation().layout.total()), wires);
-}
-
-std::vector<void*> Job::allocate(const std::vector<size_t>& bytes) {
-  check();
-  received_.clear();
-  std::vector<void*> addresses;
-  for (size_t count : bytes) addresses.push_back(received_.emplace_back(count).data.get());
-  return addresses;
-}
-
-void Job::record(const Result& result) {
-  Timeline* timeline = state_->timeline;
-  if (timeline == nullptr) return;
-  marks_.done = Clock::now();
-  timeline->operation(state_->track, operation(), marks_, result);
-}
-
-void Job::finish(Result result) {
-  result.received = std::move(received_);
-  record(result);
-  state_->count(result);
-  if (!work_->finish(std::move(result))) check();
-  state_->settled(*work_);
-}
-
-void Job::fail(const Error& error) {
-  Result result;
-  result.error = error;
-  record(result);
-  state_->fail(error);
-  work_->fail(error);
-  state_->settled(*work_);
-}
 
 }  // namespace dadt

@@ -4,55 +4,14 @@
 #include <optional>
 #include <string>
 
-#include "engine/compress.h"
 #include "engine/executor.h"
+#include "engine/job.h"
 #include "engine/timeline.h"
 #include "engine/work.h"
 
 namespace dadt {
 
 struct EngineState;
-
-// One operation pulled by a Python executor's thread. Finish or fail it once; one that is dropped fails.
-class Job {
- public:
-  Job(std::shared_ptr<EngineState> state, std::shared_ptr<Work> work);
-  ~Job();
-  Job(const Job&) = delete;
-  Job& operator=(const Job&) = delete;
-
-  const Operation& operation() const { return work_->operation(); }
-
-  // Write the inputs, times factor (none: their weight), to `destination`, and `source`, times scale, to the
-  // outputs. Throw Error
-  // if the engine has failed since: the tensors' memory may be gone.
-  void pack(void* destination, std::optional<double> factor = {}) const;
-  void unpack(const void* source, double scale) const;
-
-  // Blocks [begin, end) of the inputs as their compression says, and all of them back to the outputs. Throw
-  // Error as above.
-  void compress(size_t begin, size_t end, void* wire) const;
-  void decompress(const Wires& wires) const;
-
-  // Memory for what each rank sends, in an exchange that does not say where to; Result::received after
-  // finish.
-  std::vector<void*> allocate(const std::vector<size_t>& bytes);
-
-  void finish(Result result);
-  void fail(const Error& error);
-
- private:
-  void check() const;
-  void record(const Result& result);
-
-  const std::shared_ptr<EngineState> state_;
-  const std::shared_ptr<Work> work_;
-  const pid_t pid_;
-
-  // The thread that pulled it.
-  std::vector<Buffer> received_;
-  mutable Marks marks_;
-};
 
 // One thread, one FIFO, one executor: no statics, and several engines in a process are fine.
 //

@@ -41,7 +41,10 @@ struct Operation {
   Layout receives;  // an exchange's outputs: the bytes that come from each rank. Both empty: as many as
                     // are sent, in Result::received
   Compression compression;  // of a mean or a sum
-  int64_t plain = -1;       // bytes of what this stands for; below 0: of its layout
+  void* flat =
+      nullptr;         // one buffer in which all outputs lie, in order, and nothing else; null: there is none
+  size_t room = 0;     // its elements, of which those behind the last output are for whoever moves it
+  int64_t plain = -1;  // bytes of what this stands for; below 0: of its layout
   double weight = 1.0;
   int participants = 0;  // ranks whose weight is 1 where the others' is 0; 0: not known before
   int root = 0;

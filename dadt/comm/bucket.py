@@ -26,6 +26,10 @@ DTYPES = {
     torch.bool: _core.DType.uint8,
 }
 _ALIGNMENT = 16  # elements: every tensor starts on a cache line of fp32
+_LARGE = 1 << 20
+"""Bytes from which a flat buffer has room for lanes, so that it can be reduced where it is."""
+_RANKS, _LANE = 64, 64
+"""The lanes of so many ranks, of so many bytes and a bit for each tensor. With more, it is reduced elsewhere."""
 
 
 class Staged(NamedTuple):
@@ -70,15 +74,32 @@ class Bucket:
         """The places' addresses."""
         return [[v.data_ptr() for v in views] for views in self.views]
 
-    def _carve(self) -> list[torch.Tensor]:
+    def room(self, turn: int) -> int:
+        """Elements of the flat buffer and of what is left behind it."""
+        return self.flats[turn].untyped_storage().nbytes() // self.layout.dtype.itemsize
+
+    def renew(self, turn: int) -> None:
+        """Take other memory for this turn: a library may still be writing to what it had."""
+        self.views[turn] = self._carve()
+        self.flats[turn] = self.flats.pop()
+        self.pointers[turn] = [v.data_ptr() for v in self.views[turn]]
+
+    def _offsets(self) -> list[int]:
         offsets = [0]
         for t in self.tensors:
             offsets.append(offsets[-1] + -(-t.numel() // _ALIGNMENT) * _ALIGNMENT)
+        return offsets
+
+    def _carve(self) -> list[torch.Tensor]:
+        offsets = self._offsets()
         # Gradients on a GPU are else staged through host memory: the core moves bytes of the host.
         where = self.device if self.direct else torch.device("cpu")
         pinned = self.device.type == "cuda" and not self.direct
-        flat = torch.zeros(offsets[-1], dtype=self.dtype, device=where, pin_memory=pinned)
-        self.flats.append(flat)
+        large = not self.direct and offsets[-1] * self.dtype.itemsize >= _LARGE
+        tail = _RANKS * (_LANE + len(self.tensors) // 8) if large else 0
+        flat = torch.zeros(offsets[-1] + tail, dtype=self.dtype, device=where, pin_memory=pinned)
+        # Lanes begin right behind the last tensor.
+        self.flats.append(flat[: offsets[-2] + self.tensors[-1].numel()] if large else flat)
         # Of the same memory, but no views for autograd: scripts call detach_() on gradients.
         return [
             torch.empty(0, dtype=self.dtype, device=where).set_(flat.untyped_storage(), o, t.size(), s)

@@ -60,6 +60,9 @@ class InFlight(Protocol):
     def tensors_of(self, work: Work | Averaging) -> Sequence[torch.Tensor]:
         """The parameters whose gradients it moves; none if it is not one of these works."""
 
+    def renew(self) -> None:
+        """It has failed, and a library may go on writing to its memory: take other."""
+
 
 class Peers:
     """Every rank calls the methods that exchange in the same order, on the script's training thread."""
@@ -241,7 +244,9 @@ class Peers:
             finally:
                 failed, self._failed = self._failed, []
                 if not ended:
-                    leak(failed)
+                    leak((failed, self.in_flight[:]))
+                    for exchange in self.in_flight:
+                        exchange.renew()
 
     def keep_failed(self, needed: Any) -> None:
         """Keep it until this connection has ended."""

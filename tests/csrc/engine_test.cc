@@ -254,6 +254,39 @@ TEST(Pull, APythonExecutorFinishesJobs) {
   EXPECT_EQ(engine.pull(30), nullptr);
 }
 
+TEST(Pull, OutputsMayLieInOneBufferWithGaps) {
+  Engine engine(nullptr, 0, 2, 30);
+  std::vector<float> flat(8, -1);
+  std::vector<std::vector<float>> inputs = {{1, 2}, {3}}, none = {{}, {}};
+  Operation operation = allreduce(DType::kFloat32, inputs, none);
+  operation.outputs = {&flat[0], &flat[4]};
+  operation.flat = flat.data();
+  operation.room = 4;
+  EXPECT_THROW(engine.submit(operation), std::invalid_argument);  // the second one lies outside
+  operation.room = flat.size();
+  operation.lane = "lane";
+  auto work = engine.submit(operation);
+  auto job = engine.pull(30);
+  ASSERT_NE(job, nullptr);
+  EXPECT_TRUE(job->apart());
+  EXPECT_EQ(job->spread_count(), 5u);
+  job->pack(flat.data(), 0.5, true);
+  EXPECT_EQ(flat, (std::vector<float>{0.5, 1, -1, -1, 1.5, -1, -1, -1}));
+  job->unpack(flat.data(), 1, true);
+  EXPECT_EQ(flat, (std::vector<float>{0.5, 1, -1, -1, 1.5, -1, -1, -1}));
+  job->unpack(flat.data(), 2, true);
+  EXPECT_EQ(flat, (std::vector<float>{1, 2, -1, -1, 3, -1, -1, -1}));
+  job->finish(Result{});
+  finished(work);
+  operation.inputs[1] = &flat[4];
+  work = engine.submit(operation);
+  job = engine.pull(30);
+  EXPECT_FALSE(job->apart());
+  job->finish(Result{});
+  finished(work);
+  engine.close(1);
+}
+
 TEST(Pull, WhatIsHeldIsNotPulled) {
   Engine engine(nullptr, 0, 2, 30);
   auto held = engine.submit(allgather("", "held"), true);

@@ -235,22 +235,32 @@ class Puller:
     def _allreduce_with_lanes(self, job: _core.Job, layout: _core.Layout) -> Lanes:
         """Sum of the weighted tensors; behind them every rank's lane in a place of its own, zeros from the others."""
         lane = _HEADER.pack(zlib.crc32(job.name.encode()), len(job.lane), job.weight) + job.lane
-        flat = self._flat(_TORCH[layout.dtype.name], layout.total + len(lane) * self._world_size)
-        tail = flat[layout.total :].view(self._world_size, len(lane))
+        behind = len(lane) * self._world_size
+        # Decided by what is the same on all ranks; but the inputs must outlast a failure.
+        spread = 0 < job.spread_count <= job.room - behind
+        count = job.spread_count if spread else layout.total
+        dtype = _TORCH[layout.dtype.name]
+        if spread and job.apart:
+            flat = at(job.flat, count + behind, dtype)
+        else:
+            flat = self._flat(dtype, count + behind).zero_() if spread else self._flat(dtype, count + behind)
+        tail = flat[count:].view(self._world_size, len(lane))
         tail.zero_()
         # Bytes are whole numbers up to 255: exact in every dtype.
         tail[self._rank] = torch.frombuffer(bytearray(lane), dtype=torch.uint8).to(flat.dtype)
-        # A sum of 16-bit values may overflow where the mean does not.
-        before = 1.0 / self._world_size if layout.dtype.itemsize == 2 else 1.0
-        job.pack(flat.data_ptr(), before * job.weight)
+        mean = job.reduction.name == "mean"
+        # A sum of 16-bit values may overflow where the mean does not; and halving loses nothing, nor does it take time.
+        halves = mean and dtype.is_floating_point and self._world_size & (self._world_size - 1) == 0
+        before = 1.0 / self._world_size if layout.dtype.itemsize == 2 or halves else 1.0
+        job.pack(flat.data_ptr(), before * job.weight, spread)
         self._executor.allreduce(flat, "sum")
         lanes = [bytes(row) for row in tail.to(torch.uint8).tolist()]
         total = sum(self._weights(job, lanes))
         if total == 0:  # they count as equal, then
-            job.pack(flat.data_ptr(), before)
-            self._executor.allreduce(flat[: layout.total], "sum")
-        mean = job.reduction.name == "mean"
-        job.unpack(flat.data_ptr(), (1.0 / (total or self._world_size) if mean else 1.0) / before)
+            job.pack(flat.data_ptr(), before, spread)
+            self._executor.allreduce(flat[:count], "sum")
+        divisor = (total or self._world_size) if mean else 1.0
+        job.unpack(flat.data_ptr(), 1.0 / (divisor * before), spread)
         return [data[_HEADER.size :] for data in lanes], total
 
     def _agree(self, job: _core.Job) -> None:

@@ -56,6 +56,8 @@ class BucketExchange:
         """Buckets that take two, by number."""
         self._alive: list[list[torch.Tensor | None]] = []
         """Tensors that are read while operations are under way."""
+        self._under_way: list[tuple[Bucket, int]] = []
+        """Flat buffers that are written while operations are under way: buckets and turns."""
         self._submitted: list[tuple[list[Work | Averaging], tuple[Any, ...]]] = []
         """What was launched, in order, until it is done: where its work is kept, and what `_submit` was given."""
 
@@ -102,6 +104,12 @@ class BucketExchange:
         for works, operation in self._submitted:
             works.append(self._submit(*operation))
 
+    def renew(self) -> None:
+        """It has failed, and a library may go on writing to what it had: take other buffers."""
+        for bucket, turn in self._under_way:
+            bucket.renew(turn)
+        self._under_way.clear()
+
     def _submit_second(
         self, index: int, round_: Round, into: int, weight: float = 1.0, *, held: bool = False
     ) -> Work | Averaging:
@@ -129,6 +137,7 @@ class BucketExchange:
     ) -> Work | Averaging:
         """plain: bytes of what it stands for, where it is something else. held: as in Engine.allreduce."""
         self._alive.append(staged.values)
+        self._under_way.append((bucket, into))
         device = self._peers.device
         if device is not None and bucket.direct:
             places, flat = bucket.views[into], bucket.flats[into]
@@ -146,6 +155,8 @@ class BucketExchange:
             lane,
             plain=plain,
             held=held,
+            flat=bucket.flats[into].data_ptr(),
+            room=bucket.room(into),
             **({} if feedback is None else feedback.arguments(bucket.layout.total, scale)),
         )
 
@@ -158,3 +169,4 @@ class BucketExchange:
             self._peers.keep_failed(self)
             raise
         self._submitted.clear()
+        self._under_way.clear()

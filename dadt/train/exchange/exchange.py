@@ -136,6 +136,10 @@ class Exchange(BucketExchange):
         """It was launched in vain, as the last one: the next one takes its place."""
         self.schema.turn = (self._turn - 1) % self.schema.turns
 
+    def renew(self) -> None:
+        super().renew()
+        self.schema.__dict__.pop("addresses", None)
+
     def repeat(self) -> None:
         """Buffers are averaged as they are now."""
         buffers = iter(self.schema.buffers())
