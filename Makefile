@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Python files take effect at once; these need an install.
 BUILT := pyproject.toml $(wildcard CMakeLists.txt) $(shell find csrc -type f)
 
-.PHONY: demo check test test-slow test-gpu machines browser figures faults faults-compared chaos soak min-np-cost convergence lint format docs native clean
+.PHONY: demo check test test-slow test-gpu machines browser figures faults faults-compared chaos soak min-np-cost bench-peers convergence lint format docs native clean
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -74,6 +74,14 @@ soak: .venv/testable
 min-np-cost: .venv/testable
 	$(BIN)/dadt bench mlp -np 4 --executor shm --sweep min_np=0,2 --rounds 40 --steps 3 --json docs/results/min-np-shm.json
 	$(BIN)/dadt bench mlp -np 4 --executor gloo --sweep min_np=0,2 --rounds 40 --steps 3 --json docs/results/min-np-gloo.json
+
+# How fast DADT is beside DDP at its best, and which targets are reached: half an hour, as root, on a machine that does
+# nothing else. What docs/results/peers.json holds is not repeated.
+bench-peers: .venv/testable docs/results/slow-link-100mbit.json
+	$(BIN)/python -m benchmarks.peers --json docs/results/peers.json --write docs/results/peers.md --slow-link docs/results/slow-link-100mbit.json
+
+docs/results/slow-link-100mbit.json: | .venv/testable
+	$(BIN)/python -m benchmarks.convergence.slow_link --mbit 100 --methods auto --json $@
 
 # What DADT, torchrun and torchft do after the same faults: half an hour.
 faults-compared: .venv/testable .venv-torchft/installed machines

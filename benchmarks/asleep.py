@@ -1,7 +1,8 @@
-"""A model that computes elsewhere: its host waits for it, as for a GPU, and the processor is free meanwhile.
+"""Models that compute elsewhere: their host waits for them, as for a GPU, and the processor is free meanwhile.
 
-For trying what communication costs on a machine that has no cores to spare: 8 layers with 32 MB of weights; a forward
-waits 40 ms and a backward 80 ms. `dadt bench advise benchmarks.asleep:model --link 1gbit --check`, from the root.
+For trying what communication costs on a machine that has no cores to spare: each layer waits in its forward and twice
+as long in its backward, and has real gradients. `dadt bench advise benchmarks.asleep:model --link 1gbit --check`, from
+the root; further factories have 100 MB of weights, and say how long their exchange takes beside a step's computation.
 """
 
 from __future__ import annotations
@@ -12,34 +13,75 @@ from typing import Any
 import torch
 from torch import nn
 
-LAYERS, WIDTH = 8, 1000
-FORWARD, BACKWARD = 0.005, 0.010
-"""Seconds of a layer."""
+WIDTH = 1000
+LAYERS = 25
+"""Of 4 MB each."""
+EXCHANGE = 0.84
+"""Seconds that two hosts need for 100 MB each over 1 Gbit/s, with the headers of their packets."""
+PRODUCTS = 0.05
+"""Seconds in which a forward and a backward of one sample do use the processor, about."""
 
 
 class Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(FORWARD)
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        time.sleep(BACKWARD)
-        return gradients[0]
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return gradients[0], None
 
 
 class Layer(nn.Linear):
+    def __init__(self, width: int, seconds: float) -> None:
+        super().__init__(width, width)
+        self.seconds = seconds
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        waited: torch.Tensor = Wait.apply(super().forward(x))  # type: ignore[no-untyped-call]
+        waited: torch.Tensor = Wait.apply(super().forward(x), self.seconds)  # type: ignore[no-untyped-call]
         return waited
 
 
-def model() -> tuple[Any, ...]:
+def asleep(layers: int, seconds: float, width: int = WIDTH) -> tuple[Any, ...]:
+    """A workload of so many layers, whose forward and backward wait so long together."""
+
     def batch(size: int) -> tuple[torch.Tensor, ...]:
-        return torch.randn(size, WIDTH), torch.randn(size, WIDTH)
+        return torch.randn(size, width), torch.randn(size, width)
 
     def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return nn.functional.mse_loss(model(x), y)
 
-    return nn.Sequential(*(Layer(WIDTH, WIDTH) for _ in range(LAYERS))), batch, loss
+    return nn.Sequential(*(Layer(width, seconds / layers / 3) for _ in range(layers))), batch, loss
+
+
+def model() -> tuple[Any, ...]:
+    """32 MB of weights, 120 ms."""
+    return asleep(8, 0.12)
+
+
+def medium() -> tuple[Any, ...]:
+    """8 MB, 120 ms."""
+    return asleep(8, 0.12, 500)
+
+
+def small() -> tuple[Any, ...]:
+    """1 MB, 120 ms."""
+    return asleep(8, 0.12, 180)
+
+
+def even() -> tuple[Any, ...]:
+    """An exchange over 1 Gbit/s takes as long as a backward with its forward."""
+    return asleep(LAYERS, EXCHANGE - PRODUCTS)
+
+
+def half() -> tuple[Any, ...]:
+    """Half as long."""
+    return asleep(LAYERS, 2 * EXCHANGE - PRODUCTS)
+
+
+def fourfold() -> tuple[Any, ...]:
+    """Four times as long: as long as four of them before a step."""
+    return asleep(LAYERS, EXCHANGE / 4 - PRODUCTS)

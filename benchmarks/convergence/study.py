@@ -53,14 +53,15 @@ def append(path: Path, line: dict[str, Any]) -> None:
 
 def conditions(command: str) -> dict[str, Any]:
     """What the lines that follow depend on."""
-    model = [line.partition(":")[2].strip() for line in cpu_lines() if line.startswith("model name")]
-    machine = {"cpu": model[0] if model else "", "cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0]}
+    machine = {"cpu": cpu(), "cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0]}
     return {"command": command, "torch": str(torch.__version__), **machine, "when": time.strftime("%Y-%m-%d %H:%M")}
 
 
-def cpu_lines() -> list[str]:
+def cpu() -> str:
+    """Its name, where the kernel tells it."""
     path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.exists() else []
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
 def score(family: str, outcome: dict[str, Any]) -> float:

@@ -23,7 +23,7 @@ class Sync(Algorithm):
     """
 
     survives = True
-    wants_gradients = True
+    in_flight = 0
 
     attachment: Attachment
 
@@ -73,6 +73,9 @@ class Sync(Algorithm):
         else:
             a.deliver(exchange)
         self._overlap.step(agreed, in_vain)
+        if not self.wants_gradients and len(exchange.schema.buckets) > 1:  # the last one waits for the step
+            self.wants_gradients = True
+            a.watch_gradients()
 
     def after_step(self) -> None:
         self._holds = False
@@ -97,20 +100,21 @@ class Overlap:
     """Counts how often each parameter's gradient grows in a step, to know when it is complete."""
 
     def __init__(self) -> None:
-        self._counts: dict[torch.Tensor, int] = {}
-        self._before: dict[torch.Tensor, int] = {}
-        self.expected: dict[torch.Tensor, int] = {}
+        self._counts: dict[int, int] = {}
+        """By the parameter's id."""
+        self._before: dict[int, int] = {}
+        self.expected: dict[int, int] = {}
         self._pause = 1
         self._left = 0
 
     def count(self, parameter: torch.Tensor) -> None:
-        self._counts[parameter] = self._counts.get(parameter, 0) + 1
+        self._counts[id(parameter)] = self._counts.get(id(parameter), 0) + 1
 
     def complete(self, parameters: list[torch.Tensor]) -> bool:
-        return all(self._counts.get(p, 0) == self.expected.get(p, 0) for p in parameters)
+        return all(self._counts.get(i, 0) == self.expected.get(i, 0) for i in map(id, parameters))
 
     def growth(self, parameters: list[torch.Tensor]) -> int:
-        return zlib.crc32(bytes(min(self._counts.get(p, 0), 255) for p in parameters))
+        return zlib.crc32(bytes(min(self._counts.get(i, 0), 255) for i in map(id, parameters)))
 
     def step(self, agreed: bool, in_vain: bool) -> None:
         """agreed: the gradients of all ranks grew alike, so all will launch alike. in_vain: what was launched changed

@@ -106,6 +106,12 @@ class Bucket:
             for o, t, s in zip(offsets, self.tensors, self.strides, strict=False)
         ]
 
+    def add_turn(self) -> None:
+        """One flat buffer more."""
+        self.views.append(self._carve())
+        self.turns += 1
+        self.__dict__.pop("pointers", None)
+
     def stage(self, values: Sequence[torch.Tensor | None], turn: int) -> Staged:
         """The values in the order that all ranks use, in the bucket's kind of memory; copied only where they are not.
 

@@ -15,12 +15,14 @@ from dadt.errors import ConfigError
 
 CROSS = ("gloo", "nccl", "mpi")
 """Executors that the hierarchical one may use between hosts; c10d:<name> is valid as well."""
+COMPRESSES = ("pipe", "sync", "local", "auto")
+"""Algorithms for which --compression auto can choose."""
 SURVIVING = ("pipe", "sync", "auto", "local", "gossip")
 """Algorithms that train on when ranks are lost."""
 SURVIVING_EXECUTORS = ("shm", "gloo", "hierarchical", "nccl")
 LEAST_MEASURED = 10
-"""Steps that --algorithm auto must measure before it decides."""
-COMPRESSIONS = ("none", "bf16", "fp16", "int8")
+"""Steps that --algorithm auto and --compression auto must measure before they decide."""
+COMPRESSIONS = ("none", "bf16", "fp16", "int8", "auto")
 """Names of compressions; powersgd:<rank> is valid as well."""
 METRICS = ("tensorboard", "prometheus")
 TOPOLOGIES = ("ring", "exponential", "complete")
@@ -51,11 +53,16 @@ def check_compression(name: str) -> None:
         )
 
 
-def check_warmup(algorithm: str, steps: int) -> None:
-    if algorithm == "auto" and steps < LEAST_MEASURED:
+def check_auto(algorithm: str, compression: str, steps: int) -> None:
+    """Where something is to be chosen by what was measured."""
+    if compression == "auto" and algorithm not in COMPRESSES:
         raise ConfigError(
-            f"--algorithm auto measures in the synchronous steps: give --warmup-steps {LEAST_MEASURED} or more"
+            f"--compression auto: --algorithm {algorithm} has no synchronous steps in which it could be measured;"
+            f" give a compression, or one of the algorithms {', '.join(COMPRESSES)}"
         )
+    asked = "--algorithm auto" if algorithm == "auto" else "--compression auto" if compression == "auto" else ""
+    if asked and steps < LEAST_MEASURED:
+        raise ConfigError(f"{asked} measures in the synchronous steps: give --warmup-steps {LEAST_MEASURED} or more")
 
 
 def check_min_np(least: int, np: int, algorithm: str, executors: Iterable[str], launcher: str, nnodes: int) -> None:

@@ -13,13 +13,13 @@ from typing import Any
 from dadt.config.check import (
     TOPOLOGIES,
     check_algorithm,
+    check_auto,
     check_compression,
     check_discovery,
     check_executor,
     check_min_np,
     check_replicas,
     check_restarts,
-    check_warmup,
     flag,
     here,
     loader_numbers,
@@ -109,7 +109,7 @@ class Config:
     fall_back: bool = knob(
         True, "Fall back to `sync` on all ranks if gradients blow up once `pipe` delays them.", advanced=True
     )
-    compression: str = knob("none", "Compression: none, bf16, fp16, int8, or powersgd:<rank>.", metavar="NAME")
+    compression: str = knob("none", "Compression: none, bf16, fp16, int8, auto, or powersgd:<rank>.", metavar="NAME")
     sync_every: int = knob(32, "`local`: steps that each rank takes alone between two averages.", advanced=True)
     outer_lr: float = knob(1.0, "`local`: the outer optimizer's learning rate; DiLoCo's is 0.7.", advanced=True)
     outer_momentum: float = knob(
@@ -306,8 +306,8 @@ class Config:
             raise ConfigError(f"--warmup-steps {self.warmup_steps}: must be 0 or more")
         check_algorithm(self.algorithm)
         check_replicas(self.algorithm, self.on_nan, self.verify_every, self.redistribute, self.min_np)
-        check_warmup(self.algorithm, self.warmup_steps)
         check_compression(self.compression)
+        check_auto(self.algorithm, self.compression, self.warmup_steps)
         for name in ("sync_every", "fragments"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)}: must be 1 or more")

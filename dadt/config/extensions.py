@@ -10,7 +10,7 @@ ALGORITHMS = {
     "sync": "dadt.algorithms.sync:Sync",
     "local": "dadt.algorithms.local.local:Local",
     "gossip": "dadt.algorithms.gossip.gossip:Gossip",
-    "auto": "dadt.algorithms.auto:Auto",
+    "auto": "dadt.algorithms.auto.auto:Auto",
 }
 """Subclasses of dadt.algorithms.Algorithm. Users name their own as <module>:<Class>."""
 EXECUTORS = {

@@ -321,14 +321,16 @@ def _predicted_first(backward: Callable[..., Any], runtime: Runtime) -> Callable
 
 
 def _counted(backward: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
-    """Counts them, and tells of training without an optimizer that could be one of ours, while there is still time to
-    end the job."""
+    """Counts and announces them, and tells of training without an optimizer that could be one of ours, while there is
+    still time to end the job."""
     passes = 0
 
     @functools.wraps(backward)
     def patched(*args: Any, **kwargs: Any) -> Any:
         nonlocal passes
         runtime.backwards += 1
+        for attachment in runtime.attachments:
+            attachment.backward_begins()
         if not runtime.registered:
             passes += 1
             if passes in (1, _PASSES_WITHOUT):

@@ -175,8 +175,9 @@ def install(runtime: Runtime, modules: Modules) -> None:
             modules.find(self)
 
     Optimizer.__init__ = patched_init  # type: ignore[method-assign]
-    _patch_groups_and_zeroing(runtime, modules)
-    _patch_states(runtime.checkpoints)
+    if not runtime.alone:
+        _patch_groups_and_zeroing(runtime, modules)
+        _patch_states(runtime.checkpoints)
     steps = Steps(runtime, modules)
     register_optimizer_step_pre_hook(steps.before)
     register_optimizer_step_post_hook(steps.after)

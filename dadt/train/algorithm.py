@@ -53,10 +53,13 @@ class Algorithm(abc.ABC):
     first step and the end."""
 
     in_flight = 1
-    """Exchanges that are under way at once, at most, while the script works."""
+    """Exchanges that are under way at once, at most, from one step to the next."""
 
     survives = False
     """Training goes on when ranks are lost: there is a `regroup`."""
+
+    tries = False
+    """The coming step tries its compression, within the warm-up."""
 
     wants_gradients = False
     """Whether `gradient_ready` is to be called."""

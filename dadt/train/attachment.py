@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -21,13 +22,16 @@ from dadt.train.exchange import fingerprint
 from dadt.train.exchange.exchange import BucketPlan, Exchange, hand_out
 from dadt.train.exchange.step_metadata import StepMetadata
 from dadt.train.finite import Finite
+from dadt.train.growth import Growth
 from dadt.train.lockstep import Lockstep, Survivor
 from dadt.train.measure import Measure
 from dadt.train.param_groups import groups_crc
 from dadt.train.peers import Peers
 from dadt.train.prediction_scope import PredictionScope
 from dadt.train.restored import RestoredExchange
-from dadt.train.trained import below, listed, sparse_tables
+from dadt.train.trained import Listing, below, listed, sparse_tables
+
+_dtype, _device = attrgetter("dtype"), attrgetter("device")
 
 
 class Owner(Survivor, Protocol):
@@ -85,11 +89,11 @@ class Attachment:
         self.measure = Measure()
         self._modules = below(owner.root_modules(optimizer))
         self.changing_buffers = ChangingBuffers(owner.buffers, runtime, self.name)
+        self._listing = Listing()
         self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         """Parameters that all ranks have from rank 0."""
-        self._welcomed: tuple[list[int], int] = ([], 0)
-        """Ids of the optimizer's parameters when they were last looked at, and how many were known then."""
-        self._delivered: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._welcomed: list[torch.Tensor] = []
+        """The optimizer's parameters when they were last looked at."""
         self.scale: torch.Tensor | None = None
         """Loss scale of this step, where the script has a GradScaler."""
         self.scale_token: tuple[int, int] | None = None
@@ -103,12 +107,11 @@ class Attachment:
         self.stepping = False
         """The optimizer's own step is under way."""
         self._held: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        self._grew = False
+        self._growth = Growth()
         self._schema: BucketPlan | None = None
         self._tables: list[torch.Tensor] = []
         """Parameters whose gradients are sparse."""
         self._token: tuple[Any, ...] = ()
-        self._hooked = WeakTensorKeyDictionary()
         self.prediction = prediction.choose(runtime.config, optimizer, self.parameters, runtime.world.world_size)
         # Collected between forward and step, it must not leave its prediction in the weights.
         weakref.finalize(optimizer, self.prediction.undo).atexit = False
@@ -127,7 +130,7 @@ class Attachment:
     @property
     def parameters(self) -> list[torch.Tensor]:
         """Those that are trained, in registration order; none once the optimizer is collected."""
-        return [p for p in listed(optimizer) if p.requires_grad] if (optimizer := self._optimizer()) else []
+        return self._listing.trained(optimizer) if (optimizer := self._optimizer()) else []
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -151,19 +154,21 @@ class Attachment:
     @property
     def trained(self) -> tuple[Any, ...]:
         """A token of what the script trains now: it changes when parameters are added, frozen, moved or cast."""
-        return tuple(self._token[0])
+        token: tuple[Any, ...] = self._token[0]
+        return token
 
     def schema_is_current(self) -> bool:
         return self._schema is not None and self._token == self._make_token()
 
     def _make_token(self) -> tuple[Any, ...]:
+        parameters = self.parameters
         return (
-            tuple((id(p), p.dtype, p.device) for p in self.parameters),
+            (*map(id, parameters), *map(_dtype, parameters), *map(_device, parameters)),
             tuple((id(m), n, b.shape, b.dtype, b.device) for m, n, b in self.buffers()),
         )
 
     def buffers(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
-        return self.owner.buffers.of(self.modules) if self.runtime.config.buffers else []
+        return self.changing_buffers.of(self._modules) if self.runtime.config.buffers else []
 
     def start(self) -> None:
         """Take rank 0's state on all ranks: parameters (frozen ones, too), buffers, optimizer state."""
@@ -181,14 +186,13 @@ class Attachment:
     def broadcast_new_parameters(self) -> None:
         """Parameters that the script has added start from rank 0's values. Cheap where there are none."""
         optimizer = self.optimizer
-        every = listed(optimizer)
-        # An id may be another parameter's by now; then one of those that were known has gone.
-        if self._welcomed == (ids := [id(p) for p in every], len(self._known)):
+        every = self._listing.every(optimizer)
+        if every is self._welcomed:
             return
+        self._welcomed = every
         new = [p for p in every if p not in self._known]
         for p in new:
             self._known[p] = True
-        self._welcomed = (ids, len(self._known))
         if not new:
             return
         if self.runtime.config.broadcast:
@@ -205,7 +209,8 @@ class Attachment:
         parameters = self.parameters
         if self._schema is None or token[0] != self._token[0]:
             self.prediction.follow(parameters)
-            self.watch_gradients()
+            if self._growth.watches or self.algorithm.wants_gradients:
+                self.watch_gradients()
             self._tables = sparse_tables(self.modules, parameters)
         self._schema = BucketPlan(
             parameters,
@@ -218,19 +223,9 @@ class Attachment:
         self._token = token
 
     def watch_gradients(self) -> None:
-        """Notice gradients that grow."""
-        this = weakref.ref(self)
-
-        def grew(parameter: torch.Tensor) -> None:
-            if (a := this()) is not None:
-                a._grew = True
-                if a.algorithm.wants_gradients:
-                    a.algorithm.gradient_ready(parameter)
-
-        for p in self.parameters:
-            if p not in self._hooked and p.is_leaf:
-                p.register_post_accumulate_grad_hook(grew)  # type: ignore[no-untyped-call]
-                self._hooked[p] = True
+        """Notice gradients that grow, from now on."""
+        self._growth.told = self.algorithm.gradient_ready if self.algorithm.wants_gradients else None
+        self._growth.watch(self.parameters)
 
     def compress(self, name: str) -> None:
         """Change the compression from the next exchange on, on all ranks. No exchange may be under way."""
@@ -242,10 +237,10 @@ class Attachment:
         """The first place of a step where gradients are used: exchange, and make `.grad` what shall be applied."""
         if self.consumed and not self.algorithm.averages:
             return  # gradients are the rank's own: what it does with them concerns nobody
-        if self.consumed and self._grew and not any(p.grad is g for p, g in self._delivered if g is not None):
+        if self.consumed and self._growth.seen and not self._growth.has_averages:
             self.skipped()  # the script let the averages go, and computed anew
         if self.consumed:
-            if self._grew:
+            if self._growth.seen:
                 raise DadtError(
                     "a backward added to gradients that were already clipped or unscaled in this step, and so"
                     " averaged: clip once, after the step's last backward"
@@ -261,17 +256,21 @@ class Attachment:
         if self.finite.look(parameters, self.scale) and self.finite.skips:
             self.zero_gradients()  # else what compression owes would never be finite again
         if self.algorithm.tracks:
-            into = self._schema.addresses if self._schema is not None else ()
+            into = self._schema.addresses if self._schema is not None else frozenset()
             self.prediction.before_step(late=self.algorithm.predicts, scale=self.scale, delivery=into)
         else:
             self.prediction.undo()
         self.refresh()
         if self._token[0]:
             self.lockstep.average()
-        self._delivered = [(p, p.grad) for p in parameters]
+        self._growth.delivered(parameters)
         self.batch_weight.exchanged()
         self.consumed = True
-        self._grew = False
+
+    def backward_begins(self) -> None:
+        """Averages may be about to grow, which is an error."""
+        if self.consumed and not self._growth.watches:
+            self.watch_gradients()
 
     def forget_launched(self, exchange: Exchange | None) -> None:
         """Ranks were lost: what compression owes is forgotten, and the step launches this exchange anew."""
@@ -318,7 +317,7 @@ class Attachment:
         self.measure.stepped(self.runtime.progress.hook_seconds)
         self.step += 1
         self.batch_weight.stepped()
-        self._delivered = []
+        self._growth.forget()
         self.scale = None
         self.consumed = self.stepping = False
 
@@ -328,10 +327,10 @@ class Attachment:
         self.algorithm.loaded()
 
     @property
-    def _compresses(self) -> bool:
+    def compresses(self) -> bool:
         """Line searches compare what closures give; and power iteration starts better from gradients that have
         settled."""
-        settles = self.compression.startswith("powersgd") and self.step < self.warmup_steps
+        settles = self.compression.startswith("powersgd") and self.step < self.warmup_steps and not self.algorithm.tries
         return not self.has_closure and not settles
 
     def new_exchange(self, *, again: bool = False) -> Exchange:
@@ -342,7 +341,7 @@ class Attachment:
             # Its residual went with the exchange before, which nobody uses.
             self._schema.forget_residuals()
         weight = self.batch_weight.value
-        exchange = Exchange(self.runtime, self._schema, self._exchanges - 1, name, weight, compressed=self._compresses)
+        exchange = Exchange(self.runtime, self._schema, self._exchanges - 1, name, weight, compressed=self.compresses)
         exchange.scale = self.scale
         self.runtime.keep(exchange)
         return exchange

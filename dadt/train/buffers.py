@@ -28,6 +28,8 @@ class Buffers:
 
     def __init__(self) -> None:
         self._names: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
+        self.added = 0
+        """How many modules came in so far."""
         self._official: weakref.WeakKeyDictionary[nn.Module, dict[str, torch.Tensor]] = weakref.WeakKeyDictionary()
         self._own: weakref.WeakKeyDictionary[nn.Module, dict[str, torch.Tensor]] = weakref.WeakKeyDictionary()
 
@@ -38,16 +40,20 @@ class Buffers:
         for module in modules:
             names = [n for n, b in module._buffers.items() if b is not None and b.is_floating_point()]
             if isinstance(module, _NormBase):
-                self._names.setdefault(module, names)
+                self._take_up(module, names)
             else:
                 candidates += [(module, n, b.detach().clone()) for n in names if (b := module._buffers[n]) is not None]
         return candidates
 
-    def __contains__(self, module: nn.Module) -> bool:
+    def __contains__(self, module: nn.Module | None) -> bool:
         return module in self._names
 
+    def _take_up(self, module: nn.Module, names: list[str]) -> list[str]:
+        self.added += module not in self._names
+        return self._names.setdefault(module, names)
+
     def add(self, module: nn.Module, name: str) -> None:
-        names = self._names.setdefault(module, [])
+        names = self._take_up(module, [])
         if name not in names:
             names.append(name)
 
@@ -125,6 +131,15 @@ class ChangingBuffers:
         self._runtime = runtime
         self._name = name
         self._candidates: list[tuple[nn.Module, str, torch.Tensor]] = []
+        self._found_in: tuple[object, int] = (None, 0)
+        self._found: list[weakref.ref[nn.Module]] = []
+        """Those of the modules that have buffers to average: most have none."""
+
+    def of(self, modules: list[weakref.ref[nn.Module]]) -> list[tuple[nn.Module, str, torch.Tensor]]:
+        """(module, name, the rank's own buffer), in the order of the modules."""
+        if self._found_in != (found_in := (modules, self._buffers.added)):
+            self._found_in, self._found = found_in, [ref for ref in modules if ref() in self._buffers]
+        return self._buffers.of(m for ref in self._found if (m := ref()) is not None)
 
     def watch(self, modules: Iterable[nn.Module]) -> None:
         """Those of these modules are still to be looked at."""

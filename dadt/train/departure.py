@@ -42,7 +42,7 @@ class Departure(Registry):
     @property
     def algorithm(self) -> type[Algorithm]:
         """The settings of all optimizers; `dadt.init` may change them before training begins."""
-        return self._find(self.config.algorithm)
+        return self._find("auto" if self.config.compression == "auto" else self.config.algorithm)
 
     @cached_property
     def together(self) -> bool:
@@ -108,7 +108,7 @@ class Departure(Registry):
     @property
     def _end(self) -> str:
         # With gradients of its own a rank's scaler may have left out steps that others took.
-        same = self.alone or self.algorithm.identical
+        same = self.alone or (self.algorithm.identical and not self.parted)
         return f"the end, after {self.step} steps" if same else "the end"
 
     def _arrive(self) -> None:

@@ -46,11 +46,12 @@ class Measure:
 
     def state(self) -> dict[str, Any]:
         """The measured values, for a checkpoint within the warm-up."""
-        return {"compute": list(self._compute), "exchange": list(self._exchange)}
+        return {"compute": list(self._compute), "exchange": list(self._exchange), "alone": list(self._alone)}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._compute = deque(state["compute"], _WINDOW)
         self._exchange = deque(state["exchange"], _WINDOW)
+        self._alone = deque(state.get("alone", ()), _WINDOW)
 
     def stepped(self, hooked: float) -> None:
         """A step is complete. hooked: seconds in all hooks around steps so far."""
@@ -70,6 +71,11 @@ class Measure:
     def compute(self) -> float:
         """Median seconds of a step without waiting."""
         return statistics.median(self._compute) if self._compute else 0.0
+
+    @property
+    def alone(self) -> float:
+        """Median seconds of a step outside DADT's hooks."""
+        return statistics.median(self._alone) if self._alone else 0.0
 
     @property
     def exchange(self) -> float:
@@ -93,8 +99,8 @@ class Measure:
         if alone + added <= workers * alone:
             return ""
         return (
-            f"one worker alone would be faster, as a step computes for {_milliseconds(alone)} and takes"
-            f" {_milliseconds(added)} more; use larger batches"
+            f"one worker alone would be faster, as a step computes for {milliseconds(alone)} and takes"
+            f" {milliseconds(added)} more; use larger batches"
         )
 
 
@@ -112,10 +118,10 @@ def ratio(compute: float, exchange: float) -> float:
 def found(steps: int, compute: float, exchange: float) -> str:
     """Times of so many synchronous steps, in seconds."""
     return (
-        f"warm-up done after {steps} steps: compute {_milliseconds(compute)}, exchange {_milliseconds(exchange)}"
+        f"warm-up done after {steps} steps: compute {milliseconds(compute)}, exchange {milliseconds(exchange)}"
         f" (r = {ratio(compute, exchange):.2f})"
     )
 
 
-def _milliseconds(seconds: float) -> str:
+def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e3:.2f} ms"

@@ -6,6 +6,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -87,6 +88,8 @@ class Peers:
         """Computes what has to be between two operations of the engine."""
         self.device: Device | None = None
         """The device that averages tensors of this rank's GPU where they are."""
+        self.parted = False
+        """Ranks have taken steps of their own."""
         self.in_flight: list[InFlight] = []
         """Exchanges that may not be done yet."""
         self.gatherings: list[Gathering] = []
@@ -109,7 +112,7 @@ class Peers:
         """What failed operations need."""
         self._abort: Abort = lambda reason, lost: None
         self._told: set[str] = set()
-        self._stall = Stall(config, world.rank, control, self._tell_stall)
+        self._stall = Stall(config, world.rank, control, partial(self.say, level="warning"))
         self.reconnection = Reconnection(self, config.timeout + config.start_timeout)
 
     @property
@@ -368,9 +371,6 @@ class Peers:
         except CommError:
             self.engine.abort(f"rank {self.world.rank} gave up waiting")
             raise
-
-    def _tell_stall(self, text: str) -> None:
-        self.say(text, level="warning")
 
     @property
     def _has_failed(self) -> bool:

@@ -143,6 +143,10 @@ class Runtime(Departure):
 
     def begin(self) -> None:
         """A training forward or a consumption is next. Raises PeerLost if a rank has ended."""
+        if self.alone and self.began:
+            for callback in self.on_begin:
+                callback()
+            return
         self.claim()
         if not self.together:
             self.reconnection.check()
@@ -284,10 +288,11 @@ class Runtime(Departure):
         """An optimizer step is complete; attachment: None of one that DADT leaves alone."""
         if attachment is not None:
             self.verification.stepped(attachment)
-        self.window.stepped()
         if self.timeline is not None:
             self.timeline.step(self.step)
-        self.deaths.stepped(self.step)
+        if not self.alone:
+            self.window.stepped()
+            self.deaths.stepped(self.step)
         self.progress.stepped(perf_counter())
         if self.control is not None:
             self.control.progress(self.step, **(self.progress.numbers() if self.control.due else {}))

@@ -3,14 +3,43 @@
 from __future__ import annotations
 
 import weakref
+from operator import attrgetter, is_
 
 import torch
 from torch import nn
+
+_requires_grad = attrgetter("requires_grad")
 
 
 def listed(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Its parameters, each once: of tied weights given twice torch only warns."""
     return list({id(p): p for g in optimizer.param_groups for p in g["params"]}.values())
+
+
+class Listing:
+    """An optimizer's parameters, listed anew only where the script has changed them: looks are many in each step, and
+    a comparison costs a fraction of a list."""
+
+    def __init__(self) -> None:
+        self._given: list[torch.Tensor] = []
+        self._every: list[torch.Tensor] = []
+        self._wants: list[bool] = []
+        self._trained: list[torch.Tensor] = []
+
+    def every(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        """All, each once; the same object for as long as they stay the same."""
+        given = [p for group in optimizer.param_groups for p in group["params"]]
+        if len(given) != len(self._given) or not all(map(is_, given, self._given)):
+            self._given, self._every, self._wants = given, listed(optimizer), []
+        return self._every
+
+    def trained(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        """Those that are not frozen; the same object for as long as they stay the same."""
+        before, every = self._every, self.every(optimizer)
+        wants = list(map(_requires_grad, every))
+        if every is not before or wants != self._wants:
+            self._wants, self._trained = wants, [p for p, wanted in zip(every, wants, strict=True) if wanted]
+        return self._trained
 
 
 def below(roots: list[nn.Module]) -> list[weakref.ref[nn.Module]]:

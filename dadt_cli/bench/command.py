@@ -26,6 +26,7 @@ from dadt_cli.bench.figure import (
     progress,
 )
 from dadt_cli.bench.models import MODELS
+from dadt_cli.bench.peer import PEERS, absent, parse_peers
 from dadt_cli.bench.place import WHERE, check_hosts, network_of, place_of, ranks_of, simulates, teller
 from dadt_cli.terminal.options import Brief, config_of, some_knobs
 from dadt_cli.terminal.table import short
@@ -97,7 +98,7 @@ def _train_command(name: str) -> click.Command:
         callback=train,
         hidden=name == "model",
         short_help=f"{text} on synthetic or real data.",
-        help=f"{text}. Compare with one worker alone and with workers that exchange nothing (the limit).",
+        help=f"{text}. Compare with one worker alone, as many copies that exchange nothing (plain), and the limit.",
         context_settings={"max_content_width": 110},
     )
 
@@ -105,13 +106,14 @@ def _train_command(name: str) -> click.Command:
 @click.command()
 @click.option("-np", "--np", type=int, metavar="N", help="Number of workers.  [default: 2]")
 @some_knobs(*WHERE, *HOW)
-@click.option("--batch-size", default=8, show_default=True, help="Samples per worker and step.")
+@click.option("--batch-size", default=8, show_default=True, help="Samples per worker and backward.")
+@click.option("--accumulate", default=1, show_default=True, metavar="N", help="Backwards per step.")
 @click.option("--steps", default=5, show_default=True, help="Measured steps of each contender in a round.")
 @click.option("--rounds", default=10, show_default=True, help="Number of rounds; contenders take turns.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True)
 @click.option("--data", default="", metavar="PATH", help="Real data: folders of images by class, or a text file.")
-@click.option("--against", multiple=True, metavar="LIST", help="Peers to compare with, such as ddp,horovod,sync.")
+@click.option("--against", multiple=True, metavar="LIST", help=f"Peers: {', '.join(PEERS)}.")
 @click.option(
     "--sweep",
     multiple=True,
@@ -126,7 +128,7 @@ def _train_options() -> None:
 
 
 def _train(
-    *, model: str, batch_size: int, steps: int, rounds: int, device: str, precision: str, data: str,
+    *, model: str, batch_size: int, accumulate: int, steps: int, rounds: int, device: str, precision: str, data: str,
     against: tuple[str, ...], sweep: tuple[str, ...], json: str | None, csv: str | None, plot: str | None, **given: Any,
 ) -> int:  # fmt: skip
     outputs = Outputs(json, csv, plot)
@@ -134,8 +136,10 @@ def _train(
     ranks = ranks_of(config, given["np"])
     if batch_size < 1:
         raise ConfigError(f"--batch-size {batch_size}: must be 1 or more")
-    from dadt_cli.bench.sweep import blocks, parse_peers, parse_sweep
-    from dadt_cli.bench.training import Task, absent, check
+    if accumulate < 1:
+        raise ConfigError(f"--accumulate {accumulate}: must be 1 or more")
+    from dadt_cli.bench.sweep import blocks, parse_sweep
+    from dadt_cli.bench.training import Task, check
 
     peers, notes = parse_peers(",".join(against)), []
     for peer in [peer for peer in peers if absent(peer, simulates(config))]:
@@ -146,7 +150,7 @@ def _train(
         check(block.contenders, steps, rounds)
         check_hosts(config, block.ranks)
     data = str(Path(data).absolute()) if data else ""
-    tasks = [Task(model, block.batch_size, device, precision, data) for block in wanted]
+    tasks = [Task(model, block.batch_size, device, precision, data, accumulate) for block in wanted]
     measured = _measure(wanted, tasks, place_of(config, given), steps, rounds)
     figures = _figures(wanted, tasks, measured, notes, rounds, network_of(config))
     figures.report(f"{model}, {'; '.join(map(_size, wanted))}{network_of(config)}", outputs)
@@ -183,7 +187,8 @@ def _figures(
 ) -> Figures:
     hello, task = measured[0].hello, tasks[0]
     rows = [row for each in measured for row in each.rows]
-    title = f"{task.model}: {hello.parameters:,} parameters, {task.precision}, {hello.device}{network}, {rounds} rounds"
+    how = task.precision + (f", {task.accumulate} backwards per step" if task.accumulate > 1 else "")
+    title = f"{task.model}: {hello.parameters:,} parameters, {how}, {hello.device}{network}, {rounds} rounds"
     told = [f"{task.model}: {hello.source or 'its factory'}; {'made-up data' if not task.data else task.data}"]
     cores = conditions()["cores"]
     threads = f"{hello.threads} thread" + ("s" if hello.threads > 1 else "")
@@ -196,10 +201,12 @@ def _figures(
             "unit": hello.unit,
             "device": hello.device,
             "precision": task.precision,
+            "accumulate": task.accumulate,
             "data": task.data,
             "threads": hello.threads,
         },
         "seconds of a step, by round": [each.turns for each in measured],
+        "processor seconds of a step, by round": [each.cpu for each in measured],
     }
 
     def picture() -> Any:
@@ -208,7 +215,7 @@ def _figures(
         where = f", {wanted[0].ranks} workers" if len(wanted) == 1 else ""
         batch = {block.batch_size for block in wanted}
         where += f", batch {batch.pop()} each" if len(batch) == 1 else ""
-        return plot.training(rows, hello.unit, f"{task.model}{where}, {hello.device}, {task.precision}{network}")
+        return plot.training(rows, hello.unit, f"{task.model}{where}, {hello.device}, {how}{network}")
 
     tables = [
         _training_table(f"{title}, {_size(block)}", each.rows, hello.unit)

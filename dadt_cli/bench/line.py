@@ -44,10 +44,12 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Worked:
-    """Seconds of the counted steps, those of them in DADT's hooks, and the most bytes in use so far."""
+    """Seconds of the counted steps, those of them in DADT's hooks, the processor's (of all threads of the process), and
+    the most bytes in use so far."""
 
     seconds: float
     own: float
+    cpu: float
     memory: int
 
 

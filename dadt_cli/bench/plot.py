@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 KINDS = (".png", ".svg", ".pdf", ".html")
 COLOURS = ("#0b6e99", "#d9730d", "#448361", "#9065b0", "#c14c8a", "#cb912f", "#337ea9", "#787774")
 GREY = "#9b9a97"
+DASHES = {"plain": ":", "null (limit)": "--"}
+"""Of contenders that exchange nothing."""
 INCHES = (8.0, 3.6)
 DOTS = 200
 """Per inch: sharp at twice the 800 pixels at which a README shows it."""
@@ -133,15 +135,15 @@ def _over_workers(axes: Any, rows: Sequence[Row], unit: str) -> None:
             lines.setdefault((row.name, row.batch_size), []).append(row)
     colours = cycle(COLOURS)
     for (name, batch), points in lines.items():
-        limit = name.startswith("null")
-        style = {"color": GREY, "linestyle": "--"} if limit else {"color": next(colours), "marker": "o"}
+        dashes = DASHES.get(name)
+        style = {"color": GREY, "linestyle": dashes} if dashes else {"color": next(colours), "marker": "o"}
         style["label"] = f"{name}, batch {batch}" if len(batches) > 1 else name
         if batch in one:
             points = [one[batch], *points]
         _line(axes[0], [p.ranks for p in points], [p.rate for p in points], 1.0, style)
         known = [p for p in points if p.efficiency is not None]
         _line(axes[1], [p.ranks for p in known], [p.efficiency for p in known if p.efficiency], 100.0, style)
-    for each, label in zip(axes, (f"{unit}/s of all workers", "efficiency, % of 1 worker's speed"), strict=True):
+    for each, label in zip(axes, (f"{unit}/s of all workers", "efficiency, % of plain"), strict=True):
         each.set_xlabel("workers", fontsize=9)
         each.set_ylabel(label, fontsize=9)
         each.set_ylim(bottom=0)
@@ -162,14 +164,14 @@ def _against(axes: Any, rows: Sequence[Row], unit: str) -> None:
     batches = {row.batch_size for row in rows}
     names = [f"{row.name}, batch {row.batch_size}" if len(batches) > 1 else row.name for row in rows]
     colours = cycle(COLOURS)
-    painted = [GREY if row.name.startswith("null") or row.ranks == 1 else next(colours) for row in rows]
+    painted = [GREY if row.name in DASHES or row.ranks == 1 else next(colours) for row in rows]
     _bars(axes[0], [row.rate for row in rows], 1.0, painted, [_said(row.rate, "") for row in rows])
     shares = [row.efficiency for row in rows]
     _bars(axes[1], shares, 100.0, painted, [_said(share, " %", 100.0) for share in shares])
     axes[0].set_yticks(range(len(rows)), names)
     axes[1].set_yticks(range(len(rows)), [""] * len(rows))
     axes[0].set_xlabel(f"{unit}/s of all workers", fontsize=9)
-    axes[1].set_xlabel("efficiency, % of 1 worker's speed", fontsize=9)
+    axes[1].set_xlabel("efficiency, % of plain", fontsize=9)
 
 
 def _bars(

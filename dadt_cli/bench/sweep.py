@@ -10,9 +10,8 @@ from dadt.config import Config
 from dadt.config.check import flag
 from dadt.config.config import parse
 from dadt.errors import ConfigError
-from dadt_cli.bench.training import Contender, alone, limit
+from dadt_cli.bench.training import Contender, alone, copies, limit
 
-PEERS = ("ddp", "horovod", "sync")
 OWN = ("batch", "np")
 """Keys that are no knobs: samples of each worker's step, and workers."""
 
@@ -52,15 +51,6 @@ def parse_sweep(text: str) -> dict[str, list[str]]:
     return found
 
 
-def parse_peers(text: str) -> list[str]:
-    """The contenders of `ddp,horovod,sync`. Raises ConfigError."""
-    peers = list(dict.fromkeys(filter(None, (part.strip() for part in text.split(",")))))
-    for peer in peers:
-        if peer not in PEERS:
-            raise ConfigError(f"--against {peer}: unknown; choose from {', '.join(PEERS)}")
-    return peers
-
-
 def blocks(
     config: Config, base: Sequence[str], sweep: dict[str, list[str]], peers: Sequence[str], ranks: int, batch_size: int
 ) -> list[Block]:
@@ -75,7 +65,7 @@ def blocks(
         ]
         block.contenders.append(alone())
         if block.ranks > 1:
-            block.contenders.append(limit(own[0].options, block.ranks))
+            block.contenders.extend([copies(block.ranks), limit(own[0].options, block.ranks)])
         block.contenders.extend(c for c in own if "null" not in c.options or block.ranks == 1)
         names = {c.name for c in block.contenders}
         block.contenders.extend(_peer(p, base, block.ranks) for p in peers if block.ranks > 1 and p not in names)

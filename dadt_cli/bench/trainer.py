@@ -11,14 +11,15 @@ import itertools
 import os
 import resource
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.utils.data import DataLoader
 
 from dadt.errors import ConfigError, DadtError
@@ -40,6 +41,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=("fp32", *DTYPES), required=True)
     parser.add_argument("--data", default="")
     parser.add_argument("--peer", choices=tuple(PEERS), default="")
+    parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--connect", required=True)
     asked = parser.parse_args()
@@ -63,13 +65,13 @@ class Training:
     def __init__(self, asked: argparse.Namespace) -> None:
         self.device = device_of(asked.device)
         workload = models.make(asked.model)
-        self._workload, self._peer = workload, PEERS[asked.peer]()
+        self._workload, self._peer, self._accumulate = workload, PEERS[asked.peer](), asked.accumulate
         if self._peer.ranks != asked.ranks:
             raise ConfigError(f"{asked.peer or 'the launcher'} has made {self._peer.ranks} of {asked.ranks} workers")
         count = sum(p.numel() for p in workload.model.parameters())
         model = workload.model.to(self.device)
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
-        self._model, self._optimizer = self._peer.wrap(model, optimizer)
+        self._model, self._optimizer = self._peer.wrap(model, optimizer, asked.accumulate)
         self._batches = batches(workload, asked)
         self._loss: Callable[..., torch.Tensor] = workload.loss
         precision = asked.precision
@@ -92,24 +94,30 @@ class Training:
         for _ in range(turn.lead):
             self._step()
         self._finish()
-        begun, own = perf_counter(), own_seconds()
+        begun, own, cpu = perf_counter(), own_seconds(), process_time()
         for _ in range(turn.steps):
             self._step()
         self._finish()
-        return Worked(perf_counter() - begun, own_seconds() - own, peak(self.device))
+        seconds = perf_counter() - begun
+        return Worked(seconds, own_seconds() - own, process_time() - cpu, peak(self.device))
 
     def _step(self) -> None:
-        batch = [part.to(self.device, non_blocking=True) for part in next(self._batches)]
         self._optimizer.zero_grad()
-        with self._cast():
-            loss = self._loss(self._model, *batch)
+        for _ in range(self._accumulate - 1):
+            with self._peer.without_exchange(self._model):
+                self._backward()
+        self._backward()
         if self._scaler is None:
-            loss.backward()  # type: ignore[no-untyped-call]
             self._optimizer.step()
         else:
-            self._scaler.scale(loss).backward()
             self._scaler.step(self._optimizer)
             self._scaler.update()
+
+    def _backward(self) -> None:
+        batch = [part.to(self.device, non_blocking=True) for part in next(self._batches)]
+        with self._cast():
+            loss = self._loss(self._model, *batch) / self._accumulate
+        (loss if self._scaler is None else self._scaler.scale(loss)).backward()
 
     def _finish(self) -> None:
         if self.device.type == "cuda":
@@ -117,23 +125,56 @@ class Training:
 
 
 class Plain:
-    """Nothing of the script's own: one process, or DADT around it."""
+    """Nothing of the script's own: copies of it, or DADT around it."""
 
     def __init__(self) -> None:
         self.rank = int(os.environ.get("RANK", "0"))  # noqa: TID251 (torch's variable, not a knob)
         self.ranks = int(os.environ.get("WORLD_SIZE", "1"))  # noqa: TID251 (likewise)
 
-    def wrap(self, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
+    def wrap(self, model: nn.Module, optimizer: Any, accumulate: int) -> tuple[nn.Module, Any]:
         return model, optimizer
+
+    def without_exchange(self, model: Any) -> AbstractContextManager[None]:
+        """For the backwards of a step before its last."""
+        return nullcontext()
 
 
 class Ddp(Plain):
     """DistributedDataParallel, over NCCL on GPUs and Gloo elsewhere, as its documentation shows."""
 
-    def wrap(self, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
+    VIEW = False
+    """Gradients are views of what is exchanged, which saves a copy."""
+
+    def wrap(self, model: nn.Module, optimizer: Any, accumulate: int) -> tuple[nn.Module, Any]:
         cuda = next(model.parameters()).is_cuda
         torch.distributed.init_process_group("nccl" if cuda else "gloo")
-        return nn.parallel.DistributedDataParallel(model), optimizer
+        wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=self.VIEW)
+        self.hook(wrapped)
+        return wrapped, optimizer
+
+    def hook(self, model: nn.parallel.DistributedDataParallel) -> None:
+        """How it exchanges a bucket of gradients, where that is not DDP's default."""
+
+    def without_exchange(self, model: Any) -> AbstractContextManager[None]:
+        without: AbstractContextManager[None] = model.no_sync()
+        return without
+
+
+class DdpView(Ddp):
+    VIEW = True
+
+
+class DdpBf16(DdpView):
+    def hook(self, model: nn.parallel.DistributedDataParallel) -> None:
+        # Without NCCL DDP refuses the hook by its name, though Gloo adds bfloat16 as well.
+        model.register_comm_hook(None, lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket))
+
+
+class DdpPowerSgd(DdpView):
+    def hook(self, model: nn.parallel.DistributedDataParallel) -> None:
+        # Rank 1 is where its documentation begins; 2 is the least number of steps without it, which warm-up takes.
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
 class Horovod(Plain):
@@ -145,13 +186,22 @@ class Horovod(Plain):
         self._hvd = hvd
         self.rank, self.ranks = int(hvd.rank()), int(hvd.size())
 
-    def wrap(self, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
+    def wrap(self, model: nn.Module, optimizer: Any, accumulate: int) -> tuple[nn.Module, Any]:
         self._hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         self._hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-        return model, self._hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+        return model, self._hvd.DistributedOptimizer(
+            optimizer, named_parameters=model.named_parameters(), backward_passes_per_step=accumulate
+        )
 
 
-PEERS = {"": Plain, "ddp": Ddp, "horovod": Horovod}
+PEERS: dict[str, type[Plain]] = {
+    "": Plain,
+    "ddp": Ddp,
+    "ddp-view": DdpView,
+    "ddp-bf16": DdpBf16,
+    "ddp-powersgd": DdpPowerSgd,
+    "horovod": Horovod,
+}
 
 
 def device_of(name: str) -> torch.device:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -32,7 +31,7 @@ class Contender:
     ranks: int
     options: tuple[str, ...] = ()
     peer: str = ""
-    """ddp or horovod: the script does it, and DADT stays out."""
+    """A name of PEERS but sync: the script does it, and DADT stays out."""
     plain: bool = False
     """Neither DADT nor a peer."""
 
@@ -63,10 +62,12 @@ class Task:
 
     model: str = "mlp"
     batch_size: int = 8
-    """Samples of each worker's step."""
+    """Samples of each worker's backward."""
     device: str = "auto"
     precision: str = "fp32"
     data: str = ""
+    accumulate: int = 1
+    """Backwards of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class Row:
     rates: list[Interval]
     """Of each rank."""
     efficiency: Interval | None
-    """The rate of all ranks, as a share of that of as many single workers. None without such a worker."""
+    """The rate of all ranks, as a share of as many copies of the script that exchange nothing. None without these."""
     exposed: Interval | None
     """Share of a step's time by which it is longer than under the null executor: communication that nothing hides."""
     speed: Interval
@@ -103,15 +104,23 @@ class Measured:
     rows: list[Row]
     turns: list[list[float]] = field(default_factory=list)
     """Seconds of a step for each row, round by round."""
+    cpu: list[list[float]] = field(default_factory=list)
+    """The same of the processor, on the rank that needs the most."""
 
 
 Progress = Callable[[str], None]
 """Told what is done next: started, or measured."""
 
 
-def alone(ranks: int = 1) -> Contender:
-    """The script by itself in one process; what scaling is measured by."""
-    return Contender("1 worker", ranks, plain=True)
+def alone() -> Contender:
+    """The script by itself in one process."""
+    return Contender("1 worker", 1, plain=True)
+
+
+def copies(ranks: int) -> Contender:
+    """As many of the script at once, which share cores, caches and memory but exchange nothing; what scaling is
+    measured by."""
+    return Contender("plain", ranks, plain=True)
 
 
 def limit(options: Sequence[str], ranks: int) -> Contender:
@@ -135,8 +144,9 @@ def measure(
     check(contenders, steps, rounds)
     with ExitStack() as stack:
         place, threads = place or Here(), 0
-        # Those with the most ranks first: one worker alone gets as many threads as one of theirs.
-        order = sorted(range(len(contenders)), key=lambda i: -contenders[i].ranks)
+        # Those with the most ranks first: one worker alone gets as many threads as one of theirs. DADT's before plain
+        # ones: what the first needs is taken for what each needs.
+        order = sorted(range(len(contenders)), key=lambda i: (-contenders[i].ranks, contenders[i].plain))
         started: dict[int, Party] = {}
         for at, i in enumerate(order):
             progress(f"{contenders[i].name} starts")
@@ -153,7 +163,8 @@ def measure(
             for i in range(len(contenders)) if turn % 2 == 0 else reversed(range(len(contenders))):
                 turns[i].append(parties[i].train(LEAD, steps))
         hello = parties[0].hellos[0]
-    return Measured(hello, rows(contenders, task, hello, turns, steps), [_slowest(t, steps) for t in turns])
+    cpu = [[max(worked.cpu for worked in turn) / steps for turn in each] for each in turns]
+    return Measured(hello, rows(contenders, task, hello, turns, steps), [_slowest(t, steps) for t in turns], cpu)
 
 
 def check(contenders: Sequence[Contender], steps: int, rounds: int) -> None:
@@ -179,26 +190,13 @@ def _check_memory(worked: Sequence[Worked], more: int) -> None:
         )
 
 
-def absent(peer: str, simulated: bool) -> str:
-    """Why the peer's library cannot be used; empty if it can. simulated: on hosts that `dadt run` makes."""
-    if peer != "horovod":
-        return ""
-    if simulated:
-        return "horovod is left out: its launcher does not know simulated hosts"
-    try:
-        importlib.import_module("horovod.torch")
-    except (ImportError, OSError, RuntimeError) as error:
-        return f"horovod is left out: it cannot be imported here ({str(error).splitlines()[0]})"
-    return ""
-
-
 def rows(
     contenders: Sequence[Contender], task: Task, hello: Hello, turns: Sequence[Sequence[list[Worked]]], steps: int
 ) -> list[Row]:
-    units = task.batch_size * hello.per_sample
+    units = task.batch_size * task.accumulate * hello.per_sample
     seconds = [_slowest(each, steps) for each in turns]
     rates = [[c.ranks * units / s for s in each] for c, each in zip(contenders, seconds, strict=True)]
-    one = next((i for i, c in enumerate(contenders) if c.plain), None)
+    plain = {c.ranks: rates[i] for i, c in enumerate(contenders) if c.plain}
     null = next((i for i, c in enumerate(contenders) if "null" in c.options), None)
     first = next((i for i, c in enumerate(contenders) if c.injected and i != null), 0)
     return [
@@ -210,9 +208,9 @@ def rows(
             seconds=interval(seconds[i]),
             rate=interval(rates[i]),
             rates=[interval([steps * units / w[rank].seconds for w in turns[i]]) for rank in range(c.ranks)],
-            efficiency=None if one in (None, i) else ratio([r / c.ranks for r in rates[i]], rates[one]),
+            efficiency=None if c.plain or c.ranks not in plain else ratio(rates[i], plain[c.ranks]),
             exposed=None
-            if null in (None, i) or c.ranks == 1
+            if null in (None, i) or c.plain or c.ranks == 1
             else interval([1.0 - low / s for low, s in zip(seconds[null], seconds[i], strict=True)]),
             speed=ratio(rates[i], rates[first]),
             memory=max(w.memory for w in turns[i][-1]),
@@ -237,6 +235,7 @@ def _start(stack: ExitStack, contender: Contender, task: Task, place: Place, thr
         options += ["-x", f"OMP_NUM_THREADS={threads}"]
     script = ["--model", task.model, "--batch-size", str(task.batch_size), "--device", task.device]
     script += ["--precision", task.precision, "--data", task.data, "--peer", contender.peer]
+    script += ["--accumulate", str(task.accumulate)]
     return stack.enter_context(start(contender.name, place, contender.ranks, options, script))
 
 

@@ -31,6 +31,7 @@ def test_workers_of_two_machines_train_in_turn(hosts: Callable[[int], Network], 
     found = json.loads((tmp_path / "a.json").read_text())["rows"]
     assert [(row["name"], len(row["rates"])) for row in found] == [
         ("1 worker", 1),
+        ("plain", 2),
         ("null (limit)", 2),
         ("pipe", 2),
         ("ddp", 2),

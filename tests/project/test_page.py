@@ -23,7 +23,16 @@ BLOCK = re.compile(r"<!-- (?P<mark>runnable|file): ?(?P<value>.*?) ?-->\n```\w+\
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 EXAMPLE_FLAGS = {"--epochs"}
 FOREIGN_FLAGS = {
-    "benchmarks.md": {"--budget-minutes", "--families", "--jobs", "--others", "--ranks", "--seeds"},
+    "benchmarks.md": {
+        "--budget-minutes",
+        "--families",
+        "--jobs",
+        "--only",
+        "--others",
+        "--ranks",
+        "--seeds",
+        "--write",
+    },
     "compatibility.md": {"--dummy", "--multirun"},
     "configuration.md": {"--local", "--mca"},
     "errors.md": {"--connect", "--privileged"},

@@ -19,18 +19,18 @@ COUNT = """
     calls = collections.Counter()
     def count(frame, event, arg):
         if event == "call" and "/dadt/" in frame.f_code.co_filename:
-            calls[frame.f_code.co_name] += 1
+            calls[frame.f_code.co_filename[-22:] + ":" + frame.f_code.co_name] += 1
     sys.setprofile(count)
     for _ in range(20):
         step()
     sys.setprofile(None)
-    report({"calls": sum(calls.values()) / 20, "most": calls.most_common(10), "state": model.state_dict()})
+    report({"calls": sum(calls.values()) / 20, "most": calls.most_common(25), "state": model.state_dict()})
 """
 
 
-@pytest.mark.parametrize(("algorithm", "most"), [("pipe", 415), ("sync", 370)])
+@pytest.mark.parametrize(("algorithm", "most"), [("pipe", 407), ("sync", 303)])
 def test_a_step_makes_few_calls(dadt_run, algorithm: str, most: int) -> None:
-    """The bounds leave room for some 5 % more than there are now (393 and 345)."""
+    """The bounds leave room for some 5 % more than there are now (388 and 288)."""
     run = dadt_run(COUNT, "--algorithm", algorithm, "--warmup-steps", "5")
     assert_replicas_equal(run)
     for rank in run.ranks:

@@ -263,6 +263,34 @@ def test_sync_sees_what_the_script_does_to_gradients(dadt_run) -> None:
         assert all(0 < moved < 1e-6 for moved in moves), (change, moves)
 
 
+ONE_GRADIENT = """
+    from harness.scenarios import batch
+    def by_data(gradient): gradient.data.view(-1)[gradient.numel() // 2:] = 0
+    def by_numpy(gradient): gradient.numpy().reshape(-1)[gradient.numel() // 2:] = 0
+    def stands(change, index):
+        # Gradients are sent once they are complete, the last ones first: all of these but one before the step.
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3000), nn.Tanh(), nn.Linear(3000, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        chosen = list(model.parameters())[index]
+        halves = []
+        for step in range(10):
+            x, y = batch(rank, step, 0)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            halves.append(chosen.detach().reshape(-1)[chosen.numel() // 2:].clone())
+            change(chosen.grad)
+            optimizer.step()
+        return all(torch.equal(half, halves[0]) for half in halves)
+    report([stands(change, index) for change in (by_data, by_numpy) for index in (2, 3, 5)])
+"""
+
+
+def test_sync_sees_a_change_of_half_a_gradient(dadt_run) -> None:
+    """Of a large one, and of small ones, in ways that autograd does not notice."""
+    run = dadt_run(ONE_GRADIENT, "--algorithm", "sync", "--bucket-mb", "0.00002")
+    assert run.ranks == [[True] * 6] * 2
+
+
 SCALED = """
     class Wrapper(torch.optim.Optimizer):
         def __init__(self, parameters):

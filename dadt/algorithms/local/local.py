@@ -63,7 +63,8 @@ class Local(Algorithm):
         """Steps that this rank has taken alone."""
         self._trained: tuple[Any, ...] = ()
         self._end = FinalAverage(attachment)
-        attachment.owner.on_end.append(self._end)
+        self._compression = config.compression
+        """Of a round's progress."""
 
     @property
     def averages(self) -> bool:
@@ -80,8 +81,8 @@ class Local(Algorithm):
         mine = {other.index: (other, other._optimizer()) for other in a.owner.attachments if other.alive}
         theirs = a.runtime.collect(f"local, optimizers before{a.name}", list(mine))
         for index in sorted(set(mine).intersection(*theirs)):
-            algorithm = cast("Local", mine[index][0].algorithm)
-            if algorithm is not self and algorithm._steps:
+            algorithm = mine[index][0].algorithm
+            if isinstance(algorithm, Local) and algorithm is not self and algorithm._steps:
                 algorithm.settle()
         trained = {id(p) for end in others for ref in end.trained if (p := ref()) is not None}
         modules = a.owner.root_modules(a.optimizer)
@@ -92,7 +93,7 @@ class Local(Algorithm):
 
     def started(self) -> None:
         if self.attachment.step >= self.attachment.warmup_steps and not self._fragments:
-            self._begin()
+            self.begin(self._compression)
 
     def gradient_ready(self, parameter: torch.Tensor) -> None:
         if self.averages:
@@ -111,7 +112,7 @@ class Local(Algorithm):
         if self.averages:
             self._sync.after_step()
             if a.step + 1 >= a.warmup_steps:
-                self._begin()
+                self.begin(self._compression)
             return
         self._steps += 1
         self._end.rounds = True
@@ -138,9 +139,10 @@ class Local(Algorithm):
 
     # Rounds ----------------------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        """The weights are the same on all ranks."""
+    def begin(self, compression: str) -> None:
+        """The weights are the same on all ranks. compression: of a round's progress."""
         a = self.attachment
+        self._compression = compression
         self._divide()
         for module in a.modules:
             # From here on a rank's statistics belong to its own weights; those of the last step would grow old.
@@ -153,6 +155,9 @@ class Local(Algorithm):
         a = self.attachment
         a.compress("none")  # gradients are not sent any more: what they took of memory goes
         self._trained = a.trained
+        if not self._divisions:
+            a.owner.on_end.append(self._end)
+            a.runtime.parted = True
         self._divisions += 1
         self._end.trained = [weakref.ref(p) for p in a.parameters]
         divided = parts(a.parameters, a.runtime.config.fragments)
@@ -165,8 +170,8 @@ class Local(Algorithm):
     def _fragment(self, what: str, tensors: list[torch.Tensor], outer: Outer) -> Fragment:
         runtime = self.attachment.runtime
         name = f"local, {what}{self.attachment.name}"
-        size, compression = int(runtime.config.bucket_mb * 2**20), runtime.config.compression
-        return Fragment(name, tensors, outer, runtime, self.attachment.owner.regroup, size, compression)
+        size = int(runtime.config.bucket_mb * 2**20)
+        return Fragment(name, tensors, outer, runtime, self.attachment.owner.regroup, size, self._compression)
 
     def _average(self, what: str, tensors: list[torch.Tensor]) -> None:
         """Now, on all ranks: the mean of these."""
@@ -217,14 +222,14 @@ class Local(Algorithm):
         a.measure.exchanged(0.0, perf_counter() - begun)
 
     def _sentence(self) -> str:
-        runtime, measure = self.attachment.runtime, self.attachment.measure
+        measure = self.attachment.measure
         size = sum(fragment.size for fragment in self._fragments.values())
         parts = f" in {len(self._fragments)} fragments" if len(self._fragments) > 1 else ""
         text = (
             f"local{self.attachment.name}: from here on each rank takes steps of its own; every {self._every} steps"
             f" {_megabytes(size)} are averaged{parts}, {_megabytes(size / self._every)} per step"
         )
-        if runtime.config.compression != "none":
+        if self._compression != "none":
             text += " before compression"
         if measure.exchange and measure.compute:
             steps = measure.exchange / measure.compute

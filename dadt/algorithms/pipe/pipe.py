@@ -87,7 +87,7 @@ class Pipe(Algorithm):
 
     def before_step(self) -> None:
         a = self.attachment
-        if not self._warmed_up and a.step >= a.warmup_steps and not a.has_closure:
+        if not self._warmed_up and not self._warming_up:
             self._warmed_up = True
             a.measure.why = ""
             self.warmed_up()

@@ -5,16 +5,19 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from functools import cached_property, partial
+from operator import attrgetter
+from sys import getrefcount
 from time import perf_counter
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
-from dadt.comm.bucket import Staged, split
+from dadt.comm.bucket import Bucket, Staged, split
 from dadt.comm.compression import LowRank, forms
 from dadt.errors import Mismatch
 from dadt.train.exchange.bucket_exchange import BucketExchange, Peers
+from dadt.train.exchange.sent import Sent
 from dadt.train.exchange.step_metadata import METADATA_BYTES, StepMetadata, any_flags, pack_flags
 
 if TYPE_CHECKING:
@@ -22,6 +25,12 @@ if TYPE_CHECKING:
     from dadt.comm.compression.powersgd import Round
     from dadt.comm.executors.device import Averaging, Device
     from dadt.train.exchange.background import Wait
+
+
+_gradient = attrgetter("grad")
+_uses = torch._C._storage_Use_Count
+_REFERENCES = max(map(getrefcount, [object()]))
+"""To an object that only one list has."""
 
 
 class BucketPlan:
@@ -36,7 +45,8 @@ class BucketPlan:
         turns: int = 2,
         compression: str = "none",
     ) -> None:
-        """device: what averages tensors where they are, if anything does. turns: flat buffers of each bucket.
+        """device: what averages tensors where they are, if anything does. turns: flat buffers of each bucket; with 1 no
+        exchange is under way from one step to the next, and another one is made only where the first is still in use.
         compression: how gradients travel."""
         self.parameters = list(parameters)
         places = {id(b): (m, n) for m, n, b in buffers}
@@ -44,15 +54,62 @@ class BucketPlan:
         direct = None if device is None else device.device
         self.buckets = split(self.parameters[::-1], max_bytes, direct, turns)
         # Gradients of the first parameters come last in a backward: their bucket closes the step.
-        self.buffer_buckets = split([b for _, _, b in buffers], max_bytes, direct, turns)
+        # What is shown of these is what came last, while the next averages come.
+        self.buffer_buckets = split([b for _, _, b in buffers], max_bytes, direct, max(2, turns))
         self.places = [places[id(b)] for bucket in self.buffer_buckets for b in bucket.tensors]
         """Module and name of each buffer, in the order of their buckets."""
         tensors = [*self.parameters, *(b for _, _, b in buffers)]
         self.crc = zlib.crc32(repr([(tuple(t.shape), str(t.dtype), t.device.type) for t in tensors]).encode())
         self.turns = turns
-        self.turn = 0
+        self.turn = self.buffer_turn = 0
+        self._late = turns > 1
+        self._uses: dict[int, list[int]] = {}
+        """How many tensors have the memory of a turn's flat buffers, where nobody else does."""
         self.forms = forms(compression, self.buckets)
         """The compression of each bucket of gradients."""
+
+    def compress(self, name: str) -> None:
+        """How gradients travel from the next exchange on; what they have lost so far is dropped."""
+        self.forms = forms(name, self.buckets)
+
+    def next_turn(self) -> None:
+        """Another exchange begins."""
+        self.buffer_turn = (self.buffer_turn + 1) % max(2, self.turns)
+        for _ in range(self.turns):
+            self.turn = (self.turn + 1) % self.turns
+            if self._late or self._is_free(self.turn):
+                return
+        if self.turns == 1:
+            for bucket in self._all_buckets:
+                bucket.add_turn()
+            self.turns = 2
+            self._uses[1] = self._uses_of(1)
+            self.__dict__.pop("addresses", None)
+        self.turn = (self.turn + 1) % self.turns
+
+    def _uses_of(self, turn: int) -> list[int]:
+        return [_uses(bucket.views[turn][0].untyped_storage()._cdata) for bucket in self.buckets]
+
+    @property
+    def _all_buckets(self) -> list[Bucket]:
+        """Of gradients, also in other forms."""
+        low_ranks = [form for form in self.forms if isinstance(form, LowRank)]
+        return [*self.buckets, *(bucket for form in low_ranks for bucket in (form.first, form.second))]
+
+    def _is_free(self, turn: int) -> bool:
+        """Whether no `.grad` lies in the turn's flat buffers, as where it is zeroed in place, and the script keeps none
+        that did."""
+        uses = self._uses_of(turn)
+        if uses != self._uses.setdefault(turn, uses):
+            return False
+        for bucket in self.buckets:
+            gradients = [g for g in map(_gradient, bucket.tensors) if g is not None]
+            places = set(bucket.pointers[turn])
+            if not places.isdisjoint(map(torch.Tensor.data_ptr, filter(_is_strided, gradients))):
+                return False
+            if max(map(getrefcount, bucket.views[turn])) > _REFERENCES:
+                return False
+        return True
 
     @cached_property
     def addresses(self) -> frozenset[int]:
@@ -88,11 +145,11 @@ class Exchange(BucketExchange):
         """The loss scale that the gradients carry."""
         self.waited = 0.0
         """Seconds in `receive`."""
-        schema.turn = (schema.turn + 1) % schema.turns
-        self._turn = schema.turn
+        schema.next_turn()
+        self._turn, self._buffer_turn = schema.turn, schema.buffer_turn
         self._ahead: dict[int, Staged] = {}
         self._buffer_works: list[Work | Averaging] = []
-        self._ahead_of_step: list[_Sent] = []
+        self._ahead_of_step: list[Sent] = []
         self._inputs: list[list[torch.Tensor | None]] = []
         """The gradients of each bucket that was launched."""
 
@@ -110,10 +167,7 @@ class Exchange(BucketExchange):
         """Whether a gradient was changed or replaced after its bucket was launched ahead."""
         if any(sent.replaced for sent in self._ahead_of_step):
             return True
-        now = [_print_of(sent.gradients) for sent in self._ahead_of_step]
-        # No number equals itself here: else each loss scale that is too large would look like a change.
-        pairs = zip(self._ahead_of_step, now, strict=True)
-        return not all(torch.allclose(sent.print, new, rtol=0, atol=0, equal_nan=True) for sent, new in pairs)
+        return any(sent.written for sent in self._ahead_of_step)
 
     @property
     def works(self) -> list[Work | Averaging]:
@@ -135,6 +189,7 @@ class Exchange(BucketExchange):
     def give_back(self) -> None:
         """It was launched in vain, as the last one: the next one takes its place."""
         self.schema.turn = (self._turn - 1) % self.schema.turns
+        self.schema.buffer_turn = self._buffer_turn - 1
 
     def renew(self) -> None:
         super().renew()
@@ -144,7 +199,7 @@ class Exchange(BucketExchange):
         """Buffers are averaged as they are now."""
         buffers = iter(self.schema.buffers())
         for bucket in self.schema.buffer_buckets:
-            for view in bucket.views[self._turn]:
+            for view in bucket.views[self._buffer_turn]:
                 view.copy_(next(buffers))
         super().repeat()
 
@@ -155,7 +210,7 @@ class Exchange(BucketExchange):
 
     def launch_ahead(self) -> None:
         """The same while the script may still change the gradients: `touched` tells whether it has."""
-        self._ahead_of_step.append(_Sent(self.schema.buckets[len(self._works)].tensors))
+        self._ahead_of_step.append(Sent(self.schema.buckets[len(self._works)].tensors, self.number))
         self.launch()
 
     def launch(self, lane: bytes = b"") -> None:
@@ -190,11 +245,12 @@ class Exchange(BucketExchange):
         buffers = iter(self.schema.buffers())
         for i, bucket in enumerate(self.schema.buffer_buckets):
             # Forwards go on while this is under way: average a copy, made in the place of delivery.
-            for view in bucket.views[self._turn]:
+            turn = self._buffer_turn
+            for view in bucket.views[turn]:
                 view.copy_(next(buffers), non_blocking=True)  # what is staged from a GPU is waited for below
-            staged = bucket.stage(bucket.views[self._turn], self._turn)
+            staged = bucket.stage(bucket.views[turn], turn)
             name, flags = f"{self.name}, buffers {i}", self._lane(staged)
-            self._enqueue(self._buffer_works, bucket, staged, self._turn, name, flags, self.weight)
+            self._enqueue(self._buffer_works, bucket, staged, turn, name, flags, self.weight)
         self.launch(lane.pack())
         # A GPU's computations here would be in the way of the script's own.
         background = self._peers.background
@@ -286,41 +342,14 @@ class Exchange(BucketExchange):
     def averaged_buffers(self) -> list[torch.Tensor]:
         """The buffers' averages, in the order of the schema's buckets."""
         return [
-            bucket.deliver(i, self._turn) for bucket in self.schema.buffer_buckets for i in range(len(bucket.tensors))
+            bucket.deliver(i, self._buffer_turn)
+            for bucket in self.schema.buffer_buckets
+            for i in range(len(bucket.tensors))
         ]
 
 
-class _Sent:
-    """Gradients of one dtype and device, as they were when they were sent."""
-
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._parameters = [(p, p.grad, 0 if p.grad is None else p.grad._version) for p in parameters]
-        self.print = _print_of(self.gradients)
-
-    @property
-    def gradients(self) -> list[torch.Tensor]:
-        return [g for _, g, _ in self._parameters if g is not None]
-
-    @property
-    def replaced(self) -> bool:
-        """Or changed in place, as far as autograd notices."""
-        return any(p.grad is not g or (g is not None and g._version != v) for p, g, v in self._parameters)
-
-
-@torch.no_grad()
-def _print_of(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Another one where they have changed, also through `.data` or numpy, which raise no version: their norms, and,
-    as these have no sign, some elements."""
-    if not gradients:
-        return torch.zeros(0, dtype=torch.float32, device="cpu")
-    plain = [g.detach() if g.layout == torch.strided else g.detach()._values() for g in gradients]
-    plain = [torch.view_as_real(g) if g.is_complex() else g for g in plain]
-    wide = torch.promote_types(plain[0].dtype, torch.float32)
-    if wide == plain[0].dtype:
-        norms = list(torch._foreach_norm(plain))
-    else:
-        norms = [torch.linalg.vector_norm(g, dtype=wide) for g in plain]
-    return torch.cat([torch.stack(norms), plain[0].reshape(-1)[:64].to(wide)])
+def _is_strided(gradient: torch.Tensor) -> bool:
+    return gradient.layout == torch.strided
 
 
 def hand_out(

@@ -58,7 +58,8 @@ METADATA_BYTES = _FORMAT.size
 
 def pack_flags(flags: Sequence[bool]) -> bytes:
     """One bit per tensor: this rank has a gradient for it."""
-    bits = sum(flag << i for i, flag in enumerate(flags))
+    # All at once, and not by shifts of one number, whose length would make each flag cost as much as all of them.
+    bits = int("".join("01"[flag] for flag in reversed(flags)) or "0", 2)
     return bits.to_bytes((len(flags) + 7) // 8, "little")
 
 
@@ -67,4 +68,6 @@ def any_flags(lanes: Sequence[bytes], count: int) -> list[bool]:
     bits = 0
     for lane in lanes:
         bits |= int.from_bytes(lane[: (count + 7) // 8], "little")
-    return [bool(bits >> i & 1) for i in range(count)]
+    if bits == (1 << count) - 1:
+        return [True] * count
+    return [bit == "1" for bit in reversed(f"{bits:0{count}b}"[-count:])] if count else []

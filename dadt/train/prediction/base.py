@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
-from dadt import _core
-from dadt.comm.bucket import DTYPES
+from dadt.train.prediction.memory import Memory, lends
 
 Tensors = Mapping[torch.Tensor, torch.Tensor]
 """The state of each parameter."""
@@ -80,6 +78,8 @@ class Prediction:
         """Where predicted weights wait while the weights are true for a while: in their places, or copied."""
         self._lent: list[bool] = []
         """Whether a parameter is given the memory of its predicted weights."""
+        self._own_memory = self._memory_ahead = Memory((), [])
+        """The parameters' own memory, and that of predicted weights."""
         self._count = 0
         self._norms: list[torch.Tensor] = []
         """Norms of predicted weights, by which a change is noticed."""
@@ -117,11 +117,19 @@ class Prediction:
         return False
 
     def _go_to_predicted(self) -> None:
-        predicted, mine = self._buffers, [p.data for p in self.parameters]
-        self._lent = [_lends(p) for p in self.parameters]
-        rows = list(zip(mine, predicted, self._lent, strict=True))
-        places = [b if lent else m for m, b, lent in rows]
-        buffers = [m if lent else torch.empty_like(m) for m, _, lent in rows]
+        predicted = self._buffers
+        if not self._own_memory.shown_by(self.parameters):
+            self._own_memory = Memory(self.parameters, [p.data for p in self.parameters])
+        if self._memory_ahead.tensors is not predicted:
+            self._memory_ahead = Memory(self.parameters, predicted)
+        mine = self._own_memory.tensors
+        if self._own_memory.is_lent():
+            self._lent, places, buffers = [True] * len(mine), predicted, mine
+        else:
+            self._lent = [lends(p) for p in self.parameters]
+            rows = list(zip(mine, predicted, self._lent, strict=True))
+            places = [b if lent else m for m, b, lent in rows]
+            buffers = [m if lent else torch.empty_like(m) for m, _, lent in rows]
         # At once, as a signal may end it at any line.
         self._predicted, self._places, self._buffers, self._holds = predicted, places, buffers, Holds.SUSPENDED
         self._count += 1
@@ -135,6 +143,8 @@ class Prediction:
 
         At each moment the buffers or the parameters hold them, so a signal handler may save in the midst of this.
         """
+        if self._undo_by_memory():
+            return
         rows = self._rows
         if self.applied:
             self._show_true(rows, _still_lent(rows))
@@ -143,6 +153,18 @@ class Prediction:
         buffers = [row.place if row.parameter.data_ptr() == row.true.data_ptr() else row.true for row in rows]
         self._holds, self._buffers, self._places, self._predicted = Holds.NOTHING, buffers, [], []
         self._norms = []
+
+    def _undo_by_memory(self) -> bool:
+        """Give all parameters their own memory, if all have that of their predicted weights; whether they had."""
+        places, buffers, ahead = self._places, self._buffers, self._memory_ahead
+        if not (self.applied and places is ahead.tensors and ahead.shown_by(self.parameters) and ahead.is_lent()):
+            return False
+        self._look_for_changes()
+        for p, true in zip(self.parameters, buffers, strict=True):
+            p.data = true
+        self._holds, self._buffers, self._places, self._predicted = Holds.NOTHING, places, [], []
+        self._norms = []
+        return True
 
     def suspend(self) -> None:
         """Like `undo`, but `resume` can follow: a backward or forward before the step still needs predicted weights."""
@@ -161,8 +183,14 @@ class Prediction:
 
         Not while torch traces or transforms a function: its copies would be part of that.
         """
+        if not self.suspended or traces():
+            return
         places, rows, waiting = self._places, self._rows, self._predicted
-        if self.suspended and not traces():
+        if waiting is places and self._own_memory.shown_by(self.parameters):
+            self._holds, self._predicted = Holds.TRUE_WEIGHTS, []
+            for p, place in zip(self.parameters, places, strict=True):
+                p.data = place
+        else:
             pairs = list(zip(rows, waiting, strict=True))
             copied = [(row, predicted) for row, predicted in pairs if predicted is not row.place]
             _copy([(row.true, row.place) for row, _ in copied])
@@ -172,9 +200,9 @@ class Prediction:
                     if predicted is place and p.data_ptr() == true.data_ptr():
                         p.data = place
                 _copy([(row.place, predicted) for row, predicted in copied])
-            if self._places is not places:  # undone meanwhile by a signal handler
-                self._holds = Holds.NOTHING
-                _show(rows, [predicted is row.place for row, predicted in pairs])
+        if self._places is not places:  # undone meanwhile by a signal handler
+            self._holds = Holds.NOTHING
+            _show(rows, [predicted is row.place for row, predicted in zip(rows, waiting, strict=True)])
 
     @property
     def _rows(self) -> list[Shown]:
@@ -182,22 +210,28 @@ class Prediction:
         return list(map(Shown, self.parameters, self._buffers, self._places, self._lent))
 
     def _show_true(self, rows: Sequence[Shown], lent: Sequence[bool]) -> None:
+        self._look_for_changes()
+        _show(rows, lent)
+
+    def _look_for_changes(self) -> None:
         if self._norms:
             self.changed |= any(map(_differ, self._norms, self._norms_now()))
-        _show(rows, lent)
 
     def _norms_now(self) -> list[torch.Tensor]:
         """Norms of predicted weights, of one of their parts, so exact that another last bit of one value shows."""
         parts = (_part(place, self._count % _PARTS) for place in self._places if place.is_floating_point())
         return [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
 
-    def before_step(self, *, late: bool, scale: torch.Tensor | None, delivery: Collection[int] = ()) -> None:
+    def before_step(self, *, late: bool, scale: torch.Tensor | None, delivery: Set[int] = frozenset()) -> None:
         """Make the weights true; they are about to change. late: by gradients that are on the way since the last step.
 
         `.grad` holds the rank's own gradients, which are about to be sent; scale: their loss scale. delivery: the
         addresses to which averages come.
         """
-        rows = self._rows if self.applied else []
+        if not self.applied or self._undo_by_memory():
+            self.undo()
+            return
+        rows = self._rows
         elsewhere = [row for row in rows if row.parameter.data_ptr() not in (row.true.data_ptr(), row.place.data_ptr())]
         self.undo()
         for p, _, place, _ in elsewhere:
@@ -264,30 +298,9 @@ def traces() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
-_uses = torch._C._storage_Use_Count
-
-
-def _uses_of_two() -> int:
-    parameter = nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
-    data = parameter.data
-    uses: int = _uses(data.untyped_storage()._cdata)
-    return uses
-
-
-_USES = _uses_of_two()
-"""Of memory that a parameter and its `.data` have, as whoever asks has that."""
-
-
-def _lends(parameter: torch.Tensor) -> bool:
-    """Whether a parameter may be given other memory: on the CPU, where no graph has recorded the address of what it
-    has, and where nobody else, as a view, is to see the same."""
-    plain = parameter.is_cpu and parameter.layout == torch.strided and type(parameter) in (torch.Tensor, nn.Parameter)
-    return plain and bool(_uses(parameter.untyped_storage()._cdata) <= _USES)
-
-
 def _still_lent(rows: Sequence[Shown]) -> list[bool]:
     return [
-        lent and p.data_ptr() == place.data_ptr() and p.shape == place.shape and _lends(p) for p, _, place, lent in rows
+        lent and p.data_ptr() == place.data_ptr() and p.shape == place.shape and lends(p) for p, _, place, lent in rows
     ]
 
 
@@ -350,46 +363,3 @@ def tensors_of(parameters: Sequence[torch.Tensor], values: Tensors) -> list[torc
     """A copy of each parameter's value; zeros where there is none."""
     fresh = [torch.zeros_like(p.data) for p in parameters]
     return [f.copy_(values[p]) if p in values else f for p, f in zip(parameters, fresh, strict=True)]
-
-
-_FLOATING = frozenset(dtype for dtype in DTYPES if dtype.is_floating_point)
-Row = Sequence[torch.Tensor | None]
-"""Tensors that go together, of one parameter."""
-
-
-AnyRow = TypeVar("AnyRow", bound=Row)
-Group = tuple[_core.DType, list[int], list[list[int]]]
-"""A dtype, sizes and, column by column, addresses (0 for None)."""
-
-
-def grouped(rows: Iterable[AnyRow]) -> tuple[list[Group], list[AnyRow]]:
-    """The rows that the core's loops take, by dtype, and the others."""
-    groups: dict[torch.dtype, list[AnyRow]] = {}
-    others = []
-    for row in rows:
-        if row[0] is not None and in_core(row):
-            groups.setdefault(row[0].dtype, []).append(row)
-        else:
-            others.append(row)
-    return [
-        (
-            DTYPES[dtype],
-            [row[0].numel() for row in some if row[0] is not None],
-            [[0 if t is None else t.data_ptr() for t in column] for column in zip(*some, strict=True)],
-        )
-        for dtype, some in groups.items()
-    ], others
-
-
-def in_core(row: Row) -> bool:
-    """All on the CPU, of one floating dtype, without holes (as every empty_like is) and in the same memory order."""
-    first = row[0]
-    if first is None or not first.is_cpu or first.dtype not in _FLOATING:
-        return False
-    dtype, stride = first.dtype, first.stride()
-    for t in row:  # a loop, as this is asked for each parameter several times a step
-        if t is None or t is first:
-            continue
-        if not t.is_cpu or t.dtype is not dtype or t.layout is not torch.strided or t.stride() != stride:
-            return False
-    return True

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 
 from dadt import _core
-from dadt.train.prediction.base import Holds, Prediction, grouped, tensors_of
+from dadt.train.prediction.base import Holds, Prediction, tensors_of
+from dadt.train.prediction.rows import grouped
 
 
 class Displacement(Prediction):
@@ -45,7 +46,7 @@ class Displacement(Prediction):
             torch.add(p, b, alpha=factor, out=b)
         return True
 
-    def before_step(self, *, late: bool, scale: torch.Tensor | None, delivery: Collection[int] = ()) -> None:
+    def before_step(self, *, late: bool, scale: torch.Tensor | None, delivery: Set[int] = frozenset()) -> None:
         super().before_step(late=late, scale=scale, delivery=delivery)
         if not self.wanted:
             return

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 
 from dadt import _core
 from dadt.comm.bucket import DTYPES
-from dadt.train.prediction.base import Holds, Prediction, Row, Tensors, grouped, in_core, tensors_of
+from dadt.train.prediction.base import Holds, Prediction, Tensors, tensors_of
+from dadt.train.prediction.memory import address
 from dadt.train.prediction.next_step import Factors, Step, next_steps
+from dadt.train.prediction.rows import Row, Seen, grouped, in_core
+
+_gradient, _version = attrgetter("grad"), attrgetter("_version")
 
 Gradients = list[torch.Tensor | None]
 """By parameter."""
@@ -51,7 +56,7 @@ class Expectation(Prediction):
         self.share = share
         self._optimizer = weakref.ref(optimizer)
         self._norm: torch.Tensor | None = None
-        self._came: list[tuple[torch.Tensor | None, int]] = []
+        self._came: tuple[Gradients, list[int]] = ([], [])
         """The averages as they have come, and their versions."""
         self._clip: torch.Tensor | float = 1.0
         """The share of the last averages' norm that the script has left."""
@@ -63,16 +68,18 @@ class Expectation(Prediction):
         """Their loss scale."""
         self._terms: list[Term] = []
         """The sum that is expected, where it is not in the buffers yet."""
-        self._versions: list[int] = []
+        self._versions: list[list[int]] = []
         """Of the gradients in these terms, by which a change is noticed."""
         self._in_place = False
         """The script sets gradients to zero in place: averages are about to be overwritten."""
         self._copies: dict[int, list[torch.Tensor]] = {}
         """Memory for copies of own gradients, by parameter."""
+        self._seen: dict[int, Seen] = {}
+        """What of a prediction's tensors fits the core's loops, by the optimizer's steps with the same factors."""
         self._absent: set[int] = set()
         """Parameters (by id) of which nothing is expected: the optimizer is to leave them out."""
 
-    def before_step(self, *, late: bool, scale: torch.Tensor | None, delivery: Collection[int] = ()) -> None:
+    def before_step(self, *, late: bool, scale: torch.Tensor | None, delivery: Set[int] = frozenset()) -> None:
         super().before_step(late=late, scale=scale, delivery=delivery)
         if not self._buffers:
             self._buffers = [torch.empty_like(p.data) for p in self.parameters]
@@ -83,10 +90,12 @@ class Expectation(Prediction):
         elif self._holds is Holds.AVERAGE:  # the first late step: nothing arrives in it
             self._expect_first(scale, delivery)
 
-    def _keep_own(self, delivery: Collection[int]) -> Gradients:
+    def _keep_own(self, delivery: Set[int]) -> Gradients:
         """The own gradients as they are, until the step after the next one. Those that are in the memory of averages
         are copied."""
         kept = self._gradients()
+        if delivery.isdisjoint(map(address, _present(kept))):
+            return kept
         for i, (p, g) in enumerate(zip(self.parameters, kept, strict=True)):
             if g is not None and g.data_ptr() in delivery:
                 self._in_place = True
@@ -95,7 +104,7 @@ class Expectation(Prediction):
                 kept[i] = memory[-1].copy_(g)
         return kept
 
-    def _expect_first(self, scale: torch.Tensor | None, delivery: Collection[int]) -> None:
+    def _expect_first(self, scale: torch.Tensor | None, delivery: Set[int]) -> None:
         """Begin with the average of the last synchronous step, in the buffers, and the own gradients in `.grad`."""
         self._previous = self._keep_own(delivery)
         self._absent &= {id(p) for p, g in zip(self.parameters, self._previous, strict=True) if g is None}
@@ -106,7 +115,8 @@ class Expectation(Prediction):
 
     def arrived(self, norm: torch.Tensor | None) -> None:
         self._norm = norm
-        self._came = [(p.grad, 0 if p.grad is None else p.grad._version) for p in self.parameters]
+        averages = list(map(_gradient, self.parameters))
+        self._came = averages, list(map(_version, _present(averages)))
 
     def after_step(self, *, held: bool, scale: torch.Tensor | None) -> None:
         if held and self._holds is Holds.OWN:
@@ -155,8 +165,8 @@ class Expectation(Prediction):
         self._sum(self._buffers, *terms)
 
     def _gradients(self) -> Gradients:
-        gradients = (p.grad for p in self.parameters)
-        return [g.to_dense() if g is not None and g.layout != torch.strided else g for g in gradients]
+        gradients = map(_gradient, self.parameters)
+        return [g if g is None or g.layout is torch.strided else g.to_dense() for g in gradients]
 
     def _copy_gradients(self, buffers: list[torch.Tensor]) -> set[int]:
         """The parameters that have none; their buffers are zeros."""
@@ -171,13 +181,11 @@ class Expectation(Prediction):
 
     def _changed(self) -> bool:
         """Whether the script has clipped, unscaled or otherwise changed the averages."""
-        came, self._came = self._came, []
+        (came, versions), self._came = self._came, ([], [])
         if len(came) != len(self.parameters):
             return False
-        return any(
-            p.grad is not g or (g is not None and g._version != version)
-            for p, (g, version) in zip(self.parameters, came, strict=True)
-        )
+        same = all(map(is_, came, map(_gradient, self.parameters)))
+        return not same or list(map(_version, _present(came))) != versions
 
     def _clipped(self) -> torch.Tensor | float:
         left = [g for g in self._gradients() if g is not None]
@@ -210,21 +218,26 @@ class Expectation(Prediction):
         if self._has_changed:
             return False
         terms, self._terms = self._terms, []
-        ahead = {id(p): b for p, b in zip(self.parameters, self._buffers, strict=True) if id(p) not in self._absent}
+        ids = list(map(id, self.parameters))
+        ahead = dict(zip(ids, self._buffers, strict=True))
+        for absent in self._absent:
+            ahead.pop(absent, None)
         columns, weights = zip(*terms, strict=True) if terms else ((), ())
-        rows = {id(p): row for p, *row in zip(self.parameters, *columns, strict=True)}
-        for factors, steps in next_steps(optimizer, ahead) if optimizer is not None else ():
-            self._foresee(factors, steps, rows, [float(weight) for weight in weights])
-        for p, b in zip(self.parameters, self._buffers, strict=True):
+        rows = dict(zip(ids, zip(*columns, strict=True) if terms else [()] * len(ids), strict=True))
+        for i, (factors, steps) in enumerate(next_steps(optimizer, ahead) if optimizer is not None else ()):
+            # The gradients that were sent before are not needed any more, as their memory may be.
+            seen = self._seen.setdefault(i, Seen(without=len(Step._fields)))
+            self._foresee(factors, steps, rows, [float(weight) for weight in weights], seen)
+        for p, b in zip(self.parameters, self._buffers, strict=True) if ahead or self._absent else ():
             if id(p) in ahead or id(p) in self._absent:  # or the optimizer has not stepped it yet
                 b.copy_(p.data)
         return True
 
     def _foresee(
-        self, factors: Factors, steps: Sequence[Step], rows: Mapping[int, Row], weights: Sequence[float]
+        self, factors: Factors, steps: Sequence[Step], rows: Mapping[int, Row], weights: Sequence[float], seen: Seen
     ) -> None:
         """Put the next weights of these parameters into the buffers."""
-        groups, others = grouped([(*step, *rows[id(step.parameter)]) for step in steps])
+        groups, others = grouped([(*step, *rows[id(step.parameter)]) for step in steps], seen)
         for dtype, counts, (parameters, ahead, momenta, squares, *sources) in groups:
             next_step = _core.NextStep(**factors)
             _core.foresee(dtype, counts, parameters, ahead, momenta, squares, next_step, sources, weights)
@@ -277,14 +290,19 @@ class Expectation(Prediction):
     def forget(self) -> None:
         super().forget()
         self._terms, self._own, self._previous = [], [], []
+        self._seen = {}
 
     def end(self) -> None:
         super().end()
         self._copies = {}
 
 
-def _versions(terms: Sequence[Term]) -> list[int]:
-    return [-1 if g is None else g._version for gradients, _ in terms for g in gradients]
+def _present(gradients: Gradients) -> list[torch.Tensor]:
+    return [g for g in gradients if g is not None]
+
+
+def _versions(terms: Sequence[Term]) -> list[list[int]]:
+    return [list(map(_version, _present(gradients))) for gradients, _ in terms]
 
 
 def _norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -24,7 +24,7 @@ from dadt_cli.bench.models import resnet, transformer, vgg
 from dadt_cli.bench.party import Horovodrun
 from dadt_cli.bench.place import place_of
 from dadt_cli.bench.sweep import blocks, parse_sweep
-from dadt_cli.bench.training import Contender, Task, alone, limit, rows
+from dadt_cli.bench.training import Contender, Task, alone, copies, limit, rows
 from dadt_cli.terminal.options import config_of
 
 DADT = [sys.executable, "-m", "dadt_cli", "bench"]
@@ -80,13 +80,16 @@ def test_a_factory_is_measured_and_told_in_every_form(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_workers_beside_peers_and_the_limit(tmp_path: Path) -> None:
-    given = ["mlp", "-np", 2, "--batch-size", 2, "--steps", 2, "--rounds", 2, "--against", "ddp,sync"]
+    given = ["mlp", "-np", 2, "--batch-size", 2, "--accumulate", 2, "--steps", 2, "--rounds", 2]
+    given += ["--against", "ddp,sync"]
     run(tmp_path, *given, "--sweep", "compression=none,int8", "--json", "a.json", "--plot", "a.png")
     found = json.loads((tmp_path / "a.json").read_text())["rows"]
-    assert [row["name"] for row in found] == ["1 worker", "null (limit)", "none", "int8", "ddp", "sync"]
-    assert [len(row["rates"]) for row in found] == [1, 2, 2, 2, 2, 2]
-    assert all(row["efficiency"] and row["exposed"] for row in found[2:])
-    assert found[2]["speed"] == {"median": 1.0, "low": 1.0, "high": 1.0}
+    assert [row["name"] for row in found] == ["1 worker", "plain", "null (limit)", "none", "int8", "ddp", "sync"]
+    assert [len(row["rates"]) for row in found] == [1, 2, 2, 2, 2, 2, 2]
+    assert all(row["efficiency"] and row["exposed"] for row in found[3:])
+    assert found[3]["speed"] == {"median": 1.0, "low": 1.0, "high": 1.0}
+    assert found[1]["rate"]["high"] == pytest.approx(2 * 2 * 2 / found[1]["seconds"]["low"])
+    assert found[0]["own"] == found[1]["own"] == 0 < found[3]["own"]
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -108,6 +111,7 @@ def test_it_goes_by_the_number_of_workers_and_reads_a_text(tmp_path: Path) -> No
         ("1 worker", 1),
         ("pipe", 1),
         ("1 worker", 1),
+        ("plain", 2),
         ("null (limit)", 2),
         ("pipe", 2),
     ]
@@ -117,11 +121,11 @@ def test_it_goes_by_the_number_of_workers_and_reads_a_text(tmp_path: Path) -> No
 
 def worked(*seconds: float) -> list[Worked]:
     """Of a turn, by rank."""
-    return [Worked(each, 0.1 * each, 7 + i) for i, each in enumerate(seconds)]
+    return [Worked(each, 0.1 * each, 0.9 * each, 7 + i) for i, each in enumerate(seconds)]
 
 
 def test_workers_that_do_not_fit_into_memory_are_refused_before_they_start() -> None:
-    one = [Worked(1.0, 0.0, 1 << 20), Worked(1.0, 0.0, 1 << 50)]
+    one = [Worked(1.0, 0.0, 1.0, 1 << 20), Worked(1.0, 0.0, 1.0, 1 << 50)]
     training._check_memory(one, 0)
     training._check_memory(one[:1], 2)
     with pytest.raises(ConfigError, match=r"2 workers more need about 2251799.8 GB of memory, and [\d.]+ GB are free"):
@@ -130,15 +134,17 @@ def test_workers_that_do_not_fit_into_memory_are_refused_before_they_start() -> 
 
 def test_figures_come_of_the_slowest_rank_and_of_the_same_round() -> None:
     hello = Hello(0, 1, "cpu", "", 8, "tokens", 10)
-    contenders = [alone(), limit((), 2), Contender("pipe", 2), Contender("ddp", 2, peer="ddp")]
+    contenders = [alone(), copies(2), limit((), 2), Contender("pipe", 2), Contender("ddp", 2, peer="ddp")]
     turns = [
-        [worked(1.0), worked(2.0)],  # the machine is half as fast in the second round
+        [worked(0.8), worked(1.6)],  # the machine is half as fast in the second round
+        [worked(1.0, 0.9), worked(1.8, 2.0)],
         [worked(1.0, 0.5), worked(2.0, 1.0)],
         [worked(1.0, 1.25), worked(2.0, 2.5)],
         [worked(2.0, 2.5), worked(5.0, 4.0)],
     ]
-    one, null, pipe, ddp = rows(contenders, Task(batch_size=3), hello, turns, steps=5)
-    assert one.rate.high == 5 * 3 * 10 / 1.0 and one.efficiency is None and one.exposed is None
+    one, plain, null, pipe, ddp = rows(contenders, Task(batch_size=3), hello, turns, steps=5)
+    assert one.rate.high == 5 * 3 * 10 / 0.8 and one.efficiency is None and one.exposed is None
+    assert plain.rate.high == 2 * 5 * 3 * 10 / 1.0 and plain.efficiency is plain.exposed is None
     assert (pipe.rate.high, pipe.rate.low) == (2 * 150 / 1.25, 2 * 150 / 2.5)
     assert [rate.high for rate in pipe.rates] == [150.0, 120.0]
     assert (pipe.seconds.low, pipe.seconds.high) == (0.25, 0.5)
@@ -147,6 +153,8 @@ def test_figures_come_of_the_slowest_rank_and_of_the_same_round() -> None:
     assert ddp.speed.low == ddp.speed.high == pytest.approx(0.5) and pipe.speed.median == 1.0
     assert null.efficiency and null.efficiency.median == 1.0 and null.exposed is None
     assert pipe.memory == 8 and pipe.own == pytest.approx(0.1)
+    fourfold = rows(contenders, Task(batch_size=3, accumulate=4), hello, turns, steps=5)
+    assert fourfold[3].rate.high == 4 * pipe.rate.high and fourfold[3].seconds == pipe.seconds
 
 
 def test_a_sweep_is_every_combination_beside_the_same_peers() -> None:
@@ -155,10 +163,11 @@ def test_a_sweep_is_every_combination_beside_the_same_peers() -> None:
     assert [(block.ranks, block.batch_size) for block in made] == [(1, 4), (1, 8), (2, 4), (2, 8)]
     names = ["shm 1", "shm 25", "gloo 1", "gloo 25"]
     assert [c.name for c in made[0].contenders] == ["1 worker", *names]
-    assert [c.name for c in made[3].contenders] == ["1 worker", "null (limit)", *names, "ddp", "sync"]
+    assert [c.name for c in made[3].contenders] == ["1 worker", "plain", "null (limit)", *names, "ddp", "sync"]
     options = ("--verbose", "--executor", "gloo", "--bucket-mb", "1")
-    assert made[2].contenders[4] == Contender("gloo 1", 2, options)
-    assert made[2].contenders[0].plain and made[2].contenders[6] == Contender("ddp", 2, peer="ddp")
+    assert made[2].contenders[5] == Contender("gloo 1", 2, options)
+    assert made[2].contenders[7] == Contender("ddp", 2, peer="ddp")
+    assert made[2].contenders[:2] == [alone(), copies(2)]
 
 
 def test_horovod_is_started_by_its_own_launcher() -> None:
@@ -258,13 +267,14 @@ def test_images_are_read_from_folders_by_class(tmp_path: Path) -> None:
         (["mlp", "--batch-size", "0"], "--batch-size 0: must be 1 or more"),
         (["mlp", "--steps", "0"], "--steps 0: must be 1 or more"),
         (["mlp", "--rounds", "1"], "--rounds 1: an interval needs 2 rounds or more, and one of 95 % needs 6"),
-        (["mlp", "--against", "me"], "--against me: unknown; choose from ddp, horovod, sync"),
+        (["mlp", "--accumulate", "0"], "--accumulate 0: must be 1 or more"),
+        (["mlp", "--against", "me"], "--against me: unknown; choose from ddp, ddp-view, ddp-bf16, "),
         (["mlp", "--sweep", "gloo"], "--sweep gloo: give settings with their values, as executor=shm,gloo,batch=8,32"),
         (["mlp", "--sweep", "np=two"], "--sweep np=two: give whole numbers above 0"),
         (["mlp", "--sweep", "batch=x", "--sweep", "np=2"], "--sweep batch=x: give whole numbers above 0"),
         (["mlp", "--sweep", "hosts=a"], "there is no hosts; sweep over batch, np or settings of dadt run"),
         (["mlp", "--sweep", "executor=smh"], "--executor smh: unknown"),
-        (["mlp", "--sweep", "bucket-mb=" + ",".join(map(str, range(1, 17)))], "18 contenders are up at once; 16 are"),
+        (["mlp", "--sweep", "bucket-mb=" + ",".join(map(str, range(1, 17)))], "19 contenders are up at once; 16 are"),
         (["mlp", "--algorithm", "local", "--steps", "8"], "--steps 8: `local` averages every 32 steps"),
         (["mlp", "--plot", "a.gif"], "--plot a.gif: give a file that ends in .png, .svg, .pdf, .html"),
         (["mlp", "--json", "/no/where.json"], "--json /no/where.json: there is no folder /no"),

@@ -1,0 +1,102 @@
+"""What the speed of DADT is to reach, and whether measurements say that it does."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from dadt_cli.bench.ratio import Interval, ratio
+
+DDP = ("ddp", "ddp-view")
+"""DDP without compression; the faster of them is compared with."""
+PLAIN, HOROVOD = ("plain",), ("horovod",)
+SLOW_STEPS, SLOW_LOSS = "slow-link-steps", "slow-link-loss"
+"""Of `benchmarks.convergence.slow_link` over 100 Mbit/s: seconds of a step, and to the same loss, seed by seed."""
+
+
+class Target(NamedTuple):
+    measurement: str
+    others: tuple[str, ...]
+    least: float
+    """How many times the speed of the fastest of these it is to have."""
+    mine: str = "pipe"
+    limited: bool = False
+    """The others can be no faster than the link."""
+    forgiving: bool = False
+    """It is reached where the interval reaches it."""
+
+
+BF16 = ("ddp-bf16",)
+TARGETS = (
+    *(
+        Target(*target)
+        for name in ("resnet50", "resnet101")
+        for target in (
+            (name, DDP, 1.15),
+            (name, HOROVOD, 1.55),
+            (f"{name}-compressed", BF16, 1.1, "pipe+bf16"),
+            (name, PLAIN, 0.85),
+        )
+    ),
+    Target("asleep-even", DDP, 1.25),
+    Target("asleep-even", PLAIN, 0.95, limited=True),
+    Target("asleep-half", PLAIN, 0.98, limited=True),
+    Target("shm-resnet50", PLAIN, 0.98),
+    Target("shm-resnet50", DDP, 1.05),
+    Target("shm-perceptron", DDP, 1.5),
+    Target("shm-mlp", DDP, 1.0, forgiving=True),
+    Target("asleep-accumulate", DDP, 1.6),
+    *(
+        Target(*target)
+        for name in ("hosts-4x1", "hosts-2x2")
+        for target in ((name, DDP, 1.15), (name, BF16, 1.1, "pipe+bf16"), (name, PLAIN, 0.85))
+    ),
+    Target(SLOW_STEPS, ("DDP",), 5.0, "auto"),
+    Target(SLOW_LOSS, ("DDP",), 5.0, "auto"),
+)
+
+
+def slow_link(seeds: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What that command has found, as measurements. A loss that is not reached takes for ever."""
+
+    def contenders(key: str) -> dict[str, Any]:
+        names = seeds[0]["rows"]
+        return {name: {"seconds": [each["rows"][name][key] or math.inf for each in seeds]} for name in names}
+
+    ratios = [each["ratio"] for each in seeds]
+    return {
+        name: {"contenders": contenders(key), "ratios": ratios}
+        for name, key in ((SLOW_STEPS, "step"), (SLOW_LOSS, "seconds"))
+    }
+
+
+def seconds(measurement: Mapping[str, Any], name: str) -> list[float]:
+    """Of a step of the contender, by round."""
+    return list(measurement["contenders"][name]["seconds"])
+
+
+def fastest(measurement: Mapping[str, Any], names: Sequence[str]) -> str | None:
+    """Of those that were measured, by its median."""
+    there = [name for name in names if name in measurement["contenders"]]
+    return min(there, key=lambda name: statistics.median(seconds(measurement, name)), default=None)
+
+
+def speed(measurement: Mapping[str, Any], mine: str, others: Sequence[str], limited: bool = False) -> Interval | None:
+    """How many times the speed of the fastest of the others it has, round by round. None where one is missing."""
+    other = fastest(measurement, others)
+    if other is None or mine not in measurement["contenders"]:
+        return None
+    least = measurement["exchange"] if limited else 0.0
+    return ratio([max(each, least) for each in seconds(measurement, other)], seconds(measurement, mine))
+
+
+def verdict(target: Target, found: Interval | None) -> str:
+    if found is None:
+        return "not measured"
+    if found.low >= target.least or (target.forgiving and found.high >= target.least):
+        return "yes"
+    if found.high < target.least:
+        return "no"
+    return "by its median" if found.median >= target.least else "not by its median"

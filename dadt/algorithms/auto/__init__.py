@@ -1,0 +1,1 @@
+"""Measures, and then goes on with what is fastest."""

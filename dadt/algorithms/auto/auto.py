@@ -1,0 +1,322 @@
+"""Measures in the synchronous steps, and then goes on with what is fastest."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import asdict
+from time import perf_counter, process_time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dadt.algorithms.auto import choice
+from dadt.algorithms.auto.choice import SHOWN, Shape, Times, Way
+from dadt.algorithms.local.local import Local
+from dadt.algorithms.pipe.pipe import Pipe
+from dadt.config.check import LEAST_MEASURED
+from dadt.control.machine import cores
+from dadt.train.measure import milliseconds
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from dadt.train.algorithm import Relaunched
+    from dadt.train.attachment import Attachment
+    from dadt.train.exchange.exchange import Exchange
+    from dadt.train.gathering import Gathering
+
+TRIES = 3
+"""Synchronous steps that try a compression: the first one makes its buffers, and the median leaves it out."""
+
+
+class Auto(Pipe):
+    """What `--algorithm auto` and `--compression auto` leave open is chosen at the end of the synchronous steps.
+
+    The last of them try compressions, since what these cost depends on the processor as much as on the network. The
+    ranks tell each other their times beside the exchange of the last one, and all choose by the slowest. From then on
+    it is what `Pipe` is, or does what `sync` does, or gives way to `local`.
+    """
+
+    def __init__(self, attachment: Attachment) -> None:
+        super().__init__(attachment)
+        attachment.compression = given_compression(attachment) or "none"
+        self._way: Way | None = None
+        """The choice, once it is made."""
+        self._local = Apart(attachment)
+        """Takes over where `local` is chosen."""
+        self._record = Record()
+        self._until = 0
+        """Synchronous steps; 0 as long as none was taken."""
+        self._seconds = 0.0
+        """Those in which the last exchange's bytes moved."""
+        self._told: Gathering | None = None
+        """All ranks' times."""
+        self._trained: tuple[Any, ...] = ()
+        """What the script trained in the first step."""
+
+    @property
+    def _warming_up(self) -> bool:
+        return self._way is None or super()._warming_up
+
+    # Measuring -------------------------------------------------------------------------------------------------
+
+    def starting(self) -> None:
+        # Optimizers before this one may have given way to `local`.
+        self._local.starting()
+
+    def before_step(self) -> None:
+        a, record = self.attachment, self._record
+        if self._way is not None or a.has_closure:
+            super().before_step()
+            return
+        if not self._until:
+            untried = [name for name in compressions(a) if not record.moving(name)]
+            self._until = a.step + max(LEAST_MEASURED - record.steps, TRIES * len(untried) + 1, a.warmup_steps - a.step)
+            self._trained = a.trained
+        self._try()
+        record.computed()
+        super().before_step()
+        record.exchanged(a.compression if a.compresses else "none", self._seconds)
+
+    def _try(self) -> None:
+        """Bring the compression of this step."""
+        a = self.attachment
+        tried = to_try(a)
+        # The last step's times come too late.
+        number = len(tried) - max(self._until - a.step - 2, 0) // TRIES - 1
+        self.tries = 0 <= number < len(tried)
+        name = tried[number] if self.tries else a.compression
+        self._compress(name)
+
+    def _compress(self, name: str) -> None:
+        """Lighter than what Attachment.compress does: buckets stay. What another compression has lost is dropped."""
+        a = self.attachment
+        if name != a.compression:
+            a.compression = name
+            a.schema.compress(name)
+
+    def _step_synchronously(self, exchange: Exchange) -> None:
+        a = self.attachment
+        if self._told is None and a.step + 1 >= self._until and not a.has_closure:
+            # While the exchange is under way, so that the step can be begun anew where ranks are lost.
+            self._told = a.runtime.allgather(f"times{a.name}", json.dumps(asdict(self._times)).encode())
+        if self._told is not None:
+            a.runtime.wait(self._told)
+        super()._step_synchronously(exchange)
+        self._seconds = exchange.seconds
+
+    @property
+    def _times(self) -> Times:
+        a = self.attachment
+        return self._record.times(
+            a.measure.compute,
+            a.measure.alone,
+            cores() / a.runtime.world.local_size,
+            may_part=a.trained == self._trained and a.owner.trains_one,
+        )
+
+    def regroup(self, behind: bool, keep: bool) -> Exchange | None:
+        if self._told is not None and not self._told.complete:
+            self._told = None
+        return super().regroup(behind, keep)
+
+    def rounds(self) -> dict[str, list[int]]:
+        return self._local.rounds()
+
+    def follow(self, rounds: Sequence[Mapping[str, Sequence[int]]]) -> Sequence[Relaunched]:
+        return self._local.follow(rounds)
+
+    def after_step(self) -> None:
+        super().after_step()
+        a = self.attachment
+        if self._way is None and self._told is not None:
+            self._choose([Times(**json.loads(lane)) for lane in self._told.lanes])
+        elif self._way is None and a.has_closure and given_algorithm(a) == "local" and a.step + 1 >= a.warmup_steps:
+            # Gradients of closures are not compressed, so nothing was measured.
+            self._take(Way("local", "none"))
+
+    # Choosing --------------------------------------------------------------------------------------------------
+
+    def _choose(self, every: Sequence[Times]) -> None:
+        a = self.attachment
+        times = choice.slowest(every)
+        config = a.runtime.config
+        hidden = config.sync_every if config.fragments > 1 else (config.sync_every + 1) // 2
+        sizes = [sum(t.numel() * t.element_size() for t in bucket.tensors) for bucket in a.schema.buckets]
+        shape = Shape([size / max(sum(sizes), 1) for size in sizes], config.sync_every, hidden)
+        left = choice.ways(algorithms(a, may_part=times.may_part), list(times.exchange))
+        found = {way: choice.seconds(way, times, shape) for way in left if way.compression in compressions(a)}
+        way = choice.best(found)
+        a.runtime.say(f"{_found(self._record.steps, times)}: {_flags(a)}{a.name} {_reason(way, found)}")
+        self._take(way)
+
+    def _take(self, way: Way) -> None:
+        """From the next step on, on all ranks; no exchange is under way."""
+        a = self.attachment
+        self._way, self._warmed_up = way, True
+        self.tries, a.measure.why = False, ""
+        self._compress(way.compression)
+        if known := self._record.moving(way.compression):
+            a.measure.load_state({**a.measure.state(), "exchange": known})
+        if way.algorithm == "sync":
+            self.step_synchronously("" if given_algorithm(a) else f"{_flags(a)} chose sync")
+        elif way.algorithm == "local":
+            self._pending = None
+            a.prediction.end()
+            self._local.way = way
+            a.algorithm = self._local
+            self._local.begin(way.compression)
+
+    # Checkpoints -----------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        if self._way is None:
+            return {**super().state(), "record": self._record.state()}
+        return {**super().state(), "way": list(self._way)}
+
+    def by_parameter(self, state: dict[str, Any]) -> dict[int, torch.Tensor]:
+        return self._local.by_parameter(state)
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        a = self.attachment
+        if self._way is None and "way" in state:
+            algorithm, compression = state["way"]
+            self._take(Way(algorithm, given_compression(a) or compression))
+        if a.algorithm is self._local:
+            self._local.load_state(state)
+        elif "synchronous" not in state:
+            self._pending = None  # of `local`: nothing was in flight
+        else:
+            super().load_state(state)
+            if self._way is None and self._sync is not None:
+                self._way = Way("sync", a.compression)  # late gradients had blown up
+            self._warmed_up = self._way is not None
+            if self._way is None and "record" in state:
+                self._record.load_state(state["record"])
+
+
+class Apart(Local):
+    """`local` in the place of an `Auto`: a checkpoint says so."""
+
+    way = Way("local", "none")
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "way": list(self.way)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        # For good: also where the state is of before.
+        super().load_state(state if "steps" in state else {})
+
+
+class Record:
+    """What one rank measures in its synchronous steps."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._processor: list[float] = []
+        self._moving: dict[str, list[float]] = {}
+        self._handling: dict[str, list[float]] = {}
+        self._step: dict[str, list[float]] = {}
+        self._since = self._ended = 0.0
+        """Processor seconds when the last exchange was over, or this one began; and when that was over."""
+
+    def computed(self) -> None:
+        """A step's gradients are there."""
+        now = process_time()
+        if self._since:
+            self._processor.append(now - self._since)
+        self._since = now
+
+    def exchanged(self, compression: str, moving: float) -> None:
+        now, clock = process_time(), perf_counter()
+        if self._ended:
+            self._step.setdefault(compression, []).append(clock - self._ended)
+        self._ended = clock
+        self._moving.setdefault(compression, []).append(moving)
+        self._handling.setdefault(compression, []).append(now - self._since)
+        self._since = now
+        self.steps += 1
+
+    def moving(self, compression: str) -> list[float]:
+        """Seconds of each exchange."""
+        return self._moving.get(compression, [])
+
+    def times(self, compute: float, alone: float, cores: float, *, may_part: bool) -> Times:
+        processor = statistics.median(self._processor) if self._processor else 0.0
+        step, moving, handling = (
+            {name: statistics.median(each) for name, each in found.items() if name in self._step}
+            for found in (self._step, self._moving, self._handling)
+        )
+        return Times(compute, alone, processor, cores, step, moving, handling, may_part)
+
+    def state(self) -> dict[str, Any]:
+        found = {"step": self._step, "moving": self._moving, "handling": self._handling}
+        copied = {key: {name: list(each) for name, each in times.items()} for key, times in found.items()}
+        return {"steps": self.steps, "processor": list(self._processor), **copied}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.steps, self._processor = state["steps"], list(state["processor"])
+        self._step, self._moving, self._handling = (
+            {name: list(each) for name, each in state[key].items()} for key in ("step", "moving", "handling")
+        )
+
+
+def given_algorithm(a: Attachment) -> str:
+    """Empty where it is to be chosen."""
+    return "" if a.runtime.config.algorithm == "auto" else a.runtime.config.algorithm
+
+
+def given_compression(a: Attachment) -> str:
+    """Empty where it is to be chosen."""
+    return "" if a.runtime.config.compression == "auto" else a.runtime.config.compression
+
+
+def algorithms(a: Attachment, *, may_part: bool) -> list[str]:
+    """Those to choose from."""
+    config = a.runtime.config
+    if given := given_algorithm(a):
+        return [given]
+    plain = config.outer_lr == 1.0 and config.outer_momentum == 0.0
+    equal = config.on_nan != "ignore" or config.verify_every
+    parts = may_part and plain and not equal and config.sync_every <= SHOWN[kind(a)].sync_every
+    return ["sync", "pipe", *(["local"] if parts else [])]
+
+
+def compressions(a: Attachment) -> Sequence[str]:
+    """Those to choose from."""
+    given = given_compression(a)
+    return [given] if given else SHOWN[kind(a)].compressions
+
+
+def to_try(a: Attachment) -> list[str]:
+    """The compressions that the other synchronous steps do not show."""
+    given = given_compression(a)
+    if not given:
+        return [name for name in compressions(a) if name != "none"]
+    return [given] if given.startswith("powersgd") else []
+
+
+def kind(a: Attachment) -> str:
+    """What is not SGD counts as Adam."""
+    return "sgd" if isinstance(a.optimizer, torch.optim.SGD) else "adam"
+
+
+def _found(steps: int, times: Times) -> str:
+    plain, *others = times.exchange.items()
+    exchange = f"exchange {milliseconds(plain[1])}" + (f" as {plain[0]}" if plain[0] != "none" else "")
+    exchange += "".join(f", as {name} {milliseconds(each)}" for name, each in others)
+    return f"warm-up done after {steps} steps: compute {milliseconds(times.compute)}, {exchange}"
+
+
+def _flags(a: Attachment) -> str:
+    config = a.runtime.config
+    asked = (("--algorithm", config.algorithm), ("--compression", config.compression))
+    return ", ".join(f"{name} auto" for name, value in asked if value == "auto")
+
+
+def _reason(way: Way, found: Mapping[Way, float]) -> str:
+    first = next(iter(found))
+    if way == first:
+        return f"chooses {way}: {milliseconds(found[way])} a step, and nothing is more than 5 % faster"
+    return f"chooses {way}: {milliseconds(found[way])} a step, where {first} takes {milliseconds(found[first])}"

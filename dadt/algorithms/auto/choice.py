@@ -1,0 +1,135 @@
+"""Which algorithm and compression train fastest, of those that are shown to lose nothing: by what ranks have measured.
+
+With C the seconds of computing a step, and A without what DADT does around it; P those of a processor in C, and k
+cores for each rank. For each compression S is the seconds of a synchronous step that overlaps nothing, X those of its
+exchange, and p the processor's in that. Predicted as by `dadt bench advise`, which predicts X as well:
+
+    sync     S, less what is hidden: buckets go as backward completes them, and the last one is waited for
+    pipe     max(C, X)
+    local    (H A + max(0, X - h A)) / H: of H steps between two exchanges h hide one
+
+None is faster than its processor seconds on k cores: (P + p) / k, with `local` (P + p / H) / k. S has what neither C
+nor X has: in each step all wait for the rank that is slowest then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+CLOSE = 1.05
+"""Within so much of the fastest, what changes the training less is the better choice."""
+_FORWARD = 1 / 3
+"""Share of a step's compute before the backward."""
+
+
+class Way(NamedTuple):
+    algorithm: str
+    compression: str
+
+    def __str__(self) -> str:
+        return self.algorithm if self.compression == "none" else f"{self.algorithm} with {self.compression}"
+
+
+class Shown(NamedTuple):
+    """What loses nothing."""
+
+    compressions: tuple[str, ...]
+    sync_every: int
+    """Most steps between two averages of `local`; 0: it always loses."""
+
+
+SHOWN = {"sgd": Shown(("none", "bf16", "int8"), 32), "adam": Shown(("none", "int8"), 0)}
+"""By docs/results/convergence.md, four workers: what meets its target on all models of a kind of optimizer. bf16 misses
+it on the GPT by a little, and `local` on the GPT and the MLP by far. (DiLoCo's outer optimizer misses it with SGD.)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Medians, in seconds."""
+
+    compute: float
+    """Of a step, without waiting."""
+    alone: float
+    """Of a step, outside DADT's hooks."""
+    processor: float
+    """Of all processors together, in it."""
+    cores: float
+    """There are so many for each rank."""
+    step: Mapping[str, float]
+    """Of a whole synchronous step, by compression."""
+    exchange: Mapping[str, float]
+    """In which bytes move."""
+    handling: Mapping[str, float]
+    """Processor seconds of that."""
+    may_part: bool
+    """The script does nothing that asks for equal weights on all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What is the same on all ranks without asking."""
+
+    shares: Sequence[float]
+    """Of the bytes in each bucket, in the order in which they go."""
+    sync_every: int
+    hidden: int
+    """Steps behind which `local` hides an exchange."""
+
+
+def slowest(every: Sequence[Times]) -> Times:
+    """In a synchronous step all wait for the rank that computes longest."""
+    return Times(
+        compute=max(each.compute for each in every),
+        alone=max(each.alone for each in every),
+        processor=max(each.processor for each in every),
+        cores=min(each.cores for each in every),
+        step=_most([each.step for each in every]),
+        exchange=_most([each.exchange for each in every]),
+        handling=_most([each.handling for each in every]),
+        may_part=all(each.may_part for each in every),
+    )
+
+
+def ways(algorithms: Sequence[str], compressions: Sequence[str]) -> list[Way]:
+    """From the one that changes a training least."""
+    return [Way(*pair) for pair in product(algorithms, compressions)]
+
+
+def seconds(way: Way, times: Times, shape: Shape) -> float:
+    """Of a step."""
+    exchange, handling, every = times.exchange[way.compression], times.handling[way.compression], 1
+    if way.algorithm == "sync":
+        hidden = times.compute + exchange - _overlapping(times.compute, exchange, shape.shares)
+        found = times.step[way.compression] - hidden
+    elif way.algorithm == "pipe":
+        found = max(times.compute, exchange)
+    else:
+        every = shape.sync_every
+        found = times.alone + max(0.0, exchange - shape.hidden * times.alone) / every
+    return max(found, (times.processor + handling / every) / times.cores)
+
+
+def best(found: Mapping[Way, float]) -> Way:
+    """found: seconds of a step, from the way that changes a training least."""
+    enough = CLOSE * min(found.values())
+    return next(way for way, each in found.items() if each <= enough)
+
+
+def _overlapping(compute: float, exchange: float, shares: Sequence[float]) -> float:
+    done, complete = 0.0, 0.0
+    for share in shares:
+        complete += share
+        # The last bucket waits for the step.
+        ready = compute * (_FORWARD + (1 - _FORWARD) * complete) if complete < 1 - 1e-9 else compute
+        done = max(done, ready) + exchange * share
+    return done
+
+
+def _most(every: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    def both() -> Iterator[str]:
+        return (name for name in every[0] if all(name in each for each in every))
+
+    return {name: max(each[name] for each in every) for name in both()}

@@ -1,0 +1,54 @@
+"""Notices gradients that grow: by a hook on each parameter, where somebody wants to know."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+_gradient = attrgetter("grad")
+
+
+class Growth:
+    """Of one optimizer. Each gradient that grows costs a call, so there are no hooks until `watch`."""
+
+    def __init__(self) -> None:
+        self.seen = False
+        """A gradient has grown since averages came."""
+        self._averages: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self.told: Callable[[torch.Tensor], None] | None = None
+        """Called with each parameter whose gradient has grown."""
+        self.watches = False
+        self._hooked = WeakTensorKeyDictionary()
+
+    def delivered(self, parameters: Sequence[torch.Tensor]) -> None:
+        """`.grad` holds averages."""
+        self.seen = False
+        self._averages = list(zip(parameters, map(_gradient, parameters), strict=True))
+
+    def forget(self) -> None:
+        """The step is over."""
+        self._averages = []
+
+    @property
+    def has_averages(self) -> bool:
+        """Whether the script still has any of those that came in this step."""
+        return any(p.grad is average for p, average in self._averages if average is not None)
+
+    def watch(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.watches = True
+        this = weakref.ref(self)
+
+        def grew(parameter: torch.Tensor) -> None:
+            if (growth := this()) is not None:
+                growth.seen = True
+                if growth.told is not None:
+                    growth.told(parameter)
+
+        for p in parameters:
+            if p not in self._hooked and p.is_leaf:
+                p.register_post_accumulate_grad_hook(grew)  # type: ignore[no-untyped-call]
+                self._hooked[p] = True

@@ -1,0 +1,59 @@
+"""Memory that parameters are given in turn, their own and that of predicted weights, and who else has it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+
+import torch
+from torch import nn
+
+address = torch.Tensor.data_ptr
+_shape, _dtype = attrgetter("shape"), attrgetter("dtype")
+_uses = torch._C._storage_Use_Count
+
+
+def _uses_of_two() -> int:
+    parameter = nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
+    data = parameter.data
+    uses: int = _uses(data.untyped_storage()._cdata)
+    return uses
+
+
+_USES = _uses_of_two()
+"""Of memory that a parameter and one more tensor have."""
+
+
+def lends(parameter: torch.Tensor) -> bool:
+    """Whether a parameter, whose memory one of our tensors has as well, may be given other: on the CPU, where no graph
+    has recorded the address of what it has, and where nobody else, as a view, is to see the same."""
+    return _may_lend(parameter) and bool(_uses(parameter.untyped_storage()._cdata) <= _USES)
+
+
+class Memory:
+    """A tensor for each parameter. Each step asks the same of all of them, so it is asked without loops."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self._plain = all(map(_may_lend, parameters))
+        self._addresses = list(map(address, tensors)) if self._plain else []
+        self._described = _describe(tensors) if self._plain else None
+        # Good for as long as the tensors are there.
+        self._storages = [t.untyped_storage()._cdata for t in tensors] if self._plain else []
+
+    def shown_by(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether each parameter is just as its tensor, in the same memory."""
+        at = list(map(address, parameters)) if self._plain else None
+        return at == self._addresses and _describe(parameters) == self._described
+
+    def is_lent(self) -> bool:
+        """Whether all parameters that have it may be given other, as of `lends`."""
+        return self._plain and max(map(_uses, self._storages), default=0) <= _USES
+
+
+def _may_lend(parameter: torch.Tensor) -> bool:
+    return parameter.is_cpu and parameter.layout == torch.strided and type(parameter) in (torch.Tensor, nn.Parameter)
+
+
+def _describe(tensors: Sequence[torch.Tensor]) -> tuple[list[object], ...]:
+    return list(map(_shape, tensors)), list(map(torch.Tensor.stride, tensors)), list(map(_dtype, tensors))

@@ -1,0 +1,103 @@
+"""Rows of tensors for the core's loops: one row for each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import attrgetter, is_
+from typing import TypeVar
+
+import torch
+
+from dadt import _core
+from dadt.comm.bucket import DTYPES
+from dadt.train.prediction.memory import address
+
+_FLOATING = frozenset(dtype for dtype in DTYPES if dtype.is_floating_point)
+_is_cpu, _dtype, _layout = map(attrgetter, ("is_cpu", "dtype", "layout"))
+_stride = torch.Tensor.stride
+Row = Sequence[torch.Tensor | None]
+"""Tensors that go together, of one parameter."""
+AnyRow = TypeVar("AnyRow", bound=Row)
+Column = Sequence[torch.Tensor | None]
+Group = tuple[_core.DType, list[int], list[list[int]]]
+"""A dtype, sizes and, column by column, addresses (0 for None)."""
+
+
+class Seen:
+    """The columns of the last step that fit their first one: most of the next step's are the same objects."""
+
+    def __init__(self, without: int | None = None) -> None:
+        """without: number of a column whose tensors are not to be kept."""
+        self._without = without
+        self._beside: tuple[torch.dtype | None, list[tuple[int, ...]]] = (None, [])
+        self._columns: dict[int, Column] = {}
+        """By the id of what comes first."""
+
+    def fit(self, columns: list[Column]) -> bool:
+        """Whether the core takes each of these rows, and all have one dtype."""
+        first = [t for t in columns[0] if t is not None]
+        if not first or first[0].dtype not in _FLOATING or not _is_plain(first, first[0].dtype):
+            return False
+        beside = (first[0].dtype, list(map(_stride, first)))
+        known = self._columns if beside == self._beside else {}
+        for column in columns[1:]:
+            other = known.get(id(column[0]), ())
+            if not (len(other) == len(column) and all(map(is_, column, other))) and not _fits(column, *beside):
+                return False
+        self._beside = beside
+        self._columns = {id(c[0]): c for i, c in enumerate(columns) if i != self._without}
+        return True
+
+
+def grouped(rows: Iterable[AnyRow], seen: Seen | None = None) -> tuple[list[Group], list[AnyRow]]:
+    """The rows that the core's loops take, by dtype, and the others."""
+    every = list(rows)
+    if every and (seen or Seen()).fit(list(zip(*every, strict=True))):
+        return [_group(every)], []
+    groups: dict[torch.dtype, list[AnyRow]] = {}
+    others = []
+    for row in every:
+        if row[0] is not None and in_core(row):
+            groups.setdefault(row[0].dtype, []).append(row)
+        else:
+            others.append(row)
+    return list(map(_group, groups.values())), others
+
+
+def in_core(row: Row) -> bool:
+    """All on the CPU, of one floating dtype, without holes (as every empty_like is) and in the same memory order."""
+    first = row[0]
+    if first is None or not first.is_cpu or first.dtype not in _FLOATING:
+        return False
+    dtype, stride = first.dtype, first.stride()
+    for t in row:  # a loop, as this is asked for each parameter several times a step
+        if t is None or t is first:
+            continue
+        if not t.is_cpu or t.dtype is not dtype or t.layout is not torch.strided or t.stride() != stride:
+            return False
+    return True
+
+
+def _group(rows: Sequence[Row]) -> Group:
+    first, *others = zip(*rows, strict=True)
+    sizes = [t.numel() for t in first]
+    return DTYPES[first[0].dtype], sizes, [list(map(address, first)), *map(_addresses, others)]
+
+
+def _addresses(column: Column) -> list[int]:
+    return [0 if t is None else t.data_ptr() for t in column]
+
+
+def _fits(column: Column, dtype: torch.dtype, strides: Sequence[tuple[int, ...]]) -> bool:
+    there = [t for t in column if t is not None]
+    if len(there) < len(column):
+        strides = [s for s, t in zip(strides, column, strict=True) if t is not None]
+    return _is_plain(there, dtype) and list(map(_stride, there)) == strides
+
+
+def _is_plain(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
+    return (
+        all(map(_is_cpu, tensors))
+        and all(map(torch.strided.__eq__, map(_layout, tensors)))
+        and set(map(_dtype, tensors)) <= {dtype}
+    )
