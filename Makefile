@@ -77,10 +77,13 @@ min-np-cost: .venv/testable
 
 # How fast DADT is beside DDP at its best, and which targets are reached: half an hour, as root, on a machine that does
 # nothing else. What docs/results/peers.json holds is not repeated.
-bench-peers: .venv/testable docs/results/slow-link-100mbit.json
-	$(BIN)/python -m benchmarks.peers --json docs/results/peers.json --write docs/results/peers.md --slow-link docs/results/slow-link-100mbit.json
+bench-peers: .venv/testable docs/results/slow-link-sgd.json docs/results/slow-link-adam.json
+	$(BIN)/python -m benchmarks.peers --json docs/results/peers.json --write docs/results/peers.md
 
-docs/results/slow-link-100mbit.json: | .venv/testable
+docs/results/slow-link-sgd.json: | .venv/testable
+	$(BIN)/python -m benchmarks.convergence.slow_link --mbit 100 --methods auto --family mlp-sgd --rate 0.1 --json $@
+
+docs/results/slow-link-adam.json: | .venv/testable
 	$(BIN)/python -m benchmarks.convergence.slow_link --mbit 100 --methods auto --json $@
 
 # What DADT, torchrun and torchft do after the same faults: half an hour.

@@ -33,7 +33,7 @@ LOCAL = ["--algorithm", "local", "--sync-every", "32"]
 DILOCO = [*LOCAL, "--outer-lr", "0.7", "--outer-momentum"]
 METHODS = {
     "pipe": [],
-    "auto": ["--algorithm", "auto"],
+    "auto": ["--algorithm", "auto", "--compression", "auto"],
     "pipe + int8": ["--compression", "int8"],
     "pipe + PowerSGD": ["--compression", "powersgd:4"],
     "local": LOCAL,

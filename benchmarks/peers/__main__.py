@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.peers.measurement import MEASUREMENTS, found
 from benchmarks.peers.page import page
-from benchmarks.peers.target import slow_link
+from benchmarks.peers.target import SLOW_LINKS, slow_link
 from dadt.errors import DadtError
 
 
@@ -23,7 +23,6 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="page to write from them")
     parser.add_argument("--only", metavar="NAME,...", help=f"make or repeat these alone: {', '.join(MEASUREMENTS)}")
     parser.add_argument("--rounds", type=int, help="of each measurement, in place of its own number")
-    parser.add_argument("--slow-link", type=Path, help="JSON of benchmarks.convergence.slow_link over 100 Mbit/s")
     options = parser.parse_args()
     if unknown := set(options.only.split(",") if options.only else ()) - set(MEASUREMENTS):
         parser.error(f"--only {', '.join(sorted(unknown))}: unknown; choose from {', '.join(MEASUREMENTS)}")
@@ -36,13 +35,15 @@ def main() -> None:
     wanted = options.only.split(",") if options.only else [name for name in MEASUREMENTS if name not in study]
     failed = [name for name in wanted if not _made(name, study, options)]
     if options.write is not None:
-        options.write.write_text(page(study, _slow(options.slow_link)))
+        options.write.write_text(page(study, _slow(options.json.parent)))
     if failed:
         raise SystemExit(f"not measured: {', '.join(failed)}")
 
 
-def _slow(path: Path | None) -> dict[str, dict[str, Any]]:
-    return slow_link(json.loads(path.read_text())["seeds"]) if path is not None and path.exists() else {}
+def _slow(folder: Path) -> dict[str, dict[str, Any]]:
+    """What other commands have put into it."""
+    files = {name: folder / f"{name}.json" for name in SLOW_LINKS}
+    return {name: slow_link(json.loads(file.read_text())["seeds"]) for name, file in files.items() if file.exists()}
 
 
 def _made(name: str, study: dict[str, Any], options: argparse.Namespace) -> bool:

@@ -56,7 +56,7 @@ MEASUREMENTS = {
             "resnet50-compressed",
             "ResNet50 on two hosts, 1 Gbit/s, in fewer bytes",
             Task("resnet50", 3),
-            "plain ddp-bf16 ddp-powersgd pipe+bf16",
+            "plain ddp-bf16 pipe+bf16",
         ),
         Measurement(
             "resnet101",
