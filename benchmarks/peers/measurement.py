@@ -20,6 +20,7 @@ OURS = {
     "pipe": ("--algorithm", "pipe"),
     "pipe+bf16": ("--algorithm", "pipe", "--compression", "bf16"),
     "sync": ("--algorithm", "sync"),
+    "auto": ("--algorithm", "auto", "--compression", "auto"),
 }
 LINK = ("--link", "1gbit")
 LINK_BYTES = 1e9 / 8 * 1448 / 1514
@@ -50,25 +51,25 @@ MEASUREMENTS = {
             "resnet50",
             "ResNet50 on two hosts, 1 Gbit/s",
             Task("resnet50", 3),
-            "plain null ddp ddp-view horovod pipe sync",
+            "plain null ddp ddp-view bare horovod pipe sync",
         ),
         Measurement(
             "resnet50-compressed",
             "ResNet50 on two hosts, 1 Gbit/s, in fewer bytes",
             Task("resnet50", 3),
-            "plain ddp-bf16 pipe+bf16",
+            "plain ddp-bf16 bare-bf16 pipe+bf16",
         ),
         Measurement(
             "resnet101",
             "ResNet101 on two hosts, 1 Gbit/s",
             Task("resnet101", 3),
-            "plain ddp ddp-view horovod pipe",
+            "plain ddp ddp-view bare horovod pipe",
         ),
         Measurement(
             "resnet101-compressed",
             "ResNet101 on two hosts, 1 Gbit/s, in fewer bytes",
             Task("resnet101", 3),
-            "plain ddp-bf16 pipe+bf16",
+            "plain ddp-bf16 bare-bf16 pipe+bf16",
         ),
         Measurement(
             "asleep-even",
@@ -99,7 +100,7 @@ MEASUREMENTS = {
             "shm-perceptron",
             "A perceptron of 25 million weights on one host, shared memory",
             Task("benchmarks.perceptron:wide", 8),
-            "plain null ddp ddp-view pipe sync",
+            "plain null ddp ddp-view pipe sync auto",
             options=(),
             steps=5,
             rounds=10,
@@ -108,7 +109,7 @@ MEASUREMENTS = {
             "shm-mlp",
             "A small perceptron on one host, shared memory",
             Task("mlp", 8),
-            "plain null ddp ddp-view pipe sync",
+            "plain null ddp ddp-view pipe sync auto",
             options=(),
             steps=20,
             rounds=20,

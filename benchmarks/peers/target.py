@@ -12,6 +12,8 @@ from dadt_cli.bench.ratio import Interval, ratio
 DDP = ("ddp", "ddp-view")
 """DDP without compression; the faster of them is compared with."""
 PLAIN, HOROVOD = ("plain",), ("horovod",)
+BARE = {"pipe": ("bare",), "pipe+bf16": ("bare-bf16",)}
+"""What bounds these where Gloo is the transport."""
 SLOW_LINKS = ("slow-link-sgd", "slow-link-adam")
 """Of `benchmarks.convergence.slow_link` over 100 Mbit/s: seconds to the same loss, seed by seed."""
 
@@ -46,7 +48,9 @@ TARGETS = (
     Target("shm-resnet50", PLAIN, 0.98),
     Target("shm-resnet50", DDP, 1.05),
     Target("shm-perceptron", DDP, 1.5),
+    Target("shm-perceptron", DDP, 1.5, "auto"),
     Target("shm-mlp", DDP, 1.0, forgiving=True),
+    Target("shm-mlp", DDP, 1.0, "auto", forgiving=True),
     Target("asleep-accumulate", DDP, 1.6),
     *(
         Target(*target)

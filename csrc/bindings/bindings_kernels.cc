@@ -1,4 +1,6 @@
 // The loops' part of the core's Python face.
+#include <numeric>
+
 #include "bindings/bindings.h"
 #include "kernels/kernels.h"
 
@@ -53,6 +55,8 @@ void foresee_all(DType dtype, const std::vector<size_t>& counts, const Addresses
   const Unlock unlocked;
   std::vector<const void*> from;
   std::vector<double> by;
+  const bool stream =
+      std::accumulate(counts.begin(), counts.end(), size_t{0}) * item_size(dtype) >= kStreamBytes;
   for (size_t i = 0; i < counts.size(); ++i) {
     from.clear();
     by.clear();
@@ -63,7 +67,7 @@ void foresee_all(DType dtype, const std::vector<size_t>& counts, const Addresses
     }
     foresee(dtype, reinterpret_cast<const void*>(parameters[i]), reinterpret_cast<void*>(ahead[i]),
             reinterpret_cast<const void*>(momenta[i]), reinterpret_cast<const void*>(squares[i]), step, from,
-            by, counts[i]);
+            by, counts[i], stream);
   }
 }
 

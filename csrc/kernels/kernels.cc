@@ -54,19 +54,21 @@ const void* at(const void* address, size_t bytes) {
 
 void foresee(DType dtype, const void* parameter, void* ahead, const void* momentum, const void* square,
              const NextStep& step, const std::vector<const void*>& sources,
-             const std::vector<double>& weights, size_t count) {
+             const std::vector<double>& weights, size_t count, bool stream) {
   const Kernels& table = kernels();
   const int d = static_cast<int>(dtype);
   const size_t item = item_size(dtype), block = kPassBytes / item;
+  alignas(64) uint8_t sum[kPassBytes];
   std::vector<const void*> from(sources.size());
   for (size_t begin = 0; begin < count; begin += block) {
     const size_t size = std::min(block, count - begin), offset = begin * item;
     void* to = static_cast<uint8_t*>(ahead) + offset;
     for (size_t s = 0; s < sources.size(); ++s) from[s] = at(sources[s], offset);
     if (!from.empty()) {
-      table.reduce[d](to, from.data(), weights.data(), static_cast<int>(from.size()), 1, size, false);
+      table.reduce[d](sum, from.data(), weights.data(), static_cast<int>(from.size()), 1, size, false);
     }
-    table.foresee[d](at(parameter, offset), to, at(momentum, offset), at(square, offset), step, size);
+    table.foresee[d](at(parameter, offset), from.empty() ? to : sum, to, at(momentum, offset),
+                     at(square, offset), step, size, stream && !from.empty());
   }
 }
 

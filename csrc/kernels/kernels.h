@@ -40,10 +40,11 @@ struct Kernels {
   using Predict = void (*)(const void* parameter, void* displacement, double factor, size_t count);
   // before = parameter - before. Floating dtypes, null for the others.
   using Displace = void (*)(const void* parameter, void* before, size_t count);
-  // expected = parameter after a step with the expected gradient. momentum: null where there is none; square:
-  // null where the step is not divided. Floating dtypes, null for the others.
-  using Foresee = void (*)(const void* parameter, void* expected, const void* momentum, const void* square,
-                           const NextStep& step, size_t count);
+  // ahead = parameter after a step with the expected gradient; it may be that gradient's memory. momentum:
+  // null where there is none; square: null where the step is not divided. stream: as above. Floating dtypes,
+  // null for the others.
+  using Foresee = void (*)(const void* parameter, const void* expected, void* ahead, const void* momentum,
+                           const void* square, const NextStep& step, size_t count, bool stream);
   // destination = source, past the cache where stream.
   using Copy = void (*)(void* destination, const void* source, size_t bytes, bool stream);
 
@@ -87,10 +88,10 @@ void reduce(DType dtype, Reduction reduction, void* destination, const void* con
 
 // ahead = parameter after a step with sum(weights[s] * sources[s]), in one pass over memory: the sum of a
 // block is still in the cache when its step is made. Without sources `ahead` holds that gradient. ahead: not
-// the parameter's memory. Floating dtypes.
+// the parameter's memory. stream: as of Kernels::reduce. Floating dtypes.
 void foresee(DType dtype, const void* parameter, void* ahead, const void* momentum, const void* square,
              const NextStep& step, const std::vector<const void*>& sources,
-             const std::vector<double>& weights, size_t count);
+             const std::vector<double>& weights, size_t count, bool stream);
 
 // Each table by itself, for tests; null where it was not built or the processor cannot run it.
 const Kernels* scalar_kernels();

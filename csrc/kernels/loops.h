@@ -241,13 +241,14 @@ void displace_float(const void* parameter, void* before, size_t count) {
   for (; i < count; ++i) narrow(widen(p[i]) - widen(b[i]), b + i);
 }
 
-template <typename T>
-void foresee_float(const void* parameter, void* expected, const void* momentum, const void* square,
-                   const NextStep& step, size_t count) {
+template <typename T, bool kStream>
+void foresee_loop(const void* parameter, const void* expected, void* ahead, const void* momentum,
+                  const void* square, const NextStep& step, size_t count) {
   using Scalar = typename Accumulator<T>::Scalar;
   using Vector = typename Accumulator<T>::Vector;
   const T* p = static_cast<const T*>(parameter);
-  T* e = static_cast<T*>(expected);
+  const T* e = static_cast<const T*>(expected);
+  T* a = static_cast<T*>(ahead);
   const T* m = static_cast<const T*>(momentum);
   const T* v = static_cast<const T*>(square);
   const Vector keep = Vector::fill(static_cast<Scalar>(step.keep));
@@ -258,19 +259,7 @@ void foresee_float(const void* parameter, void* expected, const void* momentum, 
   const Vector by_squared = Vector::fill(static_cast<Scalar>(step.squared));
   const Vector root = Vector::fill(static_cast<Scalar>(step.root));
   const Vector epsilon = Vector::fill(static_cast<Scalar>(step.epsilon));
-  size_t i = 0;
-  for (; i + Vector::kWidth <= count; i += Vector::kWidth) {
-    const Vector old = Vector::load(p + i);
-    const Vector g = Vector::load(e + i) + old * decay;
-    Vector move = g * by_gradient;
-    if (m != nullptr) move = Vector::load(m + i) * by_momentum + move;
-    if (v != nullptr) {
-      const Vector moment = Vector::load(v + i) * by_square + g * g * by_squared;
-      move = move / (moment.root() * root + epsilon);
-    }
-    (move + old * keep).store(e + i);
-  }
-  for (; i < count; ++i) {
+  const auto one = [&](size_t i) {
     const Scalar w = widen(p[i]);
     const Scalar g = widen(e[i]) + w * static_cast<Scalar>(step.decay);
     Scalar move = g * static_cast<Scalar>(step.gradient);
@@ -280,24 +269,78 @@ void foresee_float(const void* parameter, void* expected, const void* momentum, 
           widen(v[i]) * static_cast<Scalar>(step.square) + g * g * static_cast<Scalar>(step.squared);
       move = move / (root_of(moment) * static_cast<Scalar>(step.root) + static_cast<Scalar>(step.epsilon));
     }
-    narrow(move + w * static_cast<Scalar>(step.keep), e + i);
+    narrow(move + w * static_cast<Scalar>(step.keep), a + i);
+  };
+  size_t i = 0;
+  for (const size_t head = kStream ? elements_to_aligned(a, Vector::kWidth, count) : 0; i < head; ++i) one(i);
+  for (; i + Vector::kWidth <= count; i += Vector::kWidth) {
+    const Vector old = Vector::load(p + i);
+    const Vector g = Vector::load(e + i) + old * decay;
+    Vector move = g * by_gradient;
+    if (m != nullptr) move = Vector::load(m + i) * by_momentum + move;
+    if (v != nullptr) {
+      const Vector moment = Vector::load(v + i) * by_square + g * g * by_squared;
+      move = move / (moment.root() * root + epsilon);
+    }
+    const Vector to = move + old * keep;
+    if (kStream) {
+      to.stream(a + i);
+    } else {
+      to.store(a + i);
+    }
+  }
+  for (; i < count; ++i) one(i);
+  if (kStream) stream_fence();
+}
+
+template <typename T>
+void foresee_float(const void* parameter, const void* expected, void* ahead, const void* momentum,
+                   const void* square, const NextStep& step, size_t count, bool stream) {
+  if (stream && can_stream(static_cast<T*>(ahead))) {
+    foresee_loop<T, true>(parameter, expected, ahead, momentum, square, step, count);
+  } else {
+    foresee_loop<T, false>(parameter, expected, ahead, momentum, square, step, count);
   }
 }
 
+// Below so many bytes memcpy does not copy by a string instruction. That takes several times as long on some
+// processors (AMD's Zen) where source and destination lie unluckily within their pages.
+constexpr size_t kVectorBytes = 2048;
+
+template <bool kStream>
+void copy_vectors(float* to, const float* from, size_t count) {
+  constexpr size_t kWidth = F32::kWidth, kUnroll = 4;
+  size_t i = elements_to_aligned(to, kWidth, count);
+  std::memcpy(to, from, i * sizeof(float));
+  for (; i + kUnroll * kWidth <= count; i += kUnroll * kWidth) {
+    F32 block[kUnroll];
+    for (size_t k = 0; k < kUnroll; ++k) block[k] = F32::load(from + i + k * kWidth);
+    for (size_t k = 0; k < kUnroll; ++k) {
+      if (kStream) {
+        block[k].stream(to + i + k * kWidth);
+      } else {
+        block[k].store(to + i + k * kWidth);
+      }
+    }
+  }
+  std::memcpy(to + i, from + i, (count - i) * sizeof(float));
+  if (kStream) stream_fence();
+}
+
 void copy_bytes(void* destination, const void* source, size_t bytes, bool stream) {
-  if (!stream || reinterpret_cast<uintptr_t>(destination) % sizeof(float) != 0) {
+  if (bytes < kVectorBytes || !can_stream(static_cast<const float*>(destination))) {
     std::memcpy(destination, source, bytes);
     return;
   }
-  float* to = static_cast<float*>(destination);
-  const float* from = static_cast<const float*>(source);
+  float* const to = static_cast<float*>(destination);
+  const float* const from = static_cast<const float*>(source);
   const size_t count = bytes / sizeof(float);
-  const size_t head = elements_to_aligned(to, F32::kWidth, count);
-  std::memcpy(to, from, head * sizeof(float));
-  size_t i = head;
-  for (; i + F32::kWidth <= count; i += F32::kWidth) F32::load(from + i).stream(to + i);
-  std::memcpy(to + i, from + i, bytes - i * sizeof(float));
-  stream_fence();
+  if (stream) {
+    copy_vectors<true>(to, from, count);
+  } else {
+    copy_vectors<false>(to, from, count);
+  }
+  std::memcpy(to + count, from + count, bytes - count * sizeof(float));
 }
 
 // The rows of a table: one per dtype, in their order.

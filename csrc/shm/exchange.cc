@@ -65,7 +65,8 @@ void Exchange::pack(void* slot, size_t begin, size_t end) const {
     const size_t from = std::max(begin, piece.offset);
     const size_t to = std::min(end, piece.offset + piece.bytes);
     if (from >= to) continue;
-    std::memcpy(static_cast<uint8_t*>(slot) + (from - begin), piece.data + (from - piece.offset), to - from);
+    kernels().copy(static_cast<uint8_t*>(slot) + (from - begin), piece.data + (from - piece.offset),
+                   to - from, false);
   }
 }
 

@@ -231,15 +231,15 @@ void Transfer::pack() {
     compress(operation_, part.begin, part.end, slot + part.slot_offset);
   } else if (part.count() > 0 && (operation_.kind == Kind::kAllreduce || operation_.root == rank_)) {
     uint8_t* to = slot + part.slot_offset;
-    operation_.layout.pieces(part.begin, part.end,
-                             [&](size_t tensor, size_t offset, size_t at, size_t count) {
-                               const uint8_t* from = static_cast<const uint8_t*>(operation_.inputs[tensor]);
-                               if (from == nullptr) {
-                                 std::memset(to + at * item_, 0, count * item_);
-                               } else {
-                                 std::memcpy(to + at * item_, from + offset * item_, count * item_);
-                               }
-                             });
+    operation_.layout.pieces(
+        part.begin, part.end, [&](size_t tensor, size_t offset, size_t at, size_t count) {
+          const uint8_t* from = static_cast<const uint8_t*>(operation_.inputs[tensor]);
+          if (from == nullptr) {
+            std::memset(to + at * item_, 0, count * item_);
+          } else {
+            kernels().copy(to + at * item_, from + offset * item_, count * item_, stream_);
+          }
+        });
   }
   ring_.publish(kPacked, first_ + ++packed_);
 }

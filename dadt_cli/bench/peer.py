@@ -6,7 +6,7 @@ import importlib
 
 from dadt.errors import ConfigError
 
-PEERS = ("ddp", "ddp-view", "ddp-bf16", "ddp-powersgd", "horovod", "sync")
+PEERS = ("ddp", "ddp-view", "ddp-bf16", "ddp-powersgd", "bare", "bare-bf16", "horovod", "sync")
 """`sync` is DADT's, the others are classes of the trainer's."""
 
 

@@ -177,6 +177,34 @@ class DdpPowerSgd(DdpView):
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
+class Bare(Plain):
+    """A copy of the script that averages nothing: behind each step goes a bare allreduce of as many bytes, of buffers
+    that nobody reads or writes. What averages late through the same library has that to pay, and all else on top."""
+
+    DTYPE: torch.dtype | None = None
+    BUCKET = 25 << 20
+    """Bytes, as DDP's."""
+
+    def wrap(self, model: nn.Module, optimizer: Any, accumulate: int) -> tuple[nn.Module, Any]:
+        first = next(model.parameters())
+        torch.distributed.init_process_group("nccl" if first.is_cuda else "gloo")
+        count = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        flat = torch.zeros(count, dtype=self.DTYPE or first.dtype, device=first.device)
+        self._buckets = flat.split(self.BUCKET // flat.element_size())
+        self._works: list[Any] = []
+        optimizer.register_step_pre_hook(lambda *_: self._exchange())
+        return model, optimizer
+
+    def _exchange(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works = [torch.distributed.all_reduce(bucket, async_op=True) for bucket in self._buckets]
+
+
+class BareBf16(Bare):
+    DTYPE = torch.bfloat16
+
+
 class Horovod(Plain):
     """Its distributed optimizer, as its documentation shows."""
 
@@ -200,6 +228,8 @@ PEERS: dict[str, type[Plain]] = {
     "ddp-view": DdpView,
     "ddp-bf16": DdpBf16,
     "ddp-powersgd": DdpPowerSgd,
+    "bare": Bare,
+    "bare-bf16": BareBf16,
     "horovod": Horovod,
 }
 

@@ -298,7 +298,8 @@ TEST(Kernels, ForeseeIsTheNextStep) {
   for (const Kernels* table : tables()) {
     std::vector<float> expected = {1, 0, -1};
     const std::vector<float> parameter = {2, 2, 2}, momentum = {3, 0, 1}, square = {4, 16, 1};
-    table->foresee[0](parameter.data(), expected.data(), momentum.data(), square.data(), step, 3);
+    table->foresee[0](parameter.data(), expected.data(), expected.data(), momentum.data(), square.data(),
+                      step, 3, false);
     const double moves[] = {-0.37 / (std::sqrt(4.1) / 2 + 1e-3), 0, 0.01 / (std::sqrt(1.4) / 2 + 1e-3)};
     for (size_t i = 0; i < 3; ++i) EXPECT_NEAR(expected[i], 2 * 0.999 + moves[i], 1e-6) << table->name;
     for (DType dtype : kFloats) {
@@ -311,9 +312,12 @@ TEST(Kernels, ForeseeIsTheNextStep) {
         scalar_kernels()->product[d](v.data(), twice, 2, 101, false);
         const void* by = divided ? v.data() : nullptr;
         const void* moving = divided ? m.data() : nullptr;
-        scalar_kernels()->foresee[d](p.data(), want.data(), moving, by, decayed, 101);
-        table->foresee[d](p.data(), e.data(), moving, by, decayed, 101);
-        EXPECT_TRUE(e == want) << table->name << " " << dtype_name(dtype);
+        scalar_kernels()->foresee[d](p.data(), e.data(), want.data(), moving, by, decayed, 101, false);
+        for (const bool stream : {false, true}) {
+          Numbers got(dtype, 101, 5);
+          table->foresee[d](p.data(), e.data(), got.data(), moving, by, decayed, 101, stream);
+          EXPECT_TRUE(got == want) << table->name << " " << dtype_name(dtype);
+        }
       }
     }
   }
@@ -329,10 +333,12 @@ TEST(Kernels, ForeseeSumsWhatIsExpectedBlockByBlock) {
     const void* sources[] = {one.data(), other.data()};
     const double weights[] = {0.75, -0.5};
     kernels().reduce[d](want.data(), sources, weights, 2, 1, kCount, false);
-    kernels().foresee[d](p.data(), want.data(), m.data(), nullptr, step, kCount);
-    foresee(dtype, p.data(), got.data(), m.data(), nullptr, step, {one.data(), other.data()}, {0.75, -0.5},
-            kCount);
-    EXPECT_TRUE(got == want) << dtype_name(dtype);
+    kernels().foresee[d](p.data(), want.data(), want.data(), m.data(), nullptr, step, kCount, false);
+    for (const bool stream : {false, true}) {
+      foresee(dtype, p.data(), got.data(), m.data(), nullptr, step, {one.data(), other.data()}, {0.75, -0.5},
+              kCount, stream);
+      EXPECT_TRUE(got == want) << dtype_name(dtype);
+    }
   }
 }
 
@@ -409,12 +415,14 @@ TEST(Kernels, CopiesEveryByte) {
   for (size_t i = 0; i < from.size(); ++i) from[i] = static_cast<uint8_t>(i * 7);
   for (const Kernels* table : tables()) {
     for (size_t shift : {0, 1, 4, 20}) {
-      for (size_t bytes : {0, 1, 3, 64, 1000, 2077}) {
-        std::fill(to.begin(), to.end(), 0);
+      for (size_t bytes : {0, 1, 3, 64, 1000, 2077, 2941}) {
         std::fill(want.begin(), want.end(), 0);
         std::memcpy(want.data() + shift, from.data() + 2 * shift, bytes);
-        table->copy(to.data() + shift, from.data() + 2 * shift, bytes, true);
-        ASSERT_EQ(to, want) << table->name << " shift " << shift << " bytes " << bytes;
+        for (const bool stream : {false, true}) {
+          std::fill(to.begin(), to.end(), 0);
+          table->copy(to.data() + shift, from.data() + 2 * shift, bytes, stream);
+          ASSERT_EQ(to, want) << table->name << " shift " << shift << " bytes " << bytes;
+        }
       }
     }
   }
