@@ -24,8 +24,8 @@ rounds.
 nobody reads or writes; *bare-bf16* moves half of them. What averages late through Gloo has that to pay, and all else on
 top: it cannot be faster.
 *ddp-view* and *ddp-bf16* are DistributedDataParallel with `gradient_as_bucket_view=True`, the latter also with torch's
-hook of this name. "DDP" is the faster of *ddp* and *ddp-view*. torch's PowerSGD hook is not among them: over Gloo it ended
-in its second round, with lengths that did not fit (`dadt bench resnet50 --against ddp-powersgd` tries it).
+hook of this name. "DDP" is the faster of *ddp* and *ddp-view*. torch's PowerSGD hook is not among them: over Gloo it
+ended in its second round, with lengths that did not fit (`dadt bench resnet50 --against ddp-powersgd` tries it).
 """
 TARGETS_HEAD = """
 ## Targets

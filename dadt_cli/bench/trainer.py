@@ -190,7 +190,7 @@ class Bare(Plain):
         torch.distributed.init_process_group("nccl" if first.is_cuda else "gloo")
         count = sum(p.numel() for p in model.parameters() if p.requires_grad)
         flat = torch.zeros(count, dtype=self.DTYPE or first.dtype, device=first.device)
-        self._buckets = flat.split(self.BUCKET // flat.element_size())
+        self._buckets = torch.split(flat, self.BUCKET // flat.element_size())
         self._works: list[Any] = []
         optimizer.register_step_pre_hook(lambda *_: self._exchange())
         return model, optimizer

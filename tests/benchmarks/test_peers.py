@@ -52,7 +52,7 @@ def test_each_target_is_computed_from_the_rounds_and_judged() -> None:
     assert found["resnet101: speed of pipe over DDP's"][1:] == ["", "", "not measured"]
     # A link that needs 0.95 s lets nobody be faster.
     limited = found["asleep-even: speed of pipe over plain's, or what the link allows"]
-    assert limited [1:] == ["0.95", "0.95 (0.80 to 0.95)", "by its median"]
+    assert limited[1:] == ["0.95", "0.95 (0.80 to 0.95)", "by its median"]
     assert found["pipe"][:3] == ["1000 (1000 to 2000)", "0.80 (0.80 to 0.80)", "1.10 (1.00 to 1.30)"]
     assert found["plain"][1] == found["ddp-view"][2] == "1"
     assert "Horovod is left out: it is not here." in text and "peers-resnet50.png" in text
@@ -85,7 +85,7 @@ def test_a_loss_that_is_not_reached_is_a_target_missed() -> None:
     found = {"slow-link-sgd": slow_link([{"rows": row, "ratio": 28.4}, {"rows": never, "ratio": 35.0}])}
     told = rows(page({}, found))
     assert "waits 28 to 35 times" in page({}, found)
-    assert told["slow-link-sgd: speed of auto over that of DDP"] [2:] == ["4.00 (0.00 to 8.00)", "not by its median"]
+    assert told["slow-link-sgd: speed of auto over that of DDP"][2:] == ["4.00 (0.00 to 8.00)", "not by its median"]
     assert told["slow-link-adam: speed of auto over that of DDP"][3] == "not measured"
 
 
