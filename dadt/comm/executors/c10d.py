@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import os
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -147,9 +148,31 @@ def _unless_outdated(meet: Meet, join: Callable[[], C10d]) -> C10d:
 def gloo_group(store: Any, address: str, rank: int, world_size: int, timeout: float, name: str = "dadt") -> Any:
     """Ranks connected by Gloo; `name` keeps the groups of one store apart."""
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = datetime.timedelta(seconds=timeout)
-    return ProcessGroupGloo(PrefixStore(name, store), rank, world_size, options)
+    with _threads_give_way():
+        options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+        return ProcessGroupGloo(PrefixStore(name, store), rank, world_size, options)
+
+
+@contextmanager
+def _threads_give_way() -> Iterator[None]:
+    """Threads that are made meanwhile do not interrupt one that computes each time that a few packets have come: they
+    find more at once, which costs the kernel half as much."""
+    usual = os.sched_getscheduler(0) == os.SCHED_OTHER and _schedule(os.SCHED_BATCH)
+    try:
+        yield
+    finally:
+        if usual:
+            _schedule(os.SCHED_OTHER)
+
+
+def _schedule(policy: int) -> bool:
+    """The calling thread; False where a sandbox forbids it."""
+    try:
+        os.sched_setscheduler(0, policy, os.sched_param(0))
+    except OSError:
+        return False
+    return True
 
 
 def _other_group(name: str, store: Any, rank: int, world_size: int, timeout: float) -> Any:

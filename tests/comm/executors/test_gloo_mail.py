@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +38,15 @@ def connected(tmp_path: Path) -> Callable[..., list[c10d.C10d]]:
         return both(make, ranks)
 
     return connect
+
+
+def test_its_threads_do_not_interrupt_one_that_computes(connected):
+    mails = connected(30.0, 1)
+    names = {int(task.name): (task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
+    gloo = {os.sched_getscheduler(thread) for thread, name in names.items() if "gloo" in name}
+    others = {os.sched_getscheduler(thread) for thread, name in names.items() if "gloo" not in name}
+    assert (gloo, others) == ({os.SCHED_BATCH}, {os.SCHED_OTHER})
+    mails[0].close()
 
 
 def test_a_message_arrives_though_nobody_keeps_its_handle(connected):
