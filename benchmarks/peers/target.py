@@ -13,7 +13,7 @@ DDP = ("ddp", "ddp-view")
 """DDP without compression; the faster of them is compared with."""
 PLAIN, HOROVOD = ("plain",), ("horovod",)
 BARE = {"pipe": ("bare",), "pipe+bf16": ("bare-bf16",)}
-"""What bounds these where Gloo is the transport."""
+"""What these have to pay at least for what Gloo does."""
 SLOW_LINKS = ("slow-link-sgd", "slow-link-adam")
 """Of `benchmarks.convergence.slow_link` over 100 Mbit/s: seconds to the same loss, seed by seed."""
 

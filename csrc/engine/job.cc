@@ -58,7 +58,7 @@ void Job::pack(void* destination, std::optional<double> given, bool spread) cons
     if (op.inputs[i] == nullptr || factor == 0) {
       std::memset(to, 0, count * item);
     } else if (factor == 1) {
-      kernels().copy(to, op.inputs[i], count * item, false);
+      std::memcpy(to, op.inputs[i], count * item);
     } else {
       scale(to, op.inputs[i], factor, count);
     }
@@ -81,7 +81,7 @@ void Job::unpack(const void* source, double factor, bool spread) const {
     } else if (factor != 1) {
       scale(op.outputs[i], from, factor, count);
     } else if (op.outputs[i] != from) {
-      kernels().copy(op.outputs[i], from, count * item, false);
+      std::memcpy(op.outputs[i], from, count * item);
     }
     from += count * item;
   }

@@ -303,44 +303,20 @@ void foresee_float(const void* parameter, const void* expected, void* ahead, con
   }
 }
 
-// Below so many bytes memcpy does not copy by a string instruction. That takes several times as long on some
-// processors (AMD's Zen) where source and destination lie unluckily within their pages.
-constexpr size_t kVectorBytes = 2048;
-
-template <bool kStream>
-void copy_vectors(float* to, const float* from, size_t count) {
-  constexpr size_t kWidth = F32::kWidth, kUnroll = 4;
-  size_t i = elements_to_aligned(to, kWidth, count);
-  std::memcpy(to, from, i * sizeof(float));
-  for (; i + kUnroll * kWidth <= count; i += kUnroll * kWidth) {
-    F32 block[kUnroll];
-    for (size_t k = 0; k < kUnroll; ++k) block[k] = F32::load(from + i + k * kWidth);
-    for (size_t k = 0; k < kUnroll; ++k) {
-      if (kStream) {
-        block[k].stream(to + i + k * kWidth);
-      } else {
-        block[k].store(to + i + k * kWidth);
-      }
-    }
-  }
-  std::memcpy(to + i, from + i, (count - i) * sizeof(float));
-  if (kStream) stream_fence();
-}
-
 void copy_bytes(void* destination, const void* source, size_t bytes, bool stream) {
-  if (bytes < kVectorBytes || !can_stream(static_cast<const float*>(destination))) {
+  if (!stream || reinterpret_cast<uintptr_t>(destination) % sizeof(float) != 0) {
     std::memcpy(destination, source, bytes);
     return;
   }
-  float* const to = static_cast<float*>(destination);
-  const float* const from = static_cast<const float*>(source);
+  float* to = static_cast<float*>(destination);
+  const float* from = static_cast<const float*>(source);
   const size_t count = bytes / sizeof(float);
-  if (stream) {
-    copy_vectors<true>(to, from, count);
-  } else {
-    copy_vectors<false>(to, from, count);
-  }
-  std::memcpy(to + count, from + count, bytes - count * sizeof(float));
+  const size_t head = elements_to_aligned(to, F32::kWidth, count);
+  std::memcpy(to, from, head * sizeof(float));
+  size_t i = head;
+  for (; i + F32::kWidth <= count; i += F32::kWidth) F32::load(from + i).stream(to + i);
+  std::memcpy(to + i, from + i, bytes - i * sizeof(float));
+  stream_fence();
 }
 
 // The rows of a table: one per dtype, in their order.

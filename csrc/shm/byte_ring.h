@@ -3,8 +3,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-
-#include "kernels/kernels.h"
+#include <cstring>
 
 namespace dadt {
 
@@ -25,7 +24,7 @@ class ByteRing {
   // Writer: bytes behind those written before; the reader sees them at `publish`. Needs room.
   void put(const void* data, size_t bytes) {
     each_part(head_->written.load() + ahead_, bytes, [&](uint8_t* at, size_t from, size_t count) {
-      kernels().copy(at, static_cast<const uint8_t*>(data) + from, count, false);
+      std::memcpy(at, static_cast<const uint8_t*>(data) + from, count);
     });
     ahead_ += bytes;
   }
@@ -39,7 +38,7 @@ class ByteRing {
   // Reader: copies bytes that lie `offset` behind the first unread one.
   void peek(void* to, size_t offset, size_t bytes) const {
     each_part(head_->read.load() + offset, bytes, [&](const uint8_t* at, size_t from, size_t count) {
-      kernels().copy(static_cast<uint8_t*>(to) + from, at, count, false);
+      std::memcpy(static_cast<uint8_t*>(to) + from, at, count);
     });
   }
   // Reader: forgets the first unread bytes; true if the writer is to be woken.

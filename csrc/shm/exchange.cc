@@ -65,8 +65,7 @@ void Exchange::pack(void* slot, size_t begin, size_t end) const {
     const size_t from = std::max(begin, piece.offset);
     const size_t to = std::min(end, piece.offset + piece.bytes);
     if (from >= to) continue;
-    kernels().copy(static_cast<uint8_t*>(slot) + (from - begin), piece.data + (from - piece.offset),
-                   to - from, false);
+    std::memcpy(static_cast<uint8_t*>(slot) + (from - begin), piece.data + (from - piece.offset), to - from);
   }
 }
 

@@ -237,6 +237,8 @@ void Transfer::pack() {
           if (from == nullptr) {
             std::memset(to + at * item_, 0, count * item_);
           } else {
+            // Where cores have caches of their own, lines that go to and fro between them take longer than
+            // memory.
             kernels().copy(to + at * item_, from + offset * item_, count * item_, stream_);
           }
         });
