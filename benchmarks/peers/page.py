@@ -21,9 +21,9 @@ rounds.
 
 *plain* are as many copies of the script at once, which exchange nothing. *null* is DADT without moving data.
 *bare* is *plain* with torch's own allreduce of as many bytes behind each step, by a thread of Gloo's, of buffers that
-nobody reads or writes; *bare-bf16* moves half of them. That is the least that averaging late costs through Gloo as torch
-uses it. DADT can be a little faster: its threads of Gloo's do not interrupt the one that computes, and bf16 is summed by
-its own loops.
+nobody reads or writes; *bare-bf16* moves half of them. That is the least that averaging late costs through Gloo as
+torch uses it. DADT can be a little faster: its threads of Gloo's do not interrupt the one that computes, and bf16 is
+summed by its own loops.
 *ddp-view* and *ddp-bf16* are DistributedDataParallel with `gradient_as_bucket_view=True`, the latter also with torch's
 hook of this name. "DDP" is the faster of *ddp* and *ddp-view*. torch's PowerSGD hook is not among them: over Gloo it
 ended in its second round, with lengths that did not fit (`dadt bench resnet50 --against ddp-powersgd` tries it).
