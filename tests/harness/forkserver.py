@@ -62,7 +62,7 @@ class Rank:
         code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         try:
             self.connection.send(str(code).encode())
-        except BrokenPipeError:
+        except ConnectionError:
             pass  # killed together with it
         self.close()
 
@@ -111,8 +111,12 @@ def serve(address: str) -> dict[str, Any] | None:
                 return None
             if key.fileobj is listener:
                 connection = listener.accept()[0]
-                size, files, _, _ = socket.recv_fds(connection, 8, 3)
-                order = connection.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
+                try:
+                    size, files, _, _ = socket.recv_fds(connection, 8, 3)
+                    order = connection.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
+                except ConnectionError:  # it was killed before it had said what it is for
+                    connection.close()
+                    continue
                 if (pid := os.fork()) == 0:
                     for number, file in enumerate(files):
                         os.dup2(file, number)
@@ -125,6 +129,8 @@ def serve(address: str) -> dict[str, Any] | None:
                 ranks.append(Rank(pid, connection))
                 ready.register(ranks[-1].end, selectors.EVENT_READ, ranks[-1])
                 ready.register(connection, selectors.EVENT_READ, ranks[-1])
+            elif key.data not in ranks:
+                pass  # buried since this was seen
             elif key.fileobj is key.data.connection:  # the job has ended it
                 ready.unregister(key.fileobj)
                 key.data.kill()
