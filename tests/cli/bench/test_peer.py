@@ -43,6 +43,8 @@ if __name__ == "__main__":
         weight = training._workload.model.weight
         print("found", peer, hashlib.sha256(weight.detach().numpy().tobytes()).hexdigest(), flush=True)
         torch.distributed.destroy_process_group()
+    # Of torch 2.13: a process that has had DDP over Gloo sometimes aborts while libraries end, after all of Python has.
+    os._exit(0)
 """
 
 
