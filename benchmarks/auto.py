@@ -96,11 +96,11 @@ def _contender(pair: tuple[str, str], *more: str) -> Contender:
 
 
 def _line(folder: Path) -> str:
-    """That in which auto says what it has chosen, of the job's journal."""
+    """The last one in which auto says what it has chosen, of the job's journal."""
     (journal,) = folder.glob("*/events.jsonl")
-    found = re.search(r'"(warm-up done [^"]* chooses [^"]*)"', journal.read_text())
-    assert found is not None, "auto has chosen nothing"
-    return found[1]
+    found = re.findall(r'"((?:warm-up done|after) [^"]* chooses [^"]*)"', journal.read_text())
+    assert found, "auto has chosen nothing"
+    return str(found[-1])
 
 
 def _table(found: Sequence[dict[str, Any]]) -> list[str]:

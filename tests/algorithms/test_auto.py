@@ -153,6 +153,34 @@ def test_ranks_agree_by_the_slowest(dadt_run) -> None:
     assert f"{3 * STEPS} steps, {STEPS - WARMUP} of them delayed by one" in run.lines()[-1]
 
 
+SLOWER = """
+    import time
+    from harness import rounds as t
+    torch.manual_seed(rank)
+    model = t.mlp()
+    optimizer = torch.optim.{optimizer}(model.parameters(), lr=1e-3)
+    for step in range(32):
+        t.backward(model, rank, step)
+        time.sleep(0.03)
+        optimizer.step()
+        optimizer.zero_grad()
+    t.at_the_end(lambda: report(t.values(model)))
+"""
+
+
+@pytest.mark.parametrize(("optimizer", "way"), [("Adam", "sync: 20.0 ms"), ("SGD", "local: 10.0 ms")])
+def test_pipe_that_is_slower_than_predicted_gives_way(dadt_run, optimizer: str, way: str) -> None:
+    torch.set_num_threads(1)
+    script = FAKE.format(exchanges=[0.010]) + SLOWER.format(optimizer=optimizer)
+    run = dadt_run(script, "--algorithm", "auto", "--warmup-steps", str(WARMUP))
+    first, second = (line for line in run.lines() if "--algorithm auto" in line and "chooses" in line)
+    assert "chooses pipe: 10.0 ms a step" in first
+    late = re.search(r"after 8 late steps, of which each took (\d+)\.\d ms", second)
+    assert late is not None and int(late[1]) >= 30, second
+    assert f"--algorithm auto chooses {way} a step, " in second
+    assert_equal(*run.ranks, "replicas")
+
+
 COMPRESSED = """
     from harness import scenarios
     report([scenarios.train("adam", rank), scenarios.train("momentum", rank)])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import deque
 from dataclasses import asdict
+from itertools import pairwise
 from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
 TRIES = 3
 """Synchronous steps that try a compression: the first one makes its buffers, and the median leaves it out."""
+LATE = 8
+"""Late steps whose median has to keep what was predicted of `pipe`."""
 
 
 class Auto(Pipe):
@@ -35,7 +39,8 @@ class Auto(Pipe):
 
     The last of them try compressions, since what these cost depends on the processor as much as on the network. The
     ranks tell each other their times beside the exchange of the last one, and all choose by the slowest. From then on
-    it is what `Pipe` is, or does what `sync` does, or gives way to `local`.
+    it is what `Pipe` is, or does what `sync` does, or gives way to `local`. What `pipe` costs shows in late steps
+    alone: where it is chosen, its first ones are measured, and all choose once more.
     """
 
     def __init__(self, attachment: Attachment) -> None:
@@ -54,6 +59,11 @@ class Auto(Pipe):
         """All ranks' times."""
         self._trained: tuple[Any, ...] = ()
         """What the script trained in the first step."""
+        self._found: Mapping[Way, float] = {}
+        """What was predicted, until the late steps are measured."""
+        self._review = 0
+        """The step in which they are."""
+        self._ends_of_steps: deque[float] = deque(maxlen=LATE + 1)
 
     @property
     def _warming_up(self) -> bool:
@@ -98,7 +108,7 @@ class Auto(Pipe):
 
     def _step_synchronously(self, exchange: Exchange) -> None:
         a = self.attachment
-        if self._told is None and a.step + 1 >= self._until and not a.has_closure:
+        if self._way is None and self._told is None and a.step + 1 >= self._until and not a.has_closure:
             # While the exchange is under way, so that the step can be begun anew where ranks are lost.
             self._told = a.runtime.allgather(f"times{a.name}", json.dumps(asdict(self._times)).encode())
         if self._told is not None:
@@ -130,7 +140,11 @@ class Auto(Pipe):
     def after_step(self) -> None:
         super().after_step()
         a = self.attachment
-        if self._way is None and self._told is not None:
+        if self._found and self._sync is None:
+            self._ends_of_steps.append(perf_counter())
+            if self._told is not None:
+                self._choose_anew(self._told)
+        elif self._way is None and self._told is not None:
             self._choose([Times(**json.loads(lane)) for lane in self._told.lanes])
         elif self._way is None and a.has_closure and given_algorithm(a) == "local" and a.step + 1 >= a.warmup_steps:
             # Gradients of closures are not compressed, so nothing was measured.
@@ -150,11 +164,38 @@ class Auto(Pipe):
         way = choice.best(found)
         a.runtime.say(f"{_found(self._record.steps, times)}: {_flags(a)}{a.name} {_reason(way, found)}")
         self._take(way)
+        others = [each for each in found if each.algorithm != "pipe"]
+        if way.algorithm == "pipe" and others:
+            self._found = {each: found[each] for each in found if each == way or each in others}
+            self._review = a.step + LATE + 2
+
+    def _ends(self) -> bool:
+        a = self.attachment
+        if not self._found or a.step < self._review:
+            return False
+        if self._told is None:
+            mine = statistics.median(after - before for before, after in pairwise(self._ends_of_steps))
+            self._told = a.runtime.allgather(f"late steps{a.name}", json.dumps(mine).encode())
+        a.runtime.wait(self._told)
+        return choice.best(self._corrected(self._told)) != self._way
+
+    def _corrected(self, told: Gathering) -> dict[Way, float]:
+        """With what late steps do take, by the slowest rank."""
+        return {each: max(map(json.loads, told.lanes)) if each == self._way else s for each, s in self._found.items()}
+
+    def _choose_anew(self, told: Gathering) -> None:
+        found = self._corrected(told)
+        self._found, self._told = {}, None
+        if (way := choice.best(found)) != self._way:
+            a, late = self.attachment, next(each for each in found if each.algorithm == "pipe")
+            measured = f"after {LATE} late steps, of which each took {milliseconds(found[late])}"
+            a.runtime.say(f"{measured}: {_flags(a)}{a.name} {_reason(way, found)}")
+            self._take(way)
 
     def _take(self, way: Way) -> None:
         """From the next step on, on all ranks; no exchange is under way."""
         a = self.attachment
-        self._way, self._warmed_up = way, True
+        self._way, self._told, self._warmed_up = way, None, True
         self.tries, a.measure.why = False, ""
         self._compress(way.compression)
         if known := self._record.moving(way.compression):

@@ -9,7 +9,8 @@ exchange, and p the processor's in that. Predicted as by `dadt bench advise`, wh
     local    (H A + max(0, X - h A)) / H: of H steps between two exchanges h hide one
 
 None is faster than its processor seconds on k cores: (P + p) / k, with `local` (P + p / H) / k. S has what neither C
-nor X has: in each step all wait for the rank that is slowest then.
+nor X has: in each step all wait for the rank that is slowest then. What `pipe` is predicted to take is the least that
+it can: the prediction of weights comes on top, and shows when it is tried.
 """
 
 from __future__ import annotations

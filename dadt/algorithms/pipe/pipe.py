@@ -230,12 +230,19 @@ class Pipe(Algorithm):
         if alarm or self._changes >= _PATIENCE:
             a.agree(lanes, oldest)
             self._fall_back(exchange, alarm)
+        elif self._ends():
+            a.agree(lanes, oldest)
+            self._step_synchronously(exchange)
         elif applies:
             self._deliver(oldest, late=True)
             a.agree(lanes, oldest)
         else:
             a.agree(lanes, oldest)
             self._hold()
+
+    def _ends(self) -> bool:
+        """Whether this late step is to become a synchronous one, on all ranks: what was in flight before is dropped."""
+        return False
 
     def _hold(self) -> None:
         """Apply nothing in this step."""
