@@ -22,7 +22,8 @@ class Gathering:
         self.number = number
         self.began = perf_counter()
         self._data = data
-        self._work: Work
+        self._work: Work | None = None
+        """None where the connection was lost before it was launched."""
         self._lanes: Sequence[bytes] | None = None
 
     def launch(self, engine: Engine) -> None:
@@ -36,11 +37,11 @@ class Gathering:
     @property
     def done(self) -> bool:
         """Complete, or failed."""
-        return self._lanes is not None or self._work.done
+        return self._lanes is not None or (self._work is not None and self._work.done)
 
     @property
     def complete(self) -> bool:
-        if self._lanes is None and self._work.done:
+        if self._lanes is None and self.done:
             try:
                 self.wait(0.0)
             except CommError:
@@ -56,5 +57,6 @@ class Gathering:
     def wait(self, timeout: float) -> None:
         """As of Work."""
         if self._lanes is None:
+            assert self._work is not None, "waited for before it was launched"
             self._work.wait(timeout)
             self._lanes = self._work.lanes

@@ -49,32 +49,34 @@ class Reconnection:
     def begin(self, failure: CommError | None = None) -> None:
         """Does not wait. failure: that of a connection, where no rank is known to be lost."""
         with self._changed:
-            if self._thread is None and not self._closed:
+            there_is_need = failure is not None or self._rank.outdated
+            if self._thread is None and there_is_need and not self._closed:
                 self._failure = failure
                 self._thread = threading.Thread(target=self._run, name="dadt-reconnection", daemon=True)
                 self._thread.start()
 
     def _run(self) -> None:
-        while True:
+        done = False
+        while not done:
+            error, self._failure = self._failure or PeerLost("ranks have ended"), None
             try:
-                while self._rank.outdated or self._failure is not None:
-                    error, self._failure = self._failure or PeerLost("ranks have ended"), None
-                    self._rank.connect_anew(error)
-                    self._count += 1
-            except Exception as error:  # noqa: BLE001 (raised on the training thread)
-                self._error = error
-            with self._changed:
-                if self._error is not None or not self._rank.outdated:
+                self._rank.connect_anew(error)
+            except Exception as found:  # noqa: BLE001 (raised on the training thread)
+                self._error = found
+            with self._changed:  # who sees the thread gone sees the count, too
+                self._count += self._error is None
+                done = self._error is not None or not self._rank.outdated
+                if done:
                     self._thread = None
                     self._changed.notify_all()
-                    return
 
     def check(self) -> None:
         """Raises what has ended it, and where the training thread has to begin anew what it does with all ranks."""
         if self._error is not None:
             raise self._error
-        thread = self._thread
-        outdated = thread is not None or self._within != self._count
+        with self._changed:
+            thread = self._thread
+            outdated = thread is not None or self._within != self._count
         if self._within is not None and outdated and thread is not threading.current_thread():
             raise PeerLost("ranks have ended")
 
