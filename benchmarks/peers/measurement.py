@@ -51,7 +51,7 @@ MEASUREMENTS = {
             "resnet50",
             "ResNet50 on two hosts, 1 Gbit/s",
             Task("resnet50", 3),
-            "plain null ddp ddp-view bare horovod pipe sync",
+            "plain ddp ddp-view bare horovod pipe sync",
         ),
         Measurement(
             "resnet50-compressed",
@@ -140,7 +140,7 @@ def contender(name: str, ranks: int) -> Contender:
 def found(asked: Measurement, rounds: int, picture: Path, tell: Callable[[str], None]) -> dict[str, Any]:
     """Figures and conditions of a measurement, for a line of JSON. Raises DadtError where it cannot be made."""
     names = asked.contenders.split()
-    missing = {name: why for name in names if (why := absent(name, bool(asked.options)))}
+    missing = {name: why for name in names if (why := absent(name))}
     contenders = [contender(name, asked.ranks) for name in names if name not in missing]
     before = {**conditions(), "cpu": cpu(), "busy": psutil.cpu_percent(LOOK)}
     begun = time.monotonic()

@@ -27,7 +27,7 @@ from dadt_cli.bench.figure import (
 )
 from dadt_cli.bench.models import MODELS
 from dadt_cli.bench.peer import PEERS, absent, parse_peers
-from dadt_cli.bench.place import WHERE, check_hosts, network_of, place_of, ranks_of, simulates, teller
+from dadt_cli.bench.place import WHERE, check_hosts, network_of, place_of, ranks_of, teller
 from dadt_cli.terminal.options import Brief, config_of, some_knobs
 from dadt_cli.terminal.table import short
 
@@ -142,8 +142,8 @@ def _train(
     from dadt_cli.bench.training import Task, check
 
     peers, notes = parse_peers(",".join(against)), []
-    for peer in [peer for peer in peers if absent(peer, simulates(config))]:
-        notes.append(absent(peer, simulates(config)))
+    for peer in [peer for peer in peers if absent(peer)]:
+        notes.append(absent(peer))
         peers.remove(peer)
     wanted = blocks(config, _chosen(config), parse_sweep(",".join(sweep)), peers, ranks, batch_size)
     for block in wanted:

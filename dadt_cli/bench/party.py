@@ -6,9 +6,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
 from typing import IO, Any, Protocol
 
@@ -31,10 +31,6 @@ class Place(Protocol):
     def remote(self) -> bool:
         """Whether some run on other machines: a Unix socket does not lead there."""
 
-    @property
-    def env(self) -> Mapping[str, str]:
-        """Variables of the processes that are started, beside this one's."""
-
     def commands(self, ranks: int, run: Sequence[str]) -> list[list[str]]:
         """Command lines, a process each, that together start `ranks` workers. run: what follows `dadt run -np N`."""
 
@@ -45,24 +41,9 @@ class Here:
 
     options: Sequence[str] = ()
     remote: bool = False
-    env: Mapping[str, str] = field(default_factory=dict)
 
     def commands(self, ranks: int, run: Sequence[str]) -> list[list[str]]:
         return [[sys.executable, "-m", "dadt_cli", "run", "-np", str(ranks), *self.options, *run]]
-
-
-@dataclass(frozen=True, slots=True)
-class Horovodrun:
-    """Where Horovod's own launcher leads, with the options that say which hosts."""
-
-    options: Sequence[str] = ()
-    remote: bool = False
-    env: Mapping[str, str] = field(default_factory=dict)
-
-    def commands(self, ranks: int, run: Sequence[str]) -> list[list[str]]:
-        """The script's commands alone, without `dadt run` and its options."""
-        script = [sys.executable, *run[run.index("-m") :]]
-        return [[sys.executable, "-m", "horovod.runner.launch", "-np", str(ranks), *self.options, *script]]
 
 
 class Party:
@@ -138,7 +119,7 @@ def start(name: str, place: Place, ranks: int, options: Sequence[str], script: S
         said = stack.enter_context((inside / "said").open("w+b"))
         run = ["--log-dir", str(inside / "logs"), "--output", "errors", "-x", KEY, *options]
         run += ["-m", "dadt_cli.bench.trainer", *script, "--ranks", str(ranks), "--connect", reception.where]
-        env = {**os.environ, **place.env, KEY: reception.key}  # noqa: TID251 (the child's whole environment, not a knob)
+        env = {**os.environ, KEY: reception.key}  # noqa: TID251 (the child's whole environment, not a knob)
         processes: list[subprocess.Popen[bytes]] = []
         stack.callback(end, processes)
         for command in place.commands(ranks, run):

@@ -19,12 +19,10 @@ def parse_peers(text: str) -> list[str]:
     return peers
 
 
-def absent(peer: str, simulated: bool) -> str:
-    """Why the peer's library cannot be used; empty if it can. simulated: on hosts that `dadt run` makes."""
+def absent(peer: str) -> str:
+    """Why the peer's library cannot be used; empty if it can."""
     if peer != "horovod":
         return ""
-    if simulated:
-        return "horovod is left out: its launcher does not know simulated hosts"
     try:
         importlib.import_module("horovod.torch")
     except (ImportError, OSError, RuntimeError) as error:

@@ -10,13 +10,15 @@ import importlib
 import itertools
 import os
 import resource
+import socket
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -91,15 +93,16 @@ class Training:
 
     def work(self, turn: Turn) -> Worked:
         """Some steps that are not counted, for what waits since the last turn, then those that are."""
-        for _ in range(turn.lead):
-            self._step()
-        self._finish()
-        begun, own, cpu = perf_counter(), own_seconds(), process_time()
-        for _ in range(turn.steps):
-            self._step()
-        self._finish()
-        seconds = perf_counter() - begun
-        return Worked(seconds, own_seconds() - own, process_time() - cpu, peak(self.device))
+        with self._peer.turn():
+            for _ in range(turn.lead):
+                self._step()
+            self._finish()
+            begun, own, cpu = perf_counter(), own_seconds(), process_time()
+            for _ in range(turn.steps):
+                self._step()
+            self._finish()
+            seconds = perf_counter() - begun
+            return Worked(seconds, own_seconds() - own, process_time() - cpu, peak(self.device))
 
     def _step(self) -> None:
         self._optimizer.zero_grad()
@@ -136,6 +139,10 @@ class Plain:
 
     def without_exchange(self, model: Any) -> AbstractContextManager[None]:
         """For the backwards of a step before its last."""
+        return nullcontext()
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Outside of it, while others train, nothing here uses the processor."""
         return nullcontext()
 
 
@@ -206,13 +213,21 @@ class BareBf16(Bare):
 
 
 class Horovod(Plain):
-    """Its distributed optimizer, as its documentation shows."""
+    """Its distributed optimizer, as its documentation shows, over its Gloo. Its launcher knows no simulated hosts, so
+    ranks learn what it would tell them from what `dadt run` tells any script."""
 
     def __init__(self) -> None:
-        hvd = importlib.import_module("horovod.torch")
-        hvd.init()
-        self._hvd = hvd
-        self.rank, self.ranks = int(hvd.rank()), int(hvd.size())
+        super().__init__()
+        self._meeting, found = _meet_for_horovod(self.rank, self.ranks)
+        os.environ.update(found)  # noqa: TID251 (Horovod's variables)
+        self._hvd = importlib.import_module("horovod.torch")
+        self._hvd.init()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        self._hvd.init()  # its thread wakes every millisecond, also when there is nothing to do
+        yield
+        self._hvd.shutdown()
 
     def wrap(self, model: nn.Module, optimizer: Any, accumulate: int) -> tuple[nn.Module, Any]:
         self._hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -220,6 +235,37 @@ class Horovod(Plain):
         return model, self._hvd.DistributedOptimizer(
             optimizer, named_parameters=model.named_parameters(), backward_passes_per_step=accumulate
         )
+
+
+def _meet_for_horovod(rank: int, ranks: int) -> tuple[Any, dict[str, str]]:
+    """What rank 0 has to keep until all have met, and Horovod's variables."""
+    env = os.environ  # noqa: TID251 (torch's variables)
+    local_size, master = int(env["LOCAL_WORLD_SIZE"]), env["MASTER_ADDR"]
+    plan = [
+        {"size": ranks, "local_rank": r % local_size, "local_size": local_size, "cross_rank": r // local_size}
+        | {"rank": r, "cross_size": ranks // local_size, "hostname": f"host{r // local_size}"}
+        for r in range(ranks)
+    ]
+    store = torch.distributed.TCPStore(master, int(env["MASTER_PORT"]), ranks, is_master=rank == 0)  # type: ignore[attr-defined]
+    server = None
+    if rank == 0:
+        server = importlib.import_module("horovod.runner.http.http_server").RendezvousServer()
+        store.set("port", str(server.start()))
+        slot = importlib.import_module("horovod.runner.common.util.hosts").SlotInfo
+        server.init([slot(**each) for each in plan])
+        store.set("ready", "")
+    store.wait(["ready"])
+    told = {"gloo_rendezvous_addr": master, "gloo_rendezvous_port": store.get("port").decode(), "controller": "gloo"}
+    told |= {"cpu_operations": "gloo", "gloo_iface": _interface(master)}
+    return (store, server), {f"HOROVOD_{name.upper()}": str(value) for name, value in (told | plan[rank]).items()}
+
+
+def _interface(address: str) -> str:
+    """The one by which this host goes there."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+        way.connect((address, 9))
+        mine = way.getsockname()[0]
+    return next(name for name, known in psutil.net_if_addrs().items() if mine in {each.address for each in known})
 
 
 PEERS: dict[str, type[Plain]] = {
@@ -241,8 +287,7 @@ def device_of(name: str) -> torch.device:
         raise ConfigError("--device cuda: torch finds no GPU that it can use here -> dadt check-env says why")
     if name == "cpu" or not here:
         return torch.device("cpu")
-    names = ("LOCAL_RANK", "HOROVOD_LOCAL_RANK")
-    local = int(next((os.environ[name] for name in names if name in os.environ), "0"))  # noqa: TID251 (of launchers)
+    local = int(os.environ.get("LOCAL_RANK", "0"))  # noqa: TID251 (torch's variable)
     device = torch.device("cuda", local % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device

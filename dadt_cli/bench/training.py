@@ -11,7 +11,7 @@ import psutil
 from dadt.config import Config
 from dadt.errors import ConfigError
 from dadt_cli.bench.line import Hello, Worked
-from dadt_cli.bench.party import Here, Horovodrun, Party, Place, start
+from dadt_cli.bench.party import Here, Party, Place, start
 from dadt_cli.bench.ratio import Interval, interval, ratio
 
 LEAD = 1
@@ -229,17 +229,9 @@ def _start(stack: ExitStack, contender: Contender, task: Task, place: Place, thr
     """threads: of each worker; 0: as many as the launcher gives it."""
     options = [*contender.options, "--warmup-steps", str(contender.warmup)] if contender.injected else []
     options += [] if contender.injected else ["--inject", "none"]
-    if contender.peer == "horovod" and isinstance(place, Here):
-        place = Horovodrun(_hosts(place.options), place.remote, {"OMP_NUM_THREADS": str(threads)})
-    elif threads:
+    if threads:
         options += ["-x", f"OMP_NUM_THREADS={threads}"]
     script = ["--model", task.model, "--batch-size", str(task.batch_size), "--device", task.device]
     script += ["--precision", task.precision, "--data", task.data, "--peer", contender.peer]
     script += ["--accumulate", str(task.accumulate)]
     return stack.enter_context(start(contender.name, place, contender.ranks, options, script))
-
-
-def _hosts(options: Sequence[str]) -> list[str]:
-    """Those that horovodrun has, too."""
-    pairs = zip(options[::2], options[1::2], strict=True)
-    return [part for name, value in pairs if name in ("--hosts", "--hostfile") for part in (name, value)]

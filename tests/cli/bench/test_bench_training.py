@@ -21,7 +21,6 @@ from dadt_cli.bench.command import bench
 from dadt_cli.bench.data import Images, Text
 from dadt_cli.bench.line import Hello, Worked
 from dadt_cli.bench.models import resnet, transformer, vgg
-from dadt_cli.bench.party import Horovodrun
 from dadt_cli.bench.place import place_of
 from dadt_cli.bench.sweep import blocks, parse_sweep
 from dadt_cli.bench.training import Contender, Task, alone, copies, limit, rows
@@ -168,13 +167,6 @@ def test_a_sweep_is_every_combination_beside_the_same_peers() -> None:
     assert made[2].contenders[5] == Contender("gloo 1", 2, options)
     assert made[2].contenders[7] == Contender("ddp", 2, peer="ddp")
     assert made[2].contenders[:2] == [alone(), copies(2)]
-
-
-def test_horovod_is_started_by_its_own_launcher() -> None:
-    run = ["--output", "errors", "-x", "KEY", "-m", "dadt_cli.bench.trainer", "--peer", "horovod"]
-    (command,) = Horovodrun(["--hosts", "a:1,b:1"]).commands(2, run)
-    script = [sys.executable, "-m", "dadt_cli.bench.trainer", "--peer", "horovod"]
-    assert command == [sys.executable, "-m", "horovod.runner.launch", "-np", "2", "--hosts", "a:1,b:1", *script]
 
 
 @pytest.mark.parametrize(
