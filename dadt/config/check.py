@@ -89,6 +89,27 @@ def check_restarts(most: int, nnodes: int) -> None:
         )
 
 
+def snapshot_interval(text: str) -> tuple[int, float]:
+    """Steps, or else seconds, between two snapshots. Raises ConfigError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(steps?|s|min|h)", text)
+    number = float(found[1]) if found else 0.0
+    if found is None or not number or (found[2].startswith("step") and not number.is_integer()):
+        raise ConfigError(f"--snapshot-every {text}: give steps or a time, as 500steps, 30s, 10min or 1h")
+    if found[2].startswith("step"):
+        return int(number), 0.0
+    return 0, number * {"s": 1.0, "min": 60.0, "h": 3600.0}[found[2]]
+
+
+def check_snapshots(every: str, algorithm: str, np: int) -> None:
+    """Raises ConfigError. np: workers; 0 if unknown."""
+    if every:
+        snapshot_interval(every)
+    if every and algorithm == "gossip":
+        raise ConfigError("--snapshot-every: ranks of --algorithm gossip take no step together, so none is whole")
+    if every and np == 1:
+        raise ConfigError("--snapshot-every: a single worker is left as plain python leaves it; give -np 2 or more")
+
+
 def check_discovery(script: str, named: str, launcher: str, nnodes: int) -> None:
     """Where a script may say which hosts there are. named: hosts that were given otherwise."""
     if not script:

@@ -20,6 +20,7 @@ from dadt.config.check import (
     check_min_np,
     check_replicas,
     check_restarts,
+    check_snapshots,
     flag,
     here,
     loader_numbers,
@@ -274,6 +275,9 @@ class Config:
         False, "With --min-np: later passes divide a lost worker's share among the others.", advanced=True
     )
     max_restarts: int = launch_knob(0, "Times that a failed job starts again.")
+    snapshot_every: str = knob("", "Take snapshots to resume from: 10min.", metavar="TIME")
+    snapshot_dir: str = knob("", "Folder for snapshots, in place of the job's.", advanced=True, metavar="DIR")
+    resume: str = knob("", "Go on from the last snapshot of a job.", metavar="JOB|last")
     grace: float = launch_knob(5.0, "Seconds between SIGTERM and SIGKILL when you end a job.", advanced=True)
     forward_signals: str = launch_knob(
         "USR1,USR2", "Comma-separated signals that dadt passes on to all workers.", advanced=True, metavar="NAMES"
@@ -302,8 +306,6 @@ class Config:
         if self.timeline:  # as seen from here: workers may be elsewhere
             object.__setattr__(self, "timeline", str(Path(here(), self.timeline)))
         predict_factors(self.predict)
-        if self.warmup_steps < 0:
-            raise ConfigError(f"--warmup-steps {self.warmup_steps}: must be 0 or more")
         check_algorithm(self.algorithm)
         check_replicas(self.algorithm, self.on_nan, self.verify_every, self.redistribute, self.min_np)
         check_compression(self.compression)
@@ -311,33 +313,32 @@ class Config:
         for name in ("sync_every", "fragments"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)}: must be 1 or more")
-        if self.outer_lr <= 0:
-            raise ConfigError(f"--outer-lr {self.outer_lr}: must be above 0")
+        for name in ("outer_lr", "bucket_mb"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{flag(name)} {getattr(self, name)}: must be above 0")
         if not 0 <= self.outer_momentum < 1:
             raise ConfigError(f"--outer-momentum {self.outer_momentum}: must be from 0 to below 1")
-        if self.bucket_mb <= 0:
-            raise ConfigError(f"--bucket-mb {self.bucket_mb}: must be above 0")
         for name in ("timeout", "start_timeout", "stall_warning"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)}: must be above 0 seconds")
         if 0 < self.heartbeat_timeout < LEAST_HEARTBEAT_TIMEOUT or self.heartbeat_timeout < 0:
-            raise ConfigError(
-                f"--heartbeat-timeout {self.heartbeat_timeout}: must be {LEAST_HEARTBEAT_TIMEOUT:g} s or more, or 0"
-            )
+            least = f"{LEAST_HEARTBEAT_TIMEOUT:g} s or more, or 0"
+            raise ConfigError(f"--heartbeat-timeout {self.heartbeat_timeout}: must be {least}")
         if self.orphan_timeout < LEAST_ORPHAN_TIMEOUT:
             raise ConfigError(f"--orphan-timeout {self.orphan_timeout}: must be {LEAST_ORPHAN_TIMEOUT:g} s or more")
         sizes = ("cycle_duration_ms", "all_reduce_buffer_size", "group_buffer_size", "verify_every")
-        for name in ("np", "accelerators", "nnodes", "simulate_hosts", "grace", "min_np", "max_restarts", *sizes):
+        numbers = ("np", "accelerators", "nnodes", "simulate_hosts")
+        for name in (*numbers, "grace", "min_np", "max_restarts", "warmup_steps", *sizes):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)}: must be 0 or more")
-        for name in ("np", "accelerators", "nnodes", "simulate_hosts"):
+        for name in numbers:
             if getattr(self, name) > MOST:
-                given = "-np" if name == "np" else flag(name)
-                raise ConfigError(f"{given} {getattr(self, name)}: give {MOST} at most")
+                raise ConfigError(f"{'-np' if name == 'np' else flag(name)} {getattr(self, name)}: give {MOST} at most")
         if self.min_np:
             executors = self.executor, self.broadcast_executor, self.allreduce_executor
             check_min_np(self.min_np, self.np, self.algorithm, executors, self.launcher, self.nnodes)
         check_restarts(self.max_restarts, self.nnodes)
+        check_snapshots(self.snapshot_every, self.algorithm, self.np)
         check_discovery(self.host_discovery_script, self.hosts or self.hostfile, self.launcher, self.nnodes)
         if not -1 <= self.seed < 2**64:
             raise ConfigError(f"--seed {self.seed}: give a whole number from 0 to 2**64 - 1, or leave it out")

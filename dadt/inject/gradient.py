@@ -19,9 +19,10 @@ _OF_PARAMETERS = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip
 
 def install(runtime: Runtime, modules: Modules) -> None:
     def consume(attachment: Attachment) -> None:
-        if not attachment.consumed:
-            modules.step_begins(attachment.optimizer)
-        attachment.average_gradients()
+        with runtime.aside():
+            if not attachment.consumed:
+                modules.step_begins(attachment.optimizer)
+            attachment.average_gradients()
 
     def consume_of(tensors: Iterable[torch.Tensor], *, gradients: bool = False) -> None:
         """Average what the optimizers of these parameters (or gradients) are about to use."""

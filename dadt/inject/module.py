@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from dadt.inject import foreign
 from dadt.inject.ddp import Wrappers
+from dadt.inject.roots import all_modules, by_parameters
 from dadt.train.attachment import Attachment
 from dadt.train.prediction.base import traces
 from dadt.train.runtime import Runtime
@@ -47,6 +47,12 @@ class Entry:
         call = self._call or module._call_impl
         if torch._C._get_tracing_state():  # by torch.jit.trace, which knows tensors and nothing of ours
             return call(*args, **kwargs)
+        with self._modules.runtime.aside():
+            return self._called(module, call, args, kwargs)
+
+    def _called(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._modules.stand_in is not None:
+            return self._modules.stand_in(module, call, args, kwargs)
         if torch.is_grad_enabled():
             self._count(module)
             if module.training or self._trained_in_eval or not self._modules.runtime.began:
@@ -82,6 +88,10 @@ class Modules:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.wrappers = Wrappers(runtime)
+        self.stand_in: Callable[..., Any] | None = None
+        """Called in place of a module, with it, its call and its arguments."""
+        self.saw: list[Callable[[Any], None]] = []
+        """Called with what is given to a training forward."""
         self._optimizers: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[torch.optim.Optimizer]] = (
             weakref.WeakKeyDictionary()
         )
@@ -95,7 +105,7 @@ class Modules:
     def find(self, optimizer: torch.optim.Optimizer) -> None:
         """Enter the topmost modules above the optimizer's parameters."""
         ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        modules = [m for m in _all_modules() if "_parameters" in m.__dict__ and "_modules" in m.__dict__]
+        modules = [m for m in all_modules() if "_parameters" in m.__dict__ and "_modules" in m.__dict__]
         parents: dict[nn.Module, list[nn.Module]] = {}
         for m in modules:
             for child in m._modules.values():
@@ -111,7 +121,7 @@ class Modules:
         if self.wrappers.leaves_alone(optimizer, seen):
             return
         self.wrappers.notice(seen)
-        ordered = _by_parameters(roots, optimizer)
+        ordered = by_parameters(roots, optimizer)
         self.runtime.roots[optimizer] = [weakref.ref(m) for m in ordered]
         for m in ordered:
             self.enter(m, optimizer)
@@ -188,6 +198,8 @@ class Modules:
         if traces():  # what is made of parameters there has no memory to exchange
             return
         self.runtime.begin()
+        for callback in self.saw:
+            callback(given)
         self.runtime.buffers.hide_training()
         for attachment in self.attachments(module):
             attachment.broadcast_new_parameters()
@@ -381,17 +393,3 @@ def _show_copies(runtime: Runtime) -> None:
             runtime.average([b for b in model.buffers() if b.is_floating_point()], "update_bn")
 
     swa_utils.update_bn = patched_update_bn
-
-
-def _by_parameters(roots: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> list[nn.Module]:
-    """In the order of the optimizer's parameters below them: the same on all ranks, and whenever the script runs."""
-    every = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
-    numbers = {id(p): i for i, p in enumerate(every)}
-    below = {m: [numbers[id(p)] for p in m.parameters() if id(p) in numbers] for m in roots}
-    return sorted(below, key=lambda m: (below[m], type(m).__qualname__))
-
-
-def _all_modules() -> list[nn.Module]:
-    """Every module there is: built by hand, unpickled or copied. Garbage collections change their order."""
-    # By type, not isinstance: a proxy's __class__ may run code of the script's.
-    return [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]

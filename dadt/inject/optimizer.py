@@ -36,7 +36,8 @@ class Steps:
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         begun = perf_counter()
         try:
-            return self._before(sys._getframe(1), optimizer, args, kwargs)
+            with self._runtime.aside():
+                return self._before(sys._getframe(1), optimizer, args, kwargs)
         finally:
             self._runtime.progress.hook_seconds += perf_counter() - begun
 
@@ -177,7 +178,7 @@ def install(runtime: Runtime, modules: Modules) -> None:
     Optimizer.__init__ = patched_init  # type: ignore[method-assign]
     if not runtime.alone:
         _patch_groups_and_zeroing(runtime, modules)
-        _patch_states(runtime.checkpoints)
+        _patch_states(runtime, runtime.checkpoints)
     steps = Steps(runtime, modules)
     register_optimizer_step_pre_hook(steps.before)
     register_optimizer_step_post_hook(steps.after)
@@ -203,13 +204,14 @@ def _patch_groups_and_zeroing(runtime: Runtime, modules: Modules) -> None:
     Optimizer.zero_grad = patched_zero  # type: ignore[method-assign]
 
 
-def _patch_states(checkpoints: Checkpoints) -> None:
+def _patch_states(runtime: Runtime, checkpoints: Checkpoints) -> None:
     """Put what a resumed training needs beside the optimizer's state into that state."""
     save, load = Optimizer.state_dict, Optimizer.load_state_dict
 
     @functools.wraps(save)
     def patched_save(self: Optimizer) -> dict[str, Any]:
-        more = checkpoints.save(self)
+        with runtime.aside():
+            more = checkpoints.save(self)
         state_dict = save(self)
         return state_dict if more is None else {**state_dict, KEY: more}
 

@@ -21,6 +21,7 @@ from dadt.inject.data import loader, seed
 from dadt.inject.data.parting import Parting
 from dadt.inject.files import install as files
 from dadt.inject.files import saving
+from dadt.inject.replay import install as replay
 from dadt.train.runtime import Runtime
 from dadt.world import World
 
@@ -56,7 +57,7 @@ def start(world: World, *, explicit: bool = False) -> None:
         module.install(modules)
         gradient.install(runtime, modules)
     if not explicit:
-        _install_around(runtime)
+        _install_around(runtime, modules)
     os.register_at_fork(after_in_child=runtime.resign)
     atexit.register(_end, runtime)
 
@@ -89,7 +90,7 @@ def wrap(chosen: torch.optim.Optimizer) -> None:
         modules.find(chosen)
 
 
-def _install_around(runtime: Runtime) -> None:
+def _install_around(runtime: Runtime, modules: module.Modules) -> None:
     """Hook what the script does beside training."""
     global streams
     rank_watch.install(runtime)
@@ -106,6 +107,7 @@ def _install_around(runtime: Runtime) -> None:
         if overlay is not None:
             runtime.progress.files_apart = lambda: overlay.written
         download.install(runtime, overlay)
+        replay.install(runtime, modules, streams, overlay)
 
 
 def _join(world: World, config: Config) -> tuple[StoreClient, Config]:

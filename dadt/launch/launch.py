@@ -16,7 +16,7 @@ from dadt.config.executor import Place, choose, executors_of
 from dadt.control import private_files
 from dadt.control.job_folder import Folder
 from dadt.errors import ConfigError, DadtError, LaunchError, StartTimeout
-from dadt.launch import plan
+from dadt.launch import plan, resume
 from dadt.launch.agents import Agents, Node
 from dadt.launch.channel import Herald, Launcher, Request
 from dadt.launch.failure import signal_name
@@ -77,7 +77,8 @@ def _record(the_plan: Plan, voice: Voice, placed: Told, signals: bool, exports: 
             try:
                 views = _views(placed, those, voice)
                 launchers.append(launcher_of(replace(request, hosts=hosts)))
-                now = replace(the_plan, hosts=hosts)
+                logs = Path(config.log_dir) / folder.job
+                now = replace(the_plan, hosts=hosts, config=resume.configured(config, logs, number))
                 return _run(now, launchers[-1], folder, voice, views, report, interrupts, number, discovery)
             except (LaunchError, StartTimeout):
                 discovery.blame(hosts)
@@ -126,6 +127,7 @@ def _run(
         all_needed = not config.min_np
         gather(agents, ask, config.start_timeout, folder.job, voice, discovery.failed, all_needed=all_needed)
         where = replace(settle(the_plan, agents, folder.job, voice), restarts=restarts)
+        resume.check(config, len(where.slots))
         if interrupts is not None:
             agents.forget(interrupts)
         output = Output(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -60,6 +60,12 @@ class Runtime(Departure):
         """Called when others were lost, once this rank is connected with those that are left."""
         self.missing: Callable[[int], str] = lambda lost: f"data of {lost} of {world.world_size} is left out"
         """Says what becomes of the data of so many lost workers."""
+        self.replaying = bool(config.resume) and not self.alone
+        """The script comes to where it was before: nothing is exchanged, and nothing trained."""
+        self.aside: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Inside, what is read from tensors is DADT's own business."""
+        self.on_stepped: list[Callable[[], None]] = []
+        """Called when a step is complete."""
         self._regrouping = False
         self._claimed = False
         self.buffers = Buffers()
@@ -103,6 +109,8 @@ class Runtime(Departure):
         Waits for the peers the first time, and whenever there are new optimizers. A second process that claims the
         same rank gets a DadtError.
         """
+        if self.replaying:
+            return
         if self.explicit and len(self._registered) == len(self.left_alone):
             return  # what one rank does with an optimizer of its own concerns nobody
         if not self._claimed:
@@ -143,7 +151,8 @@ class Runtime(Departure):
 
     def begin(self) -> None:
         """A training forward or a consumption is next. Raises PeerLost if a rank has ended."""
-        if self.alone and self.began:
+        if self.replaying or (self.alone and self.began):
+            self.began = True
             for callback in self.on_begin:
                 callback()
             return
@@ -297,3 +306,5 @@ class Runtime(Departure):
         if self.control is not None:
             self.control.progress(self.step, **(self.progress.numbers() if self.control.due else {}))
         self.checkpoint_signal.stepped()
+        for callback in self.on_stepped:
+            callback()

@@ -6,6 +6,7 @@ import functools
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from dadt.inject.data.seed import Streams
@@ -37,6 +38,10 @@ class LoadingRank(Rank, Protocol):
     def script_is_distributed(self) -> bool: ...
     @property
     def explicit(self) -> bool: ...
+    @property
+    def replaying(self) -> bool: ...
+    @property
+    def aside(self) -> Callable[[], AbstractContextManager[None]]: ...
     @property
     def together(self) -> bool: ...
     @property
@@ -112,7 +117,7 @@ class Comparison:
         """first: the first Piece of a pass; the first one ever is compared."""
         if self._ended or (self._asked is None and first is None):
             return
-        if not self.runtime.on_training_thread:
+        if self.runtime.replaying or not self.runtime.on_training_thread:
             return  # of no fixed order among the operations of the thread that trains
         late = self.runtime.step or self.runtime.world.joins
         if self._asked is None and late and not self.runtime.together:

@@ -11,6 +11,7 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sized
+from contextlib import nullcontext
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -32,6 +33,7 @@ from dadt.inject.after_import import after_import
 from dadt.inject.data.division import Division, agree, begun, missing
 from dadt.inject.data.fastai_loader import FastaiLoaders
 from dadt.inject.data.feed import Feed, LoadingRank, Order, Undecided
+from dadt.inject.data.replayed import Aside, ReplayedPass
 from dadt.inject.data.role import ALONE, EVALUATES, TRAINS, Role
 from dadt.inject.data.samplers import (
     DRAW_ONCE,
@@ -39,13 +41,16 @@ from dadt.inject.data.samplers import (
     draws_on,
     has_distributed_sampler,
     inner_sampler,
+    left_out_of,
     sampler_slot,
     samples_of,
+    share_of,
 )
 from dadt.inject.data.schedule import Schedules
 from dadt.inject.data.seed import Streams, mix
-from dadt.inject.data.share import Batches, Divided, Items, PerRank, Share, Skipped, portion, stream_steps, unskipped
+from dadt.inject.data.share import Items, Share, Skipped, portion, stream_steps, unskipped
 from dadt.inject.data.stream import Counted, Split, StreamFeed, nth_of
+from dadt.inject.data.view import without_end
 
 LISTED = 3
 """Loaders alike that are told of."""
@@ -58,6 +63,8 @@ class Loaders:
         self.runtime = runtime
         self.streams = streams
         self.roles: WeakKeyDictionary[Loader, Role] = WeakKeyDictionary()
+        self._read: WeakKeyDictionary[Loader, dict[int, Any]] = WeakKeyDictionary()
+        """A batch of each size, in a replay."""
         self.pid = os.getpid()
         self.original_iter: Callable[[Loader], Iterator[Any]] = DataLoader.__iter__
         self.original_len: Callable[[Loader], int] = DataLoader.__len__
@@ -74,6 +81,11 @@ class Loaders:
         return found
 
     def iterate(self, loader: Loader) -> Iterator[Any]:
+        with self.runtime.aside():
+            found = self._iterate(loader)
+        return found if self.runtime.aside is nullcontext else Aside(self.runtime, found)
+
+    def _iterate(self, loader: Loader) -> Iterator[Any]:
         if self.runtime.explicit:
             return self.original_iter(loader)
         role = self.role(loader)
@@ -92,7 +104,7 @@ class Loaders:
         role.unused = False
         kind = self._decide(loader, role)
         if kind == ALONE:
-            return self.original_iter(loader)
+            return self._iterator(loader)
         # A loader that trains may be evaluated as well, as a whole.
         role.gives_all = kind == EVALUATES or not (torch.is_grad_enabled() or self.asked(role))
         if role.gives_all:
@@ -205,17 +217,8 @@ class Loaders:
             return Items(loader.sampler, division.rank, division.readers)
         # A script counts the steps that it has taken, each of which was all ranks'.
         batch_sampler, steps = unskipped(loader.batch_sampler)
-        share = self._share_of(batch_sampler, *division)
+        share = share_of(batch_sampler, *division, divided=self.runtime.config.batch == "global")
         return Skipped(share, steps) if steps else share
-
-    def _share_of(self, batch_sampler: Any, rank: int, size: int, shares: int) -> PerRank | Batches | Divided:
-        plain = type(batch_sampler) is BatchSampler
-        if self.runtime.config.batch == "global":
-            return Divided(batch_sampler, batch_sampler.batch_size if plain else 0, rank, size)
-        if plain:
-            sampler, batch_size = batch_sampler.sampler, batch_sampler.batch_size
-            return PerRank(sampler, batch_size, batch_sampler.drop_last, rank, size, shares)
-        return Batches(batch_sampler, rank, size, shares)
 
     def _view(self, loader: Loader, role: Role, **changed: Any) -> Loader:
         """An object like the loader but for the attributes `changed`; the same one in every pass of a role.
@@ -238,7 +241,13 @@ class Loaders:
             changed[slot] = Order(getattr(loader, slot), self.streams, draws_on(loader))
         view = self._view(loader, role, **changed)
         with self.streams.shared():
+            return self._iterator(view)
+
+    def _iterator(self, view: Loader) -> Iterator[Any]:
+        """torch's, or one that leaves reading out."""
+        if not self.runtime.replaying or isinstance(view.dataset, IterableDataset):
             return self.original_iter(view)
+        return ReplayedPass(self.runtime, self.original_iter, view, self._read.setdefault(view, {}))
 
     def _map(self, loader: Loader, role: Role, division: Division) -> Iterator[Any]:
         feed = role.feed
@@ -256,7 +265,7 @@ class Loaders:
             "in_order": True,  # what a batch counts is matched to it by order
             "_dadt_rank": self.runtime.world.rank,
         }
-        return feed.begin(lambda: self.original_iter(self._view(loader, role, **changed)))
+        return feed.begin(lambda: self._iterator(self._view(loader, role, **changed)))
 
     def _whole_over(self, role: Role, trained: bool) -> None:
         """A pass has ended for which the role was undecided."""
@@ -316,9 +325,13 @@ class Loaders:
         return StreamFeed(batches, self.runtime, self.streams, role.name, nominal, steps, in_process, together)
 
     def _stream_steps(self, loader: Loader) -> int:
-        size = 1 if self.runtime.config.batch == "global" else self.runtime.world.world_size
         samples = len(cast(Sized, loader.dataset))
-        return stream_steps(samples, loader.batch_size or 1, bool(loader.drop_last), size)
+        return stream_steps(samples, loader.batch_size or 1, bool(loader.drop_last), self._takers)
+
+    @property
+    def _takers(self) -> int:
+        """Ranks that take a batch of their own in each step."""
+        return 1 if self.runtime.config.batch == "global" else self.runtime.world.world_size
 
     def _sentence(self, loader: Loader, role: Role) -> str:
         size = self.runtime.world.world_size
@@ -334,23 +347,10 @@ class Loaders:
             about = "about " if samples is not None and samples % size else ""
             share = f"1 in {size} per worker" if samples is None else f"{about}{samples // size:,} per worker"
         if role.kind == TRAINS:
-            left_out = self._left_out(loader)
+            left_out = left_out_of(loader, self._takers)
             drops = f"; drop_last leaves {left_out:,} of them out" if left_out else ""
             return f"{role.name} ({what}): trains, {share}{drops}."
         return f"{role.name} ({what}): evaluates, all of it."
-
-    def _left_out(self, loader: Loader) -> int:
-        """Samples of a pass that drop_last leaves out on all ranks together."""
-        samples = samples_of(loader)
-        if samples is None or not loader.drop_last or loader.batch_size is None:
-            return 0
-        size = 1 if self.runtime.config.batch == "global" else self.runtime.world.world_size
-        return samples % (loader.batch_size * size)
-
-
-def without_end(kind: type[Loader]) -> type[Loader]:
-    """The loader's class, but for a __del__: what a loader of the script's own ends there is not the view's."""
-    return type(kind.__name__, (kind,), {"__del__": lambda view: None}) if hasattr(kind, "__del__") else kind
 
 
 def install(runtime: LoadingRank, streams: Streams) -> None:

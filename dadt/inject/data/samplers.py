@@ -14,6 +14,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from dadt.inject.data.share import Batches, Divided, PerRank
+
 DRAW_ONCE = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 """torch's samplers that draw from the global generators, and only at the first next."""
 
@@ -51,3 +53,22 @@ def samples_of(loader: Loader) -> int | None:
 def draws_on(loader: Loader) -> bool:
     """Whether the sampler may draw from the global generators later than at its first next."""
     return type(inner_sampler(loader)) not in (*DRAW_ONCE, SequentialSampler)
+
+
+def left_out_of(loader: Loader, ranks: int) -> int:
+    """Samples of a pass that drop_last leaves out on all ranks together. ranks: that take a batch each."""
+    samples = samples_of(loader)
+    if samples is None or not loader.drop_last or loader.batch_size is None:
+        return 0
+    return samples % (loader.batch_size * ranks)
+
+
+def share_of(batch_sampler: Any, rank: int, size: int, shares: int, *, divided: bool) -> PerRank | Batches | Divided:
+    """Of the rank at this place among `size` readers. divided: each batch, in place of batches of one's own."""
+    plain = type(batch_sampler) is BatchSampler
+    if divided:
+        return Divided(batch_sampler, batch_sampler.batch_size if plain else 0, rank, size)
+    if plain:
+        sampler, batch_size = batch_sampler.sampler, batch_sampler.batch_size
+        return PerRank(sampler, batch_size, batch_sampler.drop_last, rank, size, shares)
+    return Batches(batch_sampler, rank, size, shares)

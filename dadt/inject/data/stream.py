@@ -139,6 +139,7 @@ class StreamFeed:
         self._ahead: Batch | None = None
         self._last: Batch | None = None
         self._failure: Exception | None = None
+        self._looked = False
         self._asked: Gathering | None = None
         self._ended = False
 
@@ -156,14 +157,12 @@ class StreamFeed:
         if not self.together:
             return self._next_own()
         self._check_thread()
-        if self._asked is None:
+        if not self._looked:
             self._look_ahead()
-        assert self._asked is not None
-        self.runtime.wait(self._asked)
+        having = self._having()
         if self._failure is not None:
             self._ended = True
             raise self._failure
-        having = [flag == b"\x01" for flag in self._asked.lanes]
         if not any(having):
             self._end()
         batch = self._ahead or self._repeat(having)
@@ -200,7 +199,21 @@ class StreamFeed:
             self._ahead = self._fetch()
         except Exception as failure:  # noqa: BLE001  (belongs to the next batch, and is raised there)
             self._failure = failure
-        self._asked = self.runtime.allgather(self.name, b"\x01" if self._ahead else b"\x00")
+        self._looked, self._asked = True, None if self.runtime.replaying else self._ask()
+
+    def _ask(self) -> Gathering:
+        return self.runtime.allgather(self.name, b"\x01" if self._ahead else b"\x00")
+
+    def _having(self) -> list[bool]:
+        """Which ranks have another batch: where they come to it in a replay, this one is like all."""
+        if self.runtime.replaying:
+            return [self._ahead is not None]
+        if self._asked is None:
+            self.runtime.claim()  # a replay has ended since it looked
+            self._asked = self._ask()
+        asked = self._asked
+        self.runtime.wait(asked)
+        return [flag == b"\x01" for flag in asked.lanes]
 
     def _fetch(self) -> Batch | None:
         while True:

@@ -41,14 +41,16 @@ class ScriptRank(Rank, Protocol):
     def knows_rank(self) -> bool: ...
     @property
     def first(self) -> bool: ...
+    @property
+    def replaying(self) -> bool: ...
 
 
 class Scope:
     """What is kept apart."""
 
-    def __init__(self, timeline: str) -> None:
-        """timeline: beginning of the paths that DADT itself writes."""
-        self._ours = os.path.abspath(timeline) if timeline else os.devnull
+    def __init__(self, *ours: str) -> None:
+        """ours: beginnings of the paths that DADT itself writes."""
+        self._ours = tuple(os.path.abspath(path) for path in ours if path)
         named = [Path(word.rpartition("=")[2]) for word in sys.argv[1:]]
         inside = [os.getcwd(), *(str(path) for path in named if path.is_absolute() and len(path.parts) > 2)]
         self._inside = tuple(path + os.sep for path in inside if path != tempfile.gettempdir())
@@ -67,13 +69,18 @@ class Scope:
 def install(runtime: ScriptRank) -> Overlay | None:
     """None where this rank writes for good."""
     world = runtime.world
-    if runtime.config.files == "all" or runtime.first:
+    for_good = runtime.config.files == "all" or runtime.first
+    if for_good and not runtime.replaying:
         return None
     start = psutil.Process().create_time() - 1.0  # the ranks of a host start together
     tree = job_folder.of_worker(world) / f"files-{world.local_rank}"
     # What a script writes that knows its rank, it writes as that rank.
     overlay = Overlay(
-        tree, Scope(runtime.config.timeline).keeps, lambda: not (runtime.knows_rank or runtime.explicit), start
+        tree,
+        Scope(runtime.config.timeline, runtime.config.snapshot_dir).keeps,
+        lambda: runtime.replaying or not (for_good or runtime.knows_rank or runtime.explicit),
+        start,
+        lambda: for_good or runtime.knows_rank or runtime.explicit,
     )
     _patch_python(overlay)
     _patch_libraries(overlay)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dadt.inject.files.listing import Listing
+from dadt.inject.files.reopening import reopen
 from dadt.inject.files.tree import Tree, copy, error, kind, named
 
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -28,11 +29,20 @@ WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 class Overlay(Tree):
     """Functions of the names, arguments and errors of those of `os`."""
 
-    def __init__(self, root: Path, keeps: Callable[[str], bool], apart: Callable[[], bool], start: float) -> None:
+    def __init__(
+        self,
+        root: Path,
+        keeps: Callable[[str], bool],
+        apart: Callable[[], bool],
+        start: float,
+        for_good: Callable[[], bool] = lambda: False,
+    ) -> None:
         """apart: whether new writes are kept apart, still. start: when the job began, in seconds since the epoch; what
-        appeared later was probably made by the first local rank."""
+        appeared later was probably made by the first local rank. for_good: whether, beside a replay, the rank writes
+        for good."""
         super().__init__(root, keeps)
         self._apart = apart
+        self._for_good = for_good
         self._start = start
         self._ended = False
 
@@ -211,9 +221,21 @@ class Overlay(Tree):
         """From now on this rank writes for good, in place of the first of its host: its copies of what that one wrote
         are forgotten."""
         self._ended = True
+        self.forget()
+
+    def forget(self) -> None:
+        """All copies, and what was removed."""
         with self.real():
             for name in listdir(self.tree):
                 shutil.rmtree(os.path.join(self.tree, name), ignore_errors=True)
+
+    def replayed(self) -> None:
+        """A replay is over, whose copies are of no use. What is open goes on, in the tree or for good."""
+        with self.real():
+            if self._for_good():
+                reopen(self.tree)
+                self._ended = True
+            self.forget()
 
     def _appeared(self, path: str) -> bool:
         """Whether the rank sees what the first local rank has made or changed since the job began."""

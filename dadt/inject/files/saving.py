@@ -51,6 +51,8 @@ class SavingRank(Rank, Protocol):
     @property
     def script_is_distributed(self) -> bool: ...
     @property
+    def replaying(self) -> bool: ...
+    @property
     def together(self) -> bool: ...
     @property
     def first(self) -> bool: ...
@@ -123,6 +125,8 @@ class Saver:
             self.overlay.take_over()
 
     def _save(self, f: str, write: Write) -> Any:
+        if self.runtime.replaying:  # it has been saved before
+            return None
         self._number += 1
         private = self.overlay.written_apart(f) if self.overlay is not None else None
         # In a folder that this rank alone has, such as one named by time, no other rank writes.

@@ -1,0 +1,95 @@
+"""The files of a snapshot, from which a job goes on: whole, or not there.
+
+<the job's folder>/snapshots/000000000120/     after that many optimizer steps
+    rank0.pt       what is rank 0's, and for the first rank of a host what all ranks have in common
+    rank0.json     its length and its checksum, written once it is there
+    rank0.next     what came to the first training forward after it
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from dadt.errors import ConfigError
+
+VERSION = 1
+KEPT = 2
+"""Whole snapshots that are kept, of which the last one is the one to go on from."""
+FOLDER = "snapshots"
+_BLOCK = 1 << 20
+
+
+def folder_of(root: Path, step: int) -> Path:
+    return root / f"{step:012d}"
+
+
+def content_of(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.pt"
+
+
+def complete(folder: Path, rank: int, half: Path, told: dict[str, Any]) -> None:
+    """`half` is the rank's content, on disk: from now on it is part of the snapshot. Raises OSError."""
+    about = {"version": VERSION, "size": half.stat().st_size, "sha256": digest(half), **told}
+    half.rename(content_of(folder, rank))
+    write(folder / f"rank{rank}.json", json.dumps(about))
+
+
+def write(path: Path, text: str) -> None:
+    """The whole file, or none. Raises OSError."""
+    half = path.with_suffix(f"{path.suffix}.half")
+    with half.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    half.rename(path)
+
+
+def about(folder: Path, rank: int) -> dict[str, Any]:
+    """What was told of the job. Raises ConfigError where the rank's part is not whole, as far as its length says."""
+    try:
+        told = json.loads((folder / f"rank{rank}.json").read_text())
+        version, size = told["version"], told["size"]
+        found = content_of(folder, rank).stat().st_size
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ConfigError(f"{folder}: the part of rank {rank} is not there, or torn: resume from another one") from None
+    if version != VERSION:
+        raise ConfigError(f"{folder}: was written by another version of DADT, and cannot be resumed with this one")
+    if size != found:
+        raise ConfigError(f"{folder}: the part of rank {rank} is torn: resume from another one")
+    return dict(told)
+
+
+def is_whole(folder: Path, ranks: Iterable[int]) -> bool:
+    try:
+        return all(about(folder, rank) for rank in ranks)
+    except ConfigError:
+        return False
+
+
+def newest(root: Path) -> Path | None:
+    """The last whole one."""
+    for folder in sorted(root.glob("[0-9]*"), reverse=True):
+        if is_whole(folder, [0]) and is_whole(folder, range(about(folder, 0)["world_size"])):
+            return folder
+    return None
+
+
+def drop_old(root: Path, ranks: int) -> None:
+    """Keep the last whole ones, and what may become one."""
+    whole = [folder for folder in sorted(root.glob("[0-9]*")) if is_whole(folder, range(ranks))]
+    for folder in whole[:-KEPT]:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def digest(path: Path) -> str:
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            found.update(block)
+    return found.hexdigest()

@@ -1,0 +1,1 @@
+"""Snapshots of an unmodified script, and going on from one: the script runs again, without what is expensive."""

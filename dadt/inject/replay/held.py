@@ -1,0 +1,32 @@
+"""What a script says and writes in its replay: it has said and written it before."""
+
+from __future__ import annotations
+
+import os
+import sys
+from os import open as os_open  # bound before scripts' files are kept apart
+from pathlib import Path
+
+
+class Held:
+    """Standard output and error go to a file, until `release`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._kept: dict[int, int] = {}
+
+    def hold(self) -> None:
+        file = os_open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+            stream.flush()
+            self._kept[number] = os.dup(number)
+            os.dup2(file, number)
+        os.close(file)
+
+    def release(self) -> None:
+        """Idempotent."""
+        for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+            if (kept := self._kept.pop(number, None)) is not None:
+                stream.flush()
+                os.dup2(kept, number)
+                os.close(kept)

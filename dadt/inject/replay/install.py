@@ -1,0 +1,63 @@
+"""Lets a worker take snapshots, and begin from one."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from pathlib import Path
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from dadt.inject.data.seed import Streams
+from dadt.inject.files.overlay import Overlay
+from dadt.inject.module import Modules
+from dadt.inject.replay.recorder import Recorder
+from dadt.inject.replay.replay import Replay
+from dadt.inject.replay.roster import Roster
+from dadt.inject.replay.values import Values
+from dadt.train.runtime import Runtime
+
+
+def install(runtime: Runtime, modules: Modules, streams: Streams, overlay: Overlay | None) -> None:
+    """Before the script builds anything. Raises ConfigError where the snapshot cannot be read."""
+    config = runtime.config
+    if runtime.alone or not (config.snapshot_every or config.resume):
+        return
+    values, roster = Values(), Roster()
+    values.install()
+    roster.install()
+    runtime.aside = values.aside
+    register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: values.enter())
+    register_optimizer_step_post_hook(lambda optimizer, args, kwargs: values.leave())
+    recorder = Recorder(runtime, roster, values, streams) if config.snapshot_every else None
+    if config.resume:
+        replay = Replay(runtime, roster, values, streams, Path(config.resume))
+        _begin(runtime, modules, replay)
+        if overlay is not None:
+            replay.at_its_end.append(overlay.replayed)
+        if recorder is not None:
+            recorder.goes_on_from(replay.step)
+    if recorder is not None:
+        modules.saw.append(recorder.saw)
+        runtime.on_stepped.append(recorder.stepped)
+        runtime.on_end.append(recorder.close)
+
+
+def _begin(runtime: Runtime, modules: Modules, replay: Replay) -> None:
+    modules.stand_in = replay.forward
+    modules.saw.append(replay.saw)
+    torch.autograd.backward = replay.backward(torch.autograd.backward)
+    torch.autograd.grad = replay.grad(torch.autograd.grad)
+    register_optimizer_step_pre_hook(replay.before_step)
+    runtime.on_stepped.append(replay.stepped)
+    replay.at_its_end.append(lambda: setattr(modules, "stand_in", None))
+    replay.held.hold()
+    hook = sys.excepthook
+
+    def excepthook(*error: object) -> None:
+        replay.held.release()
+        hook(*error)  # type: ignore[arg-type]
+
+    sys.excepthook = excepthook
+    atexit.register(replay.ended)

@@ -1,0 +1,125 @@
+"""Takes snapshots of a running script, between two of its steps."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import threading
+from collections import deque
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from dadt.config.check import snapshot_interval
+from dadt.control import snapshots
+from dadt.inject.data.seed import Streams
+from dadt.inject.replay import snapshot
+from dadt.inject.replay.roster import Roster
+from dadt.inject.replay.values import Values
+from dadt.train.runtime import Runtime
+
+MEASURED = 20
+"""Steps by whose time the first snapshot is chosen, where they are asked for by the clock."""
+LARGE = 1 << 20
+"""Bytes of a batch beyond which a part of it stands for it."""
+
+
+class Recorder:
+    """All ranks take each snapshot after the same step: a time becomes a number of steps, on which they agree."""
+
+    def __init__(self, runtime: Runtime, roster: Roster, values: Values, streams: Streams) -> None:
+        self._runtime, self._roster, self._values, self._streams = runtime, roster, values, streams
+        self._root = Path(runtime.config.snapshot_dir)
+        self._steps, self._seconds = snapshot_interval(runtime.config.snapshot_every)
+        self._next = self._steps or MEASURED
+        self._times: deque[float] = deque(maxlen=MEASURED)
+        self._writing: threading.Thread | None = None
+        self._unwatched: Path | None = None
+        """The snapshot whose next batch is not told of yet."""
+
+    def goes_on_from(self, step: int) -> None:
+        self._next = step + (self._steps or MEASURED)
+
+    def stepped(self) -> None:
+        """A step is complete."""
+        step = self._runtime.step
+        self._times.append(perf_counter())
+        if step < self._next:
+            return
+        with self._values.aside():
+            if self._seconds:
+                took = (self._times[-1] - self._times[0]) / max(len(self._times) - 1, 1)
+                slowest = max(self._runtime.collect("time of a step", took))
+                self._steps = max(1, round(self._seconds / max(slowest, 1e-6)))
+                if step + self._steps > self._next and step == MEASURED and self._steps > MEASURED:
+                    self._next = self._steps
+                    return
+            self._next = step + self._steps
+            self._take(step)
+
+    def saw(self, given: Any) -> None:
+        """A training forward begins, with these arguments: those of the first one after a snapshot are to be the same
+        when it is resumed."""
+        if self._unwatched is not None:
+            path, told = self._unwatched / f"rank{self._runtime.world.rank}.next", digest(given)
+            self._unwatched = None
+            self._in_background(lambda: snapshots.write(path, json.dumps(told)))
+
+    def close(self) -> None:
+        if self._writing is not None:
+            self._writing.join()
+
+    def _take(self, step: int) -> None:
+        r, recorded = self._runtime, self._values.recorded
+        gc.collect()  # what is garbage on some ranks may be none on others
+        content: dict[str, Any] = {"step": step, "random": self._streams.state() if self._streams.divided else {}}
+        content["values"] = (
+            torch.frombuffer(recorded, dtype=torch.uint8) if recorded else torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
+        # On all ranks: what is one rank's alone gives way to the average.
+        optimizers = [optimizer.state_dict() for optimizer in r.optimizers]
+        r.show_true_weights()
+        if r.first:
+            content["tensors"] = dict(self._roster.tensors())
+            content["optimizers"] = optimizers
+            content["schedulers"] = [each.state_dict() for each in self._roster.schedulers()]
+            content["scalers"] = [each.state_dict() for each in self._roster.scalers()]
+        content = tree_map_only(torch.Tensor, lambda t: t.detach().to("cpu", copy=True), content)
+        self._unwatched = folder = snapshots.folder_of(self._root, step)
+        self._in_background(lambda: self._write(folder, content))
+
+    def _write(self, folder: Path, content: dict[str, Any]) -> None:
+        world, seed = self._runtime.world, self._runtime.config.seed
+        told = {"step": content["step"], "world_size": world.world_size, "seed": seed}
+        snapshot.write(folder, world.rank, content, told)
+        if world.local_rank == 0:
+            snapshots.drop_old(self._root, world.world_size)
+
+    def _in_background(self, write: Any) -> None:
+        before = self._writing
+
+        def work() -> None:
+            if before is not None:
+                before.join()
+            try:
+                write()
+            except OSError as error:
+                self._runtime.say(f"no snapshot: {error}", "warning")
+
+        self._writing = threading.Thread(target=work, name="dadt-snapshot")
+        self._writing.start()
+
+
+def digest(given: Any) -> str:
+    """Of all tensors among arguments: two batches that differ have different ones."""
+    found = hashlib.sha256()
+    for leaf in tree_leaves(given):
+        if isinstance(leaf, torch.Tensor):
+            flat = leaf.detach().reshape(-1)
+            part = flat[:: max(1, flat.numel() * flat.element_size() // LARGE)].contiguous().cpu()
+            found.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode() + part.view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()

@@ -1,0 +1,230 @@
+"""Makes a script's Python state again: the script runs from its top, without what is expensive, up to a snapshot.
+
+Its loops turn as before, loaders draw the same indices, schedulers and scalers are stepped, and what the script reads
+from tensors are the values that it has read before. Root modules return what their first call has returned, no weights
+are stepped, one batch stands for all, and nothing is exchanged or written. Then the state is put in place.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from dadt.errors import ConfigError
+from dadt.inject.data.seed import State, Streams
+from dadt.inject.replay import snapshot
+from dadt.inject.replay.held import Held
+from dadt.inject.replay.recorder import digest
+from dadt.inject.replay.roster import Roster
+from dadt.inject.replay.values import Values
+from dadt.train.runtime import Runtime
+
+
+class Replay:
+    """One per process that resumes. `under_way` until the state is in place."""
+
+    def __init__(self, runtime: Runtime, roster: Roster, values: Values, streams: Streams, folder: Path) -> None:
+        """Raises ConfigError where this rank's part of the snapshot is missing or damaged."""
+        self._runtime, self._roster, self._values, self._streams = runtime, roster, values, streams
+        self._folder = folder
+        rank, first = runtime.world.rank, runtime.world.rank - runtime.world.local_rank
+        self._mine = snapshot.read(folder, rank)
+        self._common = self._mine if rank == first else snapshot.read(folder, first)
+        self.step: int = self._mine["step"]
+        """At which it ends."""
+        values.recorded = bytearray(self._mine["values"].numpy().tobytes())
+        values.replaying = True
+        self.under_way = True
+        self._begun = perf_counter()
+        self._inside = False
+        self._outputs: weakref.WeakKeyDictionary[nn.Module, dict[Any, Any]] = weakref.WeakKeyDictionary()
+        self._zeros = WeakTensorKeyDictionary()
+        self.held = Held(folder.parent / f"replayed-rank{rank}.log")
+        """What the script says meanwhile."""
+        self._expected = _next_batch(folder, rank)
+        self.at_its_end: list[Callable[[], None]] = []
+
+    # In place of what is expensive ---------------------------------------------------------------------------
+
+    def forward(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._inside:
+            return call(*args, **kwargs)
+        if torch.is_grad_enabled():
+            self._runtime.begin()
+        known, key = (
+            self._outputs.setdefault(module, {}),
+            (module.training, torch.is_grad_enabled(), _shape(args, kwargs)),
+        )
+        if key not in known:
+            self._inside = True
+            try:
+                known[key] = tree_map_only(torch.Tensor, lambda t: (t.detach(), t.requires_grad), call(*args, **kwargs))
+            finally:
+                self._inside = False
+        return _leaves_of(known[key])
+
+    def backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Gradients are zeros, for scripts that look at them."""
+
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if self.under_way:
+                for p in self._parameters():
+                    if p.requires_grad and p.grad is None:
+                        p.grad = self._zero(p)
+            return result
+
+        return backward
+
+    def grad(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.under_way:
+                return original(outputs, inputs, *args, **kwargs)
+            given = original(outputs, inputs, *args, **{**kwargs, "allow_unused": True})
+            wanted = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+            return tuple(torch.zeros_like(i) if g is None else g for g, i in zip(given, wanted, strict=True))
+
+        return grad
+
+    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """No weights are stepped, as there are no gradients."""
+        if self.under_way:
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    p.grad = None
+
+    # Its end ------------------------------------------------------------------------------------------------
+
+    def stepped(self) -> None:
+        if self.under_way and self._runtime.step >= self.step:
+            with self._values.aside():
+                self._finish()
+
+    def saw(self, given: Any) -> None:
+        """The first training forward after it. Raises ConfigError where the script would train on something else."""
+        expected, self._expected = self._expected, ""
+        if expected and not self.under_way and digest(given) != expected:
+            raise ConfigError(
+                "the script comes to another batch than it has trained on before: it draws it, or keeps it from step to"
+                " step, in a way that cannot be made again. Resume from a checkpoint of its own"
+            )
+
+    def ended(self) -> None:
+        """The script is at its end: an error where it has not come to the snapshot."""
+        if self.under_way and not isinstance(getattr(sys, "last_value", None), BaseException):
+            error = ConfigError(
+                f"the script has ended after {self._runtime.step} steps of {self.step} that the snapshot holds: run the"
+                " same script with the same arguments, or resume from a checkpoint of its own"
+            )
+            sys.excepthook(ConfigError, error, None)
+            os._exit(error.exit_code)
+
+    def _finish(self) -> None:
+        """Put the state in place."""
+        self._check()
+        with torch.no_grad():
+            for name, tensor in self._roster.tensors():
+                tensor.data.copy_(self._common["tensors"][name])
+        for optimizer, state in zip(self._runtime.optimizers, self._common["optimizers"], strict=True):
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    p.grad = None
+            optimizer.load_state_dict(state)
+        for scheduler, state in zip(self._roster.schedulers(), self._common["schedulers"], strict=True):
+            scheduler.load_state_dict(state)
+        for scaler, state in zip(self._roster.scalers(), self._common["scalers"], strict=True):
+            scaler.load_state_dict(state)
+        if random := self._mine["random"]:
+            self._streams.place(State.from_plain(random["shared"]), State.from_plain(random["own"]))
+        self.under_way = self._runtime.replaying = self._values.replaying = False
+        self._values.recorded = self._values.recorded[: self._values.given]
+        self._outputs.clear()
+        self._zeros.clear()
+        for callback in self.at_its_end:
+            callback()
+        self.held.release()
+        seconds, rest = perf_counter() - self._begun, ""
+        if self._values.unknown:
+            rest = "; it has read whole arrays from tensors meanwhile, and what it makes of those is not as it was"
+        self._runtime.say(
+            f"resumed: {self.step:,} steps replayed in {seconds:.1f} s, training goes on from there{rest}",
+            "warning" if rest else "info",
+        )
+
+    def _check(self) -> None:
+        """Whether the script stands where it stood. Raises ConfigError."""
+        if self._values.given != len(self._values.recorded):
+            raise ConfigError("the script has read fewer values from tensors than before")
+        gc.collect()
+        mine = {name: tuple(t.shape) for name, t in self._roster.tensors()}
+        theirs = {name: tuple(t.shape) for name, t in self._common["tensors"].items()}
+        if mine != theirs:
+            raise ConfigError("the script has built other modules than before")
+        counts = [len(self._runtime.optimizers), len(self._roster.schedulers()), len(self._roster.scalers())]
+        if counts != [len(self._common[name]) for name in ("optimizers", "schedulers", "scalers")]:
+            raise ConfigError("the script has built other optimizers or schedulers than before")
+        for optimizer, state in zip(self._runtime.optimizers, self._common["optimizers"], strict=True):
+            rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
+            if rates != (before := [float(group.get("lr", 0.0)) for group in state["param_groups"]]):
+                raise ConfigError(f"{type(optimizer).__name__} has a learning rate of {rates}, and had {before}")
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        for optimizer in self._runtime.optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
+
+    def _zero(self, p: torch.Tensor) -> torch.Tensor:
+        if p not in self._zeros:
+            self._zeros[p] = torch.zeros_like(p)
+        zero: torch.Tensor = self._zeros[p]
+        return zero
+
+
+def _shape(args: Any, kwargs: Any) -> Any:
+    """What calls have in common whose results are of one shape."""
+    leaves, spec = tree_flatten((args, kwargs))
+    kinds = tuple(
+        (tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else _plain(leaf)
+        for leaf in leaves
+    )
+    return kinds, str(spec)
+
+
+def _plain(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf)
+
+
+def _leaves_of(known: Any) -> Any:
+    """Fresh leaves of a graph that ends here."""
+
+    def leaf(pair: tuple[torch.Tensor, bool]) -> torch.Tensor:
+        fresh = pair[0].detach()
+        return fresh.requires_grad_() if pair[1] else fresh
+
+    leaves, spec = tree_flatten(known, is_leaf=_is_pair)
+    return tree_unflatten([leaf(each) if _is_pair(each) else each for each in leaves], spec)
+
+
+def _is_pair(value: Any) -> bool:
+    return type(value) is tuple and len(value) == 2 and isinstance(value[0], torch.Tensor) and type(value[1]) is bool
+
+
+def _next_batch(folder: Path, rank: int) -> str:
+    """What came to the first training forward after the snapshot; empty where the job has not come to it."""
+    try:
+        told = json.loads((folder / f"rank{rank}.next").read_text())
+    except (OSError, ValueError):
+        return ""
+    return told if isinstance(told, str) else ""

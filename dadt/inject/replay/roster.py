@@ -1,0 +1,69 @@
+"""Objects whose state a snapshot holds, known by the order in which the script has built them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim.lr_scheduler import LRScheduler
+
+
+class Roster:
+    """The modules, schedulers and gradient scalers of this process."""
+
+    def __init__(self) -> None:
+        self._count = itertools.count()
+        self._modules: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._schedulers: list[weakref.ref[Any]] = []
+        self._scalers: list[weakref.ref[Any]] = []
+
+    def install(self) -> None:
+        """Count what is built from here on, copies of modules too."""
+        for name in ("__init__", "__setstate__"):
+            setattr(nn.Module, name, self._numbering(getattr(nn.Module, name)))
+        for kind, built in ((LRScheduler, self._schedulers), (GradScaler, self._scalers)):
+            setattr(kind, "__init__", _listing(kind.__init__, built))  # noqa: B010 (mypy minds else)
+
+    def schedulers(self) -> list[Any]:
+        return _alive(self._schedulers)
+
+    def scalers(self) -> list[Any]:
+        return _alive(self._scalers)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters and buffers of all modules that are alive, by names that are the same whenever the script runs."""
+        given: set[int] = set()
+        for module, number in sorted(self._modules.items(), key=lambda pair: pair[1]):
+            own = itertools.chain(module._parameters.items(), module._buffers.items())
+            for name, tensor in own if "_parameters" in module.__dict__ else ():
+                if tensor is not None and id(tensor) not in given:
+                    given.add(id(tensor))
+                    yield f"{number}.{name}", tensor
+
+    def _numbering(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def built(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            original(module, *args, **kwargs)
+            if module not in self._modules:
+                self._modules[module] = next(self._count)
+
+        return built
+
+
+def _listing(original: Callable[..., None], built: list[weakref.ref[Any]]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        built.append(weakref.ref(self))
+        original(self, *args, **kwargs)
+
+    return init
+
+
+def _alive(built: Sequence[weakref.ref[Any]]) -> list[Any]:
+    return [found for each in built if (found := each()) is not None]
