@@ -125,9 +125,7 @@ class Config:
         "Give each rank the script's batch size, or divide it among ranks.",
         choices=("per-rank", "global"),
     )
-    scale_lr: str = knob(
-        "none", "Multiply learning rates by the number of workers.", choices=("none", "linear", "sqrt")
-    )
+    scale_lr: str = knob("none", "Scale learning rates by -np.", choices=("none", "linear", "sqrt"))
     share: str = knob("", "Numbers of DataLoaders to shard, such as 1,3.")
     no_share: str = knob("", "DataLoaders not to shard: numbers, or all.")
     seed: int = knob(
@@ -257,7 +255,7 @@ class Config:
     )
     pass_local_rank: bool = launch_knob(False, "Add --local_rank N to the script's arguments.", advanced=True)
     torch_env: bool = launch_knob(True, "Set RANK, WORLD_SIZE, MASTER_ADDR and similar variables.", advanced=True)
-    output: str = launch_knob("all", "Output to show: all, rank0, errors, or ranks such as 0,3-5.", metavar="WHAT")
+    output: str = launch_knob("all", "Show all, rank0, errors, or 0,3-5.", metavar="WHAT")
     log_dir: str = launch_knob(
         "dadt-logs", "Folder for the logs, which hold everything that workers print.", metavar="DIR", advanced=True
     )

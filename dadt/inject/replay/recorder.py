@@ -74,12 +74,10 @@ class Recorder:
             self._writing.join()
 
     def _take(self, step: int) -> None:
-        r, recorded = self._runtime, self._values.recorded
+        r = self._runtime
         gc.collect()  # what is garbage on some ranks may be none on others
         content: dict[str, Any] = {"step": step, "random": self._streams.state() if self._streams.divided else {}}
-        content["values"] = (
-            torch.frombuffer(recorded, dtype=torch.uint8) if recorded else torch.empty(0, dtype=torch.uint8, device="cpu")
-        )
+        content["values"] = self._values.as_tensor()
         # On all ranks: what is one rank's alone gives way to the average.
         optimizers = [optimizer.state_dict() for optimizer in r.optimizers]
         r.show_true_weights()

@@ -59,6 +59,12 @@ class Values:
         """Bytes of what was recorded that a replay has given."""
         return self._at
 
+    def as_tensor(self) -> torch.Tensor:
+        """What was recorded so far. uint8, (bytes,)."""
+        if not self.recorded:
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        return torch.frombuffer(bytes(self.recorded), dtype=torch.uint8)
+
     def install(self) -> None:
         for name in _READERS:
             setattr(torch.Tensor, name, self._reading(getattr(torch.Tensor, name)))
