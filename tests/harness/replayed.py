@@ -271,4 +271,45 @@ for step in range(STEPS):
     stepped()
 tell(model)
 """,
+    "metrics": """
+class Meter:
+    def __init__(self):
+        self.total, self.recent = torch.zeros(()), []
+    def add(self, loss):
+        self.total += loss.detach()
+        self.recent = [*self.recent[-2:], loss.detach()]
+def train(epochs):
+    loader, model = DataLoader(data, batch_size=8, shuffle=True), net(8, 16, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found, best = [], float("inf")
+    for epoch in range(epochs):
+        meter, seen = Meter(), torch.zeros((), dtype=torch.long)
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            stepped()
+            meter.add(loss)
+            seen += len(x)
+            best = min(best, loss.item())
+        found.append((meter.total.item() / len(loader), torch.stack(meter.recent).mean().item(), seen.item()))
+    return model, found, best
+model, found, best = train(4)
+print("means", found, best, flush=True)
+tell(model)
+""",
+    "own-order": """
+model = net(8, 16, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(5):
+    order = torch.randperm(160).tolist()
+    for i in range(8):
+        x, y = data[order[8 * i : 8 * i + 8]]
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        stepped()
+tell(model)
+""",
 }

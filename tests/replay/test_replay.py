@@ -19,24 +19,121 @@ def ends(result) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "hidden-state"])
+def means(result) -> list[str]:
+    """Of losses, which are each rank's own."""
+    return sorted(line for line in result.out.decode().splitlines() if "means" in line)
+
+
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "own-order"])
 @pytest.mark.parametrize("algorithm", ["pipe", "sync"])
 def test_a_killed_job_ends_as_if_nothing_had_been(launch, name: str, algorithm: str) -> None:
     options = ["--algorithm", algorithm, *OPTIONS]
     script = HEAD + SCRIPTS[name]
-    expected = ends(launch(script, *options, "train.py"))
+    undisturbed = launch(script, *options, "train.py")
+    expected = ends(undisturbed)
     killed = launch(script, *options, "train.py", DIE="26")
     assert killed.code != 0
     resumed = launch(script, *options[:-2], "--resume", killed.job, "train.py")
     assert ends(resumed) == expected
+    assert means(resumed) == means(undisturbed)
     assert re.search(r"resumed: [1-5]0 steps replayed", resumed.err), resumed.err
 
 
 def test_what_cannot_be_made_again_is_refused(launch) -> None:
-    script = HEAD + SCRIPTS["hidden-state"]
+    script = HEAD + SCRIPTS["own-order"]
     killed = launch(script, *OPTIONS, "train.py", DIE="26")
     assert killed.code != 0
     resumed = launch(script, *OPTIONS, "--resume", killed.job, "train.py")
     assert resumed.code == 2
     assert "comes to another batch than it has trained on before" in resumed.err
     assert "Traceback" not in resumed.err
+
+
+LOGS = """
+loader, model = DataLoader(data, batch_size=8, shuffle=True), net(8, 16, 4)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+log, rows = open("log.csv", "w"), open("rows.txt", "a")
+best = float("inf")
+for epoch in range(4):
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        best = min(best, loss.item())
+        print(f"{epoch},{loss.item():.6f}", file=log, flush=True)
+        print("a row", file=rows, flush=True)
+        print("epoch", epoch, "best", round(best, 6))
+        stepped()
+    torch.save(model.state_dict(), "last.pt")
+tell(model, more=[best])
+"""
+
+
+def test_a_log_and_what_is_printed_are_as_if_nothing_had_been(launch, tmp_path) -> None:
+    script = HEAD + LOGS
+    options = [*OPTIONS, "--output", "rank0"]
+    expected = launch(script, *options, "train.py")
+    log = (tmp_path / "log.csv").read_text()
+    assert log.count("\n") == 40
+    (tmp_path / "log.csv").unlink()
+    (tmp_path / "rows.txt").unlink()
+    killed = launch(script, *options, "train.py", DIE="33")
+    rows = (tmp_path / "rows.txt").read_text().count("a row")
+    assert killed.code != 0 and rows >= 33
+    resumed = launch(script, *options[:-1], "rank0", "--resume", "last", "train.py")
+    step = int(re.findall(r"resumed: (\d+) steps", resumed.err)[0])
+    assert (tmp_path / "log.csv").read_text() == log
+    assert (tmp_path / "rows.txt").read_text().count("a row") == rows + 41 - step  # the last step's once more
+    assert resumed.out.splitlines() == expected.out.splitlines()[step - 1 :]
+    held = (tmp_path / "dadt-logs" / killed.job / "snapshots" / "replayed-rank0.log").read_bytes()
+    assert [line for line in held.splitlines() if line.startswith(b"epoch")] == [
+        line.removeprefix(b"[0] ") for line in expected.out.splitlines()[: step - 1]
+    ]
+
+
+def test_a_restarted_job_goes_on_by_itself(launch) -> None:
+    script = HEAD + SCRIPTS["one-cycle"]
+    expected = ends(launch(script, *OPTIONS, "train.py"))
+    once = script.replace("die = 40, int(", "die = 40, 0 if os.environ.get('DADT_RESTARTS', '0') != '0' else int(")
+    restarted = launch(once, *OPTIONS, "--max-restarts", "1", "train.py", DIE="26")
+    assert ends(restarted) == expected
+    assert "restart 1 of 1" in restarted.err and "steps replayed in" in restarted.err
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("STEPS, die = 40", "STEPS, die = 8"), "the script has ended after 8 steps of"),
+        (("nn.Embedding(16, 32)", "nn.Embedding(16, 64)[:, :32] if 0 else nn.Embedding(17, 32)"), "other modules"),
+        (('group["lr"] = 1e-2', 'group["lr"] = 2e-2'), "has a learning rate of"),
+        (("if step % 10 == 0:", "if step % 4 == 0:"), "values from tensors than"),
+        (("range(2):\n        loss =", "range(3):\n        loss ="), ""),
+    ],
+)
+def test_another_script_is_refused(launch, change: tuple[str, str], said: str) -> None:
+    script = HEAD + SCRIPTS["nanogpt"]
+    killed = launch(script, *OPTIONS, "train.py", DIE="26")
+    assert change[0] in script
+    resumed = launch(script.replace(*change).replace("tell(model)", ""), *OPTIONS, "--resume", killed.job, "train.py")
+    assert resumed.code == 2 if said else True, resumed.err
+    assert said in resumed.err and "Traceback" not in resumed.err
+
+
+def test_a_torn_or_foreign_snapshot_is_refused(launch, tmp_path) -> None:
+    script = HEAD + SCRIPTS["one-cycle"]
+    killed = launch(script, *OPTIONS, "train.py", DIE="36")
+    root = tmp_path / "dadt-logs" / killed.job / "snapshots"
+    newest = sorted(path for path in root.iterdir() if path.is_dir())[-1]
+    fewer = launch(script, "-np", "3", "--resume", killed.job, "train.py")
+    assert fewer.code == 2 and "is one of 2 workers, and there are 3" in fewer.err
+    content = bytearray((newest / "rank0.pt").read_bytes())
+    content[len(content) // 2] ^= 255
+    (newest / "rank0.pt").write_bytes(content)
+    damaged = launch(script, *OPTIONS, "--resume", str(newest), "train.py")
+    assert damaged.code == 2 and "its checksum differs" in damaged.err and "Traceback" not in damaged.err
+    (newest / "rank0.pt").write_bytes(content[:100])
+    torn = launch(script, *OPTIONS, "--resume", str(newest), "train.py")
+    assert torn.code == 2 and "the part of rank 0 is torn" in torn.err
+    nothing = launch(script, *OPTIONS, "--resume", "nope", "train.py")
+    assert nothing.code == 2 and "--resume nope: has no whole snapshot" in nothing.err

@@ -9,18 +9,19 @@ from pathlib import Path
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from dadt.errors import ConfigError
 from dadt.inject.data.seed import Streams
 from dadt.inject.files.overlay import Overlay
 from dadt.inject.module import Modules
 from dadt.inject.replay.recorder import Recorder
-from dadt.inject.replay.replay import Replay
+from dadt.inject.replay.replay import Replay, refuse
 from dadt.inject.replay.roster import Roster
 from dadt.inject.replay.values import Values
 from dadt.train.runtime import Runtime
 
 
 def install(runtime: Runtime, modules: Modules, streams: Streams, overlay: Overlay | None) -> None:
-    """Before the script builds anything. Raises ConfigError where the snapshot cannot be read."""
+    """Before the script builds anything. A snapshot that cannot be read ends the process."""
     config = runtime.config
     if runtime.alone or not (config.snapshot_every or config.resume):
         return
@@ -32,7 +33,10 @@ def install(runtime: Runtime, modules: Modules, streams: Streams, overlay: Overl
     register_optimizer_step_post_hook(lambda optimizer, args, kwargs: values.leave())
     recorder = Recorder(runtime, roster, values, streams) if config.snapshot_every else None
     if config.resume:
-        replay = Replay(runtime, roster, values, streams, Path(config.resume))
+        try:
+            replay = Replay(runtime, roster, values, streams, Path(config.resume))
+        except ConfigError as error:
+            refuse(error)
         _begin(runtime, modules, replay)
         if overlay is not None:
             replay.at_its_end.append(overlay.replayed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import sys
 import threading
 from collections import deque
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from dadt.config.check import snapshot_interval
 from dadt.control import snapshots
 from dadt.inject.data.seed import Streams
-from dadt.inject.replay import snapshot
+from dadt.inject.replay import snapshot, variables
 from dadt.inject.replay.roster import Roster
 from dadt.inject.replay.values import Values
 from dadt.train.runtime import Runtime
@@ -81,8 +82,10 @@ class Recorder:
         # On all ranks: what is one rank's alone gives way to the average.
         optimizers = [optimizer.state_dict() for optimizer in r.optimizers]
         r.show_true_weights()
+        tensors = dict(self._roster.tensors())
+        content["variables"] = dict(variables.held(sys._getframe(), {id(t) for t in tensors.values()}))
         if r.first:
-            content["tensors"] = dict(self._roster.tensors())
+            content["tensors"] = tensors
             content["optimizers"] = optimizers
             content["schedulers"] = [each.state_dict() for each in self._roster.schedulers()]
             content["scalers"] = [each.state_dict() for each in self._roster.scalers()]

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dadt.errors import ConfigError
 from dadt.inject.data.seed import State, Streams
-from dadt.inject.replay import snapshot
+from dadt.inject.replay import snapshot, variables
 from dadt.inject.replay.held import Held
 from dadt.inject.replay.recorder import digest
 from dadt.inject.replay.roster import Roster
@@ -128,15 +128,19 @@ class Replay:
                 f"the script has ended after {self._runtime.step} steps of {self.step} that the snapshot holds: run the"
                 " same script with the same arguments, or resume from a checkpoint of its own"
             )
-            sys.excepthook(ConfigError, error, None)
-            os._exit(error.exit_code)
+            refuse(error)
 
     def _finish(self) -> None:
         """Put the state in place."""
         self._check()
+        tensors = dict(self._roster.tensors())
+        mine = dict(variables.held(sys._getframe(), {id(t) for t in tensors.values()}))
         with torch.no_grad():
-            for name, tensor in self._roster.tensors():
-                tensor.data.copy_(self._common["tensors"][name])
+            for name, value in self._common["tensors"].items():
+                tensors[name].data.copy_(value)
+            for name, value in self._mine["variables"].items():
+                if name in mine and mine[name].shape == value.shape:
+                    mine[name].data.copy_(value)
         for optimizer, state in zip(self._runtime.optimizers, self._common["optimizers"], strict=True):
             for group in optimizer.param_groups:
                 for p in group["params"]:
@@ -170,7 +174,7 @@ class Replay:
         gc.collect()
         mine = {name: tuple(t.shape) for name, t in self._roster.tensors()}
         theirs = {name: tuple(t.shape) for name, t in self._common["tensors"].items()}
-        if mine != theirs:
+        if any(mine.get(name) != shape for name, shape in theirs.items()):
             raise ConfigError("the script has built other modules than before")
         counts = [len(self._runtime.optimizers), len(self._roster.schedulers()), len(self._roster.scalers())]
         if counts != [len(self._common[name]) for name in ("optimizers", "schedulers", "scalers")]:
@@ -190,6 +194,12 @@ class Replay:
             self._zeros[p] = torch.zeros_like(p)
         zero: torch.Tensor = self._zeros[p]
         return zero
+
+
+def refuse(error: ConfigError) -> NoReturn:
+    """End this process where an exception would not: when torch is imported, and when the script has ended."""
+    sys.excepthook(ConfigError, error, None)
+    os._exit(error.exit_code)
 
 
 def _shape(args: Any, kwargs: Any) -> Any:

@@ -1,0 +1,61 @@
+"""Tensors that the script's variables hold, by where they are: sums of losses, a hidden state, the last loss."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container, Iterator, Mapping
+from types import FrameType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+SMALL = 1 << 20
+"""Bytes of the largest tensor that counts: larger ones are data, or what a model has just given."""
+DEPTH = 4
+"""Of containers and objects within each other."""
+MANY = 10_000
+"""Items of a container that is looked into."""
+_NOT_THEIRS = frozenset({"dadt", "dadt_cli", "torch", "numpy", "builtins", "_io", "collections"})
+
+
+def held(frame: FrameType | None, known: Container[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Of the variables of all calls under way, with names that are the same whenever the script comes here. known: ids
+    of tensors that do not count."""
+    calls = []
+    while frame is not None:
+        if _package(frame.f_globals.get("__name__", "")) not in _NOT_THEIRS:
+            calls.append(frame)
+        frame = frame.f_back
+    seen: set[int] = set()
+    for depth, call in enumerate(reversed(calls)):
+        for path, tensor in _within(f"{depth} {call.f_code.co_name}", dict(call.f_locals), DEPTH, seen):
+            if id(tensor) not in known and tensor.numel() * tensor.element_size() <= SMALL:
+                yield path, tensor
+
+
+def _within(path: str, value: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield path, value
+        return
+    if not depth or id(value) in seen:
+        return
+    items = _items(value)
+    if items:
+        seen.add(id(value))
+    for name, item in items:
+        yield from _within(f"{path}.{name}", item, depth - 1, seen)
+
+
+def _items(value: Any) -> list[tuple[Any, Any]]:
+    """What it contains, in its order."""
+    if isinstance(value, Mapping) and len(value) <= MANY:
+        return [(key, item) for key, item in value.items() if isinstance(key, str | int)]
+    if isinstance(value, list | tuple | deque) and len(value) <= MANY:
+        return list(enumerate(value))
+    if isinstance(value, type | ModuleType | FunctionType) or _package(type(value).__module__) in _NOT_THEIRS:
+        return []
+    return list(getattr(value, "__dict__", {}).items())
+
+
+def _package(name: str) -> str:
+    return name.partition(".")[0]
