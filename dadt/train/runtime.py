@@ -93,6 +93,8 @@ class Runtime(Departure):
                 f"--min-np {self.config.min_np}: a script that calls dadt.init() has ranks of its own, so that training"
                 " cannot go on without one; use --max-restarts"
             )
+        if self.config.resume or self.config.snapshot_every:
+            raise ConfigError("--snapshot-every, --resume: a script that calls dadt.init() saves what it goes on from")
         self.on_begin.clear()
         super().leave_to_script()
 

@@ -12,14 +12,14 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 torch.set_num_threads(1)
 torch.manual_seed(0)
 STEPS, die = 40, int(os.environ.get("DIE", "-1"))
-taken = itertools.count(1)
+taken, job = itertools.count(1), os.environ["DADT_JOB"]
 
 def whole():
-    parts = [path.split(os.sep)[-2:] for path in glob.glob("dadt-logs/*/snapshots/*/rank*.json")]
+    parts = [path.split(os.sep)[-2:] for path in glob.glob(f"dadt-logs/{job}/snapshots/*/rank*.json")]
     return any([folder, f"rank{1 - int(name[4])}.json"] in parts for folder, name in parts)
 
 def stepped():
-    if next(taken) >= die > 0 and whole():
+    if next(taken) >= die > 0 and (os.environ["DADT_RESUME"] or whole()):
         os.kill(os.getpid(), signal.SIGKILL)
 
 def tell(*modules, more=()):
@@ -298,6 +298,35 @@ def train(epochs):
 model, found, best = train(4)
 print("means", found, best, flush=True)
 tell(model)
+""",
+    "compiled": """
+loader = DataLoader(data, batch_size=8, shuffle=True)
+model = torch.compile(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+for epoch in range(4):
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        stepped()
+    print("epoch", epoch, loss.item())
+tell(model)
+""",
+    "warm-restarts-and-accumulation": """
+loader, model = DataLoader(data, batch_size=4, shuffle=True), net(8, 32, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3)
+for epoch in range(8):
+    for i, (x, y) in enumerate(loader):
+        loss = F.cross_entropy(model(x), y) / 4
+        loss.backward()
+        if (i + 1) % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step(epoch + i / len(loader))
+            stepped()
+tell(model, more=[scheduler.get_last_lr()])
 """,
     "own-order": """
 model = net(8, 16, 4)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from itertools import product
+from random import Random
 
 import pytest
+from harness.disk import small_disk
 from harness.replayed import HEAD, SCRIPTS
 
 OPTIONS = ["-np", "2", "--warmup-steps", "5", "--snapshot-every", "10steps", "--seed", "7"]
@@ -24,9 +27,15 @@ def means(result) -> list[str]:
     return sorted(line for line in result.out.decode().splitlines() if "means" in line)
 
 
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "own-order"])
-@pytest.mark.parametrize("algorithm", ["pipe", "sync"])
-def test_a_killed_job_ends_as_if_nothing_had_been(launch, name: str, algorithm: str) -> None:
+SHAPES = [name for name in SCRIPTS if name != "own-order"]
+QUICK = [*(("pipe", name) for name in SHAPES if name != "compiled"), ("sync", "tutorial"), ("sync", "gan")]
+SLOW = [pair for pair in product(["pipe", "sync"], SHAPES) if pair not in QUICK]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "name"), [*QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW)]
+)
+def test_a_killed_job_ends_as_if_nothing_had_been(launch, algorithm: str, name: str) -> None:
     options = ["--algorithm", algorithm, *OPTIONS]
     script = HEAD + SCRIPTS[name]
     undisturbed = launch(script, *options, "train.py")
@@ -137,3 +146,42 @@ def test_a_torn_or_foreign_snapshot_is_refused(launch, tmp_path) -> None:
     assert torn.code == 2 and "the part of rank 0 is torn" in torn.err
     nothing = launch(script, *OPTIONS, "--resume", "nope", "train.py")
     assert nothing.code == 2 and "--resume nope: has no whole snapshot" in nothing.err
+
+
+def test_a_full_disk_costs_a_line_and_not_the_job(launch, tmp_path) -> None:
+    script = HEAD + SCRIPTS["one-cycle"].replace("net(8, 32, 4)", "net(8, 512, 512, 4)")
+    with small_disk(tmp_path / "disk"):
+        done = launch(script, *OPTIONS, "--snapshot-dir", str(tmp_path / "disk"), "train.py")
+        assert not list((tmp_path / "disk").rglob("*.half"))
+    assert ends(done)
+    assert "no snapshot: " in done.err
+
+
+def test_a_script_that_calls_init_is_told(launch) -> None:
+    said = launch("import dadt\ndadt.init()\n", *OPTIONS, "train.py")
+    assert said.code == 2 and "a script that calls dadt.init() saves what it goes on from" in said.err
+
+
+def test_a_job_that_is_killed_in_its_replay_is_resumed_once_more(launch) -> None:
+    script = HEAD + SCRIPTS["gan"]
+    expected = ends(launch(script, *OPTIONS, "train.py"))
+    killed = launch(script, *OPTIONS, "train.py", DIE="26")
+    again = launch(script, *OPTIONS, "--resume", "last", "train.py", DIE="7")
+    assert killed.code != 0 and again.code != 0 and "replayed" not in again.err
+    later = launch(script, *OPTIONS, "--resume", "last", "train.py", DIE="36")
+    assert later.code != 0 and "steps replayed in" in later.err
+    assert ends(launch(script, *OPTIONS, "--resume", "last", "train.py")) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_job_may_be_killed_anywhere(launch, name: str) -> None:
+    script = HEAD + SCRIPTS[name]
+    options = [*OPTIONS[:-3], "3steps", *OPTIONS[-2:]]
+    expected = ends(launch(script, *options, "train.py"))
+    draw = Random(name)
+    for _ in range(10):
+        killed = launch(script, *options, "train.py", DIE=str(draw.randint(4, 38)))
+        if killed.code != 0:  # else it had ended before it had a whole snapshot
+            assert ends(launch(script, *options, "--resume", killed.job, "train.py")) == expected

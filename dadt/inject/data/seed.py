@@ -154,10 +154,9 @@ class Streams:
             self._resumed = Resumed(State.from_plain(shared), None if own is None else State.from_plain(own))
             self.seeded_anew = seeded_anew
 
-    def place(self, shared: State, own: State) -> None:
-        """Both are now what they were at another time."""
+    def place(self, shared: State) -> None:
+        """The shared stream is now what it was at another time."""
         self._shared = shared
-        own.restore()
 
     def _rejoin(self) -> None:
         """The script starts anew from a seed: data, splits and weights that it now draws must agree on all ranks.

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections import deque
 from pathlib import Path
+from pickle import UnpicklingError
 from time import perf_counter
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dadt.config.check import snapshot_interval
 from dadt.control import snapshots
-from dadt.inject.data.seed import Streams
+from dadt.inject.data.seed import State, Streams
 from dadt.inject.replay import snapshot, variables
 from dadt.inject.replay.roster import Roster
 from dadt.inject.replay.values import Values
@@ -39,6 +40,7 @@ class Recorder:
         self._next = self._steps or MEASURED
         self._times: deque[float] = deque(maxlen=MEASURED)
         self._writing: threading.Thread | None = None
+        self._is_proven = False
         self._unwatched: Path | None = None
         """The snapshot whose next batch is not told of yet."""
 
@@ -77,7 +79,7 @@ class Recorder:
     def _take(self, step: int) -> None:
         r = self._runtime
         gc.collect()  # what is garbage on some ranks may be none on others
-        content: dict[str, Any] = {"step": step, "random": self._streams.state() if self._streams.divided else {}}
+        content: dict[str, Any] = {"step": step, "random": self._streams.state() or {"own": State.capture().plain()}}
         content["values"] = self._values.as_tensor()
         # On all ranks: what is one rank's alone gives way to the average.
         optimizers = [optimizer.state_dict() for optimizer in r.optimizers]
@@ -97,6 +99,9 @@ class Recorder:
         world, seed = self._runtime.world, self._runtime.config.seed
         told = {"step": content["step"], "world_size": world.world_size, "seed": seed}
         snapshot.write(folder, world.rank, content, told)
+        if not self._is_proven:
+            snapshot.read(folder, world.rank)  # what is no plain value is found now, and not when it is needed
+            self._is_proven = True
         if world.local_rank == 0:
             snapshots.drop_old(self._root, world.world_size)
 
@@ -108,8 +113,8 @@ class Recorder:
                 before.join()
             try:
                 write()
-            except OSError as error:
-                self._runtime.say(f"no snapshot: {error}", "warning")
+            except (OSError, RuntimeError, UnpicklingError) as error:  # torch raises the second where a disk is full
+                self._runtime.say(f"no snapshot: {str(error).splitlines()[0]}", "warning")
 
         self._writing = threading.Thread(target=work, name="dadt-snapshot")
         self._writing.start()

@@ -150,8 +150,10 @@ class Replay:
             scheduler.load_state_dict(state)
         for scaler, state in zip(self._roster.scalers(), self._common["scalers"], strict=True):
             scaler.load_state_dict(state)
-        if random := self._mine["random"]:
-            self._streams.place(State.from_plain(random["shared"]), State.from_plain(random["own"]))
+        random = {name: State.from_plain(state) for name, state in self._mine["random"].items()}
+        random["own"].restore()
+        if "shared" in random:
+            self._streams.place(random["shared"])
         self.under_way = self._runtime.replaying = self._values.replaying = False
         self._values.recorded = self._values.recorded[: self._values.given]
         self._outputs.clear()

@@ -14,14 +14,17 @@ from dadt.errors import ConfigError
 
 
 def write(folder: Path, rank: int, content: dict[str, Any], told: dict[str, Any]) -> None:
-    """Raises OSError. told: of the job."""
+    """Raises OSError, or RuntimeError as torch does. told: of the job."""
     folder.mkdir(parents=True, exist_ok=True)
     half = snapshots.content_of(folder, rank).with_suffix(".half")
-    with half.open("wb") as file:
-        save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    snapshots.complete(folder, rank, half, told)
+    try:
+        with half.open("wb") as file:
+            save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        snapshots.complete(folder, rank, half, told)
+    finally:
+        half.unlink(missing_ok=True)
 
 
 def read(folder: Path, rank: int) -> dict[str, Any]:
