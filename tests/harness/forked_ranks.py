@@ -7,6 +7,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,8 @@ class Runtime:
         self.script_is_distributed = False
         self.together = True
         self.explicit = False
+        self.replaying = False
+        self.aside = nullcontext
         self.first = rank == 0
         self.claimed = False
         self.said: list[str] = []

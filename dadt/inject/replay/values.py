@@ -63,7 +63,7 @@ class Values:
         """What was recorded so far. uint8, (bytes,)."""
         if not self.recorded:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
-        return torch.frombuffer(bytes(self.recorded), dtype=torch.uint8)
+        return torch.frombuffer(bytearray(self.recorded), dtype=torch.uint8)
 
     def install(self) -> None:
         for name in _READERS:
