@@ -43,11 +43,14 @@ def complete(folder: Path, rank: int, half: Path, told: dict[str, Any]) -> None:
 def write(path: Path, text: str) -> None:
     """The whole file, or none. Raises OSError."""
     half = path.with_suffix(f"{path.suffix}.half")
-    with half.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    half.rename(path)
+    try:
+        with half.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        half.rename(path)
+    finally:
+        half.unlink(missing_ok=True)
 
 
 def about(folder: Path, rank: int) -> dict[str, Any]:
