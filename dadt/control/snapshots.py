@@ -2,8 +2,8 @@
 
 <the job's folder>/snapshots/000000000120/     after that many optimizer steps
     rank0.pt       what is rank 0's, and for the first rank of a host what all ranks have in common
-    rank0.json     its length and its checksum, written once it is there
-    rank0.next     what came to the first training forward after it
+    rank0.json     its length and its checksum, and a digest of what came to the first training forward after it:
+                   the snapshot is not whole before
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import json
 import sys
 import threading
 from collections import deque
@@ -41,8 +40,8 @@ class Recorder:
         self._times: deque[float] = deque(maxlen=MEASURED)
         self._writing: threading.Thread | None = None
         self._is_proven = False
-        self._unwatched: Path | None = None
-        """The snapshot whose next batch is not told of yet."""
+        self._open: tuple[Path, int, int] | None = None
+        """A snapshot that may not be whole yet, its step, and the backwards that the script had begun by then."""
 
     def goes_on_from(self, step: int) -> None:
         self._next = step + (self._steps or MEASURED)
@@ -65,14 +64,23 @@ class Recorder:
             self._take(step)
 
     def saw(self, given: Any) -> None:
-        """A training forward begins, with these arguments: those of the first one after a snapshot are to be the same
-        when it is resumed."""
-        if self._unwatched is not None:
-            path, told = self._unwatched / f"rank{self._runtime.world.rank}.next", digest(given)
-            self._unwatched = None
-            self._in_background(lambda: snapshots.write(path, json.dumps(told)))
+        """A training forward begins, with these arguments. The first one after a snapshot makes it whole, unless it
+        goes on with what was computed before: a replay does not have that."""
+        if self._open is None:
+            return
+        (folder, step, backwards), self._open = self._open, None
+        goes_on = any(isinstance(each, torch.Tensor) and each.grad_fn is not None for each in tree_leaves(given))
+        if goes_on or self._runtime.backwards != backwards:
+            self._next = self._runtime.step + 1
+            self._in_background(lambda: snapshot.discard(folder, self._runtime.world.rank))
+        else:
+            told = digest(given)
+            self._in_background(lambda: self._complete(folder, step, told))
 
     def close(self) -> None:
+        if self._open is not None:
+            folder = self._open[0]
+            self._in_background(lambda: snapshot.discard(folder, self._runtime.world.rank))
         if self._writing is not None:
             self._writing.join()
 
@@ -92,13 +100,14 @@ class Recorder:
             content["schedulers"] = [each.state_dict() for each in self._roster.schedulers()]
             content["scalers"] = [each.state_dict() for each in self._roster.scalers()]
         content = tree_map_only(torch.Tensor, lambda t: t.detach().to("cpu", copy=True), content)
-        self._unwatched = folder = snapshots.folder_of(self._root, step)
-        self._in_background(lambda: self._write(folder, content))
+        folder = snapshots.folder_of(self._root, step)
+        self._open = folder, step, r.backwards
+        self._in_background(lambda: snapshot.write(folder, r.world.rank, content))
 
-    def _write(self, folder: Path, content: dict[str, Any]) -> None:
+    def _complete(self, folder: Path, step: int, told: str) -> None:
         world, seed = self._runtime.world, self._runtime.config.seed
-        told = {"step": content["step"], "world_size": world.world_size, "seed": seed}
-        snapshot.write(folder, world.rank, content, told)
+        about = {"step": step, "world_size": world.world_size, "seed": seed, "next": told}
+        snapshot.complete(folder, world.rank, about)
         if not self._is_proven:
             snapshot.read(folder, world.rank)  # what is no plain value is found now, and not when it is needed
             self._is_proven = True

@@ -8,7 +8,6 @@ are stepped, one batch stands for all, and nothing is exchanged or written. Then
 from __future__ import annotations
 
 import gc
-import json
 import os
 import sys
 import weakref
@@ -22,6 +21,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from dadt.control import snapshots
 from dadt.errors import ConfigError
 from dadt.inject.data.seed import State, Streams
 from dadt.inject.replay import snapshot, variables
@@ -53,7 +53,7 @@ class Replay:
         self._zeros = WeakTensorKeyDictionary()
         self.held = Held(folder.parent / f"replayed-rank{rank}.log")
         """What the script says meanwhile."""
-        self._expected = _next_batch(folder, rank)
+        self._expected: str = snapshots.about(folder, rank)["next"]
         self.at_its_end: list[Callable[[], None]] = []
 
     # In place of what is expensive ---------------------------------------------------------------------------
@@ -231,12 +231,3 @@ def _leaves_of(known: Any) -> Any:
 
 def _is_pair(value: Any) -> bool:
     return type(value) is tuple and len(value) == 2 and isinstance(value[0], torch.Tensor) and type(value[1]) is bool
-
-
-def _next_batch(folder: Path, rank: int) -> str:
-    """What came to the first training forward after the snapshot; empty where the job has not come to it."""
-    try:
-        told = json.loads((folder / f"rank{rank}.next").read_text())
-    except (OSError, ValueError):
-        return ""
-    return told if isinstance(told, str) else ""

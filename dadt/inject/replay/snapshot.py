@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,33 @@ from dadt.control import snapshots
 from dadt.errors import ConfigError
 
 
-def write(folder: Path, rank: int, content: dict[str, Any], told: dict[str, Any]) -> None:
-    """Raises OSError, or RuntimeError as torch does. told: of the job."""
+def write(folder: Path, rank: int, content: dict[str, Any]) -> None:
+    """Not part of the snapshot until `complete`. Raises OSError, or RuntimeError as torch does."""
     folder.mkdir(parents=True, exist_ok=True)
-    half = snapshots.content_of(folder, rank).with_suffix(".half")
     try:
-        with half.open("wb") as file:
+        with _half(folder, rank).open("wb") as file:
             save(content, file)
             file.flush()
             os.fsync(file.fileno())
-        snapshots.complete(folder, rank, half, told)
-    finally:
-        half.unlink(missing_ok=True)
+    except BaseException:
+        discard(folder, rank)
+        raise
+
+
+def complete(folder: Path, rank: int, told: dict[str, Any]) -> None:
+    """Nothing where it could not be written. told: of the job. Raises OSError."""
+    if _half(folder, rank).exists():
+        snapshots.complete(folder, rank, _half(folder, rank), told)
+
+
+def discard(folder: Path, rank: int) -> None:
+    _half(folder, rank).unlink(missing_ok=True)
+    with suppress(OSError):  # others still have something in it
+        folder.rmdir()
+
+
+def _half(folder: Path, rank: int) -> Path:
+    return snapshots.content_of(folder, rank).with_suffix(".half")
 
 
 def read(folder: Path, rank: int) -> dict[str, Any]:
