@@ -100,14 +100,12 @@ def snapshot_interval(text: str) -> tuple[int, float]:
     return 0, number * {"s": 1.0, "min": 60.0, "h": 3600.0}[found[2]]
 
 
-def check_snapshots(every: str, algorithm: str, np: int) -> None:
-    """Raises ConfigError. np: workers; 0 if unknown."""
+def check_snapshots(every: str, algorithm: str) -> None:
+    """Raises ConfigError."""
     if every:
         snapshot_interval(every)
     if every and algorithm == "gossip":
         raise ConfigError("--snapshot-every: ranks of --algorithm gossip take no step together, so none is whole")
-    if every and np == 1:
-        raise ConfigError("--snapshot-every: a single worker is left as plain python leaves it; give -np 2 or more")
 
 
 def check_discovery(script: str, named: str, launcher: str, nnodes: int) -> None:

@@ -125,9 +125,11 @@ class Config:
         "Give each rank the script's batch size, or divide it among ranks.",
         choices=("per-rank", "global"),
     )
-    scale_lr: str = knob("none", "Scale learning rates by -np.", choices=("none", "linear", "sqrt"))
-    share: str = knob("", "Numbers of DataLoaders to shard, such as 1,3.")
-    no_share: str = knob("", "DataLoaders not to shard: numbers, or all.")
+    scale_lr: str = knob(
+        "none", "Multiply learning rates by the number of workers.", choices=("none", "linear", "sqrt")
+    )
+    share: str = knob("", "Numbers of DataLoaders to shard, such as 1,3.", advanced=True)
+    no_share: str = knob("", "DataLoaders not to shard: numbers, or all.", advanced=True)
     seed: int = knob(
         -1, "Seed of torch, numpy and random on every rank until the script sets its own; -1 draws one.", advanced=True
     )
@@ -255,7 +257,7 @@ class Config:
     )
     pass_local_rank: bool = launch_knob(False, "Add --local_rank N to the script's arguments.", advanced=True)
     torch_env: bool = launch_knob(True, "Set RANK, WORLD_SIZE, MASTER_ADDR and similar variables.", advanced=True)
-    output: str = launch_knob("all", "Show rank0, errors, or 0,3-5.", metavar="WHAT")
+    output: str = launch_knob("all", "Output to show: all, rank0, errors, or ranks such as 0,3-5.", metavar="WHAT")
     log_dir: str = launch_knob(
         "dadt-logs", "Folder for the logs, which hold everything that workers print.", metavar="DIR", advanced=True
     )
@@ -336,7 +338,7 @@ class Config:
             executors = self.executor, self.broadcast_executor, self.allreduce_executor
             check_min_np(self.min_np, self.np, self.algorithm, executors, self.launcher, self.nnodes)
         check_restarts(self.max_restarts, self.nnodes)
-        check_snapshots(self.snapshot_every, self.algorithm, self.np)
+        check_snapshots(self.snapshot_every, self.algorithm)
         check_discovery(self.host_discovery_script, self.hosts or self.hostfile, self.launcher, self.nnodes)
         if not -1 <= self.seed < 2**64:
             raise ConfigError(f"--seed {self.seed}: give a whole number from 0 to 2**64 - 1, or leave it out")

@@ -49,7 +49,7 @@ class Steps:
             self._runtime.progress.hook_seconds += perf_counter() - begun
 
     def _before(self, frame: FrameType, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        self._under_way = [step for step in self._under_way if _is_caller(step[0], frame)]
+        self._under_way = [step for step in self._under_way if is_caller(step[0], frame)]
         if any(_share_parameters(outer, optimizer) for _, outer, _ in self._under_way):
             return None
         if self._runtime.alone:
@@ -149,7 +149,7 @@ def _versions(attachment: Attachment) -> list[int]:
     return [p._version for p in attachment.parameters]
 
 
-def _is_caller(frame: FrameType, of: FrameType | None) -> bool:
+def is_caller(frame: FrameType, of: FrameType | None) -> bool:
     """Whether the frame still runs, below this one. (A step that raised has left without its post hook.)"""
     while of is not None:
         if of is frame:

@@ -112,6 +112,55 @@ def test_a_restarted_job_goes_on_by_itself(launch) -> None:
     assert "restart 1 of 1" in restarted.err and "steps replayed in" in restarted.err
 
 
+def test_jobs_share_a_folder_for_snapshots(launch, tmp_path) -> None:
+    """A restart goes on from its own job's, also where those of another one are of later steps."""
+    script = HEAD + SCRIPTS["one-cycle"]
+    options = [*OPTIONS, "--snapshot-dir", str(tmp_path / "shared")]
+    expected = ends(launch(script, *options, "train.py"))
+    once = script.replace("die = 40, int(", "die = 40, 0 if os.environ.get('DADT_RESTARTS', '0') != '0' else int(")
+    once = once.replace('f"dadt-logs/{job}/snapshots/*', 'f"shared/{job}/*')
+    restarted = launch(once, *options, "--max-restarts", "1", "train.py", DIE="23")
+    assert ends(restarted) == expected
+    assert re.search(r"resumed: [12]0 steps replayed", restarted.err), restarted.err
+    named = launch(script, *options, "--resume", restarted.job, "train.py")
+    assert ends(named) == expected
+
+
+RAISES = """
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+class Picky(torch.optim.SGD):
+    raised = False
+    def step(self, closure=None):
+        if not self.raised:
+            self.raised = True
+            raise ValueError("once")
+        super().step(closure)
+loader, optimizer = DataLoader(data, batch_size=8, shuffle=True), Picky(model.parameters(), lr=0.1)
+best = float("inf")
+for epoch in range(4):
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        try:
+            optimizer.step()
+        except ValueError:
+            pass
+        stepped()
+        best = min(best, loss.item())
+print("means", best, flush=True)
+tell(model)
+"""
+
+
+def test_values_behind_a_step_that_has_raised_are_recorded(launch) -> None:
+    script = HEAD + RAISES
+    undisturbed = launch(script, *OPTIONS, "train.py")
+    killed = launch(script, *OPTIONS, "train.py", DIE="26")
+    resumed = launch(script, *OPTIONS, "--resume", killed.job, "train.py")
+    assert ends(resumed) == ends(undisturbed) and means(resumed) == means(undisturbed)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -119,7 +168,6 @@ def test_a_restarted_job_goes_on_by_itself(launch) -> None:
         (("nn.Embedding(16, 32)", "nn.Embedding(16, 64)[:, :32] if 0 else nn.Embedding(17, 32)"), "other modules"),
         (('group["lr"] = 1e-2', 'group["lr"] = 2e-2'), "has a learning rate of"),
         (("if step % 10 == 0:", "if step % 4 == 0:"), "values from tensors than"),
-        (("range(2):\n        loss =", "range(3):\n        loss ="), ""),
     ],
 )
 def test_another_script_is_refused(launch, change: tuple[str, str], said: str) -> None:
@@ -127,7 +175,7 @@ def test_another_script_is_refused(launch, change: tuple[str, str], said: str) -
     killed = launch(script, *OPTIONS, "train.py", DIE="26")
     assert change[0] in script
     resumed = launch(script.replace(*change).replace("tell(model)", ""), *OPTIONS, "--resume", killed.job, "train.py")
-    assert resumed.code == 2 if said else True, resumed.err
+    assert resumed.code == 2, resumed.err
     assert said in resumed.err and "Traceback" not in resumed.err
 
 

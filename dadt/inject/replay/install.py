@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dadt.errors import ConfigError
 from dadt.inject.data.seed import Streams
@@ -29,8 +29,7 @@ def install(runtime: Runtime, modules: Modules, streams: Streams, overlay: Overl
     values.install()
     roster.install()
     runtime.aside = values.aside
-    register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: values.enter())
-    register_optimizer_step_post_hook(lambda optimizer, args, kwargs: values.leave())
+    register_optimizer_step_pre_hook(values.step_begins)
     recorder = Recorder(runtime, roster, values, streams) if config.snapshot_every else None
     if config.resume:
         try:

@@ -57,7 +57,7 @@ class Recorder:
                 took = (self._times[-1] - self._times[0]) / max(len(self._times) - 1, 1)
                 slowest = max(self._runtime.collect("time of a step", took))
                 self._steps = max(1, round(self._seconds / max(slowest, 1e-6)))
-                if step + self._steps > self._next and step == MEASURED and self._steps > MEASURED:
+                if step == MEASURED < self._steps:
                     self._next = self._steps
                     return
             self._next = step + self._steps
@@ -78,14 +78,18 @@ class Recorder:
             self._in_background(lambda: self._complete(folder, step, told))
 
     def close(self) -> None:
+        """Drop what is not whole, and wait for what is being written."""
         if self._open is not None:
-            folder = self._open[0]
+            folder, self._open = self._open[0], None
             self._in_background(lambda: snapshot.discard(folder, self._runtime.world.rank))
         if self._writing is not None:
             self._writing.join()
 
     def _take(self, step: int) -> None:
         r = self._runtime
+        if self._open is not None:
+            r.say("no snapshot: calls of the model that is trained are not seen", "warning")
+            self.close()
         gc.collect()  # what is garbage on some ranks may be none on others
         content: dict[str, Any] = {"step": step, "random": self._streams.state() or {"own": State.capture().plain()}}
         content["values"] = self._values.as_tensor()

@@ -38,7 +38,6 @@ class Replay:
     def __init__(self, runtime: Runtime, roster: Roster, values: Values, streams: Streams, folder: Path) -> None:
         """Raises ConfigError where this rank's part of the snapshot is missing or damaged."""
         self._runtime, self._roster, self._values, self._streams = runtime, roster, values, streams
-        self._folder = folder
         rank, first = runtime.world.rank, runtime.world.rank - runtime.world.local_rank
         self._mine = snapshot.read(folder, rank)
         self._common = self._mine if rank == first else snapshot.read(folder, first)
@@ -63,10 +62,8 @@ class Replay:
             return call(*args, **kwargs)
         if torch.is_grad_enabled():
             self._runtime.begin()
-        known, key = (
-            self._outputs.setdefault(module, {}),
-            (module.training, torch.is_grad_enabled(), _shape(args, kwargs)),
-        )
+        known = self._outputs.setdefault(module, {})
+        key = module.training, torch.is_grad_enabled(), _shape(args, kwargs)
         if key not in known:
             self._inside = True
             try:

@@ -9,11 +9,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
 
 from dadt.errors import ConfigError
+from dadt.inject.optimizer import is_caller
 
 SMALL = 64
 """Elements of the largest tensor whose contents are recorded."""
@@ -29,12 +31,14 @@ class Values:
 
     def __init__(self) -> None:
         self.recorded = bytearray()
-        self._at = 0
-        """What a replay has given so far."""
+        self.given = 0
+        """Bytes of it that a replay has given so far."""
         self.replaying = False
         self.unknown = 0
         """Tensors too large to be recorded, which a replay was asked for."""
         self._aside = 0
+        self._steps: list[FrameType] = []
+        """Calls of an optimizer's step that may be under way."""
         self._thread = threading.get_ident()
         self._pid = os.getpid()
 
@@ -47,17 +51,16 @@ class Values:
         finally:
             self._aside -= 1
 
-    def enter(self) -> None:
-        """The same as `aside`, until `leave`."""
-        self._aside += 1
+    def step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """A hook of torch's: an optimizer's step is aside, too."""
+        self._in_step()
+        self._steps.append(sys._getframe(1))
 
-    def leave(self) -> None:
-        self._aside -= 1
-
-    @property
-    def given(self) -> int:
-        """Bytes of what was recorded that a replay has given."""
-        return self._at
+    def _in_step(self) -> bool:
+        """A step that has raised is over, and no hook says so."""
+        while self._steps and not is_caller(self._steps[-1], sys._getframe()):
+            self._steps.pop()
+        return len(self._steps) > 0
 
     def as_tensor(self) -> torch.Tensor:
         """What was recorded so far. uint8, (bytes,)."""
@@ -72,8 +75,7 @@ class Values:
     def _reading(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            elsewhere = threading.get_ident() != self._thread or os.getpid() != self._pid
-            if self._aside or elsewhere or sys._getframe(1).f_globals["__name__"].startswith("dadt."):
+            if self._aside or self._in_step() or self._is_elsewhere(sys._getframe(1)):
                 return original(tensor, *args, **kwargs)
             with self.aside():  # torch's own may call each other
                 if self.replaying:
@@ -82,6 +84,11 @@ class Values:
                 return original(tensor, *args, **kwargs)
 
         return read
+
+    def _is_elsewhere(self, caller: FrameType) -> bool:
+        """It is not the script's thread that reads, or DADT does."""
+        ours = caller.f_globals.get("__name__", "").startswith("dadt.")
+        return ours or threading.get_ident() != self._thread or os.getpid() != self._pid
 
     def _record(self, tensor: torch.Tensor) -> None:
         if 0 < tensor.numel() <= SMALL:
@@ -94,11 +101,11 @@ class Values:
             self.unknown += tensor.numel() > SMALL
             return tensor
         head = _head(tensor, tensor.numel() * tensor.element_size())
-        end = self._at + len(head) + tensor.numel() * tensor.element_size()
-        if self.recorded[self._at : self._at + len(head)] != head or end > len(self.recorded):
+        end = self.given + len(head) + tensor.numel() * tensor.element_size()
+        if self.recorded[self.given : self.given + len(head)] != head or end > len(self.recorded):
             raise ConfigError("the script reads other values from tensors than it has read before")
-        content = self.recorded[self._at + len(head) : end]
-        self._at = end
+        content = self.recorded[self.given + len(head) : end]
+        self.given = end
         with torch.no_grad():
             return torch.frombuffer(content, dtype=torch.uint8).view(tensor.dtype).reshape(tensor.shape)
 
