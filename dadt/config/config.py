@@ -35,8 +35,7 @@ from dadt.config.numbers import MOST
 from dadt.errors import ConfigError
 from dadt.world import World
 
-LEAST_HEARTBEAT_TIMEOUT = 2.0
-LEAST_ORPHAN_TIMEOUT = 2.0
+LEAST_TIMEOUT = 2.0
 """Seconds; long enough for a few signs of life."""
 
 
@@ -278,6 +277,7 @@ class Config:
     snapshot_every: str = knob("", "Take snapshots to resume from: 10min.", metavar="TIME")
     snapshot_dir: str = knob("", "Folder for snapshots, in place of the job's.", advanced=True, metavar="DIR")
     resume: str = knob("", "Go on from the last snapshot of a job.", metavar="JOB|last")
+    force: bool = knob(False, "With --resume: also with another script or arguments.", advanced=True)
     grace: float = launch_knob(5.0, "Seconds between SIGTERM and SIGKILL when you end a job.", advanced=True)
     forward_signals: str = launch_knob(
         "USR1,USR2", "Comma-separated signals that dadt passes on to all workers.", advanced=True, metavar="NAMES"
@@ -321,11 +321,11 @@ class Config:
         for name in ("timeout", "start_timeout", "stall_warning"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)}: must be above 0 seconds")
-        if 0 < self.heartbeat_timeout < LEAST_HEARTBEAT_TIMEOUT or self.heartbeat_timeout < 0:
-            least = f"{LEAST_HEARTBEAT_TIMEOUT:g} s or more, or 0"
+        if 0 < self.heartbeat_timeout < LEAST_TIMEOUT or self.heartbeat_timeout < 0:
+            least = f"{LEAST_TIMEOUT:g} s or more, or 0"
             raise ConfigError(f"--heartbeat-timeout {self.heartbeat_timeout}: must be {least}")
-        if self.orphan_timeout < LEAST_ORPHAN_TIMEOUT:
-            raise ConfigError(f"--orphan-timeout {self.orphan_timeout}: must be {LEAST_ORPHAN_TIMEOUT:g} s or more")
+        if self.orphan_timeout < LEAST_TIMEOUT:
+            raise ConfigError(f"--orphan-timeout {self.orphan_timeout}: must be {LEAST_TIMEOUT:g} s or more")
         sizes = ("cycle_duration_ms", "all_reduce_buffer_size", "group_buffer_size", "verify_every")
         numbers = ("np", "accelerators", "nnodes", "simulate_hosts")
         for name in (*numbers, "grace", "min_np", "max_restarts", "warmup_steps", *sizes):

@@ -39,6 +39,7 @@ class Recorder:
         self._next = self._steps or MEASURED
         self._times: deque[float] = deque(maxlen=MEASURED)
         self._writing: threading.Thread | None = None
+        self._script = snapshot.script()  # before it goes to another folder
         self._is_proven = False
         self._open: tuple[Path, int, int] | None = None
         """A snapshot that may not be whole yet, its step, and the backwards that the script had begun by then."""
@@ -110,7 +111,7 @@ class Recorder:
 
     def _complete(self, folder: Path, step: int, told: str) -> None:
         world, seed = self._runtime.world, self._runtime.config.seed
-        about = {"step": step, "world_size": world.world_size, "seed": seed, "next": told}
+        about = {"step": step, "world_size": world.world_size, "seed": seed, "next": told, **self._script}
         snapshot.complete(folder, world.rank, about)
         if not self._is_proven:
             snapshot.read(folder, world.rank)  # what is no plain value is found now, and not when it is needed

@@ -36,7 +36,7 @@ class Replay:
     """One per process that resumes. `under_way` until the state is in place."""
 
     def __init__(self, runtime: Runtime, roster: Roster, values: Values, streams: Streams, folder: Path) -> None:
-        """Raises ConfigError where this rank's part of the snapshot is missing or damaged."""
+        """Raises ConfigError where this rank's part of the snapshot is missing or damaged, or of another script."""
         self._runtime, self._roster, self._values, self._streams = runtime, roster, values, streams
         rank, first = runtime.world.rank, runtime.world.rank - runtime.world.local_rank
         self._mine = snapshot.read(folder, rank)
@@ -52,7 +52,10 @@ class Replay:
         self._zeros = WeakTensorKeyDictionary()
         self.held = Held(folder.parent / f"replayed-rank{rank}.log")
         """What the script says meanwhile."""
-        self._expected: str = snapshots.about(folder, rank)["next"]
+        told = snapshots.about(folder, rank)
+        if not runtime.config.force:
+            snapshot.check(told)
+        self._expected: str = told["next"]
         self.at_its_end: list[Callable[[], None]] = []
 
     # In place of what is expensive ---------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,23 @@ from torch import load, save
 
 from dadt.control import snapshots
 from dadt.errors import ConfigError
+
+
+def script() -> dict[str, Any]:
+    """What this process runs, as far as a snapshot tells it."""
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    text = Path(path).read_bytes() if path else b""
+    return {"script": hashlib.sha256(text).hexdigest(), "arguments": sys.argv[1:]}
+
+
+def check(told: dict[str, Any]) -> None:
+    """Raises ConfigError where the snapshot is of another script, or of other arguments."""
+    mine = script()
+    if told["arguments"] != mine["arguments"]:
+        were, now = (" ".join(each["arguments"]) or "none" for each in (told, mine))
+        raise ConfigError(f"--resume: the script's arguments are {now}, and were {were}: give those, or --force")
+    if told["script"] != mine["script"]:
+        raise ConfigError(f"--resume: the script {sys.argv[0]} has changed since the snapshot: --force goes on with it")
 
 
 def write(folder: Path, rank: int, content: dict[str, Any]) -> None:
