@@ -217,19 +217,19 @@ class Control:
         self._check_process()
         data = _checked(Frame(kind, {"rank": self.world.rank, "pid": self._pid, **header})).encode()
         with self._lock:
-            self._unsent.append(data)
-            if self._sending:  # a signal's handler speaks in the midst of a report, which sends this one, too
+            if droppable and not select.select([], [self._reports], [], 0.0)[1]:
                 return
-            self._sending = True
-            try:
-                if droppable and not select.select([], [self._reports], [], 0.0)[1]:
-                    self._unsent.remove(data)
-                while self._unsent:
-                    self._reports.sendall(self._unsent.popleft())
-            except OSError as error:
-                raise _gone(self.world.agent, error) from error
-            finally:
-                self._sending = False
+            self._unsent.append(data)
+            # A signal's handler may speak at any line of this. What it says in the midst of a report is sent here.
+            while self._unsent and not self._sending:
+                self._sending = True
+                try:
+                    while self._unsent:
+                        self._reports.sendall(self._unsent.popleft())
+                except OSError as error:
+                    raise _gone(self.world.agent, error) from error
+                finally:
+                    self._sending = False
 
     def _ask(self, kind: str, timeout: float, body: bytes = b"", **header: Any) -> Frame:
         self._check_process()

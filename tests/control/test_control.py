@@ -286,10 +286,10 @@ def test_the_secret_is_the_jobs_own_and_stands_in_no_environment(launch):
 
 def test_a_signals_handler_may_speak_in_the_midst_of_a_report(launch):
     script = HEAD + (
-        "import signal\n"
-        "said = []\n"
-        "def speak(number, frame):\n"
-        "    said.append(f'handler {len(said)}'); control.say(said[-1])\n"
+        "import itertools, signal\n"
+        "said, texts = [], map('handler {}'.format, itertools.count())\n"
+        "def speak(number, frame):\n"  # may be interrupted by the next signal
+        "    text = next(texts); said.append(text); control.say(text)\n"
         "signal.signal(signal.SIGALRM, speak)\n"
         "signal.setitimer(signal.ITIMER_REAL, 0.001, 0.0005)\n"
         "number = 0\n"

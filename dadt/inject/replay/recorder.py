@@ -8,7 +8,6 @@ import sys
 import threading
 from collections import deque
 from pathlib import Path
-from pickle import UnpicklingError
 from time import perf_counter
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dadt.config.check import snapshot_interval
 from dadt.control import snapshots
+from dadt.errors import DadtError
 from dadt.inject.data.seed import State, Streams
 from dadt.inject.replay import snapshot, variables
 from dadt.inject.replay.roster import Roster
@@ -127,7 +127,7 @@ class Recorder:
                 before.join()
             try:
                 write()
-            except (OSError, RuntimeError, UnpicklingError) as error:  # torch raises the second where a disk is full
+            except (OSError, RuntimeError, DadtError) as error:  # torch raises the second where a disk is full
                 self._runtime.say(f"no snapshot: {str(error).splitlines()[0]}", "warning")
 
         self._writing = threading.Thread(target=work, name="dadt-snapshot")

@@ -67,6 +67,9 @@ def read(folder: Path, rank: int) -> dict[str, Any]:
     told, path = snapshots.about(folder, rank), snapshots.content_of(folder, rank)
     if snapshots.digest(path) != told["sha256"]:
         raise ConfigError(f"{path}: is damaged (its checksum differs): resume from another snapshot")
-    content = load(path, map_location="cpu", weights_only=True)
+    try:
+        content = load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch has many ways to refuse what is no plain value
+        raise ConfigError(f"{path}: cannot be read: {str(error).partition(chr(10))[0]}") from error
     assert isinstance(content, dict)
     return content
