@@ -15,6 +15,10 @@ class ConfigError(DadtError):
     exit_code = 2
 
 
+class NotResumed(ConfigError):
+    """The script does not come to where it was when the snapshot was taken, or goes on from something else."""
+
+
 class LaunchError(DadtError):
     """Workers could not be started."""
 

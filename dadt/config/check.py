@@ -89,12 +89,19 @@ def check_restarts(most: int, nnodes: int) -> None:
         )
 
 
+NEVER = "never"
+AUTO = "auto"
+"""Where a job can go on from snapshots by itself, each 10 minutes."""
+
+
 def snapshot_interval(text: str) -> tuple[int, float]:
     """Steps, or else seconds, between two snapshots. Raises ConfigError."""
+    if text == AUTO:
+        return 0, 600.0
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(steps?|s|min|h)", text)
     number = float(found[1]) if found else 0.0
     if found is None or not number or (found[2].startswith("step") and not number.is_integer()):
-        raise ConfigError(f"--snapshot-every {text}: give steps or a time, as 500steps, 30s, 10min or 1h")
+        raise ConfigError(f"--snapshot-every {text}: give steps or a time, as 500steps, 30s, 10min or 1h, or never")
     if found[2].startswith("step"):
         return int(number), 0.0
     return 0, number * {"s": 1.0, "min": 60.0, "h": 3600.0}[found[2]]
@@ -102,9 +109,10 @@ def snapshot_interval(text: str) -> tuple[int, float]:
 
 def check_snapshots(every: str, algorithm: str) -> None:
     """Raises ConfigError."""
-    if every:
-        snapshot_interval(every)
-    if every and algorithm == "gossip":
+    if every in (NEVER, AUTO):
+        return
+    snapshot_interval(every)
+    if algorithm == "gossip":
         raise ConfigError("--snapshot-every: ranks of --algorithm gossip take no step together, so none is whole")
 
 

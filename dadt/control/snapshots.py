@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from dadt.errors import ConfigError
+from dadt.errors import NotResumed
 
 VERSION = 1
 KEPT = 2
@@ -54,29 +54,29 @@ def write(path: Path, text: str) -> None:
 
 
 def about(folder: Path, rank: int) -> dict[str, Any]:
-    """What was told of the job. Raises ConfigError where the rank's part is not whole, as far as its length says."""
+    """What was told of the job. Raises NotResumed where the rank's part is not whole, as far as its length says."""
     try:
         told = json.loads((folder / f"rank{rank}.json").read_text())
         version, size = told["version"], told["size"]
         found = content_of(folder, rank).stat().st_size
     except (OSError, ValueError, KeyError, TypeError):
-        raise ConfigError(f"{folder}: the part of rank {rank} is not there, or torn: resume from another one") from None
+        raise NotResumed(f"{folder}: the part of rank {rank} is not there, or torn: resume from another one") from None
     if version != VERSION:
-        raise ConfigError(f"{folder}: was written by another version of DADT, and cannot be resumed with this one")
+        raise NotResumed(f"{folder}: was written by another version of DADT, and cannot be resumed with this one")
     if size != found:
-        raise ConfigError(f"{folder}: the part of rank {rank} is torn: resume from another one")
+        raise NotResumed(f"{folder}: the part of rank {rank} is torn: resume from another one")
     return dict(told)
 
 
 def is_whole(folder: Path, ranks: Iterable[int]) -> bool:
     try:
         return all(about(folder, rank) for rank in ranks)
-    except ConfigError:
+    except NotResumed:
         return False
 
 
 def newest(root: Path) -> Path | None:
-    """The last whole one."""
+    """The last whole one. Its number is the largest: what an attempt before has left was set aside."""
     for folder in sorted(root.glob("[0-9]*"), reverse=True):
         if is_whole(folder, [0]) and is_whole(folder, range(about(folder, 0)["world_size"])):
             return folder
@@ -88,6 +88,17 @@ def drop_old(root: Path, ranks: int) -> None:
     whole = [folder for folder in sorted(root.glob("[0-9]*")) if is_whole(folder, range(ranks))]
     for folder in whole[:-KEPT]:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def set_aside(root: Path, last: Path | None, attempt: int) -> None:
+    """Before an attempt that goes on from `last`, or from none: what it writes is not to meet others' of the same
+    step. Those that came after the last whole one go, and where none is gone on from, all get another name."""
+    if last is not None:
+        for folder in root.glob("[0-9]*"):
+            if folder.name > last.name:
+                shutil.rmtree(folder, ignore_errors=True)
+    elif root.exists():
+        root.rename(root.with_name(f"{root.name}.{attempt - 1}"))
 
 
 def digest(path: Path) -> str:

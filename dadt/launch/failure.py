@@ -20,7 +20,7 @@ CAUSE_LINES, CAUSE_LETTERS = 10, 4000
 NO_FILE = re.compile(r"No such file or directory|unable to open|does not exist", re.IGNORECASE)
 OWN_SETUP = re.compile(r"CUDA|NCCL|\bGPUs?\b")
 MEMORY_TEXTS = ("out of memory", "can't allocate memory", "cannot allocate memory")
-EXIT_CODES = {"ConfigError": errors.ConfigError.exit_code, "StartTimeout": errors.StartTimeout.exit_code}
+EXIT_CODES = {kind.__name__: kind.exit_code for kind in (errors.ConfigError, errors.NotResumed, errors.StartTimeout)}
 """Exit codes of the exceptions that have their own."""
 
 
@@ -172,6 +172,9 @@ class Failure:
         if self.record is not None and self.record.step is not None:
             return self.record.step
         return self.ending.step if self.ending.step >= 0 else None
+
+    def says(self, kind: type[errors.DadtError]) -> bool:
+        return self.record is not None and self.record.type == kind.__name__
 
     def lines(self) -> list[str]:
         if self.record is not None and self.record.type in EXIT_CODES:

@@ -78,7 +78,8 @@ def _record(the_plan: Plan, voice: Voice, placed: Told, signals: bool, exports: 
                 views = _views(placed, those, voice)
                 launchers.append(launcher_of(replace(request, hosts=hosts)))
                 logs = Path(config.log_dir) / folder.job
-                now = replace(the_plan, hosts=hosts, config=resume.configured(config, logs, number))
+                told = resume.configured(config, logs, len(hosts), number, restarts.refused)
+                now = replace(the_plan, hosts=hosts, config=told)
                 return _run(now, launchers[-1], folder, voice, views, report, interrupts, number, discovery)
             except (LaunchError, StartTimeout):
                 discovery.blame(hosts)
@@ -127,7 +128,7 @@ def _run(
         all_needed = not config.min_np
         gather(agents, ask, config.start_timeout, folder.job, voice, discovery.failed, all_needed=all_needed)
         where = replace(settle(the_plan, agents, folder.job, voice), restarts=restarts)
-        resume.check(config, len(where.slots))
+        where = replace(where, config=resume.settled(where.config, len(where.slots), restarts))
         if interrupts is not None:
             agents.forget(interrupts)
         output = Output(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dadt.config import Config
-from dadt.errors import ConfigError, DadtError, LaunchError, StartTimeout
+from dadt.errors import ConfigError, DadtError, LaunchError, NotResumed, StartTimeout
 from dadt.launch.failure import Failure
 from dadt.launch.hosts import script
 from dadt.launch.hosts.discovery import ASK_SECONDS, LONGEST_PAUSE_SECONDS, Discovery
@@ -50,6 +50,9 @@ class Restarts:
         self._logs = logs
         self._interrupts = interrupts
         self._count = 0
+        self._most = config.max_restarts
+        self.refused = False
+        """The attempt before could not go on from its snapshot."""
         self._before: Any = None
         """Where and how the attempt before failed."""
 
@@ -64,6 +67,7 @@ class Restarts:
             hosts = self._await_hosts()
             try:
                 outcome = attempt(self._count, hosts)
+                self.refused = False
             except (LaunchError, StartTimeout, ConfigError) as error:
                 # Before workers were placed, what the user has asked for cannot be had.
                 if not self._report.began or not self._again(error):
@@ -73,11 +77,14 @@ class Restarts:
             failed: Failure | DadtError | None = outcome.failure
             if outcome.preemption is not None and outcome.preemption.host:  # the other hosts are still there
                 failed = Preempted(outcome.preemption.text)
+            if self._count and outcome.failure is not None and outcome.failure.says(NotResumed):
+                self.refused = True
+                self._most += 1  # it has tried nothing
             if outcome.signal or failed is None or not self._again(failed):
                 return outcome
 
     def _again(self, failed: Failure | DadtError) -> bool:
-        if self._count == self._config.max_restarts:
+        if self._count == self._most:
             return False
         now = _place(failed)
         if now is not None and now == self._before:
@@ -86,7 +93,7 @@ class Restarts:
         self._before = now
         self._count += 1
         why = failed.lines()[0] if isinstance(failed, Failure) else str(failed)
-        self._voice.say(f"{why}: restart {self._count} of {self._config.max_restarts}", "warning")
+        self._voice.say(f"{why}: restart {self._count} of {self._most}", "warning")
         self._report.restarts(self._count, why)
         with suppress(OSError):  # that of the next attempt takes its place then
             (self._logs / SERIES).rename(self._logs / f"progress.{self._count - 1}.jsonl")

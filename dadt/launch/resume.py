@@ -6,21 +6,42 @@ from dataclasses import replace
 from pathlib import Path
 
 from dadt.config import Config
+from dadt.config.check import AUTO, NEVER
 from dadt.control import snapshots
 from dadt.errors import ConfigError
 
 LAST = "last"
 
 
-def configured(config: Config, logs: Path, restarts: int) -> Config:
-    """With the folders that workers are told of. logs: the job's folder. Raises ConfigError where no snapshot is there
-    to go on from."""
+def configured(config: Config, logs: Path, hosts: int, restarts: int, refused: bool) -> Config:
+    """With the folders that workers are told of. logs: the job's folder. refused: the script could not go on from the
+    snapshot. Raises ConfigError where no snapshot is there to go on from."""
+    # Hosts may share no folder, and those that went on by themselves from the snapshots there would not come together.
+    by_itself = config.max_restarts and config.algorithm != "gossip" and (hosts <= 1 or config.snapshot_dir)
+    if config.snapshot_every == AUTO and not (by_itself or config.resume):
+        config = replace(config, snapshot_every=NEVER)
     root = Path(config.snapshot_dir) / logs.name if config.snapshot_dir else logs.absolute() / snapshots.FOLDER
-    own = snapshots.newest(root) if restarts else None
-    asked = found(config) if config.resume and own is None else own
-    config = replace(config, snapshot_dir=str(root) if config.snapshot_every else "", resume=str(asked or ""))
+    own = snapshots.newest(root) if restarts and not refused else None
+    if restarts:
+        snapshots.set_aside(root, own, restarts)
+    asked = found(config) if config.resume and own is None and not refused else own
+    config = replace(config, snapshot_dir="" if config.snapshot_every == NEVER else str(root), resume=str(asked or ""))
     if asked is not None and config.seed < 0:
         config = replace(config, seed=snapshots.about(asked, 0)["seed"])  # the script draws again what it has drawn
+    return config
+
+
+def settled(config: Config, ranks: int, restarts: int) -> Config:
+    """What workers are told, once it is known how many there are. Raises ConfigError where the snapshot is one of
+    another number of workers, unless a restart has chosen it."""
+    if config.resume and (size := snapshots.about(Path(config.resume), 0)["world_size"]) != ranks:
+        if not restarts:
+            raise ConfigError(f"--resume: the snapshot {config.resume} is one of {size} workers, and there are {ranks}")
+        if config.snapshot_dir:
+            snapshots.set_aside(Path(config.snapshot_dir), None, restarts)
+        config = replace(config, resume="")
+    if ranks == 1:  # its average is what it has computed
+        config = replace(config, algorithm="sync", compression="none")
     return config
 
 
@@ -42,11 +63,3 @@ def found(config: Config) -> Path:
         if (newest := snapshots.newest(root)) is not None:
             return newest.absolute()
     raise ConfigError(f"--resume {config.resume}: has no whole snapshot in {logs}; take them with --snapshot-every")
-
-
-def check(config: Config, ranks: int) -> None:
-    """Raises ConfigError where there is one worker, or the snapshot is of another number."""
-    if config.snapshot_every and ranks == 1:
-        raise ConfigError("--snapshot-every: a single worker is left as plain python leaves it; give -np 2 or more")
-    if config.resume and (size := snapshots.about(Path(config.resume), 0)["world_size"]) != ranks:
-        raise ConfigError(f"--resume: the snapshot {config.resume} is one of {size} workers, and there are {ranks}")

@@ -115,7 +115,7 @@ class Agreement:
     def _warn_identical(self, lanes: list[StepMetadata]) -> None:
         inputs = {lane.fingerprint >> _HALF for lane in lanes}
         gradients = {lane.fingerprint & (1 << _HALF) - 1 for lane in lanes}
-        same = [each for each in (gradients, inputs) if len(each) == 1 and 0 not in each]
+        same = [each for each in (gradients, inputs) if len(each) == 1 < len(lanes) and 0 not in each]
         self._same = self._same + 1 if same else 0
         if self._same == _SAME_STEPS:
             what = "gradients" if same[0] is gradients else "inputs"

@@ -80,6 +80,7 @@ class Peers:
         self.config = config
         self.control = control
         self.progress = Progress()
+        self.replays = bool(config.resume or config.snapshot_dir)  # its script is made again, or may be later
         self.deaths = Deaths()
         self.timeline: Timeline | None = None
         self.mail: PointToPoint = NoPointToPoint()
@@ -128,7 +129,7 @@ class Peers:
     @property
     def alone(self) -> bool:
         """A world of one: nothing is exchanged and nothing changes."""
-        return self.world.world_size == 1
+        return self.world.world_size == 1 and not self.replays
 
     @property
     def engine(self) -> Engine:

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from dadt.comm.peer_deaths import Generation
 from dadt.comm.trace.recorder import Timeline
 from dadt.config import Config
+from dadt.config.check import AUTO
 from dadt.errors import CommError, ConfigError, DadtError, PeerLost, StartTimeout
 from dadt.train import regroup, replicate
 from dadt.train.algorithm import Algorithm
@@ -60,7 +61,7 @@ class Runtime(Departure):
         """Called when others were lost, once this rank is connected with those that are left."""
         self.missing: Callable[[int], str] = lambda lost: f"data of {lost} of {world.world_size} is left out"
         """Says what becomes of the data of so many lost workers."""
-        self.replaying = bool(config.resume) and not self.alone
+        self.replaying = bool(config.resume)
         """The script comes to where it was before: nothing is exchanged, and nothing trained."""
         self.aside: Callable[[], AbstractContextManager[None]] = nullcontext
         """Inside, what is read from tensors is DADT's own business."""
@@ -79,6 +80,7 @@ class Runtime(Departure):
         self.world = World()
         self.control = None
         self.timeline = None
+        self.replays = self.replaying = False
         self.closing = True
         self._registered.clear()
         self._attachments.clear()
@@ -93,8 +95,9 @@ class Runtime(Departure):
                 f"--min-np {self.config.min_np}: a script that calls dadt.init() has ranks of its own, so that training"
                 " cannot go on without one; use --max-restarts"
             )
-        if self.config.resume or self.config.snapshot_every:
+        if self.config.resume or (self.replays and self.config.snapshot_every != AUTO):
             raise ConfigError("--snapshot-every, --resume: a script that calls dadt.init() saves what it goes on from")
+        self.on_stepped.clear()
         self.on_begin.clear()
         super().leave_to_script()
 

@@ -13,12 +13,12 @@ from harness.replayed import HEAD, SCRIPTS
 OPTIONS = ["-np", "2", "--warmup-steps", "5", "--snapshot-every", "10steps", "--seed", "7"]
 
 
-def ends(result) -> dict[str, str]:
+def ends(result, ranks: int = 2) -> dict[str, str]:
     """Weights by rank."""
     assert result.code == 0, result.err
     lines = [line.split() for line in result.out.decode().splitlines() if "ends with" in line]
     found = {words[0]: words[-1] for words in lines}
-    assert len(found) == 2, result.out
+    assert len(found) == ranks, result.out
     return found
 
 
@@ -110,6 +110,87 @@ def test_a_restarted_job_goes_on_by_itself(launch) -> None:
     restarted = launch(once, *OPTIONS, "--max-restarts", "1", "train.py", DIE="26")
     assert ends(restarted) == expected
     assert "restart 1 of 1" in restarted.err and "steps replayed in" in restarted.err
+
+
+OWN = """
+model = net(8, 16, 4)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+first = 0
+if os.path.exists("own.pt"):
+    own = torch.load("own.pt")
+    model.load_state_dict(own["model"])
+    optimizer.load_state_dict(own["optimizer"])
+    first = own["epoch"]
+for epoch in range(first, 4):
+    for x, y in DataLoader(data, batch_size=8, shuffle=True):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        stepped()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch + 1}, "own.pt")
+print("from", first)
+tell(model)
+"""
+
+
+def test_a_checkpoint_of_the_scripts_own_goes_before(launch, tmp_path) -> None:
+    script = (HEAD + OWN).replace('os.environ["DADT_RESUME"]', "False")
+    once = script.replace("die = 40, int(", "die = 40, 0 if os.environ.get('DADT_RESTARTS', '0') != '0' else int(")
+    restarted = launch(once, *OPTIONS, "--max-restarts", "1", "train.py", DIE="26")
+    assert restarted.out.count(b"from 2") == 2 and len(set(ends(restarted).values())) == 1
+    assert "own.pt, which was written since it began to train" in restarted.err
+    assert "steps replayed" not in restarted.err and "restart 2" not in restarted.err
+    asked = launch(once, *OPTIONS, "--resume", restarted.job, "train.py")
+    assert asked.code == 2 and "leave out --resume: the script reads" in asked.err and "Traceback" not in asked.err
+
+
+def test_a_restart_that_cannot_be_made_again_begins_from_the_top(launch) -> None:
+    script = HEAD + SCRIPTS["own-order"]
+    once = script.replace("die = 40, int(", "die = 40, 0 if os.environ.get('DADT_RESTARTS', '0') != '0' else int(")
+    restarted = launch(once, *OPTIONS, "--max-restarts", "1", "train.py", DIE="26")
+    assert len(set(ends(restarted).values())) == 1
+    assert "comes to another batch" in restarted.err and "restart 2 of 2" in restarted.err
+    assert "steps replayed in" in restarted.err
+    snapshots = sorted(path.name for path in (restarted.logs / restarted.job).glob("snapshots*"))
+    assert snapshots == ["snapshots", "snapshots.1"]  # the new attempt's own are apart from the others
+
+
+def test_one_that_raises_in_its_replay_begins_from_the_top(launch) -> None:
+    script = HEAD + SCRIPTS["tutorial"].replace("optimizer.zero_grad()", "check(); optimizer.zero_grad()")
+    check = "def check():\n    if os.environ['DADT_RESUME'] and next(taken) > 3: raise IndexError('no such thing')\n"
+    once = script.replace("die = 40, int(", "die = 40, 0 if os.environ.get('DADT_RESTARTS', '0') != '0' else int(")
+    once = once.replace("data = Tensor", check + "data = Tensor")
+    restarted = launch(once, *OPTIONS, "--max-restarts", "1", "train.py", DIE="26")
+    assert len(set(ends(restarted).values())) == 1
+    assert "raised IndexError where it had not before: no such thing: restart 2 of 2" in restarted.err
+
+
+@pytest.mark.parametrize("name", ["tutorial", pytest.param("hidden-state", marks=pytest.mark.slow)])
+def test_a_single_worker_ends_as_if_nothing_had_been(launch, name: str) -> None:
+    script = (HEAD + SCRIPTS[name]).replace("{1 - int(name[4])}", "0")
+    options = ["-np", "1", *OPTIONS[2:]]
+    expected = ends(launch(script, *options, "train.py"), 1)
+    killed = launch(script, *options, "train.py", DIE="26")
+    assert killed.code != 0
+    resumed = launch(script, *options[:-2], "--resume", killed.job, "train.py")
+    assert ends(resumed, 1) == expected and "steps replayed in" in resumed.err
+
+
+@pytest.mark.parametrize(
+    ("options", "takes"),
+    [
+        ((), False),
+        (("--max-restarts", "1"), True),
+        (("--max-restarts", "1", "--snapshot-every", "never"), False),
+        (("--max-restarts", "1", "--algorithm", "gossip"), False),
+        (("--max-restarts", "1", "--simulate-hosts", "2"), False),
+        (("--max-restarts", "1", "--simulate-hosts", "2", "--snapshot-dir", "shared"), True),
+    ],
+)
+def test_restarts_take_snapshots_by_themselves(launch, options: tuple[str, ...], takes: bool) -> None:
+    script = "import os\nprint('takes', bool(os.environ['DADT_SNAPSHOT_DIR']))"
+    result = launch(script, "-np", "2", *options, "train.py")
+    assert result.code == 0 and result.out.count(f"takes {takes}".encode()) == 2, result.err
 
 
 def test_jobs_share_a_folder_for_snapshots(launch, tmp_path) -> None:

@@ -355,7 +355,7 @@ class Loaders:
 
 def install(runtime: LoadingRank, streams: Streams) -> None:
     """Patch DataLoader. In a world of one, nothing is changed at all."""
-    if runtime.world.world_size == 1:
+    if runtime.alone:
         return
     loaders = Loaders(runtime, streams)
     loaders.schedules.install()

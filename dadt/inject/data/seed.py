@@ -251,7 +251,7 @@ def install(runtime: Rank) -> Streams:
 
     A world of one is left exactly as plain python leaves it.
     """
-    streams = Streams(runtime.world.rank, enabled=runtime.config.seeding and runtime.world.world_size > 1)
+    streams = Streams(runtime.world.rank, enabled=runtime.config.seeding and not runtime.alone)
     if streams.enabled:
         seed_all(max(runtime.config.seed, 0))
         streams.install()

@@ -141,7 +141,7 @@ def _patch_libraries(overlay: Overlay) -> None:
     torch.jit.load = _first(torch.jit.load, overlay)
 
     def safetensors(module: Any) -> None:
-        module.safe_open = overlay.reading(module.safe_open)
+        module.safe_open = overlay.loading(module.safe_open)
 
     def tokenizers(module: Any) -> None:
         module.Tokenizer.from_file = staticmethod(overlay.reading(module.Tokenizer.from_file))
@@ -151,7 +151,7 @@ def _patch_libraries(overlay: Overlay) -> None:
 
 
 def _first(original: Callable[..., Any], overlay: Overlay) -> Any:
-    reading = overlay.reading(original)
+    reading = overlay.loading(original)
 
     @functools.wraps(original)
     def call(f: Any, *args: Any, **kwargs: Any) -> Any:

@@ -45,6 +45,8 @@ class Overlay(Tree):
         self._for_good = for_good
         self._start = start
         self._ended = False
+        self.loads: Callable[[str], None] = lambda path: None
+        """Called with the path of a file whose contents are about to be read, and which is not a copy."""
 
     def written_apart(self, given: Any, dir_fd: int | None = None) -> str | None:
         """The absolute path of what the rank would write to a copy."""
@@ -63,6 +65,20 @@ class Overlay(Tree):
 
         return call
 
+    def loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """`original`, which reads the contents of a file without Python's `open`."""
+        reading = self.reading(original)
+
+        def call(path: Any, *args: Any, **kwargs: Any) -> Any:
+            self._tell(self.path(path))
+            return reading(path, *args, **kwargs)
+
+        return call
+
+    def _tell(self, path: str | None) -> None:
+        if path is not None and self.where(path) == path and kind(path) == stat.S_IFREG:
+            self.loads(path)
+
     def changing(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """`original`, which changes attributes of a path: those of a copy, or none, as the first local rank does."""
 
@@ -80,6 +96,8 @@ class Overlay(Tree):
         known = self.path(path, dir_fd)
         if known is None:
             return os_open(path, flags, mode, dir_fd=dir_fd)
+        if not flags & WRITES:
+            self._tell(known)
         where = self.where(known)
         with named(path):
             there = kind(where)

@@ -89,7 +89,7 @@ class Saver:
                 return original(obj, *args, **kwargs)
             self.runtime.show_true_weights()
             f = kwargs[name] if name in kwargs else next(iter(args), None)
-            if self.runtime.world.world_size == 1 or not isinstance(f, (str, os.PathLike)):
+            if self.runtime.alone or not isinstance(f, (str, os.PathLike)):
                 return original(obj, *args, **kwargs)
 
             def write(path: str) -> Any:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import atexit
 import sys
 from pathlib import Path
+from types import TracebackType
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from dadt.errors import ConfigError
+from dadt.errors import DadtError, NotResumed
 from dadt.inject.data.seed import Streams
 from dadt.inject.files.overlay import Overlay
 from dadt.inject.module import Modules
@@ -23,24 +24,26 @@ from dadt.train.runtime import Runtime
 def install(runtime: Runtime, modules: Modules, streams: Streams, overlay: Overlay | None) -> None:
     """Before the script builds anything. A snapshot that cannot be read ends the process."""
     config = runtime.config
-    if runtime.alone or not (config.snapshot_every or config.resume):
+    if not runtime.replays:
         return
     values, roster = Values(), Roster()
     values.install()
     roster.install()
     runtime.aside = values.aside
     register_optimizer_step_pre_hook(values.step_begins)
-    recorder = Recorder(runtime, roster, values, streams) if config.snapshot_every else None
+    recorder = Recorder(runtime, roster, values, streams) if config.snapshot_dir else None
     if config.resume:
         try:
             replay = Replay(runtime, roster, values, streams, Path(config.resume))
-        except ConfigError as error:
+        except NotResumed as error:
             refuse(error)
         _begin(runtime, modules, replay)
         if overlay is not None:
             replay.at_its_end.append(overlay.replayed)
+            overlay.loads = replay.loads
         if recorder is not None:
-            recorder.goes_on_from(replay.step)
+            recorder.goes_on_from(replay.step, replay.began)
+            replay.when_abandoned = recorder.stop
     if recorder is not None:
         modules.saw.append(recorder.saw)
         runtime.on_stepped.append(recorder.stepped)
@@ -58,9 +61,12 @@ def _begin(runtime: Runtime, modules: Modules, replay: Replay) -> None:
     replay.held.hold()
     hook = sys.excepthook
 
-    def excepthook(*error: object) -> None:
+    def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         replay.held.release()
-        hook(*error)  # type: ignore[arg-type]
+        if replay.under_way and not issubclass(kind, DadtError | KeyboardInterrupt):
+            sys.__excepthook__(kind, error, trace)
+            refuse(NotResumed(f"the script has raised {kind.__name__} where it had not before: {error}"))
+        hook(kind, error, trace)
 
     sys.excepthook = excepthook
     atexit.register(replay.ended)

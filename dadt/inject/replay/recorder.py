@@ -8,7 +8,7 @@ import sys
 import threading
 from collections import deque
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, time
 from typing import Any
 
 import torch
@@ -41,11 +41,18 @@ class Recorder:
         self._writing: threading.Thread | None = None
         self._script = snapshot.script()  # before it goes to another folder
         self._is_proven = False
+        self._began = 0.0
+        """When the first training forward did, in seconds since the epoch."""
         self._open: tuple[Path, int, int] | None = None
         """A snapshot that may not be whole yet, its step, and the backwards that the script had begun by then."""
 
-    def goes_on_from(self, step: int) -> None:
-        self._next = step + (self._steps or MEASURED)
+    def goes_on_from(self, step: int, began: float) -> None:
+        """After a replay up to this step; training began at this time."""
+        self._next, self._began = step + (self._steps or MEASURED), began
+
+    def stop(self) -> None:
+        """The script has no need of them."""
+        self._next = sys.maxsize
 
     def stepped(self) -> None:
         """A step is complete."""
@@ -67,6 +74,7 @@ class Recorder:
     def saw(self, given: Any) -> None:
         """A training forward begins, with these arguments. The first one after a snapshot makes it whole, unless it
         goes on with what was computed before: a replay does not have that."""
+        self._began = self._began or time()
         if self._open is None:
             return
         (folder, step, backwards), self._open = self._open, None
@@ -111,7 +119,14 @@ class Recorder:
 
     def _complete(self, folder: Path, step: int, told: str) -> None:
         world, seed = self._runtime.world, self._runtime.config.seed
-        about = {"step": step, "world_size": world.world_size, "seed": seed, "next": told, **self._script}
+        about = {
+            "step": step,
+            "world_size": world.world_size,
+            "seed": seed,
+            "began": self._began,
+            "next": told,
+            **self._script,
+        }
         snapshot.complete(folder, world.rank, about)
         if not self._is_proven:
             snapshot.read(folder, world.rank)  # what is no plain value is found now, and not when it is needed

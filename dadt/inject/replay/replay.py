@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dadt.control import snapshots
-from dadt.errors import ConfigError
+from dadt.errors import NotResumed
 from dadt.inject.data.seed import State, Streams
 from dadt.inject.replay import snapshot, variables
 from dadt.inject.replay.held import Held
@@ -36,7 +36,7 @@ class Replay:
     """One per process that resumes. `under_way` until the state is in place."""
 
     def __init__(self, runtime: Runtime, roster: Roster, values: Values, streams: Streams, folder: Path) -> None:
-        """Raises ConfigError where this rank's part of the snapshot is missing or damaged, or of another script."""
+        """Raises NotResumed where this rank's part of the snapshot is missing or damaged, or of another script."""
         self._runtime, self._roster, self._values, self._streams = runtime, roster, values, streams
         rank, first = runtime.world.rank, runtime.world.rank - runtime.world.local_rank
         self._mine = snapshot.read(folder, rank)
@@ -53,16 +53,23 @@ class Replay:
         self.held = Held(folder.parent / f"replayed-rank{rank}.log")
         """What the script says meanwhile."""
         told = snapshots.about(folder, rank)
+        self.began: float = told["began"]
+        """When the first training forward of all did, in seconds since the epoch."""
         if not runtime.config.force:
             snapshot.check(told)
         self._expected: str = told["next"]
         self.at_its_end: list[Callable[[], None]] = []
+        self.when_abandoned: Callable[[], None] = lambda: None
+        self._agreed = False
 
     # In place of what is expensive ---------------------------------------------------------------------------
 
     def forward(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._inside:
             return call(*args, **kwargs)
+        if not self._agreed and self._agree(b""):
+            self._abandon("the script goes on by itself on another rank")
+            return module(*args, **kwargs)
         if torch.is_grad_enabled():
             self._runtime.begin()
         known = self._outputs.setdefault(module, {})
@@ -105,6 +112,41 @@ class Replay:
                 for p in group["params"]:
                     p.grad = None
 
+    # What it gives way to -----------------------------------------------------------------------------------
+
+    def loads(self, path: str) -> None:
+        """The script reads a file before it trains. What it has written since it trained is a checkpoint of its own."""
+        if not self.under_way or self._agreed or changed(path) < self.began:
+            return
+        why = f"the script reads {path}, which was written since it began to train"
+        if not self._runtime.world.restarts:
+            refuse(NotResumed(f"leave out --resume: {why}, and goes on from there by itself"))
+        self._agree(b"own")
+        self._abandon(f"{why}, and goes on from there")
+
+    def _agree(self, mine: bytes) -> bool:
+        """Whether any rank's script goes on from a checkpoint of its own: all or none replay."""
+        self._agreed = True
+        r = self._runtime
+        assert r.control is not None
+        return any(r.control.exchange("replay", mine, r.config.start_timeout))
+
+    def _abandon(self, why: str) -> None:
+        self._values.recorded.clear()
+        self._expected = ""
+        self._goes_on()
+        self.when_abandoned()
+        self._runtime.say(f"{why}: no snapshots are used, nor taken")
+
+    def _goes_on(self) -> None:
+        """Training is real from here."""
+        self.under_way = self._runtime.replaying = self._values.replaying = False
+        self._outputs.clear()
+        self._zeros.clear()
+        for callback in self.at_its_end:
+            callback()
+        self.held.release()
+
     # Its end ------------------------------------------------------------------------------------------------
 
     def stepped(self) -> None:
@@ -113,10 +155,10 @@ class Replay:
                 self._finish()
 
     def saw(self, given: Any) -> None:
-        """The first training forward after it. Raises ConfigError where the script would train on something else."""
+        """The first training forward after it. Raises NotResumed where the script would train on something else."""
         expected, self._expected = self._expected, ""
         if expected and not self.under_way and digest(given) != expected:
-            raise ConfigError(
+            raise NotResumed(
                 "the script comes to another batch than it has trained on before: it draws it, or keeps it from step to"
                 " step, in a way that cannot be made again. Resume from a checkpoint of its own"
             )
@@ -124,7 +166,7 @@ class Replay:
     def ended(self) -> None:
         """The script is at its end: an error where it has not come to the snapshot."""
         if self.under_way and not isinstance(getattr(sys, "last_value", None), BaseException):
-            error = ConfigError(
+            error = NotResumed(
                 f"the script has ended after {self._runtime.step} steps of {self.step} that the snapshot holds: run the"
                 " same script with the same arguments, or resume from a checkpoint of its own"
             )
@@ -154,13 +196,7 @@ class Replay:
         random["own"].restore()
         if "shared" in random:
             self._streams.place(random["shared"])
-        self.under_way = self._runtime.replaying = self._values.replaying = False
-        self._values.recorded = self._values.recorded[: self._values.given]
-        self._outputs.clear()
-        self._zeros.clear()
-        for callback in self.at_its_end:
-            callback()
-        self.held.release()
+        self._goes_on()
         seconds, rest = perf_counter() - self._begun, ""
         if self._values.unknown:
             rest = "; it has read whole arrays from tensors meanwhile, and what it makes of those is not as it was"
@@ -170,21 +206,21 @@ class Replay:
         )
 
     def _check(self) -> None:
-        """Whether the script stands where it stood. Raises ConfigError."""
+        """Whether the script stands where it stood. Raises NotResumed."""
         if self._values.given != len(self._values.recorded):
-            raise ConfigError("the script has read fewer values from tensors than before")
+            raise NotResumed("the script has read fewer values from tensors than before")
         gc.collect()
         mine = {name: tuple(t.shape) for name, t in self._roster.tensors()}
         theirs = {name: tuple(t.shape) for name, t in self._common["tensors"].items()}
         if any(mine.get(name) != shape for name, shape in theirs.items()):
-            raise ConfigError("the script has built other modules than before")
+            raise NotResumed("the script has built other modules than before")
         counts = [len(self._runtime.optimizers), len(self._roster.schedulers()), len(self._roster.scalers())]
         if counts != [len(self._common[name]) for name in ("optimizers", "schedulers", "scalers")]:
-            raise ConfigError("the script has built other optimizers or schedulers than before")
+            raise NotResumed("the script has built other optimizers or schedulers than before")
         for optimizer, state in zip(self._runtime.optimizers, self._common["optimizers"], strict=True):
             rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
             if rates != (before := [float(group.get("lr", 0.0)) for group in state["param_groups"]]):
-                raise ConfigError(f"{type(optimizer).__name__} has a learning rate of {rates}, and had {before}")
+                raise NotResumed(f"{type(optimizer).__name__} has a learning rate of {rates}, and had {before}")
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         for optimizer in self._runtime.optimizers:
@@ -198,10 +234,15 @@ class Replay:
         return zero
 
 
-def refuse(error: ConfigError) -> NoReturn:
+def refuse(error: NotResumed) -> NoReturn:
     """End this process where an exception would not: when torch is imported, and when the script has ended."""
-    sys.excepthook(ConfigError, error, None)
+    sys.excepthook(NotResumed, error, None)
     os._exit(error.exit_code)
+
+
+def changed(path: str, stat: Callable[[str], os.stat_result] = os.stat) -> float:
+    """When the file was written last. stat: bound here, before scripts' files are kept apart."""
+    return stat(path).st_mtime
 
 
 def _shape(args: Any, kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import load, save
 
 from dadt.control import snapshots
-from dadt.errors import ConfigError
+from dadt.errors import NotResumed
 
 
 def script() -> dict[str, Any]:
@@ -24,13 +24,13 @@ def script() -> dict[str, Any]:
 
 
 def check(told: dict[str, Any]) -> None:
-    """Raises ConfigError where the snapshot is of another script, or of other arguments."""
+    """Raises NotResumed where the snapshot is of another script, or of other arguments."""
     mine = script()
     if told["arguments"] != mine["arguments"]:
         were, now = (" ".join(each["arguments"]) or "none" for each in (told, mine))
-        raise ConfigError(f"--resume: the script's arguments are {now}, and were {were}: give those, or --force")
+        raise NotResumed(f"--resume: the script's arguments are {now}, and were {were}: give those, or --force")
     if told["script"] != mine["script"]:
-        raise ConfigError(f"--resume: the script {sys.argv[0]} has changed since the snapshot: --force goes on with it")
+        raise NotResumed(f"--resume: the script {sys.argv[0]} has changed since the snapshot: --force goes on with it")
 
 
 def write(folder: Path, rank: int, content: dict[str, Any]) -> None:
@@ -63,13 +63,13 @@ def _half(folder: Path, rank: int) -> Path:
 
 
 def read(folder: Path, rank: int) -> dict[str, Any]:
-    """Raises ConfigError where it is not there, torn, damaged, or of another version."""
+    """Raises NotResumed where it is not there, torn, damaged, or of another version."""
     told, path = snapshots.about(folder, rank), snapshots.content_of(folder, rank)
     if snapshots.digest(path) != told["sha256"]:
-        raise ConfigError(f"{path}: is damaged (its checksum differs): resume from another snapshot")
+        raise NotResumed(f"{path}: is damaged (its checksum differs): resume from another snapshot")
     try:
         content = load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch has many ways to refuse what is no plain value
-        raise ConfigError(f"{path}: cannot be read: {str(error).partition(chr(10))[0]}") from error
+        raise NotResumed(f"{path}: cannot be read: {str(error).partition(chr(10))[0]}") from error
     assert isinstance(content, dict)
     return content

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dadt.errors import ConfigError
+from dadt.errors import NotResumed
 from dadt.inject.optimizer import is_caller
 
 SMALL = 64
@@ -103,7 +103,7 @@ class Values:
         head = _head(tensor, tensor.numel() * tensor.element_size())
         end = self.given + len(head) + tensor.numel() * tensor.element_size()
         if self.recorded[self.given : self.given + len(head)] != head or end > len(self.recorded):
-            raise ConfigError("the script reads other values from tensors than it has read before")
+            raise NotResumed("the script reads other values from tensors than it has read before")
         content = self.recorded[self.given + len(head) : end]
         self.given = end
         with torch.no_grad():
