@@ -164,6 +164,15 @@ class Control:
         answer = self._ask("reconnect", timeout, text=text[: schema.TEXT], generation=generation)
         return answer["anew"], answer["text"]
 
+    def approach(self, known: int, last: bool, timeout: float) -> bytes:
+        """Ask how far the others are, as a new worker. known: as of Approach. last: the others are to wait for this
+        one. Waits until they have taken a step; raises StartTimeout, or DadtError where they cannot answer."""
+        return _parts(self._ask("approach", timeout, known=known, last=last))[0]
+
+    def give(self, number: int, blob: bytes, generation: int) -> None:
+        """Answer the approach of this number."""
+        self._ask("give", 0.0, blob, number=number, generation=generation)
+
     def dump(self) -> None:
         """Ask for every rank's Python stacks to be written beside its log."""
         self._report("dump")

@@ -175,6 +175,8 @@ DEATH = Kind({"text": text(TEXT), "steps_": COUNT})
 """Says which rank has ended and how, with its steps if it ended well."""
 
 _ranks = listed(RANK, MOST_RANKS)
+APPROACH = Kind({"number": COUNT, "rank": RANK, "known": COUNT, "last": flag})
+"""A new worker asks how far the others are."""
 REGROUP = Kind({"generation": COUNT, "members": _ranks, "firsts": _ranks, "text": text(TEXT)})
 """Says which ranks train on together, which of them are the first of their hosts, and who has ended."""
 
@@ -210,6 +212,8 @@ _passed_on: dict[str, Kind] = {
     "done": Kind({**_process, "summary": mapped(either(number, flag, text()), 64)}),
     "result": Kind(_question, RESULT),
     "reconnect": Kind({**_question, "text": text(TEXT)}),
+    "approach": Kind({**_question, "known": COUNT, "last": flag}),
+    "give": Kind({**_question, "number": COUNT}, BLOB),
     "peers": Kind(_question),
     "dump": Kind(_process),
 }
@@ -246,6 +250,7 @@ ANSWERS = Speaker(
         "error": Kind({"type": one_of("DadtError", "StartTimeout", "PeerLost"), "message": text(1 << 22)}),
         "death": DEATH,
         "regroup": REGROUP,
+        "approach": APPROACH,
         "preempted": Kind({}),
         "save": Kind({"patience": SECONDS}),
         "order": Kind(
@@ -366,6 +371,7 @@ LAUNCHER = Speaker(
         "heartbeat": Kind({"hosts": listed(record(index=RANK, address=text(64), port=PORT), 1 << 16)}),
         "death": DEATH,
         "regroup": REGROUP,
+        "approach": APPROACH,
         "beat": Kind({}),
     },
     header=64 << 20,

@@ -13,6 +13,7 @@ from dadt.control.condition import HELD
 from dadt.control.frame import Frame
 from dadt.launch.agents import Agents, Node
 from dadt.launch.cause import Cause
+from dadt.launch.handovers import Handovers
 from dadt.launch.hosts.slot import Slot
 from dadt.launch.joining import Joining
 from dadt.launch.monitor.members import Member, Rendezvous, Reply
@@ -80,7 +81,10 @@ class Membership:
         """Why all have connected anew since the last step."""
         self._tried_at = -1
         """The step in which they have."""
+        self._apart = config.algorithm == "gossip"
+        """No rank waits for another."""
         self._replacements = Replacements(agents.send_all, say) if replaces(config) else None
+        self._handovers = Handovers(agents.send_all)
         self.joining: Joining | None = None
         """Hosts that come in the place of lost ones; None if none may."""
         self._told_to_end = False
@@ -118,9 +122,31 @@ class Membership:
         """Whether a frame is about a host that is about to come."""
         return self.joining is not None and self.joining.takes(node, frame)
 
+    def approach(self, question: Frame, reply: Reply) -> None:
+        """A new worker asks how far the others are."""
+        self._handovers.ask(question, reply)
+
+    def give(self, answer: Frame) -> None:
+        """A rank answers a new worker."""
+        if self._handovers.give(answer, self._rendezvous.generation):
+            self._begin_anew("a new worker has ended before it could join")
+
+    def _begin_anew(self, why: str) -> None:
+        """All connect anew, and nobody is lost."""
+        self._rendezvous.regroup([], why)
+        self._watch.regroups([], why)
+        self._tell(why)
+
+    def send_away(self, member: Member) -> None:
+        """Its script cannot be made again."""
+        if self._replacements is not None:
+            self._replacements.send_away(member.rank)
+
     def claimed(self, member: Member) -> None:
         """A process trains as this rank: if it is a lost one, it joins the others."""
-        if member.lost:
+        if member.lost and not self._apart and self._handovers.awaited != (member.rank, self._rendezvous.generation):
+            self.expect_end(member.rank, 0.0)  # they have gone on without it
+        elif member.lost:
             why = f"rank {member.rank} ({member.place}) joins"
             self._rendezvous.join(member, why)
             self._watch.joins(member)
@@ -129,6 +155,8 @@ class Membership:
     def exited(self, member: Member, goes_on: bool) -> None:
         """Its process has ended. goes_on: nothing has ended the job so far."""
         self._overdue.pop(member.rank, None)  # else a new worker in its place would be killed
+        if self._handovers.ended(member.rank) and goes_on:
+            self._begin_anew(f"rank {member.rank} ({member.place}) has ended before it could join")
         if self._replacements is not None and goes_on and member.lost and not self._at_end:
             self._replacements.exited(member)
 
@@ -146,6 +174,7 @@ class Membership:
             "text": why[: schema.TEXT],
         }
         self._agents.send_all(Frame("regroup", told))
+        self._handovers.begin_anew()
         self._answer_all(True)
 
     def refusal(self, question: Frame) -> Frame | None:
@@ -163,6 +192,7 @@ class Membership:
     def turn(self, goes_on: bool) -> None:
         """Call it as time passes. goes_on: nothing has ended the job so far."""
         now = time.monotonic()
+        self._handovers.turn()
         if self._least and goes_on:
             self._give_up_silent()
             self._connect_anew(now)
@@ -186,7 +216,7 @@ class Membership:
             replacements.turn()
             if self.joining is not None:
                 self.joining.turn()
-        elif new := [member for member in present if member.joined and not member.finished]:
+        elif self._apart and (new := [member for member in present if member.joined and not member.finished]):
             why = f"rank {new[0].rank} ({new[0].place}) leaves, as those that began the job are at their end"
             self._say(why, "info")
             ranks = [member.rank for member in new]
@@ -207,7 +237,7 @@ class Membership:
         lose one of them."""
         here = self._here
         since = time.monotonic() - self._patience
-        if self._replacements is not None:
+        if self._apart:
             self._give_up_held(here, since)
             return
         silent = [gauge.member for gauge in here if not self._waits(gauge)]
@@ -244,8 +274,7 @@ class Membership:
         lost or cut: not before each agent has been heard since, as it would have told of a rank that has ended."""
         here = self._here
         first = min(self._requests.values(), key=lambda request: request.begun, default=None)
-        apart = self._replacements is not None  # no rank waits for another
-        if first is None or now - first.begun < EXPLAIN_SECONDS or not (apart or all(map(self._waits, here))):
+        if first is None or now - first.begun < EXPLAIN_SECONDS or not (self._apart or all(map(self._waits, here))):
             return
         places = {self._slots[gauge.rank].cross_rank for gauge in here}
         heard = min(self._agents.nodes[place].heard for place in places)
@@ -266,9 +295,7 @@ class Membership:
             )
         else:
             self._trials.append(first.why)
-            self._rendezvous.regroup([], first.why)
-            self._watch.regroups([], first.why)
-            self._tell(first.why)
+            self._begin_anew(first.why)
             self._say(f"{first.why}: all ranks connect anew", "warning")
 
     def _answer_all(self, anew: bool, text: str = "") -> None:

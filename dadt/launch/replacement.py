@@ -1,4 +1,5 @@
-"""New workers in place of lost ones, in a job whose ranks train each at its own speed."""
+"""New workers in place of lost ones: in a job whose ranks train each at its own speed, and where scripts are made again
+up to where the others are."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from dadt.config import Config
+from dadt.config.check import NEVER
 from dadt.control.frame import Frame
 from dadt.launch.monitor.members import Member
 
@@ -15,8 +17,13 @@ LONGEST_SECONDS = 30.0
 
 
 def replaces(config: Config) -> bool:
-    """Whether new workers join in place of lost ones: only where ranks need not be at the same step."""
-    return config.min_np > 0 and config.algorithm == "gossip"
+    """Whether new workers join in place of lost ones."""
+    return config.min_np > 0 and (config.algorithm == "gossip" or replays(config))
+
+
+def replays(config: Config) -> bool:
+    """Whether scripts are made again for that, so that ranks that step together stay together."""
+    return config.snapshot_every != NEVER and config.algorithm in ("pipe", "sync")
 
 
 class Replacements:
@@ -29,9 +36,16 @@ class Replacements:
         self._due: dict[int, float] = {}
         self._tries: Counter[int] = Counter()
         self._members: dict[int, Member] = {}
+        self._away: set[int] = set()
+
+    def send_away(self, rank: int) -> None:
+        """No other worker starts in the place of this one."""
+        self._away.add(rank)
 
     def exited(self, member: Member) -> None:
         """A lost rank's process has ended."""
+        if member.rank in self._away:
+            return
         pause = min(2.0 ** self._tries[member.rank], LONGEST_SECONDS)
         self._tries[member.rank] += 1
         self._members[member.rank] = member

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from dadt.errors import Mismatch
+from dadt.train.approaches import Approaches
 from dadt.train.checkpoint_signal import CheckpointSignal
 from dadt.train.exchange.exchange import Exchange
 from dadt.train.exchange.fingerprint import of_gradient, of_inputs
@@ -38,6 +39,7 @@ class Group(Protocol):
         """In the order of their lanes."""
 
     checkpoint_signal: CheckpointSignal
+    approaches: Approaches
 
     def say(self, text: str, level: str = ...) -> None: ...
 
@@ -84,6 +86,7 @@ class Agreement:
         newest: number of the last exchange under way. late: some steps have used gradients of the steps before.
         """
         self._group.checkpoint_signal.agree(lane.saves for lane in lanes)
+        self._group.approaches.agree(lane.approach for lane in lanes)
         drawn = [lane.drawn for lane in lanes]
         if len(set(drawn)) > 1:
             least, most = drawn.index(min(drawn)), drawn.index(max(drawn))

@@ -361,6 +361,7 @@ class Attachment:
                 value=value,
                 not_finite=self.finite.number,
                 saves=self.runtime.checkpoint_signal.heard,
+                approach=self.runtime.approaches.heard,
             )
         )
 

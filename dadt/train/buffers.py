@@ -84,6 +84,12 @@ class Buffers:
             if buffer is not None and buffer.shape == value.shape:
                 buffer.data.copy_(value)
 
+    def release(self) -> None:
+        """Begin anew, with the official copies."""
+        self.show_all()
+        for table in (self._names, self._official, self._own):
+            table.clear()
+
     def show_all(self) -> None:
         for module in list(self._names):
             self.show(module)

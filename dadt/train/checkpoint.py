@@ -137,13 +137,18 @@ class Checkpoints:
         if self.streams is not None:
             self.streams.seeded_anew = False
 
+    def keep(self, optimizer: torch.optim.Optimizer, part: dict[str, Any]) -> None:
+        """Training goes on from this part of the state once the optimizer is attached anew."""
+        self._loaded[optimizer] = part
+
     def spread(self, a: Attachment) -> None:
-        """All ranks go on from what rank 0 has loaded; called by all, when the optimizer is attached."""
-        mine = self._loaded.pop(a.optimizer, None)
+        """All ranks go on from what the first has loaded; called by all, when the optimizer is attached."""
+        mine = self._loaded.get(a.optimizer)
         seeded_anew = self.streams is not None and self.streams.seeded_anew
         # The form is the same on all ranks: the null executor gives each what it said itself.
-        told = (mine if self._runtime.world.rank == 0 else None, seeded_anew)
+        told = (mine if self._runtime.group.rank == 0 else None, seeded_anew)
         part, seeded_anew = self._runtime.collect(f"checkpoint{a.name}", told)[0]
+        self._loaded.pop(a.optimizer, None)
         if part is not None:
             self._loaded[a.optimizer] = part
             self._load_streams(part, mine or part, seeded_anew)

@@ -25,6 +25,7 @@ from dadt.config import Config
 from dadt.config.executor import executors_of
 from dadt.control.agent_client import Control
 from dadt.errors import CommError, CommTimeout, DadtError, Mismatch, PeerLost, StartTimeout
+from dadt.train.approaches import Approaches
 from dadt.train.checkpoint_signal import CheckpointSignal
 from dadt.train.exchange.background import Background
 from dadt.train.gathering import Gathering
@@ -74,7 +75,7 @@ class Peers:
         self.group = world
         """This rank among those that train now; others may have been lost."""
         self.members: Sequence[int] = range(world.world_size)
-        """The ranks of the group, in its order."""
+        """In the order of the group."""
         self.first = world.local_rank == 0 and not world.joins
         """It is the first of its host, which writes files for good."""
         self.config = config
@@ -89,21 +90,19 @@ class Peers:
         """Computes what has to be between two operations of the engine."""
         self.device: Device | None = None
         """The device that averages tensors of this rank's GPU where they are."""
-        self.parted = False
-        """Ranks have taken steps of their own."""
+        self.parted = False  # ranks have taken steps of their own
         self.in_flight: list[InFlight] = []
         """Exchanges that may not be done yet."""
         self.gatherings: list[Gathering] = []
         """The newest, in order, some of which may not be done."""
-        self.gathered = 0
-        """How many there were."""
+        self.gathered = 0  # how many there were
         self.transaction: float | None = None
         """When this rank began what is done as a whole or not at all; None outside of that."""
         self.welcome: list[Any] = []
         """What a rank that joins a running job was given, by attachment."""
         self.checkpoint_signal = CheckpointSignal()
-        self.closing = False
-        """This rank is at its end, where others are, too."""
+        self.approaches = Approaches()
+        self.closing = False  # this rank is at its end, where others are, too
         self._launched_at: weakref.WeakKeyDictionary[InFlight, int] = weakref.WeakKeyDictionary()
         """How many steps this rank had taken when it launched each."""
         self._engine: Engine | None = None
@@ -169,13 +168,14 @@ class Peers:
         finally:
             self.transaction = outer
 
-    def enter(self, error: Exception) -> None:
-        """Be in the newest group from now on, not connected yet. Raises the error where none is told in time."""
+    def enter(self, error: Exception, seconds: float = 0.0) -> None:
+        """Be in the newest group from now on, not connected yet. Raises the error where none is told in time. seconds:
+        a new worker may take so long to join."""
         if not self.survives or isinstance(error, Mismatch):
             raise error
-        if not self.deaths.outdated and self._may_have_passed(error):
+        if not (seconds or self.deaths.outdated) and self._may_have_passed(error):
             self._ask_to_reconnect(error)
-        generation = self.deaths.enter(error, REGROUP_SECONDS)
+        generation = self.deaths.enter(error, seconds or REGROUP_SECONDS)
         while self.world.joins and self.world.rank not in generation.members:  # it has been told of older ones, too
             generation = self.deaths.enter(error, REGROUP_SECONDS)
         if self.world.rank not in generation.members:

@@ -59,7 +59,7 @@ def regroup(runtime: Registry, *, equal: bool) -> None:
     for rank, position in zip(runtime.members, told, strict=True):
         if position.stuck:
             raise Mismatch(f"training cannot go on after ranks have connected anew: rank {rank} was {position.stuck}")
-    if any(position.joins for position in told):
+    if any(position.joins for position in told) and not equal:
         _welcome(runtime, told)
     furthest = [max(each) for each in zip_longest(*(p.averaged for p in told), fillvalue=-1)]
     for index, averaged in enumerate(furthest):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -19,6 +19,7 @@ from dadt.config.check import AUTO
 from dadt.errors import CommError, ConfigError, DadtError, PeerLost, StartTimeout
 from dadt.train import regroup, replicate
 from dadt.train.algorithm import Algorithm
+from dadt.train.approaches import Approach
 from dadt.train.attachment import Attachment
 from dadt.train.buffers import Buffers
 from dadt.train.checkpoint import Checkpoints
@@ -61,7 +62,7 @@ class Runtime(Departure):
         """Called when others were lost, once this rank is connected with those that are left."""
         self.missing: Callable[[int], str] = lambda lost: f"data of {lost} of {world.world_size} is left out"
         """Says what becomes of the data of so many lost workers."""
-        self.replaying = bool(config.resume)
+        self.replaying = bool(config.resume) or (world.joins and self.replays)
         """The script comes to where it was before: nothing is exchanged, and nothing trained."""
         self.aside: Callable[[], AbstractContextManager[None]] = nullcontext
         """Inside, what is read from tensors is DADT's own business."""
@@ -119,27 +120,7 @@ class Runtime(Departure):
         if self.explicit and len(self._registered) == len(self.left_alone):
             return  # what one rank does with an optimizer of its own concerns nobody
         if not self._claimed:
-            self._claimed = True
-            if self.config.min_np and torch.distributed.is_available() and torch.distributed.is_initialized():
-                raise ConfigError(
-                    f"--min-np {self.config.min_np}: the script has a process group of its own, which ends with any of"
-                    " its ranks; use --max-restarts"
-                )
-            if self.control is not None:
-                self.checkpoint_signal.begin(*self.control.claim())
-                self.listen()
-            timeline = self.timeline
-            if self.config.timeline and timeline is None:  # else `dadt.init` has begun it
-                timeline = Timeline(self.config.timeline, self.world)
-            connection = None
-            if not self.alone:
-                if self.world.joins:
-                    self.enter(StartTimeout("the launcher did not let this rank into the job"))
-                connection = self.connect()
-                if self.generation:  # others are connected already, and tell how far they are
-                    regroup.regroup(self, equal=self.together)
-            if timeline is not None:
-                self.record(timeline, connection)
+            self.take_place()
         if self.alone:
             return
         for callback in self.on_claim:
@@ -148,6 +129,40 @@ class Runtime(Departure):
             gc.collect()  # one that the script has dropped may live on in a cycle of references, on some ranks only
         for optimizer in self._unattached():
             self._attach(optimizer)
+
+    def take_place(self) -> None:
+        """Claim the rank, and connect with the others. Waits for them."""
+        self._claimed = True
+        if self.config.min_np and torch.distributed.is_available() and torch.distributed.is_initialized():
+            raise ConfigError(
+                f"--min-np {self.config.min_np}: the script has a process group of its own, which ends with any of"
+                " its ranks; use --max-restarts"
+            )
+        if self.control is not None:
+            self.checkpoint_signal.begin(*self.control.claim())
+            self.listen()
+        timeline = self.timeline
+        if self.config.timeline and timeline is None:  # else `dadt.init` has begun it
+            timeline = Timeline(self.config.timeline, self.world)
+        connection = None
+        if not self.alone:
+            if self.world.joins:
+                self.enter(StartTimeout("the launcher did not let this rank into the job"))
+            connection = self.connect()
+            if self.generation:  # others are connected already, and tell how far they are
+                regroup.regroup(self, equal=self.together)
+        if timeline is not None:
+            self.record(timeline, connection)
+
+    def release(self, parts: Mapping[torch.optim.Optimizer, dict[str, Any]]) -> None:
+        """All optimizers are attached anew at the next forward, as in a job that goes on from a checkpoint. parts: of
+        their states, as of Checkpoints."""
+        for attachment in self.attachments:
+            attachment.prediction.undo()
+        self.buffers.release()
+        self._attachments.clear()
+        for optimizer, part in parts.items():
+            self.checkpoints.keep(optimizer, part)
 
     def _unattached(self) -> list[torch.optim.Optimizer]:
         if len(self._attachments) == len(self._registered):  # as in nearly every step
@@ -203,13 +218,25 @@ class Runtime(Departure):
                     raise
                 self.regroup(error)  # others may have it complete; else it was launched once more
 
-    def connect_anew(self, error: CommError) -> None:
+    def connect_anew(
+        self,
+        error: CommError,
+        seconds: float = 0.0,
+        parts: Mapping[torch.optim.Optimizer, dict[str, Any]] | None = None,
+    ) -> None:
+        """seconds: as of `enter`. parts: as of `release`, which is done if a new worker comes."""
         if self._regrouping:
             raise error
         begun, self._regrouping = perf_counter(), True
         try:
             while True:
-                self.enter(error)
+                before = self.members
+                self.enter(error, seconds)
+                seconds = 0.0
+                if self.together and not set(self.members) <= set(before):
+                    if parts is None:
+                        raise PeerLost("a new worker has joined the others before this one was ready") from error
+                    self.release(parts)
                 try:
                     self.hang_up()
                     connection = self.connect()
@@ -222,6 +249,7 @@ class Runtime(Departure):
                     error = another
         finally:
             self._regrouping = False
+        self.approaches.begin_anew()
         for callback in self.on_regroup:
             callback()
         seconds = perf_counter() - begun
@@ -255,6 +283,9 @@ class Runtime(Departure):
     def _hear(self, frame: Frame) -> None:
         if frame.kind == "preempted":
             self.deaths.preempted = True
+            return
+        if frame.kind == "approach":
+            self.approaches.hear(Approach(frame["number"], frame["rank"], frame["known"], frame["last"]))
             return
         if frame.kind == "save":
             self.checkpoint_signal.hear(frame["patience"] if self.together else 0.0)

@@ -113,3 +113,49 @@ def test_a_host_with_which_the_others_cannot_connect_is_left_out_again(hosts, st
     result = run.finish(100.0)
     assert result.code == 0, result.err
     assert ended(result) == {0}
+
+
+REPLAYED = """
+import json, os, subprocess, torch
+from torch.utils.data import DataLoader, TensorDataset
+torch.set_num_threads(1)
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(64, 16), torch.randint(4, (64,)))
+model = torch.nn.Sequential(torch.nn.Linear(16, 600), torch.nn.BatchNorm1d(600), torch.nn.Linear(600, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+step = end = 0
+while not end or step < end:
+    for x, y in DataLoader(data, batch_size=8, shuffle=True):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        step += 1
+        if step == 20:
+            open("ready", "w").close()
+        if step % 10 == 0 and os.path.exists("end"):
+            end = int(open("end").read())
+        if end and step >= end:
+            break
+        looks = step % 10 == 0 and os.environ["DADT_RANK"] == "1" and not end
+        if looks and ' "join"' in open(os.environ["EVENTS"]).read():
+            subprocess.run(f"echo {step + 20} > half && mv half end", shell=True, check=True)
+print("ends at", step, float(model[0].weight.double().sum()))
+"""
+
+
+@pytest.mark.parametrize("executor", ["gloo", "hierarchical"])
+def test_a_host_that_is_back_comes_to_where_the_others_are(hosts, start, tmp_path, executor: str) -> None:
+    """Under pipe its script is made again."""
+    network = hosts(2)
+    options = ["-np", "2", "-H", network.list(1), "--min-np", "1", "--executor", executor, "--orphan-timeout", "4"]
+    script = REPLAYED.replace('os.environ["EVENTS"]', repr(str(tmp_path / "events")))
+    run = start(network, script, *options, "--snapshot-every", "1000steps", "--output", "all", "train.py")
+    await_that((tmp_path / "ready").exists, "20 steps")
+    (tmp_path / "events").symlink_to(next((tmp_path / "dadt-logs").iterdir()) / "events.jsonl")
+    agent = min(pid for pid, command in network[0].processes().items() if "dadt.launch.agent" in command)
+    os.kill(agent, signal.SIGKILL)
+    result = run.finish()
+    assert result.code == 0, result.err
+    assert "h0 joins: new workers start there in place of rank 0" in result.err
+    told = re.findall(rb"\[(\d)[^]]*\] ends at (\d+ [-\d.e]+)", result.out)
+    assert {rank for rank, _ in told} == {b"0", b"1"} and len({end for _, end in told}) == 1, result.out

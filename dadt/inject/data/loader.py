@@ -157,13 +157,13 @@ class Loaders:
     def _another_trains(self) -> bool:
         return any(role.has_trained for role in self.roles.values())
 
-    def _tell(self, sentence: str, role: Role) -> None:
+    def _tell(self, sentence: str, role: Role, level: str = "info") -> None:
         """A script may make its loaders anew in every epoch: of many alike, the first few are told."""
         text = sentence.removeprefix(role.name)
         self._told[text] += 1
         if self._told[text] <= LISTED:
             last = self._told[text] == LISTED
-            self.runtime.say(sentence + (" More like it are not listed." if last else ""))
+            self.runtime.say(sentence + (" More like it are not listed." if last else ""), level)
 
     def asked(self, role: Role) -> str:
         """The choice of --share and --no-share for a loader."""
@@ -287,9 +287,10 @@ class Loaders:
         if trained:
             shared, alone = steps
             if shared < alone and self.schedules.by_step():
-                self.runtime.say(
+                self._tell(
                     f"{role.name}: {shared} steps a pass in place of {alone}: a schedule computed from the data set's"
-                    f" size is too long; use len(loader), or --batch global, which keeps {alone} steps",
+                    f" size is too long; use len(loader), or --batch global, which keeps {alone} steps.",
+                    role,
                     "warning",
                 )
             return

@@ -158,6 +158,11 @@ class Streams:
         """The shared stream is now what it was at another time."""
         self._shared = shared
 
+    def part_anew(self, shared: State) -> None:
+        """The shared stream is this one, and the rank's own begins from it."""
+        self._shared = shared
+        seed_all(mix(shared.seed(), self.rank), self._manual_seed)
+
     def _rejoin(self) -> None:
         """The script starts anew from a seed: data, splits and weights that it now draws must agree on all ranks.
         Until `split` (the next training batch or forward) the global generators are the shared stream again."""

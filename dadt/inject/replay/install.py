@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import sys
-from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -14,9 +13,13 @@ from dadt.errors import DadtError, NotResumed
 from dadt.inject.data.seed import Streams
 from dadt.inject.files.overlay import Overlay
 from dadt.inject.module import Modules
+from dadt.inject.replay.handover import Handover
+from dadt.inject.replay.newcomer import Newcomer
 from dadt.inject.replay.recorder import Recorder
 from dadt.inject.replay.replay import Replay, refuse
 from dadt.inject.replay.roster import Roster
+from dadt.inject.replay.snapshot import Stored
+from dadt.inject.replay.taken import Taken
 from dadt.inject.replay.values import Values
 from dadt.train.runtime import Runtime
 
@@ -31,23 +34,40 @@ def install(runtime: Runtime, modules: Modules, streams: Streams, overlay: Overl
     roster.install()
     runtime.aside = values.aside
     register_optimizer_step_pre_hook(values.step_begins)
-    recorder = Recorder(runtime, roster, values, streams) if config.snapshot_dir else None
-    if config.resume:
-        try:
-            replay = Replay(runtime, roster, values, streams, Path(config.resume))
-        except NotResumed as error:
-            refuse(error)
-        _begin(runtime, modules, replay)
-        if overlay is not None:
-            replay.at_its_end.append(overlay.replayed)
-            overlay.loads = replay.loads
-        if recorder is not None:
-            recorder.goes_on_from(replay.step, replay.began)
-            replay.when_abandoned = recorder.stop
+    taken = Taken(runtime, roster, values, streams)
+    recorder = Recorder(runtime, values, taken) if config.snapshot_dir else None
+    if runtime.replaying:
+        _resume(runtime, modules, overlay, recorder, (roster, values, streams))
     if recorder is not None:
-        modules.saw.append(recorder.saw)
-        runtime.on_stepped.append(recorder.stepped)
+        handover = Handover(runtime, values, recorder, taken)
+        modules.saw += [recorder.saw, handover.saw]
+        runtime.on_stepped += [recorder.stepped, handover.stepped]
+        runtime.on_regroup.append(handover.regrouped)
         runtime.on_end.append(recorder.close)
+
+
+def _resume(
+    runtime: Runtime,
+    modules: Modules,
+    overlay: Overlay | None,
+    recorder: Recorder | None,
+    parts: tuple[Roster, Values, Streams],
+) -> None:
+    newcomer = Newcomer(runtime, parts[1]) if runtime.world.joins else None
+    try:
+        replay = Replay(runtime, *parts, newcomer or Stored(runtime, parts[1]))
+    except NotResumed as error:
+        refuse(error)
+    _begin(runtime, modules, replay)
+    if overlay is not None:
+        replay.at_its_end.append(overlay.replayed)
+        overlay.loads = replay.loads
+    if recorder is None:
+        return
+    if newcomer is not None:
+        replay.at_its_end.append(lambda: recorder.follows(newcomer.plan))
+    recorder.goes_on_from(replay.goal.step, replay.goal.began)
+    replay.when_abandoned = recorder.stop
 
 
 def _begin(runtime: Runtime, modules: Modules, replay: Replay) -> None:

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import sys
 import threading
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter, time
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from dadt.config.check import snapshot_interval
 from dadt.control import snapshots
 from dadt.errors import DadtError
-from dadt.inject.data.seed import State, Streams
-from dadt.inject.replay import snapshot, variables
-from dadt.inject.replay.roster import Roster
+from dadt.inject.replay import snapshot
+from dadt.inject.replay.taken import Taken
 from dadt.inject.replay.values import Values
 from dadt.train.runtime import Runtime
 
@@ -32,8 +31,8 @@ LARGE = 1 << 20
 class Recorder:
     """All ranks take each snapshot after the same step: a time becomes a number of steps, on which they agree."""
 
-    def __init__(self, runtime: Runtime, roster: Roster, values: Values, streams: Streams) -> None:
-        self._runtime, self._roster, self._values, self._streams = runtime, roster, values, streams
+    def __init__(self, runtime: Runtime, values: Values, taken: Taken) -> None:
+        self._runtime, self._values, self._taken = runtime, values, taken
         self._root = Path(runtime.config.snapshot_dir)
         self._steps, self._seconds = snapshot_interval(runtime.config.snapshot_every)
         self._next = self._steps or MEASURED
@@ -50,6 +49,15 @@ class Recorder:
         """After a replay up to this step; training began at this time."""
         self._next, self._began = step + (self._steps or MEASURED), began
 
+    @property
+    def plan(self) -> list[float]:
+        """Which steps have snapshots, and when training began: the same on all ranks."""
+        return [self._next, self._steps, self._began]
+
+    def follows(self, plan: Sequence[float]) -> None:
+        """A new worker's, from now on."""
+        self._next, self._steps, self._began = int(plan[0]), int(plan[1]), plan[2]
+
     def stop(self) -> None:
         """The script has no need of them."""
         self._next = sys.maxsize
@@ -58,7 +66,7 @@ class Recorder:
         """A step is complete."""
         step = self._runtime.step
         self._times.append(perf_counter())
-        if step < self._next:
+        if step < self._next or self._runtime.replaying:
             return
         with self._values.aside():
             if self._seconds:
@@ -78,19 +86,22 @@ class Recorder:
         if self._open is None:
             return
         (folder, step, backwards), self._open = self._open, None
-        goes_on = any(isinstance(each, torch.Tensor) and each.grad_fn is not None for each in tree_leaves(given))
-        if goes_on or self._runtime.backwards != backwards:
+        if goes_on(given) or self._runtime.backwards != backwards:
             self._next = self._runtime.step + 1
             self._in_background(lambda: snapshot.discard(folder, self._runtime.world.rank))
         else:
             told = digest(given)
             self._in_background(lambda: self._complete(folder, step, told))
 
-    def close(self) -> None:
-        """Drop what is not whole, and wait for what is being written."""
+    def drop(self) -> None:
+        """What is not whole."""
         if self._open is not None:
             folder, self._open = self._open[0], None
             self._in_background(lambda: snapshot.discard(folder, self._runtime.world.rank))
+
+    def close(self) -> None:
+        """Drop what is not whole, and wait for what is being written."""
+        self.drop()
         if self._writing is not None:
             self._writing.join()
 
@@ -99,20 +110,7 @@ class Recorder:
         if self._open is not None:
             r.say("no snapshot: calls of the model that is trained are not seen", "warning")
             self.close()
-        gc.collect()  # what is garbage on some ranks may be none on others
-        content: dict[str, Any] = {"step": step, "random": self._streams.state() or {"own": State.capture().plain()}}
-        content["values"] = self._values.as_tensor()
-        # On all ranks: what is one rank's alone gives way to the average.
-        optimizers = [optimizer.state_dict() for optimizer in r.optimizers]
-        r.show_true_weights()
-        tensors = dict(self._roster.tensors())
-        content["variables"] = dict(variables.held(sys._getframe(), {id(t) for t in tensors.values()}))
-        if r.first:
-            content["tensors"] = tensors
-            content["optimizers"] = optimizers
-            content["schedulers"] = [each.state_dict() for each in self._roster.schedulers()]
-            content["scalers"] = [each.state_dict() for each in self._roster.scalers()]
-        content = tree_map_only(torch.Tensor, lambda t: t.detach().to("cpu", copy=True), content)
+        content = self._taken.take(sys._getframe(), common=r.first)
         folder = snapshots.folder_of(self._root, step)
         self._open = folder, step, r.backwards
         self._in_background(lambda: snapshot.write(folder, r.world.rank, content))
@@ -147,6 +145,11 @@ class Recorder:
 
         self._writing = threading.Thread(target=work, name="dadt-snapshot")
         self._writing.start()
+
+
+def goes_on(given: Any) -> bool:
+    """Whether a forward that is given this goes on with an older graph."""
+    return any(isinstance(each, torch.Tensor) and each.grad_fn is not None for each in tree_leaves(given))
 
 
 def digest(given: Any) -> str:

@@ -14,17 +14,16 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dadt.control import snapshots
 from dadt.errors import NotResumed
 from dadt.inject.data.seed import State, Streams
-from dadt.inject.replay import snapshot, variables
+from dadt.inject.replay import variables
 from dadt.inject.replay.held import Held
 from dadt.inject.replay.recorder import digest
 from dadt.inject.replay.roster import Roster
@@ -32,32 +31,44 @@ from dadt.inject.replay.values import Values
 from dadt.train.runtime import Runtime
 
 
+class Goal(Protocol):
+    """Where the script is to come to."""
+
+    digest: str
+    """Of what comes to the first training forward behind it; empty if it is not known."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def began(self) -> float:
+        """When the first training forward of all did, in seconds since the epoch."""
+
+    @property
+    def log(self) -> Path:
+        """A file for what the script says until then."""
+
+    def further(self) -> bool:
+        """The script is there: whether the goal moves on, or is where it is."""
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What is this rank's own there, and what all have in common. Raises NotResumed."""
+
+
 class Replay:
     """One per process that resumes. `under_way` until the state is in place."""
 
-    def __init__(self, runtime: Runtime, roster: Roster, values: Values, streams: Streams, folder: Path) -> None:
-        """Raises NotResumed where this rank's part of the snapshot is missing or damaged, or of another script."""
+    def __init__(self, runtime: Runtime, roster: Roster, values: Values, streams: Streams, goal: Goal) -> None:
         self._runtime, self._roster, self._values, self._streams = runtime, roster, values, streams
-        rank, first = runtime.world.rank, runtime.world.rank - runtime.world.local_rank
-        self._mine = snapshot.read(folder, rank)
-        self._common = self._mine if rank == first else snapshot.read(folder, first)
-        self.step: int = self._mine["step"]
-        """At which it ends."""
-        values.recorded = bytearray(self._mine["values"].numpy().tobytes())
+        self.goal = goal
         values.replaying = True
         self.under_way = True
         self._begun = perf_counter()
         self._inside = False
         self._outputs: weakref.WeakKeyDictionary[nn.Module, dict[Any, Any]] = weakref.WeakKeyDictionary()
         self._zeros = WeakTensorKeyDictionary()
-        self.held = Held(folder.parent / f"replayed-rank{rank}.log")
+        self.held = Held(goal.log)
         """What the script says meanwhile."""
-        told = snapshots.about(folder, rank)
-        self.began: float = told["began"]
-        """When the first training forward of all did, in seconds since the epoch."""
-        if not runtime.config.force:
-            snapshot.check(told)
-        self._expected: str = told["next"]
+        self._expected = goal.digest
         self.at_its_end: list[Callable[[], None]] = []
         self.when_abandoned: Callable[[], None] = lambda: None
         self._agreed = False
@@ -116,9 +127,11 @@ class Replay:
 
     def loads(self, path: str) -> None:
         """The script reads a file before it trains. What it has written since it trained is a checkpoint of its own."""
-        if not self.under_way or self._agreed or changed(path) < self.began:
+        if not self.under_way or self._agreed or changed(path) < self.goal.began:
             return
         why = f"the script reads {path}, which was written since it began to train"
+        if self._runtime.world.joins:
+            refuse(NotResumed(f"{why}, and would go on from there beside the others"))
         if not self._runtime.world.restarts:
             refuse(NotResumed(f"leave out --resume: {why}, and goes on from there by itself"))
         self._agree(b"own")
@@ -129,6 +142,8 @@ class Replay:
         self._agreed = True
         r = self._runtime
         assert r.control is not None
+        if r.world.joins:
+            return False
         return any(r.control.exchange("replay", mine, r.config.start_timeout))
 
     def _abandon(self, why: str) -> None:
@@ -150,9 +165,10 @@ class Replay:
     # Its end ------------------------------------------------------------------------------------------------
 
     def stepped(self) -> None:
-        if self.under_way and self._runtime.step >= self.step:
+        while self.under_way and self._runtime.step >= self.goal.step:
             with self._values.aside():
-                self._finish()
+                if not self.goal.further():
+                    self._finish()
 
     def saw(self, given: Any) -> None:
         """The first training forward after it. Raises NotResumed where the script would train on something else."""
@@ -167,57 +183,61 @@ class Replay:
         """The script is at its end: an error where it has not come to the snapshot."""
         if self.under_way and not isinstance(getattr(sys, "last_value", None), BaseException):
             error = NotResumed(
-                f"the script has ended after {self._runtime.step} steps of {self.step} that the snapshot holds: run the"
-                " same script with the same arguments, or resume from a checkpoint of its own"
+                f"the script has ended after {self._runtime.step} steps of {self.goal.step} that the snapshot holds:"
+                " run the same script with the same arguments, or resume from a checkpoint of its own"
             )
             refuse(error)
 
     def _finish(self) -> None:
         """Put the state in place."""
-        self._check()
+        if self._values.given != len(self._values.recorded):
+            raise NotResumed("the script has read fewer values from tensors than before")
+        own, common = self.goal.state()
+        self._check(common)
         tensors = dict(self._roster.tensors())
         mine = dict(variables.held(sys._getframe(), {id(t) for t in tensors.values()}))
         with torch.no_grad():
-            for name, value in self._common["tensors"].items():
+            for name, value in common["tensors"].items():
                 tensors[name].data.copy_(value)
-            for name, value in self._mine["variables"].items():
+            for name, value in own["variables"].items():
                 if name in mine and mine[name].shape == value.shape:
                     mine[name].data.copy_(value)
-        for optimizer, state in zip(self._runtime.optimizers, self._common["optimizers"], strict=True):
+        for optimizer, state in zip(self._runtime.optimizers, common["optimizers"], strict=True):
             for group in optimizer.param_groups:
                 for p in group["params"]:
                     p.grad = None
             optimizer.load_state_dict(state)
-        for scheduler, state in zip(self._roster.schedulers(), self._common["schedulers"], strict=True):
+        for scheduler, state in zip(self._roster.schedulers(), common["schedulers"], strict=True):
             scheduler.load_state_dict(state)
-        for scaler, state in zip(self._roster.scalers(), self._common["scalers"], strict=True):
+        for scaler, state in zip(self._roster.scalers(), common["scalers"], strict=True):
             scaler.load_state_dict(state)
-        random = {name: State.from_plain(state) for name, state in self._mine["random"].items()}
-        random["own"].restore()
-        if "shared" in random:
-            self._streams.place(random["shared"])
+        random = {name: State.from_plain(state) for name, state in own["random"].items()}
+        if "own" not in random:
+            self._streams.part_anew(random["shared"])
+        else:
+            random["own"].restore()
+            if "shared" in random:
+                self._streams.place(random["shared"])
         self._goes_on()
         seconds, rest = perf_counter() - self._begun, ""
         if self._values.unknown:
             rest = "; it has read whole arrays from tensors meanwhile, and what it makes of those is not as it was"
         self._runtime.say(
-            f"resumed: {self.step:,} steps replayed in {seconds:.1f} s, training goes on from there{rest}",
+            f"resumed: {self._runtime.step:,} steps replayed in {seconds:.1f} s, training goes on from there{rest}",
             "warning" if rest else "info",
         )
 
-    def _check(self) -> None:
+    def _check(self, common: dict[str, Any]) -> None:
         """Whether the script stands where it stood. Raises NotResumed."""
-        if self._values.given != len(self._values.recorded):
-            raise NotResumed("the script has read fewer values from tensors than before")
         gc.collect()
         mine = {name: tuple(t.shape) for name, t in self._roster.tensors()}
-        theirs = {name: tuple(t.shape) for name, t in self._common["tensors"].items()}
+        theirs = {name: tuple(t.shape) for name, t in common["tensors"].items()}
         if any(mine.get(name) != shape for name, shape in theirs.items()):
             raise NotResumed("the script has built other modules than before")
         counts = [len(self._runtime.optimizers), len(self._roster.schedulers()), len(self._roster.scalers())]
-        if counts != [len(self._common[name]) for name in ("optimizers", "schedulers", "scalers")]:
+        if counts != [len(common[name]) for name in ("optimizers", "schedulers", "scalers")]:
             raise NotResumed("the script has built other optimizers or schedulers than before")
-        for optimizer, state in zip(self._runtime.optimizers, self._common["optimizers"], strict=True):
+        for optimizer, state in zip(self._runtime.optimizers, common["optimizers"], strict=True):
             rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
             if rates != (before := [float(group.get("lr", 0.0)) for group in state["param_groups"]]):
                 raise NotResumed(f"{type(optimizer).__name__} has a learning rate of {rates}, and had {before}")

@@ -14,6 +14,8 @@ from torch import load, save
 
 from dadt.control import snapshots
 from dadt.errors import NotResumed
+from dadt.inject.replay.values import Values
+from dadt.train.runtime import Runtime
 
 
 def script() -> dict[str, Any]:
@@ -73,3 +75,28 @@ def read(folder: Path, rank: int) -> dict[str, Any]:
         raise NotResumed(f"{path}: cannot be read: {str(error).partition(chr(10))[0]}") from error
     assert isinstance(content, dict)
     return content
+
+
+class Stored:
+    """A snapshot as the goal of a replay."""
+
+    def __init__(self, runtime: Runtime, values: Values) -> None:
+        """Raises NotResumed where this rank's part of it is missing or damaged, or of another script."""
+        self._folder, rank = Path(runtime.config.resume), runtime.world.rank
+        first = rank - runtime.world.local_rank
+        self._own = read(self._folder, rank)
+        self._common = self._own if rank == first else read(self._folder, first)
+        told = snapshots.about(self._folder, rank)
+        if not runtime.config.force:
+            check(told)
+        values.recorded = bytearray(self._own["values"].numpy().tobytes())
+        self.digest: str = told["next"]
+        self.began: float = told["began"]
+        self.step: int = self._own["step"]
+        self.log = self._folder.parent / f"replayed-rank{rank}.log"
+
+    def further(self) -> bool:
+        return False
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return self._own, self._common

@@ -261,7 +261,7 @@ class Agent:
             self._heart.begin(order["hosts"])
         elif order.kind == "probe":
             self._probing.begin(order["targets"])
-        elif order.kind in ("death", "regroup"):
+        elif order.kind in ("death", "regroup", "approach"):
             self._roster.tell(order)
         elif order.kind == "worker" and order["rank"] in self._ranks and self._stop is None:
             self._start_anew(order["rank"])

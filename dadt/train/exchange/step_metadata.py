@@ -6,7 +6,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_FORMAT = struct.Struct("<IIIIIBddI")
+_FORMAT = struct.Struct("<IIIIIBddII")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,8 @@ class StepMetadata:
     """Number, from 1, of the first parameter whose gradient is not finite here; 0: there is none, or nobody looked."""
     saves: int = 0
     """How often this rank was told that the script is to save; at most 127 count."""
+    approach: int = 0
+    """The newest new worker's request that this rank was told of."""
 
     def pack(self) -> bytes:
         return _FORMAT.pack(
@@ -45,12 +47,17 @@ class StepMetadata:
             self.weight,
             self.value,
             self.not_finite,
+            self.approach,
         )
 
     @classmethod
     def unpack(cls, data: bytes) -> StepMetadata:
-        layout, drawn, groups, fingerprint, growth, bits, weight, value, not_finite = _FORMAT.unpack_from(data)
-        return cls(layout, drawn, groups, fingerprint, growth, bool(bits & 1), weight, value, not_finite, bits >> 1)
+        layout, drawn, groups, fingerprint, growth, bits, weight, value, not_finite, approach = _FORMAT.unpack_from(
+            data
+        )
+        return cls(
+            layout, drawn, groups, fingerprint, growth, bool(bits & 1), weight, value, not_finite, bits >> 1, approach
+        )
 
 
 METADATA_BYTES = _FORMAT.size

@@ -1,0 +1,69 @@
+"""Where the script of a new worker is to come to, in a job that runs on meanwhile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from dadt.comm import plain
+from dadt.control import job_folder
+from dadt.control.agent_client import Control
+from dadt.errors import NotResumed
+from dadt.inject.replay.handover import tell
+from dadt.inject.replay.values import Values
+from dadt.train.runtime import Runtime
+
+NEAR_SECONDS = 1.0
+"""The others wait, the next time, for one that has come so soon to where they were."""
+ROUNDS = 10
+"""They wait for any after so many times."""
+
+
+class Newcomer:
+    """As of Goal. It moves on until the others wait."""
+
+    digest = ""
+
+    def __init__(self, runtime: Runtime, values: Values) -> None:
+        """Waits until the others have taken a step."""
+        self._runtime, self._values = runtime, values
+        self._rounds = 0
+        self._asked = 0.0
+        self._last = False
+        """The others wait."""
+        self._giver = -1
+        self.plan: list[float] = []
+        self.step = 0
+        self.further()
+        self.began = self.plan[2]
+
+    @property
+    def log(self) -> Path:
+        return job_folder.of_worker(self._runtime.world) / f"replayed-rank{self._runtime.world.rank}.log"
+
+    def further(self) -> bool:
+        if self._last:
+            return False
+        r = self._runtime
+        near = self._rounds > 0 and perf_counter() - self._asked < NEAR_SECONDS
+        self._last = near or self._rounds == ROUNDS
+        assert isinstance(r.control, Control)  # there is an agent, which has started this worker
+        seconds = max(r.config.timeout, r.config.start_timeout)
+        told = plain.decode(r.control.approach(len(self._values.recorded), self._last, seconds))
+        self._rounds, self._asked = self._rounds + 1, perf_counter()
+        self.step, self.plan, self._giver = told["step"], told["plan"], told["giver"]
+        self._values.recorded += told["values"]
+        return True
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Joins the others, who wait."""
+        r = self._runtime
+        r.take_place()
+        lanes = tell(r, b"", lambda: self._giver in r.members)
+        if not lanes:
+            raise NotResumed(f"rank {self._giver} was lost before it had given its state to this one")
+        state = plain.decode(lanes[list(r.members).index(self._giver)])
+        if "shared" in state["random"]:
+            del state["random"]["own"]  # which is the giver's
+        return state, state

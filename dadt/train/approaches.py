@@ -1,0 +1,48 @@
+"""Requests of new workers, whose scripts are made again up to where the others are: all ranks heed each at the end of
+the same step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class Approach(NamedTuple):
+    """A new worker asks how far the others are."""
+
+    number: int
+    """Of the job's, from 1."""
+    rank: int
+    """The new worker's."""
+    known: int
+    """Bytes of the values that the others' scripts have read from tensors which it has already."""
+    last: bool
+    """The others wait for it then, and it joins them."""
+
+
+class Approaches:
+    """`hear` is called by the thread that listens to the agent, all else by the training thread."""
+
+    def __init__(self) -> None:
+        self.heard = 0
+        """The newest that this rank was told of."""
+        self._open: dict[int, Approach] = {}
+        self._agreed = 0
+
+    def hear(self, approach: Approach) -> None:
+        """May be told twice, and is due once more then."""
+        self._open[approach.number] = approach
+        self.heard = max(self.heard, approach.number)
+
+    def agree(self, heard: Iterable[int]) -> None:
+        """heard: of each rank, as all were told in one exchange."""
+        self._agreed = max(self._agreed, min(heard))
+
+    def begin_anew(self) -> None:
+        """Ranks have connected anew: one may have had an exchange that another has not, or have joined."""
+        self._agreed = 0
+
+    def due(self) -> list[Approach]:
+        """A step is complete: those to be heeded now, which all ranks know."""
+        numbers = sorted(number for number in self._open if number <= self._agreed)
+        return [self._open.pop(number) for number in numbers]
