@@ -23,8 +23,9 @@ COUNT = """
         most = held()  # all gradients are there, and the exchange of the last step has its memory
         del gradients
         optimizer.step()
+        left = held()
     state = sum(t.numel() * 4 for s in optimizer.state.values() for t in s.values() if torch.is_tensor(t)) / size
-    report({{"beside": most - 2 - state, "state": model.state_dict()}})
+    report({{"beside": most - 2 - state, "between": left - 2 - state, "state": model.state_dict()}})
 """
 SGD = "torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)"
 ADAM = "torch.optim.AdamW(model.parameters(), lr=1e-4)"
@@ -50,6 +51,14 @@ def test_few_copies_of_the_weights_are_held(dadt_run, options: str, optimizer: s
     assert_replicas_equal(run)
     for rank in run.ranks:
         assert most - 1 < rank["beside"] < most
+
+
+def test_gradients_that_were_sent_ahead_of_a_step_do_not_outlast_it(dadt_run) -> None:
+    """The next forward would run beside them, and most of a training's memory is what it keeps."""
+    run = dadt_run(COUNT.format(optimizer=SGD, zero=""), "--algorithm", "sync", "--bucket-mb", "0.5")
+    assert_replicas_equal(run)
+    for rank in run.ranks:
+        assert rank["between"] < 0.1
 
 
 KEPT = """

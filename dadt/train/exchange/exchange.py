@@ -283,6 +283,7 @@ class Exchange(BucketExchange):
         self._await()
         self._alive.clear()
         self._inputs.clear()
+        self._ahead_of_step.clear()  # else the gradients stay until the next exchange
         if not self._finished:
             self._finished = True
             for _, round_ in self._rounds:
