@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.weak import WeakIdKeyDictionary
 
 
 class Roster:
@@ -19,7 +20,8 @@ class Roster:
 
     def __init__(self) -> None:
         self._count = itertools.count()
-        self._modules: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        # By identity: a module may have a hash of its own, which needs what its class has not set yet.
+        self._modules: MutableMapping[nn.Module, int] = WeakIdKeyDictionary()
         self._schedulers: list[weakref.ref[Any]] = []
         self._scalers: list[weakref.ref[Any]] = []
 
