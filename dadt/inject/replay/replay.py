@@ -280,14 +280,13 @@ def _plain(leaf: Any) -> Any:
 
 
 def _leaves_of(known: Any) -> Any:
-    """Fresh leaves of a graph that ends here."""
+    """Copies, with a graph that ends here: scripts change in place what a model returns, and may not so with leaves."""
 
-    def leaf(pair: tuple[torch.Tensor, bool]) -> torch.Tensor:
-        fresh = pair[0].detach()
-        return fresh.requires_grad_() if pair[1] else fresh
+    def fresh(pair: tuple[torch.Tensor, bool]) -> torch.Tensor:
+        return pair[0].detach().requires_grad_(pair[1]).clone()
 
     leaves, spec = tree_flatten(known, is_leaf=_is_pair)
-    return tree_unflatten([leaf(each) if _is_pair(each) else each for each in leaves], spec)
+    return tree_unflatten([fresh(each) if _is_pair(each) else each for each in leaves], spec)
 
 
 def _is_pair(value: Any) -> bool:
