@@ -64,6 +64,8 @@ class Runtime(Departure):
         """Says what becomes of the data of so many lost workers."""
         self.replaying = bool(config.resume) or (world.joins and self.replays)
         """The script comes to where it was before: nothing is exchanged, and nothing trained."""
+        self.replays_to = 0
+        """The step at which that ends."""
         self.aside: Callable[[], AbstractContextManager[None]] = nullcontext
         """Inside, what is read from tensors is DADT's own business."""
         self.on_stepped: list[Callable[[], None]] = []

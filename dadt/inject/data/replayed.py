@@ -14,9 +14,12 @@ from dadt.inject.data.view import like
 if TYPE_CHECKING:
     from dadt.inject.data.feed import LoadingRank
 
+AHEAD = 2
+"""Steps by which a loop may fetch its batches before it trains on them."""
+
 
 class ReplayedPass:
-    """Reads again where the replay ends in it."""
+    """Reads again where the replay ends in it, or is about to end."""
 
     def __init__(
         self, rank: LoadingRank, iterate: Callable[[Loader], Iterator[Any]], view: Loader, read: dict[int, Any]
@@ -34,6 +37,8 @@ class ReplayedPass:
     def __next__(self) -> Any:
         if self._rest is None and self._rank.replaying:
             index = self._drawing._next_index()
+            if self._rank.step >= self._rank.replays_to - AHEAD:
+                return self._drawing._dataset_fetcher.fetch(index)
             size = len(index) if isinstance(index, list | tuple) else 0
             if size not in self._read:
                 self._read[size] = self._drawing._dataset_fetcher.fetch(index)

@@ -60,6 +60,7 @@ class Replay:
     def __init__(self, runtime: Runtime, roster: Roster, values: Values, streams: Streams, goal: Goal) -> None:
         self._runtime, self._roster, self._values, self._streams = runtime, roster, values, streams
         self.goal = goal
+        runtime.replays_to = goal.step
         values.replaying = True
         self.under_way = True
         self._begun = perf_counter()
@@ -169,6 +170,7 @@ class Replay:
             with self._values.aside():
                 if not self.goal.further():
                     self._finish()
+                self._runtime.replays_to = self.goal.step
 
     def saw(self, given: Any) -> None:
         """The first training forward after it. Raises NotResumed where the script would train on something else."""
