@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -93,12 +93,23 @@ class Wrappers:
             self._runtime.left_alone.add(optimizer)
             self._runtime.say(f"{type(optimizer).__name__} is left alone: {reason}")
 
+    def unanswered(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, a forward that no backward follows: a DDP would wait for it, and average the next one's gradients."""
+
+        def quiet(*args: Any, **kwargs: Any) -> Any:
+            with self.quiet(undecided=True):
+                return call(*args, **kwargs)
+
+        return quiet
+
     @contextmanager
-    def quiet(self) -> Iterator[None]:
-        """Around a forward. The script finds DDP's attributes, and its pickles, as it knows them."""
+    def quiet(self, *, undecided: bool = False) -> Iterator[None]:
+        """Around a forward. The script finds DDP's attributes, and its pickles, as it knows them. undecided: of those,
+        too, of which nothing is decided yet."""
         before: list[tuple[DDP, dict[str, Any]]] = []
         for ddp in self._quiet:
             self._check(ddp)
+        for ddp in [*self._quiet, *(self._undecided if undecided else ())]:
             before.append((ddp, {name: ddp.__dict__[name] for name in _QUIET if name in ddp.__dict__}))
         for ddp, values in before:
             ddp.__dict__.update({name: _QUIET[name] for name in values})

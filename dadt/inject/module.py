@@ -52,7 +52,7 @@ class Entry:
 
     def _called(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._modules.stand_in is not None:
-            return self._modules.stand_in(module, call, args, kwargs)
+            return self._modules.stand_in(module, self._modules.wrappers.unanswered(call), args, kwargs)
         if torch.is_grad_enabled():
             self._count(module)
             if module.training or self._trained_in_eval or not self._modules.runtime.began:
