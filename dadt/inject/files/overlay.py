@@ -248,12 +248,20 @@ class Overlay(Tree):
                 shutil.rmtree(os.path.join(self.tree, name), ignore_errors=True)
 
     def replayed(self) -> None:
-        """A replay is over, whose copies are of no use. What is open goes on, in the tree or for good."""
+        """A replay is over, whose copies are of no use. What is open goes on, in the tree or for good, and folders that
+        are nowhere else stay, such as one named by time."""
         with self.real():
-            if self._for_good():
+            for_good = self._for_good()
+            folders = [folder[len(self.tree) :] for folder, _, _ in os.walk(self.tree) if folder != self.tree]
+            new = [folder for folder in folders if kind(folder) is None]
+            for folder in new if for_good else ():
+                os.makedirs(folder, exist_ok=True)
+            if for_good:
                 reopen(self.tree)
                 self._ended = True
             self.forget()
+            for folder in new if not for_good else ():
+                os.makedirs(self.tree + folder, exist_ok=True)
 
     def _appeared(self, path: str) -> bool:
         """Whether the rank sees what the first local rank has made or changed since the job began."""

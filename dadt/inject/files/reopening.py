@@ -16,16 +16,16 @@ def reopen(tree: str) -> None:
     """Of all that this process has open in the tree.
 
     What is appended goes on behind what is there, which holds what the replay has written once more. What was begun
-    anew takes the place of what is there: the script has written the same again, up to where it is.
+    anew takes the place of what is there, if anything: the script has written the same again, up to where it is.
     """
     _flush()
     for fd, path, flags in _held(tree):
         target = path[len(tree) :]
-        if flags & os.O_APPEND:
+        if flags & os.O_APPEND and Path(target).exists():
             new = os_open(target, flags & (os.O_RDWR | os.O_WRONLY) | os.O_APPEND | os.O_CREAT, 0o666)
         else:
             shutil.copyfile(path, target)
-            new = os_open(target, flags & (os.O_RDWR | os.O_WRONLY))
+            new = os_open(target, flags & (os.O_RDWR | os.O_WRONLY | os.O_APPEND))
             os.lseek(new, os.lseek(fd, 0, os.SEEK_CUR), os.SEEK_SET)
         os.dup2(new, fd)
         os.close(new)
