@@ -247,6 +247,12 @@ class Overlay(Tree):
             for name in listdir(self.tree):
                 shutil.rmtree(os.path.join(self.tree, name), ignore_errors=True)
 
+    def stand_in(self, given: Any) -> None:
+        """An empty file in place of one that is not written, where the rank sees none: scripts copy and measure it."""
+        path = self.written_apart(given)
+        if path is not None and not self.exists(path):
+            os.close(os_open(self.place(path), os.O_CREAT | os.O_WRONLY, 0o600))
+
     def replayed(self) -> None:
         """A replay is over, whose copies are of no use. What is open goes on, in the tree or for good, and folders that
         are nowhere else stay, such as one named by time."""

@@ -126,7 +126,7 @@ class Saver:
 
     def _save(self, f: str, write: Write) -> Any:
         if self.runtime.replaying:  # it has been saved before
-            return None
+            return self.overlay.stand_in(f) if self.overlay is not None else None
         self._number += 1
         private = self.overlay.written_apart(f) if self.overlay is not None else None
         # In a folder that this rank alone has, such as one named by time, no other rank writes.
