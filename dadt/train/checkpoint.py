@@ -68,6 +68,16 @@ class Checkpoints:
         self._saves: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
         """The step of each one's last, and how many steps in a row had one."""
         self._aside = False
+        self._by_all = False
+
+    @contextmanager
+    def by_all(self) -> Iterator[None]:
+        """Inside, all ranks save, also those of a script that knows of ranks."""
+        self._by_all = True
+        try:
+            yield
+        finally:
+            self._by_all = False
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -93,7 +103,7 @@ class Checkpoints:
         state: dict[str, Any] = {}
         if self._runtime.engine.error is None:
             state = a.algorithm.state()
-            if a.algorithm.identical and not self._owner.script_is_distributed:
+            if a.algorithm.identical and (self._by_all or not self._owner.script_is_distributed):
                 self._join(a, state)
                 a.schema.forget_residuals()
         else:  # a last checkpoint, after a failure that every exchange ends with

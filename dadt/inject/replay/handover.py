@@ -85,7 +85,8 @@ class Handover:
         r = self._runtime
         self._recorder.drop()
         content = self._taken.take(sys._getframe(), common=self._gives)
-        parts = {o: part for o in r.optimizers if (part := r.checkpoints.save(o)) is not None}
+        with r.checkpoints.by_all():
+            parts = {o: part for o in r.optimizers if (part := r.checkpoints.save(o)) is not None}
         return Ready(approach, content, parts, self._begun)
 
     @property

@@ -38,7 +38,8 @@ class Taken:
         content: dict[str, Any] = {"step": r.step, "random": self._streams.state() or {"own": State.capture().plain()}}
         content["values"] = self._values.as_tensor()
         # On all ranks: what is one rank's alone gives way to the average.
-        optimizers = [optimizer.state_dict() for optimizer in r.optimizers]
+        with r.checkpoints.by_all():
+            optimizers = [optimizer.state_dict() for optimizer in r.optimizers]
         r.show_true_weights()
         tensors = dict(self._roster.tensors())
         content["variables"] = dict(variables.held(frame, {id(t) for t in tensors.values()}))
