@@ -328,6 +328,49 @@ for epoch in range(8):
             stepped()
 tell(model, more=[scheduler.get_last_lr()])
 """,
+    "ahead": """
+def ahead(loader):
+    batches = iter(loader)
+    before = next(batches)
+    for batch in batches:
+        yield before
+        before = batch
+    yield before
+class Judged(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = net(8, 32, 4)
+    def forward(self, x, y):
+        return F.cross_entropy(self.net(x), y)
+loader, model = DataLoader(data, batch_size=8, shuffle=True), Judged()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+for epoch in range(4):
+    for x, y in ahead(loader):
+        optimizer.zero_grad()
+        loss = model(x, y)
+        loss *= 0.5
+        loss.backward()
+        optimizer.step()
+        stepped()
+tell(model)
+""",
+    "ddp": """
+from torch.utils.data import DistributedSampler
+torch.distributed.init_process_group("gloo")
+print("rank", torch.distributed.get_rank())
+sampler, model = DistributedSampler(data), nn.parallel.DistributedDataParallel(net(8, 32, 4))
+loader = DataLoader(data, batch_size=8, sampler=sampler)
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+for epoch in range(4):
+    sampler.set_epoch(epoch)
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        stepped()
+tell(model)
+torch.distributed.destroy_process_group()
+""",
     "own-order": """
 model = net(8, 16, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

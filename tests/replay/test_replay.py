@@ -103,6 +103,47 @@ def test_a_log_and_what_is_printed_are_as_if_nothing_had_been(launch, tmp_path) 
     ]
 
 
+KEEPS = """
+loader, model = DataLoader(data, batch_size=8, shuffle=True), net(8, 16, 4)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+folder = next(f"run{i}" for i in itertools.count() if not os.path.exists(f"run{i}"))
+os.mkdir(folder)
+for epoch in range(4):
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        stepped()
+        with open(f"{folder}/log.csv", "a") as log:
+            print("a row", file=log)
+    torch.save(model.state_dict(), f"{folder}/{epoch}.pt")
+    shutil.copyfile(f"{folder}/{epoch}.pt", f"{folder}/best.pt")
+tell(model)
+"""
+
+
+def test_a_folder_that_the_replay_makes_is_there_behind_it(launch, tmp_path) -> None:
+    script = HEAD.replace("signal, sys", "shutil, signal, sys") + KEEPS
+    expected = ends(launch(script, *OPTIONS, "train.py"))
+    killed = launch(script, *OPTIONS, "train.py", DIE="26")
+    assert killed.code != 0
+    assert ends(launch(script, *OPTIONS, "--resume", killed.job, "train.py")) == expected
+    assert sorted(path.name for path in (tmp_path / "run2").iterdir()) == ["1.pt", "2.pt", "3.pt", "best.pt", "log.csv"]
+
+
+def test_another_checkpoint_than_it_has_loaded_before_is_refused(launch) -> None:
+    goes_back = """
+    if epoch % 2:
+        print("back to", torch.load("last.pt")["epoch"])
+    else:
+        torch.save({"model": model.state_dict(), "epoch": epoch}, "last.pt")
+"""
+    script = HEAD + SCRIPTS["one-cycle"].replace("        stepped()\n", "        stepped()" + goes_back)
+    killed = launch(script, *OPTIONS, "train.py", DIE="36")
+    resumed = launch(script, *OPTIONS, "--resume", killed.job, "train.py")
+    assert resumed.code == 2 and "loads another file than it has loaded before" in resumed.err
+
+
 def test_a_restarted_job_goes_on_by_itself(launch) -> None:
     script = HEAD + SCRIPTS["one-cycle"]
     expected = ends(launch(script, *OPTIONS, "train.py"))
