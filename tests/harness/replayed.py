@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 HEAD = """
-import copy, glob, hashlib, itertools, os, random, signal, sys
+import copy, glob, hashlib, itertools, os, random, signal, sys, time
 import numpy as np
 import torch
 from torch import nn
@@ -18,8 +18,14 @@ def whole():
     parts = [path.split(os.sep)[-2:] for path in glob.glob(f"dadt-logs/{job}/snapshots/*/rank*.json")]
     return any([folder, f"rank{1 - int(name[4])}.json"] in parts for folder, name in parts)
 
+def soon_whole():  # a thread writes it
+    deadline = time.monotonic() + 5.0
+    while not (found := whole()) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return found
+
 def stepped():
-    if next(taken) >= die > 0 and (os.environ["DADT_RESUME"] or whole()):
+    if next(taken) >= die > 0 and (os.environ["DADT_RESUME"] or soon_whole()):
         os.kill(os.getpid(), signal.SIGKILL)
 
 def tell(*modules, more=()):

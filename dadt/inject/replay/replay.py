@@ -197,7 +197,7 @@ class Replay:
         own, common = self.goal.state()
         self._check(common)
         tensors = dict(self._roster.tensors())
-        mine = dict(variables.held(sys._getframe(), {id(t) for t in tensors.values()}))
+        mine = dict(variables.held(sys._getframe(), {id(t) for t in tensors.values()}, self._roster.attributes()))
         with torch.no_grad():
             for name, value in common["tensors"].items():
                 tensors[name].data.copy_(value)

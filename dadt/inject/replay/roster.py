@@ -6,6 +6,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -41,12 +42,22 @@ class Roster:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Parameters and buffers of all modules that are alive, by names that are the same whenever the script runs."""
         given: set[int] = set()
-        for module, number in sorted(self._modules.items(), key=lambda pair: pair[1]):
+        for number, module in self._numbered():
             own = itertools.chain(module._parameters.items(), module._buffers.items())
             for name, tensor in own if "_parameters" in module.__dict__ else ():
                 if tensor is not None and id(tensor) not in given:
                     given.add(id(tensor))
                     yield f"{number}.{name}", tensor
+
+    def attributes(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors that modules hold as plain attributes, as those by which Lightning sums up what is logged."""
+        for number, module in self._numbered():
+            for name, value in module.__dict__.items():
+                if isinstance(value, torch.Tensor):
+                    yield f"{number}.{name}", value
+
+    def _numbered(self) -> list[tuple[int, nn.Module]]:
+        return sorted(((number, module) for module, number in self._modules.items()), key=itemgetter(0))
 
     def _numbering(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)

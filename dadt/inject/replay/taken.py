@@ -42,7 +42,7 @@ class Taken:
             optimizers = [optimizer.state_dict() for optimizer in r.optimizers]
         r.show_true_weights()
         tensors = dict(self._roster.tensors())
-        content["variables"] = dict(variables.held(frame, {id(t) for t in tensors.values()}))
+        content["variables"] = dict(variables.held(frame, {id(t) for t in tensors.values()}, self._roster.attributes()))
         if common:
             content["tensors"] = tensors
             content["optimizers"] = optimizers

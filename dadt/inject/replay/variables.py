@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -18,9 +18,14 @@ MANY = 10_000
 _NOT_THEIRS = frozenset({"dadt", "dadt_cli", "torch", "numpy", "builtins", "_io", "collections"})
 
 
-def held(frame: FrameType | None, known: Container[int]) -> Iterator[tuple[str, torch.Tensor]]:
+def held(
+    frame: FrameType | None, known: Container[int], attributes: Iterable[tuple[str, torch.Tensor]] = ()
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Of the variables of all calls under way, with names that are the same whenever the script comes here. known: ids
-    of tensors that do not count."""
+    of tensors that do not count. attributes: of modules, by names of their own."""
+    for name, tensor in attributes:
+        if id(tensor) not in known and tensor.numel() * tensor.element_size() <= SMALL:
+            yield name, tensor
     calls = []
     while frame is not None:
         if _package(frame.f_globals.get("__name__", "")) not in _NOT_THEIRS:
