@@ -15,18 +15,14 @@ Check = Callable[[Any], bool]
 
 TEXT = 1 << 16
 """Most characters of a text for users."""
-BLOB = 64 << 20
-"""Most bytes that a rank gives to the others in one exchange."""
-RESULT = 1 << 30
-"""Most bytes of the function of `dadt.run` with its arguments, and of its result."""
-OUTPUT = 1 << 20
-"""Most bytes of a worker's output or stacks in one frame."""
+BLOB = 64 << 20  # most bytes that a rank gives to the others in one exchange
+RESULT = 1 << 30  # most bytes of the function of `dadt.run` with its arguments, and of its result
+OUTPUT = 1 << 20  # most bytes of a worker's output or stacks in one frame
 MOST_RANKS = 1 << 20
 SIZE = re.compile(r"-?[0-9]{1,6}")
 MARK = re.compile(r"\.dadt-\w+(-[0-9]+){4}-")
 TOKEN = re.compile(r"([0-9a-f]{2}){1,32}")
-DEPTH = 6
-"""Deepest nesting of values that are passed on unread."""
+DEPTH = 6  # deepest nesting of values that are passed on unread
 
 
 def whole(least: int = 0, most: int = 1 << 62) -> Check:
@@ -175,8 +171,7 @@ DEATH = Kind({"text": text(TEXT), "steps_": COUNT})
 """Says which rank has ended and how, with its steps if it ended well."""
 
 _ranks = listed(RANK, MOST_RANKS)
-APPROACH = Kind({"number": COUNT, "rank": RANK, "known": COUNT, "last": flag})
-"""A new worker asks how far the others are."""
+APPROACH = Kind({"number": COUNT, "rank": RANK, "known": COUNT, "last": flag})  # of a new worker
 REGROUP = Kind({"generation": COUNT, "members": _ranks, "firsts": _ranks, "text": text(TEXT)})
 """Says which ranks train on together, which of them are the first of their hosts, and who has ended."""
 

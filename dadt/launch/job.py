@@ -11,7 +11,6 @@ from typing import Any
 
 from dadt.config import Config
 from dadt.control.frame import Frame
-from dadt.errors import NotResumed
 from dadt.launch.agents import Agents, Node
 from dadt.launch.cause import Cause
 from dadt.launch.failure import Ending, Record, signal_name, steps_text
@@ -272,8 +271,7 @@ class Job:
         if record.thread:
             return
         member = self._rendezvous.members[frame["rank"]]
-        if record.type == NotResumed.__name__:
-            self._membership.send_away(member)
+        self._membership.failed(member, record.type)
         why = f"rank {member.rank} ({member.place}) failed with {record.brief}"
         # At first all ranks are about to have the same error, and what they do differently all are told.
         alike = not member.joined and (member.step <= 0 or record.type == "Mismatch")
@@ -307,14 +305,9 @@ class Job:
         self._rendezvous.get(frame["keys"], frame["rank"], frame["timeout"], reply)
 
     def _on_reconnect(self, node: Node, frame: Frame) -> None:
-        self._membership.ask(frame, self._agents.reply(node, frame))
+        getattr(self._membership, frame.kind)(frame, self._agents.reply(node, frame))
 
-    def _on_approach(self, node: Node, frame: Frame) -> None:
-        self._membership.approach(frame, self._agents.reply(node, frame))
-
-    def _on_give(self, node: Node, frame: Frame) -> None:
-        self._membership.give(frame)
-        self._agents.reply(node, frame)(Frame("taken"))
+    _on_approach = _on_give = _on_reconnect
 
     def _on_result(self, node: Node, frame: Frame) -> None:
         self._outcome.results = {**self._outcome.results, frame["rank"]: frame.body}

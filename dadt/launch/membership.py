@@ -11,6 +11,7 @@ from dadt.config import Config
 from dadt.control import schema
 from dadt.control.condition import HELD
 from dadt.control.frame import Frame
+from dadt.errors import NotResumed
 from dadt.launch.agents import Agents, Node
 from dadt.launch.cause import Cause
 from dadt.launch.handovers import Handovers
@@ -108,7 +109,7 @@ class Membership:
         self._say(f"{why}: training goes on without it", "warning")
         return True
 
-    def ask(self, question: Frame, reply: Reply) -> None:
+    def reconnect(self, question: Frame, reply: Reply) -> None:
         """A rank's connection with the others has failed. It gets its answer once it is clear what follows."""
         now = time.monotonic()
         why = f"{self._rendezvous.members[question['rank']].named}: {question['text']}"
@@ -126,8 +127,9 @@ class Membership:
         """A new worker asks how far the others are."""
         self._handovers.ask(question, reply)
 
-    def give(self, answer: Frame) -> None:
+    def give(self, answer: Frame, reply: Reply) -> None:
         """A rank answers a new worker."""
+        reply(Frame("taken"))
         if self._handovers.give(answer, self._rendezvous.generation):
             self._begin_anew("a new worker has ended before it could join")
 
@@ -137,9 +139,9 @@ class Membership:
         self._watch.regroups([], why)
         self._tell(why)
 
-    def send_away(self, member: Member) -> None:
-        """Its script cannot be made again."""
-        if self._replacements is not None:
+    def failed(self, member: Member, error: str) -> None:
+        """One whose script cannot be made again is sent away, and no other starts in its place."""
+        if self._replacements is not None and error == NotResumed.__name__:
             self._replacements.send_away(member.rank)
 
     def claimed(self, member: Member) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from dadt.comm import plain
 from dadt.control import job_folder
 from dadt.control.agent_client import Control
-from dadt.errors import NotResumed
+from dadt.errors import PeerLost
 from dadt.inject.replay.handover import tell
 from dadt.inject.replay.values import Values
 from dadt.train.runtime import Runtime
@@ -62,7 +62,7 @@ class Newcomer:
         r.take_place()
         lanes = tell(r, b"", lambda: self._giver in r.members)
         if not lanes:
-            raise NotResumed(f"rank {self._giver} was lost before it had given its state to this one")
+            raise PeerLost(f"rank {self._giver} was lost before it had given its state to this one")
         state = plain.decode(lanes[list(r.members).index(self._giver)])
         if "shared" in state["random"]:
             del state["random"]["own"]  # which is the giver's
