@@ -371,3 +371,26 @@ def test_a_job_may_be_killed_anywhere(launch, name: str) -> None:
         killed = launch(script, *options, "train.py", DIE=str(draw.randint(4, 38)))
         if killed.code != 0:  # else it had ended before it had a whole snapshot
             assert ends(launch(script, *options, "--resume", killed.job, "train.py")) == expected
+
+
+SLEEPS = """
+model = net(8, 16, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+begun, spans = time.monotonic(), []
+for x, y in DataLoader(data, batch_size=4):
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    time.sleep(0.1)
+    spans.append(time.monotonic() - begun)
+    stepped()
+print("slept", spans[9] - spans[0] > 0.9)
+tell(model)
+"""
+
+
+def test_a_replay_does_not_sleep(launch) -> None:
+    killed = launch(HEAD + SLEEPS, *OPTIONS, "train.py", DIE="12")
+    assert killed.code != 0
+    resumed = launch(HEAD + SLEEPS, *OPTIONS, "--resume", killed.job, "train.py")
+    ends(resumed)
+    assert resumed.out.count(b"slept False") == 2, resumed.out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import sys
+import time
 from types import TracebackType
 
 import torch
@@ -75,6 +76,7 @@ def _begin(runtime: Runtime, modules: Modules, replay: Replay) -> None:
     modules.saw.append(replay.saw)
     torch.autograd.backward = replay.backward(torch.autograd.backward)
     torch.autograd.grad = replay.grad(torch.autograd.grad)
+    time.sleep = replay.sleep(time.sleep)
     register_optimizer_step_pre_hook(replay.before_step)
     runtime.on_stepped.append(replay.stepped)
     replay.at_its_end.append(lambda: setattr(modules, "stand_in", None))

@@ -117,6 +117,13 @@ class Replay:
 
         return grad
 
+    def sleep(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
+        def sleep(seconds: Any, /) -> None:
+            if not self.under_way or self._values.is_elsewhere(sys._getframe(1)):
+                original(seconds)
+
+        return sleep
+
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """No weights are stepped, as there are no gradients."""
         if self.under_way:

@@ -78,7 +78,7 @@ class Values:
     def _reading(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if self._aside or self._in_step() or self._is_elsewhere(sys._getframe(1)):
+            if self._aside or self._in_step() or self.is_elsewhere(sys._getframe(1)):
                 return original(tensor, *args, **kwargs)
             with self.aside():  # torch's own may call each other
                 if self.replaying:
@@ -93,7 +93,7 @@ class Values:
 
         @functools.wraps(original)
         def load(*args: Any, **kwargs: Any) -> Any:
-            if self._aside or self._in_step() or self._is_elsewhere(sys._getframe(1)):
+            if self._aside or self._in_step() or self.is_elsewhere(sys._getframe(1)):
                 return original(*args, **kwargs)
             with self.aside():
                 content = original(*args, **kwargs)
@@ -110,8 +110,8 @@ class Values:
 
         return load
 
-    def _is_elsewhere(self, caller: FrameType) -> bool:
-        """It is not the script's thread that reads, or DADT does."""
+    def is_elsewhere(self, caller: FrameType) -> bool:
+        """It is not the script's thread that calls, or DADT does."""
         ours = caller.f_globals.get("__name__", "").startswith("dadt.")
         return ours or threading.get_ident() != self._thread or os.getpid() != self._pid
 

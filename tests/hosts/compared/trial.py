@@ -106,11 +106,18 @@ def _longest(steps: list[Step], at: float) -> float:
 
 
 def _again(steps: list[Step], at: float) -> int:
-    """Of the rank that has most: steps since the fault that it, or the process before it, had reached already."""
+    """Of the rank that has most: steps since the fault that it, or the process before it, had reached already. Those of
+    a process that comes after others which train on meanwhile cost nobody time, and do not count."""
     counts: dict[int, int] = {}
     reached: dict[int, int] = {}
+    newest: dict[int, Step] = {}
     for step in steps:
-        if step.time > at and not step.digest and step.number <= reached.get(step.rank, 0):
+        newest[step.rank] = step
+        ahead = max(
+            (other.number for other in newest.values() if other.rank != step.rank and at < other.time), default=0
+        )
+        known = step.number <= reached.get(step.rank, 0)
+        if step.time > at and not step.digest and known and step.number >= ahead - 1:
             counts[step.rank] = counts.get(step.rank, 0) + 1
         reached[step.rank] = max(step.number, reached.get(step.rank, 0))
     return max(counts.values(), default=0)
