@@ -1,7 +1,8 @@
 """The files of a snapshot, from which a job goes on: whole, or not there.
 
 <the job's folder>/snapshots/000000000120/     after that many optimizer steps
-    rank0.pt       what is rank 0's, and for the first rank of a host what all ranks have in common
+    rank0.pt       what is rank 0's, and for the first rank of a host what all ranks have in common; of lost ranks
+                   there are no parts
     rank0.json     its length and its checksum, and a digest of what came to the first training forward after it:
                    the snapshot is not whole before
 """
@@ -12,7 +13,6 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -68,24 +68,35 @@ def about(folder: Path, rank: int) -> dict[str, Any]:
     return dict(told)
 
 
-def is_whole(folder: Path, ranks: Iterable[int]) -> bool:
+def parts(folder: Path) -> list[int]:
+    """The ranks whose parts are seen here. Raises NotResumed where there is none."""
+    found = sorted(int(path.stem.removeprefix("rank")) for path in folder.glob("rank[0-9]*.json"))
+    if not found:
+        raise NotResumed(f"{folder}: has no whole part: resume from another one")
+    return found
+
+
+def told(folder: Path) -> dict[str, Any]:
+    """What the first part says of the job. Raises NotResumed."""
+    return about(folder, parts(folder)[0])
+
+
+def is_whole(folder: Path) -> bool:
+    """All ranks that trained then have written their parts."""
     try:
-        return all(about(folder, rank) for rank in ranks)
+        return all(about(folder, rank) for rank in told(folder)["members"])
     except NotResumed:
         return False
 
 
 def newest(root: Path) -> Path | None:
     """The last whole one. Its number is the largest: what an attempt before has left was set aside."""
-    for folder in sorted(root.glob("[0-9]*"), reverse=True):
-        if is_whole(folder, [0]) and is_whole(folder, range(about(folder, 0)["world_size"])):
-            return folder
-    return None
+    return next((folder for folder in sorted(root.glob("[0-9]*"), reverse=True) if is_whole(folder)), None)
 
 
-def drop_old(root: Path, ranks: int) -> None:
+def drop_old(root: Path) -> None:
     """Keep the last whole ones, and what may become one."""
-    whole = [folder for folder in sorted(root.glob("[0-9]*")) if is_whole(folder, range(ranks))]
+    whole = [folder for folder in sorted(root.glob("[0-9]*")) if is_whole(folder)]
     for folder in whole[:-KEPT]:
         shutil.rmtree(folder, ignore_errors=True)
 

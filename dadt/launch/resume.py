@@ -27,16 +27,18 @@ def configured(config: Config, logs: Path, hosts: int, restarts: int, refused: b
     asked = found(config) if config.resume and own is None and not refused else own
     config = replace(config, snapshot_dir="" if config.snapshot_every == NEVER else str(root), resume=str(asked or ""))
     if asked is not None and config.seed < 0:
-        config = replace(config, seed=snapshots.about(asked, 0)["seed"])  # the script draws again what it has drawn
+        config = replace(config, seed=snapshots.told(asked)["seed"])  # the script draws again what it has drawn
     return config
 
 
 def settled(config: Config, ranks: int, restarts: int) -> Config:
     """What workers are told, once it is known how many there are. Raises ConfigError where the snapshot is one of
-    another number of workers, unless a restart has chosen it."""
-    if config.resume and (size := snapshots.about(Path(config.resume), 0)["world_size"]) != ranks:
+    fewer workers, unless a restart has chosen it."""
+    if config.resume and (shares := snapshots.told(Path(config.resume))["shares"]) < ranks:
         if not restarts:
-            raise ConfigError(f"--resume: the snapshot {config.resume} is one of {size} workers, and there are {ranks}")
+            raise ConfigError(
+                f"--resume: the snapshot {config.resume} is one of {shares} workers, and there are {ranks}: give fewer"
+            )
         if config.snapshot_dir:
             snapshots.set_aside(Path(config.snapshot_dir), None, restarts)
         config = replace(config, resume="")
@@ -56,7 +58,7 @@ def found(config: Config) -> Path:
         raise ConfigError(f"--resume {LAST}: no job in {logs} has a whole snapshot; take them with --snapshot-every")
     given = Path(config.resume)
     if given.name.isdigit() and given.is_dir():
-        snapshots.about(given.absolute(), 0)
+        snapshots.told(given.absolute())
         return given.absolute()
     apart = [Path(config.snapshot_dir) / config.resume] if config.snapshot_dir else []
     for root in (*apart, logs / config.resume / snapshots.FOLDER, given / snapshots.FOLDER, given):

@@ -26,6 +26,8 @@ class Registry(Peers):
 
     def __init__(self, world: World, config: Config, control: Control | StoreClient | None) -> None:
         super().__init__(world, config, control)
+        self.shares = world.world_size
+        """Of the data, one for each rank that the job began with, or that on which it goes on."""
         self._training_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._ordinals = itertools.count()
         self._registered: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
@@ -117,9 +119,7 @@ class Registry(Peers):
     def _enlist(self, optimizer: torch.optim.Optimizer) -> None:
         scaled = [g for o in self._registered for g in o.param_groups]
         self._registered[optimizer] = next(self._ordinals)
-        factor = {"linear": float(self.world.world_size), "sqrt": self.world.world_size**0.5}.get(
-            self.config.scale_lr, 1.0
-        )
+        factor = {"linear": float(self.shares), "sqrt": self.shares**0.5}.get(self.config.scale_lr, 1.0)
         if factor != 1.0:
             # A wrapper may have the very groups of the optimizer inside.
             for group in (g for g in optimizer.param_groups if not any(g is other for other in scaled)):

@@ -55,7 +55,7 @@ class Runtime:
         self.together = True
         self.explicit = False
         self.replaying = False
-        self.alone = size == 1
+        self.alone, self.shares = size == 1, size
         self.aside = nullcontext
         self.first = rank == 0
         self.claimed = False

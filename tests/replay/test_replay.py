@@ -217,6 +217,62 @@ def test_a_single_worker_ends_as_if_nothing_had_been(launch, name: str) -> None:
     assert ends(resumed, 1) == expected and "steps replayed in" in resumed.err
 
 
+LOSES = """
+lost = itertools.count(1)
+def lose():
+    if next(lost) == 13 and os.environ["DADT_RANK"] == "1" and not os.environ["DADT_RESUME"]:
+        os._exit(9)
+
+def whole():
+    return any(int(path.split(os.sep)[-2]) >= 20 for path in glob.glob(f"dadt-logs/{job}/snapshots/*/rank0.json"))
+
+"""
+COUNTS = """
+model = net(8, 16, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+seen, steps = torch.zeros(160), 0
+indexed = TensorDataset(*data.tensors, torch.arange(160))
+for epoch in range(5):
+    for x, y, index in DataLoader(indexed, batch_size=8, shuffle=True):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        steps += 1
+        if epoch == 4:
+            seen[index] += 1
+        stepped()
+print("steps", steps, "seen", int(seen.sum()))
+tell(model)
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 1])
+def test_fewer_workers_go_on_in_the_same_steps(launch, ranks: int) -> None:
+    """They read what the others would have read, too, in larger batches."""
+    options = [*OPTIONS[2:-2], "--algorithm", "sync"]
+    script = (HEAD + COUNTS).replace(
+        "return any(", "return all(f'rank{n}.json' in str(parts) for n in range(4)) and any("
+    )
+    killed = launch(script, "-np", "4", *options, "--seed", "7", "train.py", DIE="14")
+    assert killed.code != 0
+    resumed = launch(script, "-np", str(ranks), *options, "--resume", killed.job, "train.py")
+    assert len(set(ends(resumed, ranks).values())) == 1
+    told = [line.split()[2::2] for line in resumed.out.decode().splitlines() if "seen" in line]
+    assert {steps for steps, _ in told} == {"25"} and sum(int(seen) for _, seen in told) == 160, resumed.out
+    more = launch(script, "-np", "5", *options, "--resume", killed.job, "train.py")
+    assert more.code == 2 and "is one of 4 workers, and there are 5: give fewer" in more.err
+
+
+def test_a_snapshot_without_a_lost_worker_is_whole(launch) -> None:
+    script = (HEAD + SCRIPTS["one-cycle"]).replace("def stepped():", "def stepped():\n    lose()")
+    script = script.replace("def tell(", LOSES + "def tell(")
+    options = [*OPTIONS[2:], "--min-np", "1", "--algorithm", "sync"]
+    killed = launch(script, "-np", "2", *options, "train.py", DIE="26")
+    assert killed.code != 0 and "rank 1" in killed.err
+    resumed = launch(script, "-np", "2", *options, "--resume", killed.job, "train.py")
+    assert len(set(ends(resumed).values())) == 1 and "steps replayed in" in resumed.err
+
+
 @pytest.mark.parametrize(
     ("options", "takes"),
     [

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from dadt.inject.data.feed import LoadingRank
-    from dadt.world import World
 
 
 class Division(NamedTuple):
@@ -24,9 +23,14 @@ class Division(NamedTuple):
         return self.readers < self.shares
 
 
-def begun(world: World) -> Division:
+def begun(rank: LoadingRank) -> Division:
     """As the job began: each rank reads its share, and those of lost ranks are left out."""
-    return Division(world.rank, world.world_size, world.world_size)
+    return Division(rank.world.rank, rank.world.world_size, rank.shares)
+
+
+def left_out(rank: LoadingRank) -> Division:
+    """Shares that nobody reads are left out."""
+    return Division(rank.world.rank, rank.shares, rank.shares)
 
 
 def agree(rank: LoadingRank, name: str) -> Division:
@@ -34,11 +38,11 @@ def agree(rank: LoadingRank, name: str) -> Division:
     not heard of, so all gather who is there: what is gathered is the same on all, whatever happens meanwhile. Waits
     for all ranks."""
     if rank.replaying or not (rank.config.redistribute and rank.on_training_thread and rank.together):
-        return begun(rank.world)
+        return begun(rank)
     there = rank.allgather(f"{name}: who reads", str(rank.world.rank).encode())
     rank.wait(there)
     readers = sorted(int(bytes(lane)) for lane in there.lanes)
-    return Division(readers.index(rank.world.rank), len(readers), rank.world.world_size)
+    return Division(readers.index(rank.world.rank), len(readers), rank.shares)
 
 
 def missing(rank: LoadingRank, lost: int, loaders: Sequence[tuple[str, int | None]]) -> str:

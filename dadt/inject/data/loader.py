@@ -30,7 +30,7 @@ from torch.utils.data import dataloader as torch_dataloader
 from dadt.config.check import loader_numbers
 from dadt.errors import ConfigError
 from dadt.inject.after_import import after_import
-from dadt.inject.data.division import Division, agree, begun, missing
+from dadt.inject.data.division import Division, agree, begun, left_out, missing
 from dadt.inject.data.fastai_loader import FastaiLoaders
 from dadt.inject.data.feed import Feed, LoadingRank, Order, Undecided
 from dadt.inject.data.replayed import Aside, ReplayedPass
@@ -123,7 +123,7 @@ class Loaders:
             return self.original_len(loader)
         if isinstance(loader.dataset, IterableDataset):
             return self._stream_steps(loader)
-        return len(self._make_share(loader, begun(self.runtime.world)))
+        return len(self._make_share(loader, begun(self.runtime)))
 
     def _decide(self, loader: Loader, role: Role) -> str:
         """The role for this pass; fixed, and told to the user, if it is for good."""
@@ -187,7 +187,7 @@ class Loaders:
 
     def _check(self, loader: Loader, role: Role) -> None:
         """Raises ConfigError if --batch global cannot divide this loader's batches."""
-        size = self.runtime.world.world_size
+        size = self.runtime.shares
         if self.runtime.config.batch != "global":
             return
         if loader.batch_size is not None and loader.batch_size < size:
@@ -206,7 +206,7 @@ class Loaders:
         division = agree(self.runtime, role.name)
         if division.grows and not loader._auto_collation:
             self.runtime.say(f"{role.name} has no batches that could grow: lost workers' shares of it stay left out")
-            division = begun(self.runtime.world)
+            division = left_out(self.runtime)
         if division != role.division:
             role.division, role.feed = division, None
             role.views.pop(False, None)
@@ -332,7 +332,7 @@ class Loaders:
     @property
     def _takers(self) -> int:
         """Ranks that take a batch of their own in each step."""
-        return 1 if self.runtime.config.batch == "global" else self.runtime.world.world_size
+        return 1 if self.runtime.config.batch == "global" else self.runtime.shares
 
     def _sentence(self, loader: Loader, role: Role) -> str:
         size = self.runtime.world.world_size

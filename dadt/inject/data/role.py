@@ -26,7 +26,7 @@ class Role:
         """It evaluates unless a backward follows."""
         self.views: dict[bool, Loader] = {}
         """The views by which it gives all, and each rank its share."""
-        self.division = begun(runtime.world)
+        self.division = begun(runtime)
         """Among whom its latest pass was divided."""
         self.feed: Feed | None = None
         """The feed of persistent workers."""

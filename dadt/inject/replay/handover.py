@@ -101,6 +101,7 @@ class Handover:
             "values": bytes(values[approach.known :]),
             "plan": self._recorder.plan,
             "giver": r.world.rank,
+            "shares": r.shares,
         }
         assert isinstance(r.control, Control)  # there is an agent, which has told of the approach
         r.control.give(approach.number, plain.encode(told, "what a new worker is told"), r.generation)

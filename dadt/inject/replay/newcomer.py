@@ -53,6 +53,7 @@ class Newcomer:
         told = plain.decode(r.control.approach(len(self._values.recorded), self._last, seconds))
         self._rounds, self._asked = self._rounds + 1, perf_counter()
         self.step, self.plan, self._giver = told["step"], told["plan"], told["giver"]
+        r.shares = told["shares"]
         self._values.recorded += told["values"]
         return True
 

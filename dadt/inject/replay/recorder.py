@@ -42,8 +42,8 @@ class Recorder:
         self._is_proven = False
         self._began = 0.0
         """When the first training forward did, in seconds since the epoch."""
-        self._open: tuple[Path, int, int] | None = None
-        """A snapshot that may not be whole yet, its step, and the backwards that the script had begun by then."""
+        self._open: tuple[Path, dict[str, Any], int] | None = None
+        """A snapshot that may not be whole yet, what is told of it, and the backwards that the script had begun."""
 
     def goes_on_from(self, step: int, began: float) -> None:
         """After a replay up to this step; training began at this time."""
@@ -85,13 +85,13 @@ class Recorder:
         self._began = self._began or time()
         if self._open is None:
             return
-        (folder, step, backwards), self._open = self._open, None
+        (folder, told, backwards), self._open = self._open, None
         if goes_on(given) or self._runtime.backwards != backwards:
             self._next = self._runtime.step + 1
             self._in_background(lambda: snapshot.discard(folder, self._runtime.world.rank))
         else:
-            told = digest(given)
-            self._in_background(lambda: self._complete(folder, step, told))
+            told["next"] = digest(given)
+            self._in_background(lambda: self._complete(folder, told))
 
     def drop(self) -> None:
         """What is not whole."""
@@ -112,25 +112,22 @@ class Recorder:
             self.close()
         content = self._taken.take(sys._getframe(), common=r.first)
         folder = snapshots.folder_of(self._root, step)
-        self._open = folder, step, r.backwards
+        self._open = folder, self._told(step, common=r.first), r.backwards
         self._in_background(lambda: snapshot.write(folder, r.world.rank, content))
 
-    def _complete(self, folder: Path, step: int, told: str) -> None:
-        world, seed = self._runtime.world, self._runtime.config.seed
-        about = {
-            "step": step,
-            "world_size": world.world_size,
-            "seed": seed,
-            "began": self._began,
-            "next": told,
-            **self._script,
-        }
-        snapshot.complete(folder, world.rank, about)
+    def _told(self, step: int, *, common: bool) -> dict[str, Any]:
+        r = self._runtime
+        members = {"members": list(r.members), "shares": r.shares, "common": common}
+        return {"step": step, "seed": r.config.seed, "began": self._began, **members, **self._script}
+
+    def _complete(self, folder: Path, told: dict[str, Any]) -> None:
+        rank = self._runtime.world.rank
+        snapshot.complete(folder, rank, told)
         if not self._is_proven:
-            snapshot.read(folder, world.rank)  # what is no plain value is found now, and not when it is needed
+            snapshot.read(folder, rank)  # what is no plain value is found now, and not when it is needed
             self._is_proven = True
-        if world.local_rank == 0:
-            snapshots.drop_old(self._root, world.world_size)
+        if told["common"]:
+            snapshots.drop_old(self._root)
 
     def _in_background(self, write: Any) -> None:
         before = self._writing

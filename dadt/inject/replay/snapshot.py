@@ -82,18 +82,25 @@ class Stored:
 
     def __init__(self, runtime: Runtime, values: Values) -> None:
         """Raises NotResumed where this rank's part of it is missing or damaged, or of another script."""
-        self._folder, rank = Path(runtime.config.resume), runtime.world.rank
-        first = rank - runtime.world.local_rank
-        self._own = read(self._folder, rank)
-        self._common = self._own if rank == first else read(self._folder, first)
-        told = snapshots.about(self._folder, rank)
+        folder, rank = Path(runtime.config.resume), runtime.world.rank
+        there = snapshots.parts(folder)
+        first = next((each for each in there if snapshots.about(folder, each)["common"]), there[0])
+        self._common = read(folder, first)
+        self._own = self._common
+        if rank != first and rank in there:
+            self._own = read(folder, rank)
+        elif rank != first and "shared" in self._own["random"]:  # it was lost then: its stream begins anew
+            self._own = {**self._own, "random": {"shared": self._own["random"]["shared"]}}
+        told = snapshots.about(folder, rank if rank in there else first)
         if not runtime.config.force:
             check(told)
         values.recorded = bytearray(self._own["values"].numpy().tobytes())
-        self.digest: str = told["next"]
+        # Fewer read the same steps in larger batches.
+        runtime.shares = told["shares"]
+        self.digest: str = told["next"] if rank in there and len(told["members"]) == runtime.world.world_size else ""
         self.began: float = told["began"]
         self.step: int = self._own["step"]
-        self.log = self._folder.parent / f"replayed-rank{rank}.log"
+        self.log = folder.parent / f"replayed-rank{rank}.log"
 
     def further(self) -> bool:
         return False
