@@ -6,6 +6,7 @@ Where training is to go on without them, their end begins a new generation: the 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ class Generation:
     """The first of each host."""
     text: str = ""
     """Who has ended, where and how."""
+    handed: int = 0
+    """The newest generation that began with a new worker for which all others had waited."""
 
 
 class Abort(Protocol):
@@ -93,6 +96,13 @@ class Deaths:
             aborts = list(self._aborts)
         for abort in aborts:
             abort(generation.text, lost=True)
+
+    def await_newer(self, number: int, seconds: float) -> int:
+        """The newest generation's number: waits so long for one above this."""
+        deadline = time.monotonic() + seconds
+        while self._newest.number <= number and (left := deadline - time.monotonic()) > 0:
+            self._known.wait(min(left, 0.05))
+        return self._newest.number
 
     @property
     def outdated(self) -> bool:

@@ -91,7 +91,7 @@ def check_restarts(most: int, nnodes: int) -> None:
 
 NEVER = "never"
 AUTO = "auto"
-"""Where a job can go on from snapshots by itself, each 10 minutes."""
+"""Every 10 minutes, where a job can go on from snapshots by itself; else never."""
 
 
 def snapshot_interval(text: str) -> tuple[int, float]:

@@ -165,13 +165,14 @@ class Control:
         return answer["anew"], answer["text"]
 
     def approach(self, known: int, last: bool, timeout: float) -> bytes:
-        """Ask how far the others are, as a new worker. known: as of Approach. last: the others are to wait for this
-        one. Waits until they have taken a step; raises StartTimeout, or DadtError where they cannot answer."""
+        """Ask how far the others are, as a new worker. known, last: as of Approach. Waits until they have taken a step;
+        raises StartTimeout, or NotResumed where this one cannot join them."""
         return _parts(self._ask("approach", timeout, known=known, last=last))[0]
 
-    def give(self, number: int, blob: bytes, generation: int) -> None:
-        """Answer the approach of this number."""
-        self._ask("give", 0.0, blob, number=number, generation=generation)
+    def give(self, number: int, blob: bytes, generation: int, *, last: bool, text: str = "") -> None:
+        """Answer the approach of this number. Where it is the last one, all ranks do, and one of them gives the blob.
+        text: why the new worker cannot join; empty if it can."""
+        self._ask("give", 0.0, blob, number=number, generation=generation, last=last, text=text[: schema.TEXT])
 
     def dump(self) -> None:
         """Ask for every rank's Python stacks to be written beside its log."""

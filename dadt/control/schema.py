@@ -172,7 +172,8 @@ DEATH = Kind({"text": text(TEXT), "steps_": COUNT})
 
 _ranks = listed(RANK, MOST_RANKS)
 APPROACH = Kind({"number": COUNT, "rank": RANK, "known": COUNT, "last": flag})  # of a new worker
-REGROUP = Kind({"generation": COUNT, "members": _ranks, "firsts": _ranks, "text": text(TEXT)})
+_regroup = {"generation": COUNT, "members": _ranks, "firsts": _ranks, "text": text(TEXT), "handed": COUNT}
+REGROUP = Kind(_regroup)
 """Says which ranks train on together, which of them are the first of their hosts, and who has ended."""
 
 _process: dict[str, Check] = {"rank": RANK, "pid": PID}
@@ -208,7 +209,7 @@ _passed_on: dict[str, Kind] = {
     "result": Kind(_question, RESULT),
     "reconnect": Kind({**_question, "text": text(TEXT)}),
     "approach": Kind({**_question, "known": COUNT, "last": flag}),
-    "give": Kind({**_question, "number": COUNT}, BLOB),
+    "give": Kind({**_question, "number": COUNT, "last": flag, "text": text(TEXT)}, BLOB),
     "peers": Kind(_question),
     "dump": Kind(_process),
 }
@@ -242,7 +243,9 @@ ANSWERS = Speaker(
         "peers": Kind({"peers": listed(_member, MOST_RANKS)}),
         "reconnect": Kind({"anew": flag, "text": text(TEXT)}),
         "saved": Kind({"verdict": one_of("there", "write", "yours")}),
-        "error": Kind({"type": one_of("DadtError", "StartTimeout", "PeerLost"), "message": text(1 << 22)}),
+        "error": Kind(
+            {"type": one_of("DadtError", "StartTimeout", "PeerLost", "NotResumed"), "message": text(1 << 22)}
+        ),
         "death": DEATH,
         "regroup": REGROUP,
         "approach": APPROACH,

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 
 from dadt.control.frame import Frame
 from dadt.launch.monitor.board import together
 from dadt.launch.monitor.members import Reply
 
+LONGEST_SECONDS = 3600.0
+"""Of waiting for an answer."""
+JOIN_SECONDS = 60.0
+"""How long the others wait for one that has all that it needs to join."""
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class Asked:
     """By a new worker."""
 
@@ -19,58 +24,71 @@ class Asked:
     """As the others are told."""
     deadline: float
     reply: Reply
+    given: set[int] = field(default_factory=set)
+    """Ranks that wait for it."""
+    body: bytes = b""
 
     @property
     def rank(self) -> int:
         return int(self.frame["rank"])
 
-    def refuse(self, why: str) -> None:
-        self.reply(Frame("error", {"type": "StartTimeout", "message": why}))
+    def refuse(self, why: str, error: str = "StartTimeout") -> None:
+        self.reply(Frame("error", {"type": error, "message": why}))
 
 
 class Handovers:
     """Approaches are answered by a rank that trains. With the last one all of them wait for the new worker, which then
     may join their generation, and no other."""
 
-    def __init__(self, send_all: Callable[[Frame], None]) -> None:
+    def __init__(self, send_all: Callable[[Frame], None], kill: Callable[[int], None]) -> None:
         self._send_all = send_all
+        self._kill = kill
         self._count = 0
         self._asked: dict[int, Asked] = {}
         self.awaited: tuple[int, int] | None = None
         """The rank for which the others wait, and their generation."""
+        self._until = 0.0
 
     def ask(self, question: Frame, reply: Reply) -> None:
+        self.ended(question["rank"])
         self._count += 1
         told = {"number": self._count, "rank": question["rank"], "known": question["known"], "last": question["last"]}
-        asked = Asked(Frame("approach", told), time.monotonic() + question["timeout"], reply)
-        self._asked[self._count] = asked
+        deadline = time.monotonic() + min(question["timeout"], LONGEST_SECONDS)
+        self._asked[self._count] = asked = Asked(Frame("approach", told), deadline, reply)
         self._send_all(asked.frame)
 
-    def give(self, answer: Frame, generation: int) -> bool:
-        """A rank's answer. generation: the newest. Returns whether the others wait in vain: the new worker is gone."""
-        asked, current = self._asked.pop(answer["number"], None), answer.get("generation", 0) == generation
+    def give(self, answer: Frame, generation: int, present: Collection[int]) -> bool:
+        """A rank's answer. generation: the newest, of these ranks. Returns whether they are to connect anew, as the
+        new worker for which they wait is gone."""
+        number, current = answer["number"], answer.get("generation", 0) == generation
+        asked = self._asked.get(number)
         if asked is None:
-            return bool(current)
-        if asked.frame["last"] and not current:
-            asked.refuse("ranks were lost meanwhile")
-            return False
-        asked.reply(together([answer.body]))
-        if asked.frame["last"]:
-            self.awaited = asked.rank, generation
+            return bool(answer["last"] and current and 0 < number <= self._count)
+        if answer["text"]:
+            self._asked.pop(number).refuse(answer["text"], "NotResumed")
+        elif not answer["last"]:
+            self._asked.pop(number).reply(together([answer.body]))
+        elif current:
+            asked.given.add(answer["rank"])
+            asked.body = answer.body or asked.body
+            if asked.given >= set(present):
+                self._asked.pop(number).reply(together([asked.body]))
+                self.awaited, self._until = (asked.rank, generation), time.monotonic() + JOIN_SECONDS
         return False
 
     def ended(self, rank: int) -> bool:
         """A new worker has. Returns whether the others wait for it."""
         self._asked = {number: asked for number, asked in self._asked.items() if asked.rank != rank}
-        awaited, self.awaited = self.awaited, None
-        if awaited is not None and awaited[0] != rank:
-            self.awaited = awaited
-        return awaited is not None and awaited[0] == rank
+        waited = self.awaited is not None and self.awaited[0] == rank
+        if waited:
+            self.awaited = None
+        return waited
 
     def begin_anew(self) -> None:
         """All connect anew. Those that have joined since need to know of what is not answered yet."""
         self.awaited = None
         for asked in self._asked.values():
+            asked.given.clear()
             self._send_all(asked.frame)
 
     def turn(self) -> None:
@@ -78,3 +96,6 @@ class Handovers:
         now = time.monotonic()
         for number in [number for number, asked in self._asked.items() if now >= asked.deadline]:
             self._asked.pop(number).refuse("the others have taken no step in time")
+        if self.awaited is not None and now >= self._until:
+            self._kill(self.awaited[0])  # its end has the others go on
+            self._until = float("inf")

@@ -85,7 +85,9 @@ class Membership:
         self._apart = config.algorithm == "gossip"
         """No rank waits for another."""
         self._replacements = Replacements(agents.send_all, say) if replaces(config) else None
-        self._handovers = Handovers(agents.send_all)
+        self._handovers = Handovers(agents.send_all, lambda rank: self.expect_end(rank, 0.0))
+        self._handed = 0
+        """The newest generation that began with a new worker for which the others had waited."""
         self.joining: Joining | None = None
         """Hosts that come in the place of lost ones; None if none may."""
         self._told_to_end = False
@@ -125,12 +127,16 @@ class Membership:
 
     def approach(self, question: Frame, reply: Reply) -> None:
         """A new worker asks how far the others are."""
-        self._handovers.ask(question, reply)
+        if self._replacements is None or self._apart or not self._rendezvous.members[question["rank"]].lost:
+            reply(Frame("error", {"type": "DadtError", "message": "this rank is not one that could join"}))
+        else:
+            self._handovers.ask(question, reply)
 
     def give(self, answer: Frame, reply: Reply) -> None:
         """A rank answers a new worker."""
         reply(Frame("taken"))
-        if self._handovers.give(answer, self._rendezvous.generation):
+        present = [member.rank for member in self._rendezvous.present]
+        if self._replacements is not None and self._handovers.give(answer, self._rendezvous.generation, present):
             self._begin_anew("a new worker has ended before it could join")
 
     def _begin_anew(self, why: str) -> None:
@@ -151,6 +157,7 @@ class Membership:
         elif member.lost:
             why = f"rank {member.rank} ({member.place}) joins"
             self._rendezvous.join(member, why)
+            self._handed = self._rendezvous.generation if not self._apart else 0
             self._watch.joins(member)
             self._tell(why)
 
@@ -174,6 +181,7 @@ class Membership:
             "members": [member.rank for member in present],
             "firsts": list(firsts.values()),
             "text": why[: schema.TEXT],
+            "handed": self._handed,
         }
         self._agents.send_all(Frame("regroup", told))
         self._handovers.begin_anew()

@@ -17,8 +17,8 @@ def configured(config: Config, logs: Path, hosts: int, restarts: int, refused: b
     """With the folders that workers are told of. logs: the job's folder. refused: the script could not go on from the
     snapshot. Raises ConfigError where no snapshot is there to go on from."""
     # Hosts may share no folder, and those that went on by themselves from the snapshots there would not come together.
-    by_itself = config.max_restarts and config.algorithm != "gossip" and (hosts <= 1 or config.snapshot_dir)
-    if config.snapshot_every == AUTO and not (by_itself or config.resume):
+    by_itself = config.max_restarts and (hosts <= 1 or config.snapshot_dir)
+    if config.snapshot_every == AUTO and (config.algorithm == "gossip" or not (by_itself or config.resume)):
         config = replace(config, snapshot_every=NEVER)
     root = Path(config.snapshot_dir) / logs.name if config.snapshot_dir else logs.absolute() / snapshots.FOLDER
     own = snapshots.newest(root) if restarts and not refused else None

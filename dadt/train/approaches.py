@@ -44,5 +44,5 @@ class Approaches:
 
     def due(self) -> list[Approach]:
         """A step is complete: those to be heeded now, which all ranks know."""
-        numbers = sorted(number for number in self._open if number <= self._agreed)
+        numbers = sorted(number for number in list(self._open) if number <= self._agreed)
         return [self._open.pop(number) for number in numbers]

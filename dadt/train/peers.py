@@ -17,7 +17,7 @@ from dadt.comm.bucket import DTYPES, split
 from dadt.comm.executors.meet import AllRanks, Apart, Meet
 from dadt.comm.executors.point_to_point import NoPointToPoint
 from dadt.comm.keepalive import leak
-from dadt.comm.peer_deaths import Abort, Deaths
+from dadt.comm.peer_deaths import Abort, Deaths, Generation
 from dadt.comm.trace import gather as trace
 from dadt.comm.trace.merge import merge
 from dadt.comm.trace.recorder import Timeline
@@ -91,8 +91,7 @@ class Peers:
         self.device: Device | None = None
         """The device that averages tensors of this rank's GPU where they are."""
         self.parted = False  # ranks have taken steps of their own
-        self.in_flight: list[InFlight] = []
-        """Exchanges that may not be done yet."""
+        self.in_flight: list[InFlight] = []  # exchanges that may not be done yet
         self.gatherings: list[Gathering] = []
         """The newest, in order, some of which may not be done."""
         self.gathered = 0  # how many there were
@@ -168,7 +167,7 @@ class Peers:
         finally:
             self.transaction = outer
 
-    def enter(self, error: Exception, seconds: float = 0.0) -> None:
+    def enter(self, error: Exception, seconds: float = 0.0) -> Generation:
         """Be in the newest group from now on, not connected yet. Raises the error where none is told in time. seconds:
         a new worker may take so long to join."""
         if not self.survives or isinstance(error, Mismatch):
@@ -182,6 +181,7 @@ class Peers:
             raise PeerLost(f"the others train on without this rank: {generation.text}") from error
         self.members, self.first = generation.members, self.world.rank in generation.firsts
         self.group = self.world.among(self.members, generation.number)
+        return generation
 
     def _may_have_passed(self, error: Exception) -> bool:
         """Whether the error says no more than that a connection has failed. Before the first step all ranks are about

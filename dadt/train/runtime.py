@@ -56,18 +56,22 @@ class Runtime(Departure):
         """A training forward or a gradient's consumption has happened."""
         self.on_claim: list[Callable[[], None]] = []
         """Called before optimizers are attached."""
+        self.on_place: list[Callable[[], None]] = []
+        """Called before the rank is claimed."""
         self.on_begin: list[Callable[[], None]] = []
         """Called at every training forward and consumption."""
         self.on_regroup: list[Callable[[], None]] = []
         """Called when others were lost, once this rank is connected with those that are left."""
         self.missing: Callable[[int], str] = lambda lost: f"data of {lost} of {world.world_size} is left out"
         """Says what becomes of the data of so many lost workers."""
-        self.replaying = bool(config.resume) or (world.joins and self.replays)
+        self.replaying = self.replays and (self.together if world.joins else bool(config.resume))
         """The script comes to where it was before: nothing is exchanged, and nothing trained."""
         self.replays_to = 0
         """The step at which that ends."""
         self.aside: Callable[[], AbstractContextManager[None]] = nullcontext
         """Inside, what is read from tensors is DADT's own business."""
+        self.forget: Callable[[], None] = lambda: None
+        """No snapshots are taken any more."""
         self.on_stepped: list[Callable[[], None]] = []
         """Called when a step is complete."""
         self._regrouping = False
@@ -101,6 +105,7 @@ class Runtime(Departure):
         if self.config.resume or (self.replays and self.config.snapshot_every != AUTO):
             raise ConfigError("--snapshot-every, --resume: a script that calls dadt.init() saves what it goes on from")
         self.on_stepped.clear()
+        self.forget()
         self.on_begin.clear()
         super().leave_to_script()
 
@@ -135,6 +140,8 @@ class Runtime(Departure):
     def take_place(self) -> None:
         """Claim the rank, and connect with the others. Waits for them."""
         self._claimed = True
+        for callback in self.on_place:
+            callback()
         if self.config.min_np and torch.distributed.is_available() and torch.distributed.is_initialized():
             raise ConfigError(
                 f"--min-np {self.config.min_np}: the script has a process group of its own, which ends with any of"
@@ -226,19 +233,17 @@ class Runtime(Departure):
         seconds: float = 0.0,
         parts: Mapping[torch.optim.Optimizer, dict[str, Any]] | None = None,
     ) -> None:
-        """seconds: as of `enter`. parts: as of `release`, which is done if a new worker comes."""
+        """seconds: as of `enter`. parts: as of `release`, which all do where they have waited for a new worker."""
         if self._regrouping:
             raise error
         begun, self._regrouping = perf_counter(), True
         try:
             while True:
-                before = self.members
-                self.enter(error, seconds)
+                before = self.generation
+                handed = self.enter(error, seconds).handed > before
                 seconds = 0.0
-                if self.together and not set(self.members) <= set(before):
-                    if parts is None:
-                        raise PeerLost("a new worker has joined the others before this one was ready") from error
-                    self.release(parts)
+                if self.together and handed:
+                    self.release(parts or {})
                 try:
                     self.hang_up()
                     connection = self.connect()
@@ -295,7 +300,7 @@ class Runtime(Departure):
         text, steps = frame["text"], frame.get("steps")
         if frame.kind == "regroup":
             members, firsts = tuple(frame["members"]), tuple(frame["firsts"])
-            self.deaths.regroup(Generation(frame["generation"], members, firsts, text))
+            self.deaths.regroup(Generation(frame["generation"], members, firsts, text, frame["handed"]))
             if not self.together and self._engine is not None:  # else it is connecting, with whoever is there
                 self.reconnection.begin()
         elif steps is None:

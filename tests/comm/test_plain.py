@@ -202,6 +202,7 @@ PICKLING = {
     "dadt/comm/collectives/object.py": "objects of the API, between ranks that have proved the job's secret",
     "dadt/api/run.py": "the function of dadt.run and what it returns, over the job's own line",
     "dadt/inject/files/install.py": "gives the script's own torch.load the path of the rank's copy",
+    "dadt/inject/replay/values.py": "sees what the script's own torch.load gives",
     "dadt_cli/compare/stored.py": "names pickle's errors; weights are read with weights_only=True",
 }
 

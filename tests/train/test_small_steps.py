@@ -18,7 +18,8 @@ COUNT = """
         step()
     calls = collections.Counter()
     def count(frame, event, arg):
-        if event == "call" and "/dadt/" in frame.f_code.co_filename:
+        file = frame.f_code.co_filename
+        if event == "call" and "/dadt/" in file and "site-packages" not in file:
             calls[frame.f_code.co_filename[-22:] + ":" + frame.f_code.co_name] += 1
     sys.setprofile(count)
     for _ in range(20):

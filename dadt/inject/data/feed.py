@@ -122,6 +122,8 @@ class Comparison:
         if self._ended or (self._asked is None and first is None):
             return
         if self.runtime.replaying or not self.runtime.on_training_thread:
+            # The others of a running job have compared it where its replay comes to it.
+            self._ended = self.runtime.world.joins and self.runtime.on_training_thread
             return  # of no fixed order among the operations of the thread that trains
         late = self.runtime.step or self.runtime.world.joins
         if self._asked is None and late and not self.runtime.together:

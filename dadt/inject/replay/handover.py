@@ -8,26 +8,37 @@ connect anew with it, as in a job that goes on from a snapshot.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections import Counter
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 
 from dadt.comm import plain
 from dadt.control.agent_client import Control
-from dadt.errors import CommError, PeerLost
+from dadt.errors import CommError, DadtError, PeerLost
 from dadt.inject.replay.recorder import Recorder, goes_on
 from dadt.inject.replay.taken import Taken
 from dadt.inject.replay.values import Values
 from dadt.train.approaches import Approach
 from dadt.train.runtime import Runtime
 
+PIECE = 16 << 20
+"""Most bytes of values in one answer."""
+TRIES = 5
+"""Steps that may be no place for a new worker to join, in a row."""
+TAG = 91
+"""Of the message to it."""
+
 
 class Ready(NamedTuple):
     """What a new worker gets if the next forward goes on with nothing older."""
 
     approach: Approach
-    content: dict[str, Any]
+    values: bytearray
+    """That the script had read by then."""
+    state: bytes
+    """What the rank that gives gives; of others nothing."""
     parts: dict[torch.optim.Optimizer, dict[str, Any]]
     """Of optimizers' states, from which this rank goes on, too."""
     begun: tuple[int, int]
@@ -41,7 +52,8 @@ class Handover:
         self._runtime, self._values, self._recorder, self._taken = runtime, values, recorder, taken
         self._ready: list[Ready] = []
         self._again: list[Approach] = []
-        """The step before was no place for the last one."""
+        """The step before was no place for these."""
+        self._tries: Counter[int] = Counter()
 
     def stepped(self) -> None:
         """A step is complete, here and on all others."""
@@ -50,14 +62,7 @@ class Handover:
         self._again, self._ready = [], []
         for approach in [*again, *r.approaches.due()]:
             with self._values.aside():
-                if approach.last:
-                    generation, ready = r.generation, self._take(approach)
-                    if r.generation == generation:
-                        self._ready.append(ready)
-                    else:
-                        r.approaches.hear(approach)
-                elif self._gives:
-                    self._give(approach, self._values.recorded)
+                self._heed(approach)
 
     def saw(self, given: Any) -> None:
         """A training forward begins, with these arguments."""
@@ -77,52 +82,75 @@ class Handover:
             self._runtime.approaches.hear(approach)
         self._again, self._ready = [], []
 
+    def _heed(self, approach: Approach) -> None:
+        r = self._runtime
+        self._tries[approach.number] += 1
+        if self._recorder.stopped:
+            self._refuse(approach, "no snapshots are taken, as the script has a checkpoint of its own")
+        elif not approach.last:
+            if self._gives:
+                self._give(approach, self._values.recorded)
+        elif self._tries[approach.number] > TRIES:
+            self._refuse(approach, "the script does, before each step, what a new worker cannot have done with it")
+        else:
+            generation, ready = r.generation, self._take(approach)
+            if r.generation != generation:
+                r.approaches.hear(approach)
+            elif ready is not None:
+                self._ready.append(ready)
+
     @property
     def _gives(self) -> bool:
         return self._runtime.world.rank == self._runtime.members[0]
 
-    def _take(self, approach: Approach) -> Ready:
+    def _take(self, approach: Approach) -> Ready | None:
+        """None where it cannot be given."""
         r = self._runtime
         self._recorder.drop()
         content = self._taken.take(sys._getframe(), common=self._gives)
         with r.checkpoints.by_all():
             parts = {o: part for o in r.optimizers if (part := r.checkpoints.save(o)) is not None}
-        return Ready(approach, content, parts, self._begun)
+        try:
+            state = plain.encode(content, "what a new worker is given") if self._gives else b""
+        except DadtError as error:  # such as a scheduler's that is no plain value
+            self._refuse(approach, str(error))
+            return None
+        return Ready(approach, bytearray(self._values.recorded), state, parts, self._begun)
 
     @property
     def _begun(self) -> tuple[int, int]:
         return self._runtime.backwards, self._runtime.gathered
 
-    def _give(self, approach: Approach, values: bytearray) -> None:
-        """How far this rank is. values: that its script has read by then."""
-        r = self._runtime
-        told = {
-            "step": r.step,
-            "values": bytes(values[approach.known :]),
-            "plan": self._recorder.plan,
-            "giver": r.world.rank,
-            "shares": r.shares,
-        }
-        assert isinstance(r.control, Control)  # there is an agent, which has told of the approach
-        r.control.give(approach.number, plain.encode(told, "what a new worker is told"), r.generation)
+    @property
+    def _control(self) -> Control:
+        control = self._runtime.control
+        assert isinstance(control, Control)  # there is an agent, which has told of the approach
+        return control
+
+    def _refuse(self, approach: Approach, why: str) -> None:
+        if self._gives:
+            self._control.give(approach.number, b"", self._runtime.generation, last=approach.last, text=why)
+
+    def _give(self, approach: Approach, values: bytearray, size: int = 0) -> None:
+        """How far this rank is. values: that its script has read by then. size: bytes of the state that follows."""
+        r, end = self._runtime, approach.known + PIECE
+        told = {"step": r.step, "values": bytes(values[approach.known : end]), "more": end < len(values)}
+        told |= {"plan": self._recorder.plan, "giver": r.world.rank, "shares": r.shares, "size": size}
+        blob = plain.encode(told, "what a new worker is told")
+        self._control.give(approach.number, blob, r.generation, last=approach.last)
 
     def _hand_over(self, ready: Ready) -> None:
         """All connect anew, with the new worker unless it has ended."""
-        r, approach, giver = self._runtime, ready.approach, self._runtime.members[0]
-        if r.world.rank == giver:
-            self._give(approach, bytearray(ready.content["values"].numpy().tobytes()))
+        r, approach, gives = self._runtime, ready.approach, self._gives
+        if gives:
+            self._give(approach, ready.values, len(ready.state))
+        else:
+            self._control.give(approach.number, b"", r.generation, last=True)
         r.connect_anew(PeerLost(f"rank {approach.rank} does not come"), r.config.timeout, ready.parts)
-        state = plain.encode(ready.content, "what a new worker is given") if r.world.rank == giver else b""
-        tell(r, state, lambda: approach.rank in r.members and giver in r.members)
+        if approach.rank not in r.members:
+            r.approaches.hear(approach)
+        elif gives:
+            state = torch.frombuffer(bytearray(ready.state), dtype=torch.uint8)
+            with suppress(CommError):  # of which the next step knows, too
+                r.mail.send(state, list(r.members).index(approach.rank), TAG).wait(r.config.timeout)
         r.begin()
-
-
-def tell(runtime: Runtime, state: bytes, wanted: Callable[[], bool]) -> list[bytes]:
-    """Each rank's state, by rank of the group; all that are there call it. wanted: whether there is still anyone to
-    give it to, and to give it."""
-    while wanted():
-        try:
-            return runtime.tell("the state of the others", state)
-        except CommError as error:
-            runtime.connect_anew(error)
-    return []

@@ -44,6 +44,7 @@ def install(runtime: Runtime, modules: Modules, streams: Streams, overlay: Overl
         modules.saw += [recorder.saw, handover.saw]
         runtime.on_stepped += [recorder.stepped, handover.stepped]
         runtime.on_regroup.append(handover.regrouped)
+        runtime.forget = recorder.stop
         runtime.on_end.append(recorder.close)
 
 

@@ -6,11 +6,13 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import torch
+
 from dadt.comm import plain
 from dadt.control import job_folder
 from dadt.control.agent_client import Control
 from dadt.errors import PeerLost
-from dadt.inject.replay.handover import tell
+from dadt.inject.replay.handover import TAG
 from dadt.inject.replay.values import Values
 from dadt.train.runtime import Runtime
 
@@ -32,7 +34,7 @@ class Newcomer:
         self._asked = 0.0
         self._last = False
         """The others wait."""
-        self._giver = -1
+        self._giver, self._size = -1, 0
         self.plan: list[float] = []
         self.step = 0
         self.further()
@@ -45,26 +47,34 @@ class Newcomer:
     def further(self) -> bool:
         if self._last:
             return False
-        r = self._runtime
         near = self._rounds > 0 and perf_counter() - self._asked < NEAR_SECONDS
         self._last = near or self._rounds == ROUNDS
+        more = True
+        while more:
+            more = self._ask()
+        self._rounds, self._asked = self._rounds + 1, perf_counter()
+        return True
+
+    def _ask(self) -> bool:
+        """Whether there is more to ask for."""
+        r = self._runtime
         assert isinstance(r.control, Control)  # there is an agent, which has started this worker
         seconds = max(r.config.timeout, r.config.start_timeout)
         told = plain.decode(r.control.approach(len(self._values.recorded), self._last, seconds))
-        self._rounds, self._asked = self._rounds + 1, perf_counter()
-        self.step, self.plan, self._giver = told["step"], told["plan"], told["giver"]
+        self.step, self.plan, self._giver, self._size = told["step"], told["plan"], told["giver"], told["size"]
         r.shares = told["shares"]
         self._values.recorded += told["values"]
-        return True
+        return bool(told["more"] and not self._last)
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Joins the others, who wait."""
         r = self._runtime
         r.take_place()
-        lanes = tell(r, b"", lambda: self._giver in r.members)
-        if not lanes:
+        if self._giver not in r.members:
             raise PeerLost(f"rank {self._giver} was lost before it had given its state to this one")
-        state = plain.decode(lanes[list(r.members).index(self._giver)])
+        given = torch.empty(self._size, dtype=torch.uint8, device="cpu")
+        r.mail.receive(given, list(r.members).index(self._giver), TAG).wait(r.config.timeout)
+        state = plain.decode(given.numpy().tobytes())
         if "shared" in state["random"]:
             del state["random"]["own"]  # which is the giver's
         return state, state

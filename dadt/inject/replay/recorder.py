@@ -39,7 +39,7 @@ class Recorder:
         self._times: deque[float] = deque(maxlen=MEASURED)
         self._writing: threading.Thread | None = None
         self._script = snapshot.script()  # before it goes to another folder
-        self._is_proven = False
+        self.stopped = self._is_proven = False
         self._began = 0.0
         """When the first training forward did, in seconds since the epoch."""
         self._open: tuple[Path, dict[str, Any], int] | None = None
@@ -60,7 +60,8 @@ class Recorder:
 
     def stop(self) -> None:
         """The script has no need of them."""
-        self._next = sys.maxsize
+        self.stopped, self._next = True, sys.maxsize
+        self._values.stop()
 
     def stepped(self) -> None:
         """A step is complete."""

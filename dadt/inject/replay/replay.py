@@ -21,7 +21,8 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dadt.errors import NotResumed
+from dadt.control.agent_client import Control
+from dadt.errors import NotResumed, PeerLost
 from dadt.inject.data.seed import State, Streams
 from dadt.inject.replay import variables
 from dadt.inject.replay.held import Held
@@ -29,6 +30,9 @@ from dadt.inject.replay.recorder import digest
 from dadt.inject.replay.roster import Roster
 from dadt.inject.replay.values import Values
 from dadt.train.runtime import Runtime
+
+NEWS_SECONDS = 2.0
+"""How long it may take until a rank is told who trains on."""
 
 
 class Goal(Protocol):
@@ -142,17 +146,29 @@ class Replay:
             refuse(NotResumed(f"{why}, and would go on from there beside the others"))
         if not self._runtime.world.restarts:
             refuse(NotResumed(f"leave out --resume: {why}, and goes on from there by itself"))
-        self._agree(b"own")
         self._abandon(f"{why}, and goes on from there")
+        self._runtime.on_place.append(self._tell_own)
+
+    def _tell_own(self) -> None:
+        if not self._agreed:
+            self._agree(b"own")
 
     def _agree(self, mine: bytes) -> bool:
-        """Whether any rank's script goes on from a checkpoint of its own: all or none replay."""
+        """Whether any rank's script goes on from a checkpoint of its own: all or none replay. Waits for all."""
         self._agreed = True
         r = self._runtime
-        assert r.control is not None
+        assert isinstance(r.control, Control)
         if r.world.joins:
             return False
-        return any(r.control.exchange("replay", mine, r.config.start_timeout))
+        r.listen()  # where ranks are lost meanwhile, those that are left ask anew
+        number = r.deaths.await_newer(0, 0.0)
+        while True:
+            try:
+                return any(r.control.exchange("replay", mine, r.config.start_timeout, number))
+            except PeerLost:
+                before, number = number, r.deaths.await_newer(number, NEWS_SECONDS)
+                if number == before:
+                    raise
 
     def _abandon(self, why: str) -> None:
         self._values.recorded.clear()

@@ -39,6 +39,7 @@ class Values:
         self.unknown = 0
         """Tensors too large to be recorded, which a replay was asked for."""
         self._aside = 0
+        self._stopped = False
         self._steps: list[FrameType] = []
         """Calls of an optimizer's step that may be under way."""
         self._thread = threading.get_ident()
@@ -52,6 +53,11 @@ class Values:
             yield
         finally:
             self._aside -= 1
+
+    def stop(self) -> None:
+        """Nobody will ask for them."""
+        self.recorded.clear()
+        self._stopped = True
 
     def step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """A hook of torch's: an optimizer's step is aside, too."""
@@ -116,7 +122,7 @@ class Values:
         return ours or threading.get_ident() != self._thread or os.getpid() != self._pid
 
     def _record(self, tensor: torch.Tensor) -> None:
-        if 0 < tensor.numel() <= SMALL:
+        if 0 < tensor.numel() <= SMALL and not self._stopped:
             content = _bytes(tensor)
             self.recorded += _head(tensor, len(content)) + content
 

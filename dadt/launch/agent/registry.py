@@ -6,6 +6,7 @@ import re
 import shutil
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ LOCAL = ("stacks", "writes", "saved", "await_save", "listen")
 SHIMS = ("shim", "spawned", "unspawned", "ended")
 """Kinds that shims send, which speak of another process than their own."""
 STACKS_FILE = re.compile(r"stacks-[0-9]+")
+MOST_APPROACHES = 1024
+"""Of new workers that are remembered for processes that do not listen yet."""
 KEPT = 64
 """Folders of each rank in which files may be left that are not whole."""
 UNSENT_LIMIT = 64 << 20
@@ -97,6 +100,8 @@ class WorkerRegistry:
     """Stacks for which the launcher waits."""
     regrouped: Frame | None = None
     """Which ranks train now, if some were lost."""
+    approaches: deque[Frame] = field(default_factory=lambda: deque(maxlen=MOST_APPROACHES))
+    """Of new workers, since then."""
     _numbered: int = 0
 
     def listen(self, drop: Callable[[socket.socket], None]) -> dict[int, Entrance]:
@@ -157,8 +162,11 @@ class WorkerRegistry:
 
     def tell(self, frame: Frame) -> None:
         """Send a frame to every process that listens; which ranks train now also to those that will."""
+        if frame.kind == "approach":
+            self.approaches.append(frame)
         if frame.kind == "regroup":
             self.regrouped = frame
+            self.approaches.clear()  # those that are still open follow
             for rank in self.ranks.keys() & set(frame["firsts"]):
                 self.first, self.first_ended = self.ranks[rank], False
         for line in [line for line in self.lines.values() if line.listens]:
@@ -239,8 +247,8 @@ class WorkerRegistry:
 
     def _listen(self, line: Line, frame: Frame) -> None:
         line.listens = True
-        if self.regrouped is not None:
-            self.answer(line.number, self.regrouped)
+        for frame in [*filter(None, [self.regrouped]), *self.approaches]:
+            self.answer(line.number, frame)
 
     def _writes(self, line: Line, frame: Frame) -> None:
         where = frame["path"], frame["mark"]
