@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 Check = Callable[[Any], bool]
 
-TEXT = 1 << 16
-"""Most characters of a text for users."""
+TEXT = 1 << 16  # most characters of a text for users
 BLOB = 64 << 20  # most bytes that a rank gives to the others in one exchange
 RESULT = 1 << 30  # most bytes of the function of `dadt.run` with its arguments, and of its result
 OUTPUT = 1 << 20  # most bytes of a worker's output or stacks in one frame
 MOST_RANKS = 1 << 20
 SIZE = re.compile(r"-?[0-9]{1,6}")
 MARK = re.compile(r"\.dadt-\w+(-[0-9]+){4}-")
+RAISED = ("DadtError", "StartTimeout", "PeerLost", "NotResumed")
 TOKEN = re.compile(r"([0-9a-f]{2}){1,32}")
 DEPTH = 6  # deepest nesting of values that are passed on unread
 
@@ -172,8 +172,7 @@ DEATH = Kind({"text": text(TEXT), "steps_": COUNT})
 
 _ranks = listed(RANK, MOST_RANKS)
 APPROACH = Kind({"number": COUNT, "rank": RANK, "known": COUNT, "last": flag})  # of a new worker
-_regroup = {"generation": COUNT, "members": _ranks, "firsts": _ranks, "text": text(TEXT), "handed": COUNT}
-REGROUP = Kind(_regroup)
+REGROUP = Kind({"generation": COUNT, "members": _ranks, "firsts": _ranks, "text": text(TEXT), "handed_": COUNT})
 """Says which ranks train on together, which of them are the first of their hosts, and who has ended."""
 
 _process: dict[str, Check] = {"rank": RANK, "pid": PID}
@@ -243,9 +242,7 @@ ANSWERS = Speaker(
         "peers": Kind({"peers": listed(_member, MOST_RANKS)}),
         "reconnect": Kind({"anew": flag, "text": text(TEXT)}),
         "saved": Kind({"verdict": one_of("there", "write", "yours")}),
-        "error": Kind(
-            {"type": one_of("DadtError", "StartTimeout", "PeerLost", "NotResumed"), "message": text(1 << 22)}
-        ),
+        "error": Kind({"type": one_of(*RAISED), "message": text(1 << 22)}),
         "death": DEATH,
         "regroup": REGROUP,
         "approach": APPROACH,

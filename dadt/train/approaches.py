@@ -21,7 +21,7 @@ class Approach(NamedTuple):
 
 
 class Approaches:
-    """`hear` is called by the thread that listens to the agent, all else by the training thread."""
+    """`hear` and `forget` are called by the thread that listens to the agent, all else by the training thread."""
 
     def __init__(self) -> None:
         self.heard = 0
@@ -29,8 +29,12 @@ class Approaches:
         self._open: dict[int, Approach] = {}
         self._agreed = 0
 
+    def forget(self) -> None:
+        """A new generation of ranks begins: what is still open is told again."""
+        self._open.clear()
+        self.heard = 0
+
     def hear(self, approach: Approach) -> None:
-        """May be told twice, and is due once more then."""
         self._open[approach.number] = approach
         self.heard = max(self.heard, approach.number)
 
@@ -45,4 +49,4 @@ class Approaches:
     def due(self) -> list[Approach]:
         """A step is complete: those to be heeded now, which all ranks know."""
         numbers = sorted(number for number in list(self._open) if number <= self._agreed)
-        return [self._open.pop(number) for number in numbers]
+        return [approach for number in numbers if (approach := self._open.pop(number, None)) is not None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
@@ -21,6 +22,7 @@ from dadt.train import regroup, replicate
 from dadt.train.algorithm import Algorithm
 from dadt.train.approaches import Approach
 from dadt.train.attachment import Attachment
+from dadt.train.batch_weight import BatchWeight
 from dadt.train.buffers import Buffers
 from dadt.train.checkpoint import Checkpoints
 from dadt.train.departure import Departure
@@ -76,6 +78,8 @@ class Runtime(Departure):
         """Called when a step is complete."""
         self._regrouping = False
         self._claimed = False
+        self._drawn: weakref.WeakKeyDictionary[torch.optim.Optimizer, BatchWeight] = weakref.WeakKeyDictionary()
+        """Of released attachments: batches that the coming step trains on may be drawn already."""
         self.buffers = Buffers()
         self.window = PredictionScope(lambda: [a.prediction for a in self.attachments], lambda: self.on_training_thread)
         self.checkpoints = Checkpoints(self, self)
@@ -168,6 +172,7 @@ class Runtime(Departure):
         their states, as of Checkpoints."""
         for attachment in self.attachments:
             attachment.prediction.undo()
+            self._drawn[attachment.optimizer] = attachment.batch_weight
         self.buffers.release()
         self._attachments.clear()
         for optimizer, part in parts.items():
@@ -205,6 +210,7 @@ class Runtime(Departure):
                 " batch through the model under torch.no_grad() before training begins"
             )
         attachment = Attachment(self, self, optimizer, self._registered[optimizer])
+        attachment.batch_weight = self._drawn.pop(optimizer, attachment.batch_weight)
         self._attachments[optimizer] = attachment
         self.progress.measures.append(attachment.measure)
         attachment.start()
@@ -299,8 +305,9 @@ class Runtime(Departure):
             return
         text, steps = frame["text"], frame.get("steps")
         if frame.kind == "regroup":
+            self.approaches.forget()
             members, firsts = tuple(frame["members"]), tuple(frame["firsts"])
-            self.deaths.regroup(Generation(frame["generation"], members, firsts, text, frame["handed"]))
+            self.deaths.regroup(Generation(frame["generation"], members, firsts, text, frame.get("handed", 0)))
             if not self.together and self._engine is not None:  # else it is connecting, with whoever is there
                 self.reconnection.begin()
         elif steps is None:

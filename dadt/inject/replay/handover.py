@@ -67,19 +67,14 @@ class Handover:
     def saw(self, given: Any) -> None:
         """A training forward begins, with these arguments."""
         ready, self._ready = self._ready, []
-        for each in ready[:1]:
-            if goes_on(given) or self._begun != each.begun:
-                self._again.append(each.approach)
-            else:
-                with self._values.aside():
-                    self._hand_over(each)
-        for each in ready[1:]:
-            self._runtime.approaches.hear(each.approach)
+        if ready and not goes_on(given) and self._begun == ready[0].begun:
+            with self._values.aside():
+                self._hand_over(ready[0])  # after which the others are told anew
+        else:
+            self._again += [each.approach for each in ready]
 
     def regrouped(self) -> None:
-        """All have connected anew, one perhaps before it knew of what is ready here."""
-        for approach in [*self._again, *(each.approach for each in self._ready)]:
-            self._runtime.approaches.hear(approach)
+        """All have connected anew, one perhaps before it knew of what is ready here. What is open is told again."""
         self._again, self._ready = [], []
 
     def _heed(self, approach: Approach) -> None:
@@ -94,9 +89,7 @@ class Handover:
             self._refuse(approach, "the script does, before each step, what a new worker cannot have done with it")
         else:
             generation, ready = r.generation, self._take(approach)
-            if r.generation != generation:
-                r.approaches.hear(approach)
-            elif ready is not None:
+            if ready is not None and r.generation == generation:
                 self._ready.append(ready)
 
     @property
@@ -147,9 +140,7 @@ class Handover:
         else:
             self._control.give(approach.number, b"", r.generation, last=True)
         r.connect_anew(PeerLost(f"rank {approach.rank} does not come"), r.config.timeout, ready.parts)
-        if approach.rank not in r.members:
-            r.approaches.hear(approach)
-        elif gives:
+        if gives and approach.rank in r.members:
             state = torch.frombuffer(bytearray(ready.state), dtype=torch.uint8)
             with suppress(CommError):  # of which the next step knows, too
                 r.mail.send(state, list(r.members).index(approach.rank), TAG).wait(r.config.timeout)

@@ -193,6 +193,8 @@ class Replay:
             with self._values.aside():
                 if not self.goal.further():
                     self._finish()
+                    if self._runtime.world.joins:
+                        self._runtime.claim()  # before it draws a batch, as the others have counted theirs from here
                 self._runtime.replays_to = self.goal.step
 
     def saw(self, given: Any) -> None:
