@@ -108,9 +108,7 @@ def test_a_slow_link(dadt_run) -> None:
 
 FAKE = """
     import gc
-    from dadt.algorithms.auto import auto
     from dadt.algorithms.auto.auto import Record
-    auto.perf_counter = lambda: 0.0  # late steps take what was expected of them, however loaded the machine is
     from dadt.algorithms.auto.choice import Times
     exchanges = {exchanges}
     made = []
@@ -130,6 +128,8 @@ FAKE = """
 """
 THREE = """
     from harness import scenarios
+    from dadt.algorithms.auto import auto
+    auto.perf_counter = lambda: 0.0  # late steps take what was expected of them, however loaded the machine is
     found = []
     for _ in exchanges:
         found.append(scenarios.train("momentum", rank))
