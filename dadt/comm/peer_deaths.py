@@ -6,7 +6,6 @@ Where training is to go on without them, their end begins a new generation: the 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,6 +44,7 @@ class Deaths:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._news = threading.Condition(self._lock)
         self._aborts: list[Abort] = []
         self._known = threading.Event()
         """An end was told, or a generation that is not entered yet."""
@@ -93,16 +93,16 @@ class Deaths:
                 return
             self._newest = generation
             self._known.set()
+            self._news.notify_all()
             aborts = list(self._aborts)
         for abort in aborts:
             abort(generation.text, lost=True)
 
     def await_newer(self, number: int, seconds: float) -> int:
         """The newest generation's number: waits so long for one above this."""
-        deadline = time.monotonic() + seconds
-        while self._newest.number <= number and (left := deadline - time.monotonic()) > 0:
-            self._known.wait(min(left, 0.05))
-        return self._newest.number
+        with self._news:
+            self._news.wait_for(lambda: self._newest.number > number, seconds)
+            return self._newest.number
 
     @property
     def outdated(self) -> bool:

@@ -50,7 +50,7 @@ class Handovers:
         self._until = 0.0
 
     def ask(self, question: Frame, reply: Reply) -> None:
-        self.ended(question["rank"])
+        self._drop(question["rank"])
         self._count += 1
         told = {"number": self._count, "rank": question["rank"], "known": question["known"], "last": question["last"]}
         deadline = time.monotonic() + min(question["timeout"], LONGEST_SECONDS)
@@ -78,11 +78,15 @@ class Handovers:
 
     def ended(self, rank: int) -> bool:
         """A new worker has. Returns whether the others wait for it."""
-        self._asked = {number: asked for number, asked in self._asked.items() if asked.rank != rank}
+        self._drop(rank)
         waited = self.awaited is not None and self.awaited[0] == rank
         if waited:
             self.awaited = None
         return waited
+
+    def _drop(self, rank: int) -> None:
+        """Nobody waits for these answers any more."""
+        self._asked = {number: asked for number, asked in self._asked.items() if asked.rank != rank}
 
     def begin_anew(self) -> None:
         """All connect anew. Those that have joined since need to know of what is not answered yet."""

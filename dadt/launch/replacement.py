@@ -23,7 +23,8 @@ def replaces(config: Config) -> bool:
 
 def replays(config: Config) -> bool:
     """Whether scripts are made again for that, so that ranks that step together stay together."""
-    return config.snapshot_every != NEVER and config.algorithm in ("pipe", "sync")
+    takes = config.snapshot_every != NEVER and config.compression != "auto"
+    return takes and config.algorithm in ("pipe", "sync")
 
 
 class Replacements:

@@ -22,6 +22,11 @@ def ends(result, ranks: int = 2) -> dict[str, str]:
     return found
 
 
+def dies_once(script: str) -> str:
+    """And not after a restart."""
+    return script.replace("die = 40, int(", "die = 40, 0 if os.environ.get('DADT_RESTARTS', '0') != '0' else int(")
+
+
 def means(result) -> list[str]:
     """Of losses, which are each rank's own."""
     return sorted(line for line in result.out.decode().splitlines() if "means" in line)
@@ -147,7 +152,7 @@ def test_another_checkpoint_than_it_has_loaded_before_is_refused(launch) -> None
 def test_a_restarted_job_goes_on_by_itself(launch) -> None:
     script = HEAD + SCRIPTS["one-cycle"]
     expected = ends(launch(script, *OPTIONS, "train.py"))
-    once = script.replace("die = 40, int(", "die = 40, 0 if os.environ.get('DADT_RESTARTS', '0') != '0' else int(")
+    once = dies_once(script)
     restarted = launch(once, *OPTIONS, "--max-restarts", "1", "train.py", DIE="26")
     assert ends(restarted) == expected
     assert "restart 1 of 1" in restarted.err and "steps replayed in" in restarted.err
@@ -176,7 +181,7 @@ tell(model)
 
 def test_a_checkpoint_of_the_scripts_own_goes_before(launch, tmp_path) -> None:
     script = (HEAD + OWN).replace('os.environ["DADT_RESUME"]', "False")
-    once = script.replace("die = 40, int(", "die = 40, 0 if os.environ.get('DADT_RESTARTS', '0') != '0' else int(")
+    once = dies_once(script)
     restarted = launch(once, *OPTIONS, "--max-restarts", "1", "train.py", DIE="26")
     assert restarted.out.count(b"from 2") == 2 and len(set(ends(restarted).values())) == 1
     assert "own.pt, which was written since it began to train" in restarted.err
@@ -187,7 +192,7 @@ def test_a_checkpoint_of_the_scripts_own_goes_before(launch, tmp_path) -> None:
 
 def test_a_restart_that_cannot_be_made_again_begins_from_the_top(launch) -> None:
     script = HEAD + SCRIPTS["own-order"]
-    once = script.replace("die = 40, int(", "die = 40, 0 if os.environ.get('DADT_RESTARTS', '0') != '0' else int(")
+    once = dies_once(script)
     restarted = launch(once, *OPTIONS, "--max-restarts", "1", "train.py", DIE="26")
     assert len(set(ends(restarted).values())) == 1
     assert "comes to another batch" in restarted.err and "restart 2 of 2" in restarted.err
@@ -199,7 +204,7 @@ def test_a_restart_that_cannot_be_made_again_begins_from_the_top(launch) -> None
 def test_one_that_raises_in_its_replay_begins_from_the_top(launch) -> None:
     script = HEAD + SCRIPTS["tutorial"].replace("optimizer.zero_grad()", "check(); optimizer.zero_grad()")
     check = "def check():\n    if os.environ['DADT_RESUME'] and next(taken) > 3: raise IndexError('no such thing')\n"
-    once = script.replace("die = 40, int(", "die = 40, 0 if os.environ.get('DADT_RESTARTS', '0') != '0' else int(")
+    once = dies_once(script)
     once = once.replace("data = Tensor", check + "data = Tensor")
     restarted = launch(once, *OPTIONS, "--max-restarts", "1", "train.py", DIE="26")
     assert len(set(ends(restarted).values())) == 1
@@ -295,7 +300,7 @@ def test_jobs_share_a_folder_for_snapshots(launch, tmp_path) -> None:
     script = HEAD + SCRIPTS["one-cycle"]
     options = [*OPTIONS, "--snapshot-dir", str(tmp_path / "shared")]
     expected = ends(launch(script, *options, "train.py"))
-    once = script.replace("die = 40, int(", "die = 40, 0 if os.environ.get('DADT_RESTARTS', '0') != '0' else int(")
+    once = dies_once(script)
     once = once.replace('f"dadt-logs/{job}/snapshots/*', 'f"shared/{job}/*')
     restarted = launch(once, *options, "--max-restarts", "1", "train.py", DIE="23")
     assert ends(restarted) == expected

@@ -45,8 +45,8 @@ class Overlay(Tree):
         self._for_good = for_good
         self._start = start
         self._ended = False
-        self.loads: Callable[[str], None] = lambda path: None
-        """Called with the path of a file whose contents are about to be read, and which is not a copy."""
+        self.loads: Callable[[str], None] | None = None
+        """Called, in a replay, with the path of a file whose contents are about to be read, and which is not a copy."""
 
     def written_apart(self, given: Any, dir_fd: int | None = None) -> str | None:
         """The absolute path of what the rank would write to a copy."""
@@ -76,7 +76,7 @@ class Overlay(Tree):
         return call
 
     def _tell(self, path: str | None) -> None:
-        if path is not None and self.where(path) == path and kind(path) == stat.S_IFREG:
+        if self.loads is not None and path is not None and self.where(path) == path and kind(path) == stat.S_IFREG:
             self.loads(path)
 
     def changing(self, original: Callable[..., Any]) -> Callable[..., Any]:

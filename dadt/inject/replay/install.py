@@ -62,8 +62,8 @@ def _resume(
         refuse(error)
     _begin(runtime, modules, replay)
     if overlay is not None:
-        replay.at_its_end.append(overlay.replayed)
         overlay.loads = replay.loads
+        replay.at_its_end += [overlay.replayed, lambda: setattr(overlay, "loads", None)]
     if recorder is None:
         return
     if newcomer is not None:
