@@ -84,7 +84,7 @@ class Membership:
         """The step in which they have."""
         self._apart = config.algorithm == "gossip"
         """No rank waits for another."""
-        self._replacements = Replacements(agents.send_all, say) if replaces(config) else None
+        self._replacements = Replacements(agents.send_all, say, self._hears) if replaces(config) else None
         self._handovers = Handovers(agents.send_all, lambda rank: self.expect_end(rank, 0.0))
         self._handed = 0
         """The newest generation that began with a new worker for which the others had waited."""
@@ -235,6 +235,13 @@ class Membership:
             self._tell(why)
             for rank in ranks:
                 self.expect_end(rank, 0.0)
+
+    def _hears(self, rank: int) -> bool:
+        """Whether heartbeats pass between the host of a lost rank and those of all that train, or it is gone: then
+        another host may take its place."""
+        here, places = self._slots[rank].cross_rank, {self._slots[gauge.rank].cross_rank for gauge in self._here}
+        cut = any(self._silences.between(here, place) for place in places - {here})
+        return not cut or self._agents.nodes[here].ended
 
     @property
     def _at_end(self) -> bool:

@@ -28,12 +28,16 @@ def replays(config: Config) -> bool:
 
 
 class Replacements:
-    """A worker is started again where its process has ended and its host is there."""
+    """A worker is started again where its process has ended and its host is there, and not cut off from the others."""
 
-    def __init__(self, order: Callable[[Frame], None], say: Callable[[str, str], None]) -> None:
-        """order: sends a frame to all agents."""
+    def __init__(
+        self, order: Callable[[Frame], None], say: Callable[[str, str], None], hears: Callable[[int], bool]
+    ) -> None:
+        """order: sends a frame to all agents. hears: whether the host of a rank and those of the others hear each
+        other."""
         self._order = order
         self._say = say
+        self._hears = hears
         self._due: dict[int, float] = {}
         self._tries: Counter[int] = Counter()
         self._members: dict[int, Member] = {}
@@ -55,7 +59,7 @@ class Replacements:
     def turn(self) -> None:
         """Start those that are due."""
         now = time.monotonic()
-        for rank in [rank for rank, at in self._due.items() if now >= at]:
+        for rank in [rank for rank, at in self._due.items() if now >= at and self._hears(rank)]:
             del self._due[rank]
             member = self._members[rank]
             if not member.ended:  # another host has taken its place

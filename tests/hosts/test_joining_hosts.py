@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 
 import pytest
 from harness.host_run import HostRun
@@ -155,5 +156,24 @@ def test_a_host_that_is_back_comes_to_where_the_others_are(hosts, start, tmp_pat
     result = run.finish()
     assert result.code == 0, result.err
     assert "h0 joins: new workers start there in place of rank 0" in result.err
+    told = re.findall(rb"\[(\d)[^]]*\] ends at (\d+ [-\d.e]+)", result.out)
+    assert {rank for rank, _ in told} == {b"0", b"1"} and len({end for _, end in told}) == 1, result.out
+
+
+def test_no_worker_starts_on_a_host_that_is_cut_off(hosts, start, tmp_path) -> None:
+    """The others would wait in vain for it to join."""
+    network = hosts(2)
+    options = ["-np", "2", "-H", network.list(1), "--min-np", "1", "--timeout", "5", "--heartbeat-timeout", "2"]
+    run = start(network, REPLAYED, *options, "--snapshot-every", "1000steps", "--output", "all", "train.py")
+    await_that((tmp_path / "ready").exists, "20 steps")
+    network.divide(network[0], network[1])
+    read_until(run, "training goes on without it")
+    time.sleep(4.0)  # it would start after 1 s
+    network.heal(network[0])
+    network.heal(network[1])
+    read_until(run, "h0 and h1 hear each other again")
+    result = run.finish()
+    assert result.code == 0, result.err
+    assert "a new worker starts in place of rank 1" in result.err
     told = re.findall(rb"\[(\d)[^]]*\] ends at (\d+ [-\d.e]+)", result.out)
     assert {rank for rank, _ in told} == {b"0", b"1"} and len({end for _, end in told}) == 1, result.out

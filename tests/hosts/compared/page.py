@@ -18,7 +18,8 @@ TEXT = f"""
 Four workers on two simulated hosts train the same small model on the same data for {STEPS} steps of about 25 ms, with
 gloo. Each fault strikes each system at the same step. Each has the settings that suit it best:
 
-- **DADT**: the unmodified script, `--min-np 1 --timeout 6 --heartbeat-timeout 4 --orphan-timeout 6`.
+- **DADT**: the unmodified script, `--min-np 1 --timeout 6 --heartbeat-timeout 4 --orphan-timeout 6`, and
+  `--snapshot-every 25steps --snapshot-dir FOLDER`, so that new workers take the place of lost ones.
 - **torchrun**: a script for DistributedDataParallel, which saves a checkpoint every 25 steps and loads it at its start.
   `--nnodes 1:2 --max-restarts 20 --monitor-interval 0.1 --shutdown-timeout 1`, a process group with a timeout of 6 s,
   agents that meet at a store of their own, on a third machine.

@@ -55,6 +55,8 @@ class Processes:
 def dadt(network: Network, processes: Processes) -> None:
     options = ["--min-np", "1", "--timeout", "6", "--stall-warning", "3", "--heartbeat-timeout", "4"]
     options += ["--orphan-timeout", "6", "--ssh-config", str(network.config), "--warmup-steps", "20"]
+    # New workers take the place of lost ones, which needs snapshots in a folder that all hosts see.
+    options += ["--snapshot-every", "25steps", "--snapshot-dir", str(processes.folder / "snapshots")]
     options += ["-x", "TRACE_SOCKET", "-x", "OMP_NUM_THREADS"]
     command = [*DADT, "run", "-np", "4", "-H", network.list(2), *options, SCRIPTS / "plain.py"]
     processes.start(network.launcher, command, PYTHONWARNINGS="default")
