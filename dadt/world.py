@@ -138,6 +138,11 @@ def outlive_peers() -> None:
         os.environ.setdefault(name, "0")
 
 
+def tell_horovod(place: Mapping[str, int]) -> None:
+    """Set the variables in which a script for Horovod finds this rank's place: RANK, SIZE and so on."""
+    os.environ.update({f"HOROVOD_{name}": str(number) for name, number in place.items()})
+
+
 def adopt() -> None:
     """Mark this process as the worker: its children inherit the launcher's variables but are not workers."""
     os.environ["DADT_INJECT"] = "none"

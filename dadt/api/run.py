@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dadt.config import Config
-from dadt.config.config import given_by_env
+from dadt.config.config import given_by_env, implied
 from dadt.control.agent_client import Control
 from dadt.control.schema import RESULT
 from dadt.errors import ConfigError, DadtError
@@ -98,7 +98,8 @@ def _config(np: int, hosts: str | Sequence[str], settings: Mapping[str, Any]) ->
         raise ConfigError(f"dadt.run: {', '.join(sorted(unknown))} is no setting; `dadt config show` lists all")
     listed = hosts if isinstance(hosts, str) else ",".join(hosts)
     given = {"np": np, "hosts": listed}
-    return Config(**{**given_by_env(), **{name: value for name, value in given.items() if value}, **settings})
+    chosen = {name: value for name, value in given.items() if value}
+    return Config(**implied({**given_by_env(), **chosen, **settings}))
 
 
 def _send(world: World, well: bool, value: Any) -> None:

@@ -72,6 +72,11 @@ class Session:
         return len(set(self._hosts))
 
     @property
+    def is_homogeneous(self) -> bool:
+        """Whether each host has as many ranks as the others."""
+        return len({self._hosts.count(host) for host in self._hosts}) == 1
+
+    @property
     def forked(self) -> bool:
         """Whether this process is a child of the one that has begun it."""
         return os.getpid() != self._pid

@@ -36,12 +36,12 @@ def variable(name: str) -> str:
     return "DADT_" + name.upper()
 
 
-def check_algorithm(name: str) -> None:
+def check_algorithm(of: str, name: str) -> None:
     module, colon, cls = name.partition(":")
     own = colon and cls.isidentifier() and all(part.isidentifier() for part in module.split("."))
     if name not in ALGORITHMS and not own:
         raise ConfigError(
-            f"--algorithm {name}: unknown; choose one of {', '.join(ALGORITHMS)}, or <module>:<Class> of your own"
+            f"{of} {name}: unknown; choose one of {', '.join(ALGORITHMS)}, or <module>:<Class> of your own"
         )
 
 

@@ -6,7 +6,7 @@ import difflib
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -31,42 +31,13 @@ from dadt.config.check import (
     variable,
 )
 from dadt.config.extensions import LAUNCHERS
+from dadt.config.knob import knob, launch_knob
 from dadt.config.numbers import MOST
 from dadt.errors import ConfigError
 from dadt.world import World
 
 LEAST_TIMEOUT = 2.0
 """Seconds; long enough for a few signs of life."""
-
-
-def knob(
-    default: Any,
-    help: str,
-    *,
-    choices: tuple[str, ...] = (),
-    advanced: bool = False,
-    launch: bool = False,
-    flags: tuple[str, ...] = (),
-    metavar: str = "",
-) -> Any:
-    """A field of Config, with the help text of its flag.
-
-    advanced: shown by --help-all only. launch: for the launcher only, not passed on to workers.
-    flags: other names of the flag.
-    """
-    metadata = {
-        "help": help,
-        "choices": choices,
-        "advanced": advanced,
-        "launch": launch,
-        "flags": flags,
-        "metavar": metavar,
-    }
-    return field(default=default, metadata=metadata)
-
-
-def launch_knob(default: Any, help: str, **options: Any) -> Any:
-    return knob(default, help, launch=True, **options)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +48,13 @@ class Config:
         "pipe",
         "How ranks average: pipe, sync, local, gossip, auto, or <module>:<Class>.",
         metavar="NAME",
+    )
+    horovod: str = knob(
+        "sync",
+        "How scripts that import horovod average where it is not installed, if --algorithm is not given; none"
+        " (--no-horovod): they do not find DADT.",
+        metavar="NAME",
+        advanced=True,
     )
     executor: str = knob(
         "auto",
@@ -152,7 +130,9 @@ class Config:
     bucket_mb: float = knob(25.0, "Approximate size of a gradient bucket in MiB.", advanced=True)
     timeline: str = knob("", "Record a timeline of all ranks, for Perfetto.", metavar="FILE")
     cycle_duration_ms: float = knob(
-        1.0, "Named tensors: milliseconds that a ready tensor may wait to be fused with others.", advanced=True
+        1.0,
+        "Named tensors: milliseconds that a ready tensor may wait to be fused with others.",
+        advanced=True,
     )
     all_reduce_buffer_size: int = knob(
         64 << 20, "Named tensors: size of the fusion buffer in bytes; 0 reduces them one by one.", advanced=True
@@ -161,7 +141,9 @@ class Config:
         64 << 20, "Named tensors: size of the fusion buffer within an explicit group, in bytes.", advanced=True
     )
     stall_warning: float = knob(
-        60.0, "Warn when some ranks have not submitted a tensor after this many seconds.", advanced=True
+        60.0,
+        "Warn when some ranks have not submitted a tensor after this many seconds.",
+        advanced=True,
     )
     on_stall: str = knob(
         "dump",
@@ -258,7 +240,10 @@ class Config:
     torch_env: bool = launch_knob(True, "Set RANK, WORLD_SIZE, MASTER_ADDR and similar variables.", advanced=True)
     output: str = launch_knob("all", "Output to show: all, rank0, errors, or ranks such as 0,3-5.", metavar="WHAT")
     log_dir: str = launch_knob(
-        "dadt-logs", "Folder for the logs, which hold everything that workers print.", metavar="DIR", advanced=True
+        "dadt-logs",
+        "Folder for the logs, which hold everything that workers print.",
+        metavar="DIR",
+        advanced=True,
     )
     live: str = launch_knob(
         "auto", "Live view of all ranks; auto shows it on a terminal.", choices=("auto", "on", "off"), advanced=True
@@ -306,7 +291,9 @@ class Config:
         if self.timeline:  # as seen from here: workers may be elsewhere
             object.__setattr__(self, "timeline", str(Path(here(), self.timeline)))
         predict_factors(self.predict)
-        check_algorithm(self.algorithm)
+        check_algorithm("--algorithm", self.algorithm)
+        if self.horovod != "none":
+            check_algorithm("--horovod", self.horovod)
         check_replicas(self.algorithm, self.on_nan, self.verify_every, self.redistribute, self.min_np)
         check_compression(self.compression)
         check_auto(self.algorithm, self.compression, self.warmup_steps)
@@ -359,12 +346,17 @@ class Config:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> Config:
-        return cls(**given_by_env(env))
+        return cls(**implied(given_by_env(env)))
 
 
 def given_by_env(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """The knobs whose variables are set. Raises ConfigError."""
     return {f.name: parse(f.name, env[v]) for f in fields(Config) if (v := variable(f.name)) in env}
+
+
+def implied(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What is given, and what follows from it: --algorithm is also that of scripts for Horovod."""
+    return {"horovod": given["algorithm"], **given} if "algorithm" in given else dict(given)
 
 
 def misspelt(env: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -17,12 +17,16 @@ from dadt.train.runtime import Runtime
 _OF_PARAMETERS = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grads_with_norm_")
 
 
+def average(runtime: Runtime, modules: Modules, attachment: Attachment) -> None:
+    """Have the averages in `.grad`, as what is about to use them needs them."""
+    with runtime.aside():
+        if not attachment.consumed:
+            modules.step_begins(attachment.optimizer)
+        attachment.average_gradients()
+
+
 def install(runtime: Runtime, modules: Modules) -> None:
-    def consume(attachment: Attachment) -> None:
-        with runtime.aside():
-            if not attachment.consumed:
-                modules.step_begins(attachment.optimizer)
-            attachment.average_gradients()
+    consume = functools.partial(average, runtime, modules)
 
     def consume_of(tensors: Iterable[torch.Tensor], *, gradients: bool = False) -> None:
         """Average what the optimizers of these parameters (or gradients) are about to use."""

@@ -90,6 +90,15 @@ def wrap(chosen: torch.optim.Optimizer) -> None:
         modules.find(chosen)
 
 
+def average(chosen: torch.optim.Optimizer) -> None:
+    """Have the averages of a wrapped optimizer in `.grad` before its step, for a script that asks for them."""
+    assert runtime is not None and modules is not None
+    runtime.begin()
+    attachment = runtime.attachment(chosen)
+    if attachment is not None:
+        gradient.average(runtime, modules, attachment)
+
+
 def _install_around(runtime: Runtime, modules: module.Modules) -> None:
     """Hook what the script does beside training."""
     global streams

@@ -17,7 +17,8 @@ from dadt.errors import ConfigError
 from dadt.launch.hosts.slot import Slot
 
 SITE = Path(__file__).parents[1] / "inject" / "site"
-"""The folder whose sitecustomize.py hooks DADT into a torch that has no entry points."""
+"""The folder whose sitecustomize.py has scripts find DADT in Horovod's place, and hooks DADT into a torch that has no
+entry points."""
 FORWARDED = (
     "PATH",
     "LD_LIBRARY_PATH",
@@ -149,7 +150,10 @@ def of_worker(base: Mapping[str, str], given: Mapping[str, str], socket: Path) -
         result.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
         if "OMPI_MCA_btl_tcp_if_exclude" not in result:  # Open MPI takes one of the two
             result.setdefault("OMPI_MCA_btl_tcp_if_include", interface)
-    if needs_sitecustomize(result.get("DADT_INJECT", "auto"), result):
+    inject = result.get("DADT_INJECT", "auto")
+    hooks = needs_sitecustomize(inject, result)
+    result["DADT_HOOK"] = "sitecustomize" if hooks else ""
+    if hooks or (inject != "none" and result.get("DADT_HOROVOD") != "none"):
         result["PYTHONPATH"] = ":".join([str(SITE), *filter(None, [result.get("PYTHONPATH")])])
     return result
 

@@ -31,6 +31,30 @@ SUGGESTED = {
 """Values that shells complete, where others are valid, too."""
 
 
+HOROVODRUN = {
+    "cycle_duration_ms": "--cycle-time-ms",
+    "log_dir": "--output-filename",
+    "min_np": "--min-num-proc",
+    "network_interface": "--network-interfaces",
+    "stall_warning": "--stall-check-warning-time-seconds",
+    "timeline": "--timeline-filename",
+}
+"""Flags of horovodrun's that mean the same under another name."""
+
+
+class Option(click.Option):
+    """Its help leaves out horovodrun's spelling."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """The names and the text."""
+        names = self.opts
+        self.opts = [name for name in names if name not in HOROVODRUN.values()]
+        try:
+            return super().get_help_record(ctx)
+        finally:
+            self.opts = names
+
+
 class Brief(click.Command):
     """Its --help fits a screen: it leaves out hidden options and the epilog, which --help-all shows."""
 
@@ -63,7 +87,7 @@ class Brief(click.Command):
             return []
         if incomplete.lstrip("-"):
             self._show_all()
-        return super().shell_complete(ctx, incomplete)
+        return [item for item in super().shell_complete(ctx, incomplete) if item.value not in HOROVODRUN.values()]
 
 
 def paths(kind: str) -> Completion:
@@ -75,6 +99,7 @@ def knobs(function: F) -> F:
     """Decorate a command with one flag per knob. A flag that is not given arrives as None."""
     for field in sorted(fields(Config), key=lambda field: not field.metadata["launch"])[::-1]:
         function = _option(field)(function)
+    function = click.option("--no-horovod", is_flag=True, hidden=True, help="As --horovod none.")(function)
     return _config_file(function)
 
 
@@ -114,6 +139,10 @@ def settings_of(given: dict[str, Any]) -> dict[str, Setting]:
             # Hosts that are given one by one are one list.
             several = isinstance(given[name], tuple) and isinstance(settings[name].value, str)
             settings[name] = Setting(",".join(given[name]) if several else given[name], flag(name))
+    if given.get("no_horovod"):
+        settings["horovod"] = Setting("none", "--no-horovod")
+    elif settings["horovod"].source == "default" != settings["algorithm"].source:
+        settings["horovod"] = settings["algorithm"]
     return settings
 
 
@@ -123,7 +152,9 @@ def _option(field: Field[Any]) -> Callable[[F], F]:
     names = [*field.metadata["flags"], name]
     shown = _shown(field.default)
     text = field.metadata["help"] + (f"  [default: {shown}]" if shown else "")
-    options: dict[str, Any] = {"default": None, "help": text, "hidden": field.metadata["advanced"]}
+    options: dict[str, Any] = {"default": None, "help": text, "hidden": field.metadata["advanced"], "cls": Option}
+    if field.name in HOROVODRUN:
+        names.append(HOROVODRUN[field.name])
     if completion := _completion(field):
         options["shell_complete"] = completion
     if isinstance(field.default, tuple) or field.metadata["metavar"] == "HOSTS":

@@ -73,7 +73,7 @@ def test_a_rank_that_fails_ends_the_others(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("knobs", "sentence"),
     [
-        ({"cycle_time": 3}, r"dadt\.init\(cycle_time=\): unknown; choose of algorithm, executor"),
+        ({"cycle_time": 3}, r"dadt\.init\(cycle_time=\): unknown; choose of algorithm, horovod, executor"),
         ({"np": 3}, r"dadt\.init\(np=\): unknown"),
         ({"algorithm": "magic"}, "--algorithm magic: unknown; choose one of pipe, sync"),
         ({"all_reduce_executor": "magic"}, "magic"),

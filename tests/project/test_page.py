@@ -36,6 +36,15 @@ FOREIGN_FLAGS = {
     "compatibility.md": {"--dummy", "--multirun"},
     "configuration.md": {"--local", "--mca"},
     "errors.md": {"--connect", "--privileged"},
+    "from-horovod.md": {
+        *("--autotune", "--binding-args", "--blacklist-cooldown-range", "--cache-capacity", "--check-build"),
+        *("--config-file", "--disable-cache", "--elastic-timeout", "--fusion-threshold-mb", "--gloo", "--jsrun"),
+        *("--gloo-timeout-seconds", "--hierarchical-allgather", "--hierarchical-allreduce", "--log-hide-timestamp"),
+        *("--log-level", "--log-with-timestamp", "--max-np", "--mpi", "--mpi-threads-disable", "--no-stall-check"),
+        *("--num-nccl-streams", "--prefix-output-with-timestamp", "--reset-limit", "--slots-per-host"),
+        *("--stall-check-shutdown-time-seconds", "--tcp", "--thread-affinity", "--timeline-mark-cycles"),
+        "--torus-allreduce",
+    },
     "examples.md": {
         *(
             "--amp",
@@ -56,17 +65,6 @@ FOREIGN_FLAGS = {
         *("--local-ranks-filter", "--standalone"),
     },
     "from-deepspeed.md": {"--enable", "--local", "--master", "--no", "--node", "--num", "--ssh"},
-    "from-horovod.md": {
-        *(
-            "--autotune",
-            "--check-build",
-            "--cycle-time-ms",
-            "--fusion-threshold-mb",
-            "--gloo",
-            "--host-discovery-script",
-        ),
-        *("--max-np", "--min-np", "--mpi", "--network-interfaces", "--output-filename", "--timeline-filename"),
-    },
     "install.md": {"--index-url"},
     "injection.md": {"--init", "--local", "--world"},
     "launching.md": {"--local"},

@@ -1,13 +1,19 @@
-"""On PYTHONPATH of workers whose torch does not call entry points: runs dadt.inject.hook after `import torch`.
+"""On PYTHONPATH of workers: has scripts find DADT where they import a horovod that is not installed, and runs
+dadt.inject.hook after `import torch` where torch does not call entry points.
 
-Standard library only, and nothing is imported before the script asks for torch.
+Standard library only, and nothing is imported before the script asks for it.
 """
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import sys
 from pathlib import Path
+
+PARTS = {"torch.mpi_ops": "torch", "torch.functions": "torch"}
+"""Modules of Horovod whose names are in another module of DADT's."""
 
 
 class _AfterTorch(importlib.abc.MetaPathFinder):
@@ -32,6 +38,40 @@ class _AfterTorch(importlib.abc.MetaPathFinder):
         return spec
 
 
+class _Horovod(importlib.abc.MetaPathFinder):
+    """Comes first for what is within DADT's, which others would load a second time; but an installed Horovod goes
+    before."""
+
+    def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
+        whole, _, part = name.partition(".")
+        if whole != "horovod":
+            return None
+        others = [finder for finder in sys.meta_path if finder is not self]
+        if not part and any(finder.find_spec(name, path, target) for finder in others):
+            sys.meta_path.remove(self)
+            return None
+        own = ".".join(filter(None, ["dadt.frontends.horovod", PARTS.get(part, part)]))
+        if importlib.util.find_spec(own) is None:
+            return None
+        return importlib.machinery.ModuleSpec(name, _Own(own), is_package=True)
+
+
+class _Own(importlib.abc.Loader):
+    """Gives a module of DADT's another name beside its own."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def create_module(self, spec):  # type: ignore[no-untyped-def]
+        module = importlib.import_module(self._name)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module):  # type: ignore[no-untyped-def]
+        """It has run under its own name."""
+        module.__spec__ = self._spec
+
+
 def _run_next() -> None:
     """The sitecustomize that this one hides, if there is one."""
     here = str(Path(__file__).parent)
@@ -43,5 +83,8 @@ def _run_next() -> None:
         spec.loader.exec_module(module)
 
 
-sys.meta_path.insert(0, _AfterTorch())
+if os.environ.get("DADT_HOOK") == "sitecustomize":
+    sys.meta_path.insert(0, _AfterTorch())
+if os.environ.get("DADT_HOROVOD", "none") != "none":
+    sys.meta_path.insert(0, _Horovod())
 _run_next()

@@ -1,0 +1,74 @@
+"""Steps that are combined by Adasum, in place of gradients that are averaged."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import torch
+
+from dadt.frontends.horovod.torch import operations as hvd
+from dadt.frontends.horovod.torch.process_sets import global_process_set
+from dadt.frontends.horovod.torch.reduce_op import ReduceOp
+from dadt.frontends.horovod.torch.subclass import subclassed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dadt.frontends.horovod.torch.compression import Compressor
+    from dadt.frontends.horovod.torch.process_sets import ProcessSet
+
+T = TypeVar("T", bound=torch.optim.Optimizer)
+
+
+def wrap(optimizer: T, names: dict[Tensor, str], compression: type[Compressor], process_set: ProcessSet) -> T:
+    """Each rank steps by its own gradients; all take the Adasum of what these steps have changed. Raises
+    NotImplementedError for a process set."""
+    if process_set is not global_process_set:
+        raise NotImplementedError("Adasum does not support non-global process sets yet.")
+    steps = _Steps(names, compression)
+    optimizer.register_step_pre_hook(steps.before)
+    optimizer.register_step_post_hook(steps.after)
+    return subclassed(optimizer, _Adasum, steps)
+
+
+class _Steps:
+    """What one step has changed on this rank."""
+
+    def __init__(self, names: dict[Tensor, str], compression: type[Compressor]) -> None:
+        self._names = {p: name for p, name in names.items() if p.requires_grad}
+        self._compression = compression
+        self._before: list[Tensor] = []
+
+    def before(self, *_: Any) -> None:
+        """The optimizer is about to step."""
+        for parameter in self._names:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self._before = [p.detach().clone() for p in self._names]
+
+    def after(self, *_: Any) -> None:
+        """It has stepped."""
+        with torch.no_grad():
+            pairs = list(zip(self._names, self._before, strict=True))
+            sent = [self._compression.compress(p - start) for p, start in pairs]
+            handle = hvd.grouped_allreduce_async_(
+                [change for change, _context in sent], name="adasum", op=ReduceOp.Adasum
+            )
+            combined = hvd.synchronize(handle)
+            for (parameter, start), (_sent, context), step in zip(pairs, sent, combined, strict=True):
+                parameter.copy_(start.add_(self._compression.decompress(step, context)))
+        self._before = []
+
+
+class _Adasum:
+    """What such an optimizer has beside its own methods."""
+
+    def synchronize(self) -> None:
+        """Gradients stay each rank's own, so there is nothing to wait for."""
+
+    def skip_synchronize(self) -> NoReturn:
+        """Raises AssertionError."""
+        raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Gradients add up until `step` in any case."""

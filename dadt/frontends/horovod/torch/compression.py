@@ -1,0 +1,59 @@
+"""Compression of what is reduced, by the caller's thread. DADT's own is chosen by `--compression`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Compressor:
+    """Makes a tensor smaller before it is sent."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        """Return the tensor to send, and what `decompress` needs."""
+        raise NotImplementedError
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
+        """Return what was received in the form of the original."""
+        raise NotImplementedError
+
+
+class NoneCompressor(Compressor):
+    """Sends tensors as they are."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        """Return the tensor."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
+        """Return the tensor."""
+        return tensor
+
+
+class FP16Compressor(Compressor):
+    """Sends floating-point tensors as float16."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        """Return the tensor as float16, and its dtype."""
+        return (tensor.to(torch.float16) if tensor.is_floating_point() else tensor), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
+        """Return the tensor in its dtype of before."""
+        return tensor.to(ctx)
+
+
+class Compression:
+    """The choices."""
+
+    none = NoneCompressor
+    fp16 = FP16Compressor

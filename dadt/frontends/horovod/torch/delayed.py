@@ -1,0 +1,55 @@
+"""Optimizers of a script for Horovod under `--algorithm`: averaged as it says, for example one step late."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from dadt.api import lifecycle
+from dadt.api.optimizer import DistributedOptimizer
+from dadt.errors import ConfigError
+from dadt.frontends.horovod.torch.compression import Compression
+from dadt.frontends.horovod.torch.process_sets import global_process_set
+from dadt.frontends.horovod.torch.reduce_op import ReduceOp
+from dadt.frontends.horovod.torch.subclass import subclassed
+from dadt.inject import worker
+
+if TYPE_CHECKING:
+    from dadt.frontends.horovod.torch.compression import Compressor
+    from dadt.frontends.horovod.torch.process_sets import ProcessSet
+
+T = TypeVar("T", bound=torch.optim.Optimizer)
+
+
+def wrap(optimizer: T, op: ReduceOp, compression: type[Compressor], process_set: ProcessSet) -> T:
+    """Gradients add up until the step, so numbers of backwards need no care. Raises ConfigError for what an algorithm
+    cannot do."""
+    runtime = lifecycle.session().runtime
+    how = f"--algorithm {runtime.config.algorithm}"
+    if op not in (ReduceOp.Average, ReduceOp.Sum):
+        raise ConfigError(f"DistributedOptimizer(op=hvd.{op.name}): {how} averages or sums; leave {how} out")
+    if process_set is not global_process_set:
+        raise ConfigError(f"DistributedOptimizer(process_set=): {how} trains on all ranks; leave {how} out")
+    if compression is not Compression.none:
+        runtime.say(f"Compression.fp16 is the script's: {how} compresses by --compression", "warning")
+    made = DistributedOptimizer(optimizer, reduction="sum" if op is ReduceOp.Sum else "mean")
+    return subclassed(made, _Delayed, None)
+
+
+class _Delayed:
+    """What such an optimizer has beside its own methods."""
+
+    def synchronize(self) -> None:
+        """Have `.grad` as the step will use it, for example to clip it."""
+        worker.average(self)  # type: ignore[arg-type]
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """`step` averages nothing twice, so this changes nothing."""
+        yield
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Gradients add up until `step` in any case."""

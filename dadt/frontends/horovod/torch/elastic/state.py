@@ -1,0 +1,88 @@
+"""Models, optimizers and samplers as a State."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dadt.api.state import allgather_object
+from dadt.frontends.horovod.common.elastic import ObjectState
+from dadt.frontends.horovod.common.exceptions import horovods
+from dadt.frontends.horovod.torch.elastic.sampler import ElasticSampler
+from dadt.frontends.horovod.torch.state import broadcast_optimizer_state, broadcast_parameters
+
+
+class TorchState(ObjectState):
+    """A model, an optimizer, samplers and other objects, as `state.model`, `state.optimizer` and by their names."""
+
+    def __init__(
+        self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
+    ) -> None:
+        given = {"model": model, "optimizer": optimizer, **kwargs}
+        kept = {name: value for name, value in given.items() if _handles(value)}
+        self._kept: dict[str, Any] = {}
+        super().__init__(**{n: v for n, v in kwargs.items() if n not in kept})
+        for name, value in kept.items():
+            setattr(self, name, value)
+        self._kept = kept
+        self._copies = {name: _copied(value) for name, value in kept.items()}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Another model or optimizer takes the place of the former."""
+        if name in self.__dict__.get("_kept", {}):
+            self._kept[name] = value
+            self._copies[name] = _copied(value)
+        super().__setattr__(name, value)
+
+    def save(self) -> None:
+        """Keep a copy of all in memory."""
+        self._copies = {name: _copied(value) for name, value in self._kept.items()}
+        super().save()
+
+    def restore(self) -> None:
+        """Go back to the copy."""
+        for name, value in self._kept.items():
+            value.load_state_dict(copy.deepcopy(self._copies[name]))
+        super().restore()
+
+    def sync(self) -> None:
+        """Take rank 0's on all ranks; of samplers, what any rank has used."""
+        for value in self._kept.values():
+            _SYNC[_kind(value)](value)
+        self._copies = {name: _copied(value) for name, value in self._kept.items()}
+        super().sync()
+
+    def reset(self) -> None:
+        """Divide what is left of passes anew."""
+        for value in self._kept.values():
+            if isinstance(value, ElasticSampler):
+                value.reset()
+
+
+def _sync_sampler(sampler: ElasticSampler) -> None:
+    with horovods():
+        states = allgather_object(sampler.state_dict())
+    used = set().union(*(state["processed_indices"] for state in states))
+    sampler.load_state_dict({"epoch": states[0]["epoch"], "processed_indices": used})
+
+
+_SYNC: dict[type, Callable[[Any], None]] = {
+    torch.nn.Module: lambda module: broadcast_parameters(module.state_dict(), 0),
+    torch.optim.Optimizer: lambda optimizer: broadcast_optimizer_state(optimizer, 0),
+    ElasticSampler: _sync_sampler,
+}
+
+
+def _handles(value: Any) -> bool:
+    return isinstance(value, tuple(_SYNC))
+
+
+def _kind(value: Any) -> type:
+    return next(kind for kind in _SYNC if isinstance(value, kind))
+
+
+def _copied(value: Any) -> Any:
+    return copy.deepcopy(value.state_dict())

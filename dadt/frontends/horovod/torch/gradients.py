@@ -1,0 +1,273 @@
+"""Operations that wait, and let gradients through.
+
+Gradients are those that Horovod defines: a reduction's are reduced alike; what was gathered, broadcast or scattered
+comes back as the average, or the sum, of what the ranks have made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import Function
+
+from dadt.api import lifecycle
+from dadt.frontends.horovod.torch import operations
+from dadt.frontends.horovod.torch.compression import Compression, Compressor
+from dadt.frontends.horovod.torch.operations import synchronize
+from dadt.frontends.horovod.torch.process_sets import ProcessSet, global_process_set
+from dadt.frontends.horovod.torch.reduce_op import ReduceOp, chosen
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def _applied(function: Any, *arguments: Any) -> Any:
+    """What torch does not type."""
+    return function.apply(*arguments)
+
+
+# Allreduce ------------------------------------------------------------------------------------------------------------
+
+
+class _Allreduce(Function):
+    """How: op, prescale and postscale factor, process set."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, name: str | None, how: tuple[Any, ...]) -> Any:
+        ctx.how = how
+        return synchronize(operations.allreduce_async(tensor, None, name, *how))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _applied(_Allreduce, gradients[0], None, ctx.how), None, None
+
+
+class _GroupedAllreduce(Function):
+    @staticmethod
+    def forward(ctx: Any, name: str | None, how: tuple[Any, ...], *tensors: Tensor) -> Any:
+        ctx.how = how
+        return tuple(synchronize(operations.grouped_allreduce_async(tensors, None, name, *how)))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return (None, None, *_applied(_GroupedAllreduce, None, ctx.how, *gradients))
+
+
+def allreduce(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Return the reduction of the tensors of all ranks, as allreduce_async does."""
+    sent, context = compression.compress(tensor)
+    how = (chosen(op, average), prescale_factor, postscale_factor, process_set)
+    return compression.decompress(_applied(_Allreduce, sent, name, how), context)
+
+
+def allreduce_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Like allreduce, but overwrites the tensor and returns it."""
+    handle = operations.allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
+    result: Tensor = synchronize(handle)
+    return result
+
+
+def grouped_allreduce(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """Return the reductions of several tensors, as grouped_allreduce_async does."""
+    sent = [compression.compress(t) for t in tensors]
+    how = (chosen(op, average), prescale_factor, postscale_factor, process_set)
+    results = _applied(_GroupedAllreduce, name, how, *(t for t, _ in sent))
+    return [compression.decompress(t, context) for t, (_, context) in zip(results, sent, strict=True)]
+
+
+def grouped_allreduce_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """Like grouped_allreduce, but overwrites the tensors and returns them."""
+    factors = (prescale_factor, postscale_factor)
+    handle = operations.grouped_allreduce_async_(tensors, average, name, op, *factors, process_set)
+    results: list[Tensor] = synchronize(handle)
+    return results
+
+
+# Allgather ------------------------------------------------------------------------------------------------------------
+
+
+class _Allgather(Function):
+    @staticmethod
+    def forward(ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Tensor) -> Any:
+        ctx.shapes, ctx.process_set = [t.shape for t in tensors], process_set
+        if len(tensors) == 1:
+            return synchronize(operations.allgather_async(tensors[0], name, process_set))
+        return tuple(synchronize(operations.grouped_allgather_async(tensors, name, process_set)))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """The rows of this rank, in the average of the gradients."""
+        ranks = ctx.process_set
+        averages = grouped_allreduce(gradients, op=ReduceOp.Average, process_set=ranks)
+        mine = [shape[0] if shape else 1 for shape in ctx.shapes]
+        counts = _all_counts(mine, ranks)[: ranks.rank()].sum(0).tolist()
+        rows = zip(averages, counts, mine, ctx.shapes, strict=True)
+        return (None, None, *(t.narrow(0, before, count).reshape(shape) for t, before, count, shape in rows))
+
+
+def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
+    """Return the tensors of all ranks, as allgather_async does."""
+    result: Tensor = _applied(_Allgather, name, process_set, tensor)
+    return result
+
+
+def grouped_allgather(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Tensor]:
+    """Return several tensors of all ranks, as grouped_allgather_async does."""
+    results = _applied(_Allgather, name, process_set, *tensors)
+    return [results] if len(tensors) == 1 else list(results)
+
+
+def _all_counts(mine: Sequence[int], process_set: ProcessSet) -> Tensor:
+    """A row for each rank."""
+    row = torch.tensor([list(mine)], dtype=torch.int64, device="cpu")
+    counts: Tensor = synchronize(operations.allgather_async(row, None, process_set))
+    return counts
+
+
+# Broadcast ------------------------------------------------------------------------------------------------------------
+
+
+class _Broadcast(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Any:
+        ctx.root_rank, ctx.process_set = root_rank, process_set
+        return synchronize(operations.broadcast_async(tensor, root_rank, name, process_set))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """All of it is the root's."""
+        average = allreduce(gradients[0], op=ReduceOp.Average, process_set=ctx.process_set)
+        return average if lifecycle.rank() == ctx.root_rank else torch.zeros_like(average), None, None, None
+
+
+def broadcast(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
+    """Return the root's tensor. root_rank: counted among all ranks."""
+    result: Tensor = _applied(_Broadcast, tensor, root_rank, name, process_set)
+    return result
+
+
+def broadcast_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
+    """Like broadcast, but overwrites the tensor and returns it."""
+    result: Tensor = synchronize(operations.broadcast_async_(tensor, root_rank, name, process_set))
+    return result
+
+
+# Alltoall and reducescatter -------------------------------------------------------------------------------------------
+
+
+class _Alltoall(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, splits: Any, name: str | None, process_set: ProcessSet) -> Any:
+        ctx.rows, ctx.process_set = len(tensor) if tensor.dim() else 0, process_set
+        output, ctx.counts = synchronize(operations.alltoall_async(tensor, splits, name, process_set))
+        ctx.mark_non_differentiable(ctx.counts)
+        return output, ctx.counts
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Each row goes back to where it came from. Rows that went nowhere get zeros."""
+        back, _ = alltoall(gradients[0], ctx.counts, process_set=ctx.process_set)
+        rest = back.new_zeros((ctx.rows - len(back), *back.shape[1:]))
+        return torch.cat([back, rest]) if len(rest) else back, None, None, None
+
+
+def alltoall(
+    tensor: Tensor,
+    splits: Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Send slices to all ranks. Returns what came; with splits, also how many rows came from each."""
+    output, counts = _applied(_Alltoall, tensor, splits, name, process_set)
+    return output if splits is None else (output, counts)
+
+
+class _Reducescatter(Function):
+    """How: op, process set, prescale and postscale factor."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str | None, how: tuple[Any, ...], *tensors: Tensor) -> Any:
+        ctx.how = how
+        if len(tensors) == 1:
+            return synchronize(operations.reducescatter_async(tensors[0], name, *how))
+        return tuple(synchronize(operations.grouped_reducescatter_async(tensors, name, *how)))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        op, process_set, pre, post = ctx.how
+        factor = pre * post * (process_set.size() if op == ReduceOp.Sum else 1)
+        whole = grouped_allgather([g * factor for g in gradients], process_set=process_set)
+        return (None, None, *whole)
+
+
+def reducescatter(
+    tensor: Tensor,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int = ReduceOp.Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Tensor:
+    """Return this rank's part of the reduction, as reducescatter_async does."""
+    results = grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)
+    return results[0]
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int = ReduceOp.Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Tensor]:
+    """Return this rank's parts of several reductions, as grouped_reducescatter_async does."""
+    sent = [compression.compress(t) for t in tensors]
+    how = (op, process_set, prescale_factor, postscale_factor)
+    results = _applied(_Reducescatter, name, how, *(t for t, _ in sent))
+    parts = [results] if len(tensors) == 1 else results
+    return [compression.decompress(t, context) for t, (_, context) in zip(parts, sent, strict=True)]

@@ -1,0 +1,356 @@
+"""Operations that return handles. `gradients.py` has those that wait.
+
+Names, where given, are those of tensors: calls of the same operation with the same name belong together. Calls without
+a name are numbered, so all ranks make them in the same order. `synchronize` waits for a handle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dadt.api import sparse
+from dadt.comm.collectives import operation
+from dadt.comm.collectives.operation import Operation
+from dadt.comm.collectives.process_set import Handle, Handles
+from dadt.frontends.horovod.common.exceptions import horovods
+from dadt.frontends.horovod.torch import adasum
+from dadt.frontends.horovod.torch.process_sets import ProcessSet, global_process_set
+from dadt.frontends.horovod.torch.reduce_op import REDUCTIONS, ReduceOp, chosen, factor_of, scale_, scaled
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dadt.comm.collectives.process_set import ProcessSet as Ranks
+
+    Finish = Callable[[Any], Any]
+    Prepared = tuple[Operation, Finish | None]
+    """An operation, and what makes its result from that of the core."""
+
+
+# Allreduce ------------------------------------------------------------------------------------------------------------
+
+
+def allreduce_async(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[Tensor]:
+    """Start to reduce the tensors of all ranks; the result is a new tensor of the same shape and dtype.
+
+    average: deprecated, use op. op: Average (the default), Sum, Adasum, Min, Max or Product. prescale_factor,
+    postscale_factor: factors before and after the reduction; averages of integers are truncated.
+    """
+    output = torch.empty_like(tensor, requires_grad=False)
+    return _allreduce(tensor, output, chosen(op, average), name, (prescale_factor, postscale_factor), process_set)
+
+
+def allreduce_async_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[Tensor]:
+    """Like allreduce_async, but the result overwrites the tensor."""
+    return _allreduce(tensor, tensor, chosen(op, average), name, (prescale_factor, postscale_factor), process_set)
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handles:
+    """Like allreduce_async for several tensors: nothing moves before every rank has submitted all of them."""
+    outputs = [torch.empty_like(t, requires_grad=False) for t in tensors]
+    return _grouped_allreduce(
+        tensors, outputs, chosen(op, average), name, (prescale_factor, postscale_factor), process_set
+    )
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handles:
+    """Like grouped_allreduce_async, but the results overwrite the tensors."""
+    return _grouped_allreduce(
+        tensors, tensors, chosen(op, average), name, (prescale_factor, postscale_factor), process_set
+    )
+
+
+def sparse_allreduce_async(
+    tensor: Tensor, name: str | None, op: int | None = None, process_set: ProcessSet = global_process_set
+) -> Callable[[], Tensor]:
+    """Start to add up sparse tensors. Call what this returns for the result, a coalesced tensor.
+
+    op: Average or Sum. Raises ValueError for another one.
+    """
+    wanted = chosen(op, None)
+    if wanted not in (ReduceOp.Average, ReduceOp.Sum):
+        raise ValueError(f"sparse_allreduce_async: op {wanted.name}: choose Average or Sum")
+    with horovods():
+        reduction = "mean" if wanted is ReduceOp.Average else "sum"
+        handle = sparse.coo_all_reduce_async(
+            tensor, reduction, name=_named("sparse_allreduce", name), process_set=process_set.among
+        )
+    return lambda: synchronize(handle)
+
+
+# From each to all -----------------------------------------------------------------------------------------------------
+
+
+def allgather_async(
+    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle[Tensor]:
+    """Start to concatenate the tensors of all ranks, by rank, along the first dimension, which may differ in size."""
+    return _submit("allgather", name, process_set, lambda among: _allgather(tensor, among))
+
+
+def grouped_allgather_async(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handles:
+    """Like allgather_async for several tensors: nothing moves before every rank has submitted all of them."""
+    return _submit_group("allgather", name, process_set, lambda among: [_allgather(t, among) for t in tensors])
+
+
+def broadcast_async(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle[Tensor]:
+    """Start to fetch the root's tensor, as a new one. root_rank: counted among all ranks."""
+    return broadcast_async_(tensor.detach().clone(), root_rank, name, process_set)
+
+
+def broadcast_async_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle[Tensor]:
+    """Like broadcast_async, but the root's tensor overwrites the others'."""
+
+    def prepare(among: Ranks) -> Prepared:
+        root = among.number_of(root_rank, "root_rank")
+        return operation.broadcast(tensor, root, among.rank, among.size), lambda _: tensor
+
+    return _submit("broadcast", name, process_set, prepare)
+
+
+def alltoall_async(
+    tensor: Tensor,
+    splits: Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[tuple[Tensor, Tensor]]:
+    """Start to send slices of the tensor to all ranks. The result is what came, by rank, and how many rows from each.
+
+    splits: the number of rows for each rank, whole numbers; by default all get the same. Raises ValueError if these are
+    too few or too many.
+    """
+
+    def prepare(among: Ranks) -> Prepared:
+        rows = _rows(tensor, splits, among.size)
+        slices = list(torch.split(tensor.detach()[: sum(rows)], rows))
+        like = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32, device="cpu")
+
+        def finish(received: list[Tensor]) -> tuple[Tensor, Tensor]:
+            counts = torch.tensor([len(each) for each in received], dtype=like.dtype, device=like.device)
+            return torch.cat(received), counts
+
+        return operation.all_to_all(slices, among.size), finish
+
+    return _submit("alltoall", name, process_set, prepare)
+
+
+def reducescatter_async(
+    tensor: Tensor,
+    name: str | None = None,
+    op: int = ReduceOp.Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle[Tensor]:
+    """Start to reduce the tensors of all ranks and to give each rank its part of the result.
+
+    Parts are slices of the first dimension, by rank; the first ranks get one row more where it cannot be divided.
+    op: Average (the default), Sum, Min, Max or Product.
+    """
+    factors = (prescale_factor, postscale_factor)
+    return _submit("reducescatter", name, process_set, lambda among: _reducescatter(tensor, op, factors, among))
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    op: int = ReduceOp.Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handles:
+    """Like reducescatter_async for several tensors: nothing moves before every rank has submitted all of them."""
+    factors = (prescale_factor, postscale_factor)
+    return _submit_group(
+        "reducescatter", name, process_set, lambda among: [_reducescatter(t, op, factors, among) for t in tensors]
+    )
+
+
+# Handles and meetings -------------------------------------------------------------------------------------------------
+
+
+def synchronize(handle: Handle[Any] | Handles) -> Any:
+    """Wait for an operation and return its result. Raises HorovodInternalError if it failed."""
+    with horovods():
+        return handle.wait()
+
+
+def poll(handle: Handle[Any] | Handles) -> bool:
+    """Return whether `synchronize` would not wait."""
+    return handle.done
+
+
+def join(device: int = -1) -> int:
+    """Tell the others that this rank has no more data, and wait until all ranks have.
+
+    Until then it counts as zeros in their averages and sums. Other operations fail. Returns the last rank to come.
+    device: accepted for scripts written for Horovod, and not used.
+    """
+    from dadt.api.collectives import join
+
+    with horovods():
+        return join()
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Wait until all ranks have called this."""
+    prepared: Callable[[Ranks], Prepared] = lambda among: (operation.barrier(among.size), None)  # noqa: E731
+    synchronize(_submit("barrier", None, process_set, prepared))
+
+
+# What they are made of ------------------------------------------------------------------------------------------------
+
+
+def _named(verb: str, name: str | None) -> str | None:
+    """Operations of two kinds may have the same name."""
+    return None if name is None else f"{verb}.{name}"
+
+
+def _submit(verb: str, name: str | None, process_set: ProcessSet, prepare: Callable[[Ranks], Prepared]) -> Handle[Any]:
+    with horovods():
+        among = process_set.among
+        call, finish = prepare(among)
+        return among.submit(call, _named(verb, name), finish)
+
+
+def _submit_group(
+    verb: str, name: str | None, process_set: ProcessSet, prepare: Callable[[Ranks], list[Prepared]]
+) -> Handles:
+    with horovods():
+        among = process_set.among
+        group, members = f"grouped_{verb}.{among.name(name)}", prepare(among)
+        return Handles(
+            [
+                among.submit(call, f"{group}.{number}", finish, group, len(members))
+                for number, (call, finish) in enumerate(members)
+            ]
+        )
+
+
+def _allreduce(
+    tensor: Tensor,
+    output: Tensor,
+    op: ReduceOp,
+    name: str | None,
+    factors: tuple[float, float],
+    process_set: ProcessSet,
+) -> Handle[Tensor]:
+    return _submit("allreduce", name, process_set, lambda among: _reduced(tensor, output, op, factors, among))
+
+
+def _grouped_allreduce(
+    tensors: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    op: ReduceOp,
+    name: str | None,
+    factors: tuple[float, float],
+    process_set: ProcessSet,
+) -> Handles:
+    if len({t.device.type == "cpu" for t in tensors}) > 1:
+        raise ValueError("grouped_allreduce: give tensors of one kind of device")
+    return _submit_group(
+        "allreduce",
+        name,
+        process_set,
+        lambda among: [_reduced(t, o, op, factors, among) for t, o in zip(tensors, outputs, strict=True)],
+    )
+
+
+def _reduced(tensor: Tensor, output: Tensor, op: ReduceOp, factors: tuple[float, float], among: Ranks) -> Prepared:
+    pre, post = factors
+    source = tensor if pre == 1.0 else scaled(tensor, pre)
+    if op is ReduceOp.Adasum:
+        call, combine = adasum.prepare(source, among)
+        return call, lambda received: scale_(operation.deliver(combine(received), output), post)
+    call = operation.all_reduce(source, output, REDUCTIONS[op], among.size)
+    call.signature = _signature(call.signature, op, factors)
+    factor = factor_of(op, post, among.size)
+    return call, lambda _: scale_(output, factor)
+
+
+def _reducescatter(tensor: Tensor, op: int, factors: tuple[float, float], among: Ranks) -> Prepared:
+    wanted, (pre, post) = ReduceOp(op), factors
+    if wanted is ReduceOp.Adasum:
+        raise NotImplementedError("reducescatter: Adasum is not supported")
+    if tensor.dim() == 0:
+        raise ValueError("reducescatter: give a tensor of one or more dimensions; a scalar has no parts")
+    parts = list(torch.split(scaled(tensor.detach(), pre), _shares(len(tensor), among.size)))
+    output = torch.empty_like(parts[among.rank], memory_format=torch.contiguous_format)
+    call = operation.reduce_scatter(parts, output, REDUCTIONS[wanted], among.rank, among.size)
+    call.signature = _signature(call.signature, wanted, factors)
+    factor = factor_of(wanted, post, among.size)
+    return call, lambda _: scale_(output, factor)
+
+
+def _allgather(tensor: Tensor, among: Ranks) -> Prepared:
+    """A scalar counts as one row."""
+    rows = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor
+    return operation.all_gather(rows, among.size), torch.cat
+
+
+def _signature(signature: str, op: ReduceOp, factors: tuple[float, float]) -> str:
+    """All ranks must ask for the same, also where the core's part is the same."""
+    return f"{signature} as {op.name} with factors {factors[0]:g}, {factors[1]:g}"
+
+
+def _shares(rows: int, size: int) -> list[int]:
+    return [rows // size + (rank < rows % size) for rank in range(size)]
+
+
+def _rows(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: int) -> list[int]:
+    """How many rows of the tensor go to each rank."""
+    if tensor.dim() == 0:
+        raise ValueError("alltoall: give a tensor of one or more dimensions")
+    if splits is None:
+        if len(tensor) % size:
+            raise ValueError(f"alltoall: {len(tensor)} rows cannot be divided by {size} ranks; give splits")
+        return [len(tensor) // size] * size
+    if isinstance(splits, torch.Tensor) and (splits.is_floating_point() or splits.is_complex()):
+        raise ValueError(f"alltoall: splits are {splits.dtype}; give whole numbers, such as torch.int32")
+    rows = [int(each) for each in splits]
+    if len(rows) != size:
+        raise ValueError(f"alltoall: splits has {len(rows)} entries for {size} ranks; give one for each")
+    if min(rows) < 0 or sum(rows) > len(tensor):
+        raise ValueError(f"alltoall: splits {rows} ask for {sum(rows)} rows of {len(tensor)}")
+    return rows

@@ -1,0 +1,63 @@
+"""The operations of an allreduce, and its factors."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class ReduceOp(IntEnum):
+    """How tensors are combined. Averages are sums times 1 / size."""
+
+    Average = 0
+    Sum = 1
+    Adasum = 2
+    Min = 3
+    Max = 4
+    Product = 5
+
+
+REDUCTIONS = {
+    ReduceOp.Average: "sum",
+    ReduceOp.Sum: "sum",
+    ReduceOp.Min: "min",
+    ReduceOp.Max: "max",
+    ReduceOp.Product: "product",
+}
+"""What DADT's core is asked for."""
+
+
+def chosen(op: ReduceOp | int | None, average: bool | None) -> ReduceOp:
+    """Return the operation in whichever of the two spellings was used. Raises ValueError if both were."""
+    if op is not None and average is not None:
+        raise ValueError("The op parameter supersedes average. Please provide only one of them.")
+    if op is not None:
+        return ReduceOp(op)
+    return ReduceOp.Sum if average is False else ReduceOp.Average
+
+
+def factor_of(op: ReduceOp, postscale_factor: float, size: int) -> float:
+    """Return the factor for the result of the core's reduction."""
+    return postscale_factor / size if op is ReduceOp.Average else postscale_factor
+
+
+def scale_(tensor: Tensor, factor: float) -> Tensor:
+    """Multiply in place. Integers are multiplied as float64 and truncated, half precision as float32."""
+    if factor == 1.0:
+        return tensor
+    values = tensor.detach()
+    if values.is_floating_point() or values.is_complex():
+        values.mul_(factor)
+    else:
+        values.copy_(values.to(torch.float64).mul_(factor))
+    return tensor
+
+
+def scaled(tensor: Tensor, factor: float) -> Tensor:
+    """Return the tensor itself if the factor is 1, else a scaled copy."""
+    return tensor if factor == 1.0 else scale_(tensor.detach().clone(), factor)

@@ -1,0 +1,49 @@
+"""Horovod's API for torch: each operation, optimizer and state, in scripts that import horovod."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from harness import SCRIPTS
+from harness.run import DADT
+
+FILES = ("horovod_operations", "horovod_optimizers")
+
+
+def checks_of(file: str) -> list[str]:
+    return re.findall(r"^@check\ndef (\w+)\(", (SCRIPTS / f"{file}.py").read_text(), re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Path]:
+    """The folder of what failed, for each script and number of ranks."""
+    assert importlib.util.find_spec("horovod") is None
+    folders = {}
+    for file in FILES:
+        for ranks in (2, 4):
+            folder = tmp_path_factory.mktemp(f"{file}-{ranks}")
+            command = [*DADT, "run", "-np", str(ranks), "--timeout", "30"]
+            done = subprocess.run(
+                [*command, str(SCRIPTS / f"{file}.py"), str(folder)],
+                cwd=folder,
+                capture_output=True,
+                text=True,
+                timeout=170,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
+            assert "horovod is not installed: DADT takes its place, with --algorithm sync" in done.stderr
+            assert len(list(folder.glob("done.*"))) == ranks, done.stderr
+            folders[file, ranks] = folder
+    return folders
+
+
+@pytest.mark.parametrize(("file", "check"), [(file, check) for file in FILES for check in checks_of(file)])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_horovod(ran, file: str, check: str, ranks: int) -> None:
+    assert [path.read_text() for path in ran[file, ranks].glob(f"{check}.*")] == []
