@@ -100,3 +100,15 @@ def test_the_one_with_the_api_by_two_workers(tmp_path: Path) -> None:
     assert "63 steps, 13 of them delayed by one" in done.stdout
     (accuracy,) = accuracies(done.stdout)
     assert accuracy > 0.85
+
+
+@pytest.mark.parametrize("options", [[], ["--fp16-allreduce", "--gradient-predivide-factor", "2.0"], ["--use-adasum"]])
+def test_the_one_for_horovod_by_two_workers(tmp_path: Path, options: list[str]) -> None:
+    script = ROOT / "examples" / "horovod_mnist.py"
+    assert "dadt" not in script.read_text().split('"""')[2]
+    dadt = [sys.executable, "-m", "dadt_cli", "run", "-np", "2"]
+    done = run([*dadt, str(script), "--epochs", "1", *options], tmp_path)
+    assert done.returncode == 0, done.stdout
+    (accuracy,) = accuracies(done.stdout)
+    assert accuracy > (0.8 if "--use-adasum" in options else 0.85)
+    assert (tmp_path / "mnist.pt").exists()

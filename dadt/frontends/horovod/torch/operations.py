@@ -15,7 +15,7 @@ from dadt.api import sparse
 from dadt.comm.collectives import operation
 from dadt.comm.collectives.operation import Operation
 from dadt.comm.collectives.process_set import Handle, Handles
-from dadt.frontends.horovod.common.exceptions import horovods
+from dadt.frontends.horovod.common.exceptions import HorovodInternalError, horovods
 from dadt.frontends.horovod.torch import adasum
 from dadt.frontends.horovod.torch.process_sets import ProcessSet, global_process_set
 from dadt.frontends.horovod.torch.reduce_op import REDUCTIONS, ReduceOp, chosen, factor_of, scale_, scaled
@@ -314,7 +314,7 @@ def _reducescatter(tensor: Tensor, op: int, factors: tuple[float, float], among:
     if wanted is ReduceOp.Adasum:
         raise NotImplementedError("reducescatter: Adasum is not supported")
     if tensor.dim() == 0:
-        raise ValueError("reducescatter: give a tensor of one or more dimensions; a scalar has no parts")
+        raise HorovodInternalError("reducescatter: give a tensor of one or more dimensions; a scalar has no parts")
     parts = list(torch.split(scaled(tensor.detach(), pre), _shares(len(tensor), among.size)))
     output = torch.empty_like(parts[among.rank], memory_format=torch.contiguous_format)
     call = operation.reduce_scatter(parts, output, REDUCTIONS[wanted], among.rank, among.size)

@@ -6,11 +6,13 @@ joined, and groups of parameters work as in Horovod.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -22,12 +24,15 @@ from dadt.frontends.horovod.torch.compression import Compression, Compressor
 from dadt.frontends.horovod.torch.process_sets import ProcessSet, global_process_set
 from dadt.frontends.horovod.torch.reduce_op import ReduceOp
 from dadt.frontends.horovod.torch.subclass import subclassed
+from dadt.train.measure import Measure
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T", bound=torch.optim.Optimizer)
 _wrapped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_numbers: defaultdict[tuple[Any, ...], Iterator[int]] = defaultdict(itertools.count)
+"""Of optimizers of the same process set whose parameters have the same names."""
 
 
 def DistributedOptimizer(
@@ -144,12 +149,13 @@ class _Averaging:
         self._optimizer, self._compression, self._how = weakref.ref(optimizer), compression, how
         self._sparse_as_dense, self._process_set = sparse_as_dense, process_set
         # Optimizers of two models may have the same names.
-        number = len(_wrapped)
-        self._names = {p: name if number == 1 else f"{name} of optimizer {number}" for p, name in names.items()}
+        number = next(_numbers[(process_set, *names.values())])
+        self._names = {p: f"{name} of optimizer {number}" if number else name for p, name in names.items()}
         self._left = dict.fromkeys(self.parameters, passes)
         self._groups: list[list[Tensor]] = [[p] for p in self.parameters]
         self._group_of = {p: number for number, p in enumerate(self.parameters)}
         self._under_way: dict[int, Callable[[], None]] = {}
+        self._measure = Measure()
 
     def group(self, groups: int | Sequence[Sequence[Tensor]] | None) -> None:
         """Have parameters travel together: in so many groups, in their order, or in these."""
@@ -174,6 +180,8 @@ class _Averaging:
         optimizer = self._optimizer()
         assert optimizer is not None
         optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(lambda *_: self._measure.stepped(0.0))
+        lifecycle.session().runtime.progress.measures.append(self._measure)
 
     @property
     def is_busy(self) -> bool:
@@ -188,9 +196,12 @@ class _Averaging:
         for number in range(len(self._groups)):
             if number not in self._under_way:
                 self._send(number)
+        begun = perf_counter()
         while self._under_way:
             number = next(iter(self._under_way))
             self._under_way.pop(number)()
+        waited = perf_counter() - begun
+        self._measure.exchanged(waited, waited)
         self.renew()
         self.is_synchronized = True
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from dadt.api import lifecycle
 from dadt.comm.collectives import process_set as own
-from dadt.frontends.horovod.common.exceptions import HorovodInternalError, horovods
+from dadt.frontends.horovod.common.exceptions import horovods
 
 
 class ProcessSet:
@@ -29,18 +29,20 @@ class ProcessSet:
 
     @property
     def among(self) -> own.ProcessSet:
-        """DADT's set of these ranks. Raises HorovodInternalError if there is none."""
+        """DADT's set of these ranks. Raises ValueError if there is none, or this process is not in it."""
         if self.process_set_id is None or self._own is None:
-            raise HorovodInternalError(f"{self} is not known: give it to hvd.init or hvd.add_process_set first")
+            raise ValueError(f"{self} is not known: give it to hvd.init or hvd.add_process_set first")
+        if not self._own.included:
+            raise ValueError(f"rank {lifecycle.rank()} is not in {self}: only its ranks may use it")
         return self._own
 
     def size(self) -> int | None:
         """Return the number of ranks, or None before the set counts."""
-        return None if self.process_set_id is None else self.among.size
+        return None if self.process_set_id is None or self.ranks is None else len(self.ranks)
 
     def rank(self) -> int | None:
         """Return this process's number within the set, or None if it is not in the set or the set does not count."""
-        return self.among.rank if self.process_set_id is not None and self.among.included else None
+        return self.among.rank if self.process_set_id is not None and self.included() else None
 
     def included(self) -> bool | None:
         """Return whether this process is in the set."""
@@ -102,7 +104,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if process_set not in _added:
         return False
     _added.remove(process_set)
-    among, process_set.process_set_id = process_set.among, None
+    among, process_set._own, process_set.process_set_id = process_set._own, None, None
+    assert among is not None
     with horovods():
         lifecycle.remove_process_set(among)
     return True
