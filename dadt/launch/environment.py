@@ -153,7 +153,7 @@ def of_worker(base: Mapping[str, str], given: Mapping[str, str], socket: Path) -
     inject = result.get("DADT_INJECT", "auto")
     hooks = needs_sitecustomize(inject, result)
     result["DADT_HOOK"] = "sitecustomize" if hooks else ""
-    if hooks or (inject != "none" and result.get("DADT_HOROVOD") != "none"):
+    if inject != "none":
         result["PYTHONPATH"] = ":".join([str(SITE), *filter(None, [result.get("PYTHONPATH")])])
     return result
 

@@ -1,5 +1,5 @@
-"""On PYTHONPATH of workers: has scripts find DADT where they import a horovod that is not installed, and runs
-dadt.inject.hook after `import torch` where torch does not call entry points.
+"""On PYTHONPATH of workers: has scripts find DADT where they import a horovod that is not installed, and hooks DADT in
+after `import keras`, and after `import torch` where torch does not call entry points.
 
 Standard library only, and nothing is imported before the script asks for it.
 """
@@ -16,11 +16,14 @@ PARTS = {"torch.mpi_ops": "torch", "torch.functions": "torch"}
 """Modules of Horovod whose names are in another module of DADT's."""
 
 
-class _AfterTorch(importlib.abc.MetaPathFinder):
-    """Finds torch as the others do, and adds one call after its import."""
+class _After(importlib.abc.MetaPathFinder):
+    """Finds a module as the others do, and calls `hook` of one of DADT's after its import."""
+
+    def __init__(self, name: str, own: str) -> None:
+        self._name, self._own = name, own
 
     def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
-        if name != "torch":
+        if name != self._name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -30,9 +33,7 @@ class _AfterTorch(importlib.abc.MetaPathFinder):
 
         def exec_module(module):  # type: ignore[no-untyped-def]
             execute(module)
-            from dadt.inject import hook
-
-            hook()
+            importlib.import_module(self._own).hook()
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -84,7 +85,8 @@ def _run_next() -> None:
 
 
 if os.environ.get("DADT_HOOK") == "sitecustomize":
-    sys.meta_path.insert(0, _AfterTorch())
+    sys.meta_path.insert(0, _After("torch", "dadt.inject"))
 if os.environ.get("DADT_HOROVOD", "none") != "none":
     sys.meta_path.insert(0, _Horovod())
+sys.meta_path.insert(0, _After("keras", "dadt.frontends.keras.fit"))
 _run_next()

@@ -1,0 +1,1 @@
+"""Keras on torch: its optimizers train data-parallel, as torch's do."""

@@ -1,0 +1,141 @@
+"""Keras on torch, in scripts that say nothing of DADT."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness.run import Result
+
+HEAD = """
+import hashlib, os, sys
+os.environ["KERAS_BACKEND"] = "torch"
+import keras, numpy as np, torch
+torch.set_num_threads(1)
+keras.utils.set_random_seed(1)
+generator = np.random.default_rng(0)
+x = generator.normal(size=(128, 8)).astype("float32")
+y = (x @ generator.normal(size=(8, 3))).argmax(1)
+
+def build(*layers):
+    first, last = keras.layers.Dense(16, activation="tanh"), keras.layers.Dense(3)
+    return keras.Sequential([keras.Input((8,)), first, *layers, last])
+
+def compiled(model, optimizer):
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"])
+    return model
+
+def digest(variables):
+    return hashlib.sha256(b"".join(keras.ops.convert_to_numpy(v).tobytes() for v in variables)).hexdigest()
+"""
+FIT = """
+model = compiled(build(keras.layers.BatchNormalization(), keras.layers.Dropout(0.1)), keras.optimizers.Adam(0.01))
+history = model.fit(x, y, batch_size=8, epochs=4, verbose=2, validation_data=(x[:50], y[:50]))
+print("ends with", digest(model.trainable_variables), digest(v for v in model.non_trainable_variables if v.ndim),
+      repr(history.history), repr(model.evaluate(x[:50], y[:50], verbose=2)))
+"""
+
+
+def told(result: Result) -> set[bytes]:
+    """What ranks print at their ends: each the same."""
+    assert result.code == 0, result.err
+    lines = re.findall(rb"^\[\d\] ends with (.*)$", result.out, re.MULTILINE)
+    assert len(lines) == 2, result.out
+    return set(lines)
+
+
+@pytest.mark.parametrize("algorithm", ["sync", "pipe"])
+def test_fit(launch, algorithm: str) -> None:
+    result = launch(HEAD + FIT, "-np", "2", "--algorithm", algorithm, "--warmup-steps", "5", "train.py")
+    assert len(told(result)) == 1
+    assert "(128 samples, shuffled): trains, 64 per worker" in result.err
+    assert "(50 samples): evaluates, all of it" in result.err
+    assert "identical inputs" not in result.err and "without prediction" not in result.err
+    assert ("32 steps, none delayed" if algorithm == "sync" else "32 steps, 27 of them delayed") in result.err
+    assert result.out.count(b"Epoch 4/4") == 1
+    assert b"8/8 - " in result.out
+
+
+@pytest.mark.parametrize("batch", ["per-rank", "global"])
+def test_two_workers_take_the_steps_of_one(launch, tmp_path: Path, batch: str) -> None:
+    text = """
+model = compiled(build(), keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.5))
+model.fit(x, y, batch_size=int(sys.argv[1]), epochs=5, verbose=0, shuffle=False)
+weights = np.concatenate([keras.ops.convert_to_numpy(v).ravel() for v in model.weights])
+np.save(sys.argv[2], weights)
+print("ends with", digest(model.weights))
+"""
+    size = "128" if batch == "global" else "64"
+    options = ["--algorithm", "sync", "--batch", batch]
+    assert len(told(launch(HEAD + text, "-np", "2", *options, "train.py", size, "two.npy"))) == 1
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    alone = subprocess.run([sys.executable, "train.py", "128", "one.npy"], cwd=tmp_path, env=environment, timeout=60)
+    assert alone.returncode == 0
+    import numpy as np
+
+    np.testing.assert_allclose(np.load(tmp_path / "two.npy"), np.load(tmp_path / "one.npy"), atol=1e-5)
+
+
+def test_callbacks_do_the_same_on_all_ranks(launch, tmp_path: Path) -> None:
+    text = """
+model = compiled(build(), keras.optimizers.SGD(0.5))
+stop = keras.callbacks.EarlyStopping("loss", patience=1, min_delta=0.05)
+slower = keras.callbacks.ReduceLROnPlateau("loss", patience=0, min_delta=0.08, factor=0.5)
+keep = keras.callbacks.ModelCheckpoint("model.keras", monitor="accuracy", save_best_only=True)
+history = model.fit(x, y, batch_size=8, epochs=40, verbose=0, callbacks=[stop, slower, keep])
+print("ends with", len(history.epoch), float(model.optimizer.learning_rate), digest(model.weights))
+"""
+    (line,) = told(launch(HEAD + text, "-np", "2", "--algorithm", "sync", "train.py"))
+    epochs, rate, _ = line.split()
+    assert 1 < int(epochs) < 40
+    assert float(rate) < 0.5
+    assert [path.name for path in tmp_path.glob("*.keras")] == ["model.keras"]
+    load = "import os; os.environ['KERAS_BACKEND'] = 'torch'; import keras; keras.saving.load_model('model.keras')"
+    subprocess.run([sys.executable, "-c", load], cwd=tmp_path, check=True, timeout=60)
+
+
+def test_a_loop_of_the_scripts_own(launch) -> None:
+    text = """
+model, optimizer = build(), keras.optimizers.AdamW(0.01)
+loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+data = torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y))
+for epoch in range(3):
+    for a, b in torch.utils.data.DataLoader(data, batch_size=8, shuffle=True):
+        model.zero_grad()
+        loss_of(b, model(a, training=True)).backward()
+        variables = model.trainable_variables
+        with torch.no_grad():
+            optimizer.apply([v.value.grad for v in variables], variables)
+print("ends with", digest(model.weights))
+"""
+    result = launch(HEAD + text, "-np", "2", "--algorithm", "pipe", "--warmup-steps", "5", "train.py")
+    assert len(told(result)) == 1
+    assert "of them delayed" in result.err
+
+
+def test_other_kinds_of_data(launch) -> None:
+    text = """
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return 16
+    def __getitem__(self, index):
+        return x[index * 8 : index * 8 + 8], y[index * 8 : index * 8 + 8]
+
+tensors = torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y))
+model = compiled(build(), keras.optimizers.SGD(0.1))
+model.fit(torch.utils.data.DataLoader(tensors, batch_size=8, shuffle=True), epochs=2, verbose=0)
+model.fit(Batches(), epochs=2, verbose=0)
+print("ends with", digest(model.weights), int(model.optimizer.iterations.numpy()))
+"""
+    (line,) = told(launch(HEAD + text, "-np", "2", "--algorithm", "sync", "train.py"))
+    assert line.split()[1] == b"32"
+
+
+def test_without_injection_keras_is_left_alone(launch) -> None:
+    text = "\nassert keras.Model.fit.__module__.startswith('keras')\nprint('ends with', 1)\n"
+    told(launch(HEAD + text, "-np", "2", "--inject", "none", "train.py"))
