@@ -120,6 +120,14 @@ def see(gpu: str) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = gpu
 
 
+def see_all() -> None:
+    """Make visible what the host's agent sees, if each worker was to see one GPU. Call it before CUDA is first used."""
+    if gpus := os.environ.get("DADT_GPUS"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus
+    elif gpus == "":
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+
+
 def threads_chosen(env: Mapping[str, str] = os.environ) -> bool:
     """Whether the environment sets the number of threads of a process."""
     return "OMP_NUM_THREADS" in env

@@ -71,7 +71,13 @@ def broadcast_optimizer_state(
         state = _fill(sketch, tensors)
     _overwrite(among, tensors, number)
     if among.rank != number:
+        before = list(optimizer.param_groups)
         optimizer.load_state_dict(state)
+        # The script may hold these dictionaries.
+        for mine, loaded in zip(before, optimizer.param_groups, strict=True):
+            mine.clear()
+            mine.update(loaded)
+        optimizer.param_groups[:] = before
 
 
 def broadcast_object(

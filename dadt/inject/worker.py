@@ -75,6 +75,13 @@ def ask() -> Runtime:
     return runtime
 
 
+def forget_seeds() -> None:
+    """In a script that calls `dadt.init`: each rank draws numbers of its own from here on, unless the script has seeded
+    before."""
+    if streams is not None and streams.parting is not None:
+        (streams.parting.waive if streams.seeded else streams.parting.part)()
+
+
 def watch_deaths(abort: Abort) -> None:
     """Call this when a rank of the job has ended."""
     if runtime is not None:

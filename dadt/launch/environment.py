@@ -150,6 +150,8 @@ def of_worker(base: Mapping[str, str], given: Mapping[str, str], socket: Path) -
         result.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
         if "OMPI_MCA_btl_tcp_if_exclude" not in result:  # Open MPI takes one of the two
             result.setdefault("OMPI_MCA_btl_tcp_if_include", interface)
+    if "CUDA_VISIBLE_DEVICES" in given:
+        result["DADT_GPUS"] = base.get("CUDA_VISIBLE_DEVICES", "")
     inject = result.get("DADT_INJECT", "auto")
     hooks = needs_sitecustomize(inject, result)
     result["DADT_HOOK"] = "sitecustomize" if hooks else ""

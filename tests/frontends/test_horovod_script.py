@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -110,6 +111,90 @@ def test_its_modules_are_found_under_both_names(launch, name: str) -> None:
     text += "assert 'torch' in sys.modules and hvd.size.__doc__\n"
     result = launch(text, "-np", "1", "train.py")
     assert result.code == 0, result.err
+
+
+def test_a_folder_of_the_scripts_own_is_no_horovod(launch, tmp_path) -> None:
+    (tmp_path / "horovod").mkdir()
+    result = launch("import horovod.torch; print(horovod.__version__)", "-np", "1", "train.py")
+    assert result.code == 0, result.err
+    assert b"0.28.1" in result.out
+
+
+def test_other_names_that_scripts_import(launch) -> None:
+    text = """
+from horovod.common.process_sets import global_process_set
+from horovod.common.util import split_list, num_rank_is_power_2, gpu_available, env
+from horovod.runner import run
+from horovod.torch.functions import broadcast_object
+from horovod.torch.mpi_ops import allreduce_async_, synchronize
+import horovod.torch as hvd
+assert global_process_set is hvd.global_process_set and hvd.mpi_ops.size is hvd.size
+assert split_list([1, 2, 3, 4, 5], 2) == [[1, 2], [3, 4, 5]] and num_rank_is_power_2(4) and not gpu_available()
+"""
+    result = launch(text, "-np", "1", "train.py")
+    assert result.code == 0, result.err
+
+
+@pytest.mark.parametrize("seeds", [False, True])
+def test_random_numbers_are_the_scripts(launch, seeds: bool) -> None:
+    """Seeded ones stay alike, also where the script has seeded before `init`; others differ from there on."""
+    seed = "random.seed(1); numpy.random.seed(1); torch.manual_seed(1)" if seeds else "pass"
+    text = f"""
+import numpy, random, torch, horovod.torch as hvd
+{seed}
+hvd.init()
+model = torch.nn.Linear(2, 2)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+model(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+drawn = (random.random(), numpy.random.rand(), float(torch.rand(())))
+assert len(set(hvd.allgather_object(drawn))) == {1 if seeds else 2}
+assert len({{numbers[2] for numbers in hvd.allgather_object(drawn)}}) == {1 if seeds else 2}
+"""
+    result = launch(text, "-np", "2", "train.py")
+    assert result.code == 0, result.err
+
+
+@pytest.mark.parametrize(("options", "code"), [([], 0), (["--timeout", "2"], 1)])
+def test_a_busy_rank_is_waited_for_unless_a_limit_was_given(launch, options: list[str], code: int) -> None:
+    text = """
+import time, horovod.torch as hvd
+hvd.init()
+if hvd.rank() == 0:
+    time.sleep(5)
+hvd.barrier()
+"""
+    result = launch(text, "-np", "2", *options, "train.py")
+    assert result.code == code, result.err
+
+
+@pytest.mark.parametrize("visible", [None, "3,5"])
+def test_the_gpus_of_the_host_are_visible(launch, visible: str | None) -> None:
+    """Scripts for Horovod choose theirs by hvd.local_rank()."""
+    text = """
+import os, torch
+before = os.environ.get("CUDA_VISIBLE_DEVICES")
+import horovod.torch
+print("saw", before, "sees", os.environ.get("CUDA_VISIBLE_DEVICES"))
+"""
+    from dadt.launch import environment
+    from dadt.launch.hosts.slot import Slot
+
+    slot = Slot(rank=1, world_size=2, local_rank=1, local_size=2, gpu="5")
+    base = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    given = environment.own(slot, "job", None, told=False, restarts=0, joins=False)
+    made = environment.of_worker(base, {**given, "DADT_HOROVOD": "sync"}, environment.SITE)
+    assert made["CUDA_VISIBLE_DEVICES"] == "5"
+    result = launch(text, "-np", "1", "train.py")
+    assert b"saw None sees None" in result.out
+    done = subprocess.run(
+        [sys.executable, "-c", text],
+        env={**os.environ, **{n: made[n] for n in ("CUDA_VISIBLE_DEVICES", "DADT_GPUS", "DADT_HOROVOD", "PYTHONPATH")}},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert f"saw 5 sees {visible}" in done.stdout, done.stderr
 
 
 def test_what_is_not_there_is_said(launch) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -242,6 +245,32 @@ def compression() -> None:
 def objects() -> None:
     assert hvd.broadcast_object({"of": hvd.rank()}, 1) == {"of": 1}
     assert hvd.allgather_object([hvd.rank()] * hvd.rank()) == [[r] * r for r in range(hvd.size())]
+    assert hvd.broadcast_object((lambda n: n + 1) if hvd.rank() == 0 else None)(1) == 2
+    raises(Exception, lambda: hvd.broadcast_object(threading.Lock() if hvd.rank() == 0 else None), "pickle")
+    raises(Exception, lambda: hvd.allgather_object(threading.Lock() if hvd.rank() == 0 else None), "pickle")
+
+
+@check
+def what_is_done_is_in_place() -> None:
+    tensor = mine(torch.float32)
+    handle = hvd.allreduce_async_(tensor, name="polled")
+    while not hvd.poll(handle):
+        time.sleep(0.001)
+    same(tensor, reduced(hvd.Average, every(torch.float32)))
+
+
+def _child(numbers: object) -> None:
+    numbers.put((hvd.is_initialized(), hvd.rank(), hvd.size(), hvd.local_rank(), hvd.global_process_set.included()))
+
+
+@check
+def a_forked_child_knows_its_rank() -> None:
+    fork = multiprocessing.get_context("fork")
+    numbers = fork.Queue()
+    child = fork.Process(target=_child, args=(numbers,))
+    child.start()
+    assert numbers.get(timeout=20) == (True, hvd.rank(), hvd.size(), hvd.rank(), True)
+    child.join()
 
 
 @check
@@ -346,7 +375,8 @@ def again() -> None:
     hvd.shutdown()
     assert not hvd.is_initialized()
     assert pair.size() is None
-    raises(ValueError, hvd.rank, "hvd.init()")
+    for call in (hvd.rank, hvd.is_homogeneous, lambda: hvd.allreduce(torch.ones(1)), lambda: hvd.allgather_object(1)):
+        raises(ValueError, call, "hvd.init()")
     hvd.init(process_sets=[pair])
     assert (hvd.rank(), hvd.size()) == before
     assert pair.size() == hvd.size() - 1

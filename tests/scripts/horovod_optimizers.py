@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
 import sys
 import traceback
 import warnings
@@ -246,7 +248,81 @@ def what_scripts_do_wrong() -> None:
     _raises(ValueError, lambda: hvd.DistributedOptimizer(optimizer, groups=[[1]]), "groups")
     _raises(ValueError, lambda: hvd.DistributedOptimizer(optimizer, op=hvd.Sum, gradient_predivide_factor=2.0), "op")
     _raises(ValueError, lambda: hvd.DistributedOptimizer(optimizer, backward_passes_per_step=0), "must be > 0")
-    _raises(ValueError, lambda: hvd.DistributedOptimizer(made), "already")
+
+
+@check
+def an_optimizer_that_is_gone() -> None:
+    """Its hooks are gone with it, and a parameter may get another optimizer, or the same one anew."""
+    net = model()
+    for again in (False, True, False):
+        made = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+        if again:
+            made = hvd.DistributedOptimizer(made, backward_passes_per_step=2)
+            loss_of(net, hvd.rank(), 0).backward()
+        loss_of(net, hvd.rank(), 0).backward()
+        made.step()
+        made.zero_grad()
+        equal_on_all(net)
+        del made
+        gc.collect()
+        loss_of(net, hvd.rank(), 1).backward()
+        loss_of(net, hvd.rank(), 1).backward()
+        net.zero_grad()
+
+
+class Twice(torch.optim.SGD):
+    """A step that calls that of its base, and methods without the arguments of torch's."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
+
+
+@check
+def an_optimizer_of_the_scripts_own_class() -> None:
+    net, other = model(), model()
+    seen = []
+    optimizer = Twice(net.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: seen.append(net[0].weight.grad.clone()))
+    made = hvd.DistributedOptimizer(optimizer, net.named_parameters(), op=hvd.Sum)
+    for step in range(2):
+        made.zero_grad()
+        loss_of(net, hvd.rank(), step).backward()
+        made.step()
+    single = torch.optim.SGD(other.parameters(), lr=0.1)
+    for step in range(2):
+        single.zero_grad()
+        sum(loss_of(other, rank, step) for rank in range(hvd.size())).backward()
+        single.step()
+    alike(net, other)
+    close(seen[-1], other[0].weight.grad)
+    adasum = hvd.DistributedOptimizer(Twice(net.parameters(), lr=0.1), op=hvd.Adasum)
+    loss_of(net, hvd.rank(), 5).backward()
+    adasum.step()
+    equal_on_all(net)
+
+
+@check
+def copies_and_states() -> None:
+    net = model()
+    made = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), net.named_parameters())
+    assert made.backward_passes_per_step == 1
+    loss_of(net, hvd.rank(), 0).backward()
+    made.load_state_dict(made.state_dict())  # what was under way is dropped
+    made.zero_grad()
+    loss_of(net, hvd.rank(), 0).backward()
+    made.step()
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(made)))
+    assert type(copied) is torch.optim.SGD
+    assert copied.state_dict()["param_groups"] == made.state_dict()["param_groups"]
+    equal_on_all(net)
+    groups = made.param_groups[0]
+    groups["lr"] = 0.1 + hvd.rank()
+    hvd.broadcast_optimizer_state(made, 1)
+    assert groups is made.param_groups[0]
+    assert groups["lr"] == 1.1
 
 
 @check
@@ -324,6 +400,8 @@ def batch_norm_over_all_ranks() -> None:
         close(x.grad, whole.grad[rows], 1e-3)
         close(hvd.allreduce(ours.weight.grad, op=hvd.Sum), theirs.weight.grad, 1e-2)
         close(hvd.allreduce(ours.bias.grad, op=hvd.Sum), theirs.bias.grad, 1e-2)
+        untracked = hvd.SyncBatchNorm(3, track_running_stats=False).eval()
+        close(untracked(x), type(theirs)(3)(whole)[rows], 1e-4)
         ours.eval(), theirs.eval()
         close(ours(x), theirs(whole)[rows], 1e-4)
     _raises(ValueError, lambda: hvd.SyncBatchNorm(3)(torch.ones(3)), "2D")
@@ -335,7 +413,8 @@ def elastic_state() -> None:
     net = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1 + hvd.rank())
     sampler = hvd.elastic.ElasticSampler(list(range(20)), shuffle=False)
-    sampler.record_batch(0, 2)
+    if hvd.rank() == 0:
+        sampler.record_batch(0, 2)
     state = hvd.elastic.TorchState(net, optimizer, sampler=sampler, epoch=hvd.rank(), batch=0)
     calls = []
     state.register_reset_callbacks([lambda: calls.append(1)])
@@ -346,7 +425,7 @@ def elastic_state() -> None:
         assert state.epoch == 0
         assert optimizer.param_groups[0]["lr"] == 0.1
         used = set(range(2 * hvd.size()))
-        assert sampler.processed_indices == used
+        assert sampler.state_dict() == {"epoch": 0, "processed_num": len(used)}
         assert not used & set(sampler)
         assert len(sampler) == len(list(sampler)) == -(-(20 - len(used)) // hvd.size())
         state.commit()

@@ -42,15 +42,37 @@ def broadcast_bytes(among: ProcessSet, data: bytes, root: int, name: str) -> byt
 def broadcast_object(among: ProcessSet, value: Any, root: int, name: str) -> Any:
     """The root's object on all ranks."""
     _check(among)
-    data = pickle.dumps(value) if among.rank == root else b""
+    data, error = _dumped(value) if among.rank == root else (b"", None)
     received = broadcast_bytes(among, data, root, name)
-    return value if among.rank == root else pickle.loads(received)
+    if error is not None:
+        raise error
+    return value if among.rank == root else _loaded(received, among.ranks[root])
 
 
 def allgather_object(among: ProcessSet, value: Any, name: str) -> list[Any]:
     """Every rank's object, by rank of the set."""
     _check(among)
-    return [pickle.loads(data) for data in gather_bytes(among, pickle.dumps(value), name)]
+    mine, error = _dumped(value)
+    every = gather_bytes(among, mine, name)
+    if error is not None:
+        raise error
+    return [_loaded(data, rank) for data, rank in zip(every, among.ranks, strict=True)]
+
+
+def _dumped(value: Any) -> tuple[bytes, Exception | None]:
+    """No bytes for what cannot be pickled, so that the other ranks do not wait in vain."""
+    import cloudpickle  # type: ignore[import-untyped]
+
+    try:
+        return cloudpickle.dumps(value), None
+    except Exception as error:  # noqa: BLE001 (whatever a class of the user's raises)
+        return b"", error
+
+
+def _loaded(data: bytes, rank: int) -> Any:
+    if not data:
+        raise DadtError(f"rank {rank} could not pickle its object: see its own error")
+    return pickle.loads(data)
 
 
 def _check(among: ProcessSet) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -71,6 +72,24 @@ def all_reduce(tensor: torch.Tensor, output: torch.Tensor, reduction: str, size:
     target = host if in_place else host_target(output)
     call = _reduce_call("all_reduce", signature, [host], [target], reduction)
     call.finish = lambda work: deliver(target, output)
+    return call
+
+
+def all_reduce_together(tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], reduction: str) -> Operation:
+    """Like all_reduce for tensors of one dtype, in one operation. Raises TypeError, ValueError."""
+    _check_same_dtype("all_reduce", tensors)
+    _check_reduction(reduction, tensors[0].dtype)
+    shapes = zlib.crc32(repr([tuple(t.shape) for t in tensors]).encode())
+    count = sum(t.numel() for t in tensors)
+    name = _name(tensors[0].dtype)
+    signature = f"all_reduce {reduction} {name} of {len(tensors)} tensors, {count} elements, shapes {shapes:08x}"
+    hosts = [host_copy(t) for t in tensors]
+    targets = [
+        host if output is tensor and host.data_ptr() == tensor.data_ptr() else host_target(output)
+        for tensor, host, output in zip(tensors, hosts, outputs, strict=True)
+    ]
+    call = _reduce_call("all_reduce", signature, hosts, targets, reduction)
+    call.finish = lambda work: [deliver(t, o) for t, o in zip(targets, outputs, strict=True)]
     return call
 
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+__version__ = "0.28.1"
+"""Of Horovod's API."""
+
 
 def run(
     func: Callable[..., Any],

@@ -51,6 +51,10 @@ class Parting:
         """Whether torch still draws the same on all ranks, without the script's having seeded it."""
         return not self._done and not self._torch_is_seeded()
 
+    def waive(self) -> None:
+        """The script has seeded: all is its own."""
+        self._done = True
+
     def part(self) -> None:
         """The first call counts: training begins, or an optimizer that is not wrapped has made its first step."""
         if self._done:

@@ -12,7 +12,12 @@ import os
 import sys
 from pathlib import Path
 
-PARTS = {"torch.mpi_ops": "torch", "torch.functions": "torch"}
+PARTS = {
+    "torch.mpi_ops": "torch",
+    "torch.functions": "torch",
+    "common.process_sets": "torch.process_sets",
+    "runner": "",
+}
 """Modules of Horovod whose names are in another module of DADT's."""
 
 
@@ -25,7 +30,7 @@ class _After(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
         if name != self._name:
             return None
-        sys.meta_path.remove(self)
+        sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
         spec = importlib.util.find_spec(name)
         if spec is None or spec.loader is None:
             return spec
@@ -47,14 +52,20 @@ class _Horovod(importlib.abc.MetaPathFinder):
         whole, _, part = name.partition(".")
         if whole != "horovod":
             return None
-        others = [finder for finder in sys.meta_path if finder is not self]
-        if not part and any(finder.find_spec(name, path, target) for finder in others):
-            sys.meta_path.remove(self)
+        if not part and any(self._is_installed(finder) for finder in sys.meta_path if finder is not self):
+            sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
             return None
         own = ".".join(filter(None, ["dadt.frontends.horovod", PARTS.get(part, part)]))
         if importlib.util.find_spec(own) is None:
             return None
         return importlib.machinery.ModuleSpec(name, _Own(own), is_package=True)
+
+    @staticmethod
+    def _is_installed(finder) -> bool:  # type: ignore[no-untyped-def]
+        """A folder of that name without modules is none."""
+        find = getattr(finder, "find_spec", None)
+        spec = find("horovod", None) if find is not None else None
+        return spec is not None and spec.origin is not None
 
 
 class _Own(importlib.abc.Loader):

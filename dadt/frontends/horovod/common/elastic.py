@@ -8,9 +8,8 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from dadt.api import lifecycle
-from dadt.api.state import broadcast_object
-from dadt.frontends.horovod.common.exceptions import horovods
+from dadt.frontends.horovod.torch import place
+from dadt.frontends.horovod.torch.state import broadcast_object
 
 
 class State:
@@ -65,7 +64,8 @@ class ObjectState(State):
     ) -> None:
         super().__init__(bcast_object, get_rank)
         self._saved_state = dict(kwargs)
-        self._set_attributes()
+        for name, value in kwargs.items():
+            setattr(self, name, value)
 
     def save(self) -> None:
         """Keep a copy of the attributes."""
@@ -79,8 +79,7 @@ class ObjectState(State):
         """Take rank 0's attributes on all ranks."""
         if self._saved_state:
             now = {name: getattr(self, name) for name in self._saved_state}
-            with horovods():
-                self._saved_state = broadcast_object(now)
+            self._saved_state = broadcast_object(now)
             self._set_attributes()
 
     def _set_attributes(self) -> None:
@@ -97,7 +96,7 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def train(state: State, *args: Any, **kwargs: Any) -> Any:
-        if lifecycle.rank() == 0 and lifecycle.size() > 1:
+        if place.rank() == 0 and place.size() > 1:
             sys.stderr.write(
                 "dadt: hvd.elastic.run: nothing is elastic here. A lost worker ends the job;"
                 " --max-restarts N starts it again, from the checkpoint that the script reads\n"

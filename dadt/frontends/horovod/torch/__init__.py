@@ -1,27 +1,21 @@
 """Horovod's API for torch: `import dadt.frontends.horovod.torch as hvd`."""
 
+import sys
+
 from dadt.frontends.horovod.common.exceptions import HorovodInternalError as HorovodInternalError
 from dadt.frontends.horovod.torch import elastic as elastic
 from dadt.frontends.horovod.torch.basics import ccl_built as ccl_built
-from dadt.frontends.horovod.torch.basics import cross_rank as cross_rank
-from dadt.frontends.horovod.torch.basics import cross_size as cross_size
 from dadt.frontends.horovod.torch.basics import cuda_built as cuda_built
 from dadt.frontends.horovod.torch.basics import ddl_built as ddl_built
 from dadt.frontends.horovod.torch.basics import gloo_built as gloo_built
 from dadt.frontends.horovod.torch.basics import gloo_enabled as gloo_enabled
 from dadt.frontends.horovod.torch.basics import init as init
-from dadt.frontends.horovod.torch.basics import is_homogeneous as is_homogeneous
-from dadt.frontends.horovod.torch.basics import is_initialized as is_initialized
-from dadt.frontends.horovod.torch.basics import local_rank as local_rank
-from dadt.frontends.horovod.torch.basics import local_size as local_size
 from dadt.frontends.horovod.torch.basics import mpi_built as mpi_built
 from dadt.frontends.horovod.torch.basics import mpi_enabled as mpi_enabled
 from dadt.frontends.horovod.torch.basics import mpi_threads_supported as mpi_threads_supported
 from dadt.frontends.horovod.torch.basics import nccl_built as nccl_built
-from dadt.frontends.horovod.torch.basics import rank as rank
 from dadt.frontends.horovod.torch.basics import rocm_built as rocm_built
 from dadt.frontends.horovod.torch.basics import shutdown as shutdown
-from dadt.frontends.horovod.torch.basics import size as size
 from dadt.frontends.horovod.torch.basics import start_timeline as start_timeline
 from dadt.frontends.horovod.torch.basics import stop_timeline as stop_timeline
 from dadt.frontends.horovod.torch.compression import Compression as Compression
@@ -53,6 +47,14 @@ from dadt.frontends.horovod.torch.operations import reducescatter_async as reduc
 from dadt.frontends.horovod.torch.operations import sparse_allreduce_async as sparse_allreduce_async
 from dadt.frontends.horovod.torch.operations import synchronize as synchronize
 from dadt.frontends.horovod.torch.optimizer import DistributedOptimizer as DistributedOptimizer
+from dadt.frontends.horovod.torch.place import cross_rank as cross_rank
+from dadt.frontends.horovod.torch.place import cross_size as cross_size
+from dadt.frontends.horovod.torch.place import is_homogeneous as is_homogeneous
+from dadt.frontends.horovod.torch.place import is_initialized as is_initialized
+from dadt.frontends.horovod.torch.place import local_rank as local_rank
+from dadt.frontends.horovod.torch.place import local_size as local_size
+from dadt.frontends.horovod.torch.place import rank as rank
+from dadt.frontends.horovod.torch.place import size as size
 from dadt.frontends.horovod.torch.process_sets import ProcessSet as ProcessSet
 from dadt.frontends.horovod.torch.process_sets import add_process_set as add_process_set
 from dadt.frontends.horovod.torch.process_sets import global_process_set as global_process_set
@@ -65,3 +67,5 @@ from dadt.frontends.horovod.torch.state import broadcast_parameters as broadcast
 from dadt.frontends.horovod.torch.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 
 Average, Sum, Adasum, Min, Max, Product = ReduceOp
+mpi_ops = functions = sys.modules[__name__]
+"""Modules of Horovod's, by which some scripts name the same functions."""

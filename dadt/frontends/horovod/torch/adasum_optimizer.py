@@ -9,7 +9,7 @@ import torch
 from dadt.frontends.horovod.torch import operations as hvd
 from dadt.frontends.horovod.torch.process_sets import global_process_set
 from dadt.frontends.horovod.torch.reduce_op import ReduceOp
-from dadt.frontends.horovod.torch.subclass import subclassed
+from dadt.frontends.horovod.torch.subclass import Distributed, subclassed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,8 +26,7 @@ def wrap(optimizer: T, names: dict[Tensor, str], compression: type[Compressor], 
     if process_set is not global_process_set:
         raise NotImplementedError("Adasum does not support non-global process sets yet.")
     steps = _Steps(names, compression)
-    optimizer.register_step_pre_hook(steps.before)
-    optimizer.register_step_post_hook(steps.after)
+    steps.hooks = [optimizer.register_step_pre_hook(steps.before), optimizer.register_step_post_hook(steps.after)]
     return subclassed(optimizer, _Adasum, steps)
 
 
@@ -38,9 +37,20 @@ class _Steps:
         self._names = {p: name for p, name in names.items() if p.requires_grad}
         self._compression = compression
         self._before: list[Tensor] = []
+        self._depth = 0
+        """Steps under way: that of a class may call that of the class below it."""
+        self.hooks: list[Any] = []
+
+    def release(self) -> None:
+        """The optimizer is the script's own again."""
+        while self.hooks:
+            self.hooks.pop().remove()
 
     def before(self, *_: Any) -> None:
         """The optimizer is about to step."""
+        self._depth += 1
+        if self._depth > 1:
+            return
         for parameter in self._names:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -48,6 +58,9 @@ class _Steps:
 
     def after(self, *_: Any) -> None:
         """It has stepped."""
+        self._depth -= 1
+        if self._depth:
+            return
         with torch.no_grad():
             pairs = list(zip(self._names, self._before, strict=True))
             sent = [self._compression.compress(p - start) for p, start in pairs]
@@ -60,7 +73,7 @@ class _Steps:
         self._before = []
 
 
-class _Adasum:
+class _Adasum(Distributed):
     """What such an optimizer has beside its own methods."""
 
     def synchronize(self) -> None:

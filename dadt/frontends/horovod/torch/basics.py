@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -12,75 +11,58 @@ from dadt import world as environment
 from dadt.api import lifecycle
 from dadt.config import Config
 from dadt.frontends.horovod.common.exceptions import horovods
+from dadt.frontends.horovod.torch import place
 from dadt.frontends.horovod.torch import process_sets as sets
 from dadt.frontends.horovod.torch.process_sets import ProcessSet
+from dadt.inject import worker
 
-T = TypeVar("T")
-_is_initialized = False
+_TOLD = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+"""What scripts also find in HOROVOD_RANK and so on."""
+
+# Each worker sees one GPU, as scripts expect that say nothing of ranks; those for Horovod choose theirs by local_rank.
+environment.see_all()
 
 
 def init(comm: Iterable[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Join the job. Gradients are averaged at once, as Horovod does, unless `--algorithm` was given.
 
     comm: all ranks, or None. process_sets: sets to add, the same on all ranks; or "dynamic", which is always the case.
-    A second call does nothing. Raises ValueError for other ranks or for a duplicate set.
+    A second call does nothing. Random numbers are the script's: where it has seeded none, ranks draw different ones.
+    Raises ValueError for other ranks or for a duplicate set.
     """
-    global _is_initialized
-    if _is_initialized:
+    if place.is_initialized():
         return
+    if comm is not None and not isinstance(comm, Iterable):
+        raise ValueError("hvd.init: communicators of mpi4py are not supported; leave comm out")
     with horovods():
         if not lifecycle.initialized():
-            # A process that no launcher has told anything, and --no-horovod, leave "none".
             algorithm = Config.from_env().horovod
             lifecycle.init(algorithm="sync" if algorithm == "none" else algorithm)
+            worker.forget_seeds()
             _tell()
-        if comm is not None and not isinstance(comm, Iterable):
-            raise ValueError("hvd.init: communicators of mpi4py are not supported; leave comm out")
-        if comm and sorted(comm) != list(range(lifecycle.size())):
-            raise ValueError("hvd.init: comm must name all ranks; use process_sets for some of them")
-        _is_initialized = True
-        sets.begin([] if process_sets is None or isinstance(process_sets, str) else process_sets)
+    numbers = place.begin()
+    environment.tell_horovod({name.upper(): numbers[name] for name in _TOLD})
+    if comm and sorted(comm) != list(range(place.size())):
+        raise ValueError("hvd.init: comm must name all ranks; use process_sets for some of them")
+    sets.begin([] if process_sets is None or isinstance(process_sets, str) else process_sets)
 
 
 def shutdown() -> None:
     """Close the process sets. `init` may follow; the job itself is left when the process ends."""
-    global _is_initialized
-    if is_initialized():
-        _is_initialized = False
+    if place.is_initialized() and lifecycle.initialized():
         with horovods():
             sets.end()
+    place.end()
 
 
-def is_initialized() -> bool:
-    """Return whether this process is between `init` and `shutdown`."""
-    return _is_initialized and lifecycle.initialized()
-
-
-# Who is who -----------------------------------------------------------------------------------------------------------
-
-
-def _asked(function: Callable[[], T]) -> Callable[[], T]:
-    def ask() -> T:
-        if not is_initialized():
-            raise ValueError("Horovod has not been initialized; use hvd.init().")
-        return function()
-
-    ask.__name__ = ask.__qualname__ = function.__name__
-    ask.__doc__ = f"{(function.__doc__ or '').split('.')[0]}. Raises ValueError before `init`."
-    return ask
-
-
-rank = _asked(lifecycle.rank)
-size = _asked(lifecycle.size)
-local_rank = _asked(lifecycle.local_rank)
-local_size = _asked(lifecycle.local_size)
-cross_rank = _asked(lifecycle.cross_rank)
-cross_size = _asked(lifecycle.cross_size)
-
-
-def is_homogeneous() -> bool:
-    """Return whether all hosts have the same number of ranks."""
-    return lifecycle.session().is_homogeneous
+def _tell() -> None:
+    """Say once whose Horovod this is. Each process takes the GPU of its local rank, of all that the host has."""
+    runtime, world = lifecycle.session().runtime, lifecycle.session().world
+    if world.rank == 0 and getattr(sys.modules.get("horovod"), "__name__", "") == "dadt.frontends.horovod":
+        how = lifecycle.session().config.algorithm
+        runtime.say(f"horovod is not installed: DADT takes its place, with --algorithm {how}")
+    if torch.cuda.is_available() and torch.cuda.device_count() > world.local_rank:
+        torch.cuda.set_device(world.local_rank)
 
 
 # What there is --------------------------------------------------------------------------------------------------------
@@ -149,20 +131,3 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 def stop_timeline() -> None:
     """Raise ValueError, like `start_timeline`."""
     start_timeline("")
-
-
-def _tell() -> None:
-    """Say once whose Horovod this is, and set the variables that scripts read."""
-    world, runtime = lifecycle.session().world, lifecycle.session().runtime
-    if world.rank == 0 and getattr(sys.modules.get("horovod"), "__name__", "") == "dadt.frontends.horovod":
-        how = lifecycle.session().config.algorithm
-        runtime.say(f"horovod is not installed: DADT takes its place, with --algorithm {how}")
-    place = {
-        "RANK": world.rank,
-        "SIZE": world.world_size,
-        "LOCAL_RANK": world.local_rank,
-        "LOCAL_SIZE": world.local_size,
-        "CROSS_RANK": world.cross_rank,
-        "CROSS_SIZE": lifecycle.session().cross_size,
-    }
-    environment.tell_horovod(place)

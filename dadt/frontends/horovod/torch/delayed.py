@@ -14,7 +14,7 @@ from dadt.errors import ConfigError
 from dadt.frontends.horovod.torch.compression import Compression
 from dadt.frontends.horovod.torch.process_sets import global_process_set
 from dadt.frontends.horovod.torch.reduce_op import ReduceOp
-from dadt.frontends.horovod.torch.subclass import subclassed
+from dadt.frontends.horovod.torch.subclass import Distributed, subclassed
 from dadt.inject import worker
 
 if TYPE_CHECKING:
@@ -36,10 +36,17 @@ def wrap(optimizer: T, op: ReduceOp, compression: type[Compressor], process_set:
     if compression is not Compression.none:
         runtime.say(f"Compression.fp16 is the script's: {how} compresses by --compression", "warning")
     made = DistributedOptimizer(optimizer, reduction="sum" if op is ReduceOp.Sum else "mean")
-    return subclassed(made, _Delayed, None)
+    return subclassed(made, _Delayed, _Left())
 
 
-class _Delayed:
+class _Left:
+    """DADT's own attachment stays with an optimizer."""
+
+    def release(self) -> None:
+        """Nothing is to be undone."""
+
+
+class _Delayed(Distributed):
     """What such an optimizer has beside its own methods."""
 
     def synchronize(self) -> None:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import Function
 
-from dadt.api import lifecycle
-from dadt.frontends.horovod.torch import operations
+from dadt.frontends.horovod.torch import operations, place
 from dadt.frontends.horovod.torch.compression import Compression, Compressor
 from dadt.frontends.horovod.torch.operations import synchronize
 from dadt.frontends.horovod.torch.process_sets import ProcessSet, global_process_set
@@ -175,7 +174,7 @@ class _Broadcast(Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """All of it is the root's."""
         average = allreduce(gradients[0], op=ReduceOp.Average, process_set=ctx.process_set)
-        return average if lifecycle.rank() == ctx.root_rank else torch.zeros_like(average), None, None, None
+        return average if place.rank() == ctx.root_rank else torch.zeros_like(average), None, None, None
 
 
 def broadcast(

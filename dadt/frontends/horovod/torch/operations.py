@@ -7,18 +7,21 @@ a name are numbered, so all ranks make them in the same order. `synchronize` wai
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dadt.api import sparse
+from dadt.api import collectives, sparse
 from dadt.comm.collectives import operation
 from dadt.comm.collectives.operation import Operation
 from dadt.comm.collectives.process_set import Handle, Handles
+from dadt.errors import DadtError
 from dadt.frontends.horovod.common.exceptions import HorovodInternalError, horovods
 from dadt.frontends.horovod.torch import adasum
+from dadt.frontends.horovod.torch.place import patience
 from dadt.frontends.horovod.torch.process_sets import ProcessSet, global_process_set
-from dadt.frontends.horovod.torch.reduce_op import REDUCTIONS, ReduceOp, chosen, factor_of, scale_, scaled
+from dadt.frontends.horovod.torch.reduce_op import REDUCTIONS, ReduceOp, chosen, factor_of, scale_, scale_all_, scaled
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,6 +96,21 @@ def grouped_allreduce_async_(
     return _grouped_allreduce(
         tensors, tensors, chosen(op, average), name, (prescale_factor, postscale_factor), process_set
     )
+
+
+def allreduce_together_(
+    tensors: Sequence[Tensor], name: str, op: ReduceOp, factors: tuple[float, float], process_set: ProcessSet
+) -> Handle[Sequence[Tensor]]:
+    """Start to reduce tensors of one dtype in place, in one operation: cheaper than a group. Not for Adasum."""
+
+    def prepare(among: Ranks) -> Prepared:
+        sources = [scaled(t, factors[0]) for t in tensors]
+        call = operation.all_reduce_together(sources, tensors, REDUCTIONS[op])
+        call.signature = _signature(call.signature, op, factors)
+        factor = factor_of(op, factors[1], among.size)
+        return call, lambda _: scale_all_(tensors, factor)
+
+    return _submit("gradients", name, process_set, prepare)
 
 
 def sparse_allreduce_async(
@@ -211,13 +229,19 @@ def grouped_reducescatter_async(
 
 
 def synchronize(handle: Handle[Any] | Handles) -> Any:
-    """Wait for an operation and return its result. Raises HorovodInternalError if it failed."""
+    """Wait for an operation and return its result. Raises HorovodInternalError if it failed.
+
+    As in Horovod, there is no limit, unless `--timeout` was given: a rank may be busy for long. Lost ranks are noticed.
+    """
     with horovods():
-        return handle.wait()
+        return handle.wait(patience())
 
 
 def poll(handle: Handle[Any] | Handles) -> bool:
-    """Return whether `synchronize` would not wait."""
+    """Return whether an operation is done. Its result is then in place."""
+    if handle.done:
+        with suppress(DadtError):  # which `synchronize` raises
+            handle.wait(0.0)
     return handle.done
 
 
@@ -227,10 +251,8 @@ def join(device: int = -1) -> int:
     Until then it counts as zeros in their averages and sums. Other operations fail. Returns the last rank to come.
     device: accepted for scripts written for Horovod, and not used.
     """
-    from dadt.api.collectives import join
-
     with horovods():
-        return join()
+        return collectives.join()
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

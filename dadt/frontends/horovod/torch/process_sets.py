@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dadt.api import lifecycle
 from dadt.comm.collectives import process_set as own
 from dadt.frontends.horovod.common.exceptions import horovods
+from dadt.frontends.horovod.torch import place
 
 
 class ProcessSet:
@@ -33,7 +34,7 @@ class ProcessSet:
         if self.process_set_id is None or self._own is None:
             raise ValueError(f"{self} is not known: give it to hvd.init or hvd.add_process_set first")
         if not self._own.included:
-            raise ValueError(f"rank {lifecycle.rank()} is not in {self}: only its ranks may use it")
+            raise ValueError(f"rank {place.rank()} is not in {self}: only its ranks may use it")
         return self._own
 
     def size(self) -> int | None:
@@ -42,11 +43,13 @@ class ProcessSet:
 
     def rank(self) -> int | None:
         """Return this process's number within the set, or None if it is not in the set or the set does not count."""
-        return self.among.rank if self.process_set_id is not None and self.included() else None
+        if self.process_set_id is None or self.ranks is None or not self.included():
+            return None
+        return self.ranks.index(place.rank())
 
     def included(self) -> bool | None:
         """Return whether this process is in the set."""
-        return None if self.ranks is None else lifecycle.rank() in self.ranks
+        return None if self.ranks is None else place.rank() in self.ranks
 
     def __str__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm=None)"
@@ -59,7 +62,9 @@ class _Global(ProcessSet):
 
     @property
     def among(self) -> own.ProcessSet:
-        return lifecycle.session().all
+        place.size()  # raises before `init`
+        with horovods():
+            return lifecycle.session().all
 
 
 global_process_set: ProcessSet = _Global([])
@@ -69,7 +74,7 @@ _ids = itertools.count(1)
 
 def begin(process_sets: Sequence[ProcessSet]) -> None:
     """Add these sets once all ranks have met. Raises ValueError for a duplicate."""
-    global_process_set.ranks = list(range(lifecycle.size()))
+    global_process_set.ranks = list(range(place.size()))
     for number, each in enumerate(process_sets):
         try:
             add_process_set(each)

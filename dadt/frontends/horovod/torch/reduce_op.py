@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 
@@ -56,6 +58,17 @@ def scale_(tensor: Tensor, factor: float) -> Tensor:
     else:
         values.copy_(values.to(torch.float64).mul_(factor))
     return tensor
+
+
+def scale_all_(tensors: Sequence[Tensor], factor: float) -> Sequence[Tensor]:
+    """Like scale_ for tensors of one dtype."""
+    values = [t.detach() for t in tensors]
+    if factor != 1.0 and values[0].is_floating_point():
+        torch._foreach_mul_(values, factor)
+    else:
+        for value in values:
+            scale_(value, factor)
+    return tensors
 
 
 def scaled(tensor: Tensor, factor: float) -> Tensor:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from dadt.api import lifecycle
 from dadt.api import state as own
 from dadt.comm.collectives import object as objects
 from dadt.frontends.horovod.common.exceptions import horovods
@@ -51,7 +50,7 @@ def broadcast_optimizer_state(
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Return the root's object on all ranks. It is pickled."""
+    """Return the root's object on all ranks. It is pickled by cloudpickle."""
     with horovods():
         among = process_set.among
         root = among.number_of(root_rank, "root_rank")
@@ -59,7 +58,7 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """Return every rank's object, by rank. They are pickled."""
+    """Return every rank's object, by rank. They are pickled by cloudpickle."""
     with horovods():
-        among = lifecycle.session().all
+        among = global_process_set.among
         return objects.allgather_object(among, obj, among.name(name and f"objects.{name}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 from typing import Any, TypeVar
 
 import torch
@@ -9,9 +10,33 @@ import torch
 T = TypeVar("T", bound=torch.optim.Optimizer)
 
 
-def subclassed(optimizer: T, mixin: type, extra: Any) -> T:
-    """Give the optimizer the methods of a mixin, which finds `extra` as `_averaging`. Its class keeps its name."""
+class Distributed:
+    """An optimizer that trains on all ranks; below it in its class is the script's own."""
+
+    _averaging: Any
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """What is pickled or copied is the script's optimizer, on one rank."""
+        plain = plain_class(self)
+        return copyreg.__newobj__, (plain,), self.__getstate__()  # type: ignore[attr-defined]
+
+
+def subclassed(optimizer: T, mixin: type, averaging: Any) -> T:
+    """Give the optimizer the methods of a mixin, a Distributed, which finds `averaging`. Its class keeps its name."""
     own = type(optimizer)
     optimizer.__class__ = type(own.__name__, (mixin, own), {"__module__": own.__module__, "__doc__": own.__doc__})
-    optimizer._averaging = extra  # type: ignore[attr-defined]
+    optimizer._averaging = averaging  # type: ignore[attr-defined]
     return optimizer
+
+
+def plain_class(optimizer: Any) -> type:
+    """The class that the script gave it."""
+    kind = type(optimizer)
+    return kind.__bases__[1] if issubclass(kind, Distributed) else kind
+
+
+def undo(optimizer: Any) -> None:
+    """Make it the script's own again."""
+    if isinstance(optimizer, Distributed):
+        optimizer._averaging.release()
+        optimizer.__class__ = plain_class(optimizer)

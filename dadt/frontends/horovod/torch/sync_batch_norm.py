@@ -8,7 +8,7 @@ import torch
 from torch.autograd import Function
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dadt.api import lifecycle
+from dadt.frontends.horovod.torch import place
 from dadt.frontends.horovod.torch.gradients import allgather, allreduce
 from dadt.frontends.horovod.torch.reduce_op import ReduceOp
 
@@ -26,7 +26,7 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalize each channel (dimension 1) over all others and all ranks."""
         self._check_input_dim(input)
-        if not self.training or lifecycle.size() == 1:
+        if (not self.training and self.track_running_stats) or place.size() == 1:
             return super().forward(input)
         output, mean, variance, count = cast(Any, _Normalize).apply(input, self.weight, self.bias, self.eps)
         if self.track_running_stats:

@@ -1,18 +1,19 @@
-"""A sampler that knows which samples of a pass have been used."""
+"""A sampler that knows how much of a pass has been used."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import Dataset, Sampler
 
-from dadt.api import lifecycle
+from dadt.frontends.horovod.torch import place
 
 
 class ElasticSampler(Sampler[int]):
-    """Divides what is left of a pass among the ranks. `TorchState(sampler=...)` saves and restores it.
+    """Divides what is left of a pass among the ranks. `TorchState(sampler=...)` saves and restores it, and a checkpoint
+    of its state is that of all ranks.
 
     dataset: must have a length. shuffle: whether each pass has an order of its own. seed: of that order, alike on all
     ranks.
@@ -21,58 +22,42 @@ class ElasticSampler(Sampler[int]):
     def __init__(self, dataset: Dataset[Any], shuffle: bool = True, seed: int = 0) -> None:
         self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
         self.epoch = 0
-        self.processed_indices: set[int] = set()
+        self.processed_num = 0
+        """Samples that all ranks together have used in this pass."""
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
         """Begin a pass: none of its samples has been used."""
-        self.epoch = epoch
-        self.processed_indices = set()
+        self.epoch, self.processed_num = epoch, 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Tell that this rank has used the batch of this number."""
-        self.record_indices(self.get_indices(batch_idx, batch_size))
-
-    def record_indices(self, indices: Iterable[int]) -> None:
-        """Tell that these samples have been used."""
-        self.processed_indices.update(indices)
-
-    def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
-        """Return the samples of this rank's batch of this number."""
-        return self.indices[batch_idx * batch_size : (batch_idx + 1) * batch_size]
+        """Tell that each rank has used a batch."""
+        self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the pass, and the samples used in it."""
-        return {"epoch": self.epoch, "processed_indices": set(self.processed_indices)}
+        """Return the pass, and how much of it has been used."""
+        return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on within a pass."""
-        self.epoch, self.processed_indices = state_dict["epoch"], set(state_dict["processed_indices"])
+        self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:
         """Divide what is left anew."""
-        initialized = lifecycle.initialized()
-        self.num_replicas = lifecycle.size() if initialized else 1
-        self.rank = lifecycle.rank() if initialized else 0
-        left = [i for i in range(len(self.dataset)) if i not in self.processed_indices]  # type: ignore[arg-type]
-        self.remaining_indices = left
-        self.num_samples = -(-len(left) // self.num_replicas)
-        self.total_size = self.num_samples * self.num_replicas
-        self.indices = self._mine()
-
-    def _mine(self) -> list[int]:
-        """Every n-th; some occur twice where they cannot be divided."""
-        order = list(self.remaining_indices)
+        self.num_replicas, self.rank = place.size(), place.rank()
+        order = list(range(len(self.dataset)))  # type: ignore[arg-type]
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(order)
-        while order and len(order) < self.total_size:
-            order += order[: self.total_size - len(order)]
-        return order[self.rank : self.total_size : self.num_replicas]
+        self.remaining_indices = order[self.processed_num :]
+        self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
+        self.total_size = self.num_samples * self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
-        self.indices = self._mine()
+        """Every n-th; some occur twice where they cannot be divided."""
+        left = self.remaining_indices
+        self.indices = (left + left[: self.total_size - len(left)])[self.rank : self.total_size : self.num_replicas]
         return iter(self.indices)
 
     def __len__(self) -> int:

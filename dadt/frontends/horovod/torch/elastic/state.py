@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 
-from dadt.api.state import allgather_object
 from dadt.frontends.horovod.common.elastic import ObjectState
-from dadt.frontends.horovod.common.exceptions import horovods
 from dadt.frontends.horovod.torch.elastic.sampler import ElasticSampler
-from dadt.frontends.horovod.torch.state import broadcast_optimizer_state, broadcast_parameters
+from dadt.frontends.horovod.torch.state import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 
 
 class TorchState(ObjectState):
@@ -24,7 +22,8 @@ class TorchState(ObjectState):
         given = {"model": model, "optimizer": optimizer, **kwargs}
         kept = {name: value for name, value in given.items() if _handles(value)}
         self._kept: dict[str, Any] = {}
-        super().__init__(**{n: v for n, v in kwargs.items() if n not in kept})
+        super().__init__(**{n: v for n, v in given.items() if n not in kept and (v is not None or n in kwargs)})
+        self.model, self.optimizer = model, optimizer
         for name, value in kept.items():
             setattr(self, name, value)
         self._kept = kept
@@ -49,7 +48,7 @@ class TorchState(ObjectState):
         super().restore()
 
     def sync(self) -> None:
-        """Take rank 0's on all ranks; of samplers, what any rank has used."""
+        """Take rank 0's on all ranks."""
         for value in self._kept.values():
             _SYNC[_kind(value)](value)
         self._copies = {name: _copied(value) for name, value in self._kept.items()}
@@ -62,17 +61,10 @@ class TorchState(ObjectState):
                 value.reset()
 
 
-def _sync_sampler(sampler: ElasticSampler) -> None:
-    with horovods():
-        states = allgather_object(sampler.state_dict())
-    used = set().union(*(state["processed_indices"] for state in states))
-    sampler.load_state_dict({"epoch": states[0]["epoch"], "processed_indices": used})
-
-
 _SYNC: dict[type, Callable[[Any], None]] = {
     torch.nn.Module: lambda module: broadcast_parameters(module.state_dict(), 0),
     torch.optim.Optimizer: lambda optimizer: broadcast_optimizer_state(optimizer, 0),
-    ElasticSampler: _sync_sampler,
+    ElasticSampler: lambda sampler: sampler.load_state_dict(broadcast_object(sampler.state_dict())),
 }
 
 

@@ -1,0 +1,249 @@
+"""The gradients of one optimizer on their way to the other ranks and back."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dadt.api import lifecycle
+from dadt.frontends.horovod.common.exceptions import HorovodInternalError
+from dadt.frontends.horovod.torch import operations as hvd
+from dadt.train.measure import Measure
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dadt.frontends.horovod.torch.compression import Compressor
+    from dadt.frontends.horovod.torch.process_sets import ProcessSet
+    from dadt.frontends.horovod.torch.reduce_op import ReduceOp
+
+TOGETHER_BYTES = 4 << 20
+"""Gradients travel together up to this size, as the last layers' come long before the first ones'."""
+_numbers: defaultdict[tuple[Any, ...], Iterator[int]] = defaultdict(itertools.count)
+"""Of optimizers of the same process set whose parameters have the same names."""
+
+
+class Averaging:
+    """Parameters in groups: a group is sent when backward has made all of its gradients, or when the step needs it."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: dict[Tensor, str],
+        compression: type[Compressor],
+        passes: int,
+        how: tuple[ReduceOp, float, float],
+        sparse_as_dense: bool,
+        process_set: ProcessSet,
+    ) -> None:
+        """names: of all parameters. how: operation, and factors before and after it."""
+        self.passes = passes
+        self.skips = False
+        """The script has synchronized itself."""
+        self.is_synchronized = False
+        trains = bool(process_set.included()) and process_set.among.size > 1
+        self.parameters = [p for p in names if p.requires_grad] if trains else []
+        self._optimizer, self._compression, self._how = weakref.ref(optimizer), compression, how
+        self._sparse_as_dense, self._process_set = sparse_as_dense, process_set
+        # Optimizers of two models may have the same names.
+        number = next(_numbers[(process_set, *names.values())])
+        self._names = {p: f"{name} of optimizer {number}" if number else name for p, name in names.items()}
+        self._left = dict.fromkeys(self.parameters, passes)
+        self._groups: list[list[Tensor]] = []
+        self._group_of: dict[Tensor, int] = {}
+        self._under_way: dict[int, list[Callable[[], None]]] = {}
+        self._depth = 0
+        """Steps under way: that of a class may call that of the class below it."""
+        self._measure = Measure()
+        self._hooks: list[Any] = []
+
+    def group(self, groups: int | Sequence[Sequence[Tensor]] | None) -> None:
+        """Have parameters travel together: in so many groups, in their order, or in these; by default by size."""
+        if groups is None:
+            self._groups = self._by_size()
+        elif isinstance(groups, int):
+            count = min(groups, len(self.parameters))
+            sizes = [len(self.parameters) // count + (i < len(self.parameters) % count) for i in range(count)]
+            rest = iter(self.parameters)
+            self._groups = [[next(rest) for _ in range(size)] for size in sizes]
+        else:
+            mine = set(self.parameters)
+            given = [[p for p in group if p in mine] for group in groups]
+            together = {p for group in given for p in group}
+            self._groups = [g for g in given if g] + [[p] for p in self.parameters if p not in together]
+        self._group_of = {p: number for number, group in enumerate(self._groups) for p in group}
+
+    def _by_size(self) -> list[list[Tensor]]:
+        """From the last parameter, whose gradient comes first."""
+        groups: list[list[Tensor]] = []
+        room = 0
+        for parameter in reversed(self.parameters):
+            size = parameter.numel() * parameter.element_size()
+            last = groups[-1][-1] if groups else None
+            if last is None or room < size or (last.dtype, last.device) != (parameter.dtype, parameter.device):
+                groups.append([])
+                room = TOGETHER_BYTES
+            groups[-1].append(parameter)
+            room -= size
+        return groups
+
+    def listen(self) -> None:
+        """Send gradients when backward has made them, and have all before the step. Parameters do not keep this alive:
+        it ends with its optimizer."""
+        made = weakref.WeakMethod(self._made)
+
+        def hook(parameter: Tensor) -> None:
+            if (call := made()) is not None:
+                call(parameter)
+
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        for parameter in self.parameters:
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        first = optimizer.register_step_pre_hook(self._before_step)
+        hooks: Any = optimizer._optimizer_step_pre_hooks
+        hooks.move_to_end(first.id, last=False)  # what others do, they do to averages
+        self._hooks += [first, optimizer.register_step_post_hook(self._after_step)]
+        measures = lifecycle.session().runtime.progress.measures
+        measures.append(self._measure)
+        weakref.finalize(self, _remove, self._hooks)
+
+    def release(self) -> None:
+        """The optimizer is the script's own again."""
+        self.drop()
+        _remove(self._hooks)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether gradients are on their way."""
+        return bool(self._under_way)
+
+    def drop(self) -> None:
+        """Begin anew: what is under way comes to its end, and is not waited for again."""
+        for wait in [wait for waits in self._under_way.values() for wait in waits]:
+            with suppress(HorovodInternalError):
+                wait()
+        self._under_way.clear()
+        self.is_synchronized = self.skips = False
+        self._left = dict.fromkeys(self.parameters, self.passes)
+
+    def synchronize(self) -> None:
+        """Have the averages in `.grad`, also of parameters without a gradient: other ranks may have one."""
+        begun = perf_counter()
+        try:
+            for number in range(len(self._groups)):
+                if number not in self._under_way:
+                    self._send(number)
+            for wait in [wait for waits in self._under_way.values() for wait in waits]:
+                wait()
+        finally:
+            self._under_way.clear()
+            self._left = dict.fromkeys(self.parameters, self.passes)
+        waited = perf_counter() - begun
+        self._measure.exchanged(waited, waited)
+        self.is_synchronized = True
+
+    def _made(self, parameter: Tensor) -> None:
+        self._depth = 0  # a step that has failed had no end
+        number = self._group_of[parameter]
+        if number in self._under_way or self._left[parameter] <= 0:
+            raise AssertionError(
+                "Gradients were computed more than backward_passes_per_step times before call to step(). Increase"
+                " backward_passes_per_step to accumulate gradients locally."
+            )
+        self._left[parameter] -= 1
+        if all(self._left[p] <= 0 for p in self._groups[number]):
+            self._send(number)
+
+    def _send(self, number: int) -> None:
+        group = self._groups[number]
+        waits = self._under_way[number] = []
+        kinds: defaultdict[torch.dtype, list[tuple[Tensor, Tensor, Any]]] = defaultdict(list)
+        for parameter in group:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if parameter.grad.is_sparse and not self._sparse_as_dense:
+                waits.append(self._send_sparse(parameter))
+                continue
+            dense = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+            tensor, context = self._compression.compress(dense)
+            kinds[tensor.dtype].append((parameter, tensor, context))
+        waits += [self._send_dense(together) for together in kinds.values()]
+
+    def _send_sparse(self, parameter: Tensor) -> Callable[[], None]:
+        assert parameter.grad is not None
+        wait = hvd.sparse_allreduce_async(parameter.grad, self._names[parameter], self._how[0], self._process_set)
+        return lambda: setattr(parameter, "grad", wait())
+
+    def _send_dense(self, together: Sequence[tuple[Tensor, Tensor, Any]]) -> Callable[[], None]:
+        op, *factors = self._how
+        name = f"{self._names[together[0][0]]}, {len(together)} in all"
+        tensors = [tensor for _, tensor, _ in together]
+        handle = hvd.allreduce_together_(tensors, name, op, (factors[0], factors[1]), self._process_set)
+
+        def wait() -> None:
+            averages = hvd.synchronize(handle)
+            with torch.no_grad():
+                for (parameter, _, context), average in zip(together, averages, strict=True):
+                    self._receive(parameter, self._compression.decompress(average, context))
+
+        return wait
+
+    def _receive(self, parameter: Tensor, average: Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is None:
+            parameter.grad = average
+        elif gradient.is_sparse:
+            parameter.grad = average.to_sparse()
+        elif average is not gradient:
+            gradient.copy_(average)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """A closure's gradients are averaged at each evaluation."""
+        self._depth += 1
+        if self._depth > 1:
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if callable(closure):
+
+            def averaged() -> Any:
+                loss = closure()
+                self._ensure()
+                self.is_synchronized = False
+                return loss
+
+            if len(args) > 1:
+                return (args[0], averaged, *args[2:]), kwargs
+            return args, {**kwargs, "closure": averaged}
+        self._ensure()
+        return None
+
+    def _after_step(self, *_: Any) -> None:
+        self._depth = max(0, self._depth - 1)
+        if not self._depth:
+            self.is_synchronized = False
+            self._measure.stepped(0.0)
+
+    def _ensure(self) -> None:
+        if self.skips:
+            return
+        if self.is_synchronized and not self.is_busy:
+            warnings.warn(
+                "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize():"
+                " gradients are averaged twice. Write `with optimizer.skip_synchronize(): optimizer.step()`.",
+                stacklevel=4,
+            )
+        self.synchronize()
+
+
+def _remove(hooks: list[Any]) -> None:
+    while hooks:
+        hooks.pop().remove()
