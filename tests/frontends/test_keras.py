@@ -118,6 +118,22 @@ print("ends with", digest(model.weights))
     assert "of them delayed" in result.err
 
 
+def test_an_optimizer_that_is_gone_is_let_go(launch) -> None:
+    text = """
+import gc, weakref
+model = build()
+for again in range(3):
+    compiled(model, keras.optimizers.Adam(0.01)).fit(x, y, batch_size=16, epochs=1, verbose=0)
+    former = weakref.ref(model.optimizer)
+compiled(model, keras.optimizers.SGD(0.01))
+model.train_function = None
+gc.collect()
+print("ends with", former() is None, digest(model.weights))
+"""
+    (line,) = told(launch(HEAD + text, "-np", "2", "--algorithm", "sync", "train.py"))
+    assert line.startswith(b"True")
+
+
 def test_other_kinds_of_data(launch) -> None:
     text = """
 class Batches(keras.utils.PyDataset):

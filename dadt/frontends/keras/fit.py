@@ -56,9 +56,15 @@ def _average_at(optimizers: Any, runtime: Runtime) -> None:
                 original(self, gradients, variables)
 
         carrier.run = run
-        carrier.step()
+        try:
+            carrier.step()
+        finally:
+            carrier.run = _nothing  # else it would keep its optimizer alive
 
     optimizers.apply = apply
+
+
+def _nothing() -> None: ...
 
 
 def _carrier_of(optimizer: Any, parameters: Sequence[torch.Tensor]) -> Carrier:
