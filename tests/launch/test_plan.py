@@ -244,6 +244,7 @@ def test_each_setting_tells_where_it_comes_from(tmp_path):
     rows = [line.split() for line in shown.stdout.splitlines()]
     assert rows == [
         ["algorithm", "sync", "--algorithm"],
+        ["horovod", "sync", "--algorithm"],
         ["warmup-steps", "9", "--warmup-steps"],
         ["predict", "2", "DADT_PREDICT"],
         ["broadcast", "false", "dadt.yaml:", "broadcast"],
