@@ -52,6 +52,8 @@ class Bucket:
         first = self.tensors[0]
         self.device = first.device
         self.direct = direct
+        self.staged = first.is_cuda and not direct
+        """A GPU's tensors go through memory of the host."""
         self.turns = turns
         self.dtype = first.dtype
         self.strides = [_dense_strides(t) for t in self.tensors]
@@ -78,12 +80,18 @@ class Bucket:
         """Elements of the flat buffer and of what is left behind it."""
         return self.flats[turn].untyped_storage().nbytes() // self.layout.dtype.itemsize
 
+    def has_moved(self, turn: int) -> bool:
+        """Whether the script has given a place other memory."""
+        made = "views" in self.__dict__
+        return made and list(map(torch.Tensor.data_ptr, self.views[turn])) != self.pointers[turn]
+
     def renew(self, turn: int) -> None:
         """Take other memory for this turn: a library may still be writing to what it had."""
         self.views[turn] = self._carve()
         self.flats[turn] = self.flats.pop()
         self.pointers[turn] = [v.data_ptr() for v in self.views[turn]]
 
+    @cached_property
     def _offsets(self) -> list[int]:
         offsets = [0]
         for t in self.tensors:
@@ -91,19 +99,21 @@ class Bucket:
         return offsets
 
     def _carve(self) -> list[torch.Tensor]:
-        offsets = self._offsets()
+        offsets = self._offsets
         # Gradients on a GPU are else staged through host memory: the core moves bytes of the host.
         where = self.device if self.direct else torch.device("cpu")
-        pinned = self.device.type == "cuda" and not self.direct
         large = not self.direct and offsets[-1] * self.dtype.itemsize >= _LARGE
         tail = _RANKS * (_LANE + len(self.tensors) // 8) if large else 0
-        flat = torch.zeros(offsets[-1] + tail, dtype=self.dtype, device=where, pin_memory=pinned)
+        flat = torch.zeros(offsets[-1] + tail, dtype=self.dtype, device=where, pin_memory=self.staged)
         # Lanes begin right behind the last tensor.
         self.flats.append(flat[: offsets[-2] + self.tensors[-1].numel()] if large else flat)
-        # Of the same memory, but no views for autograd: scripts call detach_() on gradients.
-        return [
-            torch.empty(0, dtype=self.dtype, device=where).set_(flat.untyped_storage(), o, t.size(), s)
-            for o, t, s in zip(offsets, self.tensors, self.strides, strict=False)
+        return self._views_of(flat)[1]
+
+    def _views_of(self, flat: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Of the same memory, but no views for autograd: scripts call detach_() on gradients."""
+        return flat, [
+            torch.empty(0, dtype=self.dtype, device=flat.device).set_(flat.untyped_storage(), o, t.size(), s)
+            for o, t, s in zip(self._offsets, self.tensors, self.strides, strict=False)
         ]
 
     def add_turn(self) -> None:
@@ -117,19 +127,46 @@ class Bucket:
 
         Copies from a GPU go on while the caller does something else.
         """
-        staged = [None if v is None else self._stage(i, v, turn) for i, v in enumerate(values)]
-        if self.device.type != "cuda" or self.direct:
-            return Staged(staged, None)
-        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        ready.record(torch.cuda.current_stream(self.device))
-        return Staged(staged, ready)
+        if not self.staged:
+            return Staged([None if v is None else self._stage(i, v, turn) for i, v in enumerate(values)], None)
+        if any(v is not None and not v.is_cuda for v in values):  # what has come to the host by an exchange before
+            return Staged([None if v is None else self._stage(i, v, turn) for i, v in enumerate(values)], self._now())
+        return self._bring([None if v is None else plain(v) for v in values], turn)
+
+    def fill(self, values: Sequence[torch.Tensor], turn: int) -> Staged:
+        """As `stage`, of copies."""
+        if self.staged:
+            return self._bring(values, turn)
+        torch._foreach_copy_(self.views[turn], list(values))
+        return Staged([*self.views[turn]], None)
+
+    def _bring(self, values: Sequence[torch.Tensor | None], turn: int) -> Staged:
+        """A GPU's tensors are packed there, and leave it together, beside what it computes."""
+        views = self.views[turn]
+        flat, places = self._views_of(torch.zeros(self._offsets[-1], dtype=self.dtype, device=self.device))
+        moved = [(place, v) for place, v in zip(places, values, strict=True) if v is not None]
+        if moved:
+            torch._foreach_copy_([place for place, _ in moved], [v for _, v in moved])
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            into = self.flats[turn]
+            into.copy_(flat[: len(into)], non_blocking=True)
+            ready = self._now()
+        flat.record_stream(self._stream)
+        return Staged([None if v is None else view for v, view in zip(values, views, strict=True)], ready)
+
+    @cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call,no-any-return,unused-ignore]
+
+    def _now(self) -> torch.cuda.Event:
+        happened = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        happened.record(torch.cuda.current_stream(self.device))
+        return happened
 
     def _stage(self, index: int, value: torch.Tensor, turn: int) -> torch.Tensor:
-        if value.layout != torch.strided:
-            value = value.to_dense()
-        # A lazily conjugated or negated tensor's memory does not hold its values.
-        if value.requires_grad or value.is_conj() or value.is_neg():
-            value = value.detach().resolve_conj().resolve_neg()
+        if value.layout is not torch.strided or value.requires_grad or value.is_conj() or value.is_neg():
+            value = plain(value)
         view = self.views[turn][index]
         if value.device == view.device and value.dtype == self.dtype and value.stride() == self.strides[index]:
             return value
@@ -140,6 +177,12 @@ class Bucket:
         """The averaged tensor on the parameter's device: a view of the flat buffer, or its copy."""
         view = self.views[turn][index]
         return view if view.device == self.device else view.to(self.device, non_blocking=True)
+
+    def deliver_all(self, turn: int) -> list[torch.Tensor]:
+        """The averaged tensors, as of `deliver`: a copy is one of all."""
+        if self.direct or self.device.type == "cpu":
+            return self.views[turn]
+        return self._views_of(self.flats[turn].to(self.device, non_blocking=True))[1]
 
 
 def split(
@@ -160,6 +203,16 @@ def split(
             part = open_parts[key] = []
         part.append(t)
     return buckets + [Bucket(part, part[0].device == direct, turns) for part in open_parts.values()]
+
+
+def plain(value: torch.Tensor) -> torch.Tensor:
+    """The same values in memory of its own that holds them one by one."""
+    if value.layout != torch.strided:
+        value = value.to_dense()
+    # A lazily conjugated or negated tensor's memory does not hold its values.
+    if value.requires_grad or value.is_conj() or value.is_neg():
+        value = value.detach().resolve_conj().resolve_neg()
+    return value
 
 
 def _dense_strides(t: torch.Tensor) -> tuple[int, ...]:

@@ -64,7 +64,9 @@ class Finite:
 
 def _first(parameters: Sequence[torch.Tensor]) -> int:
     gradients = [(i, _values(p.grad)) for i, p in enumerate(parameters, 1) if p.grad is not None]
-    if not gradients or all(map(_is_finite, torch._foreach_norm([g for _, g in gradients]))):
+    norms = torch._foreach_norm([g for _, g in gradients]) if gradients else ()
+    devices = {norm.device for norm in norms}  # each is waited for once
+    if all(bool(torch.isfinite(torch.stack([n for n in norms if n.device == each])).all()) for each in devices):
         return 0
     # A norm of half precision may be infinite where all values are finite.
     return next((i for i, g in gradients if not bool(torch.isfinite(g).all())), 0)
@@ -73,7 +75,3 @@ def _first(parameters: Sequence[torch.Tensor]) -> int:
 def _values(gradient: torch.Tensor) -> torch.Tensor:
     gradient = gradient.detach()
     return gradient if gradient.layout == torch.strided else gradient._values()
-
-
-def _is_finite(norm: torch.Tensor) -> bool:
-    return bool(torch.isfinite(norm))

@@ -84,7 +84,7 @@ class Training:
         self.hello = Hello(
             rank=self._peer.rank,
             threads=torch.get_num_threads(),
-            device=self.device.type,
+            device=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type,
             source=workload.source,
             parameters=count,
             unit=workload.unit,
@@ -146,15 +146,20 @@ class Plain:
         return nullcontext()
 
 
+def library(tensor: torch.Tensor) -> str:
+    """What torch exchanges such tensors with: NCCL, which takes one worker for each GPU, else Gloo."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # noqa: TID251 (torch's variable)
+    return "nccl" if tensor.is_cuda and local <= torch.cuda.device_count() else "gloo"
+
+
 class Ddp(Plain):
-    """DistributedDataParallel, over NCCL on GPUs and Gloo elsewhere, as its documentation shows."""
+    """DistributedDataParallel, as its documentation shows."""
 
     VIEW = False
     """Gradients are views of what is exchanged, which saves a copy."""
 
     def wrap(self, model: nn.Module, optimizer: Any, accumulate: int) -> tuple[nn.Module, Any]:
-        cuda = next(model.parameters()).is_cuda
-        torch.distributed.init_process_group("nccl" if cuda else "gloo")
+        torch.distributed.init_process_group(library(next(model.parameters())))
         wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=self.VIEW)
         self.hook(wrapped)
         return wrapped, optimizer
@@ -194,7 +199,7 @@ class Bare(Plain):
 
     def wrap(self, model: nn.Module, optimizer: Any, accumulate: int) -> tuple[nn.Module, Any]:
         first = next(model.parameters())
-        torch.distributed.init_process_group("nccl" if first.is_cuda else "gloo")
+        torch.distributed.init_process_group(library(first))
         count = sum(p.numel() for p in model.parameters() if p.requires_grad)
         flat = torch.zeros(count, dtype=self.DTYPE or first.dtype, device=first.device)
         self._buckets = torch.split(flat, self.BUCKET // flat.element_size())
@@ -299,6 +304,8 @@ def batches(workload: Workload, asked: argparse.Namespace) -> Iterator[Batch]:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(os.getpid())  # or all ranks have the same, and DADT warns of it
             batch = workload.batch(asked.batch_size)
+        if asked.device != "cpu" and torch.cuda.is_available():  # else the host waits for each copy to the GPU
+            batch = tuple(part.pin_memory() for part in batch)
         return itertools.repeat(batch)
     if workload.real is None:
         raise ConfigError(f"--data {asked.data}: {asked.model} reads none; let its batch(size) do so")

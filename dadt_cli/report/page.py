@@ -276,6 +276,7 @@ def _hosts(report: Mapping[str, Any]) -> Table | None:
     rows = []
     for host in report.get("hosts", []):
         gpus = ", ".join(map(str, host.get("gpus") or [])) or "none"
+        gpus += f" ({', '.join(map(str, models))})" if (models := host.get("gpu_models")) else ""
         rows.append([host.get("host") or "this host", *(str(host.get(name) or "-") for name in names), gpus])
     return Table("Hosts", ["host", *names, "gpus"], rows, ["host", *names[:-1], "gpus"]) if rows else None
 

@@ -37,6 +37,7 @@ HOST = {
     "torch": str,
     "cores": int,
     "gpus": list,
+    "gpu_models": list,
 }
 FAILURE = {
     "rank": int,

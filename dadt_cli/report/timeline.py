@@ -129,7 +129,7 @@ class Summary:
             args = event["args"]
             wait = (event["dur"], event["pid"], args["step"], args["for"], event["ts"])
             (heapq.heappush if len(self.longest) < LONGEST else heapq.heappushpop)(self.longest, wait)
-        elif event["cat"] not in ("step", "compute", "wait"):
+        elif event["cat"] not in ("step", "compute", "wait", "gpu"):
             rank.operations += 1
 
     def _describe(self, rank: Rank, event: dict[str, Any]) -> None:

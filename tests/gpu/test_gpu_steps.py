@@ -2,17 +2,62 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from harness import ROOT
 
 
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=150, env=env)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("algorithm", ["sync", "pipe"])
 @pytest.mark.parametrize(("device", "executor"), [pytest.param("cuda", "nccl", marks=pytest.mark.gpu), ("cpu", "shm")])
-def test_a_step_waits_for_no_gpu(device: str, executor: str, algorithm: str) -> None:
+def test_a_step_waits_for_no_gpu(device: str, executor: str, algorithm: str, optimizer: str) -> None:
     """On the CPU, where nothing can be waited for, the script below is seen to work."""
-    command = [sys.executable, str(Path(__file__).with_name("steps.py")), device, executor, algorithm]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    command = [sys.executable, str(Path(__file__).with_name("steps.py")), device, executor, algorithm, optimizer]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=150, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
     assert done.returncode == 0 and done.stdout.endswith("DONE\n"), done.stdout + done.stderr
+
+
+TIMED = """
+import sys, torch
+from benchmarks import itself
+itself.hook(algorithm="sync", executor="nccl", timeline=sys.argv[1], seeding="0")
+model = torch.nn.Linear(1000, 1000).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+for step in range(20):
+    optimizer.zero_grad()
+    loss = model(torch.randn(8, 1000, device="cuda")).pow(2).mean()
+    torch.cuda._sleep(100_000_000)  # cycles: some 50 ms
+    loss.backward()
+    optimizer.step()
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.gpu
+def test_a_timeline_shows_when_the_gpu_averaged(tmp_path: Path) -> None:
+    """The host is far ahead: its steps take less than the GPU's."""
+    done = run([sys.executable, "-c", TIMED, str(tmp_path / "t.json")])
+    assert done.returncode == 0, done.stderr
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    (track,) = {e["tid"] for e in events if e["name"] == "thread_name" and e["args"]["name"] == "exchange on cuda:0"}
+    averages = [e for e in events if e.get("cat") == "gpu"]
+    assert {e["tid"] for e in averages} == {track}
+    assert [e["name"] for e in averages] == [f"step {number}, bucket 0" for number in range(20)]
+    steps = {e["args"]["step"]: e for e in events if e.get("cat") == "step"}
+    behind = [average["ts"] - steps[number]["ts"] for number, average in enumerate(averages)]
+    apart = [b["ts"] - a["ts"] for a, b in pairwise(averages[10:])]
+    assert min(behind) > 0 and min(apart) > 20_000, (behind, apart)
+    assert max(each["dur"] for each in averages[10:]) < 20_000

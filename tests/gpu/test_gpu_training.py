@@ -70,6 +70,40 @@ def test_two_workers_on_one_gpu(launch, tmp_path, executor, algorithm, amp):
     check_equal(tmp_path, 2)
 
 
+@pytest.mark.parametrize("executor", ["shm", "gloo"])
+def test_four_workers_on_one_gpu(launch, tmp_path, executor):
+    result = launch(
+        TRAIN.format(amp=False), "-np", "4", *ONE_GPU, "--executor", executor, "--warmup-steps", "5",
+        "--bucket-mb", "0.002", "train.py",
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    check_equal(tmp_path, 4)
+
+
+OUT_OF_MEMORY = """
+import os, torch
+model = torch.nn.Linear(1024, 1024).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(8):
+    if step == 6 and os.environ["RANK"] == "1":
+        held = [torch.empty(1 << 32, device="cuda") for _ in range(64)]
+    optimizer.zero_grad()
+    model(torch.randn(8, 1024, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_gpu_out_of_memory(launch):
+    """The block says how much was asked for, and how much the GPU has."""
+    result = launch(OUT_OF_MEMORY, "-np", "2", *ONE_GPU, "--executor", "shm", "train.py")
+    assert result.code == 1
+    assert "dadt: worker 1 failed" in result.err
+    block = result.err[result.err.rindex("dadt: worker 1 failed") :]
+    assert "OutOfMemoryError: CUDA out of memory. Tried to allocate 16.00 GiB. GPU 0 has a total capacity of" in block
+    assert "the memory of GPU 0 ran out, not the host's" in block
+    assert "held = [torch.empty" in block
+
+
 @pytest.mark.parametrize("algorithm", ["sync", "pipe"])
 def test_a_worker_alone(launch, tmp_path, algorithm):
     result = launch(TRAIN.format(amp=False), "-np", "1", "--executor", "nccl", "--algorithm", algorithm, "train.py")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ from dadt.algorithms.pipe.divergence import FACTOR, Divergence
 from dadt.algorithms.sync import Sync
 from dadt.train.algorithm import Algorithm
 from dadt.train.exchange.exchange import Exchange
+from dadt.train.later import Later
 from dadt.train.restored import RestoredExchange, flights
 
 if TYPE_CHECKING:
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 
 _PARTS, _PATIENCE = 4, 12
 """Steps that each change of what is trained counts for, and how many are too many: changes in one of five steps."""
+_UNREAD = 3
+"""Norms that a GPU may be behind with."""
 _BLOWN_UP, _BARRED, _CHANGED = 1.0, 2.0, 3.0
 """What a rank tells the others: late gradients have grown too much; weights cannot be predicted; the script changes
 those that are."""
@@ -51,10 +55,10 @@ class Pipe(Algorithm):
         self._sync: Sync | None = None
         """The algorithm that takes over if steps are synchronous for good."""
         self._divergence = Divergence() if config.fall_back else None
-        self._norm: torch.Tensor | None = None
-        """Norm of the last step's averages. It is read one step later, when a GPU has long computed it."""
-        self._late = False
-        """Whether that norm is of late averages."""
+        self._norms: deque[tuple[Later, bool]] = deque()
+        """Norms of the last averages, and whether those were late. Each is read in a later step, once it has come."""
+        self._blown_up = False
+        """A norm says so."""
         self._changes = 0
         """Token of the parameters that were trained last."""
         self._warmed_up = False
@@ -172,8 +176,7 @@ class Pipe(Algorithm):
             "synchronous": self._sync is not None,
             "in_flight": flights(a, self._pending),
             "measured": {} if self._warmed_up else a.measure.state(),
-            "norm": None if self._norm is None else float(self._norm),
-            "late": self._late,
+            **self._norm_state(),
             "changes": self._changes,
             "divergence": {} if self._divergence is None else self._divergence.state(),
         }
@@ -191,8 +194,10 @@ class Pipe(Algorithm):
         if state["measured"]:
             self.attachment.measure.load_state(state["measured"])
         self._pending = RestoredExchange(self.attachment, state["in_flight"][-1]) if state["in_flight"] else None
-        self._norm = None if state["norm"] is None else torch.tensor(state["norm"], dtype=torch.float64, device="cpu")
-        self._late = state["late"]
+        self._norms.clear()
+        if state["norm"] is not None:
+            norm = torch.tensor(state["norm"], dtype=torch.float64, device="cpu")
+            self._norms.append((Later(norm), state["late"]))
         self._changes = state.get("changes", 0)
         if self._divergence is not None and state["divergence"]:
             self._divergence.load_state(state["divergence"])
@@ -272,7 +277,8 @@ class Pipe(Algorithm):
     def _deliver(self, exchange: Exchange | RestoredExchange, late: bool) -> None:
         prediction = self.attachment.prediction
         norm = exchange.norm() if self._divergence is not None or prediction.sees_gradients else None
-        self._norm, self._late = norm, late
+        if norm is not None and self._divergence is not None:
+            self._norms.append((Later(norm), late))
         self.attachment.measure.late = int(late)
         self.attachment.deliver(exchange)
         prediction.arrived(norm)
@@ -284,18 +290,30 @@ class Pipe(Algorithm):
             return _CHANGED if prediction.changed else _BARRED
         return _BLOWN_UP * blown_up
 
+    def _norm_state(self) -> dict[str, Any]:
+        """The last norm, once those before it have been looked at."""
+        while len(self._norms) > 1:
+            self._look_at(*self._norms.popleft())
+        norm, late = self._norms[0] if self._norms else (None, False)
+        return {"norm": None if norm is None else norm.read(), "late": late}
+
     def _blows_up(self) -> bool:
-        """By the norm of the last step's averages. Ranks may see it at different steps: a norm's last bits differ
+        """By the norms of the last steps' averages. Ranks may see it at different steps: a norm's last bits differ
         between processors."""
-        if self._divergence is None or self._norm is None:
-            return False
-        norm, self._norm = float(self._norm), None
-        if not self._late:
-            self._divergence.learn(norm)
-            return False
-        if norm - norm != 0 and self.attachment.scale is not None:
-            return False  # the gradient scaler has left that step out
-        return self._divergence.see(norm)
+        norms = self._norms
+        while norms and (len(norms) > _UNREAD or norms[0][0].done):
+            self._look_at(*norms.popleft())
+        blown_up, self._blown_up = self._blown_up, False
+        return blown_up
+
+    def _look_at(self, norm: Later, late: bool) -> None:
+        if self._divergence is None:
+            return
+        value = norm.read()
+        if not late:
+            self._divergence.learn(value)
+        elif value - value == 0 or self.attachment.scale is None:  # else the scaler has left that step out
+            self._blown_up |= self._divergence.see(value)
 
 
 _WHY = {

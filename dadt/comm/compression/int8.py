@@ -19,7 +19,8 @@ class Int8:
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         most = values.abs().amax(1, keepdim=True)
-        scale = most / 127
+        # Not by a number: a GPU would multiply by its reciprocal, which gives other bits.
+        scale = most / torch.full_like(most, 127)
         # The greatest must not come back as infinity.
         scale = torch.where((scale * 127).isinf(), torch.nextafter(scale, torch.zeros_like(scale)), scale)
         scale = torch.where(most < _LEAST, 0.0, torch.where(most.isfinite(), scale, torch.nan))

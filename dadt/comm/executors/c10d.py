@@ -118,7 +118,10 @@ def group(name: str, meet: Meet, world: World, ranks: Sequence[int], timeout: fl
     store: Any = Keys(meet, rank, size)
     if name == "gloo":
         return gloo_group(store, world.address or "127.0.0.1", rank, size, timeout, own)
-    return _other_group(name, PrefixStore(own, store), rank, size, timeout)
+    made = _other_group(name, PrefixStore(own, store), rank, size, timeout)
+    # NCCL's group asks its store at its first operation: what torch keeps of the store does not keep its Python half.
+    weakref.finalize(made, lambda _: None, store).atexit = False
+    return made
 
 
 def _unless_outdated(meet: Meet, join: Callable[[], C10d]) -> C10d:

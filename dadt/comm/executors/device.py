@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from time import monotonic, sleep
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -15,6 +15,9 @@ from dadt.comm.compression.base import BLOCK
 from dadt.comm.compression.feedback import Feedback
 from dadt.comm.compression.half import narrowed
 from dadt.errors import CommTimeout, PeerLost
+
+if TYPE_CHECKING:
+    from dadt.comm.trace.gpu import GpuTrack
 
 ABORT_SECONDS = 30.0
 """How long a library, and then the device, may take to end what is under way."""
@@ -64,6 +67,8 @@ class Device:
         self.sent = (0, 0)
         """Bytes that this rank has sent so far, and would have sent uncompressed."""
         self.device = device
+        self.track: GpuTrack | None = None
+        """What shows in a timeline when the device did it."""
         self._executor = executor
         self._engine = engine
         self._world_size = world_size
@@ -84,12 +89,12 @@ class Device:
         `Engine.allreduce`. What is on the current stream comes first.
         """
         ready, began, ended = self._event(), self._event(timing=True), self._event(timing=True)
-        ready.record(self._module.current_stream())
+        ready.record(self._module.current_stream(self.device))
         plain = int(beside.pop("plain", -1))
         # Compressed values of 16 bits are summed in float32, and rounded after the division.
         wide = coding is not None and flat.element_size() == 2
         sums = torch.empty_like(flat, dtype=torch.float32) if wide else flat
-        self._sum(values, places, flat, sums, coding, beside["weight"], ready, began, ended)
+        self._sum(values, places, flat, sums, coding, beside["weight"], beside["name"], ready, began, ended)
         self._count(flat, coding, plain)
         work = self._engine.allreduce(_core.Layout(DTYPES[flat.dtype], [0]), [0], [0], **beside)
         return self._handle(work, flat, sums, began, ended)
@@ -106,6 +111,7 @@ class Device:
         sums: torch.Tensor,
         coding: Coding | None,
         weight: float,
+        name: str,
         ready: Any,
         began: Any,
         ended: Any,
@@ -135,6 +141,8 @@ class Device:
             else:
                 self._sum_compressed(sums, *coding)
             ended.record(self._stream)
+            if self.track is not None:
+                self.track.add(name, began, ended)
             keep = coding[1] if coding is not None and isinstance(coding[1], torch.Tensor) else flat
             for tensor in (flat, sums, keep, *(value for _, value in moved)):
                 if tensor.is_cuda:  # its memory is not given to others before this stream has gone on
@@ -272,7 +280,7 @@ class Averaging:
             if self._confirm is not None:
                 self._confirm(self.name, self._ended, timeout)
             flat, sums = self._tensors
-            self._module.current_stream().wait_event(self._ended)
+            self._module.current_stream(flat.device).wait_event(self._ended)
             with torch.no_grad():
                 whole = not (flat.is_floating_point() or flat.is_complex())
                 sums.div_(self._work.weight_sum or self._world_size, rounding_mode="trunc" if whole else None)

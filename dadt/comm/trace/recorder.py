@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dadt._core import Engine
     from dadt.comm.executors.base import Connection
     from dadt.comm.trace.gather import Peers
+    from dadt.comm.trace.gpu import GpuTrack
     from dadt.world import World
 
 _TRAINING, _QUEUE, _FIRST_ENGINE = 1, 2, 3
@@ -44,6 +45,7 @@ class Timeline:
             raise ConfigError(f"--timeline {self.path}: cannot be written ({error.strerror})") from error
         self._lock = threading.Lock()
         self._tracks = _FIRST_ENGINE
+        self._gpus: list[GpuTrack] = []
         self._waits: deque[tuple[str, float, float]] = deque(maxlen=_MOST_WAITS)
         self._step_ended = 0.0
         self._error = ""
@@ -73,6 +75,14 @@ class Timeline:
         self._record(connection.engine, name)
         if connection.broadcaster is not None:
             self._record(connection.broadcaster, f"{name}: broadcasts")
+        device = connection.device
+        if device is not None and device.device.type == "cuda":
+            from dadt.comm.trace.gpu import GpuTrack
+
+            self._name("thread_name", self._tracks, name=f"{name} on {device.device}")
+            device.track = GpuTrack(device.device, self.world.rank, self._tracks, self.clock.origin)
+            self._gpus.append(device.track)
+            self._tracks += 1
 
     def _record(self, engine: Engine, name: str) -> None:
         self._name("thread_name", self._tracks, name=name)
@@ -112,8 +122,11 @@ class Timeline:
     def _drain(self) -> None:
         """A thread that writes events to the part, so that memory stays bounded, with or without steps."""
         while self._thread is not None:
-            self._write(self._core.drain(_DRAIN_SECONDS))
-        self._write(self._core.drain(0.0))
+            self._write(self._core.drain(_DRAIN_SECONDS) + self._of_gpus())
+        self._write(self._core.drain(0.0) + self._of_gpus())
+
+    def _of_gpus(self) -> bytes:
+        return b"".join(each.drain() for each in list(self._gpus))
 
     def _write(self, data: bytes) -> None:
         with self._lock:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dadt._core import Engine, Work
     from dadt.comm.compression.powersgd import Round
     from dadt.comm.executors.device import Averaging, Device
-    from dadt.train.exchange.background import Background
+    from dadt.train.exchange.background import Background, Wait
 
 
 class Peers(Protocol):
@@ -144,9 +144,12 @@ class BucketExchange:
             coding = None if feedback is None else (feedback, feedback.keep(scale))
             beside = {"name": name, "weight": weight, "lane": lane, "plain": plain}
             return device.average(staged.values, places, flat, coding, **beside)
-        if staged.ready is not None:
-            staged.ready.synchronize()
-        return self._peers.engine.allreduce(
+        # What is still on its way from a GPU has its place in the order, and the host goes on.
+        ready, background, engine = staged.ready, self._peers.background, self._peers.engine
+        comes = ready is not None and background is not None and not held and not ready.query()  # type: ignore[no-untyped-call]
+        if ready is not None and not comes:
+            ready.synchronize()
+        work = engine.allreduce(
             bucket.layout,
             [0 if t is None else t.data_ptr() for t in staged.values],
             bucket.pointers[into],
@@ -154,11 +157,19 @@ class BucketExchange:
             weight,
             lane,
             plain=plain,
-            held=held,
+            held=held or comes,
             flat=bucket.flats[into].data_ptr(),
             room=bucket.room(into),
             **({} if feedback is None else feedback.arguments(bucket.layout.total, scale)),
         )
+        if comes and ready is not None and background is not None:
+
+            def release(_: Wait) -> None:
+                ready.synchronize()
+                engine.release(work)
+
+            background.begin(release)
+        return work
 
     def _await(self) -> None:
         """Wait until all that is submitted is done. Raises CommError."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from functools import cached_property, partial
+from itertools import islice
 from operator import attrgetter
 from sys import getrefcount
 from time import perf_counter
@@ -17,7 +18,7 @@ from dadt.comm.bucket import Bucket, Staged, split
 from dadt.comm.compression import LowRank, forms
 from dadt.errors import Mismatch
 from dadt.train.exchange.bucket_exchange import BucketExchange, Peers
-from dadt.train.exchange.sent import Sent
+from dadt.train.exchange.sent import Looks, Sent
 from dadt.train.exchange.step_metadata import METADATA_BYTES, StepMetadata, any_flags, pack_flags
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ class BucketPlan:
         """Module and name of each buffer, in the order of their buckets."""
         tensors = [*self.parameters, *(b for _, _, b in buffers)]
         self.crc = zlib.crc32(repr([(tuple(t.shape), str(t.dtype), t.device.type) for t in tensors]).encode())
+        self.on_gpu = any(p.is_cuda for p in self.parameters)
+        self.looks = Looks()
         self.turns = turns
         self.turn = self.buffer_turn = 0
         self._late = turns > 1
@@ -86,6 +89,15 @@ class BucketPlan:
             self._uses[1] = self._uses_of(1)
             self.__dict__.pop("addresses", None)
         self.turn = (self.turn + 1) % self.turns
+
+    def look_for_moved(self) -> None:
+        """Take other memory for places that were given some of their own: the next averages would not lie in them."""
+        for bucket in self.buckets:
+            for turn in range(self.turns):
+                if bucket.has_moved(turn):
+                    bucket.renew(turn)
+                    self._uses.pop(turn, None)
+                    self.__dict__.pop("addresses", None)
 
     def _uses_of(self, turn: int) -> list[int]:
         return [_uses(bucket.views[turn][0].untyped_storage()._cdata) for bucket in self.buckets]
@@ -148,6 +160,8 @@ class Exchange(BucketExchange):
         schema.next_turn()
         self._turn, self._buffer_turn = schema.turn, schema.buffer_turn
         self._ahead: dict[int, Staged] = {}
+        self._delivered: dict[Bucket, list[torch.Tensor]] = {}
+        """Averages that have been brought to a GPU, where they are not handed out yet."""
         self._buffer_works: list[Work | Averaging] = []
         self._ahead_of_step: list[Sent] = []
         self._inputs: list[list[torch.Tensor | None]] = []
@@ -167,6 +181,8 @@ class Exchange(BucketExchange):
         """Whether a gradient was changed or replaced after its bucket was launched ahead."""
         if any(sent.replaced for sent in self._ahead_of_step):
             return True
+        if self.schema.on_gpu:
+            return self.schema.looks.find(self._ahead_of_step)
         return any(sent.written for sent in self._ahead_of_step)
 
     @property
@@ -199,8 +215,9 @@ class Exchange(BucketExchange):
         """Buffers are averaged as they are now."""
         buffers = iter(self.schema.buffers())
         for bucket in self.schema.buffer_buckets:
-            for view in bucket.views[self._buffer_turn]:
-                view.copy_(next(buffers))
+            staged = bucket.fill(list(islice(buffers, len(bucket.tensors))), self._buffer_turn)
+            if staged.ready is not None:
+                staged.ready.synchronize()  # what is launched anew knows of the copies before
         super().repeat()
 
     def tensors_of(self, work: Work | Averaging) -> list[torch.Tensor]:
@@ -246,9 +263,7 @@ class Exchange(BucketExchange):
         for i, bucket in enumerate(self.schema.buffer_buckets):
             # Forwards go on while this is under way: average a copy, made in the place of delivery.
             turn = self._buffer_turn
-            for view in bucket.views[turn]:
-                view.copy_(next(buffers), non_blocking=True)  # what is staged from a GPU is waited for below
-            staged = bucket.stage(bucket.views[turn], turn)
+            staged = bucket.fill(list(islice(buffers, len(bucket.tensors))), turn)
             name, flags = f"{self.name}, buffers {i}", self._lane(staged)
             self._enqueue(self._buffer_works, bucket, staged, turn, name, flags, self.weight)
         self.launch(lane.pack())
@@ -320,19 +335,26 @@ class Exchange(BucketExchange):
 
     def norm(self) -> torch.Tensor:
         """The norm of all averages, without their loss scale; equal on all ranks but for rounding. One element."""
-        flats = [bucket.flats[self._turn] for bucket in self.schema.buckets]
+        flats = [self._brought(b) if b.staged else b.flats[self._turn] for b in self.schema.buckets]
         flats = [torch.view_as_real(f) if f.is_complex() else f for f in flats]
         parts = [torch.linalg.vector_norm(f, dtype=torch.promote_types(f.dtype, torch.float32)) for f in flats]
-        wide = [part.to(parts[0].device, torch.float64) for part in parts]
-        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(wide)) if wide[1:] else wide[0]
+        parts = [part.to(parts[0].device) for part in parts]
+        wide = torch.stack(parts).to(torch.float64) if parts[1:] else parts[0].to(torch.float64)
+        norm: torch.Tensor = torch.linalg.vector_norm(wide) if parts[1:] else wide
         return norm if self.scale is None else norm.to(self.scale.device) / self.scale
+
+    def _brought(self, bucket: Bucket) -> torch.Tensor:
+        """Its averages as one tensor, on the parameters' device."""
+        places = self._delivered[bucket] = bucket.deliver_all(self._turn)
+        return torch.empty(0, dtype=bucket.dtype, device=bucket.device).set_(places[0].untyped_storage())
 
     def averaged_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Parameters and their averages, of those for which any rank had a gradient."""
         averages = []
         for bucket, work in zip(self.schema.buckets, self._works, strict=True):
             present = any_flags(work.lanes, len(bucket.tensors))
-            averages += [(p, bucket.deliver(i, self._turn)) for i, p in enumerate(bucket.tensors) if present[i]]
+            delivered = self._delivered.pop(bucket, None) or bucket.deliver_all(self._turn)
+            averages += [(p, delivered[i]) for i, p in enumerate(bucket.tensors) if present[i]]
         return averages
 
     @property
@@ -341,12 +363,8 @@ class Exchange(BucketExchange):
         return self.schema.places
 
     def averaged_buffers(self) -> list[torch.Tensor]:
-        """The buffers' averages, in the order of the schema's buckets."""
-        return [
-            bucket.deliver(i, self._buffer_turn)
-            for bucket in self.schema.buffer_buckets
-            for i in range(len(bucket.tensors))
-        ]
+        """The buffers' averages where they have come, in the order of the schema's buckets: few are ever looked at."""
+        return [view for bucket in self.schema.buffer_buckets for view in bucket.views[self._buffer_turn]]
 
 
 def _is_strided(gradient: torch.Tensor) -> bool:
@@ -362,7 +380,9 @@ def hand_out(
     # Frozen since: the script expects it to stay where it is.
     given = [(p, gradient) for p, gradient in averages if p.requires_grad]
     if ratio is not None and given:
-        torch._foreach_mul_([gradient for _, gradient in given], ratio)
+        for device in {gradient.device for _, gradient in given}:
+            here = ratio.to(device) if isinstance(ratio, torch.Tensor) else ratio
+            torch._foreach_mul_([gradient for _, gradient in given if gradient.device == device], here)
     ids = {id(p) for p, _ in given}
     for p in parameters:
         if id(p) not in ids:

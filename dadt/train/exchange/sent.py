@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import torch
+
+from dadt.train.later import Later
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Compared as these, as no number equals itself, and a loss scale that is too large is no change."""
 _PLACE, _EVERY = 256, 4096
 """Of each so many elements so many in a row are looked at; all of gradients that have no more."""
+_AT_ONCE, _UNREAD = 25, 3
+"""Looks at a GPU's gradients that are waited for, the first ones, and those that may be still to come later."""
 
 
 class Sent:
@@ -32,12 +37,41 @@ class Sent:
         now = self._look()
         return len(now) != len(self._sample) or not all(map(torch.equal, self._sample, now))
 
+    def differences(self) -> list[torch.Tensor]:
+        """The same, as one flag for each sample, where the gradients are."""
+        found = self._look()
+        if [each.shape for each in found] != [each.shape for each in self._sample]:
+            return [torch.ones((), dtype=torch.bool, device=each.device) for each in found[:1] or self._sample[:1]]
+        return [(before != now).any() for before, now in zip(self._sample, found, strict=True)]
+
     @torch.no_grad()
     def _look(self) -> list[torch.Tensor]:
         """The bits of small gradients, and of some places in large ones."""
         samples = [_sample(g, self._number) for _, g, _ in self._parameters if g is not None]
         alike = ([s for s in samples if s.dim() == dimensions] for dimensions in (1, 2))
         return [torch.cat(some).view(_BITS[some[0].element_size()]) for some in alike if some]
+
+
+class Looks:
+    """At a GPU's gradients. A script that has not written to them in its first steps is taken to go on so, and looks
+    are read once they have come: what one finds is a change in a later step, too."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._coming: deque[Later] = deque()
+
+    def find(self, sent: Sequence[Sent]) -> bool:
+        """Whether one of the last looks, of which this is one, has found a change."""
+        self._number += 1
+        flags = [flag for each in sent for flag in each.differences()]
+        if flags:
+            on_gpu = next((flag for flag in flags if flag.is_cuda), flags[0])
+            self._coming.append(Later(torch.stack([flag.to(on_gpu.device) for flag in flags]).any()))
+        found = False
+        waits = self._number <= _AT_ONCE
+        while self._coming and (waits or len(self._coming) > _UNREAD or self._coming[0].done):
+            found |= bool(self._coming.popleft().read())
+        return found
 
 
 def _sample(gradient: torch.Tensor, number: int) -> torch.Tensor:

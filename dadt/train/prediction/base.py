@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dadt.train.later import Later
 from dadt.train.prediction.memory import Memory, lends
 
 Tensors = Mapping[torch.Tensor, torch.Tensor]
@@ -80,14 +81,25 @@ class Prediction:
         """Whether a parameter is given the memory of its predicted weights."""
         self._own_memory = self._memory_ahead = Memory((), [])
         """The parameters' own memory, and that of predicted weights."""
+        self._keeps_memory = False
+        """Predicted weights are made where the parameters are, as on a GPU one pass does that."""
         self._count = 0
         self._norms: list[torch.Tensor] = []
         """Norms of predicted weights, by which a change is noticed."""
-        self.changed = False
-        """The script changes weights while they are predicted, as by a decay of its own before the step: that is lost,
-        as predicted weights differ from rank to rank."""
+        self._found = False
+        self._suspicion: Later | None = None
+        """Whether norms were found to differ: of a GPU, so that this is read later."""
         self.barred = False
         """The script computes gradients where weights are not to be predicted."""
+
+    @property
+    def changed(self) -> bool:
+        """The script changes weights while they are predicted, as by a decay of its own before the step: that is lost,
+        as predicted weights differ from rank to rank."""
+        if self._suspicion is not None and self._suspicion.done:
+            self._found |= bool(self._suspicion.read())
+            self._suspicion = None
+        return self._found
 
     @property
     def wanted(self) -> bool:
@@ -105,16 +117,37 @@ class Prediction:
     def apply(self) -> None:
         """Go from true to predicted weights, at the first forward with gradients after a step."""
         if self._holds is Holds.KNOWN and not traces():
-            if self._go_ahead():
-                self._go_to_predicted()
-            else:
+            if not self._go_ahead():
                 self.forget()
+            elif self._keeps_memory:
+                self._predict_in_place()
+            else:
+                self._go_to_predicted()
         else:
             self.resume()
 
     def _go_ahead(self) -> bool:
         """Put predicted weights into the buffers; whether that could be done."""
         return False
+
+    def _move_ahead(self) -> None:
+        """Change the parameters, all on a GPU, into predicted weights: of a class that has set `_keeps_memory`."""
+
+    def _predict_in_place(self) -> None:
+        """Put the true weights into the buffers, and predict where the parameters are."""
+        places = [p.data for p in self.parameters]
+        torch._foreach_copy_(self._buffers, places)
+        self._lent = [False] * len(places)
+        self._places, self._predicted, self._holds = places, [], Holds.TRUE_WEIGHTS
+        self._move_ahead()
+        if self._places is not places:  # undone meanwhile by a signal handler
+            torch._foreach_copy_(places, self._buffers)
+        self._counted()
+
+    def _counted(self) -> None:
+        """Weights were predicted once more."""
+        self._count += 1
+        self._norms = self._norms_now() if self._count <= _FIRST or self._count % _EVERY == 0 else []
 
     def _go_to_predicted(self) -> None:
         predicted = self._buffers
@@ -132,11 +165,9 @@ class Prediction:
             buffers = [m if lent else torch.empty_like(m) for m, _, lent in rows]
         # At once, as a signal may end it at any line.
         self._predicted, self._places, self._buffers, self._holds = predicted, places, buffers, Holds.SUSPENDED
-        self._count += 1
         self._norms = []
         self.resume()
-        if self._count <= _FIRST or self._count % _EVERY == 0:
-            self._norms = self._norms_now()
+        self._counted()
 
     def undo(self) -> None:
         """Back to the true weights, bit for bit.
@@ -214,13 +245,19 @@ class Prediction:
         _show(rows, lent)
 
     def _look_for_changes(self) -> None:
-        if self._norms:
-            self.changed |= any(map(_differ, self._norms, self._norms_now()))
+        norms = self._norms
+        if not norms or self._suspicion is not None:
+            return
+        found = self._norms_now()
+        if len(found) == len(norms):  # else a signal handler has undone the prediction meanwhile
+            before, now = torch.stack(norms), torch.stack(found)
+            self._suspicion = Later(torch.any((before != now) & torch.isfinite(now)))
 
     def _norms_now(self) -> list[torch.Tensor]:
         """Norms of predicted weights, of one of their parts, so exact that another last bit of one value shows."""
         parts = (_part(place, self._count % _PARTS) for place in self._places if place.is_floating_point())
-        return [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+        norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+        return [norm.to(norms[0].device) for norm in norms]
 
     def before_step(self, *, late: bool, scale: torch.Tensor | None, delivery: Set[int] = frozenset()) -> None:
         """Make the weights true; they are about to change. late: by gradients that are on the way since the last step.
@@ -238,7 +275,7 @@ class Prediction:
             # The script has put what it made of predicted weights into other memory, and would train it.
             if _replaced(p.data, place):
                 p.data.copy_(place)
-                self.changed = True
+                self._found = True
 
     def arrived(self, norm: torch.Tensor | None) -> None:
         """`.grad` holds the averages, of this norm (without their loss scale), before the script changes them."""
@@ -335,10 +372,6 @@ def _part(t: torch.Tensor, number: int) -> torch.Tensor:
 
 def _is_dense(t: torch.Tensor) -> bool:
     return t.is_contiguous() or torch.empty_like(t, device="meta").stride() == t.stride()
-
-
-def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return bool(one != other) and bool(torch.isfinite(other))
 
 
 def _moved(now: torch.Tensor, place: torch.Tensor) -> bool:

@@ -42,8 +42,10 @@ class Displacement(Prediction):
         groups, others = grouped(self._pairs)
         for dtype, counts, (parameters, buffers) in groups:
             _core.predict(dtype, counts, parameters, buffers, factor)
-        for p, b in others:
-            torch.add(p, b, alpha=factor, out=b)
+        if others:
+            moved = [b for _, b in others]
+            torch._foreach_mul_(moved, factor)
+            torch._foreach_add_(moved, [p for p, _ in others])
         return True
 
     def before_step(self, *, late: bool, scale: torch.Tensor | None, delivery: Set[int] = frozenset()) -> None:
@@ -65,8 +67,10 @@ class Displacement(Prediction):
         groups, others = grouped(self._pairs)
         for dtype, counts, (parameters, buffers) in groups:
             _core.displace(dtype, counts, parameters, buffers)
-        for p, b in others:
-            b.neg_().add_(p)
+        if others:
+            moved = [b for _, b in others]
+            torch._foreach_neg_(moved)
+            torch._foreach_add_(moved, [p for p, _ in others])
         self._holds = Holds.KNOWN
 
     @property
@@ -121,7 +125,11 @@ def auto_factors(optimizer: torch.optim.Optimizer) -> tuple[float, float]:
     so predicted it is at least 0.5 for every m (docs/algorithms.md). Nesterov's step looks ahead by itself: 1. Without
     memory of direction prediction does harm: 0.
     """
-    momentum, nesterov = momentum_of(optimizer)
+    return factors_by(*momentum_of(optimizer))
+
+
+def factors_by(momentum: float, nesterov: bool) -> tuple[float, float]:
+    """As of `auto_factors`, from what `momentum_of` gives."""
     if not momentum:
         return 0.0, 0.0
     return (1.0, 0.0) if nesterov else (2 * momentum, -momentum)

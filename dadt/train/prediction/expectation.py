@@ -13,11 +13,12 @@ import torch
 from dadt import _core
 from dadt.comm.bucket import DTYPES
 from dadt.train.prediction.base import Holds, Prediction, Tensors, tensors_of
+from dadt.train.prediction.gpu import Kernel
 from dadt.train.prediction.memory import address
 from dadt.train.prediction.next_step import Factors, Step, next_steps
-from dadt.train.prediction.rows import Row, Seen, grouped, in_core
+from dadt.train.prediction.rows import Row, Seen, beside, grouped, in_core
 
-_gradient, _version = attrgetter("grad"), attrgetter("_version")
+_gradient, _version, _is_cuda = map(attrgetter, ("grad", "_version", "is_cuda"))
 
 Gradients = list[torch.Tensor | None]
 """By parameter."""
@@ -66,6 +67,8 @@ class Expectation(Prediction):
         """Those that were sent before; none where they are not known."""
         self._previous_scale: torch.Tensor | float = 1.0
         """Their loss scale."""
+        self._expected: list[torch.Tensor] = []
+        """The sum, where the buffers are to hold the true weights instead."""
         self._terms: list[Term] = []
         """The sum that is expected, where it is not in the buffers yet."""
         self._versions: list[list[int]] = []
@@ -74,6 +77,8 @@ class Expectation(Prediction):
         """The script sets gradients to zero in place: averages are about to be overwritten."""
         self._copies: dict[int, list[torch.Tensor]] = {}
         """Memory for copies of own gradients, by parameter."""
+        self._kernel = Kernel()
+        """What moves a GPU's parameters."""
         self._seen: dict[int, Seen] = {}
         """What of a prediction's tensors fits the core's loops, by the optimizer's steps with the same factors."""
         self._absent: set[int] = set()
@@ -130,7 +135,10 @@ class Expectation(Prediction):
             self._holds = Holds.AVERAGE
             return
         self._expect(1.0 if scale is None else scale)
-        if changed or scale is not None:
+        if self._on_gpu:  # where what is no number moves no weight, and nobody waits for a look at it
+            if self._in_place:
+                self._settle()
+        elif changed or scale is not None:
             self._settle()
             if not _finite(self._buffers):
                 # A gradient scaler will leave the rank's own out, or a script that looks at norms; or a fused optimizer
@@ -155,6 +163,11 @@ class Expectation(Prediction):
         self._holds = Holds.KNOWN
 
     @property
+    def _on_gpu(self) -> bool:
+        parameters = self.parameters
+        return bool(parameters) and parameters[0].is_cuda and all(map(_is_cuda, parameters))
+
+    @property
     def _has_changed(self) -> bool:
         """What is expected cannot be summed up any more: the script has written to gradients since the step."""
         return bool(self._terms) and _versions(self._terms) != self._versions
@@ -170,14 +183,14 @@ class Expectation(Prediction):
 
     def _copy_gradients(self, buffers: list[torch.Tensor]) -> set[int]:
         """The parameters that have none; their buffers are zeros."""
-        absent = set()
-        for p, b, g in zip(self.parameters, buffers, self._gradients(), strict=True):
+        rows = list(zip(self.parameters, buffers, self._gradients(), strict=True))
+        there = [(b, g) for _, b, g in rows if g is not None]
+        if there:
+            torch._foreach_copy_([b for b, _ in there], [g for _, g in there])
+        for _, b, g in rows:
             if g is None:
                 b.zero_()
-                absent.add(id(p))
-            else:
-                b.copy_(g)
-        return absent
+        return {id(p) for p, _, g in rows if g is None}
 
     def _changed(self) -> bool:
         """Whether the script has clipped, unscaled or otherwise changed the averages."""
@@ -209,14 +222,20 @@ class Expectation(Prediction):
                 _core.reduce(DTYPES[b.dtype], _core.Reduction.sum, b.data_ptr(), sources, factors, 1.0, b.numel())
             else:
                 (first, weight), *others = parts
-                torch.mul(first, weight, out=b)
+                torch.mul(first, beside(first, weight), out=b)
                 for t, weight in others:
-                    b.add_(t * weight)
+                    b.add_(t * beside(t, weight))
 
     def _go_ahead(self) -> bool:
         optimizer = self._optimizer()
         if self._has_changed:
             return False
+        self._keeps_memory = self._on_gpu
+        if self._keeps_memory:
+            self._expected = self._buffers if not self._terms else []
+            if self._expected:
+                self._buffers = [torch.empty_like(b) for b in self._buffers]
+            return True
         terms, self._terms = self._terms, []
         ids = list(map(id, self.parameters))
         ahead = dict(zip(ids, self._buffers, strict=True))
@@ -224,7 +243,7 @@ class Expectation(Prediction):
             ahead.pop(absent, None)
         columns, weights = zip(*terms, strict=True) if terms else ((), ())
         rows = dict(zip(ids, zip(*columns, strict=True) if terms else [()] * len(ids), strict=True))
-        for i, (factors, steps) in enumerate(next_steps(optimizer, ahead) if optimizer is not None else ()):
+        for i, (factors, steps, _) in enumerate(next_steps(optimizer, ahead) if optimizer is not None else ()):
             # The gradients that were sent before are not needed any more, as their memory may be.
             seen = self._seen.setdefault(i, Seen(without=len(Step._fields)))
             self._foresee(factors, steps, rows, [float(weight) for weight in weights], seen)
@@ -248,6 +267,21 @@ class Expectation(Prediction):
             row = rows[id(step.parameter)]
             self._sum([step.expected], *(([g], weight) for g, weight in zip(row, weights, strict=True)))
             step.expected.copy_(step.ahead(factors))
+
+    def _move_ahead(self) -> None:
+        optimizer, terms = self._optimizer(), self._terms
+        self._terms = []
+        if self._expected:
+            terms, self._expected = [(list(self._expected), 1.0)], []
+        columns, weights = zip(*terms, strict=True)
+        ids = list(map(id, self.parameters))
+        rows = dict(zip(ids, zip(*columns, strict=True), strict=True))
+        buffers = {key: b for key, b in zip(ids, self._buffers, strict=True) if key not in self._absent}
+        groups = next_steps(optimizer, buffers, counted=self._kernel.works) if optimizer is not None else ()
+        for i, group in enumerate(groups):
+            moving = [(*step, *rows[id(step.parameter)]) for step in group.steps]
+            seen = self._seen.setdefault(i, Seen(without=len(Step._fields)))
+            self._kernel.go_ahead(group, moving, weights, seen)
 
     def join(self, averages: Tensors, scale: torch.Tensor | None) -> None:
         if averages and self._holds is not Holds.AVERAGE:
@@ -306,8 +340,9 @@ def _versions(terms: Sequence[Term]) -> list[list[int]]:
 
 
 def _norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    norms = torch._foreach_norm(list(tensors))
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device, torch.float64) for n in norms]))
+    norms = list(torch._foreach_norm(list(tensors)))
+    norms = norms if len({n.device for n in norms}) == 1 else [n.to(norms[0].device) for n in norms]
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms).to(torch.float64))
     return norm
 
 

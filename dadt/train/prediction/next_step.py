@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +40,25 @@ class Step(NamedTuple):
         return torch.view_as_complex(ahead) if self.parameter.is_complex() else ahead
 
 
+class Counts(NamedTuple):
+    """Steps that a device counts, of parameters whose first factors are those after infinitely many."""
+
+    steps: list[torch.Tensor]
+    log_beta1: float
+    log_beta2: float
+    """Of base 2."""
+    factors: Callable[[float], Factors]
+    """Those after so many steps."""
+
+
+class Group(NamedTuple):
+    """Parameters with the same factors."""
+
+    factors: Factors
+    steps: list[Step]
+    counts: Counts | None = None
+
+
 def known(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its next step is known: torch's SGD, Adam and AdamW, and classes that take over their step.
 
@@ -52,14 +72,16 @@ def known(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def next_steps(
-    optimizer: torch.optim.Optimizer, expected: dict[int, torch.Tensor]
-) -> Iterator[tuple[Factors, list[Step]]]:
+    optimizer: torch.optim.Optimizer, expected: dict[int, torch.Tensor], *, counted: bool = False
+) -> Iterator[Group]:
     """Those whose factors are the same. Takes out of `expected`, gradients by their parameters' ids, whom it has seen.
 
-    A parameter that Adam has not stepped yet is left in it.
+    A parameter that Adam has not stepped yet is left in it. counted: what a device counts is left there, as each look
+    at it waits for the device.
     """
     for group in optimizer.param_groups:
         steps: dict[float, list[Step]] = {}
+        counts: list[torch.Tensor] = []
         adam = "betas" in group
         for p in group["params"]:
             state = optimizer.state.get(p, {})
@@ -68,18 +90,29 @@ def next_steps(
             gradient = expected.pop(id(p))
             if adam:
                 step = Step(p, gradient, state["exp_avg"], state["exp_avg_sq"])
-                at = _taken(state["step"], steps)
+                taken = state["step"]
+                counts_there = isinstance(taken, torch.Tensor) and taken.is_cuda and taken.dtype is torch.float32
+                if counted and counts_there:
+                    at = math.inf
+                    counts.append(taken)
+                else:
+                    at = _taken(taken, steps)
             else:
                 momentum = state.get("momentum_buffer")
                 step, at = Step(p, gradient, momentum, None), float(momentum is not None)
             steps.setdefault(at, []).append(step)
         decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
         for at, some in steps.items():
-            yield _adam(group, at, decoupled=decoupled) if adam else _sgd(group, begun=at > 0), some
+            if not adam:
+                yield Group(_sgd(group, begun=at > 0), some)
+                continue
+            factors = partial(_adam, group, decoupled=decoupled)
+            log1, log2 = (math.log2(beta) if beta else -math.inf for beta in map(float, group["betas"]))
+            yield Group(factors(at), some, Counts(counts, log1, log2, factors) if at == math.inf else None)
 
 
 def _taken(step: torch.Tensor | float, steps: Mapping[float, Any]) -> float:
-    """Steps of a parameter. Counted on a device, they are read once for a group: each look waits for the device."""
+    """Steps of a parameter. Counted on a device, they are read once for a group: each look waits for it."""
     if isinstance(step, torch.Tensor) and step.device.type != "cpu" and steps:
         return min(steps)
     return float(step)

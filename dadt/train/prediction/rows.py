@@ -1,4 +1,4 @@
-"""Rows of tensors for the core's loops: one row for each parameter."""
+"""Rows of tensors for the core's loops, or a GPU's: one row for each parameter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dadt.comm.bucket import DTYPES
 from dadt.train.prediction.memory import address
 
 _FLOATING = frozenset(dtype for dtype in DTYPES if dtype.is_floating_point)
-_is_cpu, _dtype, _layout = map(attrgetter, ("is_cpu", "dtype", "layout"))
+_is_cpu, _dtype, _device, _layout = map(attrgetter, ("is_cpu", "dtype", "device", "layout"))
 _stride = torch.Tensor.stride
 Row = Sequence[torch.Tensor | None]
 """Tensors that go together, of one parameter."""
@@ -21,6 +21,7 @@ AnyRow = TypeVar("AnyRow", bound=Row)
 Column = Sequence[torch.Tensor | None]
 Group = tuple[_core.DType, list[int], list[list[int]]]
 """A dtype, sizes and, column by column, addresses (0 for None)."""
+Kind = tuple[torch.dtype, torch.device]
 
 
 class Seen:
@@ -29,16 +30,19 @@ class Seen:
     def __init__(self, without: int | None = None) -> None:
         """without: number of a column whose tensors are not to be kept."""
         self._without = without
-        self._beside: tuple[torch.dtype | None, list[tuple[int, ...]]] = (None, [])
+        self._beside: tuple[Kind, list[tuple[int, ...]]] | None = None
         self._columns: dict[int, Column] = {}
         """By the id of what comes first."""
 
     def fit(self, columns: list[Column]) -> bool:
-        """Whether the core takes each of these rows, and all have one dtype."""
+        """Whether the tensors of each row fit together, and all have one dtype and device."""
         first = [t for t in columns[0] if t is not None]
-        if not first or first[0].dtype not in _FLOATING or not _is_plain(first, first[0].dtype):
+        if not first or first[0].dtype not in _FLOATING:
             return False
-        beside = (first[0].dtype, list(map(_stride, first)))
+        kind = (first[0].dtype, first[0].device)
+        if not _is_plain(first, *kind):
+            return False
+        beside = (kind, list(map(_stride, first)))
         known = self._columns if beside == self._beside else {}
         for column in columns[1:]:
             other = known.get(id(column[0]), ())
@@ -51,29 +55,53 @@ class Seen:
 
 def grouped(rows: Iterable[AnyRow], seen: Seen | None = None) -> tuple[list[Group], list[AnyRow]]:
     """The rows that the core's loops take, by dtype, and the others."""
+    kinds, others = by_kind(rows, seen)
+    groups = []
+    for (_, device), some in kinds.items():
+        if device.type == "cpu":
+            groups.append(_group(some))
+        else:
+            others += some
+    return groups, others
+
+
+def by_kind(rows: Iterable[AnyRow], seen: Seen | None = None) -> tuple[dict[Kind, list[AnyRow]], list[AnyRow]]:
+    """The rows whose tensors fit together, and the others."""
     every = list(rows)
     if every and (seen or Seen()).fit(list(zip(*every, strict=True))):
-        return [_group(every)], []
-    groups: dict[torch.dtype, list[AnyRow]] = {}
+        first = every[0][0]
+        assert first is not None
+        return {(first.dtype, first.device): every}, []
+    kinds: dict[Kind, list[AnyRow]] = {}
     others = []
     for row in every:
-        if row[0] is not None and in_core(row):
-            groups.setdefault(row[0].dtype, []).append(row)
+        if row[0] is not None and _fit(row):
+            kinds.setdefault((row[0].dtype, row[0].device), []).append(row)
         else:
             others.append(row)
-    return list(map(_group, groups.values())), others
+    return kinds, others
+
+
+def beside(tensor: torch.Tensor, weight: torch.Tensor | float) -> torch.Tensor | float:
+    """The weight on the tensor's device: parameters may lie on several."""
+    return weight.to(tensor.device) if isinstance(weight, torch.Tensor) else weight
 
 
 def in_core(row: Row) -> bool:
-    """All on the CPU, of one floating dtype, without holes (as every empty_like is) and in the same memory order."""
+    """Whether the core takes them: all are on the CPU, and fit together."""
+    return row[0] is not None and row[0].is_cpu and _fit(row)
+
+
+def _fit(row: Row) -> bool:
+    """All on one device, of one floating dtype, without holes (as every empty_like is) and in the same memory order."""
     first = row[0]
-    if first is None or not first.is_cpu or first.dtype not in _FLOATING:
+    if first is None or first.dtype not in _FLOATING:
         return False
-    dtype, stride = first.dtype, first.stride()
+    dtype, device, stride = first.dtype, first.device, first.stride()
     for t in row:  # a loop, as this is asked for each parameter several times a step
         if t is None or t is first:
             continue
-        if not t.is_cpu or t.dtype is not dtype or t.layout is not torch.strided or t.stride() != stride:
+        if t.dtype is not dtype or t.layout is not torch.strided or t.device != device or t.stride() != stride:
             return False
     return True
 
@@ -81,23 +109,23 @@ def in_core(row: Row) -> bool:
 def _group(rows: Sequence[Row]) -> Group:
     first, *others = zip(*rows, strict=True)
     sizes = [t.numel() for t in first]
-    return DTYPES[first[0].dtype], sizes, [list(map(address, first)), *map(_addresses, others)]
+    return DTYPES[first[0].dtype], sizes, [list(map(address, first)), *map(addresses, others)]
 
 
-def _addresses(column: Column) -> list[int]:
+def addresses(column: Column) -> list[int]:
     return [0 if t is None else t.data_ptr() for t in column]
 
 
-def _fits(column: Column, dtype: torch.dtype, strides: Sequence[tuple[int, ...]]) -> bool:
+def _fits(column: Column, kind: Kind, strides: Sequence[tuple[int, ...]]) -> bool:
     there = [t for t in column if t is not None]
     if len(there) < len(column):
         strides = [s for s, t in zip(strides, column, strict=True) if t is not None]
-    return _is_plain(there, dtype) and list(map(_stride, there)) == strides
+    return _is_plain(there, *kind) and list(map(_stride, there)) == strides
 
 
-def _is_plain(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
+def _is_plain(tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> bool:
     return (
-        all(map(_is_cpu, tensors))
+        (all(map(_is_cpu, tensors)) if device.type == "cpu" else set(map(_device, tensors)) <= {device})
         and all(map(torch.strided.__eq__, map(_layout, tensors)))
         and set(map(_dtype, tensors)) <= {dtype}
     )

@@ -1,0 +1,71 @@
+"""Parameters of a GPU, moved to their next weights: by one kernel, or by tensor operations where Triton is missing."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from importlib.util import find_spec
+
+import torch
+
+from dadt.train.prediction.next_step import Group, Step
+from dadt.train.prediction.rows import Row, Seen, beside, by_kind
+
+Weights = Sequence[torch.Tensor | float]
+_STEP = len(Step._fields)
+
+
+class Kernel:
+    """A row is a Step, whose `expected` is a tensor like the parameter, and behind it what the gradient that is
+    expected is the sum of. Where the result is no number, the weight stays."""
+
+    @cached_property
+    def works(self) -> bool:
+        return find_spec("triton") is not None
+
+    @cached_property
+    def _launch(self) -> Callable[..., None]:
+        from dadt.train.prediction import gpu_kernel
+
+        return gpu_kernel.Launcher().go_ahead
+
+    def go_ahead(self, group: Group, rows: Sequence[Row], weights: Weights, seen: Seen) -> None:
+        """Put the next weights of these parameters in their place. weights: of the parts of the sum."""
+        kinds, others = by_kind(rows, seen)
+        for (dtype, device), some in kinds.items():
+            fits = device.type == "cuda" and dtype is not torch.float64
+            if not (fits and self.works and self._launched(group, some, weights)):
+                others += some
+        for row in others:
+            _move(group, row, weights)
+
+    def _launched(self, group: Group, rows: Sequence[Row], weights: Weights) -> bool:
+        """Whether the kernel did it."""
+        try:
+            self._launch(group, rows, weights)
+        except Exception as error:
+            if isinstance(error, torch.cuda.OutOfMemoryError):
+                raise
+            self.works = False
+            why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+            warnings.warn(f"dadt predicts weights by many small kernels, as Triton cannot be used: {why}", stacklevel=1)
+        return self.works
+
+
+def _move(group: Group, row: Row, weights: Weights) -> None:
+    step, parts = Step._make(row[:_STEP]), row[_STEP:]
+    w = step.parameter.detach()
+    expected = torch.zeros_like(w)
+    for part, weight in zip(parts, weights, strict=True):
+        if part is not None:
+            expected += part * beside(part, weight)
+    ahead = step._replace(expected=expected).ahead(_factors(group, step))
+    w.copy_(torch.where(ahead.isfinite(), ahead, w))
+
+
+def _factors(group: Group, step: Step) -> dict[str, float]:
+    if group.counts is None:
+        return group.factors
+    at = next(i for i, each in enumerate(group.steps) if each.parameter is step.parameter)
+    return group.counts.factors(float(group.counts.steps[at]))

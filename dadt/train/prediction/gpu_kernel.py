@@ -1,0 +1,167 @@
+"""The next weights of a GPU's parameters, all in one launch: one pass over weights, gradients and optimizer state.
+
+As tensor operations these are some 12 launches for each parameter (docs/results/gpu.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton  # type: ignore[import-not-found,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
+
+from dadt.train.prediction.next_step import Group
+from dadt.train.prediction.rows import Column, Row, addresses
+
+BLOCK = 1024
+"""Elements that one program of the kernel computes."""
+_KEPT = 256
+"""Sets of parameters of which the grid is kept, those used last: there is one for each group of an optimizer, and which
+are trained may change from step to step."""
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+class Grid(NamedTuple):
+    """What stays the same from step to step, for parameters of the same sizes."""
+
+    programs: int
+    row_of: torch.Tensor
+    part_of: torch.Tensor
+    sizes: torch.Tensor
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _go_ahead(  # type: ignore[no-untyped-def]
+    table,
+    host_weights,
+    weights,
+    row_of,
+    part_of,
+    sizes,
+    gradient,
+    momentum,
+    decay,
+    keep,
+    square,
+    squared,
+    root,
+    epsilon,
+    log_beta1,
+    log_beta2,
+    rows,
+    PARTS: tl.constexpr,
+    HAS_MOMENTUM: tl.constexpr,
+    HAS_SQUARE: tl.constexpr,
+    COUNTS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    row = tl.load(row_of + program)
+    at = tl.load(part_of + program).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = at < tl.load(sizes + row)
+    own = tl.load(table + row).to(tl.pointer_type(DTYPE))
+    w = tl.load(own + at, mask=there, other=0.0).to(tl.float32)
+    # Columns of addresses: the weight, both moments, steps, and what the expected gradient is the sum of.
+    g = tl.zeros((BLOCK,), tl.float32)
+    for part in tl.static_range(PARTS):
+        address = tl.load(table + (4 + part) * rows + row)
+        values = address.to(tl.pointer_type(DTYPE))
+        value = tl.load(values + at, mask=there & (address != 0), other=0.0).to(tl.float32)
+        g += value * (tl.load(host_weights + part) * tl.load(weights + part))
+    g += w * decay
+    move = g * gradient
+    if HAS_MOMENTUM:
+        first = tl.load(table + rows + row).to(tl.pointer_type(DTYPE))
+        move += tl.load(first + at, mask=there, other=0.0).to(tl.float32) * momentum
+    if HAS_SQUARE:
+        second = tl.load(table + 2 * rows + row).to(tl.pointer_type(DTYPE))
+        v = tl.load(second + at, mask=there, other=0.0).to(tl.float32)
+        if COUNTS:
+            count = tl.load(tl.load(table + 3 * rows + row).to(tl.pointer_type(tl.float32))) + 1.0
+            move = move / (1.0 - tl.exp2(log_beta1 * count))
+            root = root / tl.sqrt(1.0 - tl.exp2(log_beta2 * count))
+        move = move / (tl.sqrt(v * square + g * g * squared) * root + epsilon)
+    ahead = move + w * keep
+    # What is expected may be no number, where the step is going to be left out: then the weight stays.
+    known = tl.abs(ahead) < float("inf")
+    tl.store(own + at, tl.where(known, ahead, w).to(DTYPE), mask=there)
+
+
+class Launcher:
+    def __init__(self) -> None:
+        self._grids: dict[tuple[torch.device, tuple[int, ...]], Grid] = {}
+
+    def go_ahead(self, group: Group, rows: Sequence[Row], weights: Sequence[torch.Tensor | float]) -> None:
+        """As `Kernel.go_ahead`, of rows that have one dtype and device."""
+        first = rows[0][0]
+        assert first is not None
+        with torch.cuda.device(first.device):  # where Triton launches
+            self._go_ahead(group, rows, weights, first)
+
+    def _go_ahead(
+        self, group: Group, rows: Sequence[Row], weights: Sequence[torch.Tensor | float], first: torch.Tensor
+    ) -> None:
+        weight, _, momentum, square, *parts = zip(*rows, strict=True)
+        counts = group.counts
+        columns = [weight, momentum, square, _counts(group, weight), *parts]
+        found = [address for column in columns for address in addresses(column)]
+        grid = self._grid(first.device, tuple(t.numel() for t in weight if t is not None))
+        _go_ahead[(grid.programs,)](
+            _sent(torch.tensor(found, dtype=torch.int64, device="cpu"), first.device),
+            *_weights(weights, first.device),
+            grid.row_of,
+            grid.part_of,
+            grid.sizes,
+            *(group.factors[name] for name in _FACTORS),
+            *((counts.log_beta1, counts.log_beta2) if counts else (0.0, 0.0)),
+            len(rows),
+            PARTS=len(parts),
+            HAS_MOMENTUM=momentum[0] is not None,
+            HAS_SQUARE=square[0] is not None,
+            COUNTS=counts is not None,
+            DTYPE=DTYPES[first.dtype],
+            BLOCK=BLOCK,
+        )
+
+    def _grid(self, device: torch.device, sizes: tuple[int, ...]) -> Grid:
+        found = self._grids.pop((device, sizes), None)
+        if found is None:
+            counts = [-(-size // BLOCK) for size in sizes]
+            row_of = [row for row, count in enumerate(counts) for _ in range(count)]
+            part_of = [part for count in counts for part in range(count)]
+            kinds = ((row_of, torch.int32), (part_of, torch.int32), (sizes, torch.int64))
+            moved = (torch.tensor(values, dtype=dtype, device=device) for values, dtype in kinds)
+            if len(self._grids) == _KEPT:
+                del self._grids[next(iter(self._grids))]
+            found = Grid(len(row_of), *moved)
+        self._grids[device, sizes] = found
+        return found
+
+
+_FACTORS = ("gradient", "momentum", "decay", "keep", "square", "squared", "root", "epsilon")
+
+
+def _sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On the device; the host does not wait for it."""
+    return values.pin_memory().to(device, non_blocking=True)
+
+
+def _weights(weights: Sequence[torch.Tensor | float], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """As two factors each: the host's and the device's."""
+    hosts = [1.0 if isinstance(weight, torch.Tensor) else weight for weight in weights]
+    devices = torch.ones(len(weights), dtype=torch.float32, device=device)
+    for i, weight in enumerate(weights):
+        if isinstance(weight, torch.Tensor):
+            devices[i] = weight.to(device).reshape(())
+    return _sent(torch.tensor(hosts, dtype=torch.float32, device="cpu"), device), devices
+
+
+def _counts(group: Group, weight: Column) -> Column:
+    """The steps that the device has counted of each."""
+    if group.counts is None:
+        return [None] * len(weight)
+    known = {id(step.parameter): count for step, count in zip(group.steps, group.counts.steps, strict=True)}
+    return [known[id(each)] for each in weight]
