@@ -25,8 +25,9 @@ DEPTH = 6
 class Carrier(Optimizer):
     """Takes the part of another optimizer wherever DADT needs one of torch's."""
 
-    def __init__(self, owner: Any, parameters: list[torch.Tensor]) -> None:
-        super().__init__(parameters, {})
+    def __init__(self, owner: Any, parameters: list[torch.Tensor], values: dict[str, Any] | None = None) -> None:
+        """values: of its one group, as its momentum, by which weights are predicted."""
+        super().__init__(parameters, values or {})
         self.owner = owner
         self.run: Callable[[], Any] = lambda: None
         """The other optimizer's step that is under way."""

@@ -6,8 +6,10 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from harness import SCRIPTS
 from harness.run import Result
 
 BODY = """
@@ -52,6 +54,7 @@ def script(init: str = HOROVOD, wrap: str = WRAP, step: str = "    optimizer.ste
     return BODY.format(init=init, wrap=wrap, step=step)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("algorithm", ["sync", "pipe"])
 def test_an_algorithm_trains_as_with_calls_of_dadt(launch, algorithm: str, clips: bool) -> None:
@@ -100,6 +103,7 @@ def test_an_installed_horovod_is_left_alone(launch, tmp_path) -> None:
     assert b"the real one" in result.out
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["horovod", "horovod.torch", "horovod.torch.mpi_ops", "horovod.torch.elastic"])
 def test_its_modules_are_found_under_both_names(launch, name: str) -> None:
     own = name.replace("horovod", "dadt.frontends.horovod", 1).removesuffix(".mpi_ops")
@@ -227,3 +231,38 @@ except hvd.HorovodInternalError as error:
     result = launch(text, "-np", "2", "train.py")
     assert result.code == 128 + 9
     assert b"caught rank 1" in result.out, result.out
+
+
+def by_two(tmp_path: Path, name: str, *arguments: str, flags: tuple[str, ...] = ()) -> tuple[str, str]:
+    """What a script of tests/scripts prints, and what all ranks end with."""
+    command = [sys.executable, "-m", "dadt_cli", "run", "-np", "2", *flags, str(SCRIPTS / name), *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    ends = re.findall(r"^\[\d\] ends with (.*)$", done.stdout, re.MULTILINE)
+    assert len(ends) == 2 and ends[0] == ends[1], done.stdout
+    return done.stdout, ends[0]
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("options", [[], ["--fp16-allreduce"], ["--use-adasum"]], ids=str)
+def test_a_synthetic_benchmark(tmp_path: Path, options: list[str]) -> None:
+    said, _ = by_two(tmp_path, "horovod_synthetic.py", *options)
+    assert "[0] Number of CPUs: 2" in said
+    assert re.search(r"^\[0\] Total img/sec on 2 CPU\(s\): [\d.]+ \+-[\d.]+$", said, re.MULTILINE), said
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("options", [[], ["--fp16-allreduce", "--gradient-predivide-factor", "2"]], ids=str)
+def test_images_with_warm_up_and_checkpoints(tmp_path: Path, options: list[str]) -> None:
+    said, whole = by_two(tmp_path, "horovod_imagenet.py", *options)
+    assert [float(a) for a in re.findall(r"accuracy ([\d.]+)", said)][-1] > 0.6, said
+    assert sorted(path.name for path in tmp_path.glob("*.tar")) == [f"checkpoint-{n}.pth.tar" for n in (1, 2, 3)]
+    (tmp_path / "checkpoint-3.pth.tar").unlink()
+    said, resumed = by_two(tmp_path, "horovod_imagenet.py", *options)
+    assert re.findall(r"epoch (\d)", said) == ["2"]
+    assert abs(float(resumed) - float(whole)) < 0.02 * float(whole)
+
+
+def test_images_one_step_late(tmp_path: Path) -> None:
+    said, _ = by_two(tmp_path, "horovod_imagenet.py", "--batches-per-allreduce", "1", flags=("--algorithm", "pipe"))
+    assert [float(a) for a in re.findall(r"accuracy ([\d.]+)", said)][-1] > 0.5, said

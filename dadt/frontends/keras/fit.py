@@ -7,33 +7,96 @@ import functools
 import importlib
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from dadt.frontends.tensorflow.memory import to_numpy, to_torch
 from dadt.inject import worker
 from dadt.inject.foreign import Carrier
 from dadt.train.runtime import Runtime
 
 _carriers: weakref.WeakKeyDictionary[Any, Carrier] = weakref.WeakKeyDictionary()
+enlisted: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""Optimizers that a script which knows of ranks has wrapped, and by what it multiplies their averages."""
+_stepping: list[Any] = []
+"""The optimizers that apply averages just now."""
+_installed: list[Runtime] = []
+BACKENDS = ("torch", "tensorflow")
 _fitting: list[Any] = []
 """Models whose `fit` is under way."""
 
 
 def hook() -> None:
-    """Call it once keras is imported. Does nothing with another backend than torch, and in a world of one."""
+    """Call it once keras is imported. Does nothing with another backend than BACKENDS, and in a world of one."""
     keras = importlib.import_module("keras")
     runtime = worker.runtime
-    if keras.backend.backend() != "torch" or runtime is None or runtime.alone:
+    if keras.backend.backend() in BACKENDS and runtime is not None and not runtime.alone:
+        install(runtime)
+
+
+def install(runtime: Runtime) -> None:
+    """Hook into keras, once. In a script that calls `dadt.init` only optimizers that are enlisted are of concern."""
+    keras = importlib.import_module("keras")
+    if _installed:
         return
-    _average_at(keras.optimizers.Optimizer, runtime)
-    keras.Model.fit = _fit(keras.Model.fit, runtime)
-    keras.Model.evaluate = _whole(keras.Model.evaluate, runtime)
-    keras.Model.predict = _whole(keras.Model.predict, runtime)
-    keras.callbacks.CallbackList.on_epoch_end = _told_alike(keras.callbacks.CallbackList.on_epoch_end, runtime)
+    _installed.append(runtime)
+    if keras.backend.backend() == "tensorflow":
+        importlib.import_module("dadt.frontends.keras.on_tensorflow").install(runtime)
+        return
+    for kind in optimizers_of(keras):
+        _average_at(kind, runtime)
+    keras.Model.fit = fitting(keras.Model.fit, runtime)
+    keras.Model.evaluate = whole(keras.Model.evaluate, runtime)
+    keras.Model.predict = whole(keras.Model.predict, runtime)
+    keras.callbacks.CallbackList.on_epoch_end = told_alike(keras.callbacks.CallbackList.on_epoch_end, runtime)
     iterator = importlib.import_module("keras.src.trainers.epoch_iterator").EpochIterator
     iterator.reset = _divided(iterator.reset, runtime)
+
+
+def optimizers_of(keras: Any) -> list[Any]:
+    """Classes with an `apply` of their own. One that scales losses leaves out steps in which gradients are not finite:
+    what it looks at are the averages, so that all ranks do."""
+    return [keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer]
+
+
+def left_alone(optimizer: Any, runtime: Runtime) -> bool:
+    """Whether it applies gradients as they are: within another one's step, or where the script has not wrapped it."""
+    return bool(_stepping) or (runtime.explicit and factor_of(optimizer) is None)
+
+
+def factor_of(optimizer: Any) -> int | None:
+    """By what its averages are multiplied, where a script that knows of ranks has wrapped it, or what it scales losses
+    for; else None."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return enlisted.get(optimizer, enlisted.get(inner))
+
+
+def momentum_of(optimizer: Any) -> dict[str, Any]:
+    """As in a group of torch's."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    momentum: Any = getattr(inner, "beta_1", None) or getattr(inner, "momentum", 0.0)
+    nesterov = getattr(inner, "nesterov", False) or type(inner).__name__ == "Nadam"
+    return {"momentum": float(momentum), "nesterov": bool(nesterov)}
+
+
+def divide_steps(iterator: Any, ranks: int) -> None:
+    """Of a `fit` that counts its steps itself, each rank takes its share. Once."""
+    if iterator.steps_per_epoch and not getattr(iterator, "is_divided", False):
+        iterator.steps_per_epoch = max(1, iterator.steps_per_epoch // ranks)
+        iterator.is_divided = True
+
+
+@contextmanager
+def within(optimizer: Any) -> Iterator[None]:
+    """Inside, the optimizer applies averages."""
+    _stepping.append(optimizer)
+    try:
+        yield
+    finally:
+        _stepping.pop()
 
 
 def _average_at(optimizers: Any, runtime: Runtime) -> None:
@@ -42,6 +105,8 @@ def _average_at(optimizers: Any, runtime: Runtime) -> None:
 
     @functools.wraps(original)
     def apply(self: Any, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
+        if left_alone(self, runtime):
+            return original(self, grads, trainable_variables)
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
         parameters = [v.value for v in variables]
         for parameter, gradient in zip(parameters, grads, strict=True):
@@ -52,12 +117,16 @@ def _average_at(optimizers: Any, runtime: Runtime) -> None:
         def run() -> None:
             """Where a step is late, the first one has no gradients."""
             gradients = [p.grad for p in parameters]
+            if (factor := factor_of(self) or 1) != 1:
+                gradients = [None if g is None else g * factor for g in gradients]
             if any(each is not None for each in gradients):
-                original(self, gradients, variables)
+                with within(self):
+                    original(self, gradients, variables)
 
         carrier.run = run
         try:
             carrier.step()
+            return None
         finally:
             carrier.run = _nothing  # else it would keep its optimizer alive
 
@@ -69,13 +138,22 @@ def _nothing() -> None: ...
 
 def _carrier_of(optimizer: Any, parameters: Sequence[torch.Tensor]) -> Carrier:
     if optimizer not in _carriers:
-        _carriers[optimizer] = Carrier(weakref.proxy(optimizer), list(parameters))
+        carrier = _carriers[optimizer] = Carrier(weakref.proxy(optimizer), list(parameters), momentum_of(optimizer))
+        if factor_of(optimizer) is not None:
+            worker.wrap(carrier)
     return _carriers[optimizer]
 
 
-def _fit(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
+def enlist(optimizer: Any, factor: int) -> None:
+    """Train with this optimizer on all ranks, in a script that calls `dadt.init`. factor: of its averages."""
+    enlisted.setdefault(optimizer, factor)
+
+
+def fitting(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
     @functools.wraps(original)
     def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if runtime.explicit:
+            return original(self, *args, **kwargs)
         _fitting.append(self)
         try:
             history = _said_once(original, runtime, self, *args, **kwargs)
@@ -87,11 +165,13 @@ def _fit(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
     return fit
 
 
-def _whole(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
+def whole(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
     """A pass that begins without gradients is not divided."""
 
     @functools.wraps(original)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if runtime.explicit:
+            return original(self, *args, **kwargs)
         if self in _fitting:
             _average_statistics(self, runtime)
         with torch.no_grad():
@@ -109,18 +189,23 @@ def _said_once(original: Callable[..., Any], runtime: Runtime, *args: Any, **kwa
     return original(*given.args, **given.kwargs)
 
 
-def _told_alike(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
+def told_alike(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
     """Callbacks that stop, or change the learning rate, do so on all ranks."""
 
     @functools.wraps(original)
     def on_epoch_end(self: Any, epoch: int, logs: Any = None) -> None:
         if _fitting and logs:
-            numbers = {name: float(value) for name, value in logs.items() if not getattr(value, "shape", ())}
-            every = runtime.collect("logs of an epoch", numbers)
-            logs = {**logs, **{name: sum(each[name] for each in every) / len(every) for name in numbers}}
+            logs = averaged(logs, functools.partial(runtime.collect, "logs of an epoch"))
         original(self, epoch, logs)
 
     return on_epoch_end
+
+
+def averaged(logs: Any, collect: Callable[[dict[str, float]], Sequence[dict[str, float]]]) -> dict[str, Any]:
+    """Logs, with the means over ranks of what are numbers. collect: gives those of all ranks."""
+    numbers = {name: float(value) for name, value in logs.items() if not tuple(getattr(value, "shape", ()))}
+    every = collect(numbers)
+    return {**logs, **{name: sum(each[name] for each in every) / len(every) for name in numbers}}
 
 
 def _divided(original: Callable[[Any], None], runtime: Runtime) -> Callable[[Any], None]:
@@ -134,6 +219,8 @@ def _divided(original: Callable[[Any], None], runtime: Runtime) -> Callable[[Any
         model = _fitting[-1]
         if model.optimizer is not None and model.trainable_variables:
             _carrier_of(model.optimizer, [v.value for v in model.trainable_variables])
+        if runtime.config.batch != "global":
+            divide_steps(self, runtime.world.world_size)
         # The length of a script's own DataLoader is that of a rank already.
         counted = type(self.data_adapter).__name__ == "TorchDataLoaderAdapter"
         if self._num_batches and not counted and runtime.config.batch != "global":
@@ -144,6 +231,10 @@ def _divided(original: Callable[[Any], None], runtime: Runtime) -> Callable[[Any
 
 def _average_statistics(model: Any, runtime: Runtime) -> None:
     """What layers count beside training, such as the means of BatchNormalization."""
-    tensors = [v.value.data for v in model.non_trainable_variables]
+    variables = [v for v in model.non_trainable_variables if "float" in str(v.dtype)]
+    on_torch = all(isinstance(v.value, torch.Tensor) for v in variables)
+    tensors = [v.value.data if on_torch else to_torch(v) for v in variables]
     with torch.no_grad():
-        runtime.average([t for t in tensors if t.is_floating_point()], "statistics of layers")
+        runtime.average(tensors, "statistics of layers")
+    for variable, tensor in zip(variables, tensors, strict=True) if not on_torch else ():
+        variable.assign(to_numpy(tensor))

@@ -1,0 +1,267 @@
+"""Keras on TensorFlow, in scripts that say nothing of DADT.
+
+TensorFlow computes in graphs, and DADT exchanges tensors of torch. So where an optimizer applies gradients, a graph
+calls back to Python with them; there a carrier, an optimizer of torch over copies of the variables, makes DADT's step,
+and its averages go on into the graph. Weights are predicted within the graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import random
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from dadt.config.check import predict_factors
+from dadt.errors import ConfigError, DadtError
+from dadt.frontends.keras import fit
+from dadt.frontends.tensorflow.memory import to_numpy, to_torch
+from dadt.inject import worker
+from dadt.inject.foreign import Carrier
+from dadt.train.prediction.displacement import factors_by
+from dadt.train.runtime import Runtime
+
+ALGORITHMS = ("sync", "pipe")
+"""Others average weights, of which there are copies only here."""
+
+
+class Mirror:
+    """Torch's copies of an optimizer's variables, and the carrier that averages their gradients."""
+
+    def __init__(
+        self, runtime: Runtime, optimizer: Any, variables: Sequence[Any], wrapped: bool, displacement: Any
+    ) -> None:
+        """wrapped: by a script that knows of ranks. displacement: a tensorflow.prediction.Displacement, or None."""
+        self._runtime = runtime
+        self.variables = list(variables)
+        self.displacement = displacement
+        self.error: DadtError | None = None
+        """Why the last step failed: TensorFlow makes an error of its own of it."""
+        self._parameters = [torch.nn.Parameter(to_torch(v)) for v in self.variables]
+        self._carrier = Carrier(weakref.proxy(optimizer), list(self._parameters))
+        self._begun = False
+        if wrapped:
+            worker.wrap(self._carrier)
+
+    def average(self, *gradients: Any) -> list[Any]:
+        """Whether there are averages, whether the next gradients come late, and the averages, of eager tensors."""
+        averages: list[torch.Tensor] = []
+        for parameter, variable, gradient in zip(self._parameters, self.variables, gradients, strict=True):
+            parameter.data.copy_(to_torch(variable))
+            parameter.grad = to_torch(gradient)
+        self._carrier.run = lambda: averages.extend(p.grad for p in self._parameters if p.grad is not None)
+        try:
+            self._carrier.step()
+        except DadtError as error:
+            self.error = error
+            raise
+        finally:
+            self._carrier.run = _nothing
+        if not self._begun:
+            self._begun = True
+            for variable, parameter in zip(self.variables, self._parameters, strict=True):
+                variable.assign(to_numpy(parameter))  # rank 0's
+        late = any(a.algorithm.predicts for a in self._runtime.attachments if a.optimizer is self._carrier)
+        if len(averages) < len(self._parameters):  # where a step is late, the first one applies nothing
+            return [False, late, *(to_numpy(torch.zeros_like(p)) for p in self._parameters)]
+        return [True, late, *map(to_numpy, averages)]
+
+
+def _nothing() -> None: ...
+
+
+_begun: list[bool] = []
+"""Whether each `fit` under way has begun with its data."""
+_mirrors: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Mirror]] = weakref.WeakKeyDictionary()
+"""Of each optimizer, by the ids of the variables that it is given."""
+
+
+def install(runtime: Runtime) -> None:
+    """Hook into keras, once."""
+    keras = importlib.import_module("keras")
+    tf = importlib.import_module("tensorflow")
+    tf.data.Dataset.shuffle = _alike(tf.data.Dataset.shuffle)
+    arrays = importlib.import_module("keras.src.trainers.data_adapters.array_data_adapter").ArrayDataAdapter
+    arrays.get_tf_dataset = _permuted_alike(arrays.get_tf_dataset, tf)
+    prediction = importlib.import_module("dadt.frontends.tensorflow.prediction")
+    prediction.install(lambda: [m.displacement for ms in _mirrors.values() for m in ms.values() if m.displacement])
+    for kind in fit.optimizers_of(keras):
+        _average_at(kind, runtime, tf, prediction)
+    trainer = importlib.import_module("keras.src.trainers.trainer").Trainer  # Keras looks whether a model's is another
+    trainer.compile = _without_xla(trainer.compile, runtime)
+    keras.Model.fit = _fit(keras.Model.fit, runtime)
+    keras.Model.evaluate = fit.whole(keras.Model.evaluate, runtime)
+    keras.Model.predict = fit.whole(keras.Model.predict, runtime)
+    keras.callbacks.CallbackList.on_epoch_end = fit.told_alike(keras.callbacks.CallbackList.on_epoch_end, runtime)
+    iterator = importlib.import_module("keras.src.backend.tensorflow.trainer").TFEpochIterator
+    iterator.reset = _divided(iterator.reset, runtime, tf)
+
+
+def _alike(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A shuffle without a seed gets one that is the same on all ranks."""
+
+    @functools.wraps(original)
+    def shuffle(self: Any, buffer_size: Any, seed: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return original(self, buffer_size, random.getrandbits(31) if seed is None else seed, *args, **kwargs)
+
+    return shuffle
+
+
+def _permuted_alike(original: Callable[..., Any], tf: Any) -> Callable[..., Any]:
+    """Arrays are shuffled anew in each epoch, in the same order on all ranks."""
+
+    @functools.wraps(original)
+    def get_tf_dataset(self: Any) -> Any:
+        draws, usual = random.Random(random.getrandbits(31)), tf.random.shuffle
+
+        def shuffle(indices: Any) -> Any:
+            seed = tf.numpy_function(lambda: np.array([draws.getrandbits(31), 0]), [], tf.int64)
+            return tf.random.experimental.stateless_shuffle(indices, tf.ensure_shape(seed, [2]))
+
+        tf.random.shuffle = shuffle
+        try:
+            return original(self)
+        finally:
+            tf.random.shuffle = usual
+
+    return get_tf_dataset
+
+
+def _check(runtime: Runtime) -> None:
+    """Raises ConfigError for what goes by weights, or divides batches."""
+    if runtime.config.algorithm not in ALGORITHMS:
+        raise ConfigError(f"--algorithm {runtime.config.algorithm}: Keras on TensorFlow trains by sync and pipe")
+    if runtime.config.min_np:
+        raise ConfigError(
+            f"--min-np {runtime.config.min_np}: Keras on TensorFlow does not train on without a worker;"
+            " use --max-restarts"
+        )
+    if runtime.config.batch == "global" and not runtime.explicit:
+        raise ConfigError("--batch global: Keras on TensorFlow divides epochs, not batches; leave it out")
+
+
+def _displacement(optimizer: Any, variables: Sequence[Any], runtime: Runtime, prediction: Any) -> Any:
+    """What predicts its variables; None where nothing does."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if runtime.config.algorithm != "pipe" or inner.gradient_accumulation_steps:
+        return None
+    factors = predict_factors(runtime.config.predict) or factors_by(**fit.momentum_of(optimizer))
+    return prediction.Displacement(variables, *factors) if any(factors) else None
+
+
+def _average_at(optimizers: Any, runtime: Runtime, tf: Any, prediction: Any) -> None:
+    original = optimizers.apply
+
+    @functools.wraps(original)
+    def apply(self: Any, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
+        if fit.left_alone(self, runtime):
+            return original(self, grads, trainable_variables)
+        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
+        mirrors, which = _mirrors.setdefault(self, {}), tuple(map(id, variables))
+        if which not in mirrors:
+            _check(runtime)
+            with tf.init_scope():
+                if not self.built:
+                    self.build(variables)
+                displacement = _displacement(self, variables, runtime, prediction)
+                mirrors[which] = Mirror(runtime, self, variables, fit.factor_of(self) is not None, displacement)
+            if displacement is not None and not tf.executing_eagerly():
+                prediction.trace_once_more()
+        displacement = mirrors[which].displacement
+        prediction.show_true_weights()
+        dense = [
+            tf.zeros_like(v) if g is None else tf.convert_to_tensor(g) for g, v in zip(grads, variables, strict=True)
+        ]
+        dtypes = [tf.bool, tf.bool, *(g.dtype for g in dense)]
+        there, late, *averages = tf.py_function(mirrors[which].average, dense, dtypes)
+        if displacement is not None:
+            displacement.ahead.assign(late)
+        factor = fit.factor_of(self) or 1
+        for i, gradient in enumerate(dense):
+            averages[i].set_shape(gradient.shape)
+            averages[i] = averages[i] if factor == 1 else averages[i] * factor
+
+        given = [None if g is None else average for g, average in zip(grads, averages, strict=True)]
+
+        def step() -> Any:
+            before, count = displacement.weights() if displacement is not None else [], tf.identity(self.iterations)
+            with fit.within(self):
+                original(self, given, variables)
+            if displacement is not None:
+                displacement.stepped(before, self.iterations > count)
+            return tf.constant(True)
+
+        tf.cond(there, step, lambda: tf.constant(False))
+        return None
+
+    optimizers.apply = apply
+
+
+def _without_xla(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
+    """XLA cannot call back to Python."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def compile(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        if given.arguments.get("jit_compile") is True and not runtime.world.rank:
+            runtime.say("compile(jit_compile=True): XLA compiles no step that averages gradients, so it is left out")
+        given.arguments["jit_compile"] = False
+        return original(*given.args, **given.kwargs)
+
+    return compile
+
+
+def _fit(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
+    run = fit.fitting(original, runtime)
+
+    @functools.wraps(original)
+    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not runtime.explicit:
+            _check(runtime)
+            if worker.streams is not None:
+                worker.streams.enabled = False  # data is divided by batches, so all ranks have to draw the same
+        _begun.append(False)
+        try:
+            return run(self, *args, **kwargs)
+        except Exception:
+            optimizer = getattr(self, "optimizer", None)
+            for mirror in _mirrors.get(optimizer, {}).values() if optimizer is not None else ():
+                if mirror.error is not None:
+                    raise mirror.error from None
+            raise
+        finally:
+            _begun.pop()
+
+    return train
+
+
+def _divided(original: Callable[..., None], runtime: Runtime, tf: Any) -> Callable[..., None]:
+    """Each rank takes its batch of each so many. What is left over is left out, so that all take as many steps."""
+    ranks, rank = runtime.world.world_size, runtime.world.rank
+
+    @functools.wraps(original)
+    def reset(self: Any) -> None:
+        original(self)
+        if runtime.explicit or not _begun or _begun[-1]:
+            return
+        _begun[-1] = True  # what follows within this `fit` is its validation
+        known = self._num_batches
+        fit.divide_steps(self, ranks)
+        is_tuple = isinstance(self._distributed_dataset.element_spec, tuple)
+
+        def mine(*parts: Any) -> Any:
+            return tf.data.Dataset.zip(parts if is_tuple else parts[0]).skip(rank).take(1)
+
+        if known is not None and known < ranks:
+            raise ConfigError(f"fit: an epoch of {known} batches cannot be divided among {ranks} workers")
+        self._distributed_dataset = self._distributed_dataset.window(ranks, drop_remainder=True).flat_map(mine)
+        self._num_batches = None if known is None else known // ranks
+
+    return reset

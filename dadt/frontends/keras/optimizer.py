@@ -1,0 +1,38 @@
+"""Keras's optimizers in scripts that name them."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import keras  # type: ignore[import-untyped,import-not-found,unused-ignore]
+
+from dadt.api.lifecycle import session, size
+from dadt.frontends.keras import fit
+
+T = TypeVar("T")
+
+
+def DistributedOptimizer(optimizer: T, *, reduction: str = "mean") -> T:
+    """Train with this optimizer on all ranks. Returns the same object.
+
+    Gradients are averaged where it applies them, before clipping, by `--algorithm`: `pipe` averages them one step late
+    and predicts weights, `sync` at once. Before the first step all ranks take rank 0's weights. All ranks wrap the same
+    optimizers in the same order. reduction: mean, or sum, which multiplies the averages by the number of ranks.
+
+    Raises TypeError if it is none of Keras's optimizers, and DadtError before `init`.
+    """
+    runtime = session().runtime
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(f"DistributedOptimizer: give one of Keras's optimizers, not {type(optimizer).__name__}")
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"DistributedOptimizer: reduction {reduction}: choose mean or sum")
+    if not runtime.alone:
+        fit.install(runtime)
+        fit.enlist(optimizer, size() if reduction == "sum" else 1)
+    return optimizer
+
+
+def wrapped(model: Any) -> Any:
+    """The model, whose optimizer trains on all ranks."""
+    model.optimizer = DistributedOptimizer(model.optimizer)
+    return model

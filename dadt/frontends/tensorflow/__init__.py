@@ -1,0 +1,1 @@
+"""TensorFlow 2: operations between ranks, a tape, optimizers of Keras."""
