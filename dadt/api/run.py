@@ -14,6 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from dadt.api import by_ray
 from dadt.config import Config
 from dadt.config.config import given_by_env, implied
 from dadt.control.agent_client import Control
@@ -49,7 +50,8 @@ def run(
     list), and return the results by rank.
 
     In the function, training is distributed as under `dadt run`. settings: the knobs of Config, such as
-    algorithm="sync". Arguments and results must be picklable; functions and classes of a notebook are.
+    algorithm="sync". Arguments and results must be picklable; functions and classes of a notebook are. With
+    launcher="ray", Ray chooses the hosts, and arguments travel through its object store.
 
     Raises the exception of the worker that failed first, with its traceback as the cause; DadtError if a worker ended
     without an exception or could not be started; KeyboardInterrupt after Ctrl-C.
@@ -57,7 +59,10 @@ def run(
     from dadt.launch import launch, plan
 
     config = _config(np, hosts, settings)
-    blob = _pickled((function, tuple(args), dict(kwargs or {})), "the function and its arguments")
+    call = (function, tuple(args), dict(kwargs or {}))
+    # The reference keeps the call in Ray's store until the job has ended.
+    told, _reference = by_ray.store(call, config) if config.launcher == "ray" else (call, None)
+    blob = _pickled(told, "the function and its arguments")
     the_plan = plan.make(config, [config.python or sys.executable, "-m", "dadt.api.run"], blob=blob)
     placed: list[Placed] = []
     # Only the main thread may take over signals, and it gives them back.
@@ -83,7 +88,8 @@ def main() -> None:
     """Run in a worker: call the function and send its result."""
     world = World.from_env()
     sys.path.insert(0, str(Path.cwd()))
-    function, args, kwargs = pickle.loads(Path(world.agent).with_name(FILE).read_bytes())
+    told = pickle.loads(Path(world.agent).with_name(FILE).read_bytes())
+    function, args, kwargs = told.load() if isinstance(told, by_ray.Stored) else told
     try:
         value = function(*args, **kwargs)
     except Exception as error:

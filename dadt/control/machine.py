@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ from dadt.control import network
 
 CGROUPS = Path("/sys/fs/cgroup")
 NVIDIA_SMI_SECONDS = 20.0
+MODEL = re.compile(r"^Model:\s*(.+?)\s*$", re.MULTILINE)
 
 
 def report(env: Mapping[str, str]) -> dict[str, Any]:
     """An agent's report about its host. env: the environment of the workers."""
+    installed = _installed_gpus()
     return {
         "version": VERSION,
         "python": platform.python_version(),
@@ -30,7 +33,8 @@ def report(env: Mapping[str, str]) -> dict[str, Any]:
         "hostname": socket.gethostname(),
         "machine": identity(),
         "cores": cores(),
-        "gpus": gpus(env),
+        "gpus": gpus(env, installed),
+        "gpu_models": list(dict.fromkeys(installed)),
         "addresses": network.addresses(),
         "port": free_port(),
         "pid": os.getpid(),
@@ -59,18 +63,20 @@ def cores() -> int:
     return usable
 
 
-def gpus(env: Mapping[str, str] = os.environ) -> list[str]:
-    """The visible NVIDIA GPUs, as CUDA_VISIBLE_DEVICES names them: indices, UUIDs or MIG instances."""
+def gpus(env: Mapping[str, str] = os.environ, installed: Sequence[str] | None = None) -> list[str]:
+    """The visible NVIDIA GPUs, as CUDA_VISIBLE_DEVICES names them: indices, UUIDs or MIG instances. installed: all
+    models, where they are known."""
+    installed = _installed_gpus() if installed is None else installed
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return [str(index) for index in range(_installed_gpus())]
+        return [str(index) for index in range(len(installed))]
     names = []
     for name in (part.strip() for part in visible.split(",")):
         # CUDA itself ignores everything from the first invalid index on.
         if not name or name.startswith("-"):
             break
         names.append(name)
-    return names if names and _installed_gpus() else []
+    return names if installed else []
 
 
 def resident(pid: int) -> int:
@@ -106,15 +112,18 @@ def process_limit() -> int:
     return min((int(text) for text in texts if text.isdigit()), default=0)
 
 
-def _installed_gpus() -> int:
+def _installed_gpus() -> list[str]:
+    """The model of each."""
     if shutil.which("nvidia-smi"):
         try:
             listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=NVIDIA_SMI_SECONDS, check=False)
         except subprocess.TimeoutExpired:
-            return 0  # a driver that does not answer serves no worker either
-        return sum(line.startswith(b"GPU ") for line in listed.stdout.splitlines())
+            return []  # a driver that does not answer serves no worker either
+        lines = [line for line in listed.stdout.decode(errors="replace").splitlines() if line.startswith("GPU ")]
+        return [line.partition(": ")[2].partition(" (UUID")[0] for line in lines]
     folder = Path("/proc/driver/nvidia/gpus")
-    return len(list(folder.iterdir())) if folder.is_dir() else 0
+    files = sorted(folder.glob("*/information")) if folder.is_dir() else []
+    return [next(iter(MODEL.findall(_read(file))), "unknown") for file in files]
 
 
 def _cgroup_folders() -> Iterator[Path]:

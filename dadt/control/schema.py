@@ -272,7 +272,7 @@ AGENT = Speaker(
                 "hostname": text(256),
                 "machine": text(256),
                 "cores": whole(1, 1 << 20),
-                "gpus": listed(text(100), 1024),
+                **dict.fromkeys(("gpus", "gpu_models"), listed(text(100), 1024)),
                 "addresses": listed(_address, 1 << 16),
                 "port": whole(1, 65535),
                 "pid": PID,

@@ -16,8 +16,8 @@ from dadt.config import Config
 from dadt.control import machine
 from dadt.control.agent_client import Control
 from dadt.errors import CommError
-from dadt.inject import compiler, download, failure, gradient, module, optimizer, rank_watch
-from dadt.inject.data import loader, seed
+from dadt.inject import compiler, download, failure, gradient, module, moved, optimizer, rank_watch
+from dadt.inject.data import loader, ray_batches, seed
 from dadt.inject.data.parting import Parting
 from dadt.inject.files import install as files
 from dadt.inject.files import saving
@@ -55,6 +55,7 @@ def start(world: World, *, explicit: bool = False) -> None:
         runtime.on_begin.append(compiler.look_past())
     if not runtime.alone:
         module.install(modules)
+        moved.install(runtime)
         gradient.install(runtime, modules)
     if not explicit:
         _install_around(runtime, modules)
@@ -117,6 +118,7 @@ def _install_around(runtime: Runtime, modules: module.Modules) -> None:
     runtime.on_begin.append(lambda: None if mine.seeded and runtime.script_is_distributed else mine.split())
     if not runtime.alone:
         loader.install(runtime, streams)
+        ray_batches.install(runtime)
         overlay = files.install(runtime)
         saver = saving.install(runtime, overlay)
         runtime.on_regroup.append(saver.regrouped)

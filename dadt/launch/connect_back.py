@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
 from dadt.control import schema
-from dadt.control.connection import Connection
+from dadt.control.connection import Connection, Words
 from dadt.control.frame import CHUNK, Link
 from dadt.errors import LaunchError
 from dadt.launch.channel import Channel
@@ -21,6 +21,13 @@ class Arrivals:
     def __init__(self, names: Iterable[str]) -> None:
         self.futures: dict[str, Future[Channel]] = {name: Future() for name in names}
         self._lock = threading.Lock()
+
+    def greet(self, hello: Words) -> Words:
+        """The answer to an agent that says its name."""
+        name = hello.get("name")
+        if name not in self.futures:
+            return {"refused": f"{name} is not among the hosts of this job"}
+        return {"refused": f"{name} has an agent already"} if self.has(name) else {}
 
     def admit(self, name: str, channel: Channel) -> None:
         """Settle the future with a channel, which is closed if nobody waits for it any more."""

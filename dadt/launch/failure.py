@@ -19,6 +19,7 @@ NO_PYTHON = re.compile(r'^  File ".+", line \d+\n(?:    .*\n)+(?=(?:Syntax|Inden
 CAUSE_LINES, CAUSE_LETTERS = 10, 4000
 NO_FILE = re.compile(r"No such file or directory|unable to open|does not exist", re.IGNORECASE)
 OWN_SETUP = re.compile(r"CUDA|NCCL|\bGPUs?\b")
+GPU_MEMORY = re.compile(r"\b(?:CUDA|HIP) out of memory(?:.*?\b(GPU \d+))?", re.DOTALL)
 MEMORY_TEXTS = ("out of memory", "can't allocate memory", "cannot allocate memory")
 EXIT_CODES = {kind.__name__: kind.exit_code for kind in (errors.ConfigError, errors.NotResumed, errors.StartTimeout)}
 """Exit codes of the exceptions that have their own."""
@@ -246,6 +247,8 @@ class Failure:
         text = f"peak {size(ending.peak_memory)} (limit {size(ending.memory_limit)}): "
         if ending.killed_for_memory:
             return text + "killed by the kernel for lack of memory"
+        if self.record is not None and (found := GPU_MEMORY.search(self.record.text)):
+            return text + f"the memory of {found[1] or 'the GPU'} ran out, not the host's"
         if self.record is not None and _is_memory_error(self.record):
             return text + "the exception says that memory ran out"
         return text + "not out of memory"

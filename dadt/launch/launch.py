@@ -52,12 +52,14 @@ def run(the_plan: Plan, voice: Voice, placed: Told, signals: bool = True) -> Out
     signals: whether this thread may take over the process's signals. Raises DadtError if nothing could be started.
     """
     config = the_plan.config
-    exports = metrics.prepare(config.metrics)
+    exports: Sequence[Export] = ()
     try:
+        exports = metrics.prepare(config.metrics)
         return _record(the_plan, voice, placed, signals, exports)
     finally:
         for export in exports:
             export.close()
+        plan.release(the_plan)
 
 
 def _record(the_plan: Plan, voice: Voice, placed: Told, signals: bool, exports: Sequence[Export]) -> Outcome:
@@ -70,7 +72,9 @@ def _record(the_plan: Plan, voice: Voice, placed: Told, signals: bool, exports: 
     try:
         request = Request(config, the_plan.hosts, the_plan.command, folder.job, report.journal.refused)
         launchers: list[Launcher] = []
-        discovery = Discovery(the_plan.hosts, plan.who_names_hosts(config), lambda text: voice.say(text, "warning"))
+        discovery = Discovery(
+            the_plan.hosts, plan.who_names_hosts(config, the_plan.hosts), lambda text: voice.say(text, "warning")
+        )
 
         def attempt(number: int, hosts: Sequence[Host]) -> Outcome:
             those = metrics.prepare(config.metrics) if number else exports
@@ -295,7 +299,7 @@ def _resolved(config: Config, slots: Sequence[Slot], nodes: Sequence[Node]) -> t
 
 def _place(workers: int, node: Node) -> Place:
     usable = not str(node.report.get("torch", "")).endswith("+cpu")
-    return Place(node.name, workers, len(node.report["gpus"]) if usable else 0)
+    return Place(node.name, workers, len({*node.report["gpus"]}) if usable else 0)  # Ray lets workers share one
 
 
 def _conclude(launchers: Sequence[Launcher], code: int, lines: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ from dadt.config.executor import mpi_executor
 from dadt.control import network, timeline_file
 from dadt.errors import ConfigError
 from dadt.launch import environment
-from dadt.launch.hosts import host, script, simulated
+from dadt.launch.hosts import host, ray, script, simulated
 from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.slot import Room, share_out
 from dadt.launch.hosts.slurm import slurm_hosts
@@ -52,15 +52,24 @@ class Plan:
         return any(host.name for host in self.hosts)
 
 
-def make(config: Config, command: Sequence[str], files: Sequence[str] = (), blob: bytes = b"") -> Plan:
-    """Make the plan. Raises ConfigError."""
+def make(
+    config: Config,
+    command: Sequence[str],
+    files: Sequence[str] = (),
+    blob: bytes = b"",
+    say: Callable[[str], None] = lambda text: None,
+) -> Plan:
+    """Make the plan. say: called if a scheduler lets it wait for hosts. Raises ConfigError; with Ray, LaunchError and
+    StartTimeout, too."""
     config = _for_mpi(config)
     network.check(config.network_interface)
     elsewhere, named = environment.forwarded(config)
-    hosts = _within_reason(hosts_of(config))
-    if not config.host_discovery_script:
+    if by_ray := _by_ray(config):
+        ray.ignore_threads(elsewhere, named)
+    hosts = list(ray.reserve(config, say)) if by_ray else _within_reason(hosts_of(config))
+    if not (config.host_discovery_script or by_ray):
         _check_room(config.np, hosts)
-    if config.timeline and hosts and (not hosts[0].name or hosts[0].is_local):
+    if config.timeline and hosts and not by_ray and (not hosts[0].name or hosts[0].is_local):
         timeline_file.check(Path(config.timeline))
     return Plan(
         config=config,
@@ -72,6 +81,22 @@ def make(config: Config, command: Sequence[str], files: Sequence[str] = (), blob
         named=named,
         cwd=str(Path(here(), config.workdir)),
     )
+
+
+def release(the_plan: Plan) -> None:
+    """Give a scheduler back what it has reserved for the plan's job. Idempotent."""
+    for group in {each.group for each in the_plan.hosts if isinstance(each, ray.RayHost)}:
+        ray.release(group)
+
+
+def _by_ray(config: Config) -> bool:
+    """Whether Ray places the workers. Raises ConfigError where the user names hosts as well."""
+    if config.launcher != "ray":
+        return False
+    given = {"-H": config.hosts, "--hostfile": config.hostfile, "--nnodes": config.nnodes}
+    if named := [name for name, value in given.items() if value]:
+        raise ConfigError(f"--launcher ray: Ray chooses the hosts; leave {' and '.join(named)} out")
+    return True
 
 
 def _for_mpi(config: Config) -> Config:
@@ -125,9 +150,11 @@ def hosts_of(config: Config, env: Mapping[str, str] = os.environ) -> list[Host]:
     return _usable(config, host.choose(named, config.include, config.exclude))
 
 
-def who_names_hosts(config: Config) -> Callable[[], list[Host]] | None:
+def who_names_hosts(config: Config, hosts: Sequence[Host] = ()) -> Callable[[], Sequence[Host]] | None:
     """A function that returns the hosts that there are when it is called, or raises ConfigError; None if they do not
     change."""
+    if hosts and isinstance(hosts[0], ray.RayHost):
+        return partial(ray.hosts_of, hosts[0].group)
     changes = bool(config.host_discovery_script) or Path(config.hostfile or os.devnull).is_file()
     return partial(hosts_now, config) if changes else None
 

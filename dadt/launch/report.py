@@ -151,7 +151,7 @@ def _value(name: str, value: Any) -> Any:
 
 def _host(node: Node) -> dict[str, Any]:
     told = node.report
-    names = ("hostname", "version", "python", "torch", "cores", "gpus")
+    names = ("hostname", "version", "python", "torch", "cores", "gpus", "gpu_models")
     return {
         "host": node.name,
         "address": node.address,

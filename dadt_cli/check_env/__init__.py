@@ -16,7 +16,7 @@ SUBJECTS = {
     "limits": 15.0,
     "variables": 15.0,
     "leftovers": 15.0,
-    "scheduler": 15.0,
+    "scheduler": 60.0,
     "tools": 15.0,
     "training": 120.0,
 }

@@ -99,7 +99,9 @@ def _mpi4py(asked: Asked, mpirun: Path) -> Iterator[Check]:
         return
     yield good("mpi4py", value, alike="warn")
     if asked.full:
-        yield training.train("two ranks", asked, executor="mpi", launcher="mpi", mpirun=asked.mpirun)
+        yield training.train(
+            "two ranks", asked, executor="mpi", launcher="mpi", mpirun=asked.mpirun, gpu_visibility="all"
+        )
 
 
 def _cuda(path: Path) -> str:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
+from dadt.config import Config
 from dadt.errors import ConfigError
+from dadt.launch.hosts.ray import IN_JOB, survey
 from dadt.launch.hosts.slurm import slurm_hosts
-from dadt_cli.check_env.check import Asked, Check, good, refused
+from dadt_cli.check_env.check import Asked, Check, fail, good, refused, warn
 
 OTHERS = {
     "PBS_JOBID": ("PBS", "dadt run --hostfile with the hosts of $PBS_NODEFILE, each once"),
     "LSB_JOBID": ("LSF", "dadt run -H with the hosts of $LSB_HOSTS, each once"),
     "PE_HOSTFILE": ("Grid Engine", "dadt run -H with the hosts of $PE_HOSTFILE"),
-    "RAY_JOB_ID": ("Ray", "dadt run -H with the hosts of its placement group: dadt does not ask Ray"),
     "KUBERNETES_SERVICE_HOST": ("Kubernetes", "dadt run --nnodes N --node-rank I --rendezvous host:port in each pod"),
 }
 """By the variable that they set."""
@@ -25,6 +28,9 @@ def checks(asked: Asked) -> Iterator[Check]:
     if "SLURM_JOB_ID" in os.environ:
         found = True
         yield _slurm()
+    if os.environ.get("RAY_ADDRESS") or IN_JOB in os.environ:
+        found = True
+        yield from _ray()
     for variable, (name, remedy) in OTHERS.items():
         if variable in os.environ:
             found = True
@@ -41,6 +47,32 @@ def _slurm() -> Check:
         return refused("Slurm", f"job {job}: {error}", "call dadt in the batch script, without srun")
     names = ", ".join(f"{host.name}:{host.slots}" if host.slots else host.name for host in hosts)
     return good("Slurm", f"job {job}; dadt run takes {names or 'this host'}")
+
+
+def _ray() -> Iterator[Check]:
+    """The nodes, and what each has installed."""
+    if find_spec("ray") is None:
+        yield warn("Ray", f"it is not installed for {sys.executable}", "pip install 'dadt[ray]' for --launcher ray")
+        return
+    try:
+        nodes = survey(Config(launcher="ray", ship=False))
+    except ConfigError as error:
+        yield fail("Ray", error, "`ray status` on the head tells whether it runs")
+        return
+    yield good("Ray", f"{len(nodes)} nodes; dadt run --launcher ray takes them")
+    first = next((node.versions for node in nodes if node.versions), {})
+    for node in nodes:
+        value = f"{node.resources}; " + (", ".join(" ".join(each) for each in node.versions.items()) or "no answer")
+        missing = [name for name, version in node.versions.items() if not version]
+        differing = [name for name, version in node.versions.items() if version != first.get(name)]
+        if not node.versions:
+            yield fail(f"Ray node {node.name}", value, "`ray list nodes` and the logs in /tmp/ray there tell more")
+        elif missing:
+            yield fail(f"Ray node {node.name}", value, f"pip install {' '.join(missing)} for the Python of Ray there")
+        elif differing:
+            yield warn(f"Ray node {node.name}", value, f"install the same {', '.join(differing)} on all nodes")
+        else:
+            yield good(f"Ray node {node.name}", value)
 
 
 def _in_container() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import shutil
 import sys
@@ -77,15 +78,17 @@ def run(
     live.check(config.live)
     if ":" in config.algorithm and not no_python:
         user_class.check("--algorithm", config.algorithm, Path(config.workdir) if module else _folder(command, config))
-    the_plan = plan.make(config, *_program(command, module, no_python, config))
+    the_plan = plan.make(config, *_program(command, module, no_python, config), say=console.say)
     if dry_run:
         console.text("\n".join(describe(the_plan)), stdout=True)
+        plan.release(the_plan)
         return 0
     if config.nnodes and config.node_rank > 0:
         from dadt.launch.launchers.manual import join
 
         return join(config, the_plan.command, console)
     seen: list[Placed] = []
+    shows = live.wanted(config.live)
 
     def placed(where: Placed, watch: Watch) -> Live | None:
         seen.append(where)
@@ -96,8 +99,10 @@ def run(
             console.text("\n".join(placement(where)))
         for text in _warnings(where):
             console.say(text, "warning")
-        return live.show(watch, _title(where)) if live.wanted(config.live) else None
+        return live.show(watch, _title(where)) if shows else None
 
+    if config.launcher == "ray":  # it prints what lost nodes have logged; the workers' lines are written by number
+        sys.stdout = sys.stderr if config.verbose else io.StringIO()
     outcome = launch.run(the_plan, console, placed)
     return _finish(outcome, seen[-1])
 

@@ -12,6 +12,7 @@ import textwrap
 import uuid
 from collections.abc import Callable
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -227,6 +228,13 @@ def test_a_tool_that_is_broken_and_one_that_is_not_there(tmp_path: Path) -> None
     assert (told["py-spy"].verdict, "libunwind.so" in told["py-spy"].value) == ("warn", True)
     assert (told["gdb"].verdict, told["gdb"].value) == ("pass", "none") and "apt-get install gdb" in told["gdb"].hint
     assert told["numactl"].value.startswith("none")
+
+
+@pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed here")
+def test_a_ray_that_is_not_installed() -> None:
+    """Jobs run by other launchers, so nothing is broken."""
+    told = found("scheduler", RAY_ADDRESS="127.0.0.1:1")
+    assert (told.verdict, told.hint) == ("warn", "pip install 'dadt[ray]' for --launcher ray")
 
 
 @pytest.mark.parametrize(("scope", "verdict"), [(0, "pass"), (1, "warn"), (3, "warn")])

@@ -279,6 +279,7 @@ def test_a_host_is_told_to_end_and_the_job_starts_again(start) -> None:
     assert "preempted; ranks 0 and 1 ended by themselves (exit code 75): restart 1 of 1\n" in result.err
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("after", ["sys.exit(0)", ""], ids=["ends", "is stopped"])
 def test_a_host_is_told_to_end_and_the_other_trains_on(start, after: str) -> None:
     script = TRAIN.replace("step < 5000", "step < 400") + WEIGHTS

@@ -129,19 +129,19 @@ class Saver:
             return self.overlay.stand_in(f) if self.overlay is not None else None
         self._number += 1
         private = self.overlay.written_apart(f) if self.overlay is not None else None
+        target = _target(f)
+        if target is None:
+            return write(f)
+        # Counted wherever it is written: the first rank may only be late to make the folder.
+        count = self._count(target)
         # In a folder that this rank alone has, such as one named by time, no other rank writes.
         alone = private is not None and self.overlay is not None and self.overlay.is_private(str(Path(private).parent))
-        target = None if alone else _target(f)
-        if target is None and not alone:
-            return write(f)
-        count = self._count(target) if target is not None else None
-        if target is not None and not self._first and self._is_saved(target, count):
+        if not (alone or self._first) and self._is_saved(target, count):
             return self.overlay.reveal(private) if self.overlay is not None and private is not None else None
         if self.overlay is not None and private is not None and not self._first:
             path = Path(self.overlay.place(private))
             with self.overlay.real():
                 return write_beside(path, self._mark, write)
-        assert target is not None
         self._folders.add(target.parent)
         if self.runtime.control is not None:
             self.runtime.control.writes(str(target.parent), self._mark)

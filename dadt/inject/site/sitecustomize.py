@@ -17,6 +17,8 @@ PARTS = {
     "torch.functions": "torch",
     "common.process_sets": "torch.process_sets",
     "runner": "",
+    "tensorflow.keras": "keras",
+    "tensorflow.keras.callbacks": "keras.callbacks",
 }
 """Modules of Horovod whose names are in another module of DADT's."""
 

@@ -16,7 +16,7 @@ from dadt.launch.agent.agent import Agent
 from dadt.launch.signals import ENDING_SIGNALS, Interrupts
 
 PR_SET_CHILD_SUBREAPER = 36
-STDIN = "--stdin="
+STDIN, FOLDER = "--stdin=", "--folder="
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
     if os.getpgid(0) != os.getpid():
         os.setsid()  # a group leader, such as a Slurm task, cannot call this and need not
     if "--connect" in sys.argv[1:]:
-        from dadt.launch.agent.slurm_step import connect
+        from dadt.launch.agent.connect import connect
 
         try:
             connect()
@@ -41,9 +41,13 @@ def main() -> None:
         launcher = Link(reader, writer, schema.LAUNCHER, seal=seal)
         launcher.post(MAGIC)
         launcher.flush()
-        stdin = next((int(word[len(STDIN) :]) for word in sys.argv if word.startswith(STDIN)), None)
-        Agent(launcher, interrupts, stdin).run()
+        stdin = _given(STDIN)
+        Agent(launcher, interrupts, int(stdin) if stdin else None, _given(FOLDER)).run()
     gc.freeze()  # else the last collection at exit visits everything that was ever imported
+
+
+def _given(option: str) -> str:
+    return next((word[len(option) :] for word in sys.argv if word.startswith(option)), "")
 
 
 if __name__ == "__main__":

@@ -42,15 +42,15 @@ ADDRESS_SECONDS = 3.0
 """How long a host without an address may take to get one."""
 NATURAL_SECONDS = 0.5
 """How long processes left by successful workers may take to end by themselves."""
-COMMAND_NOT_RUN = 127
-"""The exit code that shells give a command that cannot be run."""
+COMMAND_NOT_RUN = 127  # as shells say for a command that cannot be run
 
 
 class Agent:
     """Single-threaded, with one selector for the launcher, signals, and the workers' pipes and control lines."""
 
-    def __init__(self, launcher: Link, interrupts: Interrupts, stdin: int | None = None) -> None:
-        """stdin: what rank 0 reads."""
+    def __init__(self, launcher: Link, interrupts: Interrupts, stdin: int | None = None, folder: str = "") -> None:
+        """stdin: what rank 0 reads. folder: in which workers start, if not in the one that the launcher names."""
+        self._differs = {"cwd": folder} if folder else {}
         self._launcher = LauncherLine(launcher)
         self._interrupts = interrupts
         self._stdin = stdin
@@ -131,6 +131,7 @@ class Agent:
             for place, order in enumerate(orders):
                 if order.kind in kinds:
                     self._launcher.orders = orders[place + 1 :]
+                    order.header.update(self._differs)
                     return order
         return None
 

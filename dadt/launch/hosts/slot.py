@@ -79,8 +79,9 @@ def share_out(count: int, rooms: Sequence[Room]) -> list[int]:
         share = min(room.places, left)
         left -= share
         if room.gpus and share > len(room.gpus):
+            seen = f"{len(room.gpus)} GPUs are" if len(room.gpus) > 1 else "1 GPU is"
             raise ConfigError(
-                f"{f'{share} workers on {room.host}' if room.host else f'-np {share}'}: only {len(room.gpus)} GPUs are "
+                f"{f'{share} workers on {room.host}' if room.host else f'-np {share}'}: only {seen} "
                 "visible; start fewer workers, or give --gpu-visibility all to let workers share GPUs"
             )
         shares.append(share)

@@ -18,7 +18,7 @@ from dadt.config import Config
 from dadt.control import mpi_library
 from dadt.control.connection import Connection, Listener, Words
 from dadt.errors import LaunchError
-from dadt.launch.agent.slurm_step import REACH
+from dadt.launch.agent.connect import REACH
 from dadt.launch.channel import Channel, Launcher, Request
 from dadt.launch.connect_back import Arrivals, SocketChannel
 from dadt.launch.hosts.host import Host
@@ -51,7 +51,7 @@ class SlurmLauncher:
     def launch(self, hosts: list[Host]) -> list[Future[Channel]]:
         key = secrets.token_bytes(32)
         self._listener = Listener(
-            key, self._config.orphan_timeout, self._greet, self._take, turned_away=self._turned_away
+            key, self._config.orphan_timeout, self._arrivals.greet, self._take, turned_away=self._turned_away
         )
         env = {name: value for name, value in os.environ.items() if not name.startswith("DADT_")}
         forget_step(env)
@@ -97,12 +97,6 @@ class SlurmLauncher:
             "dadt.launch.agent",
             "--connect",
         ]
-
-    def _greet(self, hello: Words) -> Words:
-        name = hello.get("name")
-        if name not in self._arrivals.futures:
-            return {"refused": f"{name} is not among the hosts of this job"}
-        return {"refused": f"{name} has an agent already"} if self._arrivals.has(name) else {}
 
     def _take(self, hello: Words, connection: Connection) -> None:
         name = hello["name"]

@@ -15,7 +15,7 @@ from dadt.control.frame import Frame
 MOST_REFUSALS = 1000
 KEPT = {
     "connected": (),
-    "ready": ("version", "python", "torch", "hostname", "cores", "gpus", "problems"),
+    "ready": ("version", "python", "torch", "hostname", "cores", "gpus", "gpu_models", "problems"),
     "lost": ("message",),
     "unstarted": ("message",),
     "started": ("pid",),

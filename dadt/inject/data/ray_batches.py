@@ -1,0 +1,32 @@
+"""The batches of Ray's datasets: `streaming_split` has given each worker its share, so they stay as they are."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+from dadt.inject.after_import import after_import
+from dadt.inject.data.feed import LoadingRank
+
+TOLD = "ray.data (streaming_split): shares out its data itself, left as it is."
+
+
+def install(runtime: LoadingRank) -> None:
+    """Tell of the first split that is read."""
+
+    def tell(module: Any) -> None:
+        kind = module.DataIterator
+        batches = kind.iter_torch_batches
+
+        @functools.wraps(batches)
+        def iter_torch_batches(self: Any, *args: Any, **kwargs: Any) -> Iterable[Any]:
+            if type(self).__name__ == "StreamSplitDataIterator":
+                kind.iter_torch_batches = batches
+                runtime.say(TOLD)
+            found: Iterable[Any] = batches(self, *args, **kwargs)
+            return found
+
+        kind.iter_torch_batches = iter_torch_batches
+
+    after_import("ray.data.iterator", tell)

@@ -1,0 +1,57 @@
+"""The connection to its launcher of an agent that Slurm or Ray has started."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import time
+from contextlib import suppress
+from dataclasses import replace
+
+from dadt.control.connection import Connection, Reach, become_standard, dial
+from dadt.errors import LaunchError
+from dadt.launch.agent.worker import PR_SET_PDEATHSIG
+from dadt.launch.hosts.slurm import forget_step
+
+REACH = "DADT_REACH"
+"""The variable with the launcher's addresses and the key, which ps would show on a command line."""
+NAME = "DADT_NODE"
+"""The variable with the host's name, which an agent within Ray is told."""
+OVERHEARD = (signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that Slurm's --signal sends to all processes of a step, though they are meant for the workers."""
+CONNECT_SECONDS = 30.0
+
+
+def connect() -> None:
+    """Make a connection to the launcher this agent's standard input. Raises LaunchError."""
+    if REACH not in os.environ:
+        raise LaunchError(f"--connect: {REACH} does not say where the launcher is; dadt run starts agents by itself")
+    reach = Reach.from_text(os.environ.pop(REACH))
+    if near := os.environ.get("SLURM_LAUNCH_NODE_IPADDR"):
+        # The launcher is where srun was started, and Slurm knows an address of that host.
+        reach = replace(reach, addresses=[near, *reach.addresses])
+    name, parent = os.environ.pop(NAME, ""), os.getppid()
+    told = {"name": name or os.environ.get("SLURMD_NODENAME", "")}
+    forget_step(os.environ)
+    for number in OVERHEARD:
+        signal.signal(number, lambda number, frame: None)  # workers would inherit SIG_IGN
+    connection, _, _ = dial(lambda: reach, told, time.monotonic() + CONNECT_SECONDS)
+    if name:
+        _end_with_actor(connection, parent)
+    become_standard(connection)
+
+
+def _end_with_actor(connection: Connection, parent: int) -> None:
+    """Slurm ends all of a step, but Ray its own processes alone. The launcher asks Ray why the connection has ended."""
+    end = connection.socket.dup()
+
+    def hang_up(*_: object) -> None:
+        with suppress(OSError):  # it has ended already
+            end.shutdown(socket.SHUT_RDWR)
+
+    signal.signal(signal.SIGUSR2, hang_up)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGUSR2)
+    if os.getppid() != parent:
+        raise LaunchError("the actor of Ray's that has started this agent has ended")

@@ -1,0 +1,54 @@
+"""The actor of Ray's that runs the agent of its node. It is all of DADT that runs within Ray."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Mapping
+from importlib import import_module
+
+TAIL_LINES = 20
+
+
+class RayActor:
+    """Ray makes one for each node of a job."""
+
+    def run(
+        self, python: str, variables: Mapping[str, str], shipped: bool, once: bool, *gpus: list[str]
+    ) -> tuple[int, list[str]]:
+        """Run the agent until it ends. Returns its exit code, or minus its signal, and the last lines that it wrote.
+
+        python: empty for the one that runs this. shipped: workers start in the folder that Ray has brought here. gpus:
+        of each bundle; bundles may share one. once: each is named once, not for each bundle.
+        """
+        # Ray's own variables are about this process. It sets OMP_NUM_THREADS by what the actor holds, which is nothing.
+        left_out, kept = ("RAY_", "DADT_", "OMP_NUM_THREADS"), ("RAY_USE_TLS", "RAY_TLS_", "RAY_AUTH_")
+        env = {
+            name: value for name, value in os.environ.items() if name.startswith(kept) or not name.startswith(left_out)
+        } | dict(variables)
+        given = [each for bundle in gpus for each in bundle]
+        # Where none are given, Ray hides none.
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(given) if once else given)
+        words = [python or sys.executable, "-u", "-m", "dadt.launch.agent", "--connect"]
+        with subprocess.Popen(
+            [*words, f"--folder={os.getcwd()}"] if shipped else words,  # noqa: PTH109
+            env=env,
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            text=True,
+            errors="replace",
+        ) as process:
+            assert process.stdout is not None
+            tail = deque((line.rstrip() for line in process.stdout), TAIL_LINES)
+        return process.returncode, list(tail)
+
+
+def gpus() -> list[str]:
+    """Run in one bundle: the GPUs that Ray gives to what runs there."""
+    found: list[str] = import_module("ray").get_runtime_context().get_accelerator_ids()["GPU"]
+    return found

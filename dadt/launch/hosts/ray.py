@@ -1,0 +1,350 @@
+"""The hosts of a Ray cluster: the nodes on which Ray has placed a group of bundles, one bundle per worker.
+
+The group lives as long as the driver's connection with Ray, which is this process's, or until `release`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import secrets
+import socket
+import sys
+import textwrap
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from dadt.config import Config
+from dadt.config.check import here
+from dadt.errors import ConfigError, LaunchError, StartTimeout
+from dadt.launch.hosts.host import Host
+
+QUIET_SECONDS = 3.0
+"""Of waiting for Ray, before that is told."""
+TURN_SECONDS = 1
+SHOWN_NODES = 8
+SURVEY_SECONDS = 20.0
+KNOCK_SECONDS = 10.0
+MOST_LETTERS = 400
+ROUNDING = 1e-6
+"""Five times 0.2 CPU are one."""
+_given: dict[str, str] = {}
+"""The names of nodes by their ids, which stay as nodes of the same name come and go."""
+IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Ray sets this variable for what `ray job submit` runs, whose folder is on all nodes already."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RayHost(Host):
+    """A node of Ray's, with a slot for each of the job's bundles on it."""
+
+    group: str
+    """Name of the placement group."""
+    node: str
+    """Ray's id of the node."""
+    bundles: tuple[int, ...]
+
+
+def ray_module() -> Any:
+    """Raises ConfigError where there is no Ray."""
+    try:
+        return import_module("ray")
+    except ImportError:
+        raise ConfigError(
+            f"--launcher ray: Ray is not installed for {sys.executable}; pip install 'dadt[ray]'"
+        ) from None
+
+
+def reserve(config: Config, say: Callable[[str], None] = lambda text: None) -> list[RayHost]:
+    """Have Ray place a bundle for each worker, and wait for it. say: called once if that takes long.
+
+    Raises ConfigError, LaunchError where the cluster is too small, and StartTimeout.
+    """
+    if config.np < 1:
+        raise ConfigError("--launcher ray: how many workers? Give their number, as in -np 4")
+    ray = connect(config)
+    name = f"dadt-{secrets.token_hex(6)}"
+    try:
+        return _reserve(ray, config, name, say)
+    except failures(ray) as error:
+        release(name)
+        raise ConfigError(f"--launcher ray: {_words(error)}") from error
+    except BaseException:  # Ctrl-C, too: a notebook lives on
+        release(name)
+        raise
+
+
+def _reserve(ray: Any, config: Config, name: str, say: Callable[[str], None]) -> list[RayHost]:
+    bundle = bundle_of(config, ray.cluster_resources())
+    wanted = f"{config.np} workers of {_named(bundle)} each"
+    fit = sum(_fits(node["Resources"], bundle) for node in _alive(ray))
+    # Ray does not say whether an autoscaler is there: who gives a time of their own waits for one.
+    patient = config.start_timeout != Config().start_timeout
+    if fit < config.np and not patient:
+        raise LaunchError(
+            f"--launcher ray: the cluster has room for {fit} of {wanted}; it has {_cluster(ray)}. Give"
+            " --start-timeout 600 to wait for nodes that an autoscaler starts"
+        )
+    group = ray.util.placement_group([bundle] * config.np, strategy=config.ray_strategy, name=name)
+    _await(ray, group, wanted, config.start_timeout, say)
+    return hosts_of(name)
+
+
+def _await(ray: Any, group: Any, wanted: str, most: float, say: Callable[[str], None]) -> None:
+    begin = time.monotonic()
+    told = False
+    while not group.wait(TURN_SECONDS):
+        waited = time.monotonic() - begin
+        if waited > most:
+            raise StartTimeout(
+                f"Ray did not place {wanted} within --start-timeout {most:g} s: it has {_cluster(ray)}, and"
+                f" {_named(ray.available_resources())} of it free"
+            )
+        if waited > QUIET_SECONDS and not told:
+            told = True
+            say(f"waiting for Ray to place {wanted}, for {most:g} s at most (--start-timeout)")
+
+
+def hosts_of(group: str) -> list[RayHost]:
+    """The nodes that have bundles of the group now. This process's node comes first, so that rank 0 runs here. Raises
+    ConfigError where Ray does not tell."""
+    ray = ray_module()
+    try:
+        _check_connected(ray)
+        table = ray.util.placement_group_table(ray.util.get_placement_group(group))
+        names = _names(ray)
+        mine = own_node(ray)
+    except failures(ray) as error:
+        raise ConfigError(f"Ray does not tell where it has placed workers: {_words(error)}") from error
+    places: dict[str, list[int]] = {}
+    for index, node in sorted(table.get("bundles_to_node_id", {}).items()):
+        places.setdefault(node, []).append(int(index))
+    found = [
+        RayHost(name=names[node], slots=len(bundles), group=group, node=node, bundles=tuple(bundles))
+        for node, bundles in places.items()
+        if node in names  # else it is lost
+    ]
+    return sorted(found, key=lambda host: (host.node != mine, host.bundles))
+
+
+def end_of_node(node: str, seconds: float) -> str:
+    """Why this node is gone, in Ray's words, once Ray knows of it within this time; else empty."""
+    ray, deadline = ray_module(), time.monotonic() + seconds
+    while time.monotonic() < deadline and ray.is_initialized():
+        try:
+            found = next((each for each in ray.nodes() if each["NodeID"] == node), None)
+        except failures(ray):
+            found = None
+        if found is None:  # the cluster is gone as a whole, or this process has let go of it
+            return ""
+        if not found["Alive"]:
+            why = found.get("DeathReasonMessage") or found.get("DeathReason") or "without a reason"
+            return f"Ray has lost this node: {why}"
+        try:  # Ray notices after a quarter of a minute or so that a node does not answer
+            socket.create_connection((found["NodeManagerAddress"], found["NodeManagerPort"]), TURN_SECONDS).close()
+        except OSError:
+            time.sleep(0.1)
+        else:
+            return ""
+    return ""
+
+
+def release(group: str) -> None:
+    """Give back what the group holds. Idempotent."""
+    ray = ray_module()
+    try:
+        _check_connected(ray)
+        ray.util.remove_placement_group(ray.util.get_placement_group(group))
+    except failures(ray):
+        pass  # it is gone already, or the cluster is
+
+
+def connect(config: Config) -> Any:
+    """Ray, with a connection to its cluster: that of this process, if it has one. Raises ConfigError."""
+    ray = ray_module()
+    if ray.is_initialized():
+        return ray
+    address = config.ray_address or os.environ.get("RAY_ADDRESS") or "auto"
+    if address.startswith("http"):
+        raise ConfigError(f"--launcher ray: {address} is the cluster's dashboard; give --ray-address HOST:6379")
+    _knock(address)
+    shipped = _shipped(config)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they say in pages what the error says in a line
+            ray.init(
+                address,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                **({"runtime_env": shipped} if shipped else {}),
+            )
+    except failures(ray) as error:
+        ray.shutdown()  # it may be connected by half
+        if address == "auto" and isinstance(error, ConnectionError):
+            raise ConfigError(
+                "--launcher ray: no Ray cluster is found on this machine; begin one with `ray start --head`, or give"
+                " --ray-address HOST:6379"
+            ) from None
+        hint = "; --no-ship leaves the folder where it is" if shipped else ""
+        if isinstance(error, ConnectionError) and not address.startswith("ray:"):
+            hint = "; this machine is no node of it: `ray start --address` makes it one, or give ray://HOST:10001"
+        raise ConfigError(f"--launcher ray: {_words(error)}{hint}") from error
+    return ray
+
+
+def failures(ray: Any) -> tuple[type[Exception], ...]:
+    """What Ray raises where something is wrong with the cluster, or with what it is asked."""
+    return ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError
+
+
+def _check_connected(ray: Any) -> None:
+    """Raises ConnectionError where the connection is over: Ray would begin a cluster of its own."""
+    if not ray.is_initialized():
+        raise ConnectionError("the connection with the cluster is over")
+
+
+def _knock(address: str) -> None:
+    """Raises ConfigError where nobody listens: Ray would try for minutes."""
+    host, colon, port = address.rpartition("://")[2].rpartition(":")
+    if not (host and colon and port.isdigit()):
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), KNOCK_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"--launcher ray: no Ray cluster is found at {address} ({why}); begin one with `ray start --head`, or give"
+            " --ray-address HOST:6379"
+        ) from None
+
+
+def own_node(ray: Any) -> str:
+    """Ray's id of the node on which this process is; empty if it is on none (ray://)."""
+    if ray.util.client.ray.is_connected():
+        return ""
+    node: str = ray.get_runtime_context().get_node_id()
+    return node
+
+
+def bundle_of(config: Config, total: Mapping[str, float]) -> dict[str, float]:
+    """What each worker holds. total: of the cluster. Raises ConfigError."""
+    named: dict[str, float] = {}
+    for part in filter(None, config.ray_resources.split(",")):
+        found = re.fullmatch(r"\s*([^=\s]+)=(\d+(?:\.\d+)?)\s*", part)
+        if found is None:
+            raise ConfigError(f"--ray-resources {config.ray_resources}: {part!r} is not KEY=N, as GPU=1")
+        named[found[1]] = float(found[2])
+    bundle = {"CPU": config.cpus_per_worker, "GPU": 1.0 if total.get("GPU") else 0.0} | named
+    return {key: value for key, value in bundle.items() if value}
+
+
+def ignore_threads(elsewhere: dict[str, str], named: Mapping[str, str]) -> None:
+    """Leave out the number of threads that Ray gives to a job's driver, by the CPUs that this one holds: none."""
+    if IN_JOB in os.environ:
+        given = json.loads(os.environ[IN_JOB]).get("runtime_env") or {}
+        if "OMP_NUM_THREADS" not in {*named, *(given.get("env_vars") or {})}:
+            elsewhere.pop("OMP_NUM_THREADS", None)
+
+
+def _shipped(config: Config) -> dict[str, Any]:
+    """Ray's runtime environment, which takes the current folder to all nodes."""
+    if not config.ship or config.workdir or IN_JOB in os.environ:
+        return {}
+    folder, logs = Path(here()), Path(here(), config.log_dir)
+    inside = logs.is_relative_to(folder) and logs != folder
+    return {
+        "working_dir": str(folder),
+        "excludes": [".git", ".venv", *([f"/{logs.relative_to(folder)}"] if inside else [])],
+    }
+
+
+def _alive(ray: Any) -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _names(ray: Any) -> dict[str, str]:
+    """By id, of the nodes that are alive. Those that share a name, as on one machine, are told apart by their ids."""
+    alive = {node["NodeID"]: node["NodeName"] for node in _alive(ray)}
+    times = Counter([*alive.values(), *_given.values()])
+    for node, name in alive.items():
+        if node not in _given:
+            _given[node] = name if times[name] == 1 else f"{name}.{node[-6:]}"
+    return {node: _given[node] for node in alive}
+
+
+def _fits(has: Mapping[str, float], bundle: Mapping[str, float]) -> int:
+    return min((int(has.get(key, 0) / value + ROUNDING) for key, value in bundle.items()), default=0)
+
+
+def _named(resources: Mapping[str, float]) -> str:
+    """As `2 CPU and 1 GPU`; without what Ray counts for itself."""
+    own = {key: value for key, value in resources.items() if not key.startswith("node:") and "memory" not in key}
+    parts = [f"{value:g} {key}" for key, value in sorted(own.items())]
+    return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]])) or "nothing"
+
+
+def _cluster(ray: Any) -> str:
+    nodes = _alive(ray)
+    shown = [f"{_named(node['Resources'])} on {node['NodeName']}" for node in nodes[:SHOWN_NODES]]
+    more = len(nodes) - SHOWN_NODES
+    return "; ".join([*shown, f"{more} more nodes"] if more > 0 else shown)
+
+
+def _words(error: Exception) -> str:
+    """On one line, however many Ray takes."""
+    return textwrap.shorten(str(error), MOST_LETTERS) or type(error).__name__
+
+
+@dataclass(frozen=True, slots=True)
+class Surveyed:
+    """A node that is alive."""
+
+    name: str
+    resources: str
+    versions: Mapping[str, str]
+    """Of what a job needs there, empty for what is not installed. None of a node that does not answer."""
+
+
+def survey(config: Config) -> list[Surveyed]:
+    """Ask all nodes. Raises ConfigError where there is no cluster."""
+
+    def versions() -> dict[str, str]:  # in here, so that Ray takes it along: DADT may not be there
+        import importlib.metadata
+        import platform
+
+        found = {"Python": platform.python_version()}
+        for name in ("ray", "torch", "dadt"):
+            try:
+                found[name] = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                found[name] = ""
+        return found
+
+    ray = connect(config)
+    try:
+        nodes = _alive(ray)
+    except failures(ray) as error:
+        raise ConfigError(f"--launcher ray: {_words(error)}") from error
+    near = import_module("ray.util.scheduling_strategies").NodeAffinitySchedulingStrategy
+    look = ray.remote(versions)
+    asked = [
+        look.options(num_cpus=0, scheduling_strategy=near(node["NodeID"], soft=False), max_retries=0).remote()
+        for node in nodes
+    ]
+    ray.wait(asked, num_returns=len(asked), timeout=SURVEY_SECONDS)
+    told = []
+    for node, answer in zip(nodes, asked, strict=True):
+        try:
+            found = ray.get(answer, timeout=0)
+        except ray.exceptions.RayError:
+            found = {}
+        told.append(Surveyed(node["NodeName"], _named(node["Resources"]), found))
+    return told

@@ -1,0 +1,172 @@
+"""The launcher in a Ray cluster: an actor on each node starts the agent, which connects back."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from dadt.config import Config
+from dadt.control.connection import Connection, Listener, Words
+from dadt.errors import LaunchError
+from dadt.launch.agent import ray_actor
+from dadt.launch.agent.connect import NAME, REACH
+from dadt.launch.channel import Channel, Launcher, Request
+from dadt.launch.connect_back import Arrivals, SocketChannel
+from dadt.launch.failure import signal_name
+from dadt.launch.hosts.host import Host
+from dadt.launch.hosts.ray import RayHost, connect, end_of_node, own_node
+
+END_SECONDS = 5.0
+DEATH_SHARE = 0.6
+"""Of --orphan-timeout, after which agents that hear nothing end their workers. Ray knows of the end of an actor sooner
+than of its node's, by a quarter of a minute. A job that trains on does not wait for that."""
+
+
+def launcher(request: Request) -> Launcher:
+    return RayLauncher(request.config, request.turned_away)
+
+
+@dataclass(slots=True, eq=False)
+class Started:
+    """An agent that Ray was asked to start."""
+
+    host: RayHost
+    arrival: Future[Channel]
+    actor: Any = None
+    end: Future[str] = field(default_factory=Future)
+    """Why it has ended; empty if it should."""
+    reason: str = ""
+    """The same, before Ray knows whether its node is gone."""
+
+
+class RayLauncher:
+    """What an actor returns, or why Ray has ended it, explains failures."""
+
+    extends = True
+
+    def __init__(self, config: Config, turned_away: Callable[[str], None]) -> None:
+        self._config = config
+        self._turned_away = turned_away
+        self._ray = connect(config)
+        self._arrivals = Arrivals(())
+        self._listener: Listener | None = None
+        self._started: dict[str, Started] = {}
+        """By host, the newest."""
+        self._lock = threading.Lock()
+
+    def launch(self, hosts: list[Host]) -> list[Future[Channel]]:
+        if self._listener is None:
+            self._listener = Listener(
+                secrets.token_bytes(32),
+                self._config.orphan_timeout,
+                self._arrivals.greet,
+                self._take,
+                turned_away=self._turned_away,
+            )
+        return [self._launch(host) for host in hosts]
+
+    def command(self, host: Host) -> str:
+        assert isinstance(host, RayHost)
+        return f"by an actor of Ray's on node {host.node}, in bundle {host.bundles[0]} of group {host.group}"
+
+    def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+        wait([each.end for each in self._started.values() if each.arrival.done()], END_SECONDS)
+        for each in self._started.values():
+            if each.actor is not None and not each.end.done() and self._ray.is_initialized():
+                self._ray.kill(each.actor)
+
+    def _launch(self, host: Host) -> Future[Channel]:
+        assert isinstance(host, RayHost)
+        started = Started(host, Future())
+        with self._lock:
+            self._arrivals.futures[host.name] = started.arrival
+            self._started[host.name] = started
+        try:
+            run = self._begin(started)
+        except Exception as error:  # noqa: BLE001 (Ray tells in many classes why it does not take an actor)
+            self._over(started, reason(str(error)))
+        else:
+            threading.Thread(target=self._watch, args=(started, run), name="dadt-ray", daemon=True).start()
+        return started.arrival
+
+    def _begin(self, started: Started) -> Any:
+        """Have Ray start the actor. Returns what will have its result."""
+        ray, config, host = self._ray, self._config, started.host
+        assert self._listener is not None
+        strategies = import_module("ray.util.scheduling_strategies")
+        group = ray.util.get_placement_group(host.group)
+        within = partial(strategies.PlacementGroupSchedulingStrategy, group)
+        bundle = group.bundle_specs[host.bundles[0]]
+        started.actor = (
+            ray.remote(ray_actor.RayActor)
+            .options(num_cpus=0, scheduling_strategy=within(placement_group_bundle_index=host.bundles[0]))
+            .remote()
+        )
+        look = ray.remote(ray_actor.gpus)
+        each = {"num_cpus": 0, "num_gpus": bundle.get("GPU", 0)}
+        gpus = [
+            look.options(**each, scheduling_strategy=within(placement_group_bundle_index=index)).remote()
+            for index in (host.bundles if each["num_gpus"] else ())
+        ]
+        variables = {
+            REACH: self._listener.reach(config.network_interface).to_text(),
+            NAME: host.name,
+            "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
+            "OMP_NUM_THREADS": str(max(1, int(bundle.get("CPU", 1)))),
+        }
+        ships = config.ship and not config.workdir and "working_dir" in ray.get_runtime_context().runtime_env
+        shipped = ships and host.node != own_node(ray)
+        return started.actor.run.remote(config.python, variables, shipped, config.gpu_visibility == "all", *gpus)
+
+    def _take(self, hello: Words, connection: Connection) -> None:
+        name = hello["name"]
+        self._arrivals.admit(name, SocketChannel(connection, partial(self._explain, self._started[name])))
+
+    def _explain(self, started: Started, seconds: float) -> str:
+        if seconds and not self._config.min_np:
+            seconds += DEATH_SHARE * self._config.orphan_timeout
+        return started.reason if wait([started.end], seconds).not_done else started.end.result()
+
+    def _watch(self, started: Started, run: Any) -> None:
+        """Wait for the end of an agent, in a thread of its own."""
+        try:
+            code, tail = self._ray.get(run)
+            why = _verdict(code, tail, self._config.python or "the Python of Ray")
+        except Exception as error:  # noqa: BLE001 (Ray tells in many classes why it has ended an actor)
+            started.reason = reason(str(error))
+            why = end_of_node(started.host.node, DEATH_SHARE * self._config.orphan_timeout) or started.reason
+        self._over(started, why)
+
+    def _over(self, started: Started, why: str) -> None:
+        started.end.set_result(why)
+        with self._lock:  # a later one may be under way in its place
+            if self._started[started.host.name] is started:
+                text = why or "the agent ended before it was asked for anything"
+                self._arrivals.refuse(started.host.name, LaunchError(text))
+
+
+def _verdict(code: int, tail: Sequence[str], python: str) -> str:
+    if not code:
+        return ""
+    if tail and "No module named 'dadt'" in tail[-1]:
+        return f"dadt is not installed for {python} there -> pip install it, or --python PATH"
+    how = f"was killed by {signal_name(-code)}" if code < 0 else f"has ended with exit code {code}"
+    return f"the agent {how}" + (f"; its last words: {tail[-1]}" if tail else "")
+
+
+def reason(text: str) -> str:
+    """What of an error of Ray's tells why an actor is gone."""
+    if "No module named 'dadt'" in text:
+        return "dadt is not installed for the Python of Ray there -> pip install it in the image of the node"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    facts = ("class_name:", "actor_id:", "pid:", "namespace:", "ip:", "name:")
+    told = [line for line in lines if not line.startswith(facts)]
+    return f"Ray: {told[-1] if told else text}"
