@@ -27,7 +27,7 @@ test: lint docs native machines
 check: lint
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not slow and not job and not gpu"
 
-test-slow: .venv/testable .venv-programs/installed browser
+test-slow: .venv/testable .venv-programs/installed .venv-tensorflow/installed .venv-ray/installed browser
 	DADT_FUZZ_INPUTS=250000 $(MAKE) native-address
 	$(BIN)/python -m pytest -m slow --timeout 1800
 
@@ -37,6 +37,20 @@ test-slow: .venv/testable .venv-programs/installed browser
 	.venv-programs/bin/python -m pip install --quiet $(TORCH) 'numpy>=1.26'
 	.venv-programs/bin/python -m pip install --quiet -r tests/programs/requirements.txt
 	.venv-programs/bin/python -m pip install --quiet --force-reinstall --no-deps . && .venv-programs/bin/python -m pip install --quiet .
+	touch $@
+
+# TensorFlow, which is large.
+.venv-tensorflow/installed: $(BUILT) $(shell find dadt dadt_cli -name '*.py')
+	[ -d .venv-tensorflow ] || $(PYTHON) -m venv .venv-tensorflow
+	.venv-tensorflow/bin/python -m pip install --quiet $(TORCH) 'tensorflow-cpu>=2.16'
+	.venv-tensorflow/bin/python -m pip install --quiet --force-reinstall --no-deps . && .venv-tensorflow/bin/python -m pip install --quiet .
+	touch $@
+
+# Ray, which is large.
+.venv-ray/installed: $(BUILT) $(shell find dadt dadt_cli -name '*.py')
+	[ -d .venv-ray ] || $(PYTHON) -m venv .venv-ray
+	.venv-ray/bin/python -m pip install --quiet $(TORCH) 'ray[default,data]>=2.9'
+	.venv-ray/bin/python -m pip install --quiet --force-reinstall --no-deps . && .venv-ray/bin/python -m pip install --quiet .
 	touch $@
 
 # On a machine with a GPU, with a torch built for it: make test-gpu TORCH=torch. Elsewhere each test is skipped.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -33,11 +33,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+    leave_for_slow(items)
     for item in items:
         if starts_processes(item):
             item.add_marker(pytest.mark.job)
         if place := shared(item):
             item.add_marker(pytest.mark.xdist_group(place))
+
+
+def leave_for_slow(items: Sequence[pytest.Item]) -> None:
+    """Mark as slow what `sample` leaves out: it spreads its number over the cases."""
+    cases: dict[tuple[str, int], list[pytest.Item]] = {}
+    for item in items:
+        sample = item.get_closest_marker("sample")
+        if sample is not None and item.get_closest_marker("slow") is None:
+            cases.setdefault((item.nodeid.partition("[")[0], *sample.args), []).append(item)
+    for (_, number), some in cases.items():
+        kept = {len(some) * i // number for i in range(number)}
+        for index in set(range(len(some))) - kept:
+            some[index].add_marker(pytest.mark.slow)
 
 
 def starts_processes(item: pytest.Item) -> bool:

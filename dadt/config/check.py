@@ -81,6 +81,14 @@ def check_min_np(least: int, np: int, algorithm: str, executors: Iterable[str], 
         raise ConfigError(f"{given}: a job with {other} ends with any of its workers; leave one of the two out")
 
 
+def check_patience(heartbeat: float, orphan: float) -> None:
+    """Timeouts leave time for a few signs of life."""
+    if 0 < heartbeat < LEAST_TIMEOUT or heartbeat < 0:
+        raise ConfigError(f"--heartbeat-timeout {heartbeat}: must be {LEAST_TIMEOUT:g} s or more, or 0")
+    if orphan < LEAST_TIMEOUT:
+        raise ConfigError(f"--orphan-timeout {orphan}: must be {LEAST_TIMEOUT:g} s or more")
+
+
 def check_restarts(most: int, nnodes: int) -> None:
     if most and nnodes:
         raise ConfigError(
@@ -89,6 +97,8 @@ def check_restarts(most: int, nnodes: int) -> None:
         )
 
 
+LEAST_TIMEOUT = 2.0
+"""Seconds."""
 NEVER = "never"
 AUTO = "auto"
 """Every 10 minutes, where a job can go on from snapshots by itself; else never."""
@@ -122,7 +132,7 @@ def check_discovery(script: str, named: str, launcher: str, nnodes: int) -> None
         return
     if named:
         raise ConfigError("--host-discovery-script and -H or --hostfile exclude each other: give one")
-    if launcher in ("slurm", "mpi") or nnodes:
+    if launcher in ("slurm", "mpi", "ray") or nnodes:
         other = "--nnodes" if nnodes else f"--launcher {launcher}"
         raise ConfigError(f"--host-discovery-script: {other} has hosts of its own; leave one of the two out")
 

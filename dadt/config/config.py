@@ -18,6 +18,7 @@ from dadt.config.check import (
     check_discovery,
     check_executor,
     check_min_np,
+    check_patience,
     check_replicas,
     check_restarts,
     check_snapshots,
@@ -35,9 +36,6 @@ from dadt.config.knob import knob, launch_knob
 from dadt.config.numbers import MOST
 from dadt.errors import ConfigError
 from dadt.world import World
-
-LEAST_TIMEOUT = 2.0
-"""Seconds; long enough for a few signs of life."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,6 +193,15 @@ class Config:
         "mpirun", "The mpirun of --launcher mpi, from Open MPI, MPICH or Intel MPI.", advanced=True, metavar="PATH"
     )
     mpi_args: str = launch_knob("", "More arguments for mpirun, such as '--mca btl tcp,self'.", advanced=True)
+    ray_address: str = launch_knob("", "Ray's cluster, if not RAY_ADDRESS or the local one.", advanced=True)
+    cpus_per_worker: float = launch_knob(1.0, "CPUs that Ray reserves for each worker.", advanced=True)
+    ray_resources: str = launch_knob(
+        "", "More that Ray reserves for each worker; GPU=1 where there are GPUs.", advanced=True, metavar="KEY=N,KEY=N"
+    )
+    ray_strategy: str = launch_knob(
+        "PACK", "How Ray places workers.", advanced=True, choices=("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+    )
+    ship: bool = launch_knob(True, "Have Ray copy the current folder to the other nodes.", advanced=True)
     nnodes: int = launch_knob(0, "Number of hosts, if you call `dadt run` on each by hand.", advanced=True)
     node_rank: int = launch_knob(-1, "Number of this host among --nnodes, from 0.", advanced=True)
     rendezvous: str = launch_knob(
@@ -300,7 +307,7 @@ class Config:
         for name in ("sync_every", "fragments"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)}: must be 1 or more")
-        for name in ("outer_lr", "bucket_mb"):
+        for name in ("outer_lr", "bucket_mb", "cpus_per_worker"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)}: must be above 0")
         if not 0 <= self.outer_momentum < 1:
@@ -308,11 +315,7 @@ class Config:
         for name in ("timeout", "start_timeout", "stall_warning"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)}: must be above 0 seconds")
-        if 0 < self.heartbeat_timeout < LEAST_TIMEOUT or self.heartbeat_timeout < 0:
-            least = f"{LEAST_TIMEOUT:g} s or more, or 0"
-            raise ConfigError(f"--heartbeat-timeout {self.heartbeat_timeout}: must be {least}")
-        if self.orphan_timeout < LEAST_TIMEOUT:
-            raise ConfigError(f"--orphan-timeout {self.orphan_timeout}: must be {LEAST_TIMEOUT:g} s or more")
+        check_patience(self.heartbeat_timeout, self.orphan_timeout)
         sizes = ("cycle_duration_ms", "all_reduce_buffer_size", "group_buffer_size", "verify_every")
         numbers = ("np", "accelerators", "nnodes", "simulate_hosts")
         for name in (*numbers, "grace", "min_np", "max_restarts", "warmup_steps", *sizes):

@@ -27,5 +27,6 @@ LAUNCHERS = {
     "ssh": "dadt.launch.launchers.nearby:ssh",
     "slurm": "dadt.launch.launchers.slurm:launcher",
     "mpi": "dadt.launch.launchers.mpi:launcher",
+    "ray": "dadt.launch.launchers.ray:launcher",
 }
 """Functions launcher(request) -> Launcher."""

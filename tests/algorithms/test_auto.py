@@ -126,10 +126,13 @@ FAKE = """
         return Times(compute, compute, 0.0, 1.0, step, exchange, dict.fromkeys(exchange, 0.0), may_part)
     Record.times = times
 """
+# Late steps take what was expected of them, however loaded the machine is.
+ON_TIME = """
+    from dadt.algorithms.auto import auto
+    auto.perf_counter = lambda: 0.0
+"""
 THREE = """
     from harness import scenarios
-    from dadt.algorithms.auto import auto
-    auto.perf_counter = lambda: 0.0  # late steps take what was expected of them, however loaded the machine is
     found = []
     for _ in exchanges:
         found.append(scenarios.train("momentum", rank))
@@ -141,7 +144,7 @@ THREE = """
 def test_ranks_agree_by_the_slowest(dadt_run) -> None:
     """Only the clocks are not real."""
     torch.set_num_threads(1)
-    script = FAKE.format(exchanges=[0.0002, 0.010, 0.9]) + THREE
+    script = FAKE.format(exchanges=[0.0002, 0.010, 0.9]) + ON_TIME + THREE
     run = dadt_run(script, "--algorithm", "auto", "--warmup-steps", str(WARMUP))
     lines = [line for line in run.lines() if "--algorithm auto" in line and "chooses" in line]
     assert len(lines) == 3
@@ -195,7 +198,7 @@ COMPRESSED = """
 def test_a_compression_is_chosen_for_an_algorithm(dadt_run, algorithm: str, second: str) -> None:
     """With Adam bf16 is not tried."""
     torch.set_num_threads(1)
-    script = FAKE.format(exchanges=[0.020, 0.030 if algorithm != "auto" else 0.010]) + COMPRESSED
+    script = FAKE.format(exchanges=[0.020, 0.030 if algorithm != "auto" else 0.010]) + ON_TIME + COMPRESSED
     options = ["--algorithm", algorithm, "--compression", "auto", "--warmup-steps", str(WARMUP)]
     run = dadt_run(script, *options)
     first, other = (line for line in run.lines() if "--compression auto" in line and "chooses" in line)
@@ -281,7 +284,7 @@ def test_what_a_checkpoint_says_of_the_choice(dadt_run, optimizer: str, way: str
     """It counts, unless the user has given another compression since; and a choice that was not made yet is made."""
 
     def run(resumed: int, *options: str) -> tuple[int, str]:
-        script = FAKE.format(exchanges=[0.020 if optimizer == "Adam" else 0.1])
+        script = FAKE.format(exchanges=[0.020 if optimizer == "Adam" else 0.1]) + ON_TIME
         done = dadt_run(script + CHOSEN.format(resumed=resumed, optimizer=optimizer), *options)
         return done.output.count("auto chooses"), done.output
 
@@ -354,6 +357,7 @@ Record.times = times
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("late", "what", "fault"), [(9, "times", "2:10:forward"), (9, "bucket", "2:10:forward"), (0, "", "2:30:forward")]
 )

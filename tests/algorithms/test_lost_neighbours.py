@@ -70,6 +70,7 @@ def train(launch, faults: str, *options: str, two: bool = False, late: int = 0, 
     return launch(script, *OPTIONS, *options, "train.py", faults)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("faults", "left", "options"),
     [
@@ -102,6 +103,7 @@ def test_rounds_of_several_optimizers(launch) -> None:
     assert len(set(weights.values())) == 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("late", "faults"), [(4, "2:5:forward"), (19, "2:20:forward"), (19, "2:21:step")])
 def test_a_rank_that_lacks_an_average_takes_what_others_have_made_of_it(launch, late: int, faults: str) -> None:
     weights = ends(train(launch, faults, *LOCAL, "--outer-momentum", "0.5", late=late, fault=ONCE_DELIVERED))
@@ -115,6 +117,7 @@ def test_others_have_left_after_the_last_average(launch) -> None:
     assert "without rank 2: 60 steps" in result.err
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("faults", "left", "options"),
     [
@@ -151,6 +154,7 @@ def test_a_rank_enters_the_next_generation_while_it_asks_for_the_end_of_this_one
     assert ends(result).keys() == {0, 2}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("faults", ["1:20:forward", "0:60:end"])
 def test_neighbours_whose_connection_fails_connect_anew(launch, faults: str) -> None:
     cut = CUT.replace("\n", "\n    ")
@@ -193,6 +197,7 @@ print("ends with", f"{rank}, step {step}")
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("executor", ["shm", "gloo"])
 def test_a_new_worker_takes_a_neighbours_weights_and_state(launch, tmp_path, executor: str) -> None:
     options = ["--algorithm", "gossip", "--executor", executor, "--output", "all"]

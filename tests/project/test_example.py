@@ -102,6 +102,20 @@ def test_the_one_with_the_api_by_two_workers(tmp_path: Path) -> None:
     assert accuracy > 0.85
 
 
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("workers", [2, 1])
+def test_the_one_of_keras(tmp_path: Path, workers: int) -> None:
+    script = ROOT / "examples" / "keras_mnist.py"
+    assert "dadt" not in script.read_text().split('"""')[2]
+    dadt = ["-m", "dadt_cli", "run", "-np", "2"] if workers > 1 else []
+    done = run([sys.executable, *dadt, str(script), "--epochs", "2"], tmp_path)
+    assert done.returncode == 0, done.stdout
+    found = re.findall(r"^(?:\[\d\] )?accuracy ([\d.]+)$", done.stdout, re.MULTILINE)
+    assert len(found) == workers and len(set(found)) == 1 and float(found[0]) > 0.85, done.stdout
+    assert (tmp_path / "mnist.keras").exists()
+
+
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [[], ["--fp16-allreduce", "--gradient-predivide-factor", "2.0"], ["--use-adasum"]])
 def test_the_one_for_horovod_by_two_workers(tmp_path: Path, options: list[str]) -> None:
     script = ROOT / "examples" / "horovod_mnist.py"

@@ -72,7 +72,7 @@ def of_rank(rank: int, text: str) -> list[str]:
 
 def test_the_page_has_all() -> None:
     scripts = {path.stem for path in (ROOT / "examples").glob("*.py")}
-    assert scripts == {*PAGE, "mnist", "mnist_api", "horovod_mnist"}  # these are in test_example.py
+    assert scripts == {*PAGE, "mnist", "mnist_api", "horovod_mnist", "keras_mnist"}  # these are in test_example.py
 
 
 @pytest.mark.parametrize("name", PAGE)

@@ -46,11 +46,12 @@ LAYERS = (
     ("algorithms",),
     ("inject",),
     ("api",),
-    ("__init__", "pytorch", "frontends"),
+    ("__init__", "frontends"),
+    ("pytorch", "keras", "tensorflow"),
 )
 """Of dadt, from the ground up. Each imports those below it, and nothing of its own row."""
 FLOOR = {name: floor for floor, names in enumerate(LAYERS) for name in names} | {"_core": -1}
-MOST_ENTRIES = 12
+MOST_ENTRIES = 14
 """Files and folders of dadt that a newcomer sees at first."""
 MOST_LINES = 400
 

@@ -35,7 +35,7 @@ FOREIGN_FLAGS = {
     },
     "compatibility.md": {"--dummy", "--multirun"},
     "configuration.md": {"--local", "--mca"},
-    "errors.md": {"--connect", "--privileged"},
+    "errors.md": {"--connect", "--head", "--privileged"},
     "from-horovod.md": {
         *("--autotune", "--binding-args", "--blacklist-cooldown-range", "--cache-capacity", "--check-build"),
         *("--config-file", "--disable-cache", "--elastic-timeout", "--fusion-threshold-mb", "--gloo", "--jsrun"),
@@ -51,7 +51,6 @@ FOREIGN_FLAGS = {
             "--batch-size",
             "--data",
             "--depth",
-            "--from-literal",
             "--length",
             "--lr",
             "--nproc-per-node",
@@ -60,6 +59,7 @@ FOREIGN_FLAGS = {
         *("--size", "--speakers", "--steps", "--synthetic", "--width", "--workers"),
     },
     "executors.md": {"--mpi"},
+    "ray.md": {"--address", "--head", "--working-dir"},
     "from-ddp.md": {
         *("--local", "--max-restarts", "--nproc-per-node", "--rdzv-endpoint", "--redirects", "--run-path", "--tee"),
         *("--local-ranks-filter", "--standalone"),
@@ -67,6 +67,7 @@ FOREIGN_FLAGS = {
     "from-deepspeed.md": {"--enable", "--local", "--master", "--no", "--node", "--num", "--ssh"},
     "install.md": {"--index-url"},
     "injection.md": {"--init", "--local", "--world"},
+    "kubernetes.md": {"--from-literal", "--image", "--prefix", "--restart", "--rm", "--tail"},
     "launching.md": {"--local"},
     "metrics.md": {"--logdir"},
     "mpi.md": {"--mca", "--nproc-per-node"},
@@ -200,7 +201,7 @@ def plan(given: list[str], folder: Path) -> None:
     if not {"-np", "-H", "--hostfile"} & set(given):
         given = ["-np", "2", *given]  # elsewhere a Slurm allocation says how many
     mpi = "mpi" in (given[at + 1] for at, word in enumerate(given) if word in ("--launcher", "--executor"))
-    if mpi and shutil.which("mpirun") is None:
+    if (mpi and shutil.which("mpirun") is None) or "ray" in given:
         parse(["run", *given])
     else:
         assert not dadt_command.main(["run", "--dry-run", *given], prog_name="dadt", standalone_mode=False)

@@ -38,6 +38,7 @@ QUICK += [("sync", name) for name in ("gan", "stream")]
 SLOW = [pair for pair in product(["pipe", "sync"], SHAPES) if pair not in QUICK]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("algorithm", "name"), [*QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW)]
 )
@@ -251,6 +252,7 @@ tell(model)
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [2, 1])
 def test_fewer_workers_go_on_in_the_same_steps(launch, ranks: int) -> None:
     """They read what the others would have read, too, in larger batches."""
@@ -344,6 +346,7 @@ def test_values_behind_a_step_that_has_raised_are_recorded(launch) -> None:
     assert ends(resumed) == ends(undisturbed) and means(resumed) == means(undisturbed)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("change", "said"),
     [

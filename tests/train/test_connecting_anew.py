@@ -34,6 +34,7 @@ def weights(result) -> str:
     return digest
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("algorithm", ["pipe", pytest.param("sync", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("faults", "executor"),

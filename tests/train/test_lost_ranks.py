@@ -15,6 +15,7 @@ from dadt.config import Config
 from dadt.errors import ConfigError
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("algorithm", ["pipe", pytest.param("sync", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("step", "executor"), [(0, "shm"), (5, "gloo"), (9, "shm"), (10, "gloo"), (11, "shm"), (40, "gloo"), (41, "shm")]
@@ -30,6 +31,7 @@ def test_the_others_train_on(launch, algorithm: str, step: int, executor: str) -
     assert f"without rank {step % 3}: 60 steps" in result.err
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("faults", "options", "left"),
     [
@@ -50,6 +52,7 @@ def test_two_at_once_at_the_start_and_at_the_end(launch, faults: str, options: l
     assert len(set(ends.values())) == 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("algorithm", ["pipe", "sync"])
 def test_several_optimizers_and_worker_processes(launch, algorithm: str) -> None:
     result = run(launch, "1:30:backward", "--algorithm", algorithm, two=True, workers=1)
@@ -75,6 +78,7 @@ torch.save({"weights": model.state_dict(), "also": Deadly() if rank == WHO else 
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [["--min-np", "1"], [], ["--files", "all", "--no-save-once"]])
 def test_nothing_is_left_of_a_file_that_a_killed_rank_has_half_written(launch, tmp_path, options: list[str]) -> None:
     (tmp_path / "saved").mkdir()
@@ -109,6 +113,7 @@ def test_a_host_is_lost_and_the_others_train_on(launch) -> None:
 
 
 # The exchange that is late is the last one that the lost rank has begun: no later one comes to its end without it.
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("algorithm", "faults"), [("pipe", "2:29:exchange"), ("sync", "2:30:forward")])
 def test_a_rank_that_lacks_an_average_takes_the_others_weights(launch, algorithm: str, faults: str) -> None:
     text = script(KILL_ONCE_DELIVERED).replace("\nstep = 0\n", lacks(29) + "\nstep = 0\n")
@@ -219,6 +224,7 @@ def test_a_rank_that_is_busy_at_the_end_is_not_lost(launch) -> None:
     assert survivors(result).keys() == {0, 1, 2}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("fault", "why", "executor"),
     [
@@ -235,6 +241,7 @@ def test_a_silent_rank_is_killed_and_the_others_train_on(launch, fault: str, why
     assert len(set(survivors(result).values())) == 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("executor", ["shm", "gloo"])
 @pytest.mark.parametrize("lost", [0, 2])
 def test_the_timeline_of_those_who_are_left(launch, tmp_path, executor: str, lost: int) -> None:

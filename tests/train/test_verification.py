@@ -105,6 +105,7 @@ def test_equal_replicas_stay_what_they_are(dadt_run) -> None:
         assert_equal(states[0]["state"], states[1]["state"])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("algorithm", [pytest.param("sync", marks=pytest.mark.slow), "pipe"])
 @pytest.mark.parametrize("when", ["step == 18", "step == 20", "step == 21", "step == 22", "False"])
 def test_a_rank_is_lost_meanwhile(launch, algorithm: str, when: str) -> None:

@@ -206,11 +206,11 @@ def test_a_rank_that_saves_alone_does_not_wait_for_long(tmp_path):
 
 
 def test_a_rank_that_writes_slowly_is_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(saving, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(saving, "PATIENCE_SECONDS", 0.4)
 
     class Slow:
         def __reduce__(self):
-            time.sleep(1.0)
+            time.sleep(2.0)
             return str, ("slow",)
 
     def script(runtime: Runtime):
