@@ -22,7 +22,7 @@ FOLDERS = f"tmp/dadt-{os.getuid()}"
 SESSION = re.compile(r"sshd: \w+(@\w+)?$")
 CLONE_NEWNET = 0x40000000
 UNTIL_DEATH = ["setpriv", "--pdeathsig", "KILL"]
-SECONDS = 20.0
+SECONDS = 60.0
 INIT = """
 set -e
 folder=$1 name=$2 folders=$3

@@ -15,7 +15,7 @@ from pathlib import Path
 from harness import lightened
 
 DADT = [str(Path(sys.executable).with_name("dadt"))]
-SECONDS = 60
+SECONDS = 90
 FOLDERS = Path(f"/tmp/dadt-{os.getuid()}")
 
 
@@ -77,7 +77,7 @@ class Run:
         return agents[0]
 
 
-def await_that(condition: Callable[[], object], what: str, seconds: float = 30.0) -> None:
+def await_that(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
@@ -95,9 +95,9 @@ def end(runs: list[Run]) -> None:
 def await_nothing_left(folder: Path) -> None:
     """Of the jobs that were started in this folder: no process and no folder."""
     for job in (folder / "dadt-logs").glob("*"):
-        await_that(lambda job=job: not left_of(job.name), f"the end of {left_of(job.name)}", 10.0)
+        await_that(lambda job=job: not left_of(job.name), f"the end of {left_of(job.name)}", 20.0)
         folders = FOLDERS.glob(f"{job.name}*")
-        await_that(lambda job=job: not list(FOLDERS.glob(f"{job.name}*")), f"the end of {list(folders)}", 10.0)
+        await_that(lambda job=job: not list(FOLDERS.glob(f"{job.name}*")), f"the end of {list(folders)}", 20.0)
 
 
 def left_of(job: str) -> list[str]:
@@ -121,4 +121,4 @@ def is_running(pid: int) -> bool:
 
 def await_end_of(*pids: int) -> None:
     """A process that dies has lost its environment, by which DADT finds it, some time before it is a zombie."""
-    await_that(lambda: not any(map(is_running, pids)), f"the end of {pids}", 5.0)
+    await_that(lambda: not any(map(is_running, pids)), f"the end of {pids}", 20.0)

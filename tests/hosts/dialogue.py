@@ -19,7 +19,7 @@ from dadt.launch.hosts.host import Host
 from dadt.launch.launchers.nearby import ssh_launcher
 
 BACKENDS = ("paramiko", "openssh")
-SECONDS = 20.0
+SECONDS = 60.0
 
 
 @contextmanager

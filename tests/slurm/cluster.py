@@ -174,7 +174,7 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def await_that(condition: Callable[[], object], what: str, seconds: float = 30.0) -> None:
+def await_that(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
