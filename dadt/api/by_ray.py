@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from dadt.config import Config
-from dadt.launch.hosts.ray import connect
+from dadt.launch.hosts.ray import connect, ray_module
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 
@@ -26,10 +27,18 @@ class Stored:
         return call
 
 
-def store(call: Call, config: Config) -> tuple[Stored | Call, Any]:
-    """Put it there. Returns what workers are given, and the reference, which keeps it there. Raises ConfigError."""
+@contextmanager
+def stored(call: Call, config: Config) -> Iterator[Stored | Call]:
+    """While open, the call is in the store; gives what workers are told. A connection that begins with it ends with it,
+    as Ray copies the current folder only when it connects. Raises ConfigError."""
+    connected = ray_module().is_initialized()
     ray = connect(config)
-    if ray.util.client.ray.is_connected():  # by ray://, whose references mean something to this process alone
-        return call, None
-    reference = ray.put(call)
-    return Stored(ray.cloudpickle.dumps(reference)), reference
+    try:
+        if ray.util.client.ray.is_connected():  # by ray://, whose references mean something to this process alone
+            yield call
+        else:
+            reference = ray.put(call)
+            yield Stored(ray.cloudpickle.dumps(reference))
+    finally:
+        if not connected:
+            ray.shutdown()

@@ -10,6 +10,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from dadt.control.agent_client import Control
 from dadt.control.schema import RESULT
 from dadt.errors import ConfigError, DadtError
 from dadt.launch.failure import size
-from dadt.launch.outcome import Ended
+from dadt.launch.outcome import Ended, Outcome
 from dadt.launch.placed import Placed
 from dadt.launch.preemption import Preempted
 from dadt.world import World
@@ -56,21 +57,10 @@ def run(
     Raises the exception of the worker that failed first, with its traceback as the cause; DadtError if a worker ended
     without an exception or could not be started; KeyboardInterrupt after Ctrl-C.
     """
-    from dadt.launch import launch, plan
-
     config = _config(np, hosts, settings)
     call = (function, tuple(args), dict(kwargs or {}))
-    # The reference keeps the call in Ray's store until the job has ended.
-    told, _reference = by_ray.store(call, config) if config.launcher == "ray" else (call, None)
-    blob = _pickled(told, "the function and its arguments")
-    the_plan = plan.make(config, [config.python or sys.executable, "-m", "dadt.api.run"], blob=blob)
-    placed: list[Placed] = []
-    # Only the main thread may take over signals, and it gives them back.
-    signals = threading.current_thread() is threading.main_thread()
-    try:
-        outcome = launch.run(the_plan, _Streams(), lambda where, watch: placed.append(where), signals)
-    except Ended as error:
-        raise KeyboardInterrupt from error
+    with by_ray.stored(call, config) if config.launcher == "ray" else nullcontext(call) as told:
+        placed, outcome = _launch(told, config)
     if outcome.signal:
         raise KeyboardInterrupt
     if outcome.preemption is not None:
@@ -82,6 +72,22 @@ def run(
     if missing:
         raise DadtError(f"rank {missing[0]} ended well but returned nothing: the function ended its process")
     return [pickle.loads(outcome.results[slot.rank])[1] for slot in placed[-1].slots]
+
+
+def _launch(told: by_ray.Stored | by_ray.Call, config: Config) -> tuple[list[Placed], Outcome]:
+    """Run the job. Returns where its workers were, too. Raises DadtError, and KeyboardInterrupt after Ctrl-C."""
+    from dadt.launch import launch, plan
+
+    blob = _pickled(told, "the function and its arguments")
+    the_plan = plan.make(config, [config.python or sys.executable, "-m", "dadt.api.run"], blob=blob)
+    placed: list[Placed] = []
+    # Only the main thread may take over signals, and it gives them back.
+    signals = threading.current_thread() is threading.main_thread()
+    try:
+        outcome = launch.run(the_plan, _Streams(), lambda where, watch: placed.append(where), signals)
+    except Ended as error:
+        raise KeyboardInterrupt from error
+    return placed, outcome
 
 
 def main() -> None:

@@ -196,7 +196,7 @@ class Config:
     ray_address: str = launch_knob("", "Ray's cluster, if not RAY_ADDRESS or the local one.", advanced=True)
     cpus_per_worker: float = launch_knob(1.0, "CPUs that Ray reserves for each worker.", advanced=True)
     ray_resources: str = launch_knob(
-        "", "More that Ray reserves for each worker; GPU=1 where there are GPUs.", advanced=True, metavar="KEY=N,KEY=N"
+        "", "Other resources that Ray reserves for each worker.", advanced=True, metavar="KEY=N,KEY=N"
     )
     ray_strategy: str = launch_knob(
         "PACK", "How Ray places workers.", advanced=True, choices=("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
@@ -266,16 +266,19 @@ class Config:
         False, "With --min-np: later passes divide a lost worker's share among the others.", advanced=True
     )
     max_restarts: int = launch_knob(0, "Times that a failed job starts again.")
-    snapshot_every: str = knob("auto", "Time between snapshots.", metavar="TIME")
+    snapshot_every: str = knob("auto", "Time between snapshots, or never.", metavar="TIME")
     snapshot_dir: str = knob("", "Folder for snapshots, in place of the job's.", advanced=True, metavar="DIR")
     resume: str = knob("", "Go on from the last snapshot of a job.", metavar="JOB|last")
-    force: bool = knob(False, "With --resume: also with another script or arguments.", advanced=True)
+    force: bool = knob(False, "With --resume: accept another script or other arguments.", advanced=True)
     grace: float = launch_knob(5.0, "Seconds between SIGTERM and SIGKILL when you end a job.", advanced=True)
     forward_signals: str = launch_knob(
         "USR1,USR2", "Comma-separated signals that dadt passes on to all workers.", advanced=True, metavar="NAMES"
     )
     checkpoint_signal: str = launch_knob(
-        "", "Signal on which the script saves, such as USR1; SIGTERM sends it first.", advanced=True, metavar="NAME"
+        "",
+        "Signal on which the script saves, such as USR1; a SIGTERM sends it first.",
+        advanced=True,
+        metavar="NAME",
     )
     heartbeat_timeout: float = launch_knob(
         10.0, "Warn when two hosts have exchanged no heartbeat for this many seconds; 0: never.", advanced=True

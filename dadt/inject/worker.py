@@ -118,7 +118,7 @@ def _install_around(runtime: Runtime, modules: module.Modules) -> None:
     runtime.on_begin.append(lambda: None if mine.seeded and runtime.script_is_distributed else mine.split())
     if not runtime.alone:
         loader.install(runtime, streams)
-        ray_batches.install(runtime)
+        ray_batches.install(runtime, runtime.config.min_np)
         overlay = files.install(runtime)
         saver = saving.install(runtime, overlay)
         runtime.on_regroup.append(saver.regrouped)

@@ -35,7 +35,7 @@ from dadt.train.stall import PATIENCE, Stall
 from dadt.world import World
 
 if TYPE_CHECKING:
-    from dadt._core import Engine, Work
+    from dadt._core import Engine, Layout, Work
     from dadt.comm.executors.base import Connection, PointToPoint
     from dadt.comm.executors.device import Averaging, Device
     from dadt.comm.rendezvous.store_client import StoreClient
@@ -307,30 +307,26 @@ class Peers:
     def broadcast(self, tensors: Sequence[torch.Tensor], name: str, root: int = 0) -> None:
         """Overwrite the tensors with the root's."""
         self.reconnection.check()
-        works: list[Work] = []
-        staged: list[tuple[torch.Tensor, torch.Tensor]] = []
-        with torch.no_grad():
-            sent = [t for t in tensors if t.numel() and t.dtype in DTYPES]
-            for i, bucket in enumerate(split(sent, 2**30)):
-                host = [t.to("cpu").contiguous() for t in bucket.tensors]
-                staged += zip(bucket.tensors, host, strict=True)
-                pointers = [t.data_ptr() for t in host]
-                works.append(self._broadcaster.broadcast(bucket.layout, pointers, root, f"{name} {i}"))
-            for work in works:
-                self.wait(work)
-            for tensor, host_tensor in staged:
-                if tensor.data_ptr() != host_tensor.data_ptr():
-                    tensor.copy_(host_tensor)
+        sent = [t for t in tensors if t.numel() and t.dtype in DTYPES]
+        self._by_host(sent, lambda layout, at, i: self._broadcaster.broadcast(layout, at, root, f"{name} {i}"))
 
     def average(self, tensors: Sequence[torch.Tensor], name: str, weight: float = 1.0) -> None:
-        """Overwrite the tensors of the host with their means over ranks. weight: 0 for a rank whose own do not count;
-        these have to be numbers all the same."""
+        """Overwrite the tensors with their means over ranks. weight: 0 for a rank whose own do not count; these have to
+        be numbers all the same."""
+        sent = [t for t in tensors if t.numel()]
+        self._by_host(sent, lambda layout, at, i: self.engine.allreduce(layout, at, at, f"{name} {i}", weight))
+
+    def _by_host(self, tensors: Sequence[torch.Tensor], launch: Callable[[Layout, list[int], int], Work]) -> None:
+        """Exchange the tensors, or copies of those that are not on the host as they have to be."""
+        staged = [(t.data, t.data.to("cpu").contiguous()) for t in tensors]
         works: list[Work] = []
-        for i, bucket in enumerate(split([t for t in tensors if t.numel() and t.is_contiguous()], 2**30)):
-            pointers = [t.data_ptr() for t in bucket.tensors]
-            works.append(self.engine.allreduce(bucket.layout, pointers, pointers, f"{name} {i}", weight))
+        for i, bucket in enumerate(split([host for _, host in staged], 2**30)):
+            works.append(launch(bucket.layout, [t.data_ptr() for t in bucket.tensors], i))
         for work in works:
             self.wait(work)
+        for tensor, host in staged:
+            if tensor.data_ptr() != host.data_ptr():
+                tensor.copy_(host)
 
     # Waiting ---------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from dadt.config import Config
+from dadt.errors import ConfigError
 from dadt.train.attachment import Attachment
 from dadt.train.peers import Peers
 from dadt.world import World
@@ -123,6 +124,11 @@ class Registry(Peers):
         if factor != 1.0:
             # A wrapper may have the very groups of the optimizer inside.
             for group in (g for g in optimizer.param_groups if not any(g is other for other in scaled)):
+                if "lr" not in group:
+                    raise ConfigError(
+                        f"--scale-lr {self.config.scale_lr}: DADT does not know the learning rates of optimizers that"
+                        f" are none of torch's; multiply them by {factor:g} in the script"
+                    )
                 group["lr"] = group["lr"] * factor
 
     def attached(self, optimizer: torch.optim.Optimizer) -> Attachment | None:

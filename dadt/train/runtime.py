@@ -72,6 +72,10 @@ class Runtime(Departure):
         """The step at which that ends."""
         self.aside: Callable[[], AbstractContextManager[None]] = nullcontext
         """Inside, what is read from tensors is DADT's own business."""
+        self.fitting = False
+        """A framework's own loop trains: what is read with gradients is for that."""
+        self.told: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
+        """Given what DADT tells the script; returns it, or what it was told in its place before a replay."""
         self.forget: Callable[[], None] = lambda: None
         """No snapshots are taken any more."""
         self.on_stepped: list[Callable[[], None]] = []

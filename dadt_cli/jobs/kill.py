@@ -49,7 +49,9 @@ def _kill_here(trace: Trace) -> int:
     others = len(trace.pids) - len(trace.workers)
     left = trace.kill()
     if left:
-        raise DadtError(f"job {trace.job}: processes {', '.join(map(str, left))} do not die, they hang in the kernel")
+        raise DadtError(
+            f"job {trace.job}: processes {', '.join(map(str, left))} cannot be killed, they hang in the kernel"
+        )
     also = [f"{others} other process{'es' if others > 1 else ''}"] if others else []
     click.echo(f"job {trace.job} has ended on this machine: {_named(ended + also)}")
     return 0

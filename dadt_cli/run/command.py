@@ -203,7 +203,9 @@ def _finish(outcome: Outcome, where: Placed) -> int:
     """Say how it ended; the failure, if any, last."""
     if outcome.stuck:
         pids = ", ".join(map(str, outcome.stuck))
-        console.say(f"processes {pids} do not die, they hang in the kernel (a device or a file server)", "warning")
+        console.say(
+            f"processes {pids} cannot be killed, they hang in the kernel (a device or a file server)", "warning"
+        )
     if outcome.signal:
         console.say(f"ended by {'Ctrl-C' if outcome.signal == 2 else f'signal {outcome.signal}'}; all workers stopped")
     elif outcome.preemption is not None:
@@ -215,7 +217,7 @@ def _finish(outcome: Outcome, where: Placed) -> int:
             console.say(f"training was NOT distributed: {reason}", "warning")
         if apart := sum(summary.get("files_apart", 0) for summary in outcome.summaries.values()):
             console.say(
-                f"files that ranks wrote beside the first of their host, kept apart and now gone: {apart}"
+                f"files kept apart and now gone, {apart} in all: ranks other than the first of their host wrote them"
                 " (--files all lets all ranks write)"
             )
         console.say(_last_line(outcome))

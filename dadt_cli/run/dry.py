@@ -54,7 +54,7 @@ def describe(the_plan: Plan) -> list[str]:
     lines = [f"{workers} on {on}, algorithm {config.algorithm}, logs in {where.logs}"]
     unsure = [node.name for node in nodes if not (node.host.slots or _is_here(node.host))]
     if unsure:
-        lines.append(f"slots of {', '.join(unsure)} are not known before their agents tell their GPUs: one is assumed")
+        lines.append(f"slots of {', '.join(unsure)} are unknown until their agents count GPUs; one each is assumed")
     lines += ["", *placement(where)]
     for node, order in zip(nodes, orders(where), strict=True):
         lines += ["", f"{node.name or 'this host'}: {launcher.command(node.host)}", f"  in {the_plan.cwd}"]

@@ -151,6 +151,16 @@ def test_an_agent_or_its_actor_is_killed(cluster: Cluster, tmp_path: Path, proce
     assert re.search(why, result.err), result.err
 
 
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+def test_a_job_that_still_waits_for_places_is_ended(
+    cluster: Cluster, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    running = run(cluster, tmp_path, SHOW, "-np", 100, *NO_GPU, "--start-timeout", 100)
+    assert running.process.stderr is not None and b"waiting for Ray to place" in running.process.stderr.readline()
+    running.signal(number)
+    assert running.finish(SECONDS).code == code
+
+
 def test_ctrl_c(cluster: Cluster, tmp_path: Path) -> None:
     running = begin(cluster, tmp_path)
     workers = cluster.workers()
@@ -272,6 +282,12 @@ assert {total for _, total, _ in results} == {int(big.sum())}
 assert sorted(results[0][2] + results[1][2]) == list(range(64)), results
 assert len(set(dadt.run(trains, (splits,), **settings))) == 1
 try:
+    dadt.run(trains, (splits,), min_np=1, **settings)
+except dadt.errors.ConfigError as error:
+    assert "a streaming_split of ray.data waits at each pass" in str(error), error
+else:
+    raise AssertionError("the split is read")
+try:
     dadt.run(fails, **settings)
 except KeyError as error:
     assert "this one" in str(error) and "in worker 1" in str(error.__cause__)
@@ -285,6 +301,26 @@ def test_a_function(cluster: Cluster, tmp_path: Path) -> None:
     assert result.code == 0, result.err
     assert result.out.split()[-1] == b"well", result.err
     assert result.err.count("ray.data (streaming_split): shares out its data itself, left as it is.") == 2
+
+
+ANEW = """
+import pathlib, dadt, ray
+
+def value():
+    import helper
+    return helper.VALUE
+
+for number in (1, 20):
+    pathlib.Path("helper.py").write_text(f"VALUE = {number}")
+    print(dadt.run(value, np=4, launcher="ray", ray_resources="GPU=0"), ray.is_initialized())
+"""
+
+
+def test_a_second_call_takes_along_what_has_changed(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "call.py").write_text(ANEW)
+    result = RayRun(cluster, tmp_path, [BIN / "python", "call.py"], {}).finish(SECONDS)
+    assert result.code == 0, result.err
+    assert result.out.decode().splitlines() == ["[1, 1, 1, 1] False", "[20, 20, 20, 20] False"]
 
 
 def test_check_env(cluster: Cluster, tmp_path: Path) -> None:

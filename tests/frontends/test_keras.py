@@ -90,14 +90,21 @@ model = compiled(build(), keras.optimizers.SGD(0.5))
 stop = keras.callbacks.EarlyStopping("loss", patience=1, min_delta=0.05)
 slower = keras.callbacks.ReduceLROnPlateau("loss", patience=0, min_delta=0.08, factor=0.5)
 keep = keras.callbacks.ModelCheckpoint("model.keras", monitor="accuracy", save_best_only=True)
-history = model.fit(x, y, batch_size=8, epochs=40, verbose=0, callbacks=[stop, slower, keep])
+weights = keras.callbacks.ModelCheckpoint("new/{epoch}.weights.h5", save_weights_only=True)
+backup = keras.callbacks.BackupAndRestore("backup")
+history = model.fit(x, y, batch_size=8, epochs=40, verbose=0, callbacks=[stop, slower, keep, weights, backup])
+model.save("model.h5")
+again = compiled(build(), keras.optimizers.SGD(0.5))
+again.load_weights(f"new/{len(history.epoch)}.weights.h5")
+assert digest(again.weights) == digest(model.weights) == digest(keras.saving.load_model("model.h5").weights)
 print("ends with", len(history.epoch), float(model.optimizer.learning_rate), digest(model.weights))
 """
     (line,) = told(launch(HEAD + text, "-np", "2", "--algorithm", "sync", "train.py"))
     epochs, rate, _ = line.split()
     assert 1 < int(epochs) < 40
     assert float(rate) < 0.5
-    assert [path.name for path in tmp_path.glob("*.keras")] == ["model.keras"]
+    assert {path.name for path in tmp_path.glob("model.*")} == {"model.keras", "model.h5"}
+    assert len(list((tmp_path / "new").iterdir())) == int(epochs)
     load = "import os; os.environ['KERAS_BACKEND'] = 'torch'; import keras; keras.saving.load_model('model.keras')"
     subprocess.run([sys.executable, "-c", load], cwd=tmp_path, check=True, timeout=60)
 
@@ -159,22 +166,90 @@ print("ends with", former() is None, digest(model.weights))
     assert line.startswith(b"True")
 
 
-def test_other_kinds_of_data(launch) -> None:
+def test_other_kinds_of_data(launch, tmp_path: Path) -> None:
+    """Each epoch has all of it, however batches are shuffled, and whatever has trained before."""
     text = """
+seen = []
 class Batches(keras.utils.PyDataset):
     def __len__(self):
         return 16
     def __getitem__(self, index):
         return x[index * 8 : index * 8 + 8], y[index * 8 : index * 8 + 8]
+class Watched(keras.Sequential):
+    def train_step(self, data):
+        seen.append(data[0].sum(1).tolist())
+        return super().train_step(data)
 
 tensors = torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y))
-model = compiled(build(), keras.optimizers.SGD(0.1))
+model = compiled(Watched(build().layers), keras.optimizers.SGD(0.1))
 model.fit(torch.utils.data.DataLoader(tensors, batch_size=8, shuffle=True), epochs=2, verbose=0)
 model.fit(Batches(), epochs=2, verbose=0)
+model.fit(Batches(workers=2), epochs=2, verbose=0)
+model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+np.save(f"seen{os.environ['RANK']}.npy", seen)
 print("ends with", digest(model.weights), int(model.optimizer.iterations.numpy()))
 """
+    import numpy as np
+
     (line,) = told(launch(HEAD + text, "-np", "2", "--algorithm", "sync", "train.py"))
-    assert line.split()[1] == b"32"
+    assert line.split()[1] == b"64"
+    parts = [np.load(tmp_path / f"seen{rank}.npy").reshape(8, -1) for rank in range(2)]  # by epoch
+    epochs = np.sort(np.concatenate(parts, axis=1), axis=1)
+    assert epochs.shape == (8, 128) and (epochs == epochs[0]).all() and len(set(epochs[0])) == 128
+
+
+def test_what_is_said(launch) -> None:
+    text = """
+class Counting(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.seen = self.add_weight(shape=(2,), trainable=False)
+    def train_step(self, data):
+        self.seen.assign(self.seen + len(data[0]) * (1 + int(os.environ["RANK"])))
+        return {"loss": 0.0}
+    def call(self, x):
+        return x
+counting = Counting()
+counting.compile()
+counting.fit(x, y, batch_size=8, epochs=1, verbose=0)
+rate = keras.optimizers.schedules.CosineDecay(0.1, 32)
+model = compiled(build(), keras.optimizers.SGD(rate))
+for again in range(2):
+    model.fit(x, y, batch_size=8, epochs=1, verbose=0)
+print("ends with", digest([counting.seen, *model.weights]))
+"""
+    result = launch(HEAD + text, "-np", "2", "train.py")
+    assert len(told(result)) == 1
+    assert result.err.count("CosineDecay counts the steps of a worker") == 1
+    refused = launch(HEAD + text, "-np", "2", "--scale-lr", "linear", "train.py")
+    assert refused.code == 2
+    assert "multiply them by 2 in the script" in refused.err and "Traceback" not in refused.err
+
+
+DIES = """
+class Dies(keras.callbacks.Callback):
+    steps = 0
+    def on_train_batch_end(self, batch, logs=None):
+        self.steps += 1
+        if self.steps == int(os.environ.get("DIE", 0)):
+            os.kill(os.getpid(), 9)
+model = compiled(build(keras.layers.Dropout(0.1)), keras.optimizers.Adam(0.01))
+history = model.fit(x, y, batch_size=8, epochs=8, verbose=0, callbacks=[Dies()], validation_data=(x[:50], y[:50]))
+print("ends with", digest(model.weights), digest(model.optimizer.variables), repr(history.history["val_loss"][-1]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["pipe", "sync"])
+def test_a_killed_job_goes_on_from_a_snapshot(launch, algorithm: str) -> None:
+    """With the optimizer's state, too, which is not torch's."""
+    options = ["-np", "2", "--algorithm", algorithm, "--warmup-steps", "5", "--snapshot-every", "10steps"]
+    undisturbed = told(launch(HEAD + DIES, *options, "train.py"))
+    killed = launch(HEAD + DIES, *options, "train.py", DIE="30")
+    assert killed.code != 0
+    resumed = launch(HEAD + DIES, *options, "--resume", killed.job, "train.py")
+    assert "steps replayed" in resumed.err
+    assert told(resumed) == undisturbed
 
 
 def test_without_injection_keras_is_left_alone(launch) -> None:

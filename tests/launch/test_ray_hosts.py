@@ -41,6 +41,11 @@ def test_resources_that_are_not_understood(text: str) -> None:
         bundle_of(Config(launcher="ray", ray_resources=text), {})
 
 
+def test_a_worker_trains_on_one_gpu() -> None:
+    with pytest.raises(ConfigError, match="GPU=2: each worker trains on one GPU"):
+        bundle_of(Config(launcher="ray", ray_resources="GPU=2"), {"GPU": 8})
+
+
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [

@@ -13,20 +13,46 @@ from typing import Any
 
 import torch
 
+from dadt.errors import DadtError
+from dadt.frontends.keras import order
 from dadt.frontends.tensorflow.memory import to_numpy, to_torch
 from dadt.inject import worker
 from dadt.inject.foreign import Carrier
 from dadt.train.runtime import Runtime
 
-_carriers: weakref.WeakKeyDictionary[Any, Carrier] = weakref.WeakKeyDictionary()
+_carriers: weakref.WeakKeyDictionary[Any, KerasCarrier] = weakref.WeakKeyDictionary()
 enlisted: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """Optimizers that a script which knows of ranks has wrapped, and by what it multiplies their averages."""
 _stepping: list[Any] = []
 """The optimizers that apply averages just now."""
 _installed: list[Runtime] = []
 BACKENDS = ("torch", "tensorflow")
+_told: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Learning rate schedules of which the user has been told."""
 _fitting: list[Any] = []
 """Models whose `fit` is under way."""
+
+
+class KerasCarrier(Carrier):
+    """Its state is what Keras's optimizer keeps, all of it under the first parameter."""
+
+    def __init__(self, owner: Any, parameters: Sequence[torch.Tensor]) -> None:
+        super().__init__(weakref.proxy(owner), list(parameters), momentum_of(owner))
+        self._first = parameters[0]
+
+    def keep(self) -> None:
+        """It has stepped, so there is a state."""
+        self.state[self._first] = {f"{i} {v.path}": v.value.data for i, v in enumerate(self.owner.variables)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.keep()
+        mine, given = self.state[self._first], state_dict["state"].get(0, {})
+        if mine.keys() != given.keys():
+            raise DadtError(f"the state of {type(self.owner).__name__} is that of another optimizer")
+        with torch.no_grad():
+            for name, tensor in mine.items():
+                tensor.copy_(given[name])
 
 
 def hook() -> None:
@@ -43,6 +69,7 @@ def install(runtime: Runtime) -> None:
     if _installed:
         return
     _installed.append(runtime)
+    order.install()
     if keras.backend.backend() == "tensorflow":
         importlib.import_module("dadt.frontends.keras.on_tensorflow").install(runtime)
         return
@@ -74,6 +101,11 @@ def factor_of(optimizer: Any) -> int | None:
     return enlisted.get(optimizer, enlisted.get(inner))
 
 
+def fitted() -> Any:
+    """The model whose `fit` is under way."""
+    return _fitting[-1]
+
+
 def momentum_of(optimizer: Any) -> dict[str, Any]:
     """As in a group of torch's."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
@@ -87,6 +119,20 @@ def divide_steps(iterator: Any, ranks: int) -> None:
     if iterator.steps_per_epoch and not getattr(iterator, "is_divided", False):
         iterator.steps_per_epoch = max(1, iterator.steps_per_epoch // ranks)
         iterator.is_divided = True
+
+
+def tell_of_schedule(optimizer: Any, runtime: Runtime) -> None:
+    """Where each rank takes its share of the steps."""
+    schedule = getattr(getattr(optimizer, "inner_optimizer", optimizer), "_learning_rate", None)
+    if isinstance(schedule, importlib.import_module("keras").optimizers.schedules.LearningRateSchedule):
+        if schedule not in _told and not runtime.world.rank:
+            ranks = runtime.world.world_size
+            runtime.say(
+                f"{type(schedule).__name__} counts the steps of a worker, of which an epoch has one for every {ranks}"
+                f" batches: divide its numbers of steps by {ranks}",
+                "warning",
+            )
+        _told.add(schedule)
 
 
 @contextmanager
@@ -112,7 +158,7 @@ def _average_at(optimizers: Any, runtime: Runtime) -> None:
         for parameter, gradient in zip(parameters, grads, strict=True):
             if gradient is not parameter.grad:
                 parameter.grad = gradient
-        carrier = _carrier_of(self, parameters)
+        carrier = _carrier_of(self, variables)
 
         def run() -> None:
             """Where a step is late, the first one has no gradients."""
@@ -122,6 +168,7 @@ def _average_at(optimizers: Any, runtime: Runtime) -> None:
             if any(each is not None for each in gradients):
                 with within(self):
                     original(self, gradients, variables)
+                carrier.keep()
 
         carrier.run = run
         try:
@@ -136,9 +183,11 @@ def _average_at(optimizers: Any, runtime: Runtime) -> None:
 def _nothing() -> None: ...
 
 
-def _carrier_of(optimizer: Any, parameters: Sequence[torch.Tensor]) -> Carrier:
+def _carrier_of(optimizer: Any, variables: Sequence[Any]) -> KerasCarrier:
     if optimizer not in _carriers:
-        carrier = _carriers[optimizer] = Carrier(weakref.proxy(optimizer), list(parameters), momentum_of(optimizer))
+        if not optimizer.built:
+            optimizer.build(variables)
+        carrier = _carriers[optimizer] = KerasCarrier(optimizer, [v.value for v in variables])
         if factor_of(optimizer) is not None:
             worker.wrap(carrier)
     return _carriers[optimizer]
@@ -155,12 +204,14 @@ def fitting(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any
         if runtime.explicit:
             return original(self, *args, **kwargs)
         _fitting.append(self)
+        runtime.fitting = True
         try:
             history = _said_once(original, runtime, self, *args, **kwargs)
             _average_statistics(self, runtime)
             return history
         finally:
             _fitting.pop()
+            runtime.fitting = bool(_fitting)
 
     return fit
 
@@ -195,7 +246,13 @@ def told_alike(original: Callable[..., Any], runtime: Runtime) -> Callable[..., 
     @functools.wraps(original)
     def on_epoch_end(self: Any, epoch: int, logs: Any = None) -> None:
         if _fitting and logs:
-            logs = averaged(logs, functools.partial(runtime.collect, "logs of an epoch"))
+            runtime.claim()  # a step without an optimizer does not
+            logs = averaged(
+                logs, lambda mine: [mine] if runtime.replaying else runtime.collect("logs of an epoch", mine)
+            )
+            means = {name: value for name, value in logs.items() if isinstance(value, float)}
+            told = runtime.told(torch.tensor(list(means.values()), dtype=torch.float64, device="cpu"))
+            logs.update(zip(means, told.tolist(), strict=True))
         original(self, epoch, logs)
 
     return on_epoch_end
@@ -218,9 +275,10 @@ def _divided(original: Callable[[Any], None], runtime: Runtime) -> Callable[[Any
             return
         model = _fitting[-1]
         if model.optimizer is not None and model.trainable_variables:
-            _carrier_of(model.optimizer, [v.value for v in model.trainable_variables])
+            _carrier_of(model.optimizer, model.trainable_variables)
         if runtime.config.batch != "global":
             divide_steps(self, runtime.world.world_size)
+            tell_of_schedule(model.optimizer, runtime)
         # The length of a script's own DataLoader is that of a rank already.
         counted = type(self.data_adapter).__name__ == "TorchDataLoaderAdapter"
         if self._num_batches and not counted and runtime.config.batch != "global":
@@ -231,6 +289,9 @@ def _divided(original: Callable[[Any], None], runtime: Runtime) -> Callable[[Any
 
 def _average_statistics(model: Any, runtime: Runtime) -> None:
     """What layers count beside training, such as the means of BatchNormalization."""
+    if runtime.replaying:  # it comes with the state
+        return
+    runtime.claim()
     variables = [v for v in model.non_trainable_variables if "float" in str(v.dtype)]
     on_torch = all(isinstance(v.value, torch.Tensor) for v in variables)
     tensors = [v.value.data if on_torch else to_torch(v) for v in variables]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import random
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 
 from dadt.config.check import predict_factors
 from dadt.errors import ConfigError, DadtError
-from dadt.frontends.keras import fit
+from dadt.frontends.keras import fit, order
 from dadt.frontends.tensorflow.memory import to_numpy, to_torch
 from dadt.inject import worker
 from dadt.inject.foreign import Carrier
@@ -86,7 +85,6 @@ def install(runtime: Runtime) -> None:
     """Hook into keras, once."""
     keras = importlib.import_module("keras")
     tf = importlib.import_module("tensorflow")
-    tf.data.Dataset.shuffle = _alike(tf.data.Dataset.shuffle)
     arrays = importlib.import_module("keras.src.trainers.data_adapters.array_data_adapter").ArrayDataAdapter
     arrays.get_tf_dataset = _permuted_alike(arrays.get_tf_dataset, tf)
     prediction = importlib.import_module("dadt.frontends.tensorflow.prediction")
@@ -103,22 +101,12 @@ def install(runtime: Runtime) -> None:
     iterator.reset = _divided(iterator.reset, runtime, tf)
 
 
-def _alike(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A shuffle without a seed gets one that is the same on all ranks."""
-
-    @functools.wraps(original)
-    def shuffle(self: Any, buffer_size: Any, seed: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return original(self, buffer_size, random.getrandbits(31) if seed is None else seed, *args, **kwargs)
-
-    return shuffle
-
-
 def _permuted_alike(original: Callable[..., Any], tf: Any) -> Callable[..., Any]:
     """Arrays are shuffled anew in each epoch, in the same order on all ranks."""
 
     @functools.wraps(original)
     def get_tf_dataset(self: Any) -> Any:
-        draws, usual = random.Random(random.getrandbits(31)), tf.random.shuffle
+        draws, usual = order.draw(), tf.random.shuffle
 
         def shuffle(indices: Any) -> Any:
             seed = tf.numpy_function(lambda: np.array([draws.getrandbits(31), 0]), [], tf.int64)
@@ -142,6 +130,8 @@ def _check(runtime: Runtime) -> None:
             f"--min-np {runtime.config.min_np}: Keras on TensorFlow does not train on without a worker;"
             " use --max-restarts"
         )
+    if runtime.config.verify_every:
+        raise ConfigError("--verify-every: Keras on TensorFlow keeps weights that DADT cannot compare; leave it out")
     if runtime.config.batch == "global" and not runtime.explicit:
         raise ConfigError("--batch global: Keras on TensorFlow divides epochs, not batches; leave it out")
 
@@ -153,6 +143,14 @@ def _displacement(optimizer: Any, variables: Sequence[Any], runtime: Runtime, pr
         return None
     factors = predict_factors(runtime.config.predict) or factors_by(**fit.momentum_of(optimizer))
     return prediction.Displacement(variables, *factors) if any(factors) else None
+
+
+def _others(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
+    """What has predicted some of these variables otherwise, and gives way to what trains them now."""
+    ids = set(map(id, variables))
+    which = _mirrors[optimizer].get(tuple(map(id, variables)))
+    every = [mirror for mirrors in _mirrors.values() for mirror in mirrors.values()]
+    return [m.displacement for m in every if m.displacement and m is not which and ids & set(map(id, m.variables))]
 
 
 def _average_at(optimizers: Any, runtime: Runtime, tf: Any, prediction: Any) -> None:
@@ -180,6 +178,8 @@ def _average_at(optimizers: Any, runtime: Runtime, tf: Any, prediction: Any) -> 
         ]
         dtypes = [tf.bool, tf.bool, *(g.dtype for g in dense)]
         there, late, *averages = tf.py_function(mirrors[which].average, dense, dtypes)
+        for other in _others(self, variables):
+            other.ahead.assign(False)
         if displacement is not None:
             displacement.ahead.assign(late)
         factor = fit.factor_of(self) or 1
@@ -254,6 +254,7 @@ def _divided(original: Callable[..., None], runtime: Runtime, tf: Any) -> Callab
         _begun[-1] = True  # what follows within this `fit` is its validation
         known = self._num_batches
         fit.divide_steps(self, ranks)
+        fit.tell_of_schedule(fit.fitted().optimizer, runtime)
         is_tuple = isinstance(self._distributed_dataset.element_spec, tuple)
 
         def mine(*parts: Any) -> Any:
@@ -261,7 +262,10 @@ def _divided(original: Callable[..., None], runtime: Runtime, tf: Any) -> Callab
 
         if known is not None and known < ranks:
             raise ConfigError(f"fit: an epoch of {known} batches cannot be divided among {ranks} workers")
-        self._distributed_dataset = self._distributed_dataset.window(ranks, drop_remainder=True).flat_map(mine)
+        ordered = tf.data.Options()
+        ordered.deterministic = True  # else each rank reads in an order of its own
+        data = self._distributed_dataset.with_options(ordered)
+        self._distributed_dataset = data.window(ranks, drop_remainder=True).flat_map(mine)
         self._num_batches = None if known is None else known // ranks
 
     return reset

@@ -84,7 +84,7 @@ def install(displacements: Callable[[], Iterable[Displacement]]) -> None:
 def show_true_weights() -> None:
     """An optimizer is about to step, maybe within a tape."""
     shown, _local.shown = getattr(_local, "shown", []), []
-    for each, weights in shown:
+    for each, weights in reversed(shown):  # where two share variables, the later one has seen the other's
         each.hide(weights)
 
 

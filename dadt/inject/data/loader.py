@@ -138,7 +138,7 @@ class Loaders:
             kind = TRAINS if self.runtime.registered and self.runtime.trains() else EVALUATES
             # Some choose evaluation only once they have a batch: what is in order beside data that trains, is for that.
             in_order = isinstance(inner_sampler(loader), SequentialSampler)
-            role.is_doubted = kind == TRAINS and in_order and self._another_trains()
+            role.is_doubted = kind == TRAINS and in_order and self._another_trains() and not self.runtime.fitting
             kind = EVALUATES if role.is_doubted else kind
         if final:
             if kind == TRAINS:

@@ -6,14 +6,15 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
+from dadt.errors import ConfigError
 from dadt.inject.after_import import after_import
 from dadt.inject.data.feed import LoadingRank
 
 TOLD = "ray.data (streaming_split): shares out its data itself, left as it is."
 
 
-def install(runtime: LoadingRank) -> None:
-    """Tell of the first split that is read."""
+def install(runtime: LoadingRank, min_np: int) -> None:
+    """Tell of the first split that is read. Reading one raises ConfigError under --min-np."""
 
     def tell(module: Any) -> None:
         kind = module.DataIterator
@@ -22,6 +23,11 @@ def install(runtime: LoadingRank) -> None:
         @functools.wraps(batches)
         def iter_torch_batches(self: Any, *args: Any, **kwargs: Any) -> Iterable[Any]:
             if type(self).__name__ == "StreamSplitDataIterator":
+                if min_np:
+                    raise ConfigError(
+                        f"--min-np {min_np}: a streaming_split of ray.data waits at each pass for all who share it, so"
+                        " training cannot go on without one of them; leave --min-np out"
+                    )
                 kind.iter_torch_batches = batches
                 runtime.say(TOLD)
             found: Iterable[Any] = batches(self, *args, **kwargs)

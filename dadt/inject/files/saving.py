@@ -232,6 +232,19 @@ def write_beside(target: Path, mark: str, write: Write) -> Any:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _in_one_file(
+    original: Callable[..., Any], saving: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """Keras's, which may write several files: then each rank writes them."""
+    once = saving(original)
+
+    @functools.wraps(original)
+    def save(model: Any, filepath: Any, max_shard_size: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return (once if max_shard_size is None else original)(model, filepath, max_shard_size, *args, **kwargs)
+
+    return save
+
+
 def install(runtime: SavingRank, overlay: Overlay | None = None) -> Saver:
     saver = Saver(runtime, overlay)
     saving = saver.saving
@@ -249,6 +262,14 @@ def install(runtime: SavingRank, overlay: Overlay | None = None) -> Saver:
     def tokenizers(module: Any) -> None:
         module.Tokenizer.save = saving(module.Tokenizer.save)
 
+    def keras_weights(module: Any) -> None:
+        module.save_weights_only = _in_one_file(module.save_weights_only, saving)
+
+    def keras_model(module: Any) -> None:
+        module.save_model_to_hdf5 = saving(module.save_model_to_hdf5)
+
+    after_import("keras.src.saving.saving_lib", keras_weights)
+    after_import("keras.src.legacy.saving.legacy_h5_format", keras_model)
     after_import("torch.export", export)
     after_import("tokenizers", tokenizers)
     after_import("safetensors.torch", safetensors)

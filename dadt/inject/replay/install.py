@@ -33,7 +33,7 @@ def install(runtime: Runtime, modules: Modules, streams: Streams, overlay: Overl
     values, roster = Values(), Roster()
     values.install()
     roster.install()
-    runtime.aside = values.aside
+    runtime.aside, runtime.told = values.aside, values.told
     register_optimizer_step_pre_hook(values.step_begins)
     taken = Taken(runtime, roster, values, streams)
     recorder = Recorder(runtime, values, taken) if config.snapshot_dir else None

@@ -203,7 +203,7 @@ class Replay:
         if expected and not self.under_way and digest(given) != expected:
             raise NotResumed(
                 "the script comes to another batch than it has trained on before: it draws it, or keeps it from step to"
-                " step, in a way that cannot be made again. Resume from a checkpoint of its own"
+                " step, in a way that cannot be replayed. Resume from a checkpoint of its own"
             )
 
     def ended(self) -> None:

@@ -10,9 +10,11 @@ import logging
 import os
 import re
 import secrets
+import signal
 import socket
 import sys
 import textwrap
+import threading
 import time
 import warnings
 from collections import Counter
@@ -177,6 +179,7 @@ def connect(config: Config) -> Any:
         raise ConfigError(f"--launcher ray: {address} is the cluster's dashboard; give --ray-address HOST:6379")
     _knock(address)
     shipped = _shipped(config)
+    former = signal.getsignal(signal.SIGTERM)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they say in pages what the error says in a line
@@ -197,6 +200,9 @@ def connect(config: Config) -> Any:
         if isinstance(error, ConnectionError) and not address.startswith("ray:"):
             hint = "; this machine is no node of it: `ray start --address` makes it one, or give ray://HOST:10001"
         raise ConfigError(f"--launcher ray: {_words(error)}{hint}") from error
+    finally:
+        if threading.current_thread() is threading.main_thread():  # Ray's handler would exit with code 15
+            signal.signal(signal.SIGTERM, former or signal.SIG_DFL)
     return ray
 
 
@@ -242,6 +248,8 @@ def bundle_of(config: Config, total: Mapping[str, float]) -> dict[str, float]:
         if found is None:
             raise ConfigError(f"--ray-resources {config.ray_resources}: {part!r} is not KEY=N, as GPU=1")
         named[found[1]] = float(found[2])
+    if named.get("GPU", 0.0) > 1.0:
+        raise ConfigError(f"--ray-resources {config.ray_resources}: each worker trains on one GPU; give GPU=1 or less")
     bundle = {"CPU": config.cpus_per_worker, "GPU": 1.0 if total.get("GPU") else 0.0} | named
     return {key: value for key, value in bundle.items() if value}
 

@@ -80,7 +80,7 @@ class RayLauncher:
             self._listener.close()
         wait([each.end for each in self._started.values() if each.arrival.done()], END_SECONDS)
         for each in self._started.values():
-            if each.actor is not None and not each.end.done() and self._ray.is_initialized():
+            if each.actor is not None and self._ray.is_initialized():  # it outlives its agent
                 self._ray.kill(each.actor)
 
     def _launch(self, host: Host) -> Future[Channel]:

@@ -98,7 +98,7 @@ def test_the_first_rank_writes_and_each_reads_its_own(job, tmp_path: Path) -> No
     assert json.loads((out / "state.json").read_text()) == {"epoch": 2}
     with zipfile.ZipFile(out / "model.zip") as archive:
         assert archive.testzip() is None
-    (number,) = re.findall(r"^dadt: files that ranks wrote beside .* kept apart and now gone: (\d+) ", said, re.M)
+    (number,) = re.findall(r"^dadt: files kept apart and now gone, (\d+) in all", said, re.M)
     assert 5 <= int(number) <= 20
 
 

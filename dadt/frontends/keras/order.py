@@ -1,0 +1,101 @@
+"""The order of data: all ranks read the same, of which each takes its share."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import random
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from dadt.inject import worker
+from dadt.inject.after_import import after_import
+
+_local = threading.local()
+
+
+def install() -> None:
+    """Have what shuffles do so alike on all ranks."""
+    adapter: Any = importlib.import_module("keras.src.trainers.data_adapters.py_dataset_adapter")
+    adapter.random = _Shuffling()
+    adapter.OrderedEnqueuer.start = _drawing(adapter.OrderedEnqueuer.start)
+    adapter.OrderedEnqueuer._run = _shuffling(adapter.OrderedEnqueuer._run)
+    after_import("tensorflow", _of_tensorflow)
+
+
+def draw() -> random.Random:
+    """The same numbers on all ranks, unless the script knows of ranks."""
+    with nullcontext() if _is_explicit() or worker.streams is None else worker.streams.shared():
+        return random.Random(random.getrandbits(31))
+
+
+def _is_explicit() -> bool:
+    return worker.runtime is None or worker.runtime.explicit
+
+
+class _Shuffling:
+    """Takes the place of Python's module `random` where Keras shuffles the batches of a PyDataset."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(getattr(_local, "numbers", random), name)
+
+
+def _drawing(original: Callable[..., None]) -> Callable[..., None]:
+    """Called on the training thread, once for each epoch."""
+
+    @functools.wraps(original)
+    def start(self: Any) -> None:
+        if not self.running:
+            self._dadt_numbers = draw()
+        original(self)
+
+    return start
+
+
+def _shuffling(original: Callable[..., None]) -> Callable[..., None]:
+    """Called on a thread of the epoch's own."""
+
+    @functools.wraps(original)
+    def _run(self: Any) -> None:
+        _local.numbers = self._dadt_numbers
+        original(self)
+
+    return _run
+
+
+def _of_tensorflow(tf: Any) -> None:
+    data = tf.data.Dataset
+    data.shuffle = _seeded(data.shuffle)
+    data.sample_from_datasets = staticmethod(_seeded(data.sample_from_datasets))
+    data.map, data.interleave = _in_order(data.map), _in_order(data.interleave)
+
+
+def _seeded(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Without a seed it gets one that is the same on all ranks."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def shuffle(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        if given.arguments.get("seed") is None:
+            given.arguments["seed"] = draw().getrandbits(31)
+        return original(*given.args, **given.kwargs)
+
+    return shuffle
+
+
+def _in_order(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Batches come in one order, even where the script says that they need not."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def read(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        if given.arguments.get("deterministic") is False and not _is_explicit():
+            given.arguments["deterministic"] = True
+        return original(*given.args, **given.kwargs)
+
+    return read
