@@ -266,7 +266,7 @@ class Config:
         False, "With --min-np: later passes divide a lost worker's share among the others.", advanced=True
     )
     max_restarts: int = launch_knob(0, "Times that a failed job starts again.")
-    snapshot_every: str = knob("auto", "Time between snapshots, or never.", metavar="TIME")
+    snapshot_every: str = knob("auto", "Time between snapshots.", metavar="TIME")
     snapshot_dir: str = knob("", "Folder for snapshots, in place of the job's.", advanced=True, metavar="DIR")
     resume: str = knob("", "Go on from the last snapshot of a job.", metavar="JOB|last")
     force: bool = knob(False, "With --resume: accept another script or other arguments.", advanced=True)

@@ -118,7 +118,7 @@ def _config_file(function: F) -> F:
     return click.option(
         "--config",
         metavar="FILE",
-        help="YAML file of settings; flags and variables go before it.",
+        help="YAML file of settings; flags, variables win.",
         shell_complete=paths("file"),
     )(function)
 

@@ -7,7 +7,7 @@ import importlib
 import inspect
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,10 +19,12 @@ _local = threading.local()
 
 def install() -> None:
     """Have what shuffles do so alike on all ranks."""
-    adapter: Any = importlib.import_module("keras.src.trainers.data_adapters.py_dataset_adapter")
-    adapter.random = _Shuffling()
-    adapter.OrderedEnqueuer.start = _drawing(adapter.OrderedEnqueuer.start)
-    adapter.OrderedEnqueuer._run = _shuffling(adapter.OrderedEnqueuer._run)
+    module: Any = importlib.import_module("keras.src.trainers.data_adapters.py_dataset_adapter")
+    module.random = _Shuffling()
+    adapter = module.PyDatasetAdapter
+    adapter.__init__ = _drawing(adapter.__init__)
+    adapter._finite_generator = _shuffling_within(adapter._finite_generator)
+    module.OrderedEnqueuer._run = _shuffling(module.OrderedEnqueuer._run)
     after_import("tensorflow", _of_tensorflow)
 
 
@@ -44,15 +46,16 @@ class _Shuffling:
 
 
 def _drawing(original: Callable[..., None]) -> Callable[..., None]:
-    """Called on the training thread, once for each epoch."""
+    """Called on the training thread, which draws for all epochs: what shuffles may be another one."""
 
     @functools.wraps(original)
-    def start(self: Any) -> None:
-        if not self.running:
-            self._dadt_numbers = draw()
-        original(self)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self._dadt_numbers = draw()
+        if self.enqueuer is not None:
+            self.enqueuer._dadt_numbers = self._dadt_numbers
 
-    return start
+    return __init__
 
 
 def _shuffling(original: Callable[..., None]) -> Callable[..., None]:
@@ -64,6 +67,15 @@ def _shuffling(original: Callable[..., None]) -> Callable[..., None]:
         original(self)
 
     return _run
+
+
+def _shuffling_within(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    @functools.wraps(original)
+    def generator(self: Any) -> Iterator[Any]:
+        _local.numbers = self._dadt_numbers
+        yield from original(self)
+
+    return generator
 
 
 def _of_tensorflow(tf: Any) -> None:
