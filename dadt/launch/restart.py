@@ -119,7 +119,8 @@ class Restarts:
             if waited > SILENT_SECONDS and what != told:
                 told = what
                 self._voice.say(f"waiting for hosts: {what}")
-            every = min(max(ASK_SECONDS, waited), LONGEST_PAUSE_SECONDS)  # so that the pauses double
+            # As long as it took until the last question, so that the pauses double.
+            every = min(max(ASK_SECONDS, self._discovery.asked - begin), LONGEST_PAUSE_SECONDS)
             self._wait(LOOK_SECONDS)
 
     def _suffice(self, hosts: Sequence[Host]) -> bool:

@@ -223,6 +223,7 @@ APART = """
 """
 
 
+@pytest.mark.slow
 def test_local_is_what_it_is_by_its_name(dadt_run) -> None:
     torch.set_num_threads(1)
     options = ["--warmup-steps", str(WARMUP), "--sync-every", "4"]
@@ -357,6 +358,7 @@ Record.times = times
 """
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("late", "what", "fault"), [(9, "times", "2:10:forward"), (9, "bucket", "2:10:forward"), (0, "", "2:30:forward")]

@@ -95,6 +95,7 @@ UNUSUAL = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compression", ["int8", pytest.param("none", marks=pytest.mark.slow)])
 def test_weights_that_are_given_twice_and_defaults_that_the_script_sets(dadt_run, compression) -> None:
     run = dadt_run(PRELUDE + UNUSUAL, "--algorithm", "gossip", "--compression", compression)
@@ -290,6 +291,7 @@ def test_a_failure_ends_all_ranks(dadt_run, executor) -> None:
     assert "terminate called" not in run.output and "dadt: worker 1 failed" in run.output
 
 
+@pytest.mark.slow
 def test_the_end_waits_for_a_rank_no_longer_than_the_timeout(dadt_run) -> None:
     script = """
     for _ in range(5):

@@ -284,6 +284,7 @@ EARLY = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", [pytest.param("shm", marks=pytest.mark.slow), "gloo"])
 def test_a_rank_that_ends_rounds_before_the_others(dadt_run, executor) -> None:
     run = dadt_run(EARLY, *LOCAL_SGD.options(), "--executor", executor, code=None)

@@ -97,12 +97,14 @@ def test_a_round_goes_on_without_the_lost(launch, faults: str, left: set[int], o
     assert "differ" not in result.err
 
 
+@pytest.mark.slow
 def test_rounds_of_several_optimizers(launch) -> None:
     weights = ends(train(launch, "1:25:step", *LOCAL, two=True))
     assert weights.keys() == {0, 2}
     assert len(set(weights.values())) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("late", "faults"), [(4, "2:5:forward"), (19, "2:20:forward"), (19, "2:21:step")])
 def test_a_rank_that_lacks_an_average_takes_what_others_have_made_of_it(launch, late: int, faults: str) -> None:
@@ -111,6 +113,7 @@ def test_a_rank_that_lacks_an_average_takes_what_others_have_made_of_it(launch, 
     assert len(set(weights.values())) == 1
 
 
+@pytest.mark.slow
 def test_others_have_left_after_the_last_average(launch) -> None:
     result = train(launch, "2:60:gone", *LOCAL, late=60, fault=ONCE_DELIVERED)
     assert 0 in ends(result)
@@ -148,12 +151,14 @@ AllRanks.exchange = exchange
 """
 
 
+@pytest.mark.slow
 def test_a_rank_enters_the_next_generation_while_it_asks_for_the_end_of_this_one(launch) -> None:
     script = TRAIN.replace("TWO", "False").replace("LACKS", LATE).replace("FAULT", KILL)
     result = launch(script, *OPTIONS, "--algorithm", "gossip", "train.py", "1:60:gone")
     assert ends(result).keys() == {0, 2}
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("faults", ["1:20:forward", "0:60:end"])
 def test_neighbours_whose_connection_fails_connect_anew(launch, faults: str) -> None:
@@ -218,6 +223,7 @@ def test_a_new_worker_takes_a_neighbours_weights_and_state(launch, tmp_path, exe
     assert [event["rank"] for event in events if event["kind"] == "join"] == [0]
 
 
+@pytest.mark.slow
 def test_a_new_worker_that_fails_at_once_ends_nothing(launch) -> None:
     fails = 'if joins and step == 0:\n        subprocess.run(["touch", enough], check=True); raise ValueError("new")'
     script = JOIN.replace("    optimizer.step()\n", f"    {fails}\n    optimizer.step()\n")

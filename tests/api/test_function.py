@@ -127,6 +127,7 @@ def test_an_interrupt_ends_the_workers_and_not_the_caller(tmp_path):
     assert process.communicate(timeout=30)[0] == "still here\n"
 
 
+@pytest.mark.slow
 def test_an_interrupt_before_the_workers_are_there_is_one_as_well(tmp_path):
     code = (
         "try: dadt.run(print, np=1, prologue=f'touch {os.getcwd()}/begun; sleep 2')\n"

@@ -118,6 +118,7 @@ def test_sums(tmp_path, launcher, np) -> None:
         assert error == "DistributedOptimizer: give a torch.optim.Optimizer, not Parameter"
 
 
+@pytest.mark.slow
 def test_init_after_training_has_begun_is_refused(tmp_path) -> None:
     script = """
         net = torch.nn.Linear(2, 1)

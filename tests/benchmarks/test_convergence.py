@@ -72,6 +72,7 @@ def compare(folder: Path, family: str, method: str, flags: list[str], ranks: int
         assert outcome["accuracy"] == found["accuracy"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "method", "flags"),
     [

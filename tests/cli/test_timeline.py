@@ -45,6 +45,7 @@ def test_a_job_leaves_one_file(launch, tmp_path, executor):
     assert done.returncode == 0 and "time per step" in done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_a_job_that_failed_leaves_what_each_rank_has_recorded(launch, tmp_path):
     result = launch(TRAIN.format(fail=6), "-np", "2", "--timeline", "t.json", "train.py")
     assert result.code == 1

@@ -98,6 +98,7 @@ deep_inside()
 """
 
 
+@pytest.mark.slow
 def test_stacks_of_threads_that_run_harm_nobody(start):
     """A signal's handler, which walks through their frames while they change, soon crashes the process."""
     run = start(BUSY)
@@ -173,6 +174,7 @@ def test_stacks_of_every_rank_twice(start):
     assert run.finish().code == 0
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_tell_their_stacks_are_named(start):
     run = begin(start, "if rank == 0:\n    " + OFFER.replace("\n", "\n    "))
     os.kill(run.workers[0], signal.SIGSTOP)
@@ -187,6 +189,7 @@ def test_ranks_that_cannot_tell_their_stacks_are_named(start):
         os.kill(run.workers[0], signal.SIGCONT)
 
 
+@pytest.mark.slow
 def test_stacks_after_stacks_hold_a_failure_only(start):
     run = begin(start, OFFER)
     assert dadt("stacks", run.job).returncode == 0
@@ -225,6 +228,7 @@ def test_kill_touches_no_other_job(start):
         other.wait()
 
 
+@pytest.mark.slow
 def test_a_launcher_that_does_not_answer_is_killed_too(start):
     run = begin(start)
     os.kill(run.process.pid, signal.SIGSTOP)

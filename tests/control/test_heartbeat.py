@@ -219,6 +219,7 @@ def test_a_way_that_carries_no_data_is_told_and_so_is_its_return(start: Callable
     assert silences == [("sim0", 1), ("sim1", 0)]  # the agent that was stopped has blamed nobody
 
 
+@pytest.mark.slow
 @ROOT
 def test_a_link_that_stays_silent_is_the_cause(start: Callable[..., Run]) -> None:
     more = ("--heartbeat-timeout", "2", "--timeout", "6", "--stall-warning", "4")

@@ -68,6 +68,7 @@ def test_an_algorithm_trains_as_with_calls_of_dadt(launch, algorithm: str, clips
     assert ("none delayed" in theirs.err) == (algorithm == "sync")
 
 
+@pytest.mark.slow
 def test_it_averages_at_once_by_default(launch) -> None:
     """As under --algorithm sync, to the bit."""
     result = launch(script(), "-np", "2", "train.py")
@@ -76,6 +77,7 @@ def test_it_averages_at_once_by_default(launch) -> None:
     assert digests(result) == digests(launch(script(), "-np", "2", "--algorithm", "sync", "train.py"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "text"),
     [("op=hvd.Adasum", "op=hvd.Adasum"), ("process_set=hvd.add_process_set([0])", "process_set=")],
@@ -117,6 +119,7 @@ def test_its_modules_are_found_under_both_names(launch, name: str) -> None:
     assert result.code == 0, result.err
 
 
+@pytest.mark.slow
 def test_a_folder_of_the_scripts_own_is_no_horovod(launch, tmp_path) -> None:
     (tmp_path / "horovod").mkdir()
     result = launch("import horovod.torch; print(horovod.__version__)", "-np", "1", "train.py")
@@ -139,6 +142,7 @@ assert split_list([1, 2, 3, 4, 5], 2) == [[1, 2], [3, 4, 5]] and num_rank_is_pow
     assert result.code == 0, result.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [False, True])
 def test_random_numbers_are_the_scripts(launch, seeds: bool) -> None:
     """Seeded ones stay alike, also where the script has seeded before `init`; others differ from there on."""
@@ -159,6 +163,7 @@ assert len({{numbers[2] for numbers in hvd.allgather_object(drawn)}}) == {1 if s
     assert result.code == 0, result.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "code"), [([], 0), (["--timeout", "2"], 1)])
 def test_a_busy_rank_is_waited_for_unless_a_limit_was_given(launch, options: list[str], code: int) -> None:
     text = """
@@ -207,6 +212,7 @@ def test_what_is_not_there_is_said(launch) -> None:
     assert "No module named 'horovod.mxnet'" in result.err
 
 
+@pytest.mark.slow
 def test_a_process_alone_is_a_world_of_one(tmp_path) -> None:
     text = script(HOROVOD.replace("horovod.torch", "dadt.frontends.horovod.torch"))
     (tmp_path / "train.py").write_text(text + "assert hvd.size() == 1\nassert hvd.allreduce(torch.ones(1)) == 1\n")
@@ -243,6 +249,7 @@ def by_two(tmp_path: Path, name: str, *arguments: str, flags: tuple[str, ...] = 
     return done.stdout, ends[0]
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [[], ["--fp16-allreduce"], ["--use-adasum"]], ids=str)
 def test_a_synthetic_benchmark(tmp_path: Path, options: list[str]) -> None:
@@ -263,6 +270,7 @@ def test_images_with_warm_up_and_checkpoints(tmp_path: Path, options: list[str])
     assert abs(float(resumed) - float(whole)) < 0.02 * float(whole)
 
 
+@pytest.mark.slow
 def test_images_one_step_late(tmp_path: Path) -> None:
     said, _ = by_two(tmp_path, "horovod_imagenet.py", "--batches-per-allreduce", "1", flags=("--algorithm", "pipe"))
     assert [float(a) for a in re.findall(r"accuracy ([\d.]+)", said)][-1] > 0.5, said

@@ -63,6 +63,7 @@ def test_fit(launch, algorithm: str) -> None:
     assert b"8/8 - " in result.out
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("batch", ["per-rank", "global"])
 def test_two_workers_take_the_steps_of_one(launch, tmp_path: Path, batch: str) -> None:
@@ -109,6 +110,7 @@ print("ends with", len(history.epoch), float(model.optimizer.learning_rate), dig
     subprocess.run([sys.executable, "-c", load], cwd=tmp_path, check=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_a_loop_of_the_scripts_own(launch) -> None:
     text = """
 model, optimizer = build(), keras.optimizers.AdamW(0.01)
@@ -139,6 +141,7 @@ print("ends with", digest(model.weights), float(model.optimizer.dynamic_scale), 
 """
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("algorithm", ["pipe", "sync"])
 def test_scaled_losses(launch, algorithm: str) -> None:
@@ -150,6 +153,7 @@ def test_scaled_losses(launch, algorithm: str) -> None:
     assert left_out in (1, 2) and int(steps) == 16 - left_out - (algorithm == "pipe"), line
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_is_gone_is_let_go(launch) -> None:
     text = """
 import gc, weakref
@@ -252,6 +256,7 @@ def test_a_killed_job_goes_on_from_a_snapshot(launch, algorithm: str) -> None:
     assert told(resumed) == undisturbed
 
 
+@pytest.mark.slow
 def test_without_injection_keras_is_left_alone(launch) -> None:
     text = "\nassert keras.Model.fit.__module__.startswith('keras')\nprint('ends with', 1)\n"
     told(launch(HEAD + text, "-np", "2", "--inject", "none", "train.py"))
@@ -303,6 +308,7 @@ print("ends with", digest(model.weights))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adam", pytest.param("nesterov", marks=pytest.mark.slow)])
 def test_one_step_late_is_what_a_simulation_gives(launch, tmp_path: Path, optimizer: str) -> None:
     """Weights are predicted from the last two displacements, by the momentum of Keras's optimizer."""

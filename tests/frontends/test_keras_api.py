@@ -107,6 +107,7 @@ def test_operations(launch, module: str, total: str, more: str) -> None:
     assert len(told(launch(text, "-np", "2", "--algorithm", "sync", "train.py"))) == 1
 
 
+@pytest.mark.slow
 def test_scaled_losses(launch) -> None:
     """The wrapped optimizer is within the one that scales: all ranks leave out what one has to."""
     text = """
@@ -125,6 +126,7 @@ print("ends with", digest(model.weights), 16 - steps, float(model.optimizer.dyna
     assert int(left_out) in (1, 2) and float(scale) == 2 ** (15 - int(left_out))
 
 
+@pytest.mark.slow
 def test_the_learning_rate_warms_up(launch) -> None:
     text = """
 hvd.init()
@@ -150,6 +152,7 @@ print("ends with", digest(model.weights), history.history["lr"])
     assert "dadt: epoch 2: the learning rate has warmed up to 0.4\n" in result.err
 
 
+@pytest.mark.slow
 def test_another_backend_is_refused() -> None:
     text = "import keras; keras.backend.backend = lambda: 'jax'; import dadt.keras"
     environment = {**os.environ, "KERAS_BACKEND": "torch"}

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 from harness import lightened
 
 DDP = """
@@ -54,6 +55,7 @@ def test_ddp_under_dadt_run(hosts, start):
     assert len({line[1] for line in said}) == 1
 
 
+@pytest.mark.slow
 def test_ddp_started_by_hand(hosts, tmp_path):
     network = hosts(2)
     (tmp_path / "train.py").write_text(lightened(DDP.format(dadt=", dadt")))

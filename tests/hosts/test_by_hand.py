@@ -78,6 +78,7 @@ def test_hosts_without_ssh_train_together(
     assert re.match(r"dadt: node 1 of job \w{4} at \S+\ndadt: done in ", said)
 
 
+@pytest.mark.slow
 def test_a_cut_network_ends_the_job_on_both_sides(hosts: Callable[[int], Network], node: Node, tmp_path: Path) -> None:
     network = hosts(2)
     first, second = (node(network[rank], rank, "h0:29400", SLEEP, "--orphan-timeout", "2") for rank in (0, 1))

@@ -6,6 +6,7 @@ import pytest
 from hosts.chaos.trial import try_out
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", [2, 5])
 def test_what_is_promised_after_a_fault_is_kept(network_possible, seed):

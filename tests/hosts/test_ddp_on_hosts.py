@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from harness import SCRIPTS
 from harness.host_run import HostRun
@@ -13,6 +14,7 @@ from harness.machine import Network
 SCRIPT = SCRIPTS / "ddp.py"
 
 
+@pytest.mark.slow
 def test_ranks_that_meet_in_a_file(
     hosts: Callable[[int], Network], start: Callable[..., HostRun], tmp_path: Path
 ) -> None:

@@ -34,12 +34,14 @@ def test_shm_over_two_hosts_is_refused(hosts, start):
     assert "--executor shm: works on one host only, not on 2" in result.err
 
 
+@pytest.mark.slow
 def test_each_byte_crosses_once(hosts):
     """Less cannot cross; a ring through all four ranks moves 1.5 times as much."""
     network = hosts(2)
     assert 0.95 < bytes_on_the_wire(network, "hierarchical:gloo", "dadt") < 1.1
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_job(hosts, start):
     network = hosts(2)
     script = TRAIN.replace("range(8)", "range(100000)").replace(

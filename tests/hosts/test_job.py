@@ -104,6 +104,7 @@ def test_replicas_are_equal_over_hosts(hosts, start):
     assert ", executor hierarchical:gloo," in result.err
 
 
+@pytest.mark.slow
 def test_hosts_meet_over_the_newer_protocol(hosts, start):
     network = hosts(2)
     result = start(
@@ -279,6 +280,7 @@ def test_a_host_where_something_is_missing_says_so(hosts, start, tmp_path):
     assert result.err.splitlines()[-1] == "dadt: nothing was started; exit code 3"
 
 
+@pytest.mark.slow
 def test_a_host_that_does_not_answer_ends_the_start(hosts, start):
     network = hosts(2)
     network.cut(network[1])
@@ -289,6 +291,7 @@ def test_a_host_that_does_not_answer_ends_the_start(hosts, start):
     assert time.monotonic() - begin < 15
 
 
+@pytest.mark.slow
 def test_ranks_that_never_begin_to_train_are_named_with_their_hosts(hosts, start):
     script = TRAIN.replace(
         "import hashlib", "import os, time\nif os.environ['RANK'] == '1': time.sleep(600)\nimport hashlib"
@@ -353,6 +356,7 @@ def test_another_version_on_a_host_is_refused_and_another_torch_is_told(hosts, s
     assert "hosts differ in torch: h0 2." in result.err and "h1 2.2" in result.err
 
 
+@pytest.mark.slow
 def test_a_long_prologue_is_no_silence(hosts, start):
     network = hosts(1)
     arguments = ("-np", 1, "-H", "h0", "--orphan-timeout", "2", "--prologue", "sleep 3; export A=b")
@@ -360,6 +364,7 @@ def test_a_long_prologue_is_no_silence(hosts, start):
     assert result.out == b"[0] b\n", result.err
 
 
+@pytest.mark.slow
 def test_a_host_that_is_lost_while_others_get_ready_ends_the_start(hosts, start, tmp_path):
     network = hosts(2)
     prologue = 'if [ "$(hostname)" = h1 ]; then touch slow; sleep 5; fi'

@@ -73,6 +73,7 @@ def test_a_spare_host_takes_the_place_of_one_without_power(hosts, start, tmp_pat
     assert ended(result) == {0, 1}
 
 
+@pytest.mark.slow
 def test_a_host_that_is_back_takes_its_own_place(hosts, start, tmp_path) -> None:
     network = hosts(2)
     run = start(network, TRAIN, "-np", "2", "-H", network.list(1), *OPTIONS[2:], "--min-np", "1", "train.py", "1")
@@ -85,6 +86,7 @@ def test_a_host_that_is_back_takes_its_own_place(hosts, start, tmp_path) -> None
     assert ended(result) == {1}
 
 
+@pytest.mark.slow
 def test_a_host_that_the_others_do_not_reach_is_left_out(hosts, start, tmp_path) -> None:
     network = hosts(3)
     run = start(network, TRAIN, "-np", "2", "-H", network.list(1), *OPTIONS[2:], "--min-np", "1", "train.py", "1")
@@ -161,6 +163,7 @@ def test_a_host_that_is_back_comes_to_where_the_others_are(hosts, start, tmp_pat
     assert {rank for rank, _ in told} == {b"0", b"1"} and len({end for _, end in told}) == 1, result.out
 
 
+@pytest.mark.slow
 def test_no_worker_starts_on_a_host_that_is_cut_off(hosts, start, tmp_path) -> None:
     """The others would wait in vain for it to join."""
     network = hosts(2)

@@ -151,6 +151,7 @@ def said_on_the_page(line: str) -> bool:
     return f"`{re.sub(r' [0-9]+ s', ' 600 s', line)}`" in (ROOT / "docs" / "kubernetes.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_pod_that_never_comes_is_told(hosts: Callable[[int], Network], tmp_path: Path) -> None:
     pods, network = pods_of("job.yaml"), hosts(2)
     (tmp_path / "examples").symlink_to(ROOT / "examples")

@@ -65,6 +65,7 @@ def test_a_host_is_cut_off_and_the_others_train_on(hosts, start, tmp_path):
     assert len(set(weights(result.out))) == 1
 
 
+@pytest.mark.slow
 def test_a_host_goes_after_its_ranks_were_given_up(hosts, start, tmp_path):
     network = hosts(2)
     options = ("--min-np", "1", "--timeout", "4", "--orphan-timeout", "7", "--executor", "gloo", *OPTIONS)
@@ -81,6 +82,7 @@ def test_a_host_goes_after_its_ranks_were_given_up(hosts, start, tmp_path):
 
 
 # Under gossip no rank waits for another before the end.
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("algorithm", "most"), [("pipe", 2), ("gossip", 4)])
 def test_two_hosts_do_not_hear_each_other_and_one_is_lost(hosts, start, tmp_path, algorithm: str, most: int):

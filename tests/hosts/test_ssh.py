@@ -54,6 +54,7 @@ def test_through_another_host(hosts: Hosts, backend: str) -> None:
     assert "from 10.7.0.1" in network[1].log.read_text()
 
 
+@pytest.mark.slow
 def test_through_two_hosts(hosts: Hosts, backend: str) -> None:
     network = hosts(3)
     hide(network, 1, 0)

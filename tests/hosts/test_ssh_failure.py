@@ -182,6 +182,7 @@ def test_an_sshd_that_is_full_is_tried_twice(hosts: Hosts, backend: str) -> None
     assert network[0].log.read_text().count("drop connection") == 2
 
 
+@pytest.mark.slow
 def test_an_sshd_that_is_full_for_a_moment_is_no_failure(hosts: Hosts, backend: str) -> None:
     network = hosts(1)
     network[0].reload("MaxStartups 1")

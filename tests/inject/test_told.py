@@ -42,6 +42,7 @@ def test_the_same_data_is_told(dadt_run) -> None:
     assert "all ranks had identical gradients for 5 steps" in run.output
 
 
+@pytest.mark.slow
 def test_the_same_data_is_told_where_dropout_makes_gradients_differ(dadt_run) -> None:
     noisy = SUM.replace("nn.Linear(4, 1)", "nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 1))")
     run = dadt_run(noisy.replace("manual_seed(rank)", "manual_seed(0)"))

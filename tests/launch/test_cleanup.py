@@ -129,6 +129,7 @@ def test_a_stopped_worker_is_ended_too(start):
     await_end_of(workers[0])
 
 
+@pytest.mark.slow
 def test_a_stopped_agent_does_not_hold_up_the_end(start):
     run = start(WAIT.format(""))
     workers = run.wait_for("ready0", "ready1")
@@ -223,6 +224,7 @@ def test_jobs_at_the_same_time_have_different_ids_and_do_not_end_each_other(star
         other.wait()
 
 
+@pytest.mark.slow
 def test_a_suspended_launcher_goes_on_where_it_was(start, tmp_path):
     script = "import os, time\nopen('ready', 'w').write('1')\nwhile not os.path.exists('go'): time.sleep(0.01)"
     run = start(script, "-np", "1", "--orphan-timeout", "2", "train.py")
@@ -235,6 +237,7 @@ def test_a_suspended_launcher_goes_on_where_it_was(start, tmp_path):
     assert result.code == 0, result.err
 
 
+@pytest.mark.slow
 def test_a_prologue_does_not_outlive_the_job(start, tmp_path):
     run = start("", "-np", "1", "--prologue", "echo $$ > shell; sleep 345.6", "train.py")
     (shell,) = run.wait_for("shell")

@@ -63,6 +63,7 @@ def test_a_rank_that_ends_well_in_the_middle_is_the_cause(launch: Callable[..., 
         assert seconds < 5.0
 
 
+@pytest.mark.slow
 def test_ranks_that_all_leave_without_a_word_have_done_their_work(launch: Callable[..., Result]) -> None:
     """The first that leaves must not fail what the others still have under way."""
     leave = "pass\n        if step == 60: os._exit(0)"

@@ -221,7 +221,7 @@ def check_replicas(out: bytes, count: int) -> None:
 
 def test_a_job_waits_for_hosts_that_are_not_there_yet(start, tmp_path: Path) -> None:
     (tmp_path / "go").touch()
-    run = begin(start, tmp_path, "localhost:1\n", "-np", "2")
+    run = begin(start, tmp_path, "localhost:1\n", "-np", "2", "--start-timeout", "20")  # pauses: 1, 2, 4 and 8 s
     assert run.process.stderr is not None
     waiting = b"dadt: waiting for hosts: localhost with room for 1 workers of 2\n"
     assert run.process.stderr.readline() == waiting
@@ -232,6 +232,7 @@ def test_a_job_waits_for_hosts_that_are_not_there_yet(start, tmp_path: Path) -> 
     check_replicas(result.out, 2)
 
 
+@pytest.mark.slow
 def test_a_job_begins_with_as_many_as_fit(start, tmp_path: Path) -> None:
     (tmp_path / "go").touch()
     result = begin(start, tmp_path, "localhost:2\n", "-np", "3", "--min-np", "2").finish()
@@ -252,6 +253,7 @@ def test_a_script_that_fails_at_the_start(start, tmp_path: Path) -> None:
     assert "'h0:x' is no host" in result.err and result.err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_restart_takes_the_hosts_of_the_hostfile_as_it_is_then(start, tmp_path: Path) -> None:
     """The last answer that could be read holds: what is written there in the end is no list."""
     path = tmp_path / "hosts"
@@ -269,6 +271,7 @@ def test_a_restart_takes_the_hosts_of_the_hostfile_as_it_is_then(start, tmp_path
     check_replicas(result.out, 2)
 
 
+@pytest.mark.slow
 def test_a_hostfile_that_cannot_be_read_again_ends_nothing(start, tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("localhost slots=1\n127.0.0.1 slots=1\n")

@@ -75,6 +75,7 @@ def test_with_torch_the_block_names_the_frame_and_the_survivors_stacks_are_kept(
     assert f"stacks  dadt-logs/{result.job}/rank0.stacks" in result.err
 
 
+@pytest.mark.slow
 def test_an_exception_in_a_thread_is_the_cause_if_the_process_fails_after_it(launch):
     thread = (
         "import threading\n"
@@ -92,6 +93,7 @@ def test_an_exception_in_a_thread_of_a_worker_that_ends_well_is_no_failure(launc
     assert "failed" not in result.err
 
 
+@pytest.mark.slow
 def test_an_error_of_dadt_in_a_thread_ends_the_job(launch):
     script = (
         "import threading, torch, dadt\n"
@@ -109,6 +111,7 @@ def test_an_exit_code_of_the_scripts_own_is_not_called_an_exception(launch):
     assert "  cause   it exited with code 3" in result.err
 
 
+@pytest.mark.slow
 def test_a_worker_that_does_not_exit_after_its_exception_does_not_hold_up_the_job(launch):
     hang = (
         "import threading\n"

@@ -119,6 +119,7 @@ def test_a_file_that_a_running_job_uses_is_refused(start: Start, tmp_path: Path)
     assert node(start, 1, f"file://{path}").finish().code == running.finish().code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [

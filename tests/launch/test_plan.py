@@ -328,6 +328,7 @@ def test_closed_streams_lead_nowhere(tmp_path, closed):
     assert log.read_text() == "printed\n"
 
 
+@pytest.mark.slow
 def test_a_start_that_is_ended_says_so_on_a_line_of_its_own(start, tmp_path):
     prologue = f"touch {tmp_path}/begun; sleep 2"
     run = start("", "-H", "localhost:1,127.0.0.1:1", "--prologue", prologue, "train.py")

@@ -132,6 +132,7 @@ print(f"rank {os.environ['DADT_RANK']} has saved")
 """
 
 
+@pytest.mark.slow
 def test_a_script_with_ranks_of_its_own_is_told_though_it_takes_no_step(start) -> None:
     run = begin(start, "--grace", "4", script=RANKS_OF_ITS_OWN)
     run.process.send_signal(signal.SIGUSR1)
@@ -159,6 +160,7 @@ def test_what_was_told_before_training_begins_is_not_forgotten() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
+@pytest.mark.slow
 def test_workers_save_and_go_on_until_they_are_stopped(start) -> None:
     run = begin(start, "--grace", "8", "--max-restarts", "2", after="")
     run.process.send_signal(signal.SIGTERM)
@@ -169,6 +171,7 @@ def test_workers_save_and_go_on_until_they_are_stopped(start) -> None:
     assert "restart" not in result.err
 
 
+@pytest.mark.slow
 def test_the_signal_itself_ends_nothing(start) -> None:
     """All ranks wait in the midst of a step while the first one saves, and train on to the same weights."""
     script = TRAIN.replace("step < 5000", "step < 60") + WEIGHTS
@@ -180,6 +183,7 @@ def test_the_signal_itself_ends_nothing(start) -> None:
     assert len(set(re.findall(r"weights (\w+)", result.out.decode()))) == 1
 
 
+@pytest.mark.slow
 def test_a_worker_without_a_handler_is_not_killed_by_the_signal(start) -> None:
     handler = f'if rank == "0": {HANDLES}'
     run = begin(start, "--grace", "2", handler=handler, after="")
@@ -194,6 +198,7 @@ def test_a_worker_without_a_handler_is_not_killed_by_the_signal(start) -> None:
     assert last_line(result).endswith("preempted; ranks 0 and 1 went on and were stopped (exit code 75)")
 
 
+@pytest.mark.slow
 def test_told_twice_means_at_once(start) -> None:
     run = begin(start, "--grace", "300", after="time.sleep(600)")
     for _ in range(2):  # the first two are one
@@ -234,6 +239,7 @@ for step in range(5000):
 """
 
 
+@pytest.mark.slow
 def test_told_twice_within_a_moment_is_told_once_though_nobody_reads_the_output(start) -> None:
     run = begin(start, "--grace", "300", script=FLOOD)
     run.process.send_signal(signal.SIGTERM)
@@ -250,6 +256,7 @@ def test_told_twice_within_a_moment_is_told_once_though_nobody_reads_the_output(
     assert result.code == 75, result.err[-2000:]
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_no_preemption(start) -> None:
     run = begin(start, "--grace", "1")
     run.process.send_signal(signal.SIGINT)
@@ -257,6 +264,7 @@ def test_ctrl_c_is_no_preemption(start) -> None:
     assert result.code == 130 and not saved(result), result.err
 
 
+@pytest.mark.slow
 def test_a_host_is_told_to_end_and_the_job_with_it(start) -> None:
     run = begin(start, "--grace", "40", *TWO_HOSTS)
     [agent] = run.wait_for("ready0-1")

@@ -73,6 +73,7 @@ def test_a_killed_worker_restarts_the_job_from_its_checkpoint(launch) -> None:
         assert (result.logs / result.job / name).read_text()
 
 
+@pytest.mark.slow
 def test_a_lost_agent_restarts_the_job(launch) -> None:
     result = run(launch, KILL_AGENT, 1)
     assert result.code == 0, result.err
@@ -96,6 +97,7 @@ def test_no_more_restarts_than_allowed(launch) -> None:
     assert result.err.count(": restart ") == 1
 
 
+@pytest.mark.slow
 def test_what_the_user_ends_stays_ended(start: Callable[..., Run]) -> None:
     run = start(TRAIN.replace("FAULT", "time.sleep(600)"), *OPTIONS, "3", "train.py")
     run.wait_for("attempt0-0", "attempt0-1")

@@ -64,6 +64,7 @@ def test_a_stopped_rank_is_told_of_and_is_the_cause(launch: Callable[..., Result
     assert 'train.py", line ' in (result.logs / result.job / "rank0.stacks").read_text()
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_when_all_others_have_ended_is_the_cause(launch: Callable[..., Result]) -> None:
     """Nobody waits for it in an exchange any more."""
     result = launch(

@@ -138,6 +138,7 @@ def test_training_by_mpirun_alone(foreign, mpirun, tmp_path):
     assert_equal(replicas[0], replicas[1], "replicas")
 
 
+@pytest.mark.slow
 @OPENMPI_FIRST
 def test_a_rank_that_fails_is_the_cause_and_nobody_hangs(launch):
     result = launch(FAIL)
@@ -159,6 +160,7 @@ def test_executor_agrees_with_numpy(mpirun, size, tmp_path):
     check(said)
 
 
+@pytest.mark.slow
 @OPENMPI_FIRST
 def test_wrong_use_is_the_same_sentence_on_all_ranks(mpirun, tmp_path):
     """mpirun itself ends with an error: ranks that have failed do not wait for each other in MPI_Finalize."""
@@ -175,6 +177,7 @@ def conformance(mpirun: str, size: int, folder: Path, *more: str) -> tuple[subpr
     return done, [(folder / "said" / str(rank)).read_text() for rank in range(size)]
 
 
+@pytest.mark.slow
 @OPENMPI_FIRST
 def test_a_late_peer_costs_no_core(ranks):
     """MPI's own waiting would take all of one."""
@@ -213,6 +216,7 @@ mpi_process.process.begin().Finalize()
     assert "an allreduce was not done within 1 s: a peer did not come" in said
 
 
+@pytest.mark.slow
 @OPENMPI_FIRST
 def test_ranks_in_different_operations_are_told_so_on_all(ranks):
     said = ranks("""
@@ -231,6 +235,7 @@ mpi_process.process.begin().Finalize()
     assert [told in line for line in said.splitlines()] == [True, True], said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mpirun", ["mpirun.openmpi"])  # no library differs in it
 def test_some_ranks_are_a_world_of_their_own(ranks):
     said = ranks(
@@ -303,6 +308,7 @@ connection.close()
     assert len(said.split()) == 2 and len(set(said.split())) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mpirun", ["mpirun.openmpi"])  # no library differs in it
 def test_another_order_of_ranks_is_refused(ranks):
     said = ranks("""
@@ -344,6 +350,7 @@ def test_without_a_library_nothing_is_started(launch):
     assert "mpi4py finds no MPI library" in result.err and "looked in MPI4PY_LIBMPI=/nowhere/libmpi.so" in result.err
 
 
+@pytest.mark.slow
 def test_the_library_of_another_mpirun_is_told(tmp_path):
     name = installed("mpirun.mpich")
     installed("mpirun.openmpi")

@@ -92,6 +92,7 @@ sys.stdout.write(f"{{'dadt' in sys.modules}} {{torch.save.__module__}} {{rank}}\
     assert "dadt" not in done.stderr
 
 
+@pytest.mark.slow
 def test_the_failing_rank_gives_the_exit_code(foreign, launcher):
     done = foreign(
         launcher,
@@ -101,6 +102,7 @@ def test_the_failing_rank_gives_the_exit_code(foreign, launcher):
     assert "dadt: done" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named(foreign, mpirun):
     script = f"{RANK}\nimport time\nif rank == 1: time.sleep(20)\nimport torch, dadt"
     done = foreign(mpirun, script, DADT_START_TIMEOUT="3")
@@ -108,6 +110,7 @@ def test_a_rank_that_does_not_come_is_named(foreign, mpirun):
     assert "rank 1 " in done.stderr and "within 3 s" in done.stderr
 
 
+@pytest.mark.slow
 def test_bad_input_is_one_sentence(foreign, mpirun):
     done = foreign(mpirun, "import torch, dadt", DADT_ALGORITHM="none")
     assert done.returncode == 2
@@ -123,6 +126,7 @@ sys.stdout.write("child\\n")
 """
 
 
+@pytest.mark.slow
 def test_children_are_no_ranks(foreign, mpirun):
     done = foreign(
         mpirun,
@@ -142,6 +146,7 @@ sys.stdout.write("end\\n")
     assert "[W" not in done.stderr  # none of torch's own warnings
 
 
+@pytest.mark.slow
 def test_a_script_that_makes_no_step_is_warned(foreign, mpirun):
     done = foreign(mpirun, "import torch, dadt")
     assert done.returncode == 0, done.stderr

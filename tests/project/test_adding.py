@@ -54,6 +54,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", ["--algorithm", "--executor", "--launcher"])
 def test_one_file_and_one_line(flag: str, site: Path, tmp_path: Path) -> None:
     assert len(BLOCKS) == 6

@@ -86,6 +86,7 @@ def test_sync_divided_among_two_workers_learns_as_one_process_does(tmp_path: Pat
 API_SCRIPT = ROOT / "examples" / "mnist_api.py"
 
 
+@pytest.mark.slow
 def test_the_one_with_the_api_in_plain_python(tmp_path: Path) -> None:
     done = run([sys.executable, str(API_SCRIPT), "--epochs", "1"], tmp_path)
     assert done.returncode == 0, done.stdout
@@ -102,6 +103,7 @@ def test_the_one_with_the_api_by_two_workers(tmp_path: Path) -> None:
     assert accuracy > 0.85
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("workers", [2, 1])
 def test_the_one_of_keras(tmp_path: Path, workers: int) -> None:
@@ -115,6 +117,7 @@ def test_the_one_of_keras(tmp_path: Path, workers: int) -> None:
     assert (tmp_path / "mnist.keras").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [[], ["--fp16-allreduce", "--gradient-predivide-factor", "2.0"], ["--use-adasum"]])
 def test_the_one_for_horovod_by_two_workers(tmp_path: Path, options: list[str]) -> None:

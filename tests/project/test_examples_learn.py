@@ -75,6 +75,7 @@ def test_the_page_has_all() -> None:
     assert scripts == {*PAGE, "mnist", "mnist_api", "horovod_mnist", "keras_mnist"}  # these are in test_example.py
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAGE)
 def test_by_two_workers(run: Run, tmp_path: Path, name: str) -> None:
     arguments, shown = PAGE[name]
@@ -93,6 +94,7 @@ def test_by_two_workers(run: Run, tmp_path: Path, name: str) -> None:
         assert (tmp_path / f"{name}.pt").exists() == saved
 
 
+@pytest.mark.slow
 def test_the_notebook(tmp_path: Path) -> None:
     path = ROOT / "examples" / "notebook.ipynb"
     notebook = nbformat.read(path, as_version=4)

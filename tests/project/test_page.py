@@ -88,7 +88,7 @@ FOREIGN_FLAGS = {
 }
 """Of other programs, as torchrun, sbatch, ssh, a script of the page or a module that is run."""
 LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)")
-SLOW = {"from-ddp.md", "from-deepspeed.md"}
+SLOW = {"from-ddp.md", "from-deepspeed.md", "from-horovod.md", "keras.md", "launching.md"}
 OURS = rf"dadt (?:{'|'.join(COMMANDS)})\b"
 SHOWN = re.compile(rf"^(?:    )?(?:\w*\$ |exec )?(?:[A-Z_]+=\S+ )*({OURS}.*)$", re.M)
 INLINE = re.compile(rf"(?<!`)`({OURS}[^`]*)`")

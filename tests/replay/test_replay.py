@@ -128,6 +128,7 @@ tell(model)
 """
 
 
+@pytest.mark.slow
 def test_a_folder_that_the_replay_makes_is_there_behind_it(launch, tmp_path) -> None:
     script = HEAD.replace("signal, sys", "shutil, signal, sys") + KEEPS
     expected = ends(launch(script, *OPTIONS, "train.py"))
@@ -137,6 +138,7 @@ def test_a_folder_that_the_replay_makes_is_there_behind_it(launch, tmp_path) -> 
     assert sorted(path.name for path in (tmp_path / "run2").iterdir()) == ["1.pt", "2.pt", "3.pt", "best.pt", "log.csv"]
 
 
+@pytest.mark.slow
 def test_another_checkpoint_than_it_has_loaded_before_is_refused(launch) -> None:
     goes_back = """
     if epoch % 2:
@@ -180,6 +182,7 @@ tell(model)
 """
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_the_scripts_own_goes_before(launch, tmp_path) -> None:
     script = (HEAD + OWN).replace('os.environ["DADT_RESUME"]', "False")
     once = dies_once(script)
@@ -191,6 +194,7 @@ def test_a_checkpoint_of_the_scripts_own_goes_before(launch, tmp_path) -> None:
     assert asked.code == 2 and "leave out --resume: the script reads" in asked.err and "Traceback" not in asked.err
 
 
+@pytest.mark.slow
 def test_a_restart_that_cannot_be_made_again_begins_from_the_top(launch) -> None:
     script = HEAD + SCRIPTS["own-order"]
     once = dies_once(script)
@@ -202,6 +206,7 @@ def test_a_restart_that_cannot_be_made_again_begins_from_the_top(launch) -> None
     assert snapshots == ["snapshots", "snapshots.1"]  # the new attempt's own are apart from the others
 
 
+@pytest.mark.slow
 def test_one_that_raises_in_its_replay_begins_from_the_top(launch) -> None:
     script = HEAD + SCRIPTS["tutorial"].replace("optimizer.zero_grad()", "check(); optimizer.zero_grad()")
     check = "def check():\n    if os.environ['DADT_RESUME'] and next(taken) > 3: raise IndexError('no such thing')\n"
@@ -212,6 +217,7 @@ def test_one_that_raises_in_its_replay_begins_from_the_top(launch) -> None:
     assert "raised IndexError where it had not before: no such thing: restart 2 of 2" in restarted.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tutorial", pytest.param("hidden-state", marks=pytest.mark.slow)])
 def test_a_single_worker_ends_as_if_nothing_had_been(launch, name: str) -> None:
     script = (HEAD + SCRIPTS[name]).replace("{1 - int(name[4])}", "0")
@@ -270,6 +276,7 @@ def test_fewer_workers_go_on_in_the_same_steps(launch, ranks: int) -> None:
     assert more.code == 2 and "is one of 4 workers, and there are 5: give fewer" in more.err
 
 
+@pytest.mark.slow
 def test_a_snapshot_without_a_lost_worker_is_whole(launch) -> None:
     script = (HEAD + SCRIPTS["one-cycle"]).replace("def stepped():", "def stepped():\n    lose()")
     script = script.replace("def tell(", LOSES + "def tell(")
@@ -297,6 +304,7 @@ def test_restarts_take_snapshots_by_themselves(launch, options: tuple[str, ...],
     assert result.code == 0 and result.out.count(f"takes {takes}".encode()) == 2, result.err
 
 
+@pytest.mark.slow
 def test_jobs_share_a_folder_for_snapshots(launch, tmp_path) -> None:
     """A restart goes on from its own job's, also where those of another one are of later steps."""
     script = HEAD + SCRIPTS["one-cycle"]
@@ -338,6 +346,7 @@ tell(model)
 """
 
 
+@pytest.mark.slow
 def test_values_behind_a_step_that_has_raised_are_recorded(launch) -> None:
     script = HEAD + RAISES
     undisturbed = launch(script, *OPTIONS, "train.py")
@@ -346,6 +355,7 @@ def test_values_behind_a_step_that_has_raised_are_recorded(launch) -> None:
     assert ends(resumed) == ends(undisturbed) and means(resumed) == means(undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("change", "said"),
@@ -389,6 +399,7 @@ def test_a_torn_or_foreign_snapshot_is_refused(launch, tmp_path) -> None:
     assert nothing.code == 2 and "--resume nope: has no whole snapshot" in nothing.err
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_a_line_and_not_the_job(launch, tmp_path) -> None:
     script = HEAD + SCRIPTS["one-cycle"].replace("net(8, 32, 4)", "net(8, 512, 512, 4)")
     with small_disk(tmp_path / "disk"):
@@ -398,11 +409,13 @@ def test_a_full_disk_costs_a_line_and_not_the_job(launch, tmp_path) -> None:
     assert "no snapshot: " in done.err
 
 
+@pytest.mark.slow
 def test_a_script_that_calls_init_is_told(launch) -> None:
     said = launch("import dadt\ndadt.init()\n", *OPTIONS, "train.py")
     assert said.code == 2 and "a script that calls dadt.init() saves what it goes on from" in said.err
 
 
+@pytest.mark.slow
 def test_a_job_that_is_killed_in_its_replay_is_resumed_once_more(launch) -> None:
     script = HEAD + SCRIPTS["gan"]
     expected = ends(launch(script, *OPTIONS, "train.py"))
@@ -414,6 +427,7 @@ def test_a_job_that_is_killed_in_its_replay_is_resumed_once_more(launch) -> None
     assert ends(launch(script, *OPTIONS, "--resume", "last", "train.py")) == expected
 
 
+@pytest.mark.slow
 def test_a_time_becomes_a_number_of_steps(launch) -> None:
     script = HEAD.replace("die = 40", "die = 200") + SCRIPTS["nanogpt"]
     options = [*OPTIONS[:-3], "0.1s", *OPTIONS[-2:]]
@@ -452,6 +466,7 @@ tell(model)
 """
 
 
+@pytest.mark.slow
 def test_a_replay_does_not_sleep(launch) -> None:
     killed = launch(HEAD + SLEEPS, *OPTIONS, "train.py", DIE="12")
     assert killed.code != 0

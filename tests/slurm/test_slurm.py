@@ -111,6 +111,7 @@ def test_the_job_ends_with_the_exit_code_of_its_cause(cluster: Cluster, tmp_path
     assert cluster.batch(*TWO, "job.sh", cwd=tmp_path) == [7]
 
 
+@pytest.mark.slow
 def test_an_array_has_a_job_for_each_of_its_tasks(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import sys\nprint('seed', sys.argv[1], flush=True)")
     (tmp_path / "job.sh").write_text(f"#!/bin/bash\n{DADT[0]} run train.py $SLURM_ARRAY_TASK_ID\n")
@@ -226,6 +227,7 @@ def test_an_agent_that_was_killed_is_told(cluster: Cluster, tmp_path: Path) -> N
     assert not any(map(is_running, workers))
 
 
+@pytest.mark.slow
 def test_a_signal_that_slurm_sends_reaches_the_workers(cluster: Cluster, tmp_path: Path) -> None:
     """As --signal=USR1@120 does before the time is over."""
     process, workers = begin(cluster, tmp_path)
@@ -315,6 +317,7 @@ def test_outside_an_allocation_there_are_no_hosts() -> None:
     assert slurm_hosts({}) is None
 
 
+@pytest.mark.slow
 def test_srun_starts_ranks_of_mpi(cluster, tmp_path):
     """MPICH's: Open MPI has no two nodes on one machine."""
     found = next(iter(Path("/usr/lib").glob("*/libmpich.so.12")), None)

@@ -121,6 +121,7 @@ IDENTICAL = """
 """
 
 
+@pytest.mark.slow
 def test_identical_gradients_are_noticed(dadt_run, shared) -> None:
     assert "they train on the same data" in dadt_run(IDENTICAL.format(rank="0")).output
     assert len(shared["pipe"].of("unlike").ranks) == 2

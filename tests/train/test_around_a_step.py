@@ -290,6 +290,7 @@ def test_what_cannot_be_predicted_is_told(shared) -> None:
     assert "have grown beyond" not in said
 
 
+@pytest.mark.slow
 def test_a_lazy_model_is_told(dadt_run) -> None:
     script = """
     model = nn.LazyLinear(3)

@@ -134,6 +134,7 @@ SOMETIMES = """
 """
 
 
+@pytest.mark.slow
 def test_what_evaluates_again_only_later_is_found_then(dadt_run) -> None:
     run = dadt_run(SOMETIMES + LINES.format(name="Sometimes"), "--warmup-steps", "4")
     assert_replicas_equal(run)
@@ -141,6 +142,7 @@ def test_what_evaluates_again_only_later_is_found_then(dadt_run) -> None:
     assert f"12 steps, 5 of them delayed by one {told}" in run.output
 
 
+@pytest.mark.slow
 def test_a_closure_that_is_not_called_is_refused(dadt_run) -> None:
     never = "    class Never(torch.optim.SGD):\n        def step(self, closure):\n            return super().step()\n"
     run = dadt_run(never + LINES.format(name="Never"), code=1)

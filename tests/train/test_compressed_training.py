@@ -60,6 +60,7 @@ def test_trainings_stay_near_and_replicas_identical(algorithm, compression, dadt
         assert far > 0 or (name, compression) == ("unused", "powersgd:2"), "nothing was compressed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compression", ["int8", pytest.param("powersgd:2", marks=pytest.mark.slow)])
 def test_a_model_of_16_bits(compression, dadt_run):
     run = dadt_run(
@@ -229,6 +230,7 @@ DEFAULTS = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("compression", "dtype"), [("int8", "bfloat16"), pytest.param("powersgd:2", "float64", marks=pytest.mark.slow)]
 )

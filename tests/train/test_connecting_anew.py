@@ -71,6 +71,7 @@ def test_the_journal_and_the_report_tell(launch) -> None:
         assert (told["generation"], told["lost"], told["left"]) == (1, [], [0, 1, 2])
 
 
+@pytest.mark.slow
 def test_what_happens_again_and_again_ends_the_job(launch) -> None:
     again = """
 from dadt.inject import worker
@@ -93,6 +94,7 @@ worker.runtime.connect = connect
     assert survivors(result) == {}
 
 
+@pytest.mark.slow
 def test_ranks_in_different_steps_are_told_so(launch) -> None:
     skip = "if rank == 1 and step == 30:\n        step += 1\n        continue\n    optimizers[0].step()"
     result = launch(script().replace("optimizers[0].step()", skip), *OPTIONS, "--executor", "gloo", "train.py", "")

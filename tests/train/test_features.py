@@ -88,6 +88,7 @@ SYNCHRONIZED = """
 """
 
 
+@pytest.mark.slow
 def test_gossip_refuses_synchronized_norm(dadt_run) -> None:
     """It waits for all ranks in every forward."""
     refused = dadt_run(SYNCHRONIZED, "--algorithm", "gossip", code=None)
@@ -95,6 +96,7 @@ def test_gossip_refuses_synchronized_norm(dadt_run) -> None:
     assert "--algorithm gossip: SyncBatchNorm waits for all ranks in every forward" in refused.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm", ["pipe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sync", "local"))]
 )

@@ -56,6 +56,7 @@ def test_all_ranks_skip_what_is_not_finite_on_one(dadt_run, options: list[str]) 
     assert "; gradients of 2 steps were not finite" in run.output
 
 
+@pytest.mark.slow
 def test_without_any_it_changes_nothing(dadt_run) -> None:
     clean = TRAIN.replace("step in (5, 20)", "False")
     states = [

@@ -52,6 +52,7 @@ def test_two_at_once_at_the_start_and_at_the_end(launch, faults: str, options: l
     assert len(set(ends.values())) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("algorithm", ["pipe", "sync"])
 def test_several_optimizers_and_worker_processes(launch, algorithm: str) -> None:
@@ -78,6 +79,7 @@ torch.save({"weights": model.state_dict(), "also": Deadly() if rank == WHO else 
 """
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [["--min-np", "1"], [], ["--files", "all", "--no-save-once"]])
 def test_nothing_is_left_of_a_file_that_a_killed_rank_has_half_written(launch, tmp_path, options: list[str]) -> None:
@@ -103,6 +105,7 @@ def test_the_report_has_who_was_lost(launch) -> None:
     assert (event["generation"], event["lost"], event["left"]) == (1, [1], [0, 2])
 
 
+@pytest.mark.slow
 def test_a_host_is_lost_and_the_others_train_on(launch) -> None:
     fault = "os.kill(os.getppid(), signal.SIGKILL); time.sleep(60)"
     hosts = ["-np", "4", "--simulate-hosts", "2", "--min-np", "2"]
@@ -135,6 +138,7 @@ Keys.set = set
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["pipe", "gossip"])
 def test_a_rank_is_lost_that_others_are_about_to_connect_with(launch, algorithm: str) -> None:
     """Gloo waits for it, and cannot be told."""
@@ -164,6 +168,7 @@ c10d.gloo_group, proof.prove = gloo_group, prove
 """
 
 
+@pytest.mark.slow
 def test_nobody_waits_for_the_proof_of_a_rank_that_connects_with_others_again(launch) -> None:
     text = script().replace("\nstep = 0\n", LEAVES_WHILE_CONNECTING + "\nstep = 0\n")
     result = launch(text, *OPTIONS, "-np", "4", "--executor", "gloo", "train.py", "0:30:forward")
@@ -188,6 +193,7 @@ def test_a_mistake_in_the_script_is_no_loss(launch) -> None:
     assert "goes on" not in result.err
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_take_the_same_steps_are_no_loss(launch) -> None:
     text = script("optimizers[0].step = lambda: None  # in this step and all that follow")
     result = launch(text, *OPTIONS, "--algorithm", "sync", "train.py", "1:30:exchange")
@@ -196,6 +202,7 @@ def test_ranks_that_do_not_take_the_same_steps_are_no_loss(launch) -> None:
     assert "goes on" not in result.err
 
 
+@pytest.mark.slow
 def test_a_script_with_ranks_of_its_own_is_refused(launch) -> None:
     result = launch("import torch, dadt\ndadt.init()", "-np", "2", "--min-np", "1", "train.py")
     assert result.code == 2
@@ -217,6 +224,7 @@ def test_refused(options: dict[str, object], message: str) -> None:
         Config(**options)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_busy_at_the_end_is_not_lost(launch) -> None:
     result = run(launch, "0:60:end", "--timeout", "4", fault="time.sleep(9)")
     assert result.code == 0, result.err
@@ -241,6 +249,7 @@ def test_a_silent_rank_is_killed_and_the_others_train_on(launch, fault: str, why
     assert len(set(survivors(result).values())) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("executor", ["shm", "gloo"])
 @pytest.mark.parametrize("lost", [0, 2])
@@ -264,6 +273,7 @@ def test_the_timeline_of_those_who_are_left(launch, tmp_path, executor: str, los
     assert subprocess.run([*DADT, "timeline", "t.json"], cwd=tmp_path, timeout=SECONDS).returncode == 0
 
 
+@pytest.mark.slow
 def test_a_mismatch_names_ranks_as_the_job_began(launch) -> None:
     skip = "if rank == 1 and step == 40:\n        step += 1\n        continue\n    optimizers[0].step()"
     text = script().replace("optimizers[0].step()", skip)

@@ -71,6 +71,7 @@ GROWTH = {
 so would be 240 MiB by then; with Gloo up to 8 MiB for each generation were seen to stay, which are no tensors."""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(SECONDS + 60)
 @pytest.mark.parametrize(
     ("algorithm", "executor"),

@@ -101,6 +101,7 @@ def test_pipe_goes_on_bit_for_bit(train: Train, whole: Path, passes: int) -> Non
     assert_goes_on(whole, resumed)
 
 
+@pytest.mark.slow
 def test_sync_goes_on_bit_for_bit_and_keeps_nothing_of_the_models_size(train: Train) -> None:
     options = ("--algorithm", "sync")
     whole, _ = train("whole", "--passes", "2", options=options)
@@ -111,6 +112,7 @@ def test_sync_goes_on_bit_for_bit_and_keeps_nothing_of_the_models_size(train: Tr
         assert state["dadt"]["prediction"] == {"clip": 1.0, "average": {}}
 
 
+@pytest.mark.slow
 def test_rank_0_may_save_and_load_alone(train: Train, whole: Path) -> None:
     """Near the whole: what ranks expect of the gradient in flight is in no checkpoint, so one step is predicted
     otherwise."""
@@ -174,6 +176,7 @@ STALLED = """
 """
 
 
+@pytest.mark.slow
 def test_a_checkpoint_does_not_wait_for_ever_for_what_is_in_flight(dadt_run, tmp_path: Path) -> None:
     """Rank 1 does not come to the step whose gradient is under way on rank 0."""
     script = STALLED.format(there=str(tmp_path / "rank0.pt"))

@@ -173,6 +173,7 @@ SCALED_OR_NOT = """
 """
 
 
+@pytest.mark.slow
 def test_what_is_expected_is_scaled_and_clipped_as_the_averages_are(dadt_run) -> None:
     run = dadt_run(SCALED_OR_NOT, "--warmup-steps", str(WARMUP))
     for scaled, plain, not_clipped in run.ranks:

@@ -263,6 +263,7 @@ def test_the_delay_is_one_step(pipe) -> None:
     assert_the_delay_is_one_step(pipe.of("delay"), WARMUP)
 
 
+@pytest.mark.slow
 def test_the_delay_is_one_step_without_warm_up(dadt_run) -> None:
     run = dadt_run(DELAY, "--warmup-steps", "0")
     assert_the_delay_is_one_step(run, 0)

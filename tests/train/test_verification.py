@@ -64,6 +64,7 @@ def test_it_is_repaired_as_if_nothing_had_been(dadt_run, algorithm: str, who: in
     assert_equal(run.ranks[2]["state"], undisturbed.ranks[2]["state"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "name", "options"),
     [
@@ -84,6 +85,7 @@ def test_weights_and_state_of_a_deep_model(dadt_run, fault: str, name: str, opti
     assert f"first in {name} (equal after 18 steps, not after 19): it takes over that of rank 0" in warning
 
 
+@pytest.mark.slow
 def test_of_two_the_first_counts(dadt_run) -> None:
     run = dadt_run(script(0), "--verify-every", "10", "--warmup-steps", "10")
     assert_replicas_equal(run)
@@ -92,12 +94,14 @@ def test_of_two_the_first_counts(dadt_run) -> None:
     assert warning.endswith("; no majority says whose is right, so that of the first rank counts")
 
 
+@pytest.mark.slow
 def test_what_is_found_last_is_told(dadt_run) -> None:
     run = dadt_run(script().replace("step == 17", "step == 58"), "--verify-every", "60", "--algorithm", "sync", np=3)
     (warning,) = warnings(run)
     assert warning.endswith("first in weight (equal after 0 steps, not after 60)")
 
 
+@pytest.mark.slow
 def test_equal_replicas_stay_what_they_are(dadt_run) -> None:
     for deep in (False, True):
         clean = script(-1, deep=deep)
@@ -105,6 +109,7 @@ def test_equal_replicas_stay_what_they_are(dadt_run) -> None:
         assert_equal(states[0]["state"], states[1]["state"])
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("algorithm", [pytest.param("sync", marks=pytest.mark.slow), "pipe"])
 @pytest.mark.parametrize("when", ["step == 18", "step == 20", "step == 21", "step == 22", "False"])

@@ -50,17 +50,18 @@ class Discovery:
         self._asking: threading.Thread | None = None
         self._answers: list[Sequence[Host] | ConfigError] = []
         """Of the thread; read once that has ended."""
-        self._asked = time.monotonic()
-        self.answered = NEVER if ask is None else self._asked
+        self.asked = time.monotonic()
+        """Time of the newest question."""
+        self.answered = NEVER if ask is None else self.asked
         """Time at which the newest question was put that has been answered; infinite where the hosts do not change."""
 
     def poll(self, seconds: float = ASK_SECONDS) -> None:
         """Take the newest answer. Ask again if the last question was put so many seconds ago."""
         if self._asking is not None and not self._asking.is_alive():
-            self._asking, self.answered = None, self._asked
+            self._asking, self.answered = None, self.asked
             self._take(self._answers.pop())
-        if self._ask is not None and self._asking is None and time.monotonic() - self._asked >= seconds:
-            self._asked = time.monotonic()
+        if self._ask is not None and self._asking is None and time.monotonic() - self.asked >= seconds:
+            self.asked = time.monotonic()
             self._asking = threading.Thread(target=self._call, args=(self._ask,), name="dadt-hosts", daemon=True)
             self._asking.start()
 

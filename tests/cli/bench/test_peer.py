@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from dadt_cli.bench.peer import PEERS
 from dadt_cli.bench.trainer import PEERS as CLASSES
 
@@ -52,6 +54,7 @@ def test_each_name_has_a_class() -> None:
     assert set(CLASSES) == {"", *PEERS} - {"sync"}
 
 
+@pytest.mark.slow
 def test_ranks_of_each_kind_of_ddp_stay_equal_and_exchange_once_a_step(tmp_path: Path) -> None:
     (tmp_path / "wide.py").write_text(SCRIPT.replace("PEERS", repr(DDP)))
     done = subprocess.run(

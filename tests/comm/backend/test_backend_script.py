@@ -88,6 +88,7 @@ def _trained(done: subprocess.CompletedProcess[str]) -> None:
     assert "Traceback" not in done.stderr and "destroy_process_group" not in done.stderr, done.stderr
 
 
+@pytest.mark.slow
 def test_spawned_by_the_script(tmp_path: Path) -> None:
     """As torch's tutorial of DDP does it."""
     meet = f'os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="{port()}")\n'

@@ -58,6 +58,7 @@ def test_a_message_arrives_though_nobody_keeps_its_handle(connected):
     assert bool((got == 7).all())
 
 
+@pytest.mark.slow
 def test_a_message_that_is_looked_at_may_come_later_than_the_groups_timeout(connected):
     timeout = 3.0
     mails = connected(timeout)

@@ -124,12 +124,14 @@ def test_lost_at_the_end_of_a_pass(launch, tmp_path, algorithm: str, where: str)
     assert [together(read, number) == ALL for number in range(PASSES)] == [False, True, True, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["sync", pytest.param("pipe", marks=pytest.mark.slow)])
 def test_lost_at_the_beginning_of_a_pass(launch, tmp_path, algorithm: str) -> None:
     read = survivors(launch, tmp_path, "0:1:first forward", SHUFFLED, "--redistribute", "--algorithm", algorithm)
     assert [together(read, number) == ALL for number in range(PASSES)] == [False, False, True, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", [pytest.param("shm", marks=pytest.mark.slow), "gloo"])
 @pytest.mark.parametrize("algorithm", ["sync", pytest.param("pipe", marks=pytest.mark.slow)])
 def test_lost_while_all_agree_who_reads(launch, tmp_path, algorithm: str, executor: str) -> None:
@@ -151,6 +153,7 @@ worker.runtime.allgather = allgather
     assert max(together(read, 1).values()) == 1
 
 
+@pytest.mark.slow
 def test_without_it_their_shares_are_left_out(launch, tmp_path) -> None:
     script = TRAIN.replace("LOADER", SHUFFLED)
     result = launch(script, "-np", "4", "--min-np", "1", "--files", "all", "train.py", "1:0:middle")
@@ -186,6 +189,7 @@ def _read(ranks) -> Counter[int]:
     return Counter(i for pieces in ranks for piece in pieces if piece.samples for i in piece.index)
 
 
+@pytest.mark.slow
 def test_items_cannot_grow(launch, tmp_path) -> None:
     assert [len(list(Items(range(10), rank, 4))) for rank in range(4)] == [3] * 4
     loader = "DataLoader(Numbers(), batch_size=None, sampler=range(108))"

@@ -191,6 +191,7 @@ def slow_reader(start, lines: int, *arguments: str):
     return start(NOISY.format(lines), *arguments, "-np", "1", "train.py")
 
 
+@pytest.mark.slow
 def test_a_reader_that_comes_late_gets_everything_of_a_job_that_ended_well(start):
     run = slow_reader(start, 48000)
     time.sleep(6.0)  # longer than anybody waits for anything at a job's end: the pause itself is what is tested
@@ -199,6 +200,7 @@ def test_a_reader_that_comes_late_gets_everything_of_a_job_that_ended_well(start
     assert out.count(b"\n") == 48000
 
 
+@pytest.mark.slow
 def test_a_reader_that_is_slow_all_the_time_does_not_lose_the_job(start):
     run = slow_reader(start, 3000, "--orphan-timeout", "2")
     read = b""
