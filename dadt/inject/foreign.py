@@ -23,7 +23,8 @@ DEPTH = 6
 
 
 class Carrier(Optimizer):
-    """Takes the part of another optimizer wherever DADT needs one of torch's."""
+    """Takes the part of another optimizer wherever DADT needs one of torch's. Its state is that one's tensors, all of
+    them under the first parameter, once a step has made them."""
 
     def __init__(self, owner: Any, parameters: list[torch.Tensor], values: dict[str, Any] | None = None) -> None:
         """values: of its one group, as its momentum, by which weights are predicted."""
@@ -33,7 +34,40 @@ class Carrier(Optimizer):
         """The other optimizer's step that is under way."""
 
     def step(self, closure: Any = None) -> Any:
-        return self.run()
+        result = self.run()
+        if not self.state:
+            self.state[self._first] = self.kept()
+        return result
+
+    def kept(self) -> dict[str, torch.Tensor]:
+        """What the other optimizer remembers, by names that are the same on all ranks."""
+        given = set(map(id, self.param_groups[0]["params"]))
+        found: list[torch.Tensor] = []
+        for tensor in _tensors(self.owner, DEPTH):
+            if id(tensor) not in given:
+                given.add(id(tensor))
+                found.append(tensor)
+        return {str(number): tensor for number, tensor in enumerate(found)}
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.state:
+            self.state[self._first] = self.kept()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        mine, given = self.kept(), state_dict["state"].get(0, {})
+        self.state[self._first] = mine
+        if {name: t.shape for name, t in mine.items()} != {name: t.shape for name, t in given.items()}:
+            raise DadtError(f"the state of {self.owner.__class__.__name__} is that of another optimizer")
+        with torch.no_grad():
+            for name, tensor in mine.items():
+                tensor.copy_(given[name])
+
+    @property
+    def _first(self) -> torch.Tensor:
+        parameter: torch.Tensor = self.param_groups[0]["params"][0]
+        return parameter
 
 
 def adopt(runtime: Runtime) -> None:
@@ -50,6 +84,9 @@ def adopt(runtime: Runtime) -> None:
         unique = list({id(p): p for p in parameters}.values())
         carriers[id(each)] = Carrier(each, unique)
         runtime.say(f"{type(each).__name__} is none of torch's optimizers: averaged at its step all the same")
+    if carriers and runtime.replays:  # a replay, whose steps have no gradients, does not make their state
+        runtime.forget()
+        runtime.say("no snapshots are taken, as they could not hold the state of such an optimizer", "warning")
     for kind in {type(carrier.owner) for carrier in carriers.values()}:
         _average_first(kind, carriers)
 
@@ -63,14 +100,17 @@ def _steps(kind: type) -> bool:
 
 
 def _parameters(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    return (t for t in _tensors(value, depth) if t.requires_grad and t.is_leaf)
+
+
+def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        if value.requires_grad and value.is_leaf:
-            yield value
+        yield value
     elif depth and not isinstance(value, nn.Module | type | FunctionType | str):
         inside = value if isinstance(value, list | tuple | set) else ()
         members = value if isinstance(value, dict) else getattr(value, "__dict__", None)
         for each in (*inside, *(members.values() if isinstance(members, dict) else ())):
-            yield from _parameters(each, depth - 1)
+            yield from _tensors(each, depth - 1)
 
 
 def _average_first(kind: type, carriers: dict[int, Carrier]) -> None:

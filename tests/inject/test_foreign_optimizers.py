@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
-import pytest
-from harness.checks import assert_equal, assert_replicas_equal
+from typing import Any
 
+import pytest
+import torch
+from harness.checks import assert_equal, assert_replicas_equal
+from torch import nn
+
+from dadt.errors import DadtError
+from dadt.inject.foreign import Carrier
+
+MOMENTUM = """
+import torch
+class Momentum:
+    def __init__(self, parameters, lr):
+        self.parameters, self.lr, self.moved = list(parameters), lr, {}
+    def zero_grad(self):
+        for p in self.parameters:
+            p.grad = None
+    @torch.no_grad()
+    def step(self):
+        for p in self.parameters:
+            if p.grad is not None:
+                moved = self.moved.setdefault(p, torch.zeros_like(p))
+                p.sub_(moved.mul_(0.9).add_(p.grad), alpha=self.lr)
+"""
 MADE = """
     class Plain:
         '''As people write them, with the groups of torch's.'''
@@ -73,3 +95,39 @@ def test_they_train_as_torch_s_own_do(dadt_run, algorithm) -> None:
 def test_a_closure_is_refused(dadt_run) -> None:
     run = dadt_run(MADE.format(optimizer="Plain").replace("optimizer.step()", "optimizer.step(lambda: 0)"), code=1)
     assert "Plain.step was given a closure: DADT averages before the step" in run.output
+
+
+def test_what_they_remember_travels() -> None:
+    """To a rank that has stayed behind, into the tensors that the optimizer has there."""
+    made: dict[str, Any] = {}
+    exec(MOMENTUM, made)
+    optimizers, carriers = [], []
+    for rank in range(2):
+        parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2))]
+        optimizers.append(made["Momentum"](parameters, 0.1))
+        carriers.append(Carrier(optimizers[-1], parameters))
+        carriers[-1].run = optimizers[-1].step
+        for p in parameters:
+            p.grad = torch.full_like(p, rank + 1.0)
+        carriers[-1].step()
+    behind = list(optimizers[0].moved.values())
+    carriers[0].load_state_dict(carriers[1].state_dict())
+    assert [t.unique().tolist() for t in behind] == [[2.0], [2.0]]
+    with pytest.raises(DadtError, match="the state of Momentum is that of another optimizer"):
+        Carrier(made["Momentum"](parameters, 0.1), parameters).load_state_dict(carriers[1].state_dict())
+
+
+def test_no_snapshots_are_taken_of_them(launch) -> None:
+    training = """
+model = torch.nn.Linear(4, 1)
+optimizer = Momentum(model.parameters(), 0.01)
+for step in range(30):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+"""
+    done = launch(MOMENTUM + training, "-np", "2", "--snapshot-every", "5steps", "train.py")
+    assert done.code == 0, done.err
+    assert "dadt: warning: no snapshots are taken, as they could not hold the state of such an optimizer" in done.err
+    resumed = launch(MOMENTUM + training, "-np", "2", "--resume", done.job, "train.py")
+    assert resumed.code == 2, resumed.err

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from dadt.errors import DadtError
 from dadt.frontends.keras import order
 from dadt.frontends.tensorflow.memory import to_numpy, to_torch
 from dadt.inject import worker
@@ -34,25 +33,13 @@ _fitting: list[Any] = []
 
 
 class KerasCarrier(Carrier):
-    """Its state is what Keras's optimizer keeps, all of it under the first parameter."""
+    """Its state is the variables of Keras's optimizer."""
 
     def __init__(self, owner: Any, parameters: Sequence[torch.Tensor]) -> None:
         super().__init__(weakref.proxy(owner), list(parameters), momentum_of(owner))
-        self._first = parameters[0]
 
-    def keep(self) -> None:
-        """It has stepped, so there is a state."""
-        self.state[self._first] = {f"{i} {v.path}": v.value.data for i, v in enumerate(self.owner.variables)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self.keep()
-        mine, given = self.state[self._first], state_dict["state"].get(0, {})
-        if mine.keys() != given.keys():
-            raise DadtError(f"the state of {type(self.owner).__name__} is that of another optimizer")
-        with torch.no_grad():
-            for name, tensor in mine.items():
-                tensor.copy_(given[name])
+    def kept(self) -> dict[str, torch.Tensor]:
+        return {f"{number} {v.path}": v.value.data for number, v in enumerate(self.owner.variables)}
 
 
 def hook() -> None:
@@ -168,7 +155,6 @@ def _average_at(optimizers: Any, runtime: Runtime) -> None:
             if any(each is not None for each in gradients):
                 with within(self):
                     original(self, gradients, variables)
-                carrier.keep()
 
         carrier.run = run
         try:

@@ -30,6 +30,12 @@ ALGORITHMS = ("sync", "pipe")
 """Others average weights, of which there are copies only here."""
 
 
+class TensorFlowCarrier(Carrier):
+    def kept(self) -> dict[str, torch.Tensor]:
+        """Nothing: TensorFlow keeps what its optimizers remember."""
+        return {}
+
+
 class Mirror:
     """Torch's copies of an optimizer's variables, and the carrier that averages their gradients."""
 
@@ -43,7 +49,7 @@ class Mirror:
         self.error: DadtError | None = None
         """Why the last step failed: TensorFlow makes an error of its own of it."""
         self._parameters = [torch.nn.Parameter(to_torch(v)) for v in self.variables]
-        self._carrier = Carrier(weakref.proxy(optimizer), list(self._parameters))
+        self._carrier = TensorFlowCarrier(weakref.proxy(optimizer), list(self._parameters))
         self._begun = False
         if wrapped:
             worker.wrap(self._carrier)

@@ -81,7 +81,7 @@ class Handover:
         r = self._runtime
         self._tries[approach.number] += 1
         if self._recorder.stopped:
-            self._refuse(approach, "no snapshots are taken, as the script has a checkpoint of its own")
+            self._refuse(approach, "no snapshots are taken of it")
         elif not approach.last:
             if self._gives:
                 self._give(approach, self._values.recorded)
