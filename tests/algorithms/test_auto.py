@@ -173,6 +173,7 @@ SLOWER = """
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("optimizer", "way"), [("Adam", "sync: 20.0 ms"), ("SGD", "local: 10.0 ms")])
 def test_pipe_that_is_slower_than_predicted_gives_way(dadt_run, optimizer: str, way: str) -> None:
     torch.set_num_threads(1)
@@ -243,6 +244,7 @@ TRAINED = """
 """
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("options", "train"),
     [

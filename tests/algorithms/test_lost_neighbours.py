@@ -70,7 +70,7 @@ def train(launch, faults: str, *options: str, two: bool = False, late: int = 0, 
     return launch(script, *OPTIONS, *options, "train.py", faults)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("faults", "left", "options"),
     [
@@ -120,7 +120,7 @@ def test_others_have_left_after_the_last_average(launch) -> None:
     assert "without rank 2: 60 steps" in result.err
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("faults", "left", "options"),
     [

@@ -43,6 +43,7 @@ def test_threads_may_ask_at_the_same_time(launch):
     assert result.out.count(b"right") == 40
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("did", "state"),
     [
@@ -152,6 +153,7 @@ def test_a_failure_that_another_caused_is_not_the_cause_though_it_comes_first(la
     assert "worker 1 failed (exit code 9)" in result.err and "worker 0 was stopped" in result.err
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("first", "verdict"),
     [

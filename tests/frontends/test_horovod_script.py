@@ -54,7 +54,7 @@ def script(init: str = HOROVOD, wrap: str = WRAP, step: str = "    optimizer.ste
     return BODY.format(init=init, wrap=wrap, step=step)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("algorithm", ["sync", "pipe"])
 def test_an_algorithm_trains_as_with_calls_of_dadt(launch, algorithm: str, clips: bool) -> None:
@@ -177,6 +177,7 @@ hvd.barrier()
     assert result.code == code, result.err
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("visible", [None, "3,5"])
 def test_the_gpus_of_the_host_are_visible(launch, visible: str | None) -> None:
     """Scripts for Horovod choose theirs by hvd.local_rank()."""

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -18,9 +18,12 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=150, env=env)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("algorithm", ["sync", "pipe"])
-@pytest.mark.parametrize(("device", "executor"), [pytest.param("cuda", "nccl", marks=pytest.mark.gpu), ("cpu", "shm")])
+GPU = [
+    pytest.param("cuda", "nccl", *each, marks=pytest.mark.gpu) for each in product(("sync", "pipe"), ("sgd", "adamw"))
+]
+
+
+@pytest.mark.parametrize(("device", "executor", "algorithm", "optimizer"), [*GPU, ("cpu", "shm", "pipe", "adamw")])
 def test_a_step_waits_for_no_gpu(device: str, executor: str, algorithm: str, optimizer: str) -> None:
     """On the CPU, where nothing can be waited for, the script below is seen to work."""
     command = [sys.executable, str(Path(__file__).with_name("steps.py")), device, executor, algorithm, optimizer]

@@ -53,7 +53,7 @@ class Runtime:
         self.began = False
         self.script_is_distributed = False
         self.together = True
-        self.explicit = False
+        self.explicit = self.fitting = False
         self.replaying = False
         self.alone, self.shares = size == 1, size
         self.aside = nullcontext

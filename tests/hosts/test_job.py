@@ -188,6 +188,7 @@ def test_survivors_leave_their_stacks_and_all_ends_within_two_seconds(hosts, sta
     assert "train.py" in (tmp_path / "dadt-logs" / result.job / "rank0.stacks").read_text()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("extra", [IGNORE, DAEMON])
 @pytest.mark.parametrize("whom", ["launcher", "agent", "worker"])
 def test_kill_9_leaves_nothing_on_any_host(hosts, start, whom, extra):

@@ -72,6 +72,7 @@ def test_training_goes_over_the_network(hosts, start, mpirun):
     assert len({line.split(b"] ", 1)[1] for line in result.out.splitlines()}) == 1
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("who", ["the launcher", "an agent"])
 def test_kill_9_leaves_nothing_on_any_host(hosts, start, mpirun, tmp_path, who):
     network = hosts(2)
@@ -87,6 +88,7 @@ def test_kill_9_leaves_nothing_on_any_host(hosts, start, mpirun, tmp_path, who):
     await_that(lambda: not network.leftovers(), f"the end of {network.leftovers()}", 10.0)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("mpirun", "way"),
     [

@@ -76,6 +76,7 @@ MADE = """
 KINDS = ("torch.optim.SGD", "Plain", "Listed")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("algorithm", ["sync", "pipe"])
 def test_they_train_as_torch_s_own_do(dadt_run, algorithm) -> None:
     weights = {}

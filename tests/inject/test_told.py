@@ -207,6 +207,7 @@ SCHEDULED = (
 )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("steps", "told", "ends"), [("len(data) // 4", True, False), ("len(loader)", False, True)])
 def test_a_schedule_that_is_too_long_is_told(dadt_run, steps, told, ends) -> None:
     run = dadt_run(SCHEDULED.format(steps=steps))

@@ -134,6 +134,7 @@ def test_kill_9_of_the_launcher_leaves_nothing(start):
     await_that(lambda: not any(is_running(pid) for pid in pids), "the workers' end", 10.0)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("who", ["agent", "mpirun", "shim"])
 def test_kill_9_of_what_is_between_leaves_nothing(start, mpirun, who):
     run = start(WAIT.format(DAEMON))

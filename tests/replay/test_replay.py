@@ -38,7 +38,7 @@ QUICK += [("sync", name) for name in ("gan", "stream")]
 SLOW = [pair for pair in product(["pipe", "sync"], SHAPES) if pair not in QUICK]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("algorithm", "name"), [*QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW)]
 )

@@ -30,6 +30,7 @@ TRAIN = """
 TOLD = "dadt: warning: step {}: the gradient of 0.weight is not finite on rank 1"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "options",
     [

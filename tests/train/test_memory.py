@@ -34,6 +34,7 @@ ADAM = "torch.optim.AdamW(model.parameters(), lr=1e-4)"
 # In units of the weights, beside these, gradients and optimizer state: averages of two steps, predicted weights, and
 # the gradients under way. Where gradients are set to zero in place, they are in the memory of averages, and copied
 # twice.
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("options", "optimizer", "zero", "most"),
     [

@@ -50,6 +50,7 @@ def _told_by_future(action: Any) -> str:
     return str(told.value)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("executor", "verb", "own"),
     [

@@ -90,7 +90,7 @@ def together(read: dict[int, list[list[int]]], number: int) -> Counter[int]:
 ALL = Counter(range(SAMPLES))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("loader", "options"),
     [
@@ -116,7 +116,7 @@ def test_each_sample_is_read_once_in_later_passes(launch, tmp_path, loader: str,
     assert [len(each[-1]) for each in read.values()] == [SAMPLES // 2] * 2
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("algorithm", [pytest.param("sync", marks=pytest.mark.slow), "pipe"])
 @pytest.mark.parametrize("where", ["0:last forward", "0:last exchange", "0:last step", "0:end", "1:begin"])
 def test_lost_at_the_end_of_a_pass(launch, tmp_path, algorithm: str, where: str) -> None:

@@ -134,6 +134,7 @@ def test_a_worker_init_fn_reaches_the_data_set(tmp_path):
         assert sorted(i for answer in answers for i in real(answer, epoch)) == list(range(3, 21))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("persistent", [False, True])
 def test_spawned_and_persistent_workers(persistent, tmp_path):
     make = lambda: DataLoader(  # noqa: E731
