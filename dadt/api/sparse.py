@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from math import prod
@@ -60,7 +61,7 @@ class _Later:
         return not self._thread.is_alive()
 
     def wait(self, timeout: float) -> Any:
-        self._thread.join(timeout)
+        self._thread.join(None if timeout == math.inf else timeout)
         if self._thread.is_alive():
             raise CommTimeout(f"coo_all_reduce was not done within {timeout:g} s")
         if self._error is not None:

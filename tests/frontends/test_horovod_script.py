@@ -208,9 +208,31 @@ print("saw", before, "sees", os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def test_what_is_not_there_is_said(launch) -> None:
-    result = launch("import horovod.mxnet", "-np", "1", "train.py")
-    assert result.code == 1
-    assert "No module named 'horovod.mxnet'" in result.err
+    for name in ("horovod.mxnet", "horovod.mxnet.mpi_ops"):
+        result = launch(f"import {name}", "-np", "1", "train.py")
+        assert result.code == 1
+        assert "No module named 'horovod.mxnet'" in result.err
+
+
+def test_what_scripts_use_of_its_launcher(launch, tmp_path) -> None:
+    """And the variables of a rank, before `init`. Horovod's source, not compiled, lies beside the script."""
+    (tmp_path / "horovod" / "common").mkdir(parents=True)
+    (tmp_path / "horovod" / "__init__.py").touch()
+    (tmp_path / "horovod" / "common" / "basics.py").touch()
+    text = """
+import os, horovod.torch as hvd
+from horovod.runner.util.threads import in_thread
+assert (os.environ["HOROVOD_SIZE"], os.environ["HOROVOD_RANK"]) == ("2", os.environ["RANK"])
+hvd.init()
+seen = []
+in_thread(seen.append, (hvd.rank(),)).join()
+assert seen == [int(os.environ["HOROVOD_RANK"])]
+if hvd.rank() == 0:
+    import horovod, horovod.runner
+    assert horovod.run is horovod.runner.run and horovod.run(lambda: 3, num_proc=1) == [3]
+"""
+    result = launch(text, "-np", "2", "train.py")
+    assert result.code == 0, result.err
 
 
 @pytest.mark.slow

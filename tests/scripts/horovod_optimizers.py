@@ -94,6 +94,18 @@ def alike(net: nn.Module, other: nn.Module, tolerance: float = 1e-12) -> None:
 
 
 @check
+def names_of_parameters() -> None:
+    """Scripts look for them where Horovod has them: one for each parameter, the same on all ranks."""
+    for is_named in (False, True, False):
+        net = model()
+        given = {"named_parameters": net.named_parameters()} if is_named else {}
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), **given)
+        names = [optimizer._parameter_names[p] for p in net.parameters()]
+        assert len(set(names)) == len(names)
+        assert hvd.allgather_object(names) == hvd.size() * [names]
+
+
+@check
 def averages() -> None:
     alike(trained(5), alone(5))
 

@@ -16,7 +16,6 @@ PARTS = {
     "torch.mpi_ops": "torch",
     "torch.functions": "torch",
     "common.process_sets": "torch.process_sets",
-    "runner": "",
     "tensorflow.keras": "keras",
     "tensorflow.keras.callbacks": "keras.callbacks",
 }
@@ -58,16 +57,24 @@ class _Horovod(importlib.abc.MetaPathFinder):
             sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
             return None
         own = ".".join(filter(None, ["dadt.frontends.horovod", PARTS.get(part, part)]))
-        if importlib.util.find_spec(own) is None:
+        try:
+            found = importlib.util.find_spec(own)
+        except ModuleNotFoundError:  # what it is in is no package
+            found = None
+        if found is None:
             return None
         return importlib.machinery.ModuleSpec(name, _Own(own), is_package=True)
 
     @staticmethod
     def _is_installed(finder) -> bool:  # type: ignore[no-untyped-def]
-        """A folder of that name without modules is none."""
+        """A folder of that name without modules is none, nor is its source, which has not been compiled."""
         find = getattr(finder, "find_spec", None)
         spec = find("horovod", None) if find is not None else None
-        return spec is not None and spec.origin is not None
+        if spec is None or spec.origin is None:
+            return False
+        folder = Path(spec.origin).parent
+        is_source = (folder / "common" / "basics.py").exists() and not any(folder.glob("*/**/*.so"))
+        return not is_source
 
 
 class _Own(importlib.abc.Loader):

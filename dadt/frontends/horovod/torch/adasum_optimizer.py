@@ -34,7 +34,7 @@ class _Steps:
     """What one step has changed on this rank."""
 
     def __init__(self, names: dict[Tensor, str], compression: type[Compressor]) -> None:
-        self._names = {p: name for p, name in names.items() if p.requires_grad}
+        self.names = {p: name for p, name in names.items() if p.requires_grad}
         self._compression = compression
         self._before: list[Tensor] = []
         self._depth = 0
@@ -51,10 +51,10 @@ class _Steps:
         self._depth += 1
         if self._depth > 1:
             return
-        for parameter in self._names:
+        for parameter in self.names:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        self._before = [p.detach().clone() for p in self._names]
+        self._before = [p.detach().clone() for p in self.names]
 
     def after(self, *_: Any) -> None:
         """It has stepped."""
@@ -62,7 +62,7 @@ class _Steps:
         if self._depth:
             return
         with torch.no_grad():
-            pairs = list(zip(self._names, self._before, strict=True))
+            pairs = list(zip(self.names, self._before, strict=True))
             sent = [self._compression.compress(p - start) for p, start in pairs]
             handle = hvd.grouped_allreduce_async_(
                 [change for change, _context in sent], name="adasum", op=ReduceOp.Adasum

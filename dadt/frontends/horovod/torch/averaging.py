@@ -55,7 +55,7 @@ class Averaging:
         self._sparse_as_dense, self._process_set = sparse_as_dense, process_set
         # Optimizers of two models may have the same names.
         number = next(_numbers[(process_set, *names.values())])
-        self._names = {p: f"{name} of optimizer {number}" if number else name for p, name in names.items()}
+        self.names = {p: f"{name} of optimizer {number}" if number else name for p, name in names.items()}
         self._left = dict.fromkeys(self.parameters, passes)
         self._groups: list[list[Tensor]] = []
         self._group_of: dict[Tensor, int] = {}
@@ -179,12 +179,12 @@ class Averaging:
 
     def _send_sparse(self, parameter: Tensor) -> Callable[[], None]:
         assert parameter.grad is not None
-        wait = hvd.sparse_allreduce_async(parameter.grad, self._names[parameter], self._how[0], self._process_set)
+        wait = hvd.sparse_allreduce_async(parameter.grad, self.names[parameter], self._how[0], self._process_set)
         return lambda: setattr(parameter, "grad", wait())
 
     def _send_dense(self, together: Sequence[tuple[Tensor, Tensor, Any]]) -> Callable[[], None]:
         op, *factors = self._how
-        name = f"{self._names[together[0][0]]}, {len(together)} in all"
+        name = f"{self.names[together[0][0]]}, {len(together)} in all"
         tensors = [tensor for _, tensor, _ in together]
         handle = hvd.allreduce_together_(tensors, name, op, (factors[0], factors[1]), self._process_set)
 

@@ -21,6 +21,10 @@ _TOLD = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
 
 # Each worker sees one GPU, as scripts expect that say nothing of ranks; those for Horovod choose theirs by local_rank.
 environment.see_all()
+if worker.runtime is not None:  # and some look up their place before they call `init`
+    _world = worker.runtime.world
+    environment.tell_horovod({"RANK": _world.rank, "SIZE": _world.world_size, "CROSS_RANK": _world.cross_rank})
+    environment.tell_horovod({"LOCAL_RANK": _world.local_rank, "LOCAL_SIZE": _world.local_size})
 
 
 def init(comm: Iterable[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:

@@ -18,13 +18,17 @@ from dadt.frontends.horovod.torch.subclass import Distributed, subclassed
 from dadt.inject import worker
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from dadt.frontends.horovod.torch.compression import Compressor
     from dadt.frontends.horovod.torch.process_sets import ProcessSet
 
 T = TypeVar("T", bound=torch.optim.Optimizer)
 
 
-def wrap(optimizer: T, op: ReduceOp, compression: type[Compressor], process_set: ProcessSet) -> T:
+def wrap(
+    optimizer: T, names: dict[Tensor, str], op: ReduceOp, compression: type[Compressor], process_set: ProcessSet
+) -> T:
     """Gradients add up until the step, so numbers of backwards need no care. Raises ConfigError for what an algorithm
     cannot do."""
     runtime = lifecycle.session().runtime
@@ -36,11 +40,14 @@ def wrap(optimizer: T, op: ReduceOp, compression: type[Compressor], process_set:
     if compression is not Compression.none:
         runtime.say(f"Compression.fp16 is the script's: {how} compresses by --compression", "warning")
     made = DistributedOptimizer(optimizer, reduction="sum" if op is ReduceOp.Sum else "mean")
-    return subclassed(made, _Delayed, _Left())
+    return subclassed(made, _Delayed, _Left(names))
 
 
 class _Left:
     """DADT's own attachment stays with an optimizer."""
+
+    def __init__(self, names: dict[Tensor, str]) -> None:
+        self.names = names
 
     def release(self) -> None:
         """Nothing is to be undone."""

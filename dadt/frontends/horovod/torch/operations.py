@@ -19,7 +19,6 @@ from dadt.comm.collectives.process_set import Handle, Handles
 from dadt.errors import DadtError
 from dadt.frontends.horovod.common.exceptions import HorovodInternalError, horovods
 from dadt.frontends.horovod.torch import adasum
-from dadt.frontends.horovod.torch.place import patience
 from dadt.frontends.horovod.torch.process_sets import ProcessSet, global_process_set
 from dadt.frontends.horovod.torch.reduce_op import REDUCTIONS, ReduceOp, chosen, factor_of, scale_, scale_all_, scaled
 
@@ -229,12 +228,9 @@ def grouped_reducescatter_async(
 
 
 def synchronize(handle: Handle[Any] | Handles) -> Any:
-    """Wait for an operation and return its result. Raises HorovodInternalError if it failed.
-
-    As in Horovod, there is no limit, unless `--timeout` was given: a rank may be busy for long. Lost ranks are noticed.
-    """
+    """Wait for an operation and return its result. Raises HorovodInternalError if it failed."""
     with horovods():
-        return handle.wait(patience())
+        return handle.wait()
 
 
 def poll(handle: Handle[Any] | Handles) -> bool:

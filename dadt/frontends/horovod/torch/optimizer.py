@@ -70,7 +70,7 @@ def DistributedOptimizer(
     _check_groups(groups)
     undo(optimizer)
     if lifecycle.session().config.algorithm != "sync":
-        return delayed.wrap(optimizer, wanted, compression, process_set)
+        return delayed.wrap(optimizer, names, wanted, compression, process_set)
     if wanted is ReduceOp.Adasum and place.size() > 1:
         return adasum_optimizer.wrap(optimizer, names, compression, process_set)
     factors = (1.0 / gradient_predivide_factor, gradient_predivide_factor)

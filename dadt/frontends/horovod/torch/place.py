@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from dadt.api import lifecycle
@@ -24,6 +25,7 @@ def begin() -> dict[str, int]:
         cross_size=session.cross_size,
         is_homogeneous=session.is_homogeneous,
     )
+    session.all.timeout = patience()
     return _numbers
 
 
@@ -58,6 +60,7 @@ is_homogeneous = _asked("is_homogeneous", "whether all hosts have as many ranks 
 
 
 def patience() -> float:
-    """Return how many seconds to wait for other ranks: those of `--timeout`, if it was given."""
+    """Return how many seconds to wait for other ranks: those of `--timeout`, if it was given, or any number, as in
+    Horovod. Lost ranks are noticed."""
     timeout = lifecycle.session().config.timeout
-    return float("inf") if timeout == Config().timeout else timeout
+    return math.inf if timeout == Config().timeout else timeout

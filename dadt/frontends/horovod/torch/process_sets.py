@@ -99,6 +99,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         raise ValueError(f"there is a process set of ranks {made.ranks} already")
     with horovods():
         made._own = lifecycle.add_process_set(made.ranks)
+    made._own.timeout = place.patience()
     made.process_set_id = next(_ids)
     _added.append(made)
     return made

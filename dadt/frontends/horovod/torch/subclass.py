@@ -15,6 +15,12 @@ class Distributed:
 
     _averaging: Any
 
+    @property
+    def _parameter_names(self) -> dict[torch.Tensor, str]:
+        """The name by which each parameter travels. Scripts that look for it expect it under this name."""
+        names: dict[torch.Tensor, str] = self._averaging.names
+        return names
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """What is pickled or copied is the script's optimizer, on one rank."""
         plain = plain_class(self)

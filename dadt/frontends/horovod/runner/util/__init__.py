@@ -1,0 +1,1 @@
+"""What scripts for Horovod use of its launcher."""
