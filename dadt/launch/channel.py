@@ -47,6 +47,8 @@ class Request:
     job: str
     turned_away: Callable[[str], None] = lambda text: None
     """Called in any thread with a text about a stranger that connected where agents are awaited."""
+    say: Callable[[str], None] = lambda text: None
+    """Tells the user what is waited for."""
 
     @property
     def allocated(self) -> bool:

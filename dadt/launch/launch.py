@@ -70,7 +70,7 @@ def _record(the_plan: Plan, voice: Voice, placed: Told, signals: bool, exports: 
     interrupts = Interrupts(sorted(taken)) if signals else None
     report = Report(the_plan, Path(config.log_dir) / folder.job, lambda text: voice.say(text, "warning"))
     try:
-        request = Request(config, the_plan.hosts, the_plan.command, folder.job, report.journal.refused)
+        request = Request(config, the_plan.hosts, the_plan.command, folder.job, report.journal.refused, voice.say)
         launchers: list[Launcher] = []
         discovery = Discovery(
             the_plan.hosts, plan.who_names_hosts(config, the_plan.hosts), lambda text: voice.say(text, "warning")

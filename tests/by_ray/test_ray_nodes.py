@@ -32,6 +32,7 @@ def test_the_end_of_a_node(cluster: Cluster, tmp_path: Path) -> None:
     try:
         result = running.finish(SECONDS)
         assert result.code == 3, result.err
+        assert f"dadt: waiting for Ray to say why {node.address} is gone, for" in result.err
         told = rf"dadt: {node.address}: Ray has lost this node: .+; all its workers were stopped"
         assert re.fullmatch(told, result.err.splitlines()[-1]), result.err
     finally:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from typing import Any
 
-from dadt.config import Config
 from dadt.control.connection import Connection, Listener, Words
 from dadt.errors import LaunchError
 from dadt.launch.agent import ray_actor
@@ -23,13 +22,15 @@ from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.ray import RayHost, connect, end_of_node, own_node
 
 END_SECONDS = 5.0
+QUIET_SECONDS = 1.0
+"""Of waiting for Ray's reason, before that is told."""
 DEATH_SHARE = 0.6
 """Of --orphan-timeout, after which agents that hear nothing end their workers. Ray knows of the end of an actor sooner
 than of its node's, by a quarter of a minute. A job that trains on does not wait for that."""
 
 
 def launcher(request: Request) -> Launcher:
-    return RayLauncher(request.config, request.turned_away)
+    return RayLauncher(request)
 
 
 @dataclass(slots=True, eq=False)
@@ -50,10 +51,10 @@ class RayLauncher:
 
     extends = True
 
-    def __init__(self, config: Config, turned_away: Callable[[str], None]) -> None:
-        self._config = config
-        self._turned_away = turned_away
-        self._ray = connect(config)
+    def __init__(self, request: Request) -> None:
+        self._config = request.config
+        self._turned_away, self._say = request.turned_away, request.say
+        self._ray = connect(request.config)
         self._arrivals = Arrivals(())
         self._listener: Listener | None = None
         self._started: dict[str, Started] = {}
@@ -133,7 +134,12 @@ class RayLauncher:
     def _explain(self, started: Started, seconds: float) -> str:
         if seconds and not self._config.min_np:
             seconds += DEATH_SHARE * self._config.orphan_timeout
-        return started.reason if wait([started.end], seconds).not_done else started.end.result()
+        if wait([started.end], min(seconds, QUIET_SECONDS)).not_done and seconds > QUIET_SECONDS:
+            self._say(
+                f"waiting for Ray to say why {started.host.name} is gone, for {seconds - QUIET_SECONDS:.0f} s at most"
+            )
+            wait([started.end], seconds - QUIET_SECONDS)
+        return started.end.result() if started.end.done() else started.reason
 
     def _watch(self, started: Started, run: Any) -> None:
         """Wait for the end of an agent, in a thread of its own."""
