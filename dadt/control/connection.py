@@ -194,7 +194,9 @@ def dial(find: Callable[[], Reach], hello: Words, deadline: float) -> tuple[Conn
 
 
 def guard(connection: socket.socket, silence: float) -> None:
-    """Let the kernel close the connection once the other side has been silent for this many seconds."""
+    """Let the kernel close the connection once the other side's kernel has been silent for this many seconds. Both
+    sides know by themselves when the other process says nothing: TCP_USER_TIMEOUT would also end a connection whose
+    reader is only slow."""
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -202,7 +204,6 @@ def guard(connection: socket.socket, silence: float) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, every)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silence * 1000))
 
 
 def become_standard(connection: Connection) -> None:

@@ -75,7 +75,8 @@ def _order(where: Placed, slots: Sequence[Slot], node: Node, *, joins: bool = Fa
         "secret": where.secret,
     }
     if number := of_checkpoint(where.config):
-        header |= {"checkpoint": {"number": number, "grace": where.config.grace, "alone": where.config.min_np > 0}}
+        alone = 0 < where.config.min_np <= len(where.slots) - len(slots)  # the others can train on
+        header |= {"checkpoint": {"number": number, "grace": where.config.grace, "alone": alone}}
     if heartbeats(where):
         own = {"index": slots[0].cross_rank, "address": node.address, "timeout": where.config.heartbeat_timeout}
         header |= {"heartbeat": own}

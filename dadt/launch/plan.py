@@ -15,7 +15,7 @@ from dadt.config.check import here
 from dadt.config.executor import mpi_executor
 from dadt.control import network, timeline_file
 from dadt.errors import ConfigError
-from dadt.launch import environment
+from dadt.launch import environment, signals
 from dadt.launch.hosts import host, ray, script, simulated
 from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.slot import Room, share_out
@@ -63,12 +63,14 @@ def make(
     StartTimeout, too."""
     config = _for_mpi(config)
     network.check(config.network_interface)
+    for check in (signals.forwarded, signals.of_checkpoint):
+        check(config)
     elsewhere, named = environment.forwarded(config)
     if by_ray := _by_ray(config):
         ray.ignore_threads(elsewhere, named)
     hosts = list(ray.reserve(config, say)) if by_ray else _within_reason(hosts_of(config))
     if not (config.host_discovery_script or by_ray):
-        _check_room(config.np, hosts)
+        _check_room(config.min_np or config.np, hosts)
     if config.timeline and hosts and not by_ray and (not hosts[0].name or hosts[0].is_local):
         timeline_file.check(Path(config.timeline))
     return Plan(

@@ -51,7 +51,7 @@ class Replacements:
         """A lost rank's process has ended."""
         if member.rank in self._away:
             return
-        pause = min(2.0 ** self._tries[member.rank], LONGEST_SECONDS)
+        pause = min(2.0 ** min(self._tries[member.rank], 10), LONGEST_SECONDS)
         self._tries[member.rank] += 1
         self._members[member.rank] = member
         self._due[member.rank] = time.monotonic() + pause

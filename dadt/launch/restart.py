@@ -127,7 +127,7 @@ class Restarts:
         """Whether enough workers fit on these hosts, as far as that is known before they are asked."""
         if not (self._config.min_np or self._config.np):
             return bool(hosts) and len(hosts) == len(self._discovery.hosts)
-        return _room(hosts) >= (self._config.min_np or self._config.np)
+        return self._room(hosts) >= (self._config.min_np or self._config.np)
 
     def _lack(self, hosts: Sequence[Host]) -> str:
         """What is missing, in words."""
@@ -136,7 +136,13 @@ class Restarts:
         failed = f"; {', '.join(away)} failed, to be tried again" if away else ""
         if not (least := self._config.min_np or self._config.np):
             return f"{named}{failed}"
-        return f"{named} with room for {_room(hosts):g} workers of {least}{failed}"
+        return f"{named} with room for {self._room(hosts):g} workers of {least}{failed}"
+
+    def _room(self, hosts: Sequence[Host]) -> float:
+        """How many workers fit. Where only a host itself knows, enough do, but while others may yet come it counts for
+        one."""
+        unknown = float("inf") if len(hosts) == len(self._discovery.hosts) else 1
+        return sum(host.slots or unknown for host in hosts)
 
     def _wait(self, seconds: float) -> None:
         """Raises Ended or Preempted if the user ends the job meanwhile."""
@@ -144,11 +150,6 @@ class Restarts:
             time.sleep(seconds)
         elif select.select([self._interrupts], [], [], seconds)[0]:
             end_early(self._interrupts.take(), of_checkpoint(self._config), "it was not started again")
-
-
-def _room(hosts: Sequence[Host]) -> float:
-    """How many workers fit; infinite where only the hosts themselves know."""
-    return sum(host.slots or float("inf") for host in hosts)
 
 
 def _place(failed: Failure | DadtError) -> Any:

@@ -86,9 +86,14 @@ class Termination:
             self._stop(Frame("stop", {"grace": grace, "stacks": stacks}), grace, why)
 
     def fail_by(self, seconds: float) -> None:
-        """Stop everything in so many seconds, as something has failed. While workers save it does not hasten them."""
-        if self._outcome.preemption is None:
+        """Stop everything in so many seconds, as something has failed. Workers that save, or that the user has told to
+        end, keep their time."""
+        if self._outcome.preemption is None and not self._outcome.signal:
             self._fail_at = min(self._fail_at, time.monotonic() + seconds)
+
+    def excuse(self, seconds: float) -> None:
+        """For so long nothing that agents told was read, as nobody read the output."""
+        self._end_by += seconds
 
     def turn(self) -> bool:
         """Call it as time passes. Returns whether agents are overdue, so that they have to be killed."""

@@ -33,7 +33,8 @@ def describe(the_plan: Plan) -> list[str]:
     launcher = launcher_of(Request(config, the_plan.hosts, the_plan.command, JOB))
     nodes = [Node(index, host, report=_report(host)) for index, host in enumerate(the_plan.hosts)]
     rooms = [room(node, config) for node in nodes]
-    shares = share_out(config.np, rooms)
+    fit = sum(each.places for each in rooms)
+    shares = share_out(min(config.np, max(fit, config.min_np)) if config.min_np else config.np, rooms)
     used = [index for index, share in enumerate(shares) if share]
     nodes = [nodes[index] for index in used]
     for node in nodes:

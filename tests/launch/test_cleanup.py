@@ -244,3 +244,27 @@ def test_a_prologue_does_not_outlive_the_job(start, tmp_path):
     run.process.send_signal(signal.SIGTERM)
     assert run.finish().code == 143
     await_that(lambda: not is_running(shell), "the end of the prologue", 10.0)
+
+
+SAVES = """
+import os, signal, time, torch
+rank = os.environ["RANK"]
+def end(number, frame):
+    if rank == "1":
+        raise RuntimeError("the other one is gone")
+    time.sleep(4)
+    open("saved", "w").close()
+    os._exit(0)
+signal.signal(signal.SIGTERM, end)
+open("ready" + rank, "w").write(str(os.getpid()))
+while True: time.sleep(0.01)
+"""
+
+
+def test_workers_keep_their_time_when_the_user_ends_the_job(start, tmp_path) -> None:
+    """Also where one of them fails meanwhile."""
+    run = start(SAVES, "-np", "2", "--grace", "30", "train.py")
+    run.wait_for("ready0", "ready1")
+    run.process.send_signal(signal.SIGINT)
+    assert run.finish().code == 130
+    assert (tmp_path / "saved").exists()

@@ -207,8 +207,8 @@ def test_both_sides_notice_a_silent_end(door: Door) -> None:
     theirs, _, _ = door.dial()
     ours = door.came.get(timeout=5)[1]
     for end in (ours.socket, theirs.socket):
-        assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 5000
         assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert not end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)  # it counts a slow reader as silent
         assert not os.get_inheritable(end.fileno())
         end.close()
 

@@ -14,7 +14,9 @@ from harness.run import DADT, await_that
 from dadt.config import Config
 from dadt.errors import ConfigError
 from dadt.launch import environment
+from dadt.launch.monitor.members import Member
 from dadt.launch.plan import fill, hosts_of, make
+from dadt.launch.replacement import Replacements
 
 VALUES = {"rank": 3, "local_rank": 1, "world_size": 4, "master_addr": "10.0.0.1", "master_port": 29401}
 
@@ -353,3 +355,29 @@ def test_values_of_variables_are_not_shown(tmp_path):
 def test_hosts_may_be_given_one_by_one(tmp_path):
     shown = dadt(tmp_path, "config", "show", "--changed", "-H", "a:2", "-H", "b")
     assert shown.stdout.split() == ["hosts", "a:2,b", "--hosts"]
+
+
+def test_with_min_np_fewer_may_fit(tmp_path) -> None:
+    (tmp_path / "x.py").touch()
+    make(Config(np=4, min_np=2, hosts="localhost:2"), ["x"])
+    with pytest.raises(ConfigError, match="the hosts have 2 slots"):
+        make(Config(np=4, min_np=3, hosts="localhost:2"), ["x"])
+    shown = subprocess.run(
+        [*DADT, "run", "--dry-run", "-np", "4", "--min-np", "2", "-H", "localhost:2", "x.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert shown.stdout.startswith("2 workers on localhost"), shown.stdout + shown.stderr
+
+
+def test_a_wrong_signal_is_noticed_before_anything_is_made() -> None:
+    with pytest.raises(ConfigError, match="--forward-signals NO: NO is no signal"):
+        make(Config(np=1, forward_signals="NO"), ["x"])
+
+
+def test_new_workers_that_fail_again_and_again_do_not_end_the_job() -> None:
+    replacements = Replacements(lambda order: None, lambda text, level: None, lambda rank: True)
+    for _ in range(2000):
+        replacements.exited(Member(rank=0))

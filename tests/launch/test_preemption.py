@@ -266,8 +266,9 @@ def test_ctrl_c_is_no_preemption(start) -> None:
 
 
 @pytest.mark.slow
-def test_a_host_is_told_to_end_and_the_job_with_it(start) -> None:
-    run = begin(start, "--grace", "40", *TWO_HOSTS)
+@pytest.mark.parametrize("options", [[], ["--min-np", "2"]])
+def test_a_host_is_told_to_end_and_the_job_with_it(start, options: list[str]) -> None:
+    run = begin(start, "--grace", "40", *TWO_HOSTS, *options)
     [agent] = run.wait_for("ready0-1")
     os.kill(agent, signal.SIGTERM)
     result = run.finish()

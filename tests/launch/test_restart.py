@@ -81,6 +81,13 @@ def test_a_lost_agent_restarts_the_job(launch) -> None:
     assert begins(result)[-1] == "[1] rank 1 begins at 10"
 
 
+def test_a_host_whose_agent_was_lost_is_waited_for_where_slots_are_not_known(launch) -> None:
+    two = ("-H", "localhost,127.0.0.1", "--max-restarts", "1")
+    result = launch(TRAIN.replace("FAULT", KILL_AGENT), *OPTIONS[:-1], *two, "train.py")
+    assert result.code == 0, result.err
+    assert result.err.count(": restart 1 of 1\n") == 1 and "2 workers on 2 hosts" in result.err
+
+
 def test_attempts_that_fail_alike_are_the_last(launch) -> None:
     result = run(launch, "raise ValueError('of no use')", 5)
     assert result.code == 1, result.err

@@ -227,6 +227,30 @@ def test_an_agent_that_was_killed_is_told(cluster: Cluster, tmp_path: Path) -> N
     assert not any(map(is_running, workers))
 
 
+def test_the_others_train_on_without_an_agent_that_was_killed(cluster: Cluster, tmp_path: Path) -> None:
+    script = """
+import hashlib, os, time, torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(60):
+    optimizer.zero_grad()
+    model(torch.randn(2, 4)).pow(2).mean().backward()
+    optimizer.step()
+    if step == 20 and os.environ["RANK"] == "1":
+        open("ready", "w").write(str(os.getppid()))
+        while True: time.sleep(1)
+"""
+    (tmp_path / "train.py").write_text(lightened(script))
+    two = ["--nodes=2", "--ntasks-per-node=1"]
+    process = cluster.start("salloc", "--quiet", *two, *DADT, "run", "--min-np", "1", "train.py", cwd=tmp_path)
+    await_that((tmp_path / "ready").exists, "step 20")
+    await_that(lambda: (tmp_path / "ready").read_text(), "the agent's number")
+    os.kill(int((tmp_path / "ready").read_text()), signal.SIGKILL)
+    _, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, err
+    assert "training goes on without it" in err
+
+
 @pytest.mark.slow
 def test_a_signal_that_slurm_sends_reaches_the_workers(cluster: Cluster, tmp_path: Path) -> None:
     """As --signal=USR1@120 does before the time is over."""

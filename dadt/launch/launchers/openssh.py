@@ -98,7 +98,7 @@ class OpensshLauncher:
         if config.ssh_host_keys == "off":
             options += ["UserKnownHostsFile=/dev/null", "GlobalKnownHostsFile=/dev/null"]
         if config.ssh_identity_file:
-            options += ["IdentitiesOnly=yes", f"IdentityFile={route.identities[0]}"]
+            options += ["IdentitiesOnly=yes", f'IdentityFile="{route.identities[0]}"']
         words = [ssh] + [word for option in options for word in ("-o", option)]
         words += ["-F", config.ssh_config] if config.ssh_config else []
         words += ["-p", str(config.ssh_port)] if config.ssh_port else []

@@ -82,7 +82,8 @@ class SlurmLauncher:
             f"--ntasks={count}",
             "--ntasks-per-node=1",
             f"--nodelist={','.join(host.name for host in hosts)}",
-            "--kill-on-bad-exit=1",
+            # Where training goes on without a host, its agent's end must not end the others.
+            *(["--kill-on-bad-exit=0", "--no-kill"] if self._config.min_np else ["--kill-on-bad-exit=1"]),
             "--wait=0",  # an agent whose workers end early must not end the others
             "--export=ALL",
             "--cpu-bind=none",

@@ -13,6 +13,8 @@ from harness.run import DADT, SECONDS, await_that, left_of
 
 from dadt.errors import ConfigError
 from dadt.launch.monitor.output import LINE_LIMIT, Assembler, ranks_shown
+from dadt.launch.outcome import Outcome
+from dadt.launch.termination import Termination
 
 
 def test_lines_carry_their_rank_and_keep_their_order(launch):
@@ -219,3 +221,15 @@ def test_signals_count_while_nobody_reads(start):
     await_that(lambda: not left_of(run.job), "the end of the worker", 20.0)
     run.process.send_signal(signal.SIGTERM)
     assert run.process.wait(20.0) == 143
+
+
+def test_agents_are_not_overdue_while_nobody_reads_what_they_say() -> None:
+    class Agents:
+        def send_all(self, order): ...
+        def stops(self, why, seconds): ...
+
+    termination = Termination(Agents(), Agents(), Outcome(seconds=0.0), grace=5.0)
+    termination.terminate(0.0, "a worker failed")
+    before = termination.deadline
+    termination.excuse(9.0)
+    assert termination.deadline == before + 9.0
