@@ -145,6 +145,8 @@ def of_worker(base: Mapping[str, str], given: Mapping[str, str], socket: Path) -
     """Called by the agent: the complete environment of a worker. socket: the agent's."""
     result = {**base, **given, "DADT_AGENT": str(socket)}
     result.setdefault("OMP_NUM_THREADS", result.pop("DADT_THREADS"))
+    if result.get("DADT_SEEDING") != "0":  # an order by hashes, as of a set of words, is the same on all ranks
+        result.setdefault("PYTHONHASHSEED", str(max(0, int(result.get("DADT_SEED", 0))) % 2**32))
     if interface := result.pop("DADT_INTERFACE", ""):
         result.setdefault("GLOO_SOCKET_IFNAME", interface)
         result.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")

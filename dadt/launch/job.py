@@ -59,8 +59,6 @@ class Job:
         self._timeout = config.stall_warning if config.on_stall == "abort" else config.timeout
         """Seconds for which ranks wait for one that cannot go on."""
         self._held_since = 0.0
-        self._looked = time.monotonic()
-        """Time at which frames, or signals, were last seen to."""
         self._job = job
         self._agents = agents
         self._slots = slots
@@ -139,9 +137,7 @@ class Job:
 
     def attend(self, interrupts: Interrupts | None) -> None:
         """Handle heartbeats and signals while the output is blocked. Raises Unread if the user has asked twice."""
-        now = time.monotonic()
-        self._termination.excuse(now - self._looked)
-        self._looked = now
+        self._termination.excuse()
         self._agents.beat()
         self._interrupt(interrupts.take() if interrupts is not None else set())
         if self._termination.at_once and self._outcome.preemption is not None:
@@ -150,7 +146,7 @@ class Job:
             raise Unread(self._outcome.signal)
 
     def _turn(self) -> None:
-        now = self._looked = time.monotonic()
+        now = time.monotonic()
         for text in self._termination.unsaid:
             self._say(text, "info")
         self._termination.unsaid.clear()

@@ -32,6 +32,7 @@ class Termination:
         """Time at which to stop everything because of the failures so far."""
         self._end_by = float("inf")
         """Deadline for the agents that were told to stop."""
+        self._turned = time.monotonic()
         self._told = 0.0
         """Time at which `dadt run` or a host was told to end."""
         self.grace = float("inf")
@@ -91,16 +92,19 @@ class Termination:
         if self._outcome.preemption is None and not self._outcome.signal:
             self._fail_at = min(self._fail_at, time.monotonic() + seconds)
 
-    def excuse(self, seconds: float) -> None:
-        """For so long nothing that agents told was read, as nobody read the output."""
-        self._end_by += seconds
+    def excuse(self) -> None:
+        """Since the last turn nothing that agents told was read, as nobody reads the output."""
+        now = time.monotonic()
+        self._end_by += now - self._turned
+        self._turned = now
 
     def turn(self) -> bool:
         """Call it as time passes. Returns whether agents are overdue, so that they have to be killed."""
-        if time.monotonic() >= self._fail_at:
+        self._turned = time.monotonic()
+        if self._turned >= self._fail_at:
             self._fail_at = float("inf")
             self.terminate(FAILURE_GRACE, "a worker failed", stacks=True)
-        return time.monotonic() >= self._end_by
+        return self._turned >= self._end_by
 
     def _stop(self, order: Frame, seconds: float, why: str) -> None:
         self.grace = seconds

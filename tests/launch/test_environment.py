@@ -53,6 +53,16 @@ def test_all_ranks_get_one_seed_and_each_job_its_own(launch):
     assert launch(script, "-np", "1", "--seed", "5", "train.py").out == b"[0] 5\n"
 
 
+def test_hashes_are_the_same_on_all_ranks_unless_the_user_says_so(launch):
+    """An order of words in a set may become the order of rows in an embedding."""
+    script = "print(hash('word'))"
+    ends = [launch(script, "-np", "2", *options, "train.py").out for options in ([], ["--no-seeding"])]
+    hashes = [line.split()[1] for out in ends for line in out.splitlines()]
+    assert hashes[0] == hashes[1] and hashes[2] != hashes[3]
+    own = launch("import os; print(os.environ['PYTHONHASHSEED'])", PYTHONHASHSEED="7").out
+    assert own.count(b" 7\n") == 2
+
+
 @pytest.mark.parametrize("name", ["-np", "--np", "-n", "--num-proc"])
 def test_the_number_of_workers_has_the_names_that_users_know(launch, name):
     assert launch("print('x')", name, "2", "train.py").out.count(b"x") == 2

@@ -215,8 +215,18 @@ PARTS = """
                     model.train()
         return model
 
+    def a_parameter_without_elements():
+        model = normed()
+        model.dummy = nn.Parameter(torch.empty(0))   # to look up its device
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in range(8):
+            fit(model, optimizer, step)
+            optimizer.step()
+        return model
+
     found = {}
-    for part in (two_phases, left_out_after_clipping, wrapper_and_clipping, shared_encoder, late_layer, unfrozen,
+    for part in (a_parameter_without_elements, two_phases, left_out_after_clipping, wrapper_and_clipping,
+                 shared_encoder, late_layer, unfrozen,
                  buffer_that_one_rank_changes, averages_and_copies, clipping_in_a_closure,
                  tied_weights_given_twice, replaced_parameters, optimizers_in_turn, saved_in_inference_mode):
         found.update({f"{part.__name__}.{k}": v.clone() for k, v in part().state_dict().items()})
