@@ -18,11 +18,12 @@ from dadt.train.restored import RestoredExchange
 FINGERPRINTED_STEPS = 20
 """At first: gradients and inputs, which are to differ."""
 _EVERY = 64
-"""Steps between two looks at what is not trained, which is not to differ."""
+"""Steps between two looks at weights, which are not to differ."""
 _SAME_STEPS = 5
 """Steps with equal gradients or inputs on all ranks, after which a warning is due."""
 _HALF = 16
-"""Bits of a gradient's fingerprint; those of the inputs' stand above."""
+"""Bits of a gradient's fingerprint; those of the inputs' stand above. Likewise of weights that are not trained, and of
+those that are."""
 
 
 class Adopt(Protocol):
@@ -58,6 +59,7 @@ class Agreement:
         self._agreed = -1
         """The newest exchange under way when they were made equal."""
         self._same = 0
+        self._differ = False
         self._looks = True
         """Steps are fingerprinted, still."""
         self._inputs = self._inputs_before = 0
@@ -68,15 +70,20 @@ class Agreement:
         if self._looks:
             self._inputs = of_inputs(given, self._inputs)
 
-    def fingerprint(self, number: int, parameters: Sequence[torch.Tensor], untrained: Callable[[], int]) -> int:
-        """This rank's lane of the exchange with this number. untrained: fingerprint of what is not trained."""
+    def fingerprint(
+        self, number: int, parameters: Sequence[torch.Tensor], weights: Callable[[int], tuple[int, int]]
+    ) -> int:
+        """This rank's lane of the exchange with this number. weights: fingerprints of what is trained and is not."""
         self._looks = number + 1 < FINGERPRINTED_STEPS
         if number < FINGERPRINTED_STEPS:
             inputs, self._inputs = self._inputs, 0
             # What is the same in each step is no data: numbers of rows, or a noise to look at.
             fresh, self._inputs_before = inputs != self._inputs_before, inputs
             return (inputs if fresh else 0) >> _HALF << _HALF | of_gradient(parameters) >> _HALF
-        return untrained() if number % _EVERY == 0 else 0
+        if number % _EVERY:
+            return 0
+        trained, untrained = weights(number)
+        return trained >> _HALF << _HALF | untrained >> _HALF
 
     def check(
         self, lanes: list[StepMetadata], exchange: Exchange | RestoredExchange, newest: int, *, late: bool
@@ -129,7 +136,15 @@ class Agreement:
             )
 
     def _warn_different(self, lanes: list[StepMetadata]) -> None:
-        if len({lane.fingerprint for lane in lanes}) > 1:
+        if not self._differ and len({lane.fingerprint >> _HALF for lane in lanes}) > 1:
+            self._differ = True
+            self._say(
+                f"the ranks' weights{self._name} differ, though the gradients that were averaged did not: a step has"
+                " drawn random numbers or used a gradient of this rank's own, or weights were set on each rank. See"
+                " --verify-every, which says which weights and makes them equal",
+                "warning",
+            )
+        if len({lane.fingerprint & (1 << _HALF) - 1 for lane in lanes}) > 1:
             self._say(
                 f"parameters that are not trained{self._name} differ between ranks. A script that makes them from"
                 " others between a forward and its step (a momentum encoder) reads predicted weights there, which are"

@@ -354,7 +354,7 @@ class Attachment:
                 layout=exchange.schema.crc,
                 drawn=self.batch_weight.drawn,
                 groups=groups_crc(self.optimizer),
-                fingerprint=self.agreement.fingerprint(exchange.number, self.parameters, self._untrained),
+                fingerprint=self.agreement.fingerprint(exchange.number, self.parameters, self._weights),
                 growth=growth,
                 redo=redo,
                 weight=exchange.weight,
@@ -365,12 +365,12 @@ class Attachment:
             )
         )
 
-    def _untrained(self) -> int:
-        """Fingerprint of what no optimizer trains. Those of another optimizer may be frozen for now, and predicted."""
-        if not self.algorithm.predicts:
-            return 0
-        others = [p for o in self.owner.optimizers if o is not self.optimizer for p in listed(o)]
-        return fingerprint.of_untrained(self.modules, others)
+    def _weights(self, number: int) -> tuple[int, int]:
+        """Fingerprints of some trained weights, which are true ones here, and of those that no optimizer trains."""
+        equal = self.algorithm.identical and self.runtime.config.broadcast
+        trained = fingerprint.of_trained(self.parameters, number) if equal else 0
+        others = [p for o in self.owner.optimizers if o is not self.optimizer for p in listed(o)]  # maybe predicted
+        return trained, fingerprint.of_untrained(self.modules, others) if self.algorithm.predicts else 0
 
     def wait(self, exchange: Exchange | RestoredExchange) -> list[StepMetadata]:
         """The name that algorithms of users know it by."""

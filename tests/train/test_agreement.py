@@ -165,6 +165,31 @@ def test_an_encoder_that_follows_another(dadt_run, within) -> None:
         assert_equal(*run.ranks)
 
 
+NOISE = """
+    from harness.scenarios import batch
+    class Langevin(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step()
+            with torch.no_grad():
+                for p in self.param_groups[0]["params"]:
+                    p.add_(torch.randn_like(p), alpha=1e-4)
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    optimizer = Langevin(model.parameters(), lr=0.05)
+    for step in range(140):
+        x, y = batch(rank, step, 0)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("algorithm", ["pipe", pytest.param("sync", marks=pytest.mark.slow)])
+def test_weights_that_come_to_differ_are_told_once(dadt_run, algorithm) -> None:
+    run = dadt_run(NOISE, "--algorithm", algorithm)
+    assert run.output.count("the ranks' weights differ, though the gradients that were averaged did not") == 1
+
+
 BUFFERS = """
     from harness.scenarios import batch, snapshot
     torch.manual_seed(rank)

@@ -41,11 +41,17 @@ def connected(tmp_path: Path) -> Callable[..., list[c10d.C10d]]:
 
 
 def test_its_threads_do_not_interrupt_one_that_computes(connected):
+    def threads() -> dict[int, tuple[str, int]]:
+        every = {int(task.name): (task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
+        return {thread: (name, os.sched_getscheduler(thread)) for thread, name in every.items()}
+
+    before = threads()  # of which those that other tests have left may be of either kind
     mails = connected(30.0, 1)
-    names = {int(task.name): (task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
-    gloo = {os.sched_getscheduler(thread) for thread, name in names.items() if "gloo" in name}
-    others = {os.sched_getscheduler(thread) for thread, name in names.items() if "gloo" not in name}
-    assert (gloo, others) == ({os.SCHED_BATCH}, {os.SCHED_OTHER})
+    after = threads()
+    gloo = {policy for thread, (name, policy) in after.items() if "gloo" in name and thread not in before}
+    assert gloo == {os.SCHED_BATCH}
+    assert all(after[thread] == found for thread, found in before.items() if thread in after)
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
     mails[0].close()
 
 
