@@ -10,6 +10,8 @@ import pytest
 from harness.disk import small_disk
 from harness.replayed import HEAD, SCRIPTS
 
+from dadt.control import snapshots
+
 OPTIONS = ["-np", "2", "--warmup-steps", "5", "--snapshot-every", "10steps", "--seed", "7"]
 
 
@@ -384,7 +386,8 @@ def test_a_torn_or_foreign_snapshot_is_refused(launch, tmp_path) -> None:
     script = HEAD + SCRIPTS["one-cycle"]
     killed = launch(script, *OPTIONS, "train.py", DIE="36")
     root = tmp_path / "dadt-logs" / killed.job / "snapshots"
-    newest = sorted(path for path in root.iterdir() if path.is_dir())[-1]
+    newest = snapshots.newest(root)  # a later one may not be whole
+    assert newest is not None
     fewer = launch(script, "-np", "3", "--resume", killed.job, "train.py")
     assert fewer.code == 2 and "is one of 2 workers, and there are 3" in fewer.err
     content = bytearray((newest / "rank0.pt").read_bytes())
