@@ -73,7 +73,8 @@ class Agreement:
     def fingerprint(
         self, number: int, parameters: Sequence[torch.Tensor], weights: Callable[[int], tuple[int, int]]
     ) -> int:
-        """This rank's lane of the exchange with this number. weights: fingerprints of what is trained and is not."""
+        """This rank's lane of the exchange with this number. weights: given the number of the look,
+        returns fingerprints of what is trained and is not."""
         self._looks = number + 1 < FINGERPRINTED_STEPS
         if number < FINGERPRINTED_STEPS:
             inputs, self._inputs = self._inputs, 0
@@ -82,7 +83,7 @@ class Agreement:
             return (inputs if fresh else 0) >> _HALF << _HALF | of_gradient(parameters) >> _HALF
         if number % _EVERY:
             return 0
-        trained, untrained = weights(number)
+        trained, untrained = weights(number // _EVERY)
         return trained >> _HALF << _HALF | untrained >> _HALF
 
     def check(

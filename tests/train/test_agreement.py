@@ -7,6 +7,8 @@ import torch
 from harness.checks import assert_equal, assert_replicas_equal
 from harness.job import Run, joined
 
+from dadt.train.exchange.fingerprint import of_trained
+
 PLATEAU = """
     from harness.scenarios import backward, SCENARIOS, mlp, snapshot
     torch.manual_seed(0)
@@ -182,6 +184,14 @@ NOISE = """
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
 """
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 10, 64])
+def test_all_weights_are_looked_at_in_turn(count: int) -> None:
+    for changed in range(count):
+        same = [torch.zeros(3) for _ in range(count)]
+        other = [torch.full((3,), float(i == changed)) for i in range(count)]
+        assert any(of_trained(same, look) != of_trained(other, look) for look in range(-(-count // 4)))
 
 
 @pytest.mark.parametrize("algorithm", ["pipe", pytest.param("sync", marks=pytest.mark.slow)])

@@ -28,10 +28,10 @@ def of_inputs(given: Any, before: int) -> int:
 
 
 def of_trained(parameters: Sequence[torch.Tensor], number: int) -> int:
-    """Fingerprint of a few parameters, other ones for each number. Those on a GPU do not count: to read them, the host
-    would wait for it."""
+    """Fingerprint of a few parameters, the next ones for the next number. Those on a GPU do not count, as the host would
+    wait for them."""
     here = [p for p in parameters if p.device.type == "cpu" and _is_dense(p)]
-    begin = number % len(here) if here else 0
+    begin = _TRAINED * number % len(here) if here else 0
     return _crc([*here[begin:], *here[:begin]][:_TRAINED])
 
 
