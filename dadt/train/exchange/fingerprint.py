@@ -28,7 +28,7 @@ def of_inputs(given: Any, before: int) -> int:
 
 
 def of_trained(parameters: Sequence[torch.Tensor], number: int) -> int:
-    """Fingerprint of a few parameters, the next ones for the next number. Those on a GPU do not count, as the host would
+    """Fingerprint of a few parameters, the next ones for the next number. Those on a GPU do not count: the host would
     wait for them."""
     here = [p for p in parameters if p.device.type == "cpu" and _is_dense(p)]
     begin = _TRAINED * number % len(here) if here else 0
