@@ -13,6 +13,7 @@ from torch.optim import swa_utils
 from torch.optim.swa_utils import AveragedModel
 
 from dadt.inject import foreign
+from dadt.inject.cuda_graphs import refuse_capture
 from dadt.inject.ddp import Wrappers
 from dadt.inject.roots import all_modules, by_parameters
 from dadt.train.attachment import Attachment
@@ -340,6 +341,7 @@ def _counted(backward: Callable[..., Any], runtime: Runtime) -> Callable[..., An
     @functools.wraps(backward)
     def patched(*args: Any, **kwargs: Any) -> Any:
         nonlocal passes
+        refuse_capture()
         runtime.backwards += 1
         for attachment in runtime.attachments:
             attachment.backward_begins()

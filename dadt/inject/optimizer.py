@@ -17,6 +17,7 @@ from torch.optim.optimizer import (
 )
 
 from dadt.errors import DadtError
+from dadt.inject.cuda_graphs import refuse_capture
 from dadt.inject.module import Modules
 from dadt.train import evaluation
 from dadt.train.attachment import Attachment
@@ -56,6 +57,7 @@ class Steps:
             self._under_way.append((frame, optimizer, None))
             self._runtime.begin()
             return None
+        refuse_capture()
         left = self._runtime.explicit or optimizer in self._runtime.left_alone
         if optimizer not in self._runtime.roots and not left:
             self._modules.find(optimizer)

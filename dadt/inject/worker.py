@@ -16,7 +16,7 @@ from dadt.config import Config
 from dadt.control import machine
 from dadt.control.agent_client import Control
 from dadt.errors import CommError
-from dadt.inject import compiler, download, failure, gradient, module, moved, optimizer, rank_watch
+from dadt.inject import compiler, cuda_graphs, download, failure, gradient, module, moved, optimizer, rank_watch
 from dadt.inject.data import loader, ray_batches, seed
 from dadt.inject.data.parting import Parting
 from dadt.inject.files import install as files
@@ -56,6 +56,7 @@ def start(world: World, *, explicit: bool = False) -> None:
     if not runtime.alone:
         module.install(modules)
         moved.install(runtime)
+        cuda_graphs.install(runtime)
         gradient.install(runtime, modules)
     if not explicit:
         _install_around(runtime, modules)

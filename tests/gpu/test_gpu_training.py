@@ -184,3 +184,37 @@ def test_synchronized_norm_over_the_scripts_group(launch, tmp_path, algorithm):
     assert result.code == 0, result.err
     if algorithm != "local":
         check_equal(tmp_path, 2)
+
+
+GRAPHS = """
+import os, torch
+rank = int(os.environ["RANK"])
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1)).cuda()
+compiled = torch.compile(model, mode="reduce-overhead")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+torch.manual_seed(rank)
+def step():
+    optimizer.zero_grad()
+    compiled(torch.randn(32, 64, device="cuda")).pow(2).mean().backward()
+    optimizer.step()
+for _ in range(20):
+    step()
+torch.save([t.cpu() for t in model.state_dict().values()], f"rank{{rank}}.pt")
+if {capture}:
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        step()
+"""
+
+
+def test_compiled_steps_make_no_cuda_graphs(launch, tmp_path):
+    result = launch(GRAPHS.format(capture=False), "-np", "2", *ONE_GPU, "--executor", "shm", "train.py")
+    assert result.code == 0, result.err
+    assert "torch.compile runs without CUDA graphs" in result.err
+    check_equal(tmp_path, 2)
+
+
+def test_a_captured_step_is_refused(launch):
+    result = launch(GRAPHS.format(capture=True), "-np", "2", *ONE_GPU, "--executor", "shm", "train.py")
+    assert result.code == 2, result.err
+    assert "the script captures a training step in a CUDA graph" in result.err
