@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from harness.checks import assert_equal, assert_near
+from harness.checks import assert_equal, assert_near, assert_replicas_equal
 from harness.scenarios import STEPS, simulate
 from harness.survivors import KILL_ONCE_DELIVERED, OPTIONS, lacks, script, survivors
 
@@ -222,6 +222,34 @@ APART = """
     own = t.values(model)
     t.at_the_end(lambda: report({"own": own, "end": t.values(model)}))
 """
+
+ON_A_DEVICE = """
+from dadt.config import extensions
+extensions.EXECUTORS["gloo"] = "harness.as_nccl:connect"
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(16):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).pow(2).mean().backward()
+    optimizer.step()
+from harness.rounds import at_the_end  # where ranks that went apart have met
+at_the_end(lambda: report({"state": model.state_dict()}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (BOTH, "--algorithm auto, --compression auto chooses pipe:"),
+        (["--algorithm", "local", "--compression", "auto"], "--compression auto chooses local:"),
+        (["--algorithm", "pipe"], "16 steps, 6 of them delayed by one"),
+    ],
+    ids=["auto", "local", "pipe"],
+)
+def test_what_a_gpu_exchanges_is_not_measured(dadt_run, options: list[str], said: str) -> None:
+    run = dadt_run(ON_A_DEVICE, *options, "--warmup-steps", "10", "--executor", "gloo", "--sync-every", "2")
+    assert said in run.output and "warm-up done" not in run.output
+    assert_replicas_equal(run)
 
 
 @pytest.mark.slow

@@ -5,11 +5,12 @@ The CPU stands for the GPU, and Gloo for NCCL: what fails raises nothing where i
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from harness import as_nccl
 from harness.survivors import OPTIONS, script, survivors
 from torch.distributed import HashStore
 
@@ -18,45 +19,6 @@ from dadt.comm.executors import c10d
 from dadt.comm.executors.device import Device
 from dadt.errors import PeerLost
 
-AS_NCCL = """
-import torch
-from dadt.comm.executors import base, c10d, device
-from dadt.comm.executors.meet import Apart
-
-
-class Started:
-    def __init__(self, begin, flat):
-        self.begin, self.flat = begin, flat
-
-    def wait(self):
-        try:
-            self.begin().wait()
-        except RuntimeError:
-            self.flat.view(torch.uint8).fill_(255)  # NaN, of floats
-
-
-class AsNccl:
-    def __init__(self, group):
-        self.group = group
-        self.abort, self.close = group.abort, group.close
-
-    def start(self, flat):
-        return Started(lambda: self.group.start(flat), flat)
-
-    def alltoall(self, sent, received):
-        return Started(lambda: self.group.alltoall(sent, received), received)
-
-    def gather(self, mine, all):
-        return Started(lambda: self.group.gather(mine, all), all)
-
-
-def connect(config, world, meet):
-    host = c10d.gloo(config, world, meet)
-    group = c10d.join("gloo", Apart(meet, "device"), world, range(world.world_size), config)
-    cpu = torch.device("cpu")
-    mine = device.Device(AsNccl(group), host.engine, cpu, world.rank, world.world_size, survives=True)
-    return base.beside(host, mine)
-"""
 USE = """
 from dadt.config import extensions
 extensions.EXECUTORS["gloo"] = "as_nccl:connect"
@@ -79,7 +41,7 @@ step = 0
 def test_the_others_train_on(
     launch, tmp_path: Path, algorithm: str, faults: str, options: list[str], left: set[int]
 ) -> None:
-    (tmp_path / "as_nccl.py").write_text(AS_NCCL)
+    shutil.copy(as_nccl.__file__, tmp_path)
     text = script().replace("\nstep = 0\n", USE)
     result = launch(text, *OPTIONS, "--executor", "gloo", "--algorithm", algorithm, *options, "train.py", faults)
     assert result.code == 0, result.err
@@ -92,10 +54,8 @@ def test_the_others_train_on(
 def test_what_was_aborted_is_no_average() -> None:
     """The device has come to its end, and all ranks have told each other that they are there."""
     engine = _core.Engine(_core.NullExecutor(0, 1), 0, 1, 60.0)
-    namespace: dict[str, Any] = {}
-    exec(AS_NCCL, namespace)
     group = c10d.C10d("gloo", c10d.gloo_group(HashStore(), "127.0.0.1", 0, 1, 60.0), 0, 1)
-    device = Device(namespace["AsNccl"](group), engine, torch.device("cpu"), 0, 1, survives=True)
+    device = Device(as_nccl.AsNccl(group), engine, torch.device("cpu"), 0, 1, survives=True)
     flat = torch.zeros(4)
     whole = device.average([torch.ones(4)], [flat], flat, name="step 0", weight=1.0, lane=b"")
     whole.wait(5.0)

@@ -77,7 +77,7 @@ class Auto(Pipe):
 
     def before_step(self) -> None:
         a, record = self.attachment, self._record
-        if self._way is not None or a.has_closure:
+        if self._way is not None or not self._measures:
             super().before_step()
             return
         if not self._until:
@@ -108,7 +108,7 @@ class Auto(Pipe):
 
     def _step_synchronously(self, exchange: Exchange) -> None:
         a = self.attachment
-        if self._way is None and self._told is None and a.step + 1 >= self._until and not a.has_closure:
+        if self._way is None and self._told is None and a.step + 1 >= self._until and self._measures:
             # While the exchange is under way, so that the step can be begun anew where ranks are lost.
             self._told = a.runtime.allgather(f"times{a.name}", json.dumps(asdict(self._times)).encode())
         if self._told is not None:
@@ -146,9 +146,8 @@ class Auto(Pipe):
                 self._choose_anew(self._told)
         elif self._way is None and self._told is not None:
             self._choose([Times(**json.loads(lane)) for lane in self._told.lanes])
-        elif self._way is None and a.has_closure and given_algorithm(a) == "local" and a.step + 1 >= a.warmup_steps:
-            # Gradients of closures are not compressed, so nothing was measured.
-            self._take(Way("local", "none"))
+        elif self._way is None and not self._measures and a.step + 1 >= a.warmup_steps:
+            self._choose_unmeasured()
 
     # Choosing --------------------------------------------------------------------------------------------------
 
@@ -168,6 +167,20 @@ class Auto(Pipe):
         if way.algorithm == "pipe" and others:
             self._found = {each: found[each] for each in found if each == way or each in others}
             self._review = a.step + LATE + 2
+
+    @property
+    def _measures(self) -> bool:
+        """Gradients of closures are not compressed, and a GPU that exchanges does not show the host for how long."""
+        return not self.attachment.has_closure and self.attachment.runtime.device is None
+
+    def _choose_unmeasured(self) -> None:
+        a = self.attachment
+        if not a.has_closure:
+            way = Way(given_algorithm(a) or "pipe", given_compression(a) or "none")
+            a.runtime.say(f"{_flags(a)}{a.name} chooses {way}: exchanges between GPUs cannot be measured")
+            self._take(way)
+        elif given_algorithm(a) == "local":
+            self._take(Way("local", "none"))
 
     def _ends(self) -> bool:
         a = self.attachment

@@ -155,7 +155,7 @@ class Pipe(Algorithm):
     def warmed_up(self) -> None:
         """The synchronous steps are over, on all ranks at the same step."""
         a = self.attachment
-        if a.index == 0 and a.step > 1:
+        if a.index == 0 and a.step > 1 and a.runtime.device is None:  # the host does not see how long a GPU takes
             a.runtime.say(a.measure.verdict(a.step, a.runtime.world.world_size))
 
     def step_synchronously(self, why: str) -> None:
