@@ -8,6 +8,7 @@ from harness.next_step import PAIRS, begun, foresees
 
 from dadt.train.prediction.expectation import Expectation
 from dadt.train.prediction.next_step import known
+from dadt.train.prediction.rows import Seen, by_kind
 
 
 @pytest.fixture(params=["by memory", "in place"])
@@ -88,3 +89,14 @@ def test_what_was_forgotten_within_a_step_is_predicted_again_two_steps_later(pla
         moved.append(not torch.equal(w, before))
         prediction.undo()
     assert moved == [False, True, True]
+
+
+def test_strides_of_dimensions_of_size_1_keep_nothing_from_the_fast_loops() -> None:
+    """A 1x1 convolution's gradient and its weight may differ in them."""
+    weight = torch.ones(8, 4, 1, 1).to(memory_format=torch.channels_last)
+    gradient = torch.ones(8 * 4).as_strided((8, 4, 1, 1), (4, 1, 1, 1))
+    assert weight.stride() != gradient.stride()
+    seen, others = Seen(), [torch.ones(8, 4, 1, 1).as_strided((8, 4, 1, 1), (1, 8, 1, 1)), torch.ones(32)]
+    for _ in range(2):
+        assert by_kind([(weight, gradient)], seen)[1] == []
+    assert all(len(by_kind([(weight, other)], seen)[1]) == 1 for other in others)

@@ -101,9 +101,18 @@ def _fit(row: Row) -> bool:
     for t in row:  # a loop, as this is asked for each parameter several times a step
         if t is None or t is first:
             continue
-        if t.dtype is not dtype or t.layout is not torch.strided or t.device != device or t.stride() != stride:
+        if t.dtype is not dtype or t.layout is not torch.strided or t.device != device or not _walks(t, stride):
             return False
     return True
+
+
+def _walks(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
+    """Whether its memory is in the order of these strides. Gradients of 1x1 convolutions have other strides than their
+    weights in dimensions of size 1, which mean nothing."""
+    mine = tensor.stride()
+    if mine == stride or len(mine) != len(stride):
+        return mine == stride
+    return all(n == 1 or a == b for n, a, b in zip(tensor.shape, mine, stride, strict=True))
 
 
 def _group(rows: Sequence[Row]) -> Group:
@@ -120,7 +129,7 @@ def _fits(column: Column, kind: Kind, strides: Sequence[tuple[int, ...]]) -> boo
     there = [t for t in column if t is not None]
     if len(there) < len(column):
         strides = [s for s, t in zip(strides, column, strict=True) if t is not None]
-    return _is_plain(there, *kind) and list(map(_stride, there)) == strides
+    return _is_plain(there, *kind) and (list(map(_stride, there)) == strides or all(map(_walks, there, strides)))
 
 
 def _is_plain(tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> bool:
