@@ -33,9 +33,9 @@ COUNT = """
 """
 
 
-@pytest.mark.parametrize(("algorithm", "most"), [("pipe", 407), ("sync", 303)])
+@pytest.mark.parametrize(("algorithm", "most"), [("pipe", 415), ("sync", 311)])
 def test_a_step_makes_few_calls(dadt_run, algorithm: str, most: int) -> None:
-    """The bounds leave room for some 5 % more than there are now (388 and 288)."""
+    """The bounds leave room for 3 % more than there are now (403 and 302)."""
     run = dadt_run(COUNT, "--algorithm", algorithm, "--warmup-steps", "5")
     assert_replicas_equal(run)
     for rank in run.ranks:

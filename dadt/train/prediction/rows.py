@@ -101,7 +101,9 @@ def _fit(row: Row) -> bool:
     for t in row:  # a loop, as this is asked for each parameter several times a step
         if t is None or t is first:
             continue
-        if t.dtype is not dtype or t.layout is not torch.strided or t.device != device or not _walks(t, stride):
+        if t.dtype is not dtype or t.layout is not torch.strided or t.device != device:
+            return False
+        if t.stride() != stride and not _walks(t, stride):
             return False
     return True
 
@@ -110,9 +112,9 @@ def _walks(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
     """Whether its memory is in the order of these strides. Gradients of 1x1 convolutions have other strides than their
     weights in dimensions of size 1, which mean nothing."""
     mine = tensor.stride()
-    if mine == stride or len(mine) != len(stride):
-        return mine == stride
-    return all(n == 1 or a == b for n, a, b in zip(tensor.shape, mine, stride, strict=True))
+    return len(mine) == len(stride) and all(
+        n == 1 or a == b for n, a, b in zip(tensor.shape, mine, stride, strict=True)
+    )
 
 
 def _group(rows: Sequence[Row]) -> Group:
