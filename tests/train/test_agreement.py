@@ -97,6 +97,21 @@ def test_models_that_differ(dadt_run) -> None:
     assert "every rank must build the same model" in run.output
 
 
+ORDER = """
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    listed = list(model.parameters())  # as a set may be
+    optimizer = torch.optim.SGD(listed if rank == 0 else listed[2:] + listed[:2], lr=0.05)
+    model(torch.zeros(1, 4)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_parameters_in_another_order(dadt_run) -> None:
+    run = dadt_run(ORDER, code=None)
+    assert run.code == 1
+    assert "another order than rank 0, 1.weight in the place of 0.weight: give the optimizer a list" in run.output
+
+
 SINGLE = """
     one, other = (nn.Parameter(torch.ones(1) + i) for i in range(2))
     optimizer = torch.optim.SGD([one, other], lr=0.01)
