@@ -39,6 +39,7 @@ class Owner(Survivor, Protocol):
 
     buffers: Buffers
     window: PredictionScope
+    backwards: int
     on_end: list[Callable[[], None]]
     on_regroup: list[Callable[[], None]]
     on_stop: list[Callable[[], None]]
@@ -98,7 +99,7 @@ class Attachment:
         """Loss scale of this step, where the script has a GradScaler."""
         self.scale_token: tuple[int, int] | None = None
         """The values that it was copied from."""
-        self.batch_weight = BatchWeight()
+        self.batch_weight = BatchWeight(lambda: owner.backwards)
         self.agreement = Agreement(self.name, runtime, partial(owner.sync_from_rank0, self))
         self.finite = Finite(runtime.config.on_nan, runtime, owner.parameter_names, self.measure)
         self._exchanges = 0
@@ -176,8 +177,7 @@ class Attachment:
         if self.runtime.config.broadcast:
             self.algorithm.starting()
         self.lockstep.join()
-        for p in listed(optimizer):
-            self._known[p] = True
+        self._known.update(dict.fromkeys(listed(optimizer), True))
         if self.runtime.config.buffers:
             self.changing_buffers.watch(self.modules)
         self.refresh()

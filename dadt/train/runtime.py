@@ -22,7 +22,7 @@ from dadt.train import regroup, replicate
 from dadt.train.algorithm import Algorithm
 from dadt.train.approaches import Approach
 from dadt.train.attachment import Attachment
-from dadt.train.batch_weight import BatchWeight
+from dadt.train.batch_weight import BatchWeight, Pass
 from dadt.train.buffers import Buffers
 from dadt.train.checkpoint import Checkpoints
 from dadt.train.departure import Departure
@@ -325,19 +325,20 @@ class Runtime(Departure):
             attachment.prediction.undo()
         self.buffers.show_all()
 
-    def drew(self, samples: int, nominal: int) -> None:
+    def drew(self, source: Pass, samples: int, nominal: int) -> None:
         """A training batch was handed to the script. Read ahead, it belongs to no step that is known, so each of those
         counts in full."""
         self.progress.samples += samples
         if self.on_training_thread:
             for attachment in self.attachments:
-                attachment.batch_weight.drew(samples, nominal)
+                attachment.batch_weight.drew(source, samples, nominal)
 
-    def pass_over(self) -> None:
+    def pass_over(self, source: Pass) -> None:
         """The script has come to the end of a shared loader."""
+        source.is_over = True
         if self.on_training_thread:
             for attachment in self.attachments:
-                attachment.batch_weight.pass_over()
+                attachment.batch_weight.pass_over(source)
 
     def _attempt(self, exchange: Callable[[], None]) -> None:
         """Where ranks are lost meanwhile, those that are left compare their replicas, and so do over what it does."""

@@ -98,10 +98,10 @@ class Runtime:
     def wait(self, work: Work) -> None:
         work.wait(self.config.timeout)
 
-    def drew(self, samples: int, nominal: int) -> None:
+    def drew(self, source: object, samples: int, nominal: int) -> None:
         self.draws.append((samples, nominal))
 
-    def pass_over(self) -> None:
+    def pass_over(self, source: object) -> None:
         self.ends.append(len(self.draws))
 
     def show_true_weights(self) -> None:

@@ -14,6 +14,7 @@ from dadt.inject.data.feed import LoadingRank
 from dadt.inject.data.role import EVALUATES, TRAINS, Role
 from dadt.inject.data.seed import Streams
 from dadt.inject.data.share import PerRank, Piece
+from dadt.train.batch_weight import Pass
 
 
 class Loaders(Protocol):
@@ -82,7 +83,7 @@ class FastaiLoaders:
     def _pass(self, loader: Any, iterate: Any) -> Iterator[Any]:
         self._runtime.claim()
         self._loaders.streams.split()
-        world = self._runtime.world
+        world, source = self._runtime.world, Pass()
         pieces: list[Piece] = []
 
         def indices() -> list[Any]:
@@ -93,6 +94,6 @@ class FastaiLoaders:
 
         loader.get_idxs = indices  # for the pass that begins here, whatever class has its own
         for number, batch in enumerate(iterate(loader)):
-            self._runtime.drew(pieces[number].samples, loader.bs)
+            self._runtime.drew(source, pieces[number].samples, loader.bs)
             yield batch
-        self._runtime.pass_over()
+        self._runtime.pass_over(source)

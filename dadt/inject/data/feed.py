@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from dadt.inject.data.seed import Streams
 from dadt.inject.data.share import Piece, Share
 from dadt.inject.rank import Rank
+from dadt.train.batch_weight import Pass
 
 if TYPE_CHECKING:
     from dadt.train.gathering import Gathering
@@ -57,8 +58,8 @@ class LoadingRank(Rank, Protocol):
     def claim(self) -> None: ...
     def allgather(self, name: str, data: bytes) -> Gathering: ...
     def wait(self, work: Gathering) -> None: ...
-    def drew(self, samples: int, nominal: int) -> None: ...
-    def pass_over(self) -> None: ...
+    def drew(self, source: Pass, samples: int, nominal: int) -> None: ...
+    def pass_over(self, source: Pass) -> None: ...
 
 
 class Order:
@@ -174,7 +175,7 @@ class Feed:
     def begin(self, start: Callable[[], Iterator[Any]]) -> Feed:
         """A new pass: `start` gives torch's iterator over `order`."""
         self._pieces.clear()
-        self._batches = 0
+        self._batches, self._pass = 0, Pass()
         self._told = False
         self._training = self.runtime.trains()
         self._before = (self.runtime.step, self.runtime.backwards)
@@ -208,7 +209,7 @@ class Feed:
         if self._batches == self.steps >= FEW_BATCHES:
             self._look_back()  # some count batches, and do not ask for more than there are
         if self._training or self.runtime.trains():
-            self.runtime.drew(piece.samples, self.share.nominal)
+            self.runtime.drew(self._pass, piece.samples, self.share.nominal)
         self.comparison.check(piece if self._batches == 1 else None)
         return data
 
@@ -221,7 +222,7 @@ class Feed:
         return self._pieces.popleft()
 
     def _end(self) -> None:
-        self.runtime.pass_over()
+        self.runtime.pass_over(self._pass)
         self._look_back()
 
     def _look_back(self) -> None:

@@ -13,6 +13,7 @@ from dadt.errors import DadtError
 from dadt.inject.data.feed import LoadingRank
 from dadt.inject.data.seed import Streams
 from dadt.inject.data.share import Spare, every_nth
+from dadt.train.batch_weight import Pass
 
 if TYPE_CHECKING:
     from dadt.train.gathering import Gathering
@@ -135,6 +136,7 @@ class StreamFeed:
         self.steps = steps
         self.in_process = in_process
         self.together = together
+        self._pass = Pass()
         self._training = runtime.trains()
         self._ahead: Batch | None = None
         self._last: Batch | None = None
@@ -169,7 +171,7 @@ class StreamFeed:
         self._last = batch._replace(samples=0)
         self._look_ahead()
         if self._training or self.runtime.trains():
-            self.runtime.drew(batch.samples, self.nominal)
+            self.runtime.drew(self._pass, batch.samples, self.nominal)
         return batch.data
 
     def _check_thread(self) -> None:
@@ -185,12 +187,12 @@ class StreamFeed:
         if batch is None:
             self._end()
         if self._training or self.runtime.trains():
-            self.runtime.drew(batch.samples, self.nominal)
+            self.runtime.drew(self._pass, batch.samples, self.nominal)
         return batch.data
 
     def _end(self) -> NoReturn:
         self._ended = True
-        self.runtime.pass_over()
+        self.runtime.pass_over(self._pass)
         raise StopIteration
 
     def _look_ahead(self) -> None:

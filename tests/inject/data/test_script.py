@@ -184,6 +184,25 @@ SCRIPTS = {
             moved.append(round(before - model.weight.item(), 6))
         result(moved=moved)
         """,
+    "held back": """
+        ones = DataLoader(TensorDataset(torch.ones(17, 1)), batch_size=4, shuffle=True)
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        def fetched_ahead(batches):
+            held = next(batches)
+            for batch in batches:
+                yield held
+                held = batch
+            yield held
+        moved = []
+        for (batch,) in itertools.chain(*(fetched_ahead(iter(ones)) for _ in range(2))):
+            before = model.weight.item()
+            optimizer.zero_grad()
+            ((rank + 1) * model(batch).mean()).backward()
+            optimizer.step()
+            moved.append(round(before - model.weight.item(), 6))
+        result(moved=moved)
+        """,
     "ahead": """
         import queue, threading
         loader = DataLoader(data, batch_size=5, shuffle=True)
@@ -276,6 +295,12 @@ def test_batches_that_the_script_has_kept_count_in_full(several):
     """Rank 1 has no sample in the third batch; that it repeats one is over with the pass."""
     results, *_ = several("kept")
     assert [one["moved"] for one in results] == 2 * [[1.5, 1.5, 1.0, 1.5, 1.5, 1.5]]
+
+
+def test_a_batch_counts_in_the_step_that_trains_on_it(several):
+    """Not in the one before, in which it was fetched, as by Accelerate's loaders."""
+    results, *_ = several("held back")
+    assert [one["moved"] for one in results] == 2 * [[1.5, 1.5, 1.0, 1.5, 1.5, 1.0]]
 
 
 def test_skipped_batches_are_steps_of_all_ranks(several):
