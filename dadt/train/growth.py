@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -23,6 +24,9 @@ class Growth:
         """Called with each parameter whose gradient has grown."""
         self.watches = False
         self._hooked = WeakTensorKeyDictionary()
+        self._hooks: list[Any] = []
+        # Of a script that builds its optimizer anew in each epoch, each would leave one on each parameter.
+        weakref.finalize(self, _remove, self._hooks).atexit = False
 
     def delivered(self, parameters: Sequence[torch.Tensor]) -> None:
         """`.grad` holds averages."""
@@ -50,5 +54,10 @@ class Growth:
 
         for p in parameters:
             if p not in self._hooked and p.is_leaf:
-                p.register_post_accumulate_grad_hook(grew)  # type: ignore[no-untyped-call]
+                self._hooks.append(p.register_post_accumulate_grad_hook(grew))  # type: ignore[no-untyped-call]
                 self._hooked[p] = True
+
+
+def _remove(hooks: Sequence[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
