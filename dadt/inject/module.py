@@ -17,6 +17,7 @@ from dadt.inject.cuda_graphs import refuse_capture
 from dadt.inject.ddp import Wrappers
 from dadt.inject.roots import all_modules, by_parameters
 from dadt.train.attachment import Attachment
+from dadt.train.common_values import take_means
 from dadt.train.prediction.base import traces
 from dadt.train.runtime import Runtime
 
@@ -392,6 +393,6 @@ def _show_copies(runtime: Runtime) -> None:
         for m in model.modules():
             runtime.buffers.forget(m)
         if runtime.attachments and runtime.together:  # each rank has seen its share of a training loader
-            runtime.average([b for b in model.buffers() if b.is_floating_point()], "update_bn")
+            take_means(runtime, [b for b in model.buffers() if b.is_floating_point()], "update_bn")
 
     swa_utils.update_bn = patched_update_bn

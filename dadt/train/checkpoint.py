@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from dadt.errors import CommError
 from dadt.train.attachment import Attachment
 from dadt.train.buffers import Buffers
 from dadt.train.peers import Peers
@@ -46,6 +47,8 @@ class Owner(Protocol):
     def script_is_distributed(self) -> bool: ...
 
     def attached(self, optimizer: torch.optim.Optimizer) -> Attachment | None: ...
+
+    def regroup(self, error: CommError) -> None: ...
 
 
 class Checkpoints:
@@ -102,7 +105,11 @@ class Checkpoints:
         a.prediction.undo()
         state: dict[str, Any] = {}
         if self._runtime.engine.error is None:
-            state = a.algorithm.state()
+            try:
+                state = a.algorithm.state()
+            except CommError as error:
+                self._owner.regroup(error)  # where ranks were lost meanwhile, and the others train on
+                return self.save(optimizer)
             if a.algorithm.identical and (self._by_all or not self._owner.script_is_distributed):
                 self._join(a, state)
                 a.schema.forget_residuals()
@@ -188,7 +195,7 @@ class Checkpoints:
         if any(t.shape != p.shape for value in of_tensors for p, t in value.items()):
             self._runtime.say("the checkpoint is one of another model: training begins with a warm-up")
             return
-        a.step = part["step"]
+        a.step = a.exchanges = part["step"]
         a.prediction.load_state(prediction)
         if part["state"]:
             a.algorithm.load_state(part["state"])

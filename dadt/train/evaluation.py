@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dadt.errors import ConfigError
 from dadt.train.attachment import Attachment
 
 
 def begin(a: Attachment, why: str) -> None:
-    """From now on, on all ranks: they run the same optimizer."""
+    """From now on, on all ranks: they run the same optimizer. Raises ConfigError with --min-np."""
+    if least := a.runtime.config.min_np:
+        raise ConfigError(
+            f"--min-np {least}: {why}, in the midst of which the others cannot go on without a rank; leave --min-np out"
+        )
     a.has_closure = True
     a.measure.why = why
     a.runtime.say(f"{why}{a.name}: gradients and loss of each evaluation are averaged at once, and no step is late")

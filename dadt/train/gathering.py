@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from dadt.errors import CommError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from dadt._core import Engine, Work
 
@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 class Gathering:
     """An allgather that outlives the connection on which it began."""
 
-    def __init__(self, name: str, data: bytes, number: int) -> None:
-        """number: its place among all gatherings, the same on all ranks."""
+    def __init__(self, name: str, data: bytes, number: int, then: Callable[[Sequence[bytes]], None]) -> None:
+        """number: its place among all gatherings, the same on all ranks. then: called with the lanes once they are
+        there, at the latest before ranks that have connected anew compare what they train."""
         self.name = name
         self.number = number
         self.began = perf_counter()
         self._data = data
+        self._then = then
         self._work: Work | None = None
         """None where the connection was lost before it was launched."""
         self._lanes: Sequence[bytes] | None = None
@@ -33,6 +35,7 @@ class Gathering:
     def settle(self, lanes: Sequence[bytes]) -> None:
         """Others have it complete, and give it to this rank."""
         self._lanes = lanes
+        self._then(lanes)
 
     @property
     def done(self) -> bool:
@@ -59,4 +62,4 @@ class Gathering:
         if self._lanes is None:
             assert self._work is not None, "waited for before it was launched"
             self._work.wait(timeout)
-            self._lanes = self._work.lanes
+            self.settle(self._work.lanes)

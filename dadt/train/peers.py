@@ -284,8 +284,11 @@ class Peers:
 
     # Exchanges -------------------------------------------------------------------------------------------------
 
-    def allgather(self, name: str, data: bytes) -> Gathering:
-        gathering = Gathering(name, data, self.gathered)
+    def allgather(
+        self, name: str, data: bytes, then: Callable[[Sequence[bytes]], None] = lambda lanes: None
+    ) -> Gathering:
+        """then: as of Gathering."""
+        gathering = Gathering(name, data, self.gathered, then)
         self.gathered += 1
         if self.survives:
             self.gatherings = [*self.gatherings[-KEPT:], gathering]

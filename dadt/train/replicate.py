@@ -122,7 +122,9 @@ def replica(runtime: Registry, attachment: Attachment) -> dict[str, torch.Tensor
     beside = [p for m in runtime.root_modules(optimizer) for p in m.parameters() if id(p) not in others]
     names = runtime.parameter_names()
     common, found = _common(runtime), dict[str, Any]()
-    for number, p in enumerate(dict.fromkeys([*listed(optimizer), *beside])):
+    every = dict.fromkeys([*listed(optimizer), *beside])
+    added = {id(p) for p in listed(optimizer) if p not in attachment.known}  # and not brought from the first rank yet
+    for number, p in enumerate(p for p in every if id(p) not in added):
         name = names.get(id(p)) or f"parameter {number}"
         name = f"{name}, parameter {number}" if name in found else name
         found[name] = common.get(id(p), p.data).to(p.dtype)

@@ -17,6 +17,7 @@ from dadt.frontends.keras import order
 from dadt.frontends.tensorflow.memory import to_numpy, to_torch
 from dadt.inject import worker
 from dadt.inject.foreign import Carrier
+from dadt.train.common_values import take_means
 from dadt.train.runtime import Runtime
 
 _carriers: weakref.WeakKeyDictionary[Any, KerasCarrier] = weakref.WeakKeyDictionary()
@@ -282,6 +283,6 @@ def _average_statistics(model: Any, runtime: Runtime) -> None:
     on_torch = all(isinstance(v.value, torch.Tensor) for v in variables)
     tensors = [v.value.data if on_torch else to_torch(v) for v in variables]
     with torch.no_grad():
-        runtime.average(tensors, "statistics of layers")
+        take_means(runtime, tensors, "statistics of layers")
     for variable, tensor in zip(variables, tensors, strict=True) if not on_torch else ():
         variable.assign(to_numpy(tensor))
