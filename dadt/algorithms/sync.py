@@ -41,16 +41,15 @@ class Sync(Algorithm):
         overlap = self._overlap
         overlap.count(parameter)
         while overlap.expected:
-            if self._exchange is None:
-                if not a.schema_is_current():
-                    return
-                self._exchange = a.new_exchange()
-            exchange = self._exchange
-            buckets = exchange.schema.buckets
-            # The last bucket waits for the step: it carries the agreement.
-            if exchange.launched >= len(buckets) - 1 or not overlap.complete(buckets[exchange.launched].tensors):
+            if self._exchange is None and not a.schema_is_current():
                 return
-            exchange.launch_ahead()
+            buckets, launched = a.schema.buckets, self._exchange.launched if self._exchange else 0
+            # The last bucket waits for the step: it carries the agreement.
+            if launched >= len(buckets) - 1 or not overlap.complete(buckets[launched].tensors):
+                return
+            # Not before, as it weighs all batches of the step.
+            self._exchange = self._exchange or a.new_exchange()
+            self._exchange.launch_ahead()
 
     def before_step(self) -> None:
         a = self.attachment

@@ -18,6 +18,7 @@ from dadt.train.agreement import Agreement
 from dadt.train.algorithm import Algorithm
 from dadt.train.batch_weight import BatchWeight
 from dadt.train.buffers import Buffers, ChangingBuffers
+from dadt.train.common_values import take_first_ranks
 from dadt.train.exchange import fingerprint
 from dadt.train.exchange.exchange import BucketPlan, Exchange, hand_out
 from dadt.train.exchange.step_metadata import StepMetadata
@@ -87,11 +88,11 @@ class Attachment:
         self.warmup_steps = runtime.config.warmup_steps
         self.compression = runtime.config.compression if owner.together else "none"
         """The compression of gradients."""
-        self.measure = Measure()
+        self.measure = Measure(runtime.progress)
         self._modules = below(owner.root_modules(optimizer))
         self.changing_buffers = ChangingBuffers(owner.buffers, runtime, self.name)
         self._listing = Listing()
-        self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self.known = WeakTensorKeyDictionary()
         """Parameters that all ranks have from rank 0."""
         self._welcomed: list[torch.Tensor] = []
         """The optimizer's parameters when they were last looked at."""
@@ -102,7 +103,7 @@ class Attachment:
         self.batch_weight = BatchWeight(lambda: owner.backwards)
         self.agreement = Agreement(self.name, runtime, partial(owner.sync_from_rank0, self))
         self.finite = Finite(runtime.config.on_nan, runtime, owner.parameter_names, self.measure)
-        self._exchanges = 0
+        self.exchanges = 0  # one for each step, and each evaluation of a closure
         self.consumed = False
         """This step's gradients are averaged."""
         self.stepping = False
@@ -173,11 +174,10 @@ class Attachment:
 
     def start(self) -> None:
         """Take rank 0's state on all ranks: parameters (frozen ones, too), buffers, optimizer state."""
-        optimizer = self.optimizer
         if self.runtime.config.broadcast:
             self.algorithm.starting()
         self.lockstep.join()
-        self._known.update(dict.fromkeys(listed(optimizer), True))
+        self.known.update(dict.fromkeys(listed(self.optimizer), True))
         if self.runtime.config.buffers:
             self.changing_buffers.watch(self.modules)
         self.refresh()
@@ -185,19 +185,18 @@ class Attachment:
 
     def broadcast_new_parameters(self) -> None:
         """Parameters that the script has added start from rank 0's values. Cheap where there are none."""
-        optimizer = self.optimizer
-        every = self._listing.every(optimizer)
+        every = self._listing.every(self.optimizer)
         if every is self._welcomed:
             return
         self._welcomed = every
-        new = [p for p in every if p not in self._known]
-        for p in new:
-            self._known[p] = True
+        new = {p: True for p in every if p not in self.known}
         if not new:
             return
         if self.runtime.config.broadcast:
-            self.runtime.broadcast([p.data for p in new], f"late weights{self.name}")
-        self._modules = below(self.owner.root_modules(optimizer))
+            values, name = [p.data for p in new], f"late weights{self.name}"
+            take_first_ranks(self.runtime, values, name, partial(self.known.update, new))
+        self.known.update(new)
+        self._modules = below(self.owner.root_modules(self.optimizer))
         if self.runtime.config.buffers:
             self.changing_buffers.watch(m for m in self.modules if m not in self.owner.buffers)
 
@@ -277,13 +276,14 @@ class Attachment:
         if self._schema is not None:
             self._schema.forget_residuals()
         if exchange is not None:
-            self._exchanges -= 1
+            self.exchanges -= 1
             exchange.give_back()
 
     def zero_gradients(self) -> None:
         """Zero the gradients for a step that applies none, in other memory: the flat buffers may be under way."""
         tables = {id(p) for p in self._tables}
-        for p in self.parameters:
+        # Where there is none, zeros would be another thing: optimizers then decay the parameter, and have state for it.
+        for p in [p for p in self.parameters if p.grad is not None] or self.parameters:
             zeros = torch.zeros_like(p)
             p.grad = zeros.to_sparse(1) if id(p) in tables else zeros
 
@@ -314,7 +314,7 @@ class Attachment:
 
     def _end_step(self) -> None:
         self.algorithm.after_step()
-        self.measure.stepped(self.runtime.progress.hook_seconds)
+        self.measure.stepped()
         self.step += 1
         self.batch_weight.stepped()
         self._growth.forget()
@@ -335,13 +335,13 @@ class Attachment:
 
     def new_exchange(self, *, again: bool = False) -> Exchange:
         assert self._schema is not None
-        self._exchanges += not again
-        name = f"step {self._exchanges - 1}{self.name}{', again' if again else ''}"
+        self.exchanges += not again
+        name = f"step {self.exchanges - 1}{self.name}{', again' if again else ''}"
         if again:
             # Its residual went with the exchange before, which nobody uses.
             self._schema.forget_residuals()
         weight = self.batch_weight.value
-        exchange = Exchange(self.runtime, self._schema, self._exchanges - 1, name, weight, compressed=self.compresses)
+        exchange = Exchange(self.runtime, self._schema, self.exchanges - 1, name, weight, compressed=self.compresses)
         exchange.scale = self.scale
         self.runtime.keep(exchange)
         return exchange
@@ -397,4 +397,4 @@ class Attachment:
     def agree(self, lanes: list[StepMetadata], exchange: Exchange | RestoredExchange) -> None:
         """Act on what the lanes say, the same on all ranks. Raises Mismatch."""
         self.measure.exchanged(exchange.seconds, exchange.waited)
-        self.agreement.check(lanes, exchange, self._exchanges - 1, late=self.measure.delayed > 0)
+        self.agreement.check(lanes, exchange, self.exchanges - 1, late=self.measure.delayed > 0)

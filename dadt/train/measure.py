@@ -5,15 +5,26 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 _WINDOW = 200  # steps that medians are taken over
+
+
+class Clock(Protocol):
+    """Seconds of one rank so far."""
+
+    hook_seconds: float
+    """In DADT's hooks around steps, waiting included."""
+    waits: float
+    """Of waiting for exchanges."""
 
 
 class Measure:
     """Clocks of one optimizer's steps, in seconds. Costs two clock readings a step."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: Clock) -> None:
+        """rank: what all of its optimizers add up to."""
+        self._rank = rank
         self.waited = 0.0
         self.delayed = 0
         """Gradients that were not applied in the step that computed them."""
@@ -30,6 +41,7 @@ class Measure:
         self.began = 0.0
         """When the first step was complete; what was waited until then is start-up, not training."""
         self._step_ended = 0.0
+        self._waits = 0.0
         self._waited_in_step = 0.0
         self._compute: deque[float] = deque(maxlen=_WINDOW)
         self._alone: deque[float] = deque(maxlen=_WINDOW)
@@ -42,6 +54,7 @@ class Measure:
     def exchanged(self, moving: float, waited: float) -> None:
         """One exchange took `moving` to move its bytes; the training thread stood still for `waited`."""
         self._exchange.append(moving)
+        self._rank.waits += waited
         self._waited_in_step += waited
 
     def state(self) -> dict[str, Any]:
@@ -53,19 +66,19 @@ class Measure:
         self._exchange = deque(state["exchange"], _WINDOW)
         self._alone = deque(state.get("alone", ()), _WINDOW)
 
-    def stepped(self, hooked: float) -> None:
-        """A step is complete. hooked: seconds in all hooks around steps so far."""
-        now = perf_counter()
+    def stepped(self) -> None:
+        """A step is complete."""
+        now, hooked, waits = perf_counter(), self._rank.hook_seconds, self._rank.waits
         if self._step_ended:
             self._added.append(hooked - self._hooked)
             self._alone.append(now - self._step_ended - self._added[-1])
-            self._compute.append(now - self._step_ended - self._waited_in_step)
+            self._compute.append(now - self._step_ended - (waits - self._waits))
             self.waited += self._waited_in_step
         else:
             self.began = now
         self._waited_in_step = 0.0
         self._step_ended = self.last = now
-        self._hooked = hooked
+        self._hooked, self._waits = hooked, waits
 
     @property
     def compute(self) -> float:
@@ -82,16 +95,16 @@ class Measure:
         """Median seconds of an exchange, from the arrival of the last rank."""
         return statistics.median(self._exchange) if self._exchange else 0.0
 
-    def verdict(self, steps: int, workers: int) -> str:
-        """The result of the synchronous steps, and its meaning for `pipe`."""
-        r = ratio(self.compute, self.exchange)
+    def verdict(self, steps: int, workers: int, exchange: float) -> str:
+        """The result of the synchronous steps, and its meaning for `pipe`. exchange: of all optimizers."""
+        r = ratio(self.compute, exchange)
         if r < SMALL:
             meaning = "communication is hidden; sync would be as fast here"
         elif r <= LARGE:
             meaning = f"compute hides {min(1.0, 1 / r):.0%} of communication; sync would be slower"
         else:
             meaning = f"the network bounds the speed: {LIGHTER}"
-        return f"{found(steps, self.compute, self.exchange)}: {self._loss(workers) or meaning}"
+        return f"{found(steps, self.compute, exchange)}: {self._loss(workers) or meaning}"
 
     def _loss(self, workers: int) -> str:
         """By how much one worker alone, which sees all of the data, would be faster; empty if it would not."""

@@ -27,6 +27,8 @@ class Progress:
         """Drawn from shared loaders for training."""
         self.hook_seconds = 0.0
         """Seconds in DADT's hooks around steps, waiting included."""
+        self.waits = 0.0
+        """Seconds of waiting for exchanges."""
         self.files_apart: Callable[[], int] = int
         """How many files this rank has written apart from those of the first of its host."""
         self.stood = 0.0

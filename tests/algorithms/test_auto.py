@@ -14,6 +14,7 @@ from harness.survivors import KILL_ONCE_DELIVERED, OPTIONS, lacks, script, survi
 from dadt.algorithms.auto import choice
 from dadt.algorithms.auto.choice import SHOWN, Shape, Times, Way
 from dadt.train.measure import Measure
+from dadt.train.progress import Progress
 
 WARMUP = 10
 BOTH = ["--algorithm", "auto", "--compression", "auto"]
@@ -69,6 +70,30 @@ def test_what_an_exchange_takes_of_cores_that_compute_is_no_faster_in_the_backgr
     assert chosen(times(exchange, processor=0.1, handling=0.03, cores=2)) == "pipe"
 
 
+def test_what_is_not_behind_a_backward_is_not_hidden() -> None:
+    """With batches that add up, buckets go as the last of their backwards completes them."""
+    found, late = times(dict.fromkeys(("none", "bf16", "int8"), 0.09)), Way("sync", "none")
+    once, often = (
+        choice.seconds(late, dataclasses.replace(found, backwards=k), Shape([0.1] * 10, 32, 16)) for k in (1, 8)
+    )
+    assert (once, often) == (pytest.approx(0.13), pytest.approx(0.1825))
+    assert chosen(dataclasses.replace(found, backwards=8)) == "pipe"
+
+
+def test_waits_for_another_optimizers_exchange_are_no_compute(monkeypatch) -> None:
+    rank, now = Progress(), 0.0
+    one, other = Measure(rank), Measure(rank)
+    for _ in range(3):
+        for measure in (one, other):
+            now += 0.010
+            measure.exchanged(0.020, 0.020)
+            now += 0.020
+            monkeypatch.setattr("dadt.train.measure.perf_counter", lambda now=now: now)
+            measure.stepped()
+    assert [one.compute, other.compute] == pytest.approx([0.020, 0.020])
+    assert [one.waited, other.waited] == pytest.approx([0.040, 0.040])
+
+
 def test_the_slowest_ranks_numbers_count() -> None:
     one = Times(0.1, 0.1, 0.05, 2.0, {"none": 0.4}, {"none": 0.3, "int8": 0.1}, {"none": 0.01}, may_part=True)
     other = Times(0.2, 0.0, 0.01, 1.0, {"none": 0.3}, {"none": 0.1, "int8": 0.2}, {"none": 0.03}, may_part=False)
@@ -117,7 +142,7 @@ FAKE = """
         first(self)
         made.append(self)
     Record.__init__ = noted
-    def times(self, compute, alone, cores, *, may_part):
+    def times(self, compute, alone, cores, *, may_part, backwards):
         exchange = exchanges[made.index(self)]
         exchange = {{name: exchange / (i + 1) for i, name in enumerate(self._moving)}}
         # Rank 1 computes faster: by its own clock alone it would decide otherwise.
@@ -341,20 +366,22 @@ def test_what_a_checkpoint_says_of_the_choice(dadt_run, optimizer: str, way: str
     ],
 )
 def test_what_the_ratio_means(exchange, meaning) -> None:
-    measure = Measure()
+    measure = Measure(Progress())
     measure.load_state({"compute": [0.5, 0.01, 0.01], "exchange": [exchange, exchange, 0.9]})
-    assert meaning in measure.verdict(50, 2)
+    assert meaning in measure.verdict(50, 2, measure.exchange)
 
 
 def test_steps_that_one_worker_alone_does_faster_are_told(monkeypatch) -> None:
     def verdict(added: float, workers: int) -> str:
         """Steps compute for 0.4 ms, and are so much longer by hooks."""
-        measure, now, hooked = Measure(), 0.0, 0.0
+        rank, now = Progress(), 0.0
+        measure = Measure(rank)
         for _ in range(9):
-            now, hooked = now + 0.0004 + added, hooked + added
+            now += 0.0004 + added
+            rank.hook_seconds += added
             monkeypatch.setattr("dadt.train.measure.perf_counter", lambda now=now: now)
-            measure.stepped(hooked)
-        return measure.verdict(9, workers)
+            measure.stepped()
+        return measure.verdict(9, workers, measure.exchange)
 
     told = "one worker alone would be faster, as a step computes for 0.40 ms and takes 0.70 ms more"
     assert told in verdict(0.0007, 2)
@@ -381,7 +408,7 @@ LOSES = """
 from dadt.algorithms.auto.auto import Record
 from dadt.algorithms.auto.choice import Times
 
-def times(self, compute, alone, cores, *, may_part):
+def times(self, compute, alone, cores, *, may_part, backwards):
     exchange = {name: 1.0 / (i + 1) for i, name in enumerate(self._moving)}
     return Times(0.01, 0.01, 0.0, 1.0, exchange, exchange, dict.fromkeys(exchange, 0.0), may_part)
 Record.times = times
@@ -406,3 +433,11 @@ def test_a_rank_is_lost(launch, late: int, what: str, fault: str) -> None:
     assert result.code == 0, result.err
     assert survivors(result).keys() == {0, 1}
     assert "chooses local with int8: " in result.err
+
+
+@pytest.mark.slow
+def test_a_compression_is_named_where_local_goes_on_from_before_the_choice(dadt_run) -> None:
+    script = [CHOSEN.format(resumed=resumed, optimizer="SGD") for resumed in (0, 11)]
+    dadt_run(script[0], "--algorithm", "local", "--compression", "auto", "--warmup-steps", "12")
+    run = dadt_run(script[1], "--algorithm", "local", "--compression", "none", "--warmup-steps", "12")
+    assert "each rank takes steps of its own" in run.output

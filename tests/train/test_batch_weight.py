@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from dadt.train.batch_weight import BatchWeight, Pass
@@ -50,7 +52,7 @@ def test_one_batch_ahead(again: int) -> None:
     for fills in ([1, 1, 0.5, 0], [1, 0], [0.5]):
         source = Pass()
         script.fetch(source, fills[0])
-        for before, fill in zip(fills, fills[1:], strict=False):
+        for before, fill in pairwise(fills):
             script.fetch(source, fill)
             assert script.step() == before
             if again:
@@ -107,7 +109,7 @@ def test_two_optimizers_of_a_script_that_fetches_ahead() -> None:
     script, source = Script(optimizers=2), Pass()
     fills = [1, 1, 0.5, 0]
     script.fetch(source, fills[0])
-    for before, fill in zip(fills, fills[1:], strict=False):
+    for before, fill in pairwise(fills):
         script.fetch(source, fill)
         assert [script.step(optimizer=each) for each in range(2)] == [before] * 2
     script.end(source)

@@ -91,3 +91,45 @@ def test_a_gradient_scaler_looks_itself(dadt_run) -> None:
 def test_ranks_with_steps_of_their_own_have_no_say(algorithm: str) -> None:
     with pytest.raises(ConfigError, match=f"--on-nan skip: with --algorithm {algorithm} each rank takes steps"):
         Config(algorithm=algorithm, on_nan="skip")
+
+
+HELD = """
+    import copy
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(4, 1), nn.Linear(4, 1)
+        def forward(self, x):
+            return self.used(x)
+    def begun():
+        model = Two()
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    generator = torch.Generator().manual_seed(rank)
+    def train(model, optimizer, steps):
+        for step in steps:
+            optimizer.zero_grad(set_to_none=False)
+            x = torch.randn(8, 4, generator=generator)
+            if rank == 1 and step == 25:
+                x[0, 0] = float("nan")
+            model(x).pow(2).mean().backward()
+            optimizer.step()
+    torch.manual_seed(0)
+    model, optimizer = begun()
+    before = model.unused.weight.detach().clone()
+    train(model, optimizer, range(20))
+    saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    del optimizer
+    model, optimizer = begun()
+    model.load_state_dict(saved[0]), optimizer.load_state_dict(saved[1])
+    train(model, optimizer, range(20, 40))
+    assert torch.equal(model.unused.weight, before) and model.unused.weight not in optimizer.state
+    report({"state": model.state_dict()})
+"""
+
+
+@pytest.mark.parametrize("algorithm", ["pipe", "sync"])
+def test_steps_that_apply_nothing_leave_what_has_no_gradient_as_it_is(dadt_run, algorithm: str) -> None:
+    """Also where the script zeroes in place, so that zeros would stay. And steps are counted on from a checkpoint."""
+    run = dadt_run(HELD, "--algorithm", algorithm, "--on-nan", "skip", "--warmup-steps", "5")
+    assert_replicas_equal(run)
+    assert "step 25 of optimizer #2: the gradient of used.weight is not finite on rank 1" in run.output

@@ -306,3 +306,26 @@ def test_optimizers_and_models_that_come_late(pipe) -> None:
 
 def test_modules_beside_each_other_are_in_one_order_on_all_ranks(pipe) -> None:
     assert_replicas_equal(pipe.of("parts"))
+
+
+ADDED_UP = """
+    from torch.utils.data import DataLoader, TensorDataset
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    means = []
+    for _ in range(6):
+        optimizer.zero_grad()
+        for (batch,) in DataLoader(TensorDataset(torch.ones(17, 1)), batch_size=4, shuffle=True):
+            ((rank + 1) * model(batch).mean()).backward()
+        optimizer.step()
+        means.append((model[1].weight.grad / model[0].weight.detach() / 3).item())
+    report({"state": model.state_dict(), "means": means})
+"""
+
+
+@pytest.mark.parametrize("size", ["25", "0.000004"])
+def test_all_batches_that_add_up_weigh(dadt_run, size: str) -> None:
+    """Also where the first bucket goes before the step: rank 0 has 9 samples of 12, rank 1 has 8."""
+    run = dadt_run(ADDED_UP, "--algorithm", "sync", "--bucket-mb", size)
+    assert_replicas_equal(run)
+    assert run.ranks[0]["means"] == pytest.approx([(9 + 2 * 8) / 17] * 6)

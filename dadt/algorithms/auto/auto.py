@@ -57,6 +57,8 @@ class Auto(Pipe):
         """Those in which the last exchange's bytes moved."""
         self._told: Gathering | None = None
         """All ranks' times."""
+        self._backwards = self._backwards_before = 0
+        """Of the last step, and of all before it."""
         self._trained: tuple[Any, ...] = ()
         """What the script trained in the first step."""
         self._found: Mapping[Way, float] = {}
@@ -84,6 +86,7 @@ class Auto(Pipe):
             untried = [name for name in compressions(a) if not record.moving(name)]
             self._until = a.step + max(LEAST_MEASURED - record.steps, TRIES * len(untried) + 1, a.warmup_steps - a.step)
             self._trained = a.trained
+        self._backwards, self._backwards_before = a.owner.backwards - self._backwards_before, a.owner.backwards
         self._try()
         record.computed()
         super().before_step()
@@ -124,6 +127,7 @@ class Auto(Pipe):
             a.measure.alone,
             cores() / a.runtime.world.local_size,
             may_part=a.trained == self._trained and a.owner.trains_one,
+            backwards=max(self._backwards, 1),
         )
 
     def regroup(self, behind: bool, keep: bool) -> Exchange | None:
@@ -157,6 +161,7 @@ class Auto(Pipe):
         config = a.runtime.config
         hidden = config.sync_every if config.fragments > 1 else (config.sync_every + 1) // 2
         sizes = [sum(t.numel() * t.element_size() for t in bucket.tensors) for bucket in a.schema.buckets]
+        sizes = sizes if a.owner.trains_one else [sum(sizes)]  # with several optimizers all wait for the step
         shape = Shape([size / max(sum(sizes), 1) for size in sizes], config.sync_every, hidden)
         left = choice.ways(algorithms(a, may_part=times.may_part), list(times.exchange))
         found = {way: choice.seconds(way, times, shape) for way in left if way.compression in compressions(a)}
@@ -260,7 +265,7 @@ class Apart(Local):
 
     def load_state(self, state: dict[str, Any]) -> None:
         # For good: also where the state is of before.
-        super().load_state(state if "steps" in state else {})
+        super().load_state(state)
 
 
 class Record:
@@ -296,13 +301,13 @@ class Record:
         """Seconds of each exchange."""
         return self._moving.get(compression, [])
 
-    def times(self, compute: float, alone: float, cores: float, *, may_part: bool) -> Times:
+    def times(self, compute: float, alone: float, cores: float, *, may_part: bool, backwards: int) -> Times:
         processor = statistics.median(self._processor) if self._processor else 0.0
         step, moving, handling = (
             {name: statistics.median(each) for name, each in found.items() if name in self._step}
             for found in (self._step, self._moving, self._handling)
         )
-        return Times(compute, alone, processor, cores, step, moving, handling, may_part)
+        return Times(compute, alone, processor, cores, step, moving, handling, may_part, backwards)
 
     def state(self) -> dict[str, Any]:
         found = {"step": self._step, "moving": self._moving, "handling": self._handling}

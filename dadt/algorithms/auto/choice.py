@@ -4,7 +4,7 @@ With C the seconds of computing a step, and A without what DADT does around it; 
 cores for each rank. For each compression S is the seconds of a synchronous step that overlaps nothing, X those of its
 exchange, and p the processor's in that. Predicted as by `dadt bench advise`, which predicts X as well:
 
-    sync     S, less what is hidden: buckets go as backward completes them, and the last one is waited for
+    sync     S, less what is hidden: buckets go as a step's last backward completes them, and the last one is waited for
     pipe     max(C, X)
     local    (H A + max(0, X - h A)) / H: of H steps between two exchanges h hide one
 
@@ -67,6 +67,8 @@ class Times:
     """Processor seconds of that."""
     may_part: bool
     """The script does nothing that asks for equal weights on all ranks."""
+    backwards: int = 1
+    """Of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ class Shape:
     """What is the same on all ranks without asking."""
 
     shares: Sequence[float]
-    """Of the bytes in each bucket, in the order in which they go."""
+    """Of the bytes in each bucket that goes by itself, in their order."""
     sync_every: int
     hidden: int
     """Steps behind which `local` hides an exchange."""
@@ -91,6 +93,7 @@ def slowest(every: Sequence[Times]) -> Times:
         exchange=_most([each.exchange for each in every]),
         handling=_most([each.handling for each in every]),
         may_part=all(each.may_part for each in every),
+        backwards=max(each.backwards for each in every),
     )
 
 
@@ -103,7 +106,7 @@ def seconds(way: Way, times: Times, shape: Shape) -> float:
     """Of a step."""
     exchange, handling, every = times.exchange[way.compression], times.handling[way.compression], 1
     if way.algorithm == "sync":
-        hidden = times.compute + exchange - _overlapping(times.compute, exchange, shape.shares)
+        hidden = times.compute + exchange - _overlapping(times, exchange, shape.shares)
         found = times.step[way.compression] - hidden
     elif way.algorithm == "pipe":
         found = max(times.compute, exchange)
@@ -119,12 +122,12 @@ def best(found: Mapping[Way, float]) -> Way:
     return next(way for way, each in found.items() if each <= enough)
 
 
-def _overlapping(compute: float, exchange: float, shares: Sequence[float]) -> float:
-    done, complete = 0.0, 0.0
+def _overlapping(times: Times, exchange: float, shares: Sequence[float]) -> float:
+    done, complete, backward = 0.0, 0.0, (1 - _FORWARD) / times.backwards
     for share in shares:
         complete += share
         # The last bucket waits for the step.
-        ready = compute * (_FORWARD + (1 - _FORWARD) * complete) if complete < 1 - 1e-9 else compute
+        ready = times.compute * (1 - backward * (1 - complete)) if complete < 1 - 1e-9 else times.compute
         done = max(done, ready) + exchange * share
     return done
 

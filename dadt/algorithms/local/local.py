@@ -306,7 +306,7 @@ class Local(Algorithm):
         return anchors
 
     def load_state(self, state: dict[str, Any]) -> None:
-        if not state:
+        if "steps" not in state:  # none, or that of --compression auto before its choice
             return
         if self._steps:  # in the middle, each rank has loaded one of its own
             runtime = self.attachment.runtime

@@ -156,7 +156,8 @@ class Pipe(Algorithm):
         """The synchronous steps are over, on all ranks at the same step."""
         a = self.attachment
         if a.index == 0 and a.step > 1 and a.runtime.device is None:  # the host does not see how long a GPU takes
-            a.runtime.say(a.measure.verdict(a.step, a.runtime.world.world_size))
+            exchange = sum(each.measure.exchange for each in a.owner.attachments)
+            a.runtime.say(a.measure.verdict(a.step, a.runtime.world.world_size, exchange))
 
     def step_synchronously(self, why: str) -> None:
         """Do what `sync` does, from now on and for good."""

@@ -17,6 +17,7 @@ from dadt.api import lifecycle
 from dadt.frontends.horovod.common.exceptions import HorovodInternalError
 from dadt.frontends.horovod.torch import operations as hvd
 from dadt.train.measure import Measure
+from dadt.train.progress import Progress
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,7 +63,7 @@ class Averaging:
         self._under_way: dict[int, list[Callable[[], None]]] = {}
         self._depth = 0
         """Steps under way: that of a class may call that of the class below it."""
-        self._measure = Measure()
+        self._measure = Measure(Progress())
         self._hooks: list[Any] = []
 
     def group(self, groups: int | Sequence[Sequence[Tensor]] | None) -> None:
@@ -229,7 +230,7 @@ class Averaging:
         self._depth = max(0, self._depth - 1)
         if not self._depth:
             self.is_synchronized = False
-            self._measure.stepped(0.0)
+            self._measure.stepped()
 
     def _ensure(self) -> None:
         if self.skips:
