@@ -227,3 +227,29 @@ def test_replicas(found) -> None:
         equal(found[rank]["replicas"][0], weights)
         equal(found[rank]["replicas"][1]["state"], state["state"])
         assert found[rank]["replicas"][1]["param_groups"] == state["param_groups"]
+
+
+PENDING = """
+import sys, torch
+import dadt
+dadt.init()
+peer = 1 - dadt.rank()
+received, never = torch.zeros(300_000), torch.zeros(2)
+nobody_sends = dadt.irecv(never, peer, tag=1)
+try:
+    nobody_sends.wait(0.2)
+except dadt.errors.CommTimeout as error:
+    assert f"from rank {peer} (tag 1)" in str(error), error
+nobody_receives = dadt.isend(torch.ones(2), peer, tag=2)
+sent = dadt.isend(torch.ones(300_000), peer)
+dadt.recv(received, peer)
+assert received.eq(1).all()
+if len(sys.argv) > 1:
+    dadt.shutdown()
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["shutdown"]])
+def test_messages_that_nobody_answers_do_not_fail_a_job_that_ends(launch, options: list[str]) -> None:
+    result = launch(PENDING, "-np", "2", "--executor", "gloo", "train.py", *options)
+    assert result.code == 0, result.err

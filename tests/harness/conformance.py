@@ -131,6 +131,7 @@ class Suite:
         self.unequal()
         self.bits()
         self.fractions()
+        self.missing_numbers()
         self.messages()
 
     def here(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -258,6 +259,20 @@ class Suite:
                 self.run(operation.all_reduce(own, output, "sum", self.size))
                 self.check(f"all_reduce of fractions {dtype}", output, sum(map(array, every)), close)
                 self.digest.update(output.view(torch.uint8).cpu().numpy().tobytes())
+
+    def missing_numbers(self) -> None:
+        """A NaN of one rank stays one in a minimum and a maximum, and takes no other place."""
+        for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+            for count in (10, LONG):
+                every = [value(r, dtype, "long")[:count].clone() for r in range(self.size)]
+                every[-1][3] = every[0][count - 1] = torch.nan
+                for reduction in ("min", "max"):
+                    output = torch.empty_like(own := self.here(every[self.rank]))
+                    self.run(operation.all_reduce(own, output, reduction, self.size))
+                    want = reduced([array(t) for t in every], reduction, dtype)
+                    places = output.isnan().nonzero().flatten().tolist()
+                    self.check(f"{reduction} with NaN {dtype} {count}", torch.tensor(places), np.array([3, count - 1]))
+                    self.check(f"{reduction} beside NaN {dtype} {count}", output[4 : count - 1], want[4 : count - 1])
 
     def messages(self) -> None:
         """To the next rank and from the one before, several under way, tags crossed, a long one, one from anybody."""

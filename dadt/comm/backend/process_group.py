@@ -20,17 +20,19 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from dadt.comm import executors
 from dadt.comm.backend.arguments import Tensors, first, listed, parts, reduction_of, rows
-from dadt.comm.backend.rendezvous import GroupRendezvous
+from dadt.comm.backend.rendezvous import GroupRendezvous, ranks
 from dadt.comm.backend.work import BackendWork, PendingWorks, Transfer
 from dadt.comm.collectives import operation
 from dadt.comm.collectives.ordered import OrderedGroup
 from dadt.comm.peer_deaths import Abort
 from dadt.config import Config, executor
-from dadt.errors import CommError
+from dadt.errors import CommError, StartTimeout
 from dadt.world import World
 
 CLOSE_SECONDS = 5.0
 """How long the end of a group waits for what nobody has waited for."""
+TAGS = 1 << 29
+"""Above are those of what DADT sends itself."""
 _EARLIER = {
     "all_gather_single": "_allgather_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
@@ -50,7 +52,8 @@ def create(options: Any, own: Any, watch: Callable[[Abort], None]) -> Backend:
     when a rank of the job has ended."""
     if own is not None:
         raise ValueError(f"backend dadt has no options of its own, but pg_options is {own!r}; leave it out")
-    group = Backend(options.store, options.group_rank, options.group_size, options.timeout.total_seconds())
+    members = list(options.global_ranks_in_group)
+    group = Backend(options.store, options.group_rank, options.group_size, options.timeout.total_seconds(), members)
     if not _live:
         atexit.register(_end)
         watch(_lose)
@@ -94,20 +97,25 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
     told, and so are those that it meets there.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
-        """Raises StartTimeout naming the ranks that do not come within `timeout` seconds."""
+    def __init__(self, store: Any, rank: int, size: int, timeout: float, members: Sequence[int] = ()) -> None:
+        """members: its ranks, as the script counts them. Raises StartTimeout naming those that do not come in time."""
         super().__init__(rank, size)
         self._rank = rank
         self._size = size
         self._timeout = timeout
         self._limit = 0.0  # the executor's own, which is the same until the script sets another
         self._store = store
-        self._meeting = GroupRendezvous(store, rank, size, timeout)
-        around = self._meeting.look_around()
+        apart = bool(members) and list(members) != list(range(size))
+        whose = f" (ranks counted within the group of {ranks(members)})" if apart else ""
+        try:
+            self._meeting = GroupRendezvous(store, rank, size, timeout)
+            around = self._meeting.look_around()
+        except StartTimeout as error:
+            raise StartTimeout(f"{error}{whose}") from None
         config = replace(Config.from_env(), timeout=timeout, start_timeout=timeout, executor=_executor(around.workers))
         config = replace(config, broadcast_executor="", allreduce_executor="")
         self._group = OrderedGroup(executors.connect(config, around.world, self._meeting), rank, size)
-        self._deliveries = PendingWorks(self._meeting)
+        self._deliveries = PendingWorks(self._meeting, whose)
         self._gpu_each = around.gpu_each
         self._inner: Any = None
         self._name = self._description = ""
@@ -238,6 +246,7 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
 
     @_verb
     def send(self, tensors: Tensors, peer: int, tag: int) -> BackendWork:
+        self._check_message(tag)
         hosts = [operation.host_copy(t) for t in tensors]
         transits = [self._group.mail.send(h, peer, tag) for h in hosts]
         return self._carry(f"send to rank {peer} (tag {tag})", tensors, [(t, None) for t in transits])
@@ -251,12 +260,19 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
         return self._receive(f"receive from any rank (tag {tag})", tensors, None, tag)
 
     def _receive(self, what: str, tensors: Tensors, peer: int | None, tag: int) -> BackendWork:
+        self._check_message(tag)
         targets = [operation.host_target(t) for t in tensors]
         parcels: list[Transfer] = []
         for target, tensor in zip(targets, tensors, strict=True):
             transit = self._group.mail.receive(target, peer, tag)
             parcels.append((transit, partial(operation.deliver, target, tensor)))
         return self._carry(what, tensors, parcels)
+
+    def _check_message(self, tag: int) -> None:
+        if os.getpid() != self._pid:
+            raise RuntimeError("the process group belongs to the parent process; a forked child sends no messages")
+        if not 0 <= tag < TAGS:
+            raise ValueError(f"tag {tag}: backend dadt takes tags from 0 to {TAGS - 1}")
 
     def _carry(self, what: str, tensors: Tensors, parcels: Sequence[Transfer]) -> BackendWork:
         return self._deliveries.add(BackendWork(self._deliveries, what, 0, parcels, list(tensors), self._timeout))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from dadt.comm.backend.rendezvous import GroupRendezvous, ranks
+from dadt.comm.waiters import Waiters
 from dadt.errors import CommError, CommTimeout
 
 PATIENCE = 1.0
@@ -171,12 +171,12 @@ class BackendWork(Work):
 class PendingWorks:
     """All that is under way in one group, whether somebody waits for it or not."""
 
-    def __init__(self, meeting: GroupRendezvous) -> None:
+    def __init__(self, meeting: GroupRendezvous, whose: str) -> None:
+        """whose: behind an error, whose ranks it names; empty where there is nothing to say."""
         self._meeting = meeting
+        self._whose = whose
         self._flying: set[BackendWork] = set()
-        self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue[BackendWork | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._waiters = Waiters("dadt-futures")
 
     def add(self, delivery: BackendWork) -> BackendWork:
         """Hold it, and with it the memory that it reads and writes, until it is done."""
@@ -189,12 +189,9 @@ class PendingWorks:
         self._flying.discard(delivery)
 
     def complete_later(self, delivery: BackendWork) -> None:
-        """By a thread of Python's: completing a future takes the GIL, which no thread of the core's does."""
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._complete, name="dadt-futures", daemon=True)
-                self._thread.start()
-        self._queue.put(delivery)
+        """By a thread of Python's: completing a future takes the GIL, which no thread of the core's does. By one of its
+        own, as what hangs on a future may wait for another one."""
+        self._waiters.run(delivery.complete)
 
     def announce(self, number: int) -> None:
         self._meeting.wait_in(number)
@@ -202,18 +199,12 @@ class PendingWorks:
     def explained(self, error: CommError, number: int) -> str:
         """The error with the ranks that have not come, if the executor did not know them."""
         text = str(error)
-        if not number or "rank" in text:
-            return text
-        self.announce(number)
-        missing = self._meeting.absent(number)
-        return f"{ranks(missing)} did not come to it ({text})" if missing else text
+        if number and "rank" not in text:
+            self.announce(number)
+            missing = self._meeting.absent(number)
+            text = f"{ranks(missing)} did not come to it ({text})" if missing else text
+        return text + self._whose if "rank" in text else text
 
     def close(self, timeout: float) -> None:
-        """End the thread, once the group is closed: nothing is pending then."""
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join(timeout)
-
-    def _complete(self) -> None:
-        while (delivery := self._queue.get()) is not None:
-            delivery.complete()
+        """End the threads, once the group is closed: nothing is pending then."""
+        self._waiters.close(timeout)

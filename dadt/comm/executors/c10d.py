@@ -30,11 +30,12 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
 
 from dadt.comm.executors import proof, pull
 from dadt.comm.executors.base import Connection
-from dadt.comm.executors.c10d_message import Message, Waiters
+from dadt.comm.executors.c10d_message import Message
 from dadt.comm.executors.framed import FramedMessages
 from dadt.comm.executors.keys import Keys
 from dadt.comm.executors.meet import Meet
 from dadt.comm.keepalive import KeepAlive
+from dadt.comm.waiters import Waiters
 from dadt.errors import ConfigError, PeerLost
 
 if TYPE_CHECKING:
@@ -213,7 +214,7 @@ class C10d:
         self._aborted = False
         self._kept = KeepAlive(lambda: False)  # each ends by itself, be it by an error
         self._messages: weakref.WeakSet[Message] = weakref.WeakSet()
-        self._waiters = Waiters()
+        self._waiters = Waiters("dadt-message")
         self._lock = threading.Lock()
         self._letters = FramedMessages(group, rank)
 
@@ -282,31 +283,33 @@ class C10d:
     def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Message:
         self._check()
         if self._device is not None:
-            return self._keep(self._send(tensor, peer, tag))
+            return self._keep(self._send(tensor, peer, tag), f"a message to {_named(peer, tag)}")
         try:
             letter = self._letters.send(tensor, peer, tag)
         except RuntimeError as error:  # the connection is known to be closed
-            raise PeerLost(f"a message was not delivered: {error}") from error
-        return self._keep(Message(self._waiters, letter, self._rank, tensor, tensor))
+            raise PeerLost(f"a message to {_named(peer, tag)} was not delivered: {error}") from error
+        message = Message(self._waiters, letter, self._rank, tensor, tensor)
+        return self._keep(message, f"a message to {_named(peer, tag)}")
 
     def receive(self, tensor: torch.Tensor, peer: int | None, tag: int = 0) -> Message:
         self._check()
         if self._device is not None:
-            return self._keep(self._receive(tensor, peer, tag))
+            return self._keep(self._receive(tensor, peer, tag), f"a message from {_named(peer, tag)}")
         try:
             letter = self._letters.receive(tensor, peer, tag)
         except RuntimeError as error:  # as in `send`
-            raise PeerLost(f"a message was not received: {error}") from error
+            raise PeerLost(f"a message from {_named(peer, tag)} was not received: {error}") from error
         message = Message(self._waiters, letter, peer, tensor, tensor)
         message.begin()
-        return self._keep(message)
+        return self._keep(message, f"a message from {_named(peer, tag)}")
 
     def _check(self) -> None:
         if self._aborted:
             raise PeerLost("no message is sent or received any more: the job has failed")
 
-    def _keep(self, message: Message) -> Message:
-        """One that nobody keeps would not be delivered."""
+    def _keep(self, message: Message, what: str) -> Message:
+        """One that nobody keeps would not be delivered. what: it is called so in errors."""
+        message.what = what
         self._kept.add(message, message)
         with self._lock:
             self._messages.add(message)
@@ -348,13 +351,24 @@ class C10d:
         ends that is at an operation's memory: its destructor waits for its threads, in which operations run."""
         if self.name == "nccl" and not self._aborted:
             self._group.shutdown()  # else it warns that nobody has ended it
-        if self._aborted:
-            deadline = monotonic() + _GIVE_UP_SECONDS
-            with self._lock:
-                messages = list(self._messages)
-            for message in messages:
-                message.give_up(max(0.0, deadline - monotonic()))
+        else:
+            self._end_messages()
         self._waiters.close()
         self._letters.close()
         group, self._group = weakref.ref(self._group), None
         return self.name == "gloo" and group() is None
+
+    def _end_messages(self) -> None:
+        """What is sent may still be on its way; what nobody has sent is not waited for."""
+        deadline = monotonic() + _GIVE_UP_SECONDS
+        with self._lock:
+            messages = list(self._messages)
+        for message in messages:
+            if message.sender == self._rank and not self._aborted:
+                message.stay(max(0.0, deadline - monotonic()))
+        for message in messages:
+            message.give_up(max(0.0, deadline - monotonic()))
+
+
+def _named(peer: int | None, tag: int) -> str:
+    return f"{'any rank' if peer is None else f'rank {peer}'} (tag {tag})"

@@ -3,49 +3,17 @@
 from __future__ import annotations
 
 import datetime
-import queue
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
 
+from dadt.comm.waiters import Waiters
 from dadt.errors import CommTimeout, Mismatch, PeerLost
 
 _LONG = datetime.timedelta(days=30)
-
-
-class Waiters:
-    """Threads in which works are waited for: as many as wait at once. Each new thread that waits in Gloo costs memory
-    which is not given back, so they are used again."""
-
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._idle = threading.Semaphore(0)
-        self._closed = False
-
-    def run(self, job: Callable[[], None]) -> None:
-        """Soon, in one of them. job: raises nothing."""
-        if self._closed:
-            threading.Thread(target=job, name="dadt-message", daemon=True).start()
-            return
-        if not self._idle.acquire(blocking=False):
-            threading.Thread(target=self._work, name="dadt-message", daemon=True).start()
-        self._jobs.put(job)
-
-    def close(self) -> None:
-        """They end once nothing is waited for."""
-        self._closed = True
-        self._jobs.put(None)
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-            del job  # it holds what was sent
-            self._idle.release()
-        self._jobs.put(None)  # for the next one
 
 
 class Message:
@@ -60,6 +28,8 @@ class Message:
         self._moved = moved
         self._target = target
         self._lock = threading.Lock()
+        self.what = "a message"
+        """As errors call it."""
         self._ended: threading.Event | None = None
         self._error: Exception | None = None
 
@@ -70,6 +40,15 @@ class Message:
     @property
     def source(self) -> int:
         return int(self._work._source_rank()) if self._source is None else self._source
+
+    @property
+    def sender(self) -> int | None:
+        """None: any rank."""
+        return self._source
+
+    def stay(self, timeout: float) -> None:
+        """Wait for its end, whatever that is."""
+        self._awaited().wait(timeout)
 
     def begin(self) -> None:
         """Go on with it though nobody waits: what follows the length is asked for when that has come."""
@@ -95,16 +74,16 @@ class Message:
         self._fill()
 
     def wait(self, timeout: float) -> None:
-        if not self._awaited().wait(timeout):
-            raise CommTimeout(f"a message was not done within {timeout:g} s")
+        if not self._awaited().wait(min(timeout, threading.TIMEOUT_MAX)):
+            raise CommTimeout(f"{self.what} was not done within {timeout:g} s")
         if self._error is None:
             return
         if isinstance(self._error, Mismatch):
             raise self._error
         text = str(self._error)
         if "imed out" in text:
-            raise CommTimeout(f"a message was not done: {text}") from self._error
-        raise PeerLost(f"a message was not delivered: {text}") from self._error
+            raise CommTimeout(f"{self.what} was not done: {text}") from self._error
+        raise PeerLost(f"{self.what} was not delivered: {text}") from self._error
 
     def _awaited(self) -> threading.Event:
         """Set at its end. A thread waits for that: Gloo's works end for who waits only, and a wait of theirs that

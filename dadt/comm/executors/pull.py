@@ -15,6 +15,7 @@ import torch
 from dadt import _core
 from dadt.comm.bucket import DTYPES
 from dadt.comm.compression.half import narrowed
+from dadt.comm.executors import extremes
 from dadt.comm.executors.base import Compressing, Connection
 from dadt.comm.executors.compressed import Parts, Sum, spread
 from dadt.errors import Mismatch
@@ -123,7 +124,7 @@ class Puller:
             flat.fill_(_neutral(reduction, dtype))
         elif not one or job.inputs != job.outputs:
             job.pack(flat.data_ptr())
-        self._executor.allreduce(flat, "sum" if reduction == "mean" else reduction)
+        extremes.allreduce(self._executor, flat, "sum" if reduction == "mean" else reduction)
         scale = 1.0 / participants if reduction == "mean" else 1.0
         if not one or scale != 1:
             job.unpack(flat.data_ptr(), scale)

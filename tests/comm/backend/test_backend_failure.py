@@ -103,6 +103,8 @@ def wrong_use() -> None:
         dist.all_to_all_single(torch.empty(3), torch.empty(3))
     with pytest.raises(ValueError, match="no options of its own"):
         dist.new_group(backend="dadt", pg_options=object())
+    with pytest.raises(ValueError, match="takes tags from 0 to"):
+        dist.send(torch.ones(1), 1 - dist.get_rank(), tag=1 << 30)
     dist.barrier()  # and the group is as good as before
 
 
@@ -110,26 +112,48 @@ def test_wrong_use_is_told_before_anything_is_sent(two: Ranks) -> None:
     two.run(wrong_use)
 
 
-def in_a_fork() -> None:
+def in_a_fork(executor: str) -> None:
     """A child (a DataLoader's worker) inherits the group, and must neither hang nor disturb it."""
+    among, peer = group(executor, timeout=60), 1 - dist.get_rank()
     pid = os.fork()
     if pid == 0:
-        status = 1
-        try:
-            dist.all_reduce(torch.ones(2))
-        except RuntimeError:
-            dist.group.WORLD.shutdown()
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        refused = 0
+        for action in (
+            lambda: dist.all_reduce(torch.ones(2), group=among),
+            lambda: dist.send(torch.ones(2), peer, among),
+            lambda: dist.recv(torch.ones(2), peer, among),
+        ):
+            try:
+                action()
+            except RuntimeError as error:
+                refused += "belongs to the parent process" in str(error)
+        among.shutdown()
+        os._exit(refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
     tensor = torch.ones(2)
-    dist.all_reduce(tensor)
+    dist.all_reduce(tensor, group=among)
     assert tensor.tolist() == [2, 2]
+    dist.destroy_process_group(among)
 
 
-def test_a_forked_child_is_no_rank(two: Ranks) -> None:
-    two.run(in_a_fork)
+@pytest.mark.parametrize("executor", ["auto", "gloo"])
+def test_a_forked_child_is_no_rank(two: Ranks, executor: str) -> None:
+    two.run(in_a_fork, executor)
+
+
+def within_a_group() -> str | None:
+    among, told = dist.new_group([2, 3], timedelta(seconds=PATIENCE), "dadt"), None
+    if dist.get_rank() == 2:
+        told = _told(lambda: dist.all_reduce(torch.ones(2), group=among))
+    dist.barrier()
+    if dist.get_rank() >= 2:
+        dist.destroy_process_group(among)
+    return told
+
+
+def test_ranks_of_a_group_of_some_are_said_to_be_its_own(four: Ranks) -> None:
+    told = four.run(within_a_group)[2]
+    assert "rank 1 did not come" in told and told.endswith("(ranks counted within the group of ranks 2, 3)"), told
 
 
 def again() -> None:

@@ -24,7 +24,7 @@ def engine():
 
 
 def test_an_error_is_raised_where_its_operation_is_waited_for(engine) -> None:
-    deliveries = PendingWorks(GroupRendezvous(distributed.HashStore(), 0, 1, 10.0))
+    deliveries = PendingWorks(GroupRendezvous(distributed.HashStore(), 0, 1, 10.0), "")
 
     def delivery(finish: Callable[[], object]) -> BackendWork:
         work = engine.allgather(b"", "bytes")

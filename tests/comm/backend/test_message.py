@@ -83,7 +83,29 @@ def objects(executor: str) -> None:
         assert found == [{"a": 1}, "b"]
 
 
-@pytest.mark.parametrize("body", [pass_round, ring_sum, by_tag_and_from_any, objects], ids=lambda body: body.__name__)
+def futures(executor: str) -> None:
+    """What hangs on one may wait for another, and none waits for one that was asked for before it."""
+    among, rank, tensors = _group(executor), dist.get_rank(), [torch.ones(2), torch.ones(2)]
+
+    def again(_: Any) -> Any:
+        return dist.all_reduce(tensors[1], group=among, async_op=True).get_future().wait()
+
+    first = dist.all_reduce(tensors[0], group=among, async_op=True).get_future().then(again)
+    assert first.wait()[0].tolist() == [dist.get_world_size()] * 2
+    if rank == 0:
+        late, early = (dist.irecv(tensors[tag], 1, among, tag).get_future() for tag in range(2))
+        early.wait()
+        dist.send(torch.ones(1), 1, among, tag=2)
+        late.wait()
+    elif rank == 1:
+        dist.send(tensors[1], 0, among, tag=1)
+        dist.recv(torch.ones(1), 0, among, tag=2)
+        dist.send(tensors[0], 0, among, tag=0)
+
+
+@pytest.mark.parametrize(
+    "body", [futures, pass_round, ring_sum, by_tag_and_from_any, objects], ids=lambda body: body.__name__
+)
 @pytest.mark.parametrize("executor", ["auto", "gloo"])
 def test_messages(four: Ranks, executor: str, body: Any) -> None:
     four.run(body, executor)

@@ -1,0 +1,26 @@
+"""Minima and maxima in which a NaN stays one: Gloo and MPI lose it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from dadt.comm.executors.base import Executor
+
+
+def allreduce(executor: Executor, flat: torch.Tensor, reduction: str) -> None:
+    """In place, by any reduction."""
+    if reduction not in ("min", "max") or not flat.is_floating_point():
+        executor.allreduce(flat, reduction)
+        return
+    missing = flat.isnan()
+    executor.allreduce(flat, reduction)
+    found = missing.any().to(torch.uint8).reshape(1)
+    executor.allreduce(found, "max")
+    if found:
+        everywhere = missing.to(torch.uint8)
+        executor.allreduce(everywhere, "max")
+        flat[everywhere.bool()] = math.nan
