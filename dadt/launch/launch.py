@@ -23,6 +23,7 @@ from dadt.launch.failure import signal_name
 from dadt.launch.hosts.discovery import Discovery
 from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.slot import Slot, place, share_out
+from dadt.launch.idle import Idle
 from dadt.launch.job import HANG_UP_SECONDS, Job
 from dadt.launch.joining import Joining
 from dadt.launch.launchers import launcher_of
@@ -94,7 +95,9 @@ def _record(the_plan: Plan, voice: Voice, placed: Told, signals: bool, exports: 
 
         with interrupts or nullcontext():
             logs = Path(config.log_dir) / folder.job
-            restarts = Restarts(config, discovery, voice, report, logs, interrupts)
+            facts = {"job": folder.job, "command": list(the_plan.command), "logs": str(logs.resolve()), "hosts": 0}
+            idle = partial(Idle, folder.query, facts, report.journal.refused)
+            restarts = Restarts(config, discovery, voice, report, logs, interrupts, idle)
             try:
                 outcome = restarts.run(attempt)
             except DadtError as error:

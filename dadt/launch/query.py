@@ -5,11 +5,11 @@ from __future__ import annotations
 import select
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dadt.control import schema
 from dadt.control.accept import Entrance, peer_of
@@ -17,8 +17,7 @@ from dadt.control.frame import CHUNK, Frame, Link, Parser
 from dadt.errors import DadtError
 
 if TYPE_CHECKING:
-    from dadt.launch.agents import Agents
-    from dadt.launch.monitor.watch import Watch
+    from dadt.launch.monitor.watch import Gauge
 
 WRITE_SECONDS = 0.05
 OWN_INQUIRY = 0
@@ -55,11 +54,30 @@ class Inquiry:
     deadline: float
 
 
+class Channels(Protocol):
+    """The agents, as questions need them."""
+
+    def watch(self, source: Any, read: Callable[[], Any]) -> None: ...
+    def forget(self, source: Any) -> None: ...
+    def send_all(self, frame: Frame) -> None: ...
+
+
+class Watched(Protocol):
+    """The ranks."""
+
+    begin: float
+    state: str
+
+    @property
+    def gauges(self) -> Sequence[Gauge]: ...
+    def refused(self, why: str) -> None: ...
+
+
 class Query:
     """The launcher's end. Single-threaded: it runs in the job's selector and never waits for a caller."""
 
     def __init__(
-        self, path: Path, agents: Agents, watch: Watch, facts: Mapping[str, Any], end: Callable[[], float]
+        self, path: Path, agents: Channels, watch: Watched, facts: Mapping[str, Any], end: Callable[[], float]
     ) -> None:
         """facts: constants such as the job's id and command. end: ends the job and returns its grace in seconds."""
         self._path = path

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import select
 import signal
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from dadt.launch.failure import Failure
 from dadt.launch.hosts import script
 from dadt.launch.hosts.discovery import ASK_SECONDS, LONGEST_PAUSE_SECONDS, Discovery
 from dadt.launch.hosts.host import Host
+from dadt.launch.idle import Idle
 from dadt.launch.outcome import Outcome, end_early
 from dadt.launch.preemption import Preempted
 from dadt.launch.report import Report
@@ -27,6 +27,7 @@ LOOK_SECONDS = 0.1
 SILENT_SECONDS = 2.0
 """The user is told what is waited for after so long."""
 SERIES = "progress.jsonl"
+NOT_AGAIN = "it was not started again"
 FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
 """Exit codes of workers that others have ended: the kernel for lack of memory, or who takes the machine away."""
 
@@ -42,13 +43,16 @@ class Restarts:
         report: Report,
         logs: Path,
         interrupts: Interrupts | None,
+        idle: Callable[[], Idle],
     ) -> None:
+        """idle: answers other commands while hosts are waited for."""
         self._config = config
         self._discovery = discovery
         self._voice = voice
         self._report = report
         self._logs = logs
         self._interrupts = interrupts
+        self._idle = idle
         self._count = 0
         self._most = config.max_restarts
         self.refused = False
@@ -104,7 +108,11 @@ class Restarts:
 
         Raises StartTimeout where too few come within --start-timeout seconds, or Ended.
         """
-        begin = time.monotonic()
+        with ExitStack() as stack:
+            return self._look_for_hosts(stack)
+
+    def _look_for_hosts(self, stack: ExitStack) -> list[Host]:
+        begin, idle = time.monotonic(), None
         every, told = 0.0 if self._count else ASK_SECONDS, ""
         while True:
             self._discovery.poll(every)
@@ -121,7 +129,10 @@ class Restarts:
                 self._voice.say(f"waiting for hosts: {what}")
             # As long as it took until the last question, so that the pauses double.
             every = min(max(ASK_SECONDS, self._discovery.asked - begin), LONGEST_PAUSE_SECONDS)
-            self._wait(LOOK_SECONDS)
+            idle = idle or self._begin_to_wait(stack)
+            idle.wait(LOOK_SECONDS)
+            if idle.is_killed:
+                end_early({signal.SIGTERM}, 0, NOT_AGAIN)
 
     def _suffice(self, hosts: Sequence[Host]) -> bool:
         """Whether enough workers fit on these hosts, as far as that is known before they are asked."""
@@ -144,12 +155,12 @@ class Restarts:
         unknown = float("inf") if len(hosts) == len(self._discovery.hosts) else 1
         return sum(host.slots or unknown for host in hosts)
 
-    def _wait(self, seconds: float) -> None:
-        """Raises Ended or Preempted if the user ends the job meanwhile."""
-        if self._interrupts is None:
-            time.sleep(seconds)
-        elif select.select([self._interrupts], [], [], seconds)[0]:
-            end_early(self._interrupts.take(), of_checkpoint(self._config), "it was not started again")
+    def _begin_to_wait(self, stack: ExitStack) -> Idle:
+        """Raises Ended or Preempted, as it waits, if the user ends the job meanwhile."""
+        idle, interrupts = stack.enter_context(self._idle()), self._interrupts
+        if interrupts is not None:
+            idle.watch(interrupts, lambda: end_early(interrupts.take(), of_checkpoint(self._config), NOT_AGAIN))
+        return idle
 
 
 def _place(failed: Failure | DadtError) -> Any:

@@ -10,7 +10,9 @@ from pathlib import Path
 import click
 
 from dadt.control.frame import CHUNK
+from dadt.control.job_folder import is_held
 from dadt.errors import ConfigError
+from dadt.launch.local_jobs import Trace
 from dadt.launch.monitor.output import Assembler
 from dadt.launch.query import Line
 from dadt_cli.jobs.find import folder_of, log_dir_option, rank_option, recorded_jobs
@@ -30,19 +32,26 @@ def logs(job: str, ranks: set[int] | None, follow: bool, log_dir: str) -> None:
     """Print the output of the workers of JOB, or of the latest job."""
     trace, folder = folder_of(job, Path(log_dir), "rank0.log")
     files = _files(folder, ranks)
-    line = trace.call() if trace is not None and follow else None
     with ExitStack() as stack:
-        if line is not None:
-            stack.enter_context(line)
+        line = stack.enter_context(called) if trace and follow and (called := trace.call()) else None
         tails = [stack.enter_context(Tail(path)) for path in files]
         while line is not None:
-            ended = _ended(line)
+            ended = line.ended(LOOK_SECONDS)
             for tail in tails:
                 tail.show()
             if ended:
-                break
+                line = stack.enter_context(again) if trace and (again := _called_again(trace)) else None
         for tail in tails:
             tail.show(last=True)
+
+
+def _called_again(trace: Trace) -> Line | None:
+    """A connection to the job's next attempt; None once its launcher has ended."""
+    while trace.launcher is not None and is_held(trace.launcher.parent):
+        if (line := trace.call()) is not None:
+            return line
+        time.sleep(LOOK_SECONDS)
+    return None
 
 
 class Tail:
@@ -79,7 +88,3 @@ def _files(folder: Path, ranks: set[int] | None) -> list[Path]:
             f"--rank {missing[0]}: {folder} has ranks {min(found)} to {max(found)}" if found else f"{folder} is empty"
         )
     return [found[rank] for rank in sorted(found) if ranks is None or rank in ranks]
-
-
-def _ended(line: Line) -> bool:
-    return line.ended(LOOK_SECONDS)

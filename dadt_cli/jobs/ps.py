@@ -36,7 +36,9 @@ def ps(job: str | None) -> None:
     else:
         trace = find(job)
         told = describe(trace)
-        lines = _ranks(told) if told is not None else _ranks_here(trace)
+        lines = (
+            _ranks_here(trace) if told is None else _ranks(told) if told["ranks"] else [f"job {job}: {told['state']}"]
+        )
     for line in lines:
         click.echo(line)
 
@@ -57,7 +59,7 @@ def _row(trace: Trace) -> list[str]:
             "",
         ]
     ranks = told["ranks"]
-    workers = f"{_count(told['hosts'], 'host')} x {_each(ranks)}"
+    workers = f"{_count(told['hosts'], 'host')} x {_each(ranks)}" if ranks else "-"
     steps = [rank["step"] for rank in ranks if not rank["lost"]]
     lost = sum(bool(rank["lost"]) for rank in ranks)
     return [

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from harness.run import Run, await_that
+from harness.run import DADT, Run, await_that
 
 from dadt.config import Config
 from dadt.errors import ConfigError
@@ -213,6 +214,10 @@ def begin(start: Callable[..., Run], folder: Path, listed: str, *options: str) -
     return start(TRAIN, "--host-discovery-script", str(path), "--files", "all", *options, "train.py")
 
 
+def dadt(*arguments: str) -> str:
+    return subprocess.run([*DADT, *arguments], capture_output=True, text=True, timeout=60, check=True).stdout
+
+
 def check_replicas(out: bytes, count: int) -> None:
     weights = re.findall(r"weights (\w+)", out.decode())
     assert len(weights) == count
@@ -225,6 +230,9 @@ def test_a_job_waits_for_hosts_that_are_not_there_yet(start, tmp_path: Path) -> 
     assert run.process.stderr is not None
     waiting = b"dadt: waiting for hosts: localhost with room for 1 workers of 2\n"
     assert run.process.stderr.readline() == waiting
+    row = next(line for line in dadt("ps").splitlines() if line.startswith(run.job))
+    assert re.fullmatch(rf"{run.job}  \S+ +- +- +waiting for hosts +train.py +\S+", row)
+    assert dadt("ps", run.job) == f"job {run.job}: waiting for hosts\n"
     (tmp_path / "list").write_text("localhost:1\n127.0.0.1:1\n")
     result = run.finish()
     assert result.code == 0, result.err
@@ -239,6 +247,15 @@ def test_a_job_begins_with_as_many_as_fit(start, tmp_path: Path) -> None:
     assert result.code == 0, result.err
     assert "dadt: warning: the hosts have room for 2 of 3 workers: training begins with these\n" in result.err
     check_replicas(result.out, 2)
+
+
+def test_a_job_that_waits_can_be_killed(start, tmp_path: Path) -> None:
+    run = begin(start, tmp_path, "localhost:1\n", "-np", "2", "--start-timeout", "60")
+    assert run.process.stderr is not None
+    assert run.process.stderr.readline().startswith(b"dadt: waiting for hosts: ")
+    assert dadt("kill", run.job) == f"job {run.job} has ended: nothing of it ran any more\n"
+    result = run.finish()
+    assert (result.code, result.err) == (143, "dadt: ended by SIGTERM; it was not started again\n")
 
 
 def test_too_few_hosts_come_in_time(start, tmp_path: Path) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness.run import Result, Run
+from harness.run import DADT, Result, Run, await_that
 
 from dadt.config import Config
 from dadt.errors import ConfigError
@@ -123,3 +124,27 @@ def test_a_job_started_by_hand_cannot_start_again(tmp_path: Path) -> None:
         Config(np=2, max_restarts=1, nnodes=2)
     with pytest.raises(ConfigError, match="--max-restarts -1: must be 0 or more"):
         Config(np=2, max_restarts=-1)
+
+
+AGAIN = """
+import os, sys, time
+if os.environ["DADT_RESTARTS"] == "0":
+    print("the first attempt", flush=True)
+    while not os.path.exists("followed"):
+        time.sleep(0.02)
+    sys.exit(5)
+print("the second attempt", flush=True)
+"""
+
+
+def test_logs_are_followed_over_a_restart(start: Callable[..., Run]) -> None:
+    run = start(AGAIN, "-np", "1", "--max-restarts", "1", "train.py")
+    log = run.folder / "dadt-logs" / run.job / "rank0.log"
+    await_that(lambda: log.exists() and b"first" in log.read_bytes(), "the first attempt")
+    with subprocess.Popen([*DADT, "logs", run.job, "-f"], cwd=run.folder, stdout=subprocess.PIPE) as following:
+        assert following.stdout is not None
+        lines = [following.stdout.readline()]
+        (run.folder / "followed").touch()
+        lines += following.stdout.readlines()
+    assert run.finish().code == 0
+    assert lines == [b"[0] the first attempt\n", b"[0] dadt: restart 1\n", b"[0] the second attempt\n"]

@@ -1,0 +1,58 @@
+"""A job without workers, which waits for hosts: it answers other commands of the same user as a running one does."""
+
+from __future__ import annotations
+
+import selectors
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dadt.control.frame import Frame
+from dadt.launch.monitor.watch import Gauge
+from dadt.launch.query import Query
+
+
+class Idle:
+    """Stands for the agents and the workers, of which there are none. Single-threaded."""
+
+    gauges: Sequence[Gauge] = ()
+
+    def __init__(self, path: Path, facts: Mapping[str, Any], refused: Callable[[str], None]) -> None:
+        """path: of the job's socket. facts: as of Query. refused: told why a caller was turned away."""
+        self.begin = time.time()
+        self.state = "waiting for hosts"
+        self.is_killed = False
+        self._refused = refused
+        self._selector = selectors.DefaultSelector()
+        self._query = Query(path, self, self, facts, self._end)
+
+    def __enter__(self) -> Idle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._query.close()
+        self._selector.close()
+
+    def watch(self, source: Any, read: Callable[[], Any]) -> None:
+        self._selector.register(source, selectors.EVENT_READ, read)
+
+    def forget(self, source: Any) -> None:
+        self._selector.unregister(source)
+
+    def send_all(self, frame: Frame) -> None:
+        """There is nobody."""
+
+    def refused(self, why: str) -> None:
+        self._refused(why)
+
+    def wait(self, seconds: float) -> None:
+        """Answer what comes within so long."""
+        deadline = time.monotonic() + seconds
+        while not self.is_killed and (left := deadline - time.monotonic()) > 0:
+            for key, _ in self._selector.select(max(0.0, min(left, self._query.turn()))):
+                key.data()
+
+    def _end(self) -> float:
+        self.is_killed = True
+        return 0.0
