@@ -87,11 +87,18 @@ class Agreement:
         return trained >> _HALF << _HALF | untrained >> _HALF
 
     def check(
-        self, lanes: list[StepMetadata], exchange: Exchange | RestoredExchange, newest: int, *, late: bool
+        self,
+        lanes: list[StepMetadata],
+        exchange: Exchange | RestoredExchange,
+        newest: int,
+        loader: str,
+        *,
+        late: bool,
     ) -> None:
         """Raises Mismatch where ranks have taken different steps.
 
-        newest: number of the last exchange under way. late: some steps have used gradients of the steps before.
+        newest: number of the last exchange under way. loader: of the last pass that has begun. late: some steps have
+        used gradients of the steps before.
         """
         self._group.checkpoint_signal.agree(lane.saves for lane in lanes)
         self._group.approaches.agree(lane.approach for lane in lanes)
@@ -103,6 +110,13 @@ class Agreement:
                 f"{exchange.name}: rank {ranks[most]} has drawn {drawn[most]} batches since its last step and rank"
                 f" {ranks[least]} {drawn[least]}: one of them skipped a step that the other took. Decide such things"
                 f" from values that are equal on all ranks, not from a rank's own loss"
+            )
+        if len(orders := {lane.order for lane in lanes}) > 1 and 0 not in orders:
+            self._say(
+                f"{loader}: ranks draw its samples in different orders, so that in a pass some are read twice and"
+                " others not at all; seed the generator that its sampler, or the split of its data set, draws from, and"
+                " let all ranks make the same passes over loaders",
+                "warning",
             )
         if exchange.number < FINGERPRINTED_STEPS:
             self._warn_identical(lanes)

@@ -318,8 +318,7 @@ class Attachment:
         self.step += 1
         self.batch_weight.stepped()
         self._growth.forget()
-        self.scale = None
-        self.consumed = self.stepping = False
+        self.scale, self.consumed, self.stepping = None, False, False
 
     def loaded(self) -> None:
         """The script has replaced weights by `load_state_dict`."""
@@ -328,8 +327,7 @@ class Attachment:
 
     @property
     def compresses(self) -> bool:
-        """Line searches compare what closures give; and power iteration starts better from gradients that have
-        settled."""
+        """Line searches compare what closures give, and power iteration starts better from settled gradients."""
         settles = self.compression.startswith("powersgd") and self.step < self.warmup_steps and not self.algorithm.tries
         return not self.has_closure and not settles
 
@@ -353,6 +351,7 @@ class Attachment:
             StepMetadata(
                 layout=exchange.schema.crc,
                 drawn=self.batch_weight.drawn,
+                order=self.batch_weight.order,
                 groups=groups_crc(self.optimizer),
                 fingerprint=self.agreement.fingerprint(exchange.number, self.parameters, self._weights),
                 growth=growth,
@@ -397,4 +396,5 @@ class Attachment:
     def agree(self, lanes: list[StepMetadata], exchange: Exchange | RestoredExchange) -> None:
         """Act on what the lanes say, the same on all ranks. Raises Mismatch."""
         self.measure.exchanged(exchange.seconds, exchange.waited)
-        self.agreement.check(lanes, exchange, self.exchanges - 1, late=self.measure.delayed > 0)
+        newest, late = self.exchanges - 1, self.measure.delayed > 0
+        self.agreement.check(lanes, exchange, newest, self.batch_weight.begun, late=late)

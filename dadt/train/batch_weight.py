@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from weakref import WeakKeyDictionary
+from zlib import crc32
 
+_RECENT = 64
 MOST_AHEAD = 2
 """Batches that a script may hold back: Accelerate fetches one before it gives the one before."""
 
@@ -12,7 +15,11 @@ MOST_AHEAD = 2
 class Pass:
     """One pass over a shared loader."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        """name: of the loader."""
+        self.name = name
+        self.order = 0
+        """crc32 of the first batch's samples, those of all ranks; 0 where the loader has no order."""
         self.ahead: int | None = None
         """Batches that the script fetches before it trains on them; None: not known yet."""
         self.is_over = False
@@ -25,8 +32,14 @@ class BatchWeight:
         """backwards: how many the script has begun so far."""
         self.drawn = 0
         """Batches since the last exchange."""
+        self.order = 0
+        """Of passes that began since then."""
+        self.begun = ""
+        """The loader of the last one."""
         self._backwards = backwards
         self._passes: WeakKeyDictionary[Pass, _Drawn] = WeakKeyDictionary()
+        self._recent: deque[Pass] = deque(maxlen=_RECENT)
+        """Those drawn from since the last exchange, as a script may let them go at once: `next(iter(loader))`."""
         self._last = 1.0
         self._fills_up = False
         """Whether the weight is 1 again from the next step on, unless that step has a batch."""
@@ -34,6 +47,8 @@ class BatchWeight:
     @property
     def value(self) -> float:
         """Of a step that is without a batch of its own: that of the one before."""
+        if not self._passes:
+            return self._last
         now = self._backwards()
         fills = [fill for each, drawn in self._passes.items() for fill in drawn.due(each, now)]
         return sum(fills) / len(fills) if fills else self._last
@@ -42,8 +57,10 @@ class BatchWeight:
         """A batch of a shared loader was handed to the script; samples of it count, of nominally so many."""
         self._fills_up = False
         self.drawn += 1
+        self._recent.append(source)
         if (drawn := self._passes.get(source)) is None:
             drawn = self._passes[source] = _Drawn(self._backwards())
+            self.order, self.begun = crc32(source.order.to_bytes(4, "little"), self.order), source.name
         drawn.add(samples / max(nominal, 1))
 
     def pass_over(self, source: Pass) -> None:
@@ -51,15 +68,19 @@ class BatchWeight:
         kept) counts in full, as it is not known which one it takes."""
         if (drawn := self._passes.get(source)) is not None and drawn.fills:
             self._fills_up = True  # what was fetched since the last step is still to be used
+            self._recent.append(source)
         else:
             self._last = 1.0
 
     def exchanged(self) -> None:
         """The gradients of what is due are on their way."""
-        self._last, self.drawn = self.value, 0
-        now = self._backwards()
+        self.drawn = self.order = 0
+        if not self._passes:
+            return
+        self._last, now = self.value, self._backwards()
         for each, drawn in self._passes.items():
             drawn.exchanged(each, now)
+        self._recent.clear()
 
     def stepped(self) -> None:
         if self._fills_up and not any(drawn.fills for drawn in self._passes.values()):

@@ -50,6 +50,37 @@ def test_the_same_data_is_told_where_dropout_makes_gradients_differ(dadt_run) ->
     assert "had identical" not in dadt_run(noisy).output
 
 
+ORDERS = """
+    from torch.utils.data import DataLoader, TensorDataset
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    data = TensorDataset(torch.randn(40, 1))
+    loader = DataLoader(data, batch_size=5, shuffle=True{more})
+    for _ in range(2):
+        for (x,) in loader:
+            optimizer.zero_grad()
+            model(x).pow(2).mean().backward()
+            optimizer.step()
+        if rank == {alone}:
+            with torch.no_grad():
+                list(DataLoader(data, shuffle=True))
+    report({{"state": model.state_dict()}})
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "alone", "told"),
+    [("", -1, False), ("", 0, True), (", generator=torch.Generator().manual_seed(rank)", -1, True)],
+    ids=["one order", "a pass alone", "a generator"],
+)
+def test_orders_that_differ_are_told(dadt_run, more: str, alone: int, told: bool) -> None:
+    """Also where it is the second pass, as a rank has made one of another loader alone."""
+    run = dadt_run(ORDERS.format(more=more, alone=alone), "--warmup-steps", "2")
+    assert_replicas_equal(run)
+    assert ("DataLoader #1: ranks draw its samples in different orders" in run.output) is told
+
+
 def test_inputs_that_stay_the_same_are_no_data(dadt_run) -> None:
     rows = SUM.replace("nn.Linear(4, 1)", "nn.Sequential(nn.Embedding(8, 4), nn.Dropout(0.5), nn.Linear(4, 1))")
     run = dadt_run(rows.replace("model(batch())", "(model(torch.arange(8)) * batch()[:, :1])"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from itertools import pairwise
 
 import pytest
@@ -37,7 +38,7 @@ class Script:
 
 
 def test_one_batch_a_step() -> None:
-    script, source = Script(), Pass()
+    script, source = Script(), Pass("DataLoader #1")
     for fill in (1, 1, 0.5):
         script.fetch(source, fill)
         assert script.step() == fill
@@ -50,7 +51,7 @@ def test_one_batch_ahead(again: int) -> None:
     """In passes down to one of two batches; the last step comes after the end."""
     script = Script()
     for fills in ([1, 1, 0.5, 0], [1, 0], [0.5]):
-        source = Pass()
+        source = Pass("DataLoader #1")
         script.fetch(source, fills[0])
         for before, fill in pairwise(fills):
             script.fetch(source, fill)
@@ -63,7 +64,7 @@ def test_one_batch_ahead(again: int) -> None:
 
 
 def test_two_batches_ahead() -> None:
-    script, source = Script(), Pass()
+    script, source = Script(), Pass("DataLoader #1")
     script.fetch(source, 1, 0.5, 0.25)
     assert script.step() == 1
     script.end(source)
@@ -71,7 +72,7 @@ def test_two_batches_ahead() -> None:
 
 
 def test_batches_ahead_that_add_up() -> None:
-    script, source = Script(), Pass()
+    script, source = Script(), Pass("DataLoader #1")
     script.fetch(source, 1, 1, 1)
     assert script.step(backwards=2) == 1
     script.fetch(source, 1, 0)
@@ -81,14 +82,14 @@ def test_batches_ahead_that_add_up() -> None:
 
 
 def test_batches_that_add_up() -> None:
-    script, source = Script(), Pass()
+    script, source = Script(), Pass("DataLoader #1")
     for fills in ([1, 1], [1, 0.5], [0.5]):
         script.fetch(source, *fills)
         assert script.step(backwards=len(fills)) == sum(fills) / len(fills)
 
 
 def test_two_batches_in_one_forward() -> None:
-    script, source = Script(), Pass()
+    script, source = Script(), Pass("DataLoader #1")
     script.fetch(source, 1, 1)
     assert script.step() == 1
     script.fetch(source, 1, 1)
@@ -98,7 +99,7 @@ def test_two_batches_in_one_forward() -> None:
 
 
 def test_two_loaders() -> None:
-    script, sources = Script(), [Pass(), Pass()]
+    script, sources = Script(), [Pass("DataLoader #1"), Pass("DataLoader #1")]
     for fills in ((1, 1), (0.5, 1), (0, 1)):
         for source, fill in zip(sources, fills, strict=True):
             script.fetch(source, fill)
@@ -106,7 +107,7 @@ def test_two_loaders() -> None:
 
 
 def test_two_optimizers_of_a_script_that_fetches_ahead() -> None:
-    script, source = Script(optimizers=2), Pass()
+    script, source = Script(optimizers=2), Pass("DataLoader #1")
     fills = [1, 1, 0.5, 0]
     script.fetch(source, fills[0])
     for before, fill in pairwise(fills):
@@ -118,7 +119,7 @@ def test_two_optimizers_of_a_script_that_fetches_ahead() -> None:
 
 def test_all_batches_before_the_first_step() -> None:
     """It is not known in which order they come: the first step has their mean, and then each counts in full."""
-    script, source = Script(), Pass()
+    script, source = Script(), Pass("DataLoader #1")
     script.fetch(source, 1, 1, 1, 1, 0.5)
     script.end(source)
     assert [script.step(), script.step()] == [0.9, 1]
@@ -127,6 +128,16 @@ def test_all_batches_before_the_first_step() -> None:
 def test_a_pass_that_the_script_has_left() -> None:
     script = Script()
     for _ in range(2):
-        source = Pass()
+        source = Pass("DataLoader #1")
         script.fetch(source, 1, 0.5)
         assert script.step() == 1
+
+
+def test_a_pass_that_is_gone_with_its_first_batch() -> None:
+    """As of next(iter(loader))."""
+    script = Script()
+    for fill in (1, 0.5, 0.25):
+        script.fetch(Pass("DataLoader #1"), fill)
+        gc.collect()
+        assert script.step() == fill
+    assert script.weights[0].drawn == 0

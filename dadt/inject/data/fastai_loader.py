@@ -83,7 +83,7 @@ class FastaiLoaders:
     def _pass(self, loader: Any, iterate: Any) -> Iterator[Any]:
         self._runtime.claim()
         self._loaders.streams.split()
-        world, source = self._runtime.world, Pass()
+        world, source = self._runtime.world, Pass(self._loaders.role(loader).name)
         pieces: list[Piece] = []
 
         def indices() -> list[Any]:

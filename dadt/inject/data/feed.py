@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import hashlib
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -110,42 +110,6 @@ class Order:
         return getattr(self.source, name)
 
 
-class Comparison:
-    """Asks once per loader, without waiting, whether the ranks walk the same order: a rank that walks another
-    would lose and double samples without a sign."""
-
-    def __init__(self, name: str, runtime: LoadingRank) -> None:
-        self.name = name
-        self.runtime = runtime
-        self._asked: Gathering | None = None
-        self._ended = False
-
-    def check(self, first: Piece | None) -> None:
-        """first: the first Piece of a pass; the first one ever is compared."""
-        if self._ended or (self._asked is None and first is None):
-            return
-        if self.runtime.replaying or not self.runtime.on_training_thread:
-            # The others of a running job have compared it where its replay comes to it.
-            self._ended = self.runtime.world.joins and self.runtime.on_training_thread
-            return  # of no fixed order among the operations of the thread that trains
-        late = self.runtime.step or self.runtime.world.joins
-        if self._asked is None and late and not self.runtime.together:
-            return  # nobody knows when the others are here
-        if self._asked is None:
-            digest = hashlib.blake2b(repr(cast(Piece, first).whole).encode(), digest_size=8).digest()
-            self._asked = self.runtime.allgather(f"{self.name}: order of samples", digest)
-        elif self._asked.done:
-            self._ended = True
-            self.runtime.wait(self._asked)
-            if len(set(self._asked.lanes)) > 1:
-                self.runtime.say(
-                    f"{self.name}: ranks draw its samples in different orders, so that in a pass some are"
-                    " read twice and others not at all; seed the generator that its sampler, or the split of"
-                    " its data set, draws from",
-                    "warning",
-                )
-
-
 class Feed:
     """Batches of a map-style data set for a rank that trains on its share, counted as they are handed out."""
 
@@ -154,7 +118,7 @@ class Feed:
         share: Share,
         runtime: LoadingRank,
         streams: Streams,
-        comparison: Comparison,
+        name: str,
         draws_on: bool,
         prefetches: bool,
         steps: int,
@@ -165,7 +129,7 @@ class Feed:
         self.share = share
         self.runtime = runtime
         self.streams = streams
-        self.comparison = comparison
+        self.name = name
         self.prefetches = prefetches
         self.steps = steps
         self.over = over
@@ -175,7 +139,7 @@ class Feed:
     def begin(self, start: Callable[[], Iterator[Any]]) -> Feed:
         """A new pass: `start` gives torch's iterator over `order`."""
         self._pieces.clear()
-        self._batches, self._pass = 0, Pass()
+        self._batches, self._pass = 0, Pass(self.name)
         self._told = False
         self._training = self.runtime.trains()
         self._before = (self.runtime.step, self.runtime.backwards)
@@ -205,12 +169,13 @@ class Feed:
                 self._take()
             raise
         piece = self._take()
+        if not self._batches:  # a rank that walks another order would lose and double samples without a sign
+            self._pass.order = zlib.crc32(repr(piece.whole).encode())
         self._batches += 1
         if self._batches == self.steps >= FEW_BATCHES:
             self._look_back()  # some count batches, and do not ask for more than there are
         if self._training or self.runtime.trains():
             self.runtime.drew(self._pass, piece.samples, self.share.nominal)
-        self.comparison.check(piece if self._batches == 1 else None)
         return data
 
     def _drawn(self, piece: Piece) -> None:

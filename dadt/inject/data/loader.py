@@ -256,7 +256,7 @@ class Loaders:
             steps = self._shortened(loader, share)
             over = functools.partial(self._over, role, steps)
             draws = draws_on(loader)
-            feed = Feed(share, self.runtime, self.streams, role.comparison, draws, prefetches, steps[0], over)
+            feed = Feed(share, self.runtime, self.streams, role.name, draws, prefetches, steps[0], over)
         if loader.persistent_workers and loader.num_workers:
             role.feed = feed  # torch's iterator is one object for all passes, and so is ours
         self.schedules.begin()

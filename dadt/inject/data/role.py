@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dadt.inject.data.division import begun
-from dadt.inject.data.feed import Comparison, Feed, LoadingRank
+from dadt.inject.data.feed import Feed, LoadingRank
 from dadt.inject.data.samplers import Loader
 
 TRAINS, EVALUATES, ALONE = "trains", "evaluates", "alone"
@@ -30,4 +30,3 @@ class Role:
         """Among whom its latest pass was divided."""
         self.feed: Feed | None = None
         """The feed of persistent workers."""
-        self.comparison = Comparison(self.name, runtime)

@@ -136,7 +136,7 @@ class StreamFeed:
         self.steps = steps
         self.in_process = in_process
         self.together = together
-        self._pass = Pass()
+        self._pass = Pass(name)
         self._training = runtime.trains()
         self._ahead: Batch | None = None
         self._last: Batch | None = None

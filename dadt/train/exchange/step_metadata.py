@@ -6,7 +6,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_FORMAT = struct.Struct("<IIIIIBddII")
+_FORMAT = struct.Struct("<IIIIIBddIII")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,8 @@ class StepMetadata:
     """How often this rank was told that the script is to save; at most 127 count."""
     approach: int = 0
     """The newest new worker's request that this rank was told of."""
+    order: int = 0
+    """crc32 of the order in which passes over shared loaders draw that began since the last exchange; 0: none has."""
 
     def pack(self) -> bytes:
         return _FORMAT.pack(
@@ -48,16 +50,13 @@ class StepMetadata:
             self.value,
             self.not_finite,
             self.approach,
+            self.order,
         )
 
     @classmethod
     def unpack(cls, data: bytes) -> StepMetadata:
-        layout, drawn, groups, fingerprint, growth, bits, weight, value, not_finite, approach = _FORMAT.unpack_from(
-            data
-        )
-        return cls(
-            layout, drawn, groups, fingerprint, growth, bool(bits & 1), weight, value, not_finite, bits >> 1, approach
-        )
+        a, b, c, d, e, bits, weight, value, not_finite, approach, order = _FORMAT.unpack_from(data)
+        return cls(a, b, c, d, e, bool(bits & 1), weight, value, not_finite, bits >> 1, approach, order)
 
 
 METADATA_BYTES = _FORMAT.size

@@ -427,21 +427,6 @@ def test_an_own_distributed_sampler_is_left_alone(tmp_path):
     assert a[2] == ["DataLoader #1: shares out its data itself, left as it is."]
 
 
-def test_different_orders_are_noticed(tmp_path):
-    def script(runtime):
-        generator = torch.Generator().manual_seed(runtime.world.rank)
-        loader = DataLoader(Numbers(40), batch_size=2, shuffle=True, generator=generator)
-        # The answer comes when the other rank has asked, too, which may start much later.
-        end = time.monotonic() + 60
-        while not runtime.warned and time.monotonic() < end:
-            for _ in loader:
-                runtime.train()
-        return runtime.warned
-
-    for warned in ranks(2, script, tmp_path):
-        assert len(warned) == 1 and "DataLoader #1: ranks draw its samples in different orders" in warned[0]
-
-
 def test_a_shared_pass_without_a_step_is_noticed(tmp_path):
     def script(runtime):
         runtime.began = True
