@@ -103,7 +103,7 @@ class Attachment:
         self.batch_weight = BatchWeight(lambda: owner.backwards)
         self.agreement = Agreement(self.name, runtime, partial(owner.sync_from_rank0, self))
         self.finite = Finite(runtime.config.on_nan, runtime, owner.parameter_names, self.measure)
-        self.exchanges = 0  # one for each step, and each evaluation of a closure
+        self.exchanges = self.numbered_from = 0  # one for each step, and each evaluation of a closure
         self.consumed = False
         """This step's gradients are averaged."""
         self.stepping = False
@@ -334,7 +334,7 @@ class Attachment:
     def new_exchange(self, *, again: bool = False) -> Exchange:
         assert self._schema is not None
         self.exchanges += not again
-        name = f"step {self.exchanges - 1}{self.name}{', again' if again else ''}"
+        name = f"step {self.numbered_from + self.exchanges - 1}{self.name}{', again' if again else ''}"
         if again:
             # Its residual went with the exchange before, which nobody uses.
             self._schema.forget_residuals()

@@ -195,7 +195,8 @@ class Checkpoints:
         if any(t.shape != p.shape for value in of_tensors for p, t in value.items()):
             self._runtime.say("the checkpoint is one of another model: training begins with a warm-up")
             return
-        a.step = a.exchanges = part["step"]
+        a.step = part["step"]
+        a.numbered_from = a.step - a.exchanges
         a.prediction.load_state(prediction)
         if part["state"]:
             a.algorithm.load_state(part["state"])
