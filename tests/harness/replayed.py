@@ -66,6 +66,39 @@ for epoch in range(4):
     scheduler.step()
 tell(model, more=[best])
 """,
+    "counts-and-best": """
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 600), nn.ReLU(), nn.Linear(600, 600), nn.ReLU(), nn.Linear(600, 4))
+        self.calls = 0
+    def forward(self, x):
+        self.calls += self.training
+        return self.body(x) * (1 + 1 / (1 + self.calls))
+class Meter:
+    total = torch.zeros(())
+class Trainer:
+    def __init__(self):
+        self.model, self.meters = Counting(), {"train": {"loss": Meter()}}
+trainer = Trainer()
+trainer.meters["train"]["loss"].total = torch.zeros(())
+optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.05, momentum=0.9)
+for epoch in range(4):
+    for x, y in DataLoader(data, batch_size=8, shuffle=True):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(trainer.model(x), y)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
+        optimizer.step()
+        stepped()
+        trainer.meters["train"]["loss"].total += norm
+    print(epoch, loss, norm)
+    if epoch == 0:
+        best = copy.deepcopy(trainer.model.state_dict())
+other = Counting()
+other.load_state_dict(best)
+tell(trainer.model, other, more=[trainer.model.calls, trainer.meters["train"]["loss"].total.item()])
+""",
     "nanogpt": """
 text = np.random.RandomState(0).randint(0, 16, 2000)
 def get_batch():

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+import threading
 from itertools import product
 from random import Random
 
 import pytest
+import torch
 from harness.disk import small_disk
 from harness.replayed import HEAD, SCRIPTS
 
 from dadt.control import snapshots
+from dadt.inject.replay.values import Values
 
 OPTIONS = ["-np", "2", "--warmup-steps", "5", "--snapshot-every", "10steps", "--seed", "7"]
 
@@ -35,7 +38,7 @@ def means(result) -> list[str]:
 
 
 SHAPES = [name for name in SCRIPTS if name != "own-order"]
-QUICK = [("pipe", name) for name in ("tutorial", "nanogpt", "hidden-state", "policy")]
+QUICK = [("pipe", name) for name in ("tutorial", "counts-and-best", "nanogpt", "hidden-state", "policy")]
 QUICK += [("sync", name) for name in ("gan", "stream")]
 SLOW = [pair for pair in product(["pipe", "sync"], SHAPES) if pair not in QUICK]
 
@@ -476,3 +479,21 @@ def test_a_replay_does_not_sleep(launch) -> None:
     resumed = launch(HEAD + SLEEPS, *OPTIONS, "--resume", killed.job, "train.py")
     ends(resumed)
     assert resumed.out.count(b"slept False") == 2, resumed.out
+
+
+def test_values_are_recorded_while_another_thread_is_aside() -> None:
+    """As one that reads batches ahead is."""
+    values, inside, ends = Values(), threading.Event(), threading.Event()
+
+    def ahead() -> None:
+        with values.aside():
+            inside.set()
+            ends.wait(10)
+
+    thread = threading.Thread(target=ahead)
+    thread.start()
+    inside.wait(10)
+    assert values._reading(torch.Tensor.item)(torch.tensor(0.5)) == 0.5
+    ends.set()
+    thread.join()
+    assert values.recorded

@@ -11,7 +11,7 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sized
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -319,10 +319,11 @@ class Loaders:
             changed["batch_sampler"] = BatchSampler(loader.sampler, mine, drop_last)
         with self.streams.shared():
             batches = self.original_iter(self._view(loader, role, **changed))
-        steps = self._stream_steps(loader) if hasattr(dataset, "__len__") else None
+        steps = None
+        with suppress(TypeError, NotImplementedError):  # a ChainDataset's method, where a part has no length
+            steps = self._stream_steps(loader)
         nominal = -(-block // size) if loader._auto_collation else 1
-        in_process = loader.num_workers == 0
-        together = self.runtime.together
+        in_process, together = loader.num_workers == 0, self.runtime.together
         return StreamFeed(batches, self.runtime, self.streams, role.name, nominal, steps, in_process, together)
 
     def _stream_steps(self, loader: Loader) -> int:

@@ -8,6 +8,7 @@ import io
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -61,9 +62,10 @@ class Scope:
 
     def keeps(self, path: str) -> bool:
         """Not what lies among temporary files or caches, unless the script works there or was told so."""
-        if path.startswith(self._ours) or (path.startswith(self._outside) and not path.startswith(self._inside)):
+        inside = max((each for each in self._inside if path.startswith(each)), key=len, default="")
+        if path.startswith(self._ours) or (path.startswith(self._outside) and not inside):
             return False
-        return SHARED.search(path) is None
+        return SHARED.search(path, max(len(inside) - 1, 0)) is None
 
 
 def install(runtime: ScriptRank) -> Overlay | None:
@@ -88,6 +90,7 @@ def install(runtime: ScriptRank) -> Overlay | None:
 
 
 def _patch_python(overlay: Overlay) -> None:
+    unlink = os.unlink
     put = {name: overlay.reading(getattr(os, name)) for name in READERS}
     put |= {name: overlay.changing(getattr(os, name)) for name in CHANGERS}
     put |= {"unlink": overlay.remove, "replace": overlay.rename}
@@ -114,6 +117,19 @@ def _patch_python(overlay: Overlay) -> None:
         return original(file, mode, buffering, encoding, errors, newline, closefd, opener)
 
     builtins.open = io.open = open
+    closer: Any = getattr(tempfile, "_TemporaryFileCloser")  # noqa: B009
+    for name in ("close", "cleanup"):  # which keeps `unlink` as a default
+        if (end := vars(closer).get(name)) is not None and end.__defaults__:
+            end.__defaults__ = tuple(os.unlink if each is unlink else each for each in end.__defaults__)
+    begin = subprocess.Popen.__init__
+
+    @functools.wraps(begin)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("cwd") is not None and (known := overlay.path(kwargs["cwd"])) is not None:
+            kwargs["cwd"] = overlay.where(known)
+        begin(self, *args, **kwargs)
+
+    setattr(subprocess.Popen, "__init__", __init__)  # noqa: B010
     for name, attribute in OPEN:
         if name in sys.modules:
             setattr(sys.modules[name], attribute, open)

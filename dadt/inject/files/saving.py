@@ -83,23 +83,24 @@ class Saver:
         name = list(inspect.signature(original).parameters)[1]
 
         @functools.wraps(original)
-        def save(obj: Any, *args: Any, **kwargs: Any) -> Any:
-            # A DataLoader's worker process holds no weights of ours; torch.jit.save calls its module's save.
-            if os.getpid() != self._pid or getattr(self._thread, "saves", False):
-                return original(obj, *args, **kwargs)
-            self.runtime.show_true_weights()
-            f = kwargs[name] if name in kwargs else next(iter(args), None)
+        def save(*args: Any, **kwargs: Any) -> Any:
+            if getattr(self._thread, "saves", False):  # torch.jit.save calls its module's save
+                return original(*args, **kwargs)
+            in_child = os.getpid() != self._pid  # a DataLoader's worker, which holds no weights of ours
+            if not in_child:
+                self.runtime.show_true_weights()
+            f = args[1] if len(args) > 1 else kwargs.get(name)
             if self.runtime.alone or not isinstance(f, (str, os.PathLike)):
-                return original(obj, *args, **kwargs)
+                return original(*args, **kwargs)
 
             def write(path: str) -> Any:
-                if name in kwargs:
-                    return original(obj, *args, **{**kwargs, name: path})
-                return original(obj, path, *args[1:], **kwargs)
+                if len(args) > 1:
+                    return original(args[0], path, *args[2:], **kwargs)
+                return original(*args, **{**kwargs, name: path})
 
             self._thread.saves = True
             try:
-                return self._save(os.fspath(f), write)
+                return (self._save_in_child if in_child else self._save)(os.fspath(f), write)
             finally:
                 self._thread.saves = False
 
@@ -149,6 +150,16 @@ class Saver:
         if self._first and count is not None and self.runtime.control is not None:
             self.runtime.control.saved(str(target), count, self._number)
         return result
+
+    def _save_in_child(self, f: str, write: Write) -> Any:
+        """Nobody waits for it, nor is waited for."""
+        private = self.overlay.written_apart(f) if self.overlay is not None and not self._first else None
+        if self.overlay is not None and private is not None:
+            path = Path(self.overlay.place(private))
+            with self.overlay.real():
+                return write_beside(path, self._mark, write)
+        target = _target(f)
+        return write(f) if target is None else write_beside(target, self._mark, write)
 
     def _count(self, target: Path) -> int | None:
         """How often this rank has saved to this path; None where ranks save as they like."""

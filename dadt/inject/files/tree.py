@@ -178,7 +178,7 @@ class Tree:
         folder = os.fspath("." if given is None else given)
         with named(given), self.real():
             mine = {entry.name: entry for entry in scandir(self.where(path))}
-            there = list(scandir(path)) if kind(path) == stat.S_IFDIR else []
+            there = list(scandir(path)) if os.path.isdir(path) else []  # also by a link
         seen = [entry for entry in mine.values() if entry.stat(follow_symlinks=False).st_mode != WHITEOUT]
         seen += [entry for entry in there if entry.name not in mine]
         return [Entry(entry, folder) for entry in seen]

@@ -222,13 +222,14 @@ class Replay:
         own, common = self.goal.state()
         self._check(common)
         tensors = dict(self._roster.tensors())
-        mine = dict(variables.held(sys._getframe(), {id(t) for t in tensors.values()}, self._roster.attributes()))
+        mine = dict(variables.held(sys._getframe(), tensors.values(), self._roster.attributes()))
         with torch.no_grad():
             for name, value in common["tensors"].items():
                 tensors[name].data.copy_(value)
             for name, value in own["variables"].items():
                 if name in mine and mine[name].shape == value.shape:
                     mine[name].data.copy_(value)
+        self._roster.restore(own.get("counts", {}))
         for optimizer, state in zip(self._runtime.optimizers, common["optimizers"], strict=True):
             for group in optimizer.param_groups:
                 for p in group["params"]:

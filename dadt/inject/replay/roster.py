@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -55,6 +55,21 @@ class Roster:
             for name, value in module.__dict__.items():
                 if isinstance(value, torch.Tensor):
                     yield f"{number}.{name}", value
+
+    def counts(self) -> dict[str, Any]:
+        """Plain values that modules hold, such as a number of calls: a replay leaves most forwards out."""
+        return {
+            f"{number}.{name}": value
+            for number, module in self._numbered()
+            for name, value in module.__dict__.items()
+            if type(value) in (bool, int, float, str)
+        }
+
+    def restore(self, counts: Mapping[str, Any]) -> None:
+        for number, module in self._numbered():
+            for name in list(module.__dict__):
+                if type(value := counts.get(f"{number}.{name}")) is type(module.__dict__[name]):
+                    module.__dict__[name] = value
 
     def _numbered(self) -> list[tuple[int, nn.Module]]:
         return sorted(((number, module) for module, number in self._modules.items()), key=itemgetter(0))

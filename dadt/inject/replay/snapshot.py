@@ -6,10 +6,11 @@ import hashlib
 import os
 import sys
 from contextlib import suppress
+from os import mkdir
 from pathlib import Path
 from typing import Any
 
-# Bound here, before `torch.save` shows true weights to whoever saves.
+# Bound here, before `torch.save` shows true weights to whoever saves, and before scripts' files are kept apart.
 from torch import load, save
 
 from dadt.control import snapshots
@@ -37,7 +38,10 @@ def check(told: dict[str, Any]) -> None:
 
 def write(folder: Path, rank: int, content: dict[str, Any]) -> None:
     """Not part of the snapshot until `complete`. Raises OSError, or RuntimeError as torch does."""
-    folder.mkdir(parents=True, exist_ok=True)
+    for each in [*reversed(folder.parents), folder]:
+        if not each.is_dir():
+            with suppress(FileExistsError):  # another rank has just made it
+                mkdir(each)  # noqa: PTH102 (pathlib's is kept apart)
     try:
         with _half(folder, rank).open("wb") as file:
             save(content, file)

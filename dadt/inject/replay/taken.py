@@ -42,7 +42,8 @@ class Taken:
             optimizers = [optimizer.state_dict() for optimizer in r.optimizers]
         r.show_true_weights()
         tensors = dict(self._roster.tensors())
-        content["variables"] = dict(variables.held(frame, {id(t) for t in tensors.values()}, self._roster.attributes()))
+        content["variables"] = dict(variables.held(frame, tensors.values(), self._roster.attributes()))
+        content["counts"] = self._roster.counts()
         if common:
             content["tensors"] = tensors
             content["optimizers"] = optimizers

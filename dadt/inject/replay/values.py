@@ -47,12 +47,13 @@ class Values:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Inside, nothing is recorded."""
-        self._aside += 1
+        """Inside, nothing is recorded. Another thread's reads are not recorded anyway."""
+        mine = threading.get_ident() == self._thread
+        self._aside += mine
         try:
             yield
         finally:
-            self._aside -= 1
+            self._aside -= mine
 
     def stop(self) -> None:
         """Nobody will ask for them."""
@@ -80,6 +81,14 @@ class Values:
         for name in _READERS:
             setattr(torch.Tensor, name, self._reading(getattr(torch.Tensor, name)))
         torch.load = torch.serialization.load = self._loading(torch.load)
+        shown: Callable[..., str] = torch.Tensor.__repr__
+
+        @functools.wraps(shown)
+        def __repr__(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> str:
+            with self.aside():  # how often it reads depends on the values
+                return shown(tensor, *args, **kwargs)
+
+        setattr(torch.Tensor, "__repr__", __repr__)  # noqa: B010
 
     def _reading(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 
 SMALL = 1 << 20
-"""Bytes of the largest tensor that counts: larger ones are data, or what a model has just given."""
-DEPTH = 4
+"""Bytes of the largest tensor that counts: larger ones are data, or what a model has just given. Those that are as a
+model's are copies of it: the best weights so far."""
+DEPTH = 6
 """Of containers and objects within each other."""
 MANY = 10_000
 """Items of a container that is looked into."""
@@ -19,12 +20,18 @@ _NOT_THEIRS = frozenset({"dadt", "dadt_cli", "torch", "numpy", "builtins", "_io"
 
 
 def held(
-    frame: FrameType | None, known: Container[int], attributes: Iterable[tuple[str, torch.Tensor]] = ()
+    frame: FrameType | None, models: Collection[torch.Tensor], attributes: Iterable[tuple[str, torch.Tensor]] = ()
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Of the variables of all calls under way, with names that are the same whenever the script comes here. known: ids
-    of tensors that do not count. attributes: of modules, by names of their own."""
+    """Of the variables of all calls under way, with names that are the same whenever the script comes here. models:
+    their tensors, which do not count. attributes: of modules, by names of their own."""
+    known, kinds = set(map(id, models)), {(t.shape, t.dtype) for t in models}
+
+    def counts(tensor: torch.Tensor) -> bool:
+        small = tensor.numel() * tensor.element_size() <= SMALL
+        return id(tensor) not in known and (small or (tensor.shape, tensor.dtype) in kinds)
+
     for name, tensor in attributes:
-        if id(tensor) not in known and tensor.numel() * tensor.element_size() <= SMALL:
+        if counts(tensor):
             yield name, tensor
     calls = []
     while frame is not None:
@@ -34,7 +41,7 @@ def held(
     seen: set[int] = set()
     for depth, call in enumerate(reversed(calls)):
         for path, tensor in _within(f"{depth} {call.f_code.co_name}", dict(call.f_locals), DEPTH, seen):
-            if id(tensor) not in known and tensor.numel() * tensor.element_size() <= SMALL:
+            if counts(tensor):
                 yield path, tensor
 
 

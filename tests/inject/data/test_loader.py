@@ -649,3 +649,20 @@ def test_one_backward_after_all_batches_is_training(tmp_path):
         return found
 
     assert ranks(2, script, tmp_path) == [[4, 4, 4]] * 2
+
+
+def test_a_stream_of_parts_without_a_length(tmp_path):
+    class Part(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(range(4))
+
+    def script(runtime):
+        loader = DataLoader(torch.utils.data.ChainDataset([Part(), Part()]), batch_size=2)
+        got = []
+        for batch in loader:
+            got += batch.tolist()
+            runtime.train()
+        return got
+
+    a, b = ranks(2, script, tmp_path)
+    assert sorted(a + b) == sorted([*range(4), *range(4)])

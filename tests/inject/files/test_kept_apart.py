@@ -16,6 +16,8 @@ import torch
 from harness import forkserver
 from harness.job import LAUNCHERS
 
+from dadt.inject.files.install import Scope
+
 HEAD = """
 import csv, glob, io, json, os, shutil, sys, time, zipfile
 import numpy as np
@@ -229,3 +231,50 @@ torch.UntypedStorage.from_file(name, False, 1)
 def test_a_file_that_is_not_found_is_hinted_at(job) -> None:
     _, said = job(UNSEEN, code=1)
     assert "\n  hint    what this rank wrote was kept apart from the files of the first" in said
+
+
+LATE_BOUND = """
+import subprocess, tempfile
+from torch.utils.data import DataLoader, Dataset
+os.makedirs("real", exist_ok=True)
+train()
+scripted = torch.jit.script(model)
+torch.jit.save(m=scripted, f="model.jit")
+torch.jit.load("model.jit")
+with tempfile.NamedTemporaryFile(dir=".") as file:
+    file.write(b"text")
+folder = tempfile.mkdtemp(dir=".")
+subprocess.run(["sh", "-c", "echo text > said"], cwd=folder, check=True)
+said = open(os.path.join(folder, "said")).read()
+open("runs/new.txt", "w").close()
+
+class Cached(Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, i):
+        if not os.path.exists(f"cached{i}.pt"):
+            torch.save(torch.full((300_000,), float(i)), f"cached{i}.pt")
+        return torch.load(f"cached{i}.pt")[0]
+
+with torch.no_grad():
+    cached = [batch.tolist() for batch in DataLoader(Cached(), 2, num_workers=1)]
+print(json.dumps([said, sorted(os.listdir("runs")), cached]))
+"""
+
+
+def test_what_is_bound_before_or_called_by_keywords_or_in_a_child(job, tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "scratch" / "old.txt").touch()
+    (tmp_path / "runs").symlink_to("scratch")
+    found, _ = job(LATE_BOUND)
+    assert found == [["text\n", ["new.txt", "old.txt"], [[0.0, 1.0], [2.0, 3.0]]]] * 2
+    assert {torch.load(tmp_path / f"cached{i}.pt")[0].item() for i in range(4)} == {0.0, 1.0, 2.0, 3.0}
+
+
+def test_a_cache_is_one_below_the_folder_in_which_the_script_works(tmp_path: Path, monkeypatch) -> None:
+    folder = tmp_path / "kvcache-experiment"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    keeps = Scope().keeps
+    assert keeps(str(folder / "log.txt")) and keeps(str(folder / "runs" / "log.txt"))
+    assert not keeps(str(folder / "cache" / "data")) and not keeps(str(folder / "x" / "__pycache__" / "a.pyc"))
