@@ -298,8 +298,9 @@ class Config:
                 number(flag(f.name), value, "a number")
             if choices and value not in choices:
                 raise ConfigError(f"{flag(f.name)} {value}: unknown; choose one of {', '.join(choices)}")
-        if self.timeline:  # as seen from here: workers may be elsewhere
-            object.__setattr__(self, "timeline", str(Path(here(), self.timeline)))
+        for name in ("timeline", "snapshot_dir"):  # as seen from here: workers may be elsewhere
+            if path := getattr(self, name):
+                object.__setattr__(self, name, str(Path(here(), path)))
         predict_factors(self.predict)
         check_algorithm("--algorithm", self.algorithm)
         if self.horovod != "none":

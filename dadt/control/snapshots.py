@@ -16,6 +16,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from dadt.control import private_files
 from dadt.errors import NotResumed
 
 VERSION = 1
@@ -44,7 +45,7 @@ def write(path: Path, text: str) -> None:
     """The whole file, or none. Raises OSError."""
     half = path.with_suffix(f"{path.suffix}.half")
     try:
-        with half.open("w") as file:
+        with private_files.open_file(half, "w", inner=True) as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -73,7 +73,7 @@ def base(env: Mapping[str, str], prologue: str, mark: str, cwd: str) -> tuple[di
         return result, []
     # The prologue may print anything, so the variables go to a file of their own.
     with tempfile.TemporaryFile() as file, tempfile.TemporaryFile() as printed:
-        script = f"{prologue}\nstatus=$?\nenv -0 >&{file.fileno()}\nexit $status"
+        script = f"{prologue}\nstatus=$?\ncommand -p env -0 >&{file.fileno()}\nexit $status"
         try:
             ended = subprocess.run(
                 ["bash", "-c", script],

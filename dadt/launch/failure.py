@@ -237,6 +237,9 @@ class Failure:
             return "\n          ".join(_shortened(self.record.text.strip())) + where
         if self.ending.killed_for_memory:
             return "killed by the kernel for lack of memory"
+        if -self.ending.code in (signal.SIGUSR1, signal.SIGUSR2):
+            name = signal_name(-self.ending.code)
+            return f"{name}, for which the script has no handler; dadt run passes it on (--forward-signals)"
         if self.ending.code < 0:
             return f"signal {-self.ending.code} ({signal_name(-self.ending.code)}), not sent by dadt"
         words = f"; its last words: {self.last_words}" if self.last_words else ""

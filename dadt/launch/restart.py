@@ -147,6 +147,8 @@ class Restarts:
         failed = f"; {', '.join(away)} failed, to be tried again" if away else ""
         if not (least := self._config.min_np or self._config.np):
             return f"{named}{failed}"
+        if not hosts:
+            return f"no host for {least} workers{failed}"
         return f"{named} with room for {self._room(hosts):g} workers of {least}{failed}"
 
     def _room(self, hosts: Sequence[Host]) -> float:

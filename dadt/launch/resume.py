@@ -55,7 +55,8 @@ def found(config: Config) -> Path:
         for root in sorted(roots, key=lambda path: path.stat().st_mtime, reverse=True):
             if (newest := snapshots.newest(root)) is not None:
                 return newest
-        raise ConfigError(f"--resume {LAST}: no job in {logs} has a whole snapshot; take them with --snapshot-every")
+        where = config.snapshot_dir or logs
+        raise ConfigError(f"--resume {LAST}: no job in {where} has a whole snapshot; take them with --snapshot-every")
     given = Path(config.resume)
     if given.name.isdigit() and given.is_dir():
         snapshots.told(given.absolute())

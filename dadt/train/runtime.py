@@ -272,7 +272,8 @@ class Runtime(Departure):
         seconds = perf_counter() - begun
         self.progress.stood += seconds
         size, whole = self.group.world_size, self.world.world_size
-        missing = f"; {self.missing(whole - size)}" if size < whole else ""
+        text = self.missing(whole - size) if size < whole else ""
+        missing = f"; {text}" if text else ""
         self.say(f"{size} of {whole} workers train on from step {self.step}, {seconds:.2f} s later{missing}")
 
     def join(self, attachment: Attachment) -> None:

@@ -81,10 +81,13 @@ class Tail:
 
 def _files(folder: Path, ranks: set[int] | None) -> list[Path]:
     """Raises ConfigError where there is none for a rank."""
-    logs = ((LOG.fullmatch(path.name), path) for path in folder.glob("rank*.log"))
-    found = {int(name[1]): path for name, path in logs if name}
+    try:
+        logs = ((LOG.fullmatch(path.name), path) for path in folder.iterdir())
+        found = {int(name[1]): path for name, path in logs if name}
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be read ({error.strerror})") from error
+    if not found:
+        raise ConfigError(f"{folder}: there are no logs of ranks")
     if missing := sorted((ranks or set()) - set(found)):
-        raise ConfigError(
-            f"--rank {missing[0]}: {folder} has ranks {min(found)} to {max(found)}" if found else f"{folder} is empty"
-        )
+        raise ConfigError(f"--rank {missing[0]}: {folder} has ranks {min(found)} to {max(found)}")
     return [found[rank] for rank in sorted(found) if ranks is None or rank in ranks]

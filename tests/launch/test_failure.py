@@ -248,6 +248,10 @@ def test_an_exception_for_lack_of_memory_is_not_denied():
     assert "not out of memory" not in text
 
 
+def test_a_signal_that_dadt_passes_on_is_not_somebody_elses():
+    assert "cause   SIGUSR1, for which the script has no handler; dadt run passes it on" in block(ending(1, -10, 1.0))
+
+
 def test_a_start_timeout_has_an_exit_code_of_its_own():
     record = Record(type="StartTimeout", message="rank 1 did not arrive")
     failure = Failure(ending=ending(0, 1, 1.0), record=record, seconds=1.0, pid=7, host="", log=LOG)

@@ -313,15 +313,19 @@ def test_restarts_take_snapshots_by_themselves(launch, options: tuple[str, ...],
 def test_jobs_share_a_folder_for_snapshots(launch, tmp_path) -> None:
     """A restart goes on from its own job's, also where those of another one are of later steps."""
     script = HEAD + SCRIPTS["one-cycle"]
-    options = [*OPTIONS, "--snapshot-dir", str(tmp_path / "shared")]
-    expected = ends(launch(script, *options, "train.py"))
+    (tmp_path / "elsewhere").mkdir()
+    path = str(tmp_path / "train.py")
+    options = [*OPTIONS, "--snapshot-dir", "shared", "--workdir", "elsewhere"]
+    expected = ends(launch(script, *options, path))
     once = dies_once(script)
-    once = once.replace('f"dadt-logs/{job}/snapshots/*', 'f"shared/{job}/*')
-    restarted = launch(once, *options, "--max-restarts", "1", "train.py", DIE="23")
+    once = once.replace('f"dadt-logs/{job}/snapshots/*', 'f"../shared/{job}/*')
+    restarted = launch(once, *options, "--max-restarts", "1", path, DIE="23")
     assert ends(restarted) == expected
     assert re.search(r"resumed: [12]0 steps replayed", restarted.err), restarted.err
-    named = launch(once, *options, "--resume", restarted.job, "train.py")
+    named = launch(once, *options, "--resume", restarted.job, path)
     assert ends(named) == expected
+    every = [tmp_path / "shared", *(tmp_path / "shared").rglob("*")]
+    assert {oct(path.stat().st_mode & 0o777) for path in every} == {"0o700", "0o600"}
 
 
 RAISES = """

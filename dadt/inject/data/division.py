@@ -51,6 +51,8 @@ def missing(rank: LoadingRank, lost: int, loaders: Sequence[tuple[str, int | Non
     if rank.config.redistribute:
         return "the running pass leaves out what was theirs, and later ones divide it among those who are left"
     size = rank.world.world_size
+    if not loaders:
+        return ""
     text = f"each pass leaves out {lost} of {size} shares of the data"
     for name, samples in loaders:
         if samples is not None:

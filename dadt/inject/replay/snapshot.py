@@ -13,7 +13,7 @@ from typing import Any
 # Bound here, before `torch.save` shows true weights to whoever saves, and before scripts' files are kept apart.
 from torch import load, save
 
-from dadt.control import snapshots
+from dadt.control import private_files, snapshots
 from dadt.errors import NotResumed
 from dadt.inject.replay.values import Values
 from dadt.train.runtime import Runtime
@@ -41,9 +41,9 @@ def write(folder: Path, rank: int, content: dict[str, Any]) -> None:
     for each in [*reversed(folder.parents), folder]:
         if not each.is_dir():
             with suppress(FileExistsError):  # another rank has just made it
-                mkdir(each)  # noqa: PTH102 (pathlib's is kept apart)
+                mkdir(each, private_files.PRIVATE)  # noqa: PTH102 (pathlib's is kept apart)
     try:
-        with _half(folder, rank).open("wb") as file:
+        with private_files.open_file(_half(folder, rank), inner=True) as file:
             save(content, file)
             file.flush()
             os.fsync(file.fileno())

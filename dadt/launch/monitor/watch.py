@@ -116,7 +116,8 @@ class Gauge:
     def printed(self, data: bytes) -> None:
         """Record output. This is called for all output, so it takes only a slice and looks at no lines."""
         if data.strip():
-            self._printed = data[-LINE_BYTES:]
+            before = b"" if self._printed.endswith(b"\n") else self._printed  # a line may come in pieces
+            self._printed = (before + data)[-LINE_BYTES:]
 
     @property
     def last(self) -> Mark | None:
