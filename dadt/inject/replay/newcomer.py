@@ -77,4 +77,6 @@ class Newcomer:
         state = plain.decode(given.numpy().tobytes())
         if "shared" in state["random"]:
             del state["random"]["own"]  # which is the giver's
+        if r.knows_rank:  # and so may its modules
+            del state["counts"]
         return state, state

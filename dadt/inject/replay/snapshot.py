@@ -95,6 +95,8 @@ class Stored:
             self._own = read(folder, rank)
         elif rank != first and "shared" in self._own["random"]:  # it was lost then: its stream begins anew
             self._own = {**self._own, "random": {"shared": self._own["random"]["shared"]}}
+            if runtime.knows_rank:  # as may the modules of the rank whose part it is
+                self._own.pop("counts", None)
         told = snapshots.about(folder, rank if rank in there else first)
         if not runtime.config.force:
             check(told)
