@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -72,7 +72,9 @@ class Saver:
         self._missed: set[str] = set()
         self._folders: set[Path] = set()
         """Where this rank has written files for good."""
-        self._first = runtime.first
+        self._first, self._alone = runtime.first, runtime.alone
+        self._world = runtime.world
+        """As a forked child has it, too, in which the runtime is no rank any more."""
         self._number = 0
         """How many saves this rank has begun: each is the others' of the same number, if the paths are alike."""
         self._thread = threading.local()
@@ -90,7 +92,7 @@ class Saver:
             if not in_child:
                 self.runtime.show_true_weights()
             f = args[1] if len(args) > 1 else kwargs.get(name)
-            if self.runtime.alone or not isinstance(f, (str, os.PathLike)):
+            if self._alone or not isinstance(f, (str, os.PathLike)):
                 return original(*args, **kwargs)
 
             def write(path: str) -> Any:
@@ -140,13 +142,11 @@ class Saver:
         if not (alone or self._first) and self._is_saved(target, count):
             return self.overlay.reveal(private) if self.overlay is not None and private is not None else None
         if self.overlay is not None and private is not None and not self._first:
-            path = Path(self.overlay.place(private))
-            with self.overlay.real():
-                return write_beside(path, self._mark, write)
+            return self._write_beside(Path(self.overlay.place(private)), write)
         self._folders.add(target.parent)
         if self.runtime.control is not None:
             self.runtime.control.writes(str(target.parent), self._mark)
-        result = write_beside(target, self._mark, write)
+        result = self._write_beside(target, write)
         if self._first and count is not None and self.runtime.control is not None:
             self.runtime.control.saved(str(target), count, self._number)
         return result
@@ -155,11 +155,13 @@ class Saver:
         """Nobody waits for it, nor is waited for."""
         private = self.overlay.written_apart(f) if self.overlay is not None and not self._first else None
         if self.overlay is not None and private is not None:
-            path = Path(self.overlay.place(private))
-            with self.overlay.real():
-                return write_beside(path, self._mark, write)
+            return self._write_beside(Path(self.overlay.place(private)), write)
         target = _target(f)
-        return write(f) if target is None else write_beside(target, self._mark, write)
+        return write(f) if target is None else self._write_beside(target, write)
+
+    def _write_beside(self, path: Path, write: Write) -> Any:
+        with self.overlay.real() if self.overlay is not None else nullcontext():
+            return write_beside(path, self._mark, write)
 
     def _count(self, target: Path) -> int | None:
         """How often this rank has saved to this path; None where ranks save as they like."""
@@ -203,12 +205,12 @@ class Saver:
     @property
     def _mark(self) -> str:
         """How the names of the folders begin in which this rank writes."""
-        world = self.runtime.world
+        world = self._world
         return f"{self._marks}{world.cross_rank}-{world.local_rank}-{world.rank}-"
 
     @property
     def _marks(self) -> str:
-        world = self.runtime.world
+        world = self._world
         return f".dadt-{world.job}-{world.restarts}-"
 
 
