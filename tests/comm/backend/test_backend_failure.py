@@ -142,9 +142,10 @@ def test_a_forked_child_is_no_rank(two: Ranks, executor: str) -> None:
 
 
 def within_a_group() -> str | None:
-    among, told = dist.new_group([2, 3], timedelta(seconds=PATIENCE), "dadt"), None
+    among, told = dist.new_group([2, 3], timedelta(seconds=60), "dadt"), None
     if dist.get_rank() == 2:
-        told = _told(lambda: dist.all_reduce(torch.ones(2), group=among))
+        work = dist.all_reduce(torch.ones(2), group=among, async_op=True)
+        told = _told(lambda: work.wait(timedelta(seconds=PATIENCE)))
     dist.barrier()
     if dist.get_rank() >= 2:
         dist.destroy_process_group(among)
