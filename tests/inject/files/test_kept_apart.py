@@ -236,7 +236,6 @@ def test_a_file_that_is_not_found_is_hinted_at(job) -> None:
 LATE_BOUND = """
 import subprocess, tempfile
 from torch.utils.data import DataLoader, Dataset
-os.makedirs("real", exist_ok=True)
 train()
 scripted = torch.jit.script(model)
 torch.jit.save(m=scripted, f="model.jit")
