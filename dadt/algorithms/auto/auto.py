@@ -86,7 +86,9 @@ class Auto(Pipe):
             untried = [name for name in compressions(a) if not record.moving(name)]
             self._until = a.step + max(LEAST_MEASURED - record.steps, TRIES * len(untried) + 1, a.warmup_steps - a.step)
             self._trained = a.trained
-        self._backwards, self._backwards_before = a.owner.backwards - self._backwards_before, a.owner.backwards
+        # None since, where ranks were lost and this step is begun anew.
+        self._backwards = (a.owner.backwards - self._backwards_before) or self._backwards
+        self._backwards_before = a.owner.backwards
         self._try()
         record.computed()
         super().before_step()
