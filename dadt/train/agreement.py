@@ -24,6 +24,11 @@ _SAME_STEPS = 5
 _HALF = 16
 """Bits of a gradient's fingerprint; those of the inputs' stand above. Likewise of weights that are not trained, and of
 those that are."""
+_SEEN = 0x7FFF
+"""The part of the inputs' fingerprint that is compared; 0: no input was seen."""
+_FRESH = 1 << 31
+"""The bit above it: they differ from those of the step before. What is the same in each step, as numbers of rows or a
+noise to look at, is no data that ranks should share out."""
 
 
 class Adopt(Protocol):
@@ -58,7 +63,8 @@ class Agreement:
         """The script sets other param_group values on each rank, step by step: rank 0's are fetched before each."""
         self._agreed = -1
         """The newest exchange under way when they were made equal."""
-        self._same = 0
+        self._same_inputs = self._same_gradients = 0
+        """Steps in a row."""
         self._differ = False
         self._looks = True
         """Steps are fingerprinted, still."""
@@ -78,9 +84,9 @@ class Agreement:
         self._looks = number + 1 < FINGERPRINTED_STEPS
         if number < FINGERPRINTED_STEPS:
             inputs, self._inputs = self._inputs, 0
-            # What is the same in each step is no data: numbers of rows, or a noise to look at.
             fresh, self._inputs_before = inputs != self._inputs_before, inputs
-            return (inputs if fresh else 0) >> _HALF << _HALF | of_gradient(parameters) >> _HALF
+            digest = (inputs >> _HALF & _SEEN or 1) if inputs else 0
+            return (_FRESH if digest and fresh else 0) | digest << _HALF | of_gradient(parameters) >> _HALF
         if number % _EVERY:
             return 0
         trained, untrained = weights(number // _EVERY)
@@ -113,9 +119,9 @@ class Agreement:
             )
         if len(orders := {lane.order for lane in lanes}) > 1 and 0 not in orders:
             self._say(
-                f"{loader}: ranks draw its samples in different orders, so that in a pass some are read twice and"
-                " others not at all; seed the generator that its sampler, or the split of its data set, draws from, and"
-                " let all ranks make the same passes over loaders",
+                f"{loader}: ranks draw its samples in different orders: of a data set that all ranks share, some are"
+                " read twice in a pass and others not at all; seed the generator that its sampler, or the split of its"
+                " data set, draws from, and let all ranks make the same passes over loaders",
                 "warning",
             )
         if exchange.number < FINGERPRINTED_STEPS:
@@ -131,22 +137,36 @@ class Agreement:
     def take_groups(self, *, weights: bool = False) -> None:
         """Rank 0's param_group values, on all ranks; its weights and state as well, where wrong ones were used."""
         self._say(
-            "the ranks' learning rates (or other param_group values) differ, by a rank's own loss, or a"
-            " scheduler loaded on rank 0 alone: rank 0's are used on all",
+            "the ranks' learning rates (or other param_group values) differ, as where each rank sets them by its own"
+            " loss, or a scheduler was loaded on rank 0 alone: rank 0's are used on all",
             "warning",
         )
         self._adopt(weights=weights)
 
     def _warn_identical(self, lanes: list[StepMetadata]) -> None:
-        inputs = {lane.fingerprint >> _HALF for lane in lanes}
+        """Equal gradients tell nothing of the data, as a script may average them itself before its step: of data is
+        said what was seen of the inputs."""
+        inputs = {lane.fingerprint >> _HALF & _SEEN for lane in lanes}
         gradients = {lane.fingerprint & (1 << _HALF) - 1 for lane in lanes}
-        same = [each for each in (gradients, inputs) if len(each) == 1 < len(lanes) and 0 not in each]
-        self._same = self._same + 1 if same else 0
-        if self._same == _SAME_STEPS:
-            what = "gradients" if same[0] is gradients else "inputs"
+        are_known, several = 0 not in inputs, len(lanes) > 1
+        same_inputs = several and are_known and len(inputs) == 1 and all(lane.fingerprint & _FRESH for lane in lanes)
+        same_gradients = several and len(gradients) == 1 and 0 not in gradients
+        self._same_inputs = self._same_inputs + 1 if same_inputs else 0
+        alone = same_gradients and not same_inputs and not (are_known and len(inputs) > 1)
+        self._same_gradients = self._same_gradients + 1 if alone else 0
+        if self._same_inputs == _SAME_STEPS:
+            targets = "" if same_gradients else ", if their targets are equal, too"
             self._say(
-                f"all ranks had identical {what} for {_SAME_STEPS} steps: they train on the same data. Read it"
-                " through a DataLoader (see --share), or let each rank choose its part by RANK",
+                f"all ranks' models were given equal inputs for {_SAME_STEPS} steps: they train on the same data"
+                f"{targets}. Unless that is meant, read it through a DataLoader (see --share), or let each rank choose"
+                " its part by RANK",
+                "warning",
+            )
+        elif self._same_gradients == _SAME_STEPS:
+            self._say(
+                f"all ranks had equal gradients, in all values that were compared, for {_SAME_STEPS} steps before they"
+                " were averaged, as where they come from equal data (see --share), or where the script averages them"
+                " itself",
                 "warning",
             )
 
@@ -154,15 +174,16 @@ class Agreement:
         if not self._differ and len({lane.fingerprint >> _HALF for lane in lanes}) > 1:
             self._differ = True
             self._say(
-                f"the ranks' weights{self._name} differ, though the gradients that were averaged did not: a step has"
-                " drawn random numbers or used a gradient of this rank's own, or weights were set on each rank. See"
+                f"the ranks' weights{self._name} differ, though the gradients that were averaged did not, as where a"
+                " step draws random numbers or uses a gradient of its rank's own, or weights were set on each rank. See"
                 " --verify-every, which says which weights and makes them equal",
                 "warning",
             )
         if len({lane.fingerprint & (1 << _HALF) - 1 for lane in lanes}) > 1:
             self._say(
-                f"parameters that are not trained{self._name} differ between ranks. A script that makes them from"
-                " others between a forward and its step (a momentum encoder) reads predicted weights there, which are"
-                " each rank's own: do it right after optimizer.step(), or use --algorithm sync",
+                f"parameters that are not trained{self._name} differ between ranks, as where they were set on each"
+                " rank, or a script makes them from others between a forward and its step (a momentum encoder) and"
+                " reads predicted weights there, which are each rank's own: then do it right after optimizer.step(), or"
+                " use --algorithm sync",
                 "warning",
             )

@@ -57,7 +57,7 @@ def test_fit(launch, algorithm: str) -> None:
     assert len(told(result)) == 1
     assert "(128 samples, shuffled): trains, 64 per worker" in result.err
     assert "(50 samples): evaluates, all of it" in result.err
-    assert "identical inputs" not in result.err and "without prediction" not in result.err
+    assert "equal inputs" not in result.err and "without prediction" not in result.err
     assert ("32 steps, none delayed" if algorithm == "sync" else "32 steps, 27 of them delayed") in result.err
     assert result.out.count(b"Epoch 4/4") == 1
     assert b"8/8 - " in result.out

@@ -31,23 +31,69 @@ SUM = (
 )
 
 
-def test_other_data_with_one_gradient_alike_is_no_warning(dadt_run) -> None:
-    run = dadt_run(SUM)
-    assert_replicas_equal(run)
-    assert "identical gradients" not in run.output
+ROWS = SUM.replace("nn.Linear(4, 1)", "nn.Sequential(nn.Embedding(8, 4), nn.Dropout(0.5), nn.Linear(4, 1))").replace(
+    "model(batch())", "(model(torch.arange(8)) * batch()[:, :1])"
+)
+"""Inputs that stay the same are no data."""
+BY_HAND = (
+    HEAD
+    + """
+    import torch.distributed as dist
+    dist.is_initialized() or dist.init_process_group("gloo")
+    model = {model}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for step in range(12):
+        optimizer.zero_grad()
+        {loss}.backward()
+        {average}
+        optimizer.step()
+    report({{"state": model.state_dict()}})
+"""
+)
+EACH = "[dist.all_reduce(p.grad.div_(2)) for p in model.parameters()]"
+FLAT = """flat = torch.cat([p.grad.flatten() for p in model.parameters()])
+        dist.all_reduce(flat, op=dist.ReduceOp.SUM)
+        for p, part in zip(model.parameters(), flat.split([4, 1])):
+            p.grad = part.view_as(p).div(world)"""
+REPLICATE = "__import__('torch.distributed._composable.replicate', fromlist=['replicate']).replicate(nn.Linear(4, 1))"
+LOSS = "model(batch()).pow(2).mean()"
+FUNCTIONAL = "nn.functional.linear(batch(), model.weight, model.bias).pow(2).mean()"
+OWN = "model(torch.full((8, 4), 1.0 + rank)).pow(2).mean()"
 
 
-def test_the_same_data_is_told(dadt_run) -> None:
-    run = dadt_run(SUM.replace("manual_seed(rank)", "manual_seed(0)"))
-    assert "all ranks had identical gradients for 5 steps" in run.output
+def test_of_data_that_differs_nothing_is_said(dadt_run) -> None:
+    """Though one gradient is equal with any data, and gradients are equal that the script averages itself."""
+    run = dadt_run(
+        joined(
+            sums=SUM,
+            rows=ROWS,
+            each=BY_HAND.format(model="model", loss=LOSS, average=EACH),
+            flat=BY_HAND.format(model="model", loss=LOSS, average=FLAT),
+            fixed=BY_HAND.format(model="model", loss=OWN, average=EACH),
+            replicate=BY_HAND.format(model=REPLICATE, loss=LOSS, average="pass"),
+        )
+    )
+    for name in ("sums", "rows", "each", "flat", "fixed", "replicate"):
+        assert_replicas_equal(run.of(name))
+    assert "warning" not in run.output
+
+
+def test_of_equal_data_is_said_what_was_seen(dadt_run) -> None:
+    same = SUM.replace("manual_seed(rank)", "manual_seed(0)")
+    unseen = BY_HAND.format(model="model", loss=FUNCTIONAL, average=EACH)
+    run = dadt_run(joined(same=same, unseen=unseen))
+    assert "all ranks' models were given equal inputs for 5 steps: they train on the same data. Unless" in run.output
+    assert run.output.count("they train on the same data") == 1
+    assert "all ranks had equal gradients, in all values that were compared, for 5 steps" in run.output
+    assert "or where the script averages them itself" in run.output
 
 
 @pytest.mark.slow
 def test_the_same_data_is_told_where_dropout_makes_gradients_differ(dadt_run) -> None:
     noisy = SUM.replace("nn.Linear(4, 1)", "nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 1))")
     run = dadt_run(noisy.replace("manual_seed(rank)", "manual_seed(0)"))
-    assert "all ranks had identical inputs for 5 steps" in run.output
-    assert "had identical" not in dadt_run(noisy).output
+    assert "equal inputs for 5 steps: they train on the same data, if their targets are equal, too" in run.output
+    assert "equal inputs" not in dadt_run(noisy).output
 
 
 ORDERS = """
@@ -79,12 +125,6 @@ def test_orders_that_differ_are_told(dadt_run, more: str, alone: int, told: bool
     run = dadt_run(ORDERS.format(more=more, alone=alone), "--warmup-steps", "2")
     assert_replicas_equal(run)
     assert ("DataLoader #1: ranks draw its samples in different orders" in run.output) is told
-
-
-def test_inputs_that_stay_the_same_are_no_data(dadt_run) -> None:
-    rows = SUM.replace("nn.Linear(4, 1)", "nn.Sequential(nn.Embedding(8, 4), nn.Dropout(0.5), nn.Linear(4, 1))")
-    run = dadt_run(rows.replace("model(batch())", "(model(torch.arange(8)) * batch()[:, :1])"))
-    assert "had identical" not in run.output
 
 
 def test_what_steps_otherwise_is_told_at_the_first_steps(dadt_run) -> None:

@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_leaves
 _TRAINED = 4
 _GRADIENTS = 8
 """That of a last bias may be the same for any data: a loss that is a sum gives the size of the batch."""
+_INPUTS = 4096
+"""Values of each input: all that a batch of tokens has, and of a batch of images some of each row."""
 
 
 def of_gradient(parameters: Sequence[torch.Tensor]) -> int:
@@ -24,7 +26,7 @@ def of_gradient(parameters: Sequence[torch.Tensor]) -> int:
 def of_inputs(given: Any, before: int) -> int:
     """Fingerprint of the data in what a forward is given, and of `before`, that of earlier forwards of the step."""
     leaves = [t for t in tree_leaves(given) if isinstance(t, torch.Tensor) and not t.requires_grad and _is_dense(t)]
-    return zlib.crc32(_bytes([t.reshape(-1)[:: max(1, t.numel() // 64)] for t in leaves]), before) if leaves else before
+    return zlib.crc32(_bytes([_spread(t) for t in leaves], _INPUTS), before) if leaves else before
 
 
 def of_trained(parameters: Sequence[torch.Tensor], number: int) -> int:
@@ -46,14 +48,19 @@ def _crc(tensors: Sequence[torch.Tensor]) -> int:
     return zlib.crc32(_bytes(tensors))
 
 
-def _bytes(tensors: Sequence[torch.Tensor]) -> bytes:
+def _bytes(tensors: Sequence[torch.Tensor], most: int = 64) -> bytes:
     layout = torch.contiguous_format  # else a single value keeps its stride
-    parts = [_some(t).to("cpu", copy=True, memory_format=layout).view(torch.uint8) for t in tensors]
+    parts = [_some(t, most).to("cpu", copy=True, memory_format=layout).view(torch.uint8) for t in tensors]
     return b"".join(part.numpy().tobytes() for part in parts)
 
 
-def _some(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().reshape(-1)[:64]
+def _some(tensor: torch.Tensor, most: int = 64) -> torch.Tensor:
+    return tensor.detach().reshape(-1)[:most]
+
+
+def _spread(tensor: torch.Tensor) -> torch.Tensor:
+    """Values from all over it, whose distance is odd: an even one meets the same corner of every image."""
+    return tensor.reshape(-1)[:: -(-tensor.numel() // _INPUTS) | 1]
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
