@@ -34,6 +34,7 @@ from dadt.config.check import (
 from dadt.config.extensions import LAUNCHERS
 from dadt.config.knob import knob, launch_knob
 from dadt.config.numbers import MOST
+from dadt.config.spelling import by_horovod
 from dadt.errors import ConfigError
 from dadt.world import World
 
@@ -358,7 +359,7 @@ class Config:
 
 def given_by_env(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """The knobs whose variables are set. Raises ConfigError."""
-    return {f.name: parse(f.name, env[v]) for f in fields(Config) if (v := variable(f.name)) in env}
+    return by_horovod(env) | {f.name: parse(f.name, env[v]) for f in fields(Config) if (v := variable(f.name)) in env}
 
 
 def implied(given: Mapping[str, Any]) -> dict[str, Any]:

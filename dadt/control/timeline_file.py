@@ -18,16 +18,27 @@ def part(path: Path, rank: int) -> Path:
 
 
 def check(path: Path) -> None:
-    """Raises ConfigError if no timeline can be written there."""
+    """Raises ConfigError if no timeline can be written there. Makes nothing."""
     try:
         if path.is_dir():
             raise ConfigError(f"--timeline {path}: this is a folder; give a file, as timeline.json")
-        private_files.make_folder(path.parent)
-        if not os.access(path.parent, os.W_OK | os.X_OK):
-            raise ConfigError(f"--timeline {path}: {path.parent} cannot be written to; give another place")
+        there = next(each for each in path.absolute().parents if each.exists())
+        if not there.is_dir():
+            raise ConfigError(f"--timeline {path}: cannot be written ({there} is no folder); give another place")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise ConfigError(f"--timeline {path}: {there} cannot be written to; give another place")
         if path.exists() and path.stat().st_size:
             with path.open("rb") as file:
                 if file.read(len(HEAD)) != HEAD:
                     raise ConfigError(f"--timeline {path}: this file is no timeline; give another name, or remove it")
+    except OSError as error:
+        raise ConfigError(f"--timeline {path}: cannot be written ({error.strerror})") from error
+
+
+def prepare(path: Path) -> None:
+    """Make the folder of a timeline. Raises ConfigError if none can be written there."""
+    check(path)
+    try:
+        private_files.make_folder(path.parent)
     except OSError as error:
         raise ConfigError(f"--timeline {path}: cannot be written ({error.strerror})") from error

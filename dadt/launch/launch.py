@@ -13,7 +13,7 @@ from typing import Any
 
 from dadt.config import Config
 from dadt.config.executor import Place, choose, executors_of
-from dadt.control import private_files
+from dadt.control import private_files, timeline_file
 from dadt.control.job_folder import Folder
 from dadt.errors import ConfigError, DadtError, LaunchError, StartTimeout
 from dadt.launch import plan, resume
@@ -55,6 +55,8 @@ def run(the_plan: Plan, voice: Voice, placed: Told, signals: bool = True) -> Out
     config = the_plan.config
     exports: Sequence[Export] = ()
     try:
+        if the_plan.timeline:
+            timeline_file.prepare(the_plan.timeline)
         exports = metrics.prepare(config.metrics)
         return _record(the_plan, voice, placed, signals, exports)
     finally:

@@ -51,6 +51,14 @@ class Plan:
         """Whether the user or a scheduler named hosts."""
         return any(host.name for host in self.hosts)
 
+    @property
+    def timeline(self) -> Path | None:
+        """The file of --timeline, if it is on this host, as far as that is known before Ray places the workers."""
+        first = next(iter(self.hosts), None)
+        if not self.config.timeline or first is None or isinstance(first, ray.RayHost):
+            return None
+        return Path(self.config.timeline) if not first.name or first.is_local else None
+
 
 def make(
     config: Config,
@@ -71,9 +79,7 @@ def make(
     hosts = list(ray.reserve(config, say)) if by_ray else _within_reason(hosts_of(config))
     if not (config.host_discovery_script or by_ray):
         _check_room(config.min_np or config.np, hosts)
-    if config.timeline and hosts and not by_ray and (not hosts[0].name or hosts[0].is_local):
-        timeline_file.check(Path(config.timeline))
-    return Plan(
+    made = Plan(
         config=config,
         command=command,
         files=files,
@@ -83,6 +89,9 @@ def make(
         named=named,
         cwd=str(Path(here(), config.workdir)),
     )
+    if made.timeline:
+        timeline_file.check(made.timeline)
+    return made
 
 
 def release(the_plan: Plan) -> None:

@@ -112,8 +112,8 @@ class Measure:
         if alone + added <= workers * alone:
             return ""
         return (
-            f"one worker alone would be faster, as a step computes for {milliseconds(alone)} and takes"
-            f" {milliseconds(added)} more; use larger batches"
+            f"one worker alone would be faster: it would compute for {milliseconds(workers * alone)} on the {workers}"
+            f" batches for which a step of {workers} workers takes {milliseconds(alone + added)}; use larger batches"
         )
 
 

@@ -40,6 +40,8 @@ def timeline(files: Sequence[str]) -> None:
             why = "as its job still runs or failed, or its ranks could not meet"
             click.echo(f"{path} is not there, {why}: reading its {len(found)} parts\n")
         read(found, summary)
+    if summary.torn and not summary.ranks:
+        raise ConfigError("; ".join(summary.torn))
     for line in summary.lines():
         click.echo(line)
 
@@ -55,29 +57,37 @@ def parts(path: Path) -> list[Path]:
 def read(paths: Sequence[Path], summary: Summary) -> None:
     """Add all their events. Raises ConfigError."""
     for path in paths:
-        for event in events(path):
+        for event in events(path, summary.torn):
             try:
                 summary.add(event)
             except (KeyError, TypeError) as error:
                 raise ConfigError(f"{path}: this is no event of dadt's: {json.dumps(event)}") from error
 
 
-def events(path: Path) -> Iterator[dict[str, Any]]:
-    """A line at a time: the file may be large. Raises ConfigError."""
+def events(path: Path, torn: list[str]) -> Iterator[dict[str, Any]]:
+    """A line at a time: the file may be large. torn: gets a sentence where the file ends too early. Raises
+    ConfigError."""
     try:
         with path.open("rb") as file:
             head = file.readline()
+            if not head or (head != HEAD and HEAD.startswith(head)):
+                torn.append(f"{path} is torn: it ends before its first event")
+                return
             if head not in (HEAD, PART_HEAD):
                 raise ConfigError(f"{path}: this is no timeline of dadt; give the FILE of dadt run --timeline FILE")
             for number, line in enumerate(file, 2):
-                if line == b"]}\n":
+                if line.rstrip(b"\n") == b"]}":
                     return
                 try:
                     yield json.loads(line.rstrip(b",\n"))
                 except (ValueError, RecursionError) as error:
                     if line.endswith(b"\n"):
                         raise ConfigError(f"{path}, line {number}: this is no event ({error})") from error
-                    # The last one of a rank that was ended while it wrote.
+                    why = ", as its rank was ended while it wrote, or still writes" if head == PART_HEAD else ""
+                    torn.append(f"{path} is torn: it ends within line {number}{why}")
+                    return
+            if head == HEAD:  # a part has no end, as its rank may go on writing
+                torn.append(f"{path} is torn: its end, and what events stood before that, are not there")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
 
@@ -109,6 +119,8 @@ class Summary:
         self.longest: list[tuple[float, int, int, str, float]] = []
         """Duration, rank, step, for what, when."""
         self.clock_error = 0.0
+        self.torn: list[str] = []
+        """A sentence for each file that ends too early."""
         self._begun: dict[str, float] = {}
 
     def add(self, event: dict[str, Any]) -> None:
@@ -194,7 +206,7 @@ class Summary:
                 lines.append("no rank is much slower than the others")
         if self.clock_error:
             lines.append(f"the ranks' clocks are aligned to {_time(self.clock_error)}")
-        return lines
+        return lines + self.torn
 
 
 def _time(microseconds: float) -> str:

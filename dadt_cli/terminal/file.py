@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dadt.config import Config, document
+from dadt.config.check import flag
+from dadt.config.spelling import HOROVODRUN
 from dadt.errors import ConfigError
 
 LIMIT = 1 << 16
@@ -51,18 +53,30 @@ def read(path: Path) -> dict[str, Setting]:
     if not isinstance(content, Mapping):
         raise ConfigError(f"--config {path}: give settings a line each, as `warmup-steps: 50`")
     defaults = {field.name: field.default for field in fields(Config)}
-    found = {}
+    spelt = _spellings()
+    found: dict[str, Setting] = {}
     for key, value in content.items():
-        name = str(key).replace("-", "_")
-        if name not in defaults:
-            near = difflib.get_close_matches(name, defaults, 1)
-            hint = f"; did you mean {near[0].replace('_', '-')}?" if near else "; `dadt config show` lists all"
+        name = spelt.get(str(key).replace("_", "-"), "")
+        if not name:
+            near = difflib.get_close_matches(str(key).replace("_", "-"), spelt, 1)
+            hint = f"; did you mean {near[0]}?" if near else "; `dadt config show` lists all"
             raise ConfigError(f"--config {path}: there is no setting {key}{hint}")
+        if name in found:
+            other = found[name].source.removeprefix(f"{path}: ")
+            raise ConfigError(f"--config {path}: {other} and {key} are the same setting; give it once")
         try:
             found[name] = Setting(_value(path, str(key), value, defaults[name]), f"{path}: {key}")
         except (ValueError, RecursionError) as error:  # a number of thousands of digits
             raise ConfigError(f"--config {path}: {key}: is no value of a setting ({error})") from error
     return found
+
+
+def _spellings() -> dict[str, str]:
+    """The keys that a file may have, each with its knob: all that flags are called, without their dashes."""
+    flags = {field.name: [flag(field.name), *field.metadata["flags"]] for field in fields(Config)}
+    for name, other in HOROVODRUN.items():
+        flags[name].append(other)
+    return {each.lstrip("-"): name for name, names in flags.items() for each in names}
 
 
 def _value(path: Path, key: str, value: Any, default: object) -> Any:

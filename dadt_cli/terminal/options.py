@@ -14,6 +14,7 @@ from dadt.config import Config
 from dadt.config.check import COMPRESSIONS, flag, variable
 from dadt.config.config import given_by_env
 from dadt.config.extensions import ALGORITHMS, EXECUTORS
+from dadt.config.spelling import HOROVOD_TIMELINE, HOROVODRUN, by_horovod
 from dadt_cli.terminal import file
 from dadt_cli.terminal.file import Setting
 
@@ -29,17 +30,6 @@ SUGGESTED = {
     "output": ("all", "rank0", "errors"),
 }
 """Values that shells complete, where others are valid, too."""
-
-
-HOROVODRUN = {
-    "cycle_duration_ms": "--cycle-time-ms",
-    "log_dir": "--output-filename",
-    "min_np": "--min-num-proc",
-    "network_interface": "--network-interfaces",
-    "stall_warning": "--stall-check-warning-time-seconds",
-    "timeline": "--timeline-filename",
-}
-"""Flags of horovodrun's that mean the same under another name."""
 
 
 class Option(click.Option):
@@ -136,7 +126,9 @@ def settings_of(given: dict[str, Any]) -> dict[str, Setting]:
     settings = {field.name: Setting(field.default, "default") for field in fields(Config)}
     if given.get("config"):
         settings.update(file.read(Path(given["config"])))
-    settings.update({name: Setting(value, variable(name)) for name, value in given_by_env().items()})
+    horovods = by_horovod()
+    for name, value in given_by_env().items():
+        settings[name] = Setting(value, HOROVOD_TIMELINE if horovods.get(name) == value else variable(name))
     for name in settings:
         if given.get(name) not in (None, ()):
             # Hosts that are given one by one are one list.

@@ -383,7 +383,10 @@ def test_steps_that_one_worker_alone_does_faster_are_told(monkeypatch) -> None:
             measure.stepped()
         return measure.verdict(9, workers, measure.exchange)
 
-    told = "one worker alone would be faster, as a step computes for 0.40 ms and takes 0.70 ms more"
+    told = (
+        "one worker alone would be faster: it would compute for 0.80 ms on the 2 batches for which a step of 2 workers"
+        " takes 1.1 ms"
+    )
     assert told in verdict(0.0007, 2)
     assert "alone" not in verdict(0.0007, 4)
     assert "alone" not in verdict(0.0003, 2)

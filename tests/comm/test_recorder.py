@@ -97,7 +97,8 @@ def test_parts_become_one_file(world_size: int, tmp_path: Path) -> None:
     assert all(str(path) in verdict for verdict in verdicts), verdicts
     assert [p.name for p in tmp_path.iterdir()] == ["t.json"]
     all_events = read(path)
-    assert list(events(path)) == all_events
+    torn: list[str] = []
+    assert list(events(path, torn)) == all_events and not torn
     for rank in range(world_size):
         mine = [e for e in all_events if e["pid"] == rank]
         operations = [e["name"] for e in mine if e.get("cat") == "allreduce"]
@@ -147,7 +148,7 @@ def test_a_job_that_fails_leaves_parts(tmp_path: Path) -> None:
     result = CliRunner().invoke(timeline, [str(path)], catch_exceptions=False)
     assert result.exit_code == 0 and "reading its 2 parts" in result.output
     for rank in (0, 1):
-        names = [e["name"] for e in events(part(path, rank)) if e.get("cat") == "allgather"]
+        names = [e["name"] for e in events(part(path, rank), []) if e.get("cat") == "allgather"]
         assert "the only one" in names
 
 
@@ -201,6 +202,7 @@ def test_a_path_that_cannot_be_is_refused(name: str, why: str, tmp_path: Path) -
     with pytest.raises(ConfigError, match=why):
         check(tmp_path / name)
     check(tmp_path / "new" / "t.json")
+    assert not (tmp_path / "new").exists(), "a check makes nothing"
     (tmp_path / "old.json").write_bytes(HEAD + b"]}\n")
     check(tmp_path / "old.json")
 
@@ -234,7 +236,8 @@ def test_the_summary_names_waits_and_the_slowest_rank(tmp_path: Path) -> None:
     ("text", "why"),
     [
         (b"import torch\n", "is no timeline"),
-        (b"", "is no timeline"),
+        (b"", "is torn: it ends before its first event"),
+        (HEAD[:20], "is torn: it ends before its first event"),
         (HEAD + b"{]\n", "line 2: this is no event"),
         (HEAD + b'{"ph":"X"},\n', "this is no event of dadt's"),
         (None, "there is no such file"),
@@ -246,6 +249,24 @@ def test_a_wrong_file_is_one_sentence(text: bytes | None, why: str, tmp_path: Pa
         path.write_bytes(text)
     with pytest.raises(ConfigError, match=why):
         CliRunner().invoke(timeline, [str(path)], catch_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("head", "cut", "told"),
+    [
+        (HEAD, 0, ""),
+        (HEAD, 3, "its end, and"),
+        (HEAD, 9, "it ends within line"),
+        (PART_HEAD, 3, ""),
+        (PART_HEAD, 9, "line"),
+    ],
+)
+def test_a_torn_file_is_told_beside_what_it_says(head: bytes, cut: int, told: str, tmp_path: Path) -> None:
+    path = _trace(tmp_path)
+    path.write_bytes(head + path.read_bytes().removeprefix(HEAD)[: -cut or None])
+    result = CliRunner().invoke(timeline, [str(path)], catch_exceptions=False)
+    assert result.exit_code == 0 and "the others for 1.00 ms" in result.output
+    assert (f"{path} is torn: " in result.output and told in result.output) if told else "torn" not in result.output
 
 
 def test_recording_costs_little() -> None:

@@ -241,7 +241,7 @@ def dadt(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProce
 def test_each_setting_tells_where_it_comes_from(tmp_path):
     (tmp_path / "dadt.yaml").write_text("warmup-steps: 7\nhosts: [a:2, b:2]\nbroadcast: false\npredict: 1.5\n")
     arguments = ("config", "show", "--config", "dadt.yaml", "--changed", "--algorithm", "sync", "--warmup-steps", "9")
-    shown = dadt(tmp_path, *arguments, DADT_PREDICT="2")
+    shown = dadt(tmp_path, *arguments, DADT_PREDICT="2", HOROVOD_TIMELINE="t.json")
     assert shown.returncode == 0, shown.stderr
     rows = [line.split() for line in shown.stdout.splitlines()]
     assert rows == [
@@ -250,6 +250,7 @@ def test_each_setting_tells_where_it_comes_from(tmp_path):
         ["warmup-steps", "9", "--warmup-steps"],
         ["predict", "2", "DADT_PREDICT"],
         ["broadcast", "false", "dadt.yaml:", "broadcast"],
+        ["timeline", str(tmp_path / "t.json"), "HOROVOD_TIMELINE"],
         ["hosts", "a:2,b:2", "dadt.yaml:", "hosts"],
     ]
 
@@ -263,6 +264,7 @@ def test_a_file_counts_only_when_it_is_named(tmp_path):
     ("text", "said"),
     [
         ("warmup-step: 7", "there is no setting warmup-step; did you mean warmup-steps?"),
+        ("num_proc: 2\nnp: 2", "num_proc and np are the same setting; give it once"),
         ("a: [", "this is no YAML"),
         ("- a", "give settings a line each"),
         ("warmup-steps: few", "warmup-steps: 'few' is not a whole number"),
@@ -292,7 +294,7 @@ def test_a_file_with_a_mistake_is_refused(tmp_path, text, said):
 
 
 def test_a_file_can_say_all_that_flags_can(tmp_path):
-    (tmp_path / "dadt.yaml").write_text("np: 2\nforward: [COLOUR=blue]\n")
+    (tmp_path / "dadt.yaml").write_text("num-proc: 2\nforward: [COLOUR=blue]\n")
     (tmp_path / "train.py").write_text("import os; print(os.environ['COLOUR'])")
     ended = dadt(tmp_path, "run", "--config", "dadt.yaml", "train.py")
     assert sorted(ended.stdout.splitlines()) == ["[0] blue", "[1] blue"]
@@ -301,11 +303,13 @@ def test_a_file_can_say_all_that_flags_can(tmp_path):
 def test_a_dry_run_starts_nothing(launch, tmp_path):
     result = launch("open('started', 'w')", "-np", "3", "-H", "node1:2,node2:2", "--dry-run", "-x", "A=1", "train.py")
     assert result.code == 0, result.err
+    made = ["--timeline", "new/t.json", "--log-dir", "logs", "--metrics", "tensorboard:runs"]
+    assert launch("", "-np", "1", "--dry-run", *made, "--snapshot-dir", "snapshots", "train.py").code == 0
     text = result.out.decode()
     assert "node1: " in text and "node2: " in text and "dadt.launch.agent" in text
     assert [line.split()[1] for line in text.splitlines() if line.startswith("  rank ")] == ["0:", "1:", "2:"]
     assert "    A=1" in text and "    RANK=2" in text and "    DADT_ALGORITHM=pipe" in text
-    assert not (tmp_path / "started").exists() and not (tmp_path / "dadt-logs").exists()
+    assert [each.name for each in tmp_path.iterdir()] == ["train.py"]
 
 
 def test_a_prologue_that_leaves_its_shell_starts_nothing(launch):

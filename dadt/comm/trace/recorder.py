@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from dadt.control import private_files
-from dadt.control.timeline_file import PART_HEAD, check, part
+from dadt.control.timeline_file import PART_HEAD, part, prepare
 from dadt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Timeline:
         """Make this rank's part. Raises ConfigError if that cannot be."""
         self.path = Path(path)
         self.world = world
-        check(self.path)
+        prepare(self.path)
         self.part = part(self.path, world.rank)
         try:
             self._file = private_files.open_file(self.part)
