@@ -103,18 +103,10 @@ class Checkpoints:
             return None
         self._count(a)
         a.prediction.undo()
-        state: dict[str, Any] = {}
-        if self._runtime.engine.error is None:
-            try:
-                state = a.algorithm.state()
-            except CommError as error:
-                self._owner.regroup(error)  # where ranks were lost meanwhile, and the others train on
-                return self.save(optimizer)
-            if a.algorithm.identical and (self._by_all or not self._owner.script_is_distributed):
-                self._join(a, state)
-                a.schema.forget_residuals()
-        else:  # a last checkpoint, after a failure that every exchange ends with
-            self._runtime.say("saved after a failure: without the gradients in flight", level="warning")
+        state = self._state_of(a)
+        if state is not None and a.algorithm.identical and (self._by_all or not self._owner.script_is_distributed):
+            self._join(a, state)
+            a.schema.forget_residuals()
         indices = numbers_of(a.optimizer)
         return {
             "version": VERSION,
@@ -122,10 +114,33 @@ class Checkpoints:
             "world_size": self._runtime.world.world_size,
             "rank": self._runtime.world.rank,
             "step": a.step,
-            "state": state,
+            "state": state or {},
             "prediction": {key: by_index(value, indices) for key, value in a.prediction.state().items()},
             "random": self.streams.state() if self.streams is not None else {},
         }
+
+    def _state_of(self, a: Attachment) -> dict[str, Any] | None:
+        """The algorithm's, with the gradients in flight. None where these are lost, with ranks or after a failure."""
+        runtime = self._runtime
+        while True:
+            failed = runtime.engine.error is not None
+            if not (failed and not runtime.survives):
+                try:
+                    return a.algorithm.state()
+                except CommError as error:
+                    if runtime.survives and any(each.consumed for each in self._owner.attachments):
+                        # Others may lack the averages that this rank is about to apply, and it cannot give them now.
+                        runtime.say("saved as ranks were lost: without the gradients in flight", level="warning")
+                        return None
+                    try:
+                        self._owner.regroup(error)  # where ranks were lost meanwhile, and the others train on
+                        continue
+                    except CommError:
+                        if not failed:
+                            raise
+            # A last checkpoint, after a failure that every exchange ends with.
+            runtime.say("saved after a failure: without the gradients in flight", level="warning")
+            return None
 
     def _count(self, a: Attachment) -> None:
         """Warn a script that does it in every step, as to log a learning rate."""

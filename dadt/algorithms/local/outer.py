@@ -136,7 +136,7 @@ class Fragment(BucketExchange):
                 break
             except CommError as error:
                 self._regroup(error)
-        self._alive.clear()
+        self._let_go()
         if not self._works:
             return
         told = [Told(*_LANE.unpack(lane[-_LANE.size :])) for lane in self._works[-1].lanes]

@@ -59,7 +59,7 @@ class BucketExchange:
         self._under_way: list[tuple[Bucket, int]] = []
         """Flat buffers that are written while operations are under way: buckets and turns."""
         self._submitted: list[tuple[list[Work | Averaging], tuple[Any, ...]]] = []
-        """What was launched, in order, until it is done: where its work is kept, and what `_submit` was given."""
+        """What was launched, in order, until it is used: where its work is kept, and what `_submit` was given."""
 
     @property
     def works(self) -> list[Work | Averaging]:
@@ -179,5 +179,9 @@ class BucketExchange:
         except CommError:
             self._peers.keep_failed(self)
             raise
-        self._submitted.clear()
         self._under_way.clear()
+
+    def _let_go(self) -> None:
+        """It is not repeated any more."""
+        self._submitted.clear()
+        self._alive.clear()

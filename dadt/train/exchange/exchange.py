@@ -213,6 +213,7 @@ class Exchange(BucketExchange):
 
     def repeat(self) -> None:
         """Buffers are averaged as they are now."""
+        self._delivered.clear()  # averages over a rank that is lost
         buffers = iter(self.schema.buffers())
         for bucket in self.schema.buffer_buckets:
             staged = bucket.fill(list(islice(buffers, len(bucket.tensors))), self._buffer_turn)
@@ -286,6 +287,8 @@ class Exchange(BucketExchange):
         """Wait until all is averaged. Returns the lanes by rank. All ranks come here between the same two exchanges."""
         begun = perf_counter()
         lanes = self.wait()
+        self._let_go()
+        self._inputs.clear()
         rounds, self._rounds = self._rounds, []
         for _, round_ in rounds:
             round_.learn()
@@ -293,11 +296,10 @@ class Exchange(BucketExchange):
         return lanes
 
     def wait(self) -> list[StepMetadata]:
-        """Like `receive`, for one rank alone: compression learns nothing of it yet."""
+        """Like `receive`, for one rank alone, and changes nothing: compression learns nothing of it yet, and it can be
+        repeated, as where ranks are lost and others have not waited for it."""
         self.go_on()
         self._await()
-        self._alive.clear()
-        self._inputs.clear()
         self._ahead_of_step.clear()  # else the gradients stay until the next exchange
         if not self._finished:
             self._finished = True
