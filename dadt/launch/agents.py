@@ -83,6 +83,7 @@ class Agents:
         started = launcher.launch(list(hosts))  # before there is anything to close, as it may raise
         self._selector = selectors.DefaultSelector()
         self._waker, self._wake = socket.socketpair()
+        self._wake.setblocking(False)  # a full one wakes as well, and nobody reads it while this is closed
         self._selector.register(self._waker, selectors.EVENT_READ, lambda: self._waker.recv(4096))
         self._futures: dict[Node, Future[Channel]] = {}
         for node, future in zip(self.nodes, started, strict=True):
@@ -286,7 +287,7 @@ class Agents:
         try:
             self._wake.send(b"1")
         except OSError:
-            pass  # closed, so the new connection is closed as well
+            pass  # full; or closed, so the new connection is closed as well
 
 
 def _named(frame: Frame) -> set[int]:

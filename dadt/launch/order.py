@@ -41,15 +41,21 @@ def orders(where: Placed) -> list[Frame]:
     slots: list[list[Slot]] = [[] for _ in where.nodes]
     for slot in where.slots:
         slots[slot.cross_rank].append(slot)
-    return [_order(where, mine, node) for mine, node in zip(slots, where.nodes, strict=True)]
+    env, beats = environment.common(where.config), heartbeats(where)
+    return [_order(where, mine, node, env, beats=beats) for mine, node in zip(slots, where.nodes, strict=True)]
 
 
 def order_to_join(where: Placed, place: int) -> Frame:
     """The order for the agent of the host that has this place now, in a job that runs."""
-    return _order(where, [slot for slot in where.slots if slot.cross_rank == place], where.nodes[place], joins=True)
+    slots = [slot for slot in where.slots if slot.cross_rank == place]
+    env = environment.common(where.config)
+    return _order(where, slots, where.nodes[place], env, beats=heartbeats(where), joins=True)
 
 
-def _order(where: Placed, slots: Sequence[Slot], node: Node, *, joins: bool = False) -> Frame:
+def _order(
+    where: Placed, slots: Sequence[Slot], node: Node, env: Mapping[str, str], *, beats: bool, joins: bool = False
+) -> Frame:
+    """env: variables of all workers of the job. beats: whether the hosts send each other heartbeats."""
     master = where.master if where.config.torch_env else None
     told = where.config.pass_local_rank or any("rank}" in part for part in where.plan.command)
     workers = [
@@ -61,12 +67,11 @@ def _order(where: Placed, slots: Sequence[Slot], node: Node, *, joins: bool = Fa
         }
         for slot in slots
     ]
-    env = {**environment.common(where.config), "DADT_INTERFACE": node.interface}
     # Seconds in which mpirun must have started the workers; 0 if the agent starts them.
     adopt = where.config.start_timeout if where.config.launcher == "mpi" else 0.0
     header: dict[str, Any] = {
         "job": where.job,
-        "env": env,
+        "env": {**env, "DADT_INTERFACE": node.interface},
         "workers": workers,
         "cwd": where.plan.cwd,
         "terminal": standard_input.terminal_size(),
@@ -77,7 +82,7 @@ def _order(where: Placed, slots: Sequence[Slot], node: Node, *, joins: bool = Fa
     if number := of_checkpoint(where.config):
         alone = 0 < where.config.min_np <= len(where.slots) - len(slots)  # the others can train on
         header |= {"checkpoint": {"number": number, "grace": where.config.grace, "alone": alone}}
-    if heartbeats(where):
+    if beats:
         own = {"index": slots[0].cross_rank, "address": node.address, "timeout": where.config.heartbeat_timeout}
         header |= {"heartbeat": own}
     return Frame("job", header, where.plan.blob)

@@ -20,6 +20,9 @@ PROBE_SECONDS = 10.0
 NAMED_HOSTS = 8
 """With more hosts than this, only those that fail are named as they come."""
 
+LISTED_HOSTS = 64
+"""Most hosts whose failures are listed."""
+
 
 class Voice(Protocol):
     """Output to the user."""
@@ -182,8 +185,10 @@ def _refuse(failures: Mapping[Node, str], late: bool, timeout: float, voice: Voi
     texts = [f"{node.name}: {text}" if node.name else text for node, text in failures.items()]
     if len(texts) == 1 and not next(iter(failures)).name:
         raise kind(texts[0])
-    for text in texts:
+    for text in texts[:LISTED_HOSTS]:
         voice.say(text, "error")
+    if len(texts) > LISTED_HOSTS:
+        voice.say(f"... and {len(texts) - LISTED_HOSTS:,} other hosts", "error")
     after = f" within --start-timeout {timeout:g} s" if late else ""
     raise kind(f"nothing was started{after}; exit code {kind('').exit_code}")
 

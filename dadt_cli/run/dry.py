@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -79,13 +80,12 @@ def placement(where: Placed) -> list[str]:
 
 
 def _report(host: Host) -> Mapping[str, Any]:
-    here = _is_here(host)
-    return {
-        "machine": machine.identity() if here else "",
-        "gpus": machine.gpus() if here else [],
-        "cores": machine.cores(),
-        "port": PORT,
-    }
+    return _report_of_this() if _is_here(host) else {**_report_of_this(), "machine": "", "gpus": []}
+
+
+@functools.cache
+def _report_of_this() -> Mapping[str, Any]:
+    return {"machine": machine.identity(), "gpus": machine.gpus(), "cores": machine.cores(), "port": PORT}
 
 
 def _is_here(host: Host) -> bool:
@@ -96,5 +96,10 @@ def _variables(head: str, variables: Mapping[str, str]) -> list[str]:
     known = {NAMES.get(name, name): value for name, value in variables.items() if value}
     if known.get("MASTER_PORT") == str(PORT):
         known["MASTER_PORT"] = "<a free port>"
-    shown = [f"    {name}={shlex.quote(value)}" for name, value in sorted(known.items())]
+    shown = [_assignment(name, value) for name, value in sorted(known.items())]
     return [head, *shown] if head else shown
+
+
+@functools.lru_cache
+def _assignment(name: str, value: str) -> str:
+    return f"    {name}={shlex.quote(value)}"

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from dadt.config import Config
 from dadt.errors import ConfigError
+from dadt.launch.agents import Agents
 from dadt.launch.hosts.host import Host, choose, parse, read
 from dadt.launch.hosts.slot import Room, place, share_out
+from dadt.launch.plan import make
+from dadt_cli.run.dry import describe
 
 
 def test_hosts_as_users_write_them():
@@ -148,3 +154,37 @@ def test_ranks_go_host_by_host():
     assert [s.threads for s in slots] == [4, 4, 1]
     assert [s.address for s in slots] == ["10.0.0.1", "10.0.0.1", "fd::2"]
     assert {s.world_size for s in slots} == {3}
+
+
+def test_a_long_hostfile_takes_time_in_proportion_to_its_length(tmp_path):
+    """Measured in seconds of the processor, of one process each."""
+
+    def seconds(count: int) -> float:
+        (tmp_path / "hosts").write_text("".join(f"host{n} slots=2\n" for n in range(count)))
+        config = Config(hostfile=str(tmp_path / "hosts"))
+        begin = time.process_time()
+        assert len(describe(make(config, ["python", "train.py"]))) > 20 * count
+        return time.process_time() - begin
+
+    seconds(100)  # imports
+    assert seconds(12_000) < 14 * seconds(1500)
+
+
+class Unanswered:
+    """Starts agents of which none ever comes."""
+
+    extends = False
+
+    def launch(self, hosts):
+        return [Future() for _ in hosts]
+
+    def close(self):
+        pass
+
+
+def test_a_thousand_hosts_that_never_come_are_given_up_at_once():
+    agents = Agents(Unanswered(), [Host(name=f"host{n}") for n in range(1000)], 10.0)
+    closing = threading.Thread(target=agents.close, args=(0.0,), daemon=True)
+    closing.start()
+    closing.join(20.0)
+    assert not closing.is_alive(), "each one given up wakes a loop that does not turn any more"
