@@ -125,10 +125,15 @@ class Control:
         step: int | None = None,
         secondary: bool = False,
         thread: str = "",
+        around: Sequence[str] = (),
+        context: str = "",
+        disk: str = "",
     ) -> None:
         """Report an uncaught exception: its type and text, and frames {file, line, function, text}, innermost last.
 
         secondary: whether another rank's failure caused it. thread: name of the thread, empty for the main one.
+        around: texts of exceptions that were raised from it, the outermost first. context: text of another exception,
+        which was being handled. disk: that a disk is full, which one, and what is free; empty if none is known to be.
         """
         self._report(
             "failed",
@@ -139,7 +144,16 @@ class Control:
             secondary=secondary,
             thread=thread[:SHOWN],
             time=time.time(),
+            around=[text[:SHOWN] for text in around[: schema.MOST_AROUND]],
+            context=context[:SHOWN],
+            disk=disk[:SHOWN],
         )
+
+    def exits(self, text: str, frame: Mapping[str, Any] | None, step: int) -> None:
+        """Report the text with which the script has called `sys.exit`, and where: {file, line, function, text}. Its
+        process may end by that."""
+        frames = [{name: _shortened(value) for name, value in frame.items()}] if frame is not None else []
+        self._report("exits", text=text[: schema.TEXT], frames=frames, step=step)
 
     def ending(self, steps: int) -> None:
         """Report that the script ended after this many steps and this rank now waits for the others."""

@@ -106,6 +106,11 @@ def memory_kills() -> int:
     return kills
 
 
+def memory_facts(peak: int, kills_before: int) -> dict[str, int]:
+    """What the end of a process is reported with, in bytes. kills_before: `memory_kills` when it began."""
+    return {"peak_memory": peak, "memory_limit": memory_limit(), "memory_kills": memory_kills() - kills_before}
+
+
 def process_limit() -> int:
     """Most processes and threads that this cgroup may have at once; 0: no limit."""
     texts = (_read(folder / "pids.max") for folder in _cgroup_folders())

@@ -22,6 +22,7 @@ SIZE = re.compile(r"-?[0-9]{1,6}")
 MARK = re.compile(r"\.dadt-\w+(-[0-9]+){4}-")
 RAISED = ("DadtError", "StartTimeout", "PeerLost", "NotResumed")
 TOKEN = re.compile(r"([0-9a-f]{2}){1,32}")
+MOST_AROUND = 16  # exceptions that were raised from another
 DEPTH = 6  # deepest nesting of values that are passed on unread
 
 
@@ -182,6 +183,11 @@ _numbers = record(
     differed_=number, step_times_=record(counts=by_size(COUNT), seconds=number),
 )  # fmt: skip
 _source = record(file=text(), line=maybe(COUNT), function_=maybe(text()), text_=maybe(text()))
+_failed: dict[str, Check] = {
+    **_process, "type": text(), "message": text(TEXT), "frames": listed(_source, 16), "step": maybe(STEP),
+    "secondary": flag, "thread": text(), "time": number, "disk_": text(), "context_": text(),
+    "around_": listed(text(), MOST_AROUND),
+}  # fmt: skip
 
 _passed_on: dict[str, Kind] = {
     "hello": Kind({**_process, "torch": text(100)}),
@@ -191,18 +197,8 @@ _passed_on: dict[str, Kind] = {
     "get": Kind({**_question, "keys": listed(KEY, 1 << 16)}),
     "say": Kind({**_process, "text": text(TEXT), "level": one_of("info", "warning")}),
     "numbers": Kind({**_process, "step": STEP, "numbers": _numbers}),
-    "failed": Kind(
-        {
-            **_process,
-            "type": text(),
-            "message": text(TEXT),
-            "frames": listed(_source, 16),
-            "step": maybe(STEP),
-            "secondary": flag,
-            "thread": text(),
-            "time": number,
-        }
-    ),
+    "failed": Kind(_failed),
+    "exits": Kind({**_process, "text": text(TEXT), "frames": listed(_source, 1), "step": STEP}),
     "ending": Kind({**_process, "steps": COUNT}),
     "done": Kind({**_process, "summary": mapped(either(number, flag, text()), 64)}),
     "result": Kind(_question, RESULT),
@@ -248,6 +244,7 @@ ANSWERS = Speaker(
         "approach": APPROACH,
         "preempted": Kind({}),
         "save": Kind({"patience": SECONDS}),
+        "interrupt": Kind({"patience": SECONDS}),
         "order": Kind(
             {"command": ARGUMENTS, "env": VARIABLES, "cwd": PATH, "terminal": TERMINAL, "out": PATH, "err": PATH}
         ),
@@ -358,6 +355,7 @@ LAUNCHER = Speaker(
             RESULT,
         ),
         "stop": Kind({"grace_": number, "stacks_": flag, "natural_": number}),
+        "interrupt": Kind({"grace": number}),
         "preempt": Kind({}),
         "answer": Kind({"line": LINE, "answer": anything}, 4 << 30),
         "stacks": Kind({"number": COUNT, "ranks": listed(RANK, MOST_RANKS)}),

@@ -26,10 +26,21 @@ def hook() -> None:
         return
     if not world.job:
         _hook_elsewhere()
-    elif Config.from_env().inject != "none":
-        from dadt.inject import worker
+        return
+    try:
+        if Config.from_env().inject != "none":
+            from dadt.inject import worker
 
-        worker.start(world)
+            worker.start(world)
+    except Exception as error:  # noqa: BLE001 (whatever it is, it ends this worker)
+        _end_by(error)
+
+
+def _end_by(error: Exception) -> None:
+    """Out of torch's import an exception would come as another one, with advice by which DADT would be turned off."""
+    sys.last_value = error
+    sys.excepthook(type(error), error, error.__traceback__)
+    raise SystemExit(1)
 
 
 def _offer_backend() -> None:

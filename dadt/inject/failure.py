@@ -17,7 +17,9 @@ from typing import IO, Any
 from dadt.comm.rendezvous.store_client import StoreClient
 from dadt.control.agent_client import Control
 from dadt.control.job_folder import ASK
-from dadt.errors import Aborted, CommError, CommTimeout, ConfigError, DadtError, PeerLost, StartTimeout
+from dadt.errors import Aborted, CommTimeout, ConfigError, DadtError, PeerLost, StartTimeout
+from dadt.inject import full_disk
+from dadt.inject.exception_chain import chain_of, remote_frames
 
 STACKS_SIGNAL = signal.SIGRTMAX - 3
 """One that scripts do not use, unlike SIGUSR1 and SIGUSR2."""
@@ -25,11 +27,12 @@ OURS = str(Path(__file__).resolve().parents[1])
 FRAMES = 5
 
 
-def install(control: Control | StoreClient, step: Callable[[], int]) -> None:
+def install(control: Control | StoreClient, step: Callable[[], int], interrupted: Callable[[], bool]) -> None:
     """Chain into the exception hooks, and offer the stacks of all threads on a signal.
 
     What the script does with exceptions, its exit codes and what it prints stay as they are; but an error of DADT's
-    own that ends a thread ends the job. step: the optimizer steps done so far.
+    own that ends a thread ends the job. step: the optimizer steps done so far. interrupted: the user has pressed
+    Ctrl-C.
     """
     owner = os.getpid()
     main_hook = sys.excepthook
@@ -38,14 +41,19 @@ def install(control: Control | StoreClient, step: Callable[[], int]) -> None:
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None, thread: str) -> None:
         if os.getpid() != owner or issubclass(kind, (SystemExit, KeyboardInterrupt)):
             return
+        chain = chain_of(error)
+        frames = remote_frames(chain.remote)[-FRAMES:] or frames_of(chain.cause.__traceback__ or trace)
         try:
             control.failed(
-                kind.__name__,
-                str(error),
-                frames_of(trace),
+                type(chain.cause).__name__,
+                str(chain.cause),
+                frames,
                 step(),
-                secondary=issubclass(kind, CommError),
+                secondary=chain.secondary,
                 thread=thread,
+                around=chain.around,
+                context=chain.context,
+                disk=full_disk.text_of(error),
             )
         except DadtError:
             pass  # the agent is gone, so nobody is left to tell; the traceback is printed all the same
@@ -55,6 +63,8 @@ def install(control: Control | StoreClient, step: Callable[[], int]) -> None:
         if issubclass(kind, PeerLost | CommTimeout | Aborted):
             # Another rank's failure caused it, and its own words would hide those of the cause.
             sys.stderr.write(f"dadt: rank {control.world.rank} ended: {error}\n")
+        elif issubclass(kind, KeyboardInterrupt) and interrupted() and control.world.rank > 0:
+            pass  # rank 0 shows where it was, as the others were there, too
         elif not issubclass(kind, ConfigError | StartTimeout):  # which the launcher says, last and once
             main_hook(kind, error, trace)
 
@@ -106,6 +116,7 @@ def _offer_stacks(control: Control) -> None:
     signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
     faulthandler.register(STACKS_SIGNAL, file, all_threads=True, chain=False)
     pipe = path.with_suffix(ASK)
+    pipe.unlink(missing_ok=True)  # of this process before it replaced itself, or of one that had its pid
     os.mkfifo(pipe, 0o600)
     asked = os.open(pipe, os.O_RDWR | os.O_CLOEXEC)  # also for writing, or it would be at its end without an agent
     _thread.start_new_thread(_answer, (asked, file))  # not among threading's, which scripts may count or wait for

@@ -19,6 +19,7 @@ from dadt.errors import CommError
 from dadt.inject import compiler, cuda_graphs, download, failure, gradient, module, moved, optimizer, rank_watch
 from dadt.inject.data import loader, ray_batches, seed
 from dadt.inject.data.parting import Parting
+from dadt.inject.exit_text import ExitText
 from dadt.inject.files import install as files
 from dadt.inject.files import saving
 from dadt.inject.replay import install as replay
@@ -47,8 +48,11 @@ def start(world: World, *, explicit: bool = False) -> None:
     if control is not None:
         control.hello(torch=torch.__version__)
     runtime = Runtime(world, config, control, algorithms.find)
+    exit_text = ExitText()
     if control is not None:
-        failure.install(control, lambda: runtime.step)
+        failure.install(control, lambda: runtime.step, lambda: runtime.interruption.heard > 0)
+    if isinstance(control, Control):
+        exit_text.install()
     modules = module.Modules(runtime)
     if not (explicit and runtime.alone):
         optimizer.install(runtime, modules)
@@ -61,7 +65,7 @@ def start(world: World, *, explicit: bool = False) -> None:
     if not explicit:
         _install_around(runtime, modules)
     os.register_at_fork(after_in_child=runtime.resign)
-    atexit.register(_end, runtime)
+    atexit.register(_end, runtime, exit_text)
 
 
 def ask() -> Runtime:
@@ -142,9 +146,14 @@ def _join(world: World, config: Config) -> tuple[StoreClient, Config]:
     return forum, agreed
 
 
-def _end(runtime: Runtime) -> None:
-    failed = isinstance(getattr(sys, "last_value", None), BaseException)
+def _end(runtime: Runtime, exit_text: ExitText) -> None:
+    error = getattr(sys, "last_value", None)
+    # All ranks have got Ctrl-C after the same step, so they come to their end together.
+    together = isinstance(error, KeyboardInterrupt) and runtime.interruption.heard and not runtime.interruption.apart
+    failed = isinstance(error, BaseException) and not together
     try:
+        if exit_text.text and isinstance(runtime.control, Control) and not failed:
+            runtime.control.exits(exit_text.text, exit_text.frame, runtime.step)
         runtime.close(failed=failed)
     except CommError as error:
         # The peers raise the same where they stand; this rank's exit code is its script's own.

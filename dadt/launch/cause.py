@@ -6,10 +6,11 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from dadt.errors import LaunchError
-from dadt.launch.failure import Blame, Ending, Failure, Record, find_cause, last_line
+from dadt.launch.failure import Blame, Ending, Failure, find_cause, last_line
 from dadt.launch.hosts.slot import Slot
 from dadt.launch.monitor.members import Member
 from dadt.launch.monitor.output import Output
+from dadt.launch.record import Record
 
 UNCAUGHT = 1
 """Python's exit code after an uncaught exception."""
@@ -30,7 +31,9 @@ class Cause:
         """How each rank has ended."""
         self._records: dict[int, Record] = {}
         self._left: list[int] = []
-        """Ranks that ended well while others went on, in that order."""
+        """Ranks whose script ended while others went on, in that order."""
+        self._said: dict[int, Record] = {}
+        """What ranks have given to `sys.exit` as their last words."""
         self._held: Member | None = None
         """The rank that could not go on when the first other rank gave up waiting."""
         self._blame: Blame | None = None
@@ -51,9 +54,14 @@ class Cause:
         self._excused.update(ranks)
 
     def leave(self, rank: int) -> None:
-        """Record that a rank ended well, at least by its own account."""
+        """Record that a rank's script is over. With which exit code its process ends comes later."""
         if rank not in self._left:
             self._left.append(rank)
+
+    def say(self, rank: int, record: Record) -> None:
+        """Record the text by which a rank's script has called `sys.exit`. Whether its process ends by that comes
+        later."""
+        self._said[rank] = record
 
     def hold(self, member: Member) -> None:
         """Record that other ranks gave up waiting for this one, which cannot go on."""
@@ -80,7 +88,13 @@ class Cause:
         if ending.code == 0:
             self._records.pop(ending.rank, None)  # the exception did not end the process
         elif ending.rank not in self._records and ending.code == UNCAUGHT and not ending.stopped:
-            record = Record.from_stderr(self._output.tails[ending.rank].data)
+            tail = self._output.tails[ending.rank].data
+            said = self._said.get(ending.rank)
+            # Python prints the text if the process ends by it.
+            if said is not None and _last_part(said.message) in tail.decode(errors="replace"):
+                record: Record | None = said
+            else:
+                record = Record.from_stderr(tail)
             if record is not None:
                 self._records[ending.rank] = record
         return self._records.get(ending.rank)
@@ -123,14 +137,31 @@ class Cause:
             stacks=[path for path in stacks if path != own],
             last_words=last_line(self._output.tails[ending.rank].data),
             blame=self._blame_of(ending, record),
+            alike=self._alike(ending),
         )
+
+    def _alike(self, first: Ending) -> int:
+        """How many workers there are, if all have ended by themselves as this one has, after as many steps; else 0."""
+
+        def facts(each: Ending) -> tuple[int, int, str]:
+            record = self._records.get(each.rank)
+            return each.code, each.step, record.text if record is not None else ""
+
+        endings = [ending for rank, ending in self.endings.items() if rank not in self._excused]
+        alike = len(endings) > 1 and all(facts(each) == facts(first) and not each.stopped for each in endings)
+        return len(endings) if alike and first.code else 0
 
     def _blame_of(self, ending: Ending, record: Record | None) -> Blame | None:
         if record is None and self._held is not None and ending.rank == self._held.rank:
             return self._blame
-        if record is None and ending.rank in self._left:
+        if record is None and ending.rank in self._left and (ending.code == 0 or ending.stopped):
             return Blame.of_early(ending)
         return self._blame if record is not None and record.secondary and self._held is None else None
+
+
+def _last_part(text: str) -> str:
+    """As much of the end of a text as is kept of what a rank prints."""
+    return text[-1000:]
 
 
 def _time(ending: Ending, record: Record | None) -> float:

@@ -7,76 +7,17 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from dadt import errors
 from dadt.control.condition import HELD
+from dadt.launch.record import Record, printable, shortened
 
-TRACEBACK = "Traceback (most recent call last):"
-FRAME_LINE = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+)(?:, in (?P<function>.+))?$')
-ERROR_LINE = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$")
-NO_PYTHON = re.compile(r'^  File ".+", line \d+\n(?:    .*\n)+(?=(?:Syntax|Indentation|Tab)Error: )', re.MULTILINE)
-CAUSE_LINES, CAUSE_LETTERS = 10, 4000
 NO_FILE = re.compile(r"No such file or directory|unable to open|does not exist", re.IGNORECASE)
 OWN_SETUP = re.compile(r"CUDA|NCCL|\bGPUs?\b")
 GPU_MEMORY = re.compile(r"\b(?:CUDA|HIP) out of memory(?:.*?\b(GPU \d+))?", re.DOTALL)
 MEMORY_TEXTS = ("out of memory", "can't allocate memory", "cannot allocate memory")
 EXIT_CODES = {kind.__name__: kind.exit_code for kind in (errors.ConfigError, errors.NotResumed, errors.StartTimeout)}
 """Exit codes of the exceptions that have their own."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Record:
-    """An uncaught exception, from its worker's report or from the traceback on stderr."""
-
-    type: str
-    message: str = ""
-    frames: Sequence[Mapping[str, Any]] = ()
-    """Stack frames {file, line, function, text}, innermost last."""
-    step: int | None = None
-    secondary: bool = False
-    """Whether another rank's failure caused it."""
-    thread: str = ""
-    time: float = 0.0
-
-    @classmethod
-    def from_header(cls, header: Mapping[str, Any]) -> Record:
-        return cls(**{name: header[name] for name in cls.__slots__ if name in header})
-
-    @classmethod
-    def from_stderr(cls, tail: bytes) -> Record | None:
-        """The last traceback in the last bytes of a worker's stderr, or the syntax error of a script that is not
-        Python; None if there is neither."""
-        told = tail.decode(errors="replace")
-        _, found, text = told.rpartition(TRACEBACK)
-        if not found:
-            places = list(NO_PYTHON.finditer(told))
-            if not places:
-                return None
-            text = "\n" + told[places[-1].start() :]
-        frames: list[dict[str, Any]] = []
-        for line in text.splitlines()[1:]:
-            if (frame := FRAME_LINE.match(line)) is not None:
-                frames.append({**frame.groupdict(), "text": ""})
-            elif line.startswith("    "):
-                # Lines below the source line mark the place of the error.
-                if frames and not frames[-1]["text"]:
-                    frames[-1]["text"] = line.strip()
-            elif (error := ERROR_LINE.match(line)) is not None:
-                module, _, name = error["type"].rpartition(".")
-                known = getattr(errors, name, object) if module == errors.__name__ else object
-                secondary = issubclass(known, errors.CommError)
-                return cls(type=name, message=error["message"] or "", frames=frames, secondary=secondary)
-        return None
-
-    @property
-    def text(self) -> str:
-        return f"{self.type}: {self.message}" if self.message else self.type
-
-    @property
-    def brief(self) -> str:
-        """Its first line."""
-        return _shortened(self.text.strip())[0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,6 +96,8 @@ class Failure:
     """The script was given the variables by which it may set up distributed training of its own."""
     files_apart: bool = False
     """What this rank wrote was kept apart: what reads files without Python's `open` does not find it."""
+    alike: int = 0
+    """So many workers, all of them, ended in this way after as many steps, so no rank is to blame; else 0."""
 
     @property
     def exit_code(self) -> int:
@@ -182,12 +125,13 @@ class Failure:
             return [self.record.message]  # the message is complete, and this worker is not to blame
         # With a blame, the record is that of a rank that waited.
         whole = self.blame is not None and self.record is not None
-        head = self._verdict() if whole else f"worker {self.ending.rank} failed ({self._verdict()})"
+        who = f"all {self.alike} workers" if self.alike else f"worker {self.ending.rank}"
+        head = self._verdict() if whole else f"{who} failed ({self._verdict()})"
         head += f" after {self.seconds:.1f} s"
         step = self.step
         if step is not None:
             head += f", at step {step}"
-        if self.stopped:
+        if self.stopped and not self.alike:
             head += f"; {_workers(self.stopped)} stopped"
         host = self.host or "this host"
         lines = [head, f"  host    {host}, pid {self.pid}, log {self.log}", f"  cause   {self._cause()}"]
@@ -197,6 +141,8 @@ class Failure:
             lines.append(place + (f", in {frame['function']}" if frame.get("function") else ""))
             if frame.get("text"):
                 lines.append(f"      {frame['text']}")
+        if self.record is not None:
+            lines += self.record.lines_around()
         if self._sets_up_its_own():
             lines.append(
                 "  hint    a script that finds RANK may set up training on GPUs by itself; --no-torch-env hides RANK"
@@ -234,7 +180,7 @@ class Failure:
             return self.blame.cause
         if self.record is not None:
             where = f" (in thread {self.record.thread})" if self.record.thread else ""
-            return "\n          ".join(_shortened(self.record.text.strip())) + where
+            return "\n          ".join(shortened(self.record.reason)) + where
         if self.ending.killed_for_memory:
             return "killed by the kernel for lack of memory"
         if -self.ending.code in (signal.SIGUSR1, signal.SIGUSR2):
@@ -243,7 +189,7 @@ class Failure:
         if self.ending.code < 0:
             return f"signal {-self.ending.code} ({signal_name(-self.ending.code)}), not sent by dadt"
         words = f"; its last words: {self.last_words}" if self.last_words else ""
-        return f"it exited with code {self.ending.code}{words}"
+        return f"{'each' if self.alike else 'it'} exited with code {self.ending.code}{words}"
 
     def _memory(self) -> str:
         ending = self.ending
@@ -286,7 +232,9 @@ def find_cause(
     record = records.get(first.rank)
     if record is not None and record.secondary and first.rank not in left:
         of = {ending.rank: ending for ending in endings}
-        early = [of[rank] for rank in left if rank in of and of[rank].step <= first.step]
+        # One that has left with another code has told by that how it failed.
+        ended = [of[rank] for rank in left if rank in of and (of[rank].code == 0 or of[rank].stopped)]
+        early = [ending for ending in ended if ending.step <= first.step]
         if early:
             return early[0], None
     return first, record
@@ -325,20 +273,6 @@ def _as_typed(file: str) -> str:
         return str(Path(file).relative_to(Path.cwd()))
     except (ValueError, OSError):  # outside the current folder, or that has been deleted
         return file
-
-
-def printable(text: str) -> str:
-    """The text with control characters, such as those that move a cursor, escaped."""
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
-
-
-def _shortened(text: str) -> list[str]:
-    """The first lines only, so that the text above them stays on the screen."""
-    lines = printable(text[:CAUSE_LETTERS]).split("\n")[:CAUSE_LINES]
-    more = text.count("\n") + 1 - len(lines)
-    if more > 0:
-        return [*lines, f"... and {more} more line{'s' if more > 1 else ''}, in the log"]
-    return [*lines[:-1], lines[-1] + "..."] if len(text) > CAUSE_LETTERS else lines
 
 
 def _is_memory_error(record: Record) -> bool:

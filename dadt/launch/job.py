@@ -13,12 +13,13 @@ from dadt.config import Config
 from dadt.control.frame import Frame
 from dadt.launch.agents import Agents, Node
 from dadt.launch.cause import Cause
-from dadt.launch.failure import Ending, Record, signal_name, steps_text
+from dadt.launch.failure import Ending, signal_name, steps_text
 from dadt.launch.hosts.slot import Slot
 from dadt.launch.joining import Joining
 from dadt.launch.membership import EXIT_SECONDS, Membership
 from dadt.launch.monitor.journal import Journal
 from dadt.launch.monitor.members import Member, Rendezvous
+from dadt.launch.monitor.notices import Notices
 from dadt.launch.monitor.output import Output
 from dadt.launch.monitor.silence import Silences
 from dadt.launch.monitor.stacks import Stacks
@@ -27,19 +28,17 @@ from dadt.launch.outcome import Outcome, Unread
 from dadt.launch.preemption import Preempted, Preemption, ranks
 from dadt.launch.processes import sweep
 from dadt.launch.query import OWN_INQUIRY, Query
+from dadt.launch.record import Record
 from dadt.launch.signals import ENDING_SIGNALS, Interrupts, of_checkpoint
 from dadt.launch.termination import Termination
 
 TURN_SECONDS = 0.5
-MOST_SAID = 10_000
-"""Most different lines of `say` that are printed, each once."""
 PRIMARY_SECONDS = 1.0
 """How long to wait, after a failure that another one caused, for that other one to show."""
 HANG_UP_SECONDS = 4.0
 """How long an agent may take to end its workers after the launcher hangs up."""
 
-Say = Callable[[str, str], None]
-"""Takes a text and its level, info or warning."""
+Say = Callable[[str, str], None]  # takes a text and its level, info or warning
 
 
 class Job:
@@ -66,13 +65,13 @@ class Job:
         self._say = say
         self._checkpoint_signal = of_checkpoint(config)
         self._leaving: set[Node] = set()
-        """Nodes that were told to end: their workers save and end."""
+        """Those that were told to end: their workers save and end."""
         self._rendezvous = Rendezvous([slot.host for slot in slots])
         self.watch = Watch(self._rendezvous.members, journal)
         self._query: Query | None = None
         self._silences = Silences(agents.nodes, say, journal, verbose=config.verbose)
         self._views: list[View] = []
-        self._said: set[str] = set()
+        self._notices = Notices(say)
         self._cause = Cause(slots, self._rendezvous.members, output, self._silences.blame)
         self._outcome = Outcome(seconds=0.0)
         self._termination = Termination(agents, self.watch, self._outcome, config.grace)
@@ -262,9 +261,7 @@ class Job:
         self._rendezvous.members[frame["rank"]].went_to(frame["step"], 0.0)
 
     def _on_say(self, node: Node, frame: Frame) -> None:
-        if frame["text"] not in self._said and len(self._said) < MOST_SAID:
-            self._said.add(frame["text"])
-            self._say(frame["text"], frame["level"])
+        self._notices.say(frame["text"], frame["level"])
 
     def _on_failed(self, node: Node, frame: Frame) -> None:
         record = Record.from_header({**frame.header, "time": frame["time"] - node.clock})
@@ -279,7 +276,10 @@ class Job:
         if not alike and self._termination.goes_on and self._membership.lose([member.rank], why):
             self._membership.expect_end(member.rank)
         elif not member.lost:
-            self._termination.fail_by(EXIT_SECONDS)
+            self._termination.fail_by(EXIT_SECONDS, lets_leave=record.secondary)
+
+    def _on_exits(self, node: Node, frame: Frame) -> None:
+        self._cause.say(frame["rank"], Record.of_exit(frame.header))
 
     def _on_ending(self, node: Node, frame: Frame) -> None:
         member = self._rendezvous.members[frame["rank"]]
@@ -333,24 +333,26 @@ class Job:
         ending = Ending(**{**frame.header, "time": frame["time"] - node.clock})
         record = self._cause.end(ending)
         self._outcome.stepped |= ending.step > 0
-        member = self._rendezvous.members[ending.rank]
+        member, present = self._rendezvous.members[ending.rank], self._rendezvous.present
         trains = member.claimed and not member.finished
         what = f"rank {member.rank} ({member.place}) {ending.text} after {steps_text(ending.step)}"
         member.ended = True
         member.sign(ending.text)
         self._leaves(node, ending.rank)
+        over = ending.code > 0 and all(each.finished for each in present)  # the script says how training has ended
         if ending.code == 0 and trains and not (ending.stopped or member.lost):
             self._cause.leave(ending.rank)
-            told = {"text": f"{what}, while others went on", "steps": max(0, ending.step)}
-            self._deaths.append(Frame("death", told))
+            if not self._membership.leaves(ending.rank, why := f"{what}, while others went on"):
+                self._deaths.append(Frame("death", {"text": why, "steps": max(0, ending.step)}))
         elif ending.code and not ending.stopped and not member.lost:
-            if self._termination.goes_on and self._membership.lose([ending.rank], what):
+            if self._termination.goes_on and not over and self._membership.lose([ending.rank], what):
                 self._membership.exited(member, self._termination.goes_on and node not in self._leaving)
                 return
             secondary = record is not None and record.secondary
             if not secondary:
                 self._deaths.append(Frame("death", {"text": what}))
-            self._termination.fail_by(PRIMARY_SECONDS if secondary else 0.0)
+            seconds = PRIMARY_SECONDS if secondary else 0.0
+            self._termination.fail_by(seconds, lets_leave=secondary or member.finished)
         self._membership.exited(member, self._termination.goes_on and node not in self._leaving)
         self._rendezvous.settle()
 
@@ -370,11 +372,9 @@ class Job:
     def _on_end(self, node: Node, frame: Frame) -> None:
         self._outcome.stuck = [*self._outcome.stuck, *frame["stuck"]]
         if number := frame["signal"]:
-            text = (
-                f"the agent of this host (pid {node.report['pid']}) was told to end by signal {number} "
-                f"({signal_name(number)}); all its workers were stopped"
-            )
-            self._lose(node, text)
+            who = f"the agent of this host (pid {node.report['pid']})"
+            told = f"was told to end by signal {number} ({signal_name(number)})"
+            self._lose(node, f"{who} {told}; all its workers were stopped")
         self._working.discard(node)
 
     def _close(self) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dadt.control.heartbeat import Heartbeat
 from dadt.control.job_folder import SOCKET, line_of, remove_stale, root
-from dadt.launch.processes import is_alive, kill, members, sweep
+from dadt.launch.processes import Process, is_alive, members, sweep
 from dadt.launch.query import Line
 
 NAME = re.compile(r"(?P<job>[a-z0-9]{4})(?:\.(?P<index>\d+))?")
@@ -69,12 +69,14 @@ class Trace:
 
         Returns the processes that did not die.
         """
-        agents = [pid for path in self.agents if (pid := _listener(path))]
-        kill([*agents, *self.pids], signal.SIGTERM)
+        agents = [Process.of(pid) for path in self.agents if (pid := _listener(path))]
+        for process in {*agents, *map(Process.of, self.pids)}:
+            process.signal(signal.SIGTERM)
         _await_end(agents, self.job, GRACE_SECONDS)
-        kill(agents, signal.SIGKILL)
-        _await_end(agents, self.job, END_SECONDS if any(map(is_alive, agents)) else 0.0)
-        stuck = sorted({*sweep(f"DADT_JOB={self.job}"), *filter(is_alive, agents)})
+        for agent in agents:
+            agent.signal(signal.SIGKILL)
+        _await_end(agents, self.job, END_SECONDS if any(agent.is_alive for agent in agents) else 0.0)
+        stuck = sorted({*sweep(f"DADT_JOB={self.job}"), *(agent.pid for agent in agents if agent.is_alive)})
         remove_stale()
         return stuck
 
@@ -150,8 +152,8 @@ def _leads_session(pid: int) -> bool:
         return False
 
 
-def _await_end(agents: list[int], job: str, seconds: float) -> None:
+def _await_end(agents: list[Process], job: str, seconds: float) -> None:
     """Wait for the processes to end. They are polled, as the kernel reports an end only to the parent."""
     deadline = time.monotonic() + seconds
-    while (any(map(is_alive, agents)) or members(f"DADT_JOB={job}")) and time.monotonic() < deadline:
+    while (any(agent.is_alive for agent in agents) or members(f"DADT_JOB={job}")) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -76,6 +76,9 @@ class Membership:
         self._say = say
         self._overdue: dict[int, float] = {}
         """Lost ranks that have not exited yet, and when they are killed."""
+        self._left: dict[int, str] = {}
+        """Ranks that ended well before they came to their end, and what is to be said of them: they are lost once
+        another rank waits, as all may be about to do the same."""
         self._requests: dict[int, Request] = {}
         """By rank, those that wait for a new generation."""
         self._trials: list[str] = []
@@ -110,6 +113,21 @@ class Membership:
         self._tell(why)
         self._say(f"{why}: training goes on without it", "warning")
         return True
+
+    def leaves(self, rank: int, why: str) -> bool:
+        """A rank has ended with exit code 0, amid its training. Returns whether the others can train on without it."""
+        if self.can_lose([*self._left, rank]):
+            self._left[rank] = why
+            return True
+        return False
+
+    def _lose_left(self) -> None:
+        """Lose those that have left, if others need them."""
+        waits = any(gauge.waits and not gauge.member.finished for gauge in self._here)
+        if self._requests or waits or (self._apart and self._here):
+            left, self._left = self._left, {}
+            for rank, why in left.items():
+                self.lose([rank], why)
 
     def reconnect(self, question: Frame, reply: Reply) -> None:
         """A rank's connection with the others has failed. It gets its answer once it is clear what follows."""
@@ -203,6 +221,8 @@ class Membership:
         """Call it as time passes. goes_on: nothing has ended the job so far."""
         now = time.monotonic()
         self._handovers.turn()
+        if self._left and goes_on:
+            self._lose_left()
         if self._least and goes_on:
             self._give_up_silent()
             self._connect_anew(now)

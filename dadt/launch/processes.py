@@ -7,13 +7,47 @@ import signal
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from dadt.control import guard
 
 SWEEP_SECONDS = 4.0
+STARTED = 19
+"""Place, after state and parent, of the time of a process's start in /proc/PID/stat."""
 TRACKER = b"multiprocessing.resource_tracker"
 TRACKER_SECONDS = 2.5
 """How long a resource tracker may take to remove the resources of dead processes, on a machine with much to do."""
+
+
+class Process(NamedTuple):
+    """A process of this machine. Once it has ended, its pid may become another's; `exec` changes neither field."""
+
+    pid: int
+    started: int
+    """Clock ticks from the machine's start to its own; 0 if there is no such process."""
+
+    @classmethod
+    def of(cls, pid: int) -> Process:
+        fields = _stat(pid)
+        return cls(pid, int(fields[STARTED]) if fields else 0)
+
+    @property
+    def is_alive(self) -> bool:
+        return self.started > 0 and Process.of(self.pid) == self and is_alive(self.pid)
+
+    def signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        try:
+            handle = os.pidfd_open(self.pid)
+        except OSError:
+            return
+        try:
+            if self.is_alive:  # what has that pid now cannot lose it to another while it is open
+                signal.pidfd_send_signal(handle, number)
+        except (ProcessLookupError, PermissionError):
+            pass  # it has just ended, or is another user's
+        finally:
+            os.close(handle)
 
 
 def members(mark: str, descendants: bool = False) -> list[int]:
@@ -100,12 +134,17 @@ def _descendants(root: int) -> set[int]:
 
 
 def _state_and_parent(pid: int) -> tuple[str, int]:
+    fields = _stat(pid)
+    return (fields[0], int(fields[1])) if fields else ("", 0)
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on; none if it is gone."""
     try:
         # The name, in parentheses, may itself contain spaces and parentheses.
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
-        return "", 0
-    return fields[0], int(fields[1])
+        return []
 
 
 def _bytes(path: Path) -> bytes:

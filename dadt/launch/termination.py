@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from signal import SIGINT
 
 from dadt.control.frame import Frame
 from dadt.launch.agents import Agents
@@ -14,6 +15,8 @@ FAILURE_GRACE = 1.0
 """Time from SIGTERM to SIGKILL after a failure. After the user's Ctrl-C it is --grace."""
 END_SECONDS = 5.0
 """How long an agent may take to end, beyond the grace."""
+LEAVE_SECONDS = 30.0
+"""How long a process whose script is over may take to exit, where its exit code shows why others failed."""
 
 AGAIN_SECONDS = 2.0
 """A SIGTERM within this time is the same: batch systems send it to `dadt run` and to the script that passes it on."""
@@ -23,13 +26,15 @@ class Termination:
     """Tells the agents to stop their workers. A later reason can only hasten it."""
 
     def __init__(self, agents: Agents, watch: Watch, outcome: Outcome, grace: float) -> None:
-        """grace: seconds from SIGTERM to SIGKILL when the user ends the job."""
+        """grace: seconds from SIGTERM to SIGKILL when the user ends the job, and to SIGTERM after Ctrl-C."""
         self._agents = agents
         self._watch = watch
         self._outcome = outcome
         self._user_grace = grace
         self._fail_at = float("inf")
         """Time at which to stop everything because of the failures so far."""
+        self._lets_leave = False
+        """Ranks whose script is over exit before that, as long as LEAVE_SECONDS allow."""
         self._end_by = float("inf")
         """Deadline for the agents that were told to stop."""
         self._turned = time.monotonic()
@@ -50,15 +55,19 @@ class Termination:
     @property
     def deadline(self) -> float:
         """When `turn` has to be called next."""
-        return min(self._fail_at, self._end_by)
+        return min(self._fail_at + (LEAVE_SECONDS if self._leaving else 0.0), self._end_by)
 
     def end(self, number: int, who: str) -> float:
-        """End the job for the user: gently, or at once if asked again. Returns the seconds until SIGKILL."""
+        """End the job for the user: gently, or at once if asked again. Scripts get Ctrl-C as SIGINT, and SIGTERM
+        if that does not end them; else SIGTERM. Returns the seconds until SIGKILL."""
         if self._outcome.signal:
             self._hurry(who)
         else:
             self._outcome.signal = number
-            self.terminate(self._user_grace, who)
+            if number == SIGINT:
+                self._stop(Frame("interrupt", {"grace": self._user_grace}), 2 * self._user_grace, who)
+            else:
+                self.terminate(self._user_grace, who)
             self.unsaid.append(f"{who}: stopping the workers (once more: at once)")
         return self.grace
 
@@ -86,11 +95,18 @@ class Termination:
         if grace < self.grace:
             self._stop(Frame("stop", {"grace": grace, "stacks": stacks}), grace, why)
 
-    def fail_by(self, seconds: float) -> None:
-        """Stop everything in so many seconds, as something has failed. Workers that save, or that the user has told to
-        end, keep their time."""
+    def fail_by(self, seconds: float, *, lets_leave: bool = False) -> None:
+        """Stop everything after these seconds, as something has failed. Workers that save, or that the user has told
+        to end, keep their time. lets_leave: ranks whose script is over exit by themselves first, as one of them may be
+        the cause."""
         if self._outcome.preemption is None and not self._outcome.signal:
+            self._lets_leave = lets_leave and (self._lets_leave or self._fail_at == float("inf"))
             self._fail_at = min(self._fail_at, time.monotonic() + seconds)
+
+    @property
+    def _leaving(self) -> bool:
+        members = [gauge.member for gauge in self._watch.gauges] if self._lets_leave else []
+        return any(member.finished and not (member.ended or member.lost) for member in members)
 
     def excuse(self) -> None:
         """Since the last turn nothing that agents told was read, as nobody reads the output."""
@@ -101,7 +117,7 @@ class Termination:
     def turn(self) -> bool:
         """Call it as time passes. Returns whether agents are overdue, so that they have to be killed."""
         self._turned = time.monotonic()
-        if self._turned >= self._fail_at:
+        if self._turned >= self._fail_at + (LEAVE_SECONDS if self._leaving else 0.0):
             self._fail_at = float("inf")
             self.terminate(FAILURE_GRACE, "a worker failed", stacks=True)
         return self._turned >= self._end_by

@@ -13,6 +13,7 @@ from dadt.train.checkpoint_signal import CheckpointSignal
 from dadt.train.exchange.exchange import Exchange
 from dadt.train.exchange.fingerprint import of_gradient, of_inputs
 from dadt.train.exchange.step_metadata import StepMetadata
+from dadt.train.interruption import Interruption
 from dadt.train.restored import RestoredExchange
 
 FINGERPRINTED_STEPS = 20
@@ -45,6 +46,7 @@ class Group(Protocol):
         """In the order of their lanes."""
 
     checkpoint_signal: CheckpointSignal
+    interruption: Interruption
     approaches: Approaches
 
     def say(self, text: str, level: str = ...) -> None: ...
@@ -107,6 +109,7 @@ class Agreement:
         used gradients of the steps before.
         """
         self._group.checkpoint_signal.agree(lane.saves for lane in lanes)
+        self._group.interruption.agree(lane.interrupted for lane in lanes)
         self._group.approaches.agree(lane.approach for lane in lanes)
         drawn = [lane.drawn for lane in lanes]
         if len(set(drawn)) > 1:

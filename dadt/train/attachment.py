@@ -336,8 +336,7 @@ class Attachment:
         self.exchanges += not again
         name = f"step {self.numbered_from + self.exchanges - 1}{self.name}{', again' if again else ''}"
         if again:
-            # Its residual went with the exchange before, which nobody uses.
-            self._schema.forget_residuals()
+            self._schema.forget_residuals()  # they went with the exchange before, which nobody uses
         weight = self.batch_weight.value
         exchange = Exchange(self.runtime, self._schema, self.exchanges - 1, name, weight, compressed=self.compresses)
         exchange.scale = self.scale
@@ -360,6 +359,7 @@ class Attachment:
                 value=value,
                 not_finite=self.finite.number,
                 saves=self.runtime.checkpoint_signal.heard,
+                interrupted=self.runtime.interruption.heard > 0,
                 approach=self.runtime.approaches.heard,
             )
         )

@@ -133,8 +133,9 @@ class Checkpoints:
                         runtime.say("saved as ranks were lost: without the gradients in flight", level="warning")
                         return None
                     try:
-                        self._owner.regroup(error)  # where ranks were lost meanwhile, and the others train on
-                        continue
+                        if not runtime.interruption.apart:
+                            self._owner.regroup(error)  # where ranks were lost meanwhile, and the others train on
+                            continue
                     except CommError:
                         if not failed:
                             raise

@@ -36,10 +36,10 @@ class CheckpointSignal:
         """The script gets the signal with the others', or after so many seconds, as it may take no step for long. 0: at
         once, and the others do not."""
         if not patience:
-            self._raise(self._raised + 1)
+            self._late(self._raised + 1)
             return
         self.heard += 1
-        timer = threading.Timer(patience, self._raise, [self.heard])
+        timer = threading.Timer(patience, self._late, [self.heard])
         timer.daemon = True
         timer.start()
 
@@ -52,10 +52,19 @@ class CheckpointSignal:
         if self._agreed > self._raised:
             self._raise(self._agreed)
 
+    def _late(self, count: int) -> None:
+        """The ranks have not agreed on a step in time, or were not to."""
+        self._raise(count)
+
     def _raise(self, count: int) -> None:
-        """For the count-th time, if that is still to be done. What handles no such signal it would kill."""
+        """For the count-th time, if that is still to be done."""
         with self._lock:
             due = count > self._raised
             self._raised = max(self._raised, count)
-        if due and self.number and signal.getsignal(self.number) not in (signal.SIG_DFL, signal.SIG_IGN):
+        if due and self.number:
+            self._deliver()
+
+    def _deliver(self) -> None:
+        """What handles no such signal it would kill."""
+        if signal.getsignal(self.number) not in (signal.SIG_DFL, signal.SIG_IGN):
             os.kill(os.getpid(), self.number)  # wakes the main thread, whatever it waits for

@@ -79,8 +79,9 @@ class Departure(Registry):
     def _leave(self, failed: bool) -> None:
         if self._engine is not None:
             try:
-                if failed or self.deaths.preempted:
-                    how = "failed" if failed else "has left, as it is preempted"
+                if failed or self.deaths.preempted or self.interruption.apart:
+                    why = "it is preempted" if self.deaths.preempted else "it was interrupted (Ctrl-C)"
+                    how = "failed" if failed else f"has left, as {why}"
                     self._engine.abort(f"rank {self.world.rank} {how}")
                 elif self._engine.error is None or (self.survives and (self.deaths.outdated or not self.together)):
                     if self.control is not None:

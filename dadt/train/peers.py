@@ -29,6 +29,7 @@ from dadt.train.approaches import Approaches
 from dadt.train.checkpoint_signal import CheckpointSignal
 from dadt.train.exchange.background import Background
 from dadt.train.gathering import Gathering
+from dadt.train.interruption import Interruption
 from dadt.train.progress import Progress
 from dadt.train.reconnection import Reconnection
 from dadt.train.stall import PATIENCE, Stall
@@ -99,7 +100,7 @@ class Peers:
         """When this rank began what is done as a whole or not at all; None outside of that."""
         self.welcome: list[Any] = []
         """What a rank that joins a running job was given, by attachment."""
-        self.checkpoint_signal = CheckpointSignal()
+        self.checkpoint_signal, self.interruption = CheckpointSignal(), Interruption()
         self.approaches = Approaches()
         self.closing = False  # this rank is at its end, where others are, too
         self._launched_at: weakref.WeakKeyDictionary[InFlight, int] = weakref.WeakKeyDictionary()

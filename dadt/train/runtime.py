@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from dadt.comm.rendezvous.store_client import StoreClient
     from dadt.control.agent_client import Control
     from dadt.control.frame import Frame
+
+_APART_SECONDS = 1.0  # least time that what is in flight has left, once Ctrl-C has ended training on this rank alone
 
 
 class Runtime(Departure):
@@ -80,6 +83,7 @@ class Runtime(Departure):
         """No snapshots are taken any more."""
         self.on_stepped: list[Callable[[], None]] = []
         """Called when a step is complete."""
+        self.interruption.on_apart = self._interrupted_apart
         self._regrouping = False
         self._claimed = False
         self._drawn: weakref.WeakKeyDictionary[torch.optim.Optimizer, BatchWeight] = weakref.WeakKeyDictionary()
@@ -293,6 +297,15 @@ class Runtime(Departure):
         """Take rank 0's param_group values, where the ranks set their own in each step."""
         replicate.take_rank_0s_groups(self, attachment)
 
+    def _interrupted_apart(self, patience: float) -> None:
+        """Ctrl-C has ended training here, maybe in another step than elsewhere: what this rank still waits for, as to
+        save, fails soon. A script that handles SIGINT itself trains on until it comes to its end."""
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            seconds = max(patience, _APART_SECONDS)
+            timer = threading.Timer(seconds, lambda: self._abort("the job was interrupted (Ctrl-C)", lost=True))
+            timer.daemon = True
+            timer.start()
+
     def listen(self) -> None:
         """Be told of other ranks' ends. Idempotent."""
         if self.control is not None and not self.alone and not self.deaths.listening:
@@ -304,6 +317,10 @@ class Runtime(Departure):
             return
         if frame.kind == "approach":
             self.approaches.hear(Approach(frame["number"], frame["rank"], frame["known"], frame["last"]))
+            return
+        if frame.kind == "interrupt":
+            if not self.closing:  # its script is over, and the others come to their end, too
+                self.interruption.hear(frame["patience"] if self.together and self._attachments else 0.0)
             return
         if frame.kind == "save":
             self.checkpoint_signal.hear(frame["patience"] if self.together else 0.0)
@@ -361,6 +378,7 @@ class Runtime(Departure):
         self.progress.stepped(perf_counter())
         if self.control is not None:
             self.control.progress(self.step, **(self.progress.numbers() if self.control.due else {}))
-        self.checkpoint_signal.stepped()
         for callback in self.on_stepped:
             callback()
+        self.checkpoint_signal.stepped()
+        self.interruption.stepped()

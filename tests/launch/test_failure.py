@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from harness.run import DADT, SECONDS
 
-from dadt.launch.failure import Ending, Failure, Record, find_cause, last_line, size
+from dadt.launch.failure import Ending, Failure, find_cause, last_line, size
+from dadt.launch.record import Record
 
 FAIL = "import os, sys, time\nif os.environ['RANK'] == '1':\n    {}\ntime.sleep(600)\n"
 

@@ -153,6 +153,9 @@ class StoreClient:
         step: int | None = None,
         secondary: bool = False,
         thread: str = "",
+        around: Sequence[str] = (),
+        context: str = "",
+        disk: str = "",
     ) -> None:
         """An uncaught exception, of which Python itself prints the traceback."""
         if type == "ConfigError":

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
+from dadt.inject import full_disk
 from dadt.inject.after_import import after_import
 from dadt.inject.files.overlay import Overlay
 from dadt.inject.rank import Rank
@@ -83,6 +84,7 @@ class Saver:
     def saving(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """`original`, which saves its first argument to its second, a path or an open file."""
         name = list(inspect.signature(original).parameters)[1]
+        original = full_disk.noting(original, name)
 
         @functools.wraps(original)
         def save(*args: Any, **kwargs: Any) -> Any:

@@ -26,6 +26,7 @@ from dadt.launch import environment
 from dadt.launch.agent import adoption, host_heartbeat
 from dadt.launch.agent.checkpoint_signal import CheckpointSignal
 from dadt.launch.agent.host_heartbeat import HostHeartbeat
+from dadt.launch.agent.interruption import interrupt
 from dadt.launch.agent.launcher_line import TURN_SECONDS, LauncherLine
 from dadt.launch.agent.probing import Probing
 from dadt.launch.agent.registry import SHIMS, Line, WorkerRegistry
@@ -33,7 +34,7 @@ from dadt.launch.agent.start import Start
 from dadt.launch.agent.stop import Stop
 from dadt.launch.agent.worker import Worker
 from dadt.launch.agent.worker_output import WorkerOutput
-from dadt.launch.processes import sweep
+from dadt.launch.processes import Process, sweep
 from dadt.launch.signals import ENDING_SIGNALS, Interrupts
 
 TICK_SECONDS = 0.05
@@ -242,6 +243,8 @@ class Agent:
         elif self._stop is None and self._all_ended() and not self._starts.job.get("stays"):
             self._begin_stop(Frame("stop", {"natural": NATURAL_SECONDS}))
         if self._stop and not self._stop.finished:
+            if self._all_ended():
+                self._stop.end_naturally_in(NATURAL_SECONDS)
             for rank, pid, text in self._stop.advance():
                 self._launcher.send(Frame("stacks", {"rank": rank, "pid": pid}, text))
 
@@ -251,6 +254,9 @@ class Agent:
     def _obey(self, order: Frame) -> None:
         if order.kind == "stop":
             self._begin_stop(order)
+        elif order.kind == "interrupt" and self._stop is None:
+            interrupt(self._workers.values(), self._roster, order["grace"])
+            self._begin_stop(Frame("stop", {"natural": order["grace"], "grace": order["grace"]}))
         elif order.kind == "preempt":
             self._preempt(together=order.get("together", True))
         elif order.kind == "answer":
@@ -279,8 +285,9 @@ class Agent:
     def _save(self, *, together: bool = True) -> None:
         """Have the workers save a checkpoint."""
         assert self._checkpoint is not None
-        pids = {rank: self._roster.claims.get(rank, worker.pid) for rank, worker in self._workers.items()}
-        if heedless := self._checkpoint.send(pids, self._roster.tell_to_save, together=together):
+        trains = self._roster.claims
+        of_ranks = {rank: trains.get(rank, Process.of(each.pid)) for rank, each in self._workers.items()}
+        if heedless := self._checkpoint.send(of_ranks, self._roster.tell_to_save, together=together):
             self._launcher.send(Frame("unheeded", {"number": self._checkpoint.number, "ranks": heedless}))
 
     def _preempt(self, *, together: bool) -> None:
@@ -336,19 +343,10 @@ class Agent:
         self._tell_end(worker.rank, worker.returncode, peak_memory)
 
     def _tell_end(self, rank: int, code: int, peak_memory: int) -> None:
-        local_rank = self._ranks[rank]
-        step, _ = self._pulse.read(local_rank)
-        ending = {
-            "rank": rank,
-            "code": code,
-            "time": time.time(),
-            "step": step,
-            "peak_memory": peak_memory,
-            "memory_limit": machine.memory_limit(),
-            "memory_kills": machine.memory_kills() - self._memory_kills,
-            "stopped": self._stop is not None and self._stop.signalled,
-        }
-        self._launcher.send(Frame("exit", ending))
+        step, _ = self._pulse.read(self._ranks[rank])
+        stopped = self._stop is not None and self._stop.signalled
+        facts = {"rank": rank, "code": code, "step": step, "stopped": stopped, "time": time.time()}
+        self._launcher.send(Frame("exit", {**facts, **machine.memory_facts(peak_memory, self._memory_kills)}))
         self._roster.ended(rank, code)
 
     def _accept(self, rank: int, entrance: Entrance) -> None:
@@ -386,7 +384,7 @@ class Agent:
             self._heartbeat = now
             steps = {str(rank): self._pulse.read(local) for rank, local in self._ranks.items()}
             living = [worker for worker in self._workers.values() if not worker.ended]
-            pids = {worker.rank: self._roster.claims.get(worker.rank, worker.pid) for worker in living}
+            pids = {worker.rank: self._roster.pid_of(worker) for worker in living}
             memory = {str(rank): machine.resident(pid) for rank, pid in pids.items()}
             still = {rank: pid for rank, pid in pids.items() if steps[str(rank)][1] > STILL_SECONDS}
             conditions = self._conditions.look(still)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dadt.launch.processes import is_alive, kill
+from dadt.launch.processes import Process
 
 _MOST_PATIENCE = 5.0
 
@@ -28,7 +28,7 @@ class CheckpointSignal:
         return min(self.grace / 4, _MOST_PATIENCE)
 
     def send(
-        self, pids: Mapping[int, int], tell: Callable[[Collection[int], float], set[int]], *, together: bool
+        self, processes: Mapping[int, Process], tell: Callable[[Collection[int], float], set[int]], *, together: bool
     ) -> list[int]:
         """Send it to the process of each rank. Returns the ranks that have no handler for it: they get none, as it
         would kill them. tell: has ranks raise it themselves within these seconds; returns those that do. together: the
@@ -36,10 +36,11 @@ class CheckpointSignal:
 
         Only this process gets it: a DataLoader's workers have its handlers, too, and would save as well.
         """
-        living = {rank: pid for rank, pid in pids.items() if is_alive(pid)}
-        heedless = [rank for rank, pid in living.items() if not _handles(pid, self.number)]
+        living = {rank: process for rank, process in processes.items() if process.is_alive}
+        heedless = [rank for rank, process in living.items() if not _handles(process.pid, self.number)]
         told = tell(living.keys() - heedless, self.patience if together else 0.0)
-        kill((pid for rank, pid in living.items() if rank not in {*heedless, *told}), self.number)
+        for rank in living.keys() - {*heedless, *told}:
+            living[rank].signal(self.number)
         return heedless
 
 

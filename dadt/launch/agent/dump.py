@@ -12,14 +12,14 @@ from typing import NamedTuple
 from dadt.control.frame import Frame
 from dadt.control.job_folder import ASK
 from dadt.control.schema import OUTPUT
-from dadt.launch.processes import is_alive, kill, state
+from dadt.launch.processes import Process, is_alive, state
 
 ANSWER_SECONDS = 2.0
 """How long a worker may take to answer while the job goes on."""
 STATES = {"T": "it is stopped", "t": "a debugger holds it", "D": "it hangs in the kernel (a device or a file server)"}
 
-Offers = Mapping[int, tuple[int, int, Path]]
-"""Pid to its rank, its signal, and the file to which it writes its stacks."""
+Offers = Mapping[Process, tuple[int, int, Path]]
+"""Process to its rank, its signal, and the file to which it writes its stacks."""
 
 
 class Stack(NamedTuple):
@@ -35,12 +35,12 @@ class Dump:
 
     def __init__(self, offers: Offers, seconds: float) -> None:
         """Asks the processes that live, and waits at most `seconds` for their stacks."""
-        self._offers = {pid: offer for pid, offer in offers.items() if is_alive(pid)}
+        self._offers = {process: offer for process, offer in offers.items() if process.is_alive}
         self._deadline = time.monotonic() + seconds
         self._signals_at = time.monotonic() + seconds / 2
         """By then a worker's thread has come to hold the interpreter's lock, or none will."""
-        self._begins = {pid: _size(path) for pid, (_, _, path) in self._offers.items()}
-        self._sizes: dict[int, int] = {}
+        self._begins = {process: _size(path) for process, (_, _, path) in self._offers.items()}
+        self._sizes: dict[Process, int] = {}
         self.complete = not self._offers
         self._silent = set(self._offers)
         for _, _, path in self._offers.values():
@@ -48,28 +48,30 @@ class Dump:
 
     def advance(self) -> None:
         """Check the files. A dump has no end mark, so it is complete once it has stopped growing."""
-        sizes = {pid: _size(path) for pid, (_, _, path) in self._offers.items()}
-        self._silent = {pid for pid in self._silent if sizes[pid] == self._begins[pid]}
+        sizes = {process: _size(path) for process, (_, _, path) in self._offers.items()}
+        self._silent = {process for process in self._silent if sizes[process] == self._begins[process]}
         if time.monotonic() >= self._signals_at:
-            for pid in self._silent:
-                kill([pid], self._offers[pid][1])
+            for process in self._silent:
+                process.signal(self._offers[process][1])
             self._silent = set()
-        grown = all(sizes[pid] > begin for pid, begin in self._begins.items())
+        grown = all(sizes[process] > begin for process, begin in self._begins.items())
         self.complete = self.complete or (grown and sizes == self._sizes) or time.monotonic() >= self._deadline
         self._sizes = sizes
 
     @property
     def stacks(self) -> list[Stack]:
-        return [Stack(rank, pid, self._text(pid, path)) for pid, (rank, _, path) in self._offers.items()]
+        return [
+            Stack(rank, process.pid, self._text(process, path)) for process, (rank, _, path) in self._offers.items()
+        ]
 
-    def _text(self, pid: int, path: Path) -> bytes:
+    def _text(self, process: Process, path: Path) -> bytes:
         try:
             # A worker may have put a pipe or a symlink there, which must not block or mislead the agent.
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             with os.fdopen(descriptor, "rb") as file:
                 if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                     return b""
-                file.seek(self._begins[pid])
+                file.seek(self._begins[process])
                 return file.read(OUTPUT)
         except OSError:
             return b""
@@ -81,7 +83,7 @@ class Inquiry:
     def __init__(self, number: int, ranks: Sequence[int], offers: Offers) -> None:
         self._number = number
         self._ranks = ranks
-        self._dump = Dump({pid: offer for pid, offer in offers.items() if offer[0] in ranks}, ANSWER_SECONDS)
+        self._dump = Dump({process: offer for process, offer in offers.items() if offer[0] in ranks}, ANSWER_SECONDS)
 
     def advance(self) -> list[Frame]:
         """The answers, once all are there or overdue; empty until then."""

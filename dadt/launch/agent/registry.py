@@ -19,7 +19,8 @@ from dadt.control.job_folder import line_of
 from dadt.control.schema import Speaker
 from dadt.errors import DadtError
 from dadt.launch.agent.dump import Inquiry
-from dadt.launch.processes import is_alive
+from dadt.launch.agent.worker import Worker
+from dadt.launch.processes import Process
 
 LOCAL = ("stacks", "writes", "saved", "await_save", "listen")
 """Kinds that concern this host only; all others are forwarded to the launcher."""
@@ -80,10 +81,10 @@ class WorkerRegistry:
     told_to_save: int = 0
     """How often all ranks of the job were."""
     lines: dict[int, Line] = field(default_factory=dict)
-    claims: dict[int, int] = field(default_factory=dict)
-    """Rank to the pid that trains as it."""
-    dumps: dict[int, tuple[int, int, Path]] = field(default_factory=dict)
-    """Pid to its rank, its signal, and the file to which it then writes its stacks."""
+    claims: dict[int, Process] = field(default_factory=dict)
+    """Rank to the process that trains as it."""
+    dumps: dict[Process, tuple[int, int, Path]] = field(default_factory=dict)
+    """Process to its rank, its signal, and the file to which it then writes its stacks."""
     written: dict[int, list[tuple[str, str]]] = field(default_factory=dict)
     """Rank to the newest folders in which it writes files, and how their names begin before they are whole."""
     saves: dict[str, int] = field(default_factory=dict)
@@ -175,10 +176,14 @@ class WorkerRegistry:
     def tell_to_save(self, ranks: Collection[int], patience: float) -> set[int]:
         """Tell the processes that train as these ranks. Returns those that were told: the others do not listen."""
         self.told_to_save += patience > 0
+        return self.tell_training(ranks, Frame("save", {"patience": patience}))
+
+    def tell_training(self, ranks: Collection[int], frame: Frame) -> set[int]:
+        """Send a frame to the processes that train as these ranks. Returns the ranks that were told."""
         lines = [line for line in self.lines.values() if line.listens and line.rank in ranks]
-        told = [line for line in lines if self.claims.get(line.rank) == line.pid]
+        told = [line for line in lines if line.rank in self.claims and self.claims[line.rank].pid == line.pid]
         for line in told:
-            self.answer(line.number, Frame("save", {"patience": patience}))
+            self.answer(line.number, frame)
         return {line.rank for line in told if line.listens}
 
     def hang_up(self, line: Line) -> None:
@@ -199,6 +204,10 @@ class WorkerRegistry:
     @property
     def is_waited_for(self) -> bool:
         return bool(self.waits or self.inquiries)
+
+    def pid_of(self, worker: Worker) -> int:
+        """The process that trains as the worker's rank; the worker itself before one does."""
+        return self.claims[worker.rank].pid if worker.rank in self.claims else worker.pid
 
     def inquire(self, number: int, ranks: list[int]) -> None:
         """Begin to collect the stacks of these ranks of this host for the launcher."""
@@ -228,13 +237,15 @@ class WorkerRegistry:
                 self.waits.append(wait)
 
     def _claim(self, line: Line, frame: Frame) -> None:
-        rank, pid = frame["rank"], frame["pid"]
-        owner = self.claims.get(rank, pid)
-        if owner != pid and is_alive(owner):
-            text = f"rank {rank} is already claimed by pid {owner}: of the processes of one worker only one may train"
+        rank, process = frame["rank"], Process.of(frame["pid"])
+        owner = self.claims.get(rank, process)
+        if owner != process and owner.is_alive:
+            text = (
+                f"rank {rank} is already claimed by pid {owner.pid}: of the processes of one worker only one may train"
+            )
             self.answer(line.number, Frame("error", {"type": "DadtError", "message": text}))
             return
-        self.claims[rank] = pid
+        self.claims[rank] = process
         told = {"signal": self.checkpoint_signal, "saves": self.told_to_save}
         self.forward(Frame(frame.kind, {**frame.header, "line": line.number}))
         self.answer(line.number, Frame("claimed", told, self.secret))
@@ -243,7 +254,7 @@ class WorkerRegistry:
         path = Path(frame["path"])
         if path.parent != self.path.parent or not STACKS_FILE.fullmatch(path.name):
             raise DadtError(f"{path} is no file for stacks in the folder of the job")
-        self.dumps[frame["pid"]] = (line.rank, frame["signal"], path)
+        self.dumps[Process.of(frame["pid"])] = (line.rank, frame["signal"], path)
 
     def _listen(self, line: Line, frame: Frame) -> None:
         line.listens = True

@@ -45,6 +45,10 @@ class Stop:
         self.stuck: list[int] = []
         """Processes that did not die of SIGKILL."""
 
+    def end_naturally_in(self, seconds: float) -> None:
+        """What still runs of its own accord has no more than these seconds."""
+        self._natural_end = min(self._natural_end, time.monotonic() + seconds)
+
     def hasten(self, grace: float) -> None:
         self._grace = min(self._grace, grace)
         if self.signalled:

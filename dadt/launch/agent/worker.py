@@ -56,9 +56,10 @@ class Worker:
             return b""
 
     def signal(self, number: int) -> None:
-        """Send a signal to its whole process group, which may outlive it."""
+        """Send a signal to its whole process group. Once it has ended, another group may have its number."""
         try:
-            os.killpg(self.pid, number)
+            if not self.ended:
+                os.killpg(self.pid, number)
         except ProcessLookupError:
             pass  # all processes of the group have ended
 

@@ -32,7 +32,9 @@ class StepMetadata:
     not_finite: int = 0
     """Number, from 1, of the first parameter whose gradient is not finite here; 0: there is none, or nobody looked."""
     saves: int = 0
-    """How often this rank was told that the script is to save; at most 127 count."""
+    """How often this rank was told that the script is to save; at most 63 count."""
+    interrupted: bool = False
+    """This rank was told that the user has pressed Ctrl-C."""
     approach: int = 0
     """The newest new worker's request that this rank was told of."""
     order: int = 0
@@ -45,7 +47,7 @@ class StepMetadata:
             self.groups,
             self.fingerprint,
             self.growth,
-            self.redo | min(self.saves, 127) << 1,
+            self.redo | min(self.saves, 63) << 1 | self.interrupted << 7,
             self.weight,
             self.value,
             self.not_finite,
@@ -56,7 +58,8 @@ class StepMetadata:
     @classmethod
     def unpack(cls, data: bytes) -> StepMetadata:
         a, b, c, d, e, bits, weight, value, not_finite, approach, order = _FORMAT.unpack_from(data)
-        return cls(a, b, c, d, e, bool(bits & 1), weight, value, not_finite, bits >> 1, approach, order)
+        redo, saves, interrupted = bool(bits & 1), bits >> 1 & 63, bool(bits & 128)
+        return cls(a, b, c, d, e, redo, weight, value, not_finite, saves, interrupted, approach, order)
 
 
 METADATA_BYTES = _FORMAT.size

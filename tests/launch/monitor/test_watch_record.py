@@ -90,7 +90,7 @@ def test_ctrl_c_is_reported(start):
     report = report_of(result)
     assert (report["exit_code"], report["signal"]) == (130, 2)
     stop = next(event for event in events_of(result) if event["kind"] == "stop")
-    assert stop["why"] == "SIGINT" and stop["grace"] == 5.0
+    assert stop["why"] == "SIGINT" and stop["grace"] == 10.0
 
 
 def test_workers_that_could_not_be_started_are_reported(launch):

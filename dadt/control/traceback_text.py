@@ -1,0 +1,74 @@
+"""Tracebacks that are text: on stderr, or in the message of an exception that another process has raised."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+TRACEBACK = "Traceback (most recent call last):"
+DIRECT = "The above exception was the direct cause of the following exception:"
+_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+)(?:, in (?P<function>.+))?$')
+_ERROR = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$")
+_NO_PYTHON = re.compile(r'^  File ".+", line \d+\n(?:    .*\n)+(?=(?:Syntax|Indentation|Tab)Error: )', re.MULTILINE)
+_LIBRARIES = re.compile(r"/(site|dist)-packages/|/lib/python3|^<")
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """An exception, as its traceback shows it."""
+
+    type: str
+    """Its name, with its module where the traceback has that."""
+    message: str = ""
+    frames: Sequence[Mapping[str, Any]] = ()
+    """Stack frames {file, line, function, text}, innermost last: those outside of libraries, if there are any."""
+    around: Sequence[str] = field(default=())
+    """Texts of the exceptions that were raised from it, from the outermost one inwards."""
+
+    @property
+    def text(self) -> str:
+        return f"{self.type.rpartition('.')[2]}: {self.message}" if self.message else self.type.rpartition(".")[2]
+
+
+def innermost(text: str) -> Raised | None:
+    """The exception of the last traceback, or the innermost of those from which it was raised; else the syntax error of
+    a script that is not Python. None if there is neither."""
+    found = _last(text)
+    if found is None:
+        return None
+    raised, before = found
+    around = [raised.text]
+    while before.rstrip().endswith(DIRECT) and (deeper := _last(before.rstrip().removesuffix(DIRECT))) is not None:
+        raised, before = deeper
+        around.append(raised.text)
+    return Raised(raised.type, raised.message, raised.frames, list(dict.fromkeys(around[:-1])))
+
+
+def first_line(text: str) -> str:
+    """What a message says before the traceback in it."""
+    before = text.partition(TRACEBACK)[0].removesuffix("Original ")
+    return next((line.strip() for line in before.splitlines() if line.strip()), "")
+
+
+def _last(text: str) -> tuple[Raised, str] | None:
+    """The exception of the last traceback, and the text before that."""
+    before, found, rest = text.rpartition(TRACEBACK)
+    if not found:
+        places = list(_NO_PYTHON.finditer(text))
+        if not places:
+            return None
+        before, rest = "", "\n" + text[places[-1].start() :]
+    frames: list[dict[str, Any]] = []
+    for line in rest.splitlines()[1:]:
+        if (frame := _FRAME.match(line)) is not None:
+            frames.append({**frame.groupdict(), "text": ""})
+        elif line.startswith("    "):
+            # Lines below the source line mark the place of the error.
+            if frames and not frames[-1]["text"]:
+                frames[-1]["text"] = line.strip()
+        elif (error := _ERROR.match(line)) is not None:
+            own = [frame for frame in frames if not _LIBRARIES.search(frame["file"])]
+            return Raised(error["type"], error["message"] or "", own or frames), before
+    return None

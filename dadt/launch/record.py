@@ -1,0 +1,114 @@
+"""An exception that ended a worker: from the worker's report, or from what it printed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dadt import errors
+from dadt.control.traceback_text import TRACEBACK, Raised, first_line, innermost
+
+CAUSE_LINES, CAUSE_LETTERS = 10, 4000
+LAST_LINES, LAST_LETTERS = 3, 800
+"""How much of that is the end of a long text, which often says why."""
+AROUND_LETTERS = 300
+ADVICE = re.compile(r"\s*You can disable extension auto-loading with TORCH_DEVICE_BACKEND_AUTOLOAD=0\.?")
+"""What torch advises where an extension of it fails to load: it would turn DADT off."""
+EXIT = SystemExit.__name__
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """An uncaught exception. If others were raised from it, they are around it."""
+
+    type: str
+    message: str = ""
+    frames: Sequence[Mapping[str, Any]] = ()
+    """Stack frames {file, line, function, text}, innermost last."""
+    around: Sequence[str] = ()
+    """Texts of the exceptions that wrapped it, from the outermost one inwards."""
+    context: str = ""
+    """Text of another exception, which was being handled when this one was raised."""
+    disk: str = ""
+    """That a disk is full, which one, and what is free."""
+    step: int | None = None
+    secondary: bool = False
+    """Whether another rank's failure caused it."""
+    thread: str = ""
+    time: float = 0.0
+
+    @classmethod
+    def from_header(cls, header: Mapping[str, Any]) -> Record:
+        return cls(**{name: header[name] for name in cls.__slots__ if name in header})._unwrapped()
+
+    @classmethod
+    def of_exit(cls, header: Mapping[str, Any]) -> Record:
+        """The text with which a script has called `sys.exit`."""
+        return cls(type=EXIT, message=header["text"], frames=header["frames"], step=max(0, header["step"]) or None)
+
+    @classmethod
+    def from_stderr(cls, tail: bytes) -> Record | None:
+        """The exception of the last traceback in the last bytes of a worker's stderr, or the syntax error of a script
+        that is not Python; None if there is neither."""
+        raised = innermost(tail.decode(errors="replace"))
+        return cls._of(raised) if raised is not None else None
+
+    @classmethod
+    def _of(cls, raised: Raised) -> Record:
+        module, _, name = raised.type.rpartition(".")
+        known = getattr(errors, name, object) if module == errors.__name__ else object
+        secondary = issubclass(known, errors.CommError)
+        return cls(type=name, message=raised.message, frames=raised.frames, around=raised.around, secondary=secondary)
+
+    def _unwrapped(self) -> Record:
+        """The exception of another process, if its traceback is in this one's message."""
+        if TRACEBACK not in self.message or (raised := innermost(self.message)) is None:
+            return self
+        inner = self._of(raised)
+        wrapper = f"{self.type}: {first_line(self.message)}".removesuffix(": ")
+        around = [*self.around, wrapper, *inner.around]
+        return replace(self, type=inner.type, message=inner.message, frames=inner.frames, around=around)
+
+    @property
+    def text(self) -> str:
+        if self.type == EXIT:
+            return self.message
+        return f"{self.type}: {self.message}" if self.message else self.type
+
+    @property
+    def reason(self) -> str:
+        """What the user has to know first."""
+        return (self.disk or self.text).strip()
+
+    @property
+    def brief(self) -> str:
+        """The first line of that."""
+        return shortened(self.reason)[0]
+
+    def lines_around(self) -> list[str]:
+        """What the block at a job's end says of the exceptions around it."""
+        raised = [*self.around, *([self.text] if self.disk else [])]
+        texts = [shortened(ADVICE.sub("", text).strip()[:AROUND_LETTERS])[0] for text in raised]
+        lines = [f"  within  {text}" for text in dict.fromkeys(texts) if text != self.brief]
+        return lines + ([f"  while   handling {shortened(self.context.strip())[0]}"] if self.context else [])
+
+
+def shortened(text: str) -> list[str]:
+    """The first lines and the last ones, so that the text above them stays on the screen."""
+    lines = printable(_cut(ADVICE.sub("", text), CAUSE_LETTERS, LAST_LETTERS)).split("\n")
+    left_out = len(lines) - CAUSE_LINES
+    if left_out <= 1:
+        return lines
+    begin = CAUSE_LINES - LAST_LINES
+    return [*lines[:begin], f"... {left_out} more lines, in the log ...", *lines[begin + left_out :]]
+
+
+def _cut(text: str, most: int, last: int) -> str:
+    return text if len(text) <= most else f"{text[: most - last]} ... {text[-last:]}"
+
+
+def printable(text: str) -> str:
+    """The text with control characters, such as those that move a cursor, escaped."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
