@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.optim import lr_scheduler
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -181,9 +182,23 @@ def install(runtime: Runtime, modules: Modules) -> None:
     if not runtime.alone:
         _patch_groups_and_zeroing(runtime, modules)
         _patch_states(runtime, runtime.checkpoints)
+        for kind in (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau):
+            _note_schedulers(runtime, kind)
     steps = Steps(runtime, modules)
     register_optimizer_step_pre_hook(steps.before)
     register_optimizer_step_post_hook(steps.after)
+
+
+def _note_schedulers(runtime: Runtime, kind: type[Any]) -> None:
+    original = kind.__init__
+
+    @functools.wraps(original)
+    def patched_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if not runtime.alone:
+            runtime.schedule(self)
+
+    setattr(kind, "__init__", patched_init)  # noqa: B010 (mypy minds else)
 
 
 def _patch_groups_and_zeroing(runtime: Runtime, modules: Modules) -> None:

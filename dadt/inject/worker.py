@@ -17,7 +17,7 @@ from dadt.control import machine
 from dadt.control.agent_client import Control
 from dadt.errors import CommError
 from dadt.inject import compiler, cuda_graphs, download, failure, gradient, module, moved, optimizer, rank_watch
-from dadt.inject.data import loader, ray_batches, seed
+from dadt.inject.data import entropy, loader, ray_batches, seed
 from dadt.inject.data.parting import Parting
 from dadt.inject.exit_text import ExitText
 from dadt.inject.files import install as files
@@ -122,7 +122,9 @@ def _install_around(runtime: Runtime, modules: module.Modules) -> None:
     # A script that knows its rank, and has seeded, has seeded each rank as it wants it.
     runtime.on_begin.append(lambda: None if mine.seeded and runtime.script_is_distributed else mine.split())
     if not runtime.alone:
-        loader.install(runtime, streams)
+        sources = entropy.install(runtime, streams)
+        loaders = loader.install(runtime, streams, sources)
+        runtime.on_stepped.append(lambda: sources.trained(loaders.gives_shares or runtime.fitting))
         ray_batches.install(runtime, runtime.config.min_np)
         overlay = files.install(runtime)
         saver = saving.install(runtime, overlay)

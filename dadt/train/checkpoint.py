@@ -6,7 +6,7 @@ It goes with the optimizer's state, under a key that torch's load_state_dict ign
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -28,10 +28,11 @@ _MANY = 5
 class Randomness(Protocol):
     """The random streams, as a checkpoint needs them."""
 
-    seeded_anew: bool
+    seeded_anew: set[str]
 
     def state(self) -> dict[str, Any]: ...
-    def load_state(self, shared: dict[str, Any], own: dict[str, Any] | None, *, seeded_anew: bool) -> None: ...
+    def loaded(self) -> None: ...
+    def load_state(self, shared: dict[str, Any], own: dict[str, Any] | None, seeded_anew: Iterable[str]) -> None: ...
 
 
 class Owner(Protocol):
@@ -70,6 +71,8 @@ class Checkpoints:
         """State that the script has loaded, until training goes on from it."""
         self._saves: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
         """The step of each one's last, and how many steps in a row had one."""
+        self.any_loaded = False
+        """The script has loaded state into an optimizer."""
         self._aside = False
         self._by_all = False
 
@@ -159,6 +162,7 @@ class Checkpoints:
         """The script has loaded this state. It counts from the next training forward or use of gradients on."""
         if self._aside or self._runtime.alone:
             return
+        self.any_loaded = True
         part = state_dict.get(KEY)
         self._loaded.pop(optimizer, None)
         if part is None:
@@ -168,7 +172,7 @@ class Checkpoints:
             return
         self._loaded[optimizer] = part
         if self.streams is not None:
-            self.streams.seeded_anew = False
+            self.streams.loaded()
 
     def keep(self, optimizer: torch.optim.Optimizer, part: dict[str, Any]) -> None:
         """Training goes on from this part of the state once the optimizer is attached anew."""
@@ -177,7 +181,7 @@ class Checkpoints:
     def spread(self, a: Attachment) -> None:
         """All ranks go on from what the first has loaded; called by all, when the optimizer is attached."""
         mine = self._loaded.get(a.optimizer)
-        seeded_anew = self.streams is not None and self.streams.seeded_anew
+        seeded_anew = sorted(self.streams.seeded_anew) if self.streams is not None else []
         # The form is the same on all ranks: the null executor gives each what it said itself.
         told = (mine if self._runtime.group.rank == 0 else None, seeded_anew)
         part, seeded_anew = self._runtime.collect(f"checkpoint{a.name}", told)[0]
@@ -220,11 +224,11 @@ class Checkpoints:
             self._join(a, part["state"])
             a.schema.forget_residuals()
 
-    def _load_streams(self, part: dict[str, Any], mine: dict[str, Any], seeded_anew: bool) -> None:
+    def _load_streams(self, part: dict[str, Any], mine: dict[str, Any], seeded_anew: Iterable[str]) -> None:
         """part: whose shared stream it is; mine: what this rank has loaded, perhaps from a file of its own."""
         if self.streams is not None and part["random"]:
             own = mine["random"]["own"] if mine["random"] and mine["rank"] == self._runtime.world.rank else None
-            self.streams.load_state(part["random"]["shared"], own, seeded_anew=seeded_anew)
+            self.streams.load_state(part["random"]["shared"], own, seeded_anew)
 
     def _join(self, a: Attachment, state: dict[str, Any]) -> None:
         """What is the rank's own becomes what all ranks have in common: buffers their newest average, and what is

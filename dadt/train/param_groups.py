@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,14 +14,13 @@ def group_values(optimizer: torch.optim.Optimizer, *, wait: bool = False) -> lis
 
     wait: for those of a device as well, which are left out else.
     """
-    return [
-        {
-            key: plain
-            for key, value in sorted(group.items())
-            if key != "params" and (plain := _plain(value, wait)) is not _OTHER
-        }
-        for group in optimizer.param_groups
-    ]
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return [plain_values(group, wait=wait) for group in groups]
+
+
+def plain_values(values: Mapping[str, Any], *, wait: bool = False) -> dict[str, Any]:
+    """Those that can be compared between ranks, by name. wait: as of group_values."""
+    return {key: plain for key, value in sorted(values.items()) if (plain := _plain(value, wait)) is not _OTHER}
 
 
 def take_values(optimizer: torch.optim.Optimizer, values: list[dict[str, Any]]) -> None:

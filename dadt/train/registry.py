@@ -6,13 +6,14 @@ import itertools
 import threading
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from dadt.config import Config
 from dadt.errors import ConfigError
+from dadt.train import built
 from dadt.train.attachment import Attachment
 from dadt.train.peers import Peers
 from dadt.world import World
@@ -37,6 +38,10 @@ class Registry(Peers):
             weakref.WeakKeyDictionary()
         )
         """The modules that the script calls, whose parameters an optimizer trains."""
+        self._made: weakref.WeakKeyDictionary[torch.optim.Optimizer, built.Made] = weakref.WeakKeyDictionary()
+        self._schedulers: list[tuple[weakref.ref[Any], built.Scheduler]] = []
+        """Learning rate schedulers as they were built, oldest first."""
+        self._compared: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.explicit = False
         """The script has called `dadt.init`: nothing is DADT's business but the optimizers that it wraps."""
         self.left_alone: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -130,6 +135,24 @@ class Registry(Peers):
                         f" are none of torch's; multiply them by {factor:g} in the script"
                     )
                 group["lr"] = group["lr"] * factor
+        self._made[optimizer] = built.made(optimizer)
+
+    def schedule(self, scheduler: Any) -> None:
+        """A scheduler was built."""
+        self._schedulers = [(ref, made) for ref, made in self._schedulers if ref() is not None]
+        self._schedulers.append((weakref.ref(scheduler), built.scheduler(scheduler)))
+
+    def compare(self, optimizer: torch.optim.Optimizer, which: str, *, loaded: bool) -> None:
+        """Raises Mismatch where ranks have built different things. Waits for all. loaded: this rank has loaded state
+        into an optimizer."""
+        over = [(each, made) for ref, made in self._schedulers if (each := ref()) is not None]
+        schedulers = [(made, each.last_epoch) for each, made in over if each.optimizer is optimizer]
+        restored = loaded or optimizer in self._compared
+        names, was = self.parameter_names(), self._made.get(optimizer)
+        mine = built.build(optimizer, names, was, schedulers, restored=restored)
+        told = self.collect(f"what is built{which}", built.encoded(mine))
+        built.check([built.decoded(each) for each in told], self.members, which)
+        self._compared.add(optimizer)
 
     def attached(self, optimizer: torch.optim.Optimizer) -> Attachment | None:
         """The optimizer's attachment, if it has one by now."""

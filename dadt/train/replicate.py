@@ -21,13 +21,11 @@ def take_rank_0s(runtime: Registry, attachment: Attachment, *, weights: bool) ->
     train different models."""
     optimizer = attachment.optimizer
     parameters = [p for g in optimizer.param_groups for p in g["params"]]
-    names = runtime.parameter_names()
-    shapes, called = [tuple(p.shape) for p in parameters], [names.get(id(p), "") for p in parameters]
+    shapes = [tuple(p.shape) for p in parameters]
     first = runtime.group.rank == 0
-    mine = (shapes, group_values(optimizer, wait=True), _state(optimizer) if first and weights else b"", called)
+    mine = (shapes, group_values(optimizer, wait=True), _state(optimizer) if first and weights else b"")
     theirs = runtime.collect(f"start{attachment.name}", mine)
-    for rank, (other, _, _, order) in zip(runtime.members, theirs, strict=True):
-        _check_order(rank, order, runtime.members[0], theirs[0][3], attachment.name)
+    for rank, (other, _, _) in zip(runtime.members, theirs, strict=True):
         if other != theirs[0][0]:
             raise Mismatch(
                 f"rank {rank} trains {_count(other)} and rank {runtime.members[0]} {_count(theirs[0][0])}"
@@ -41,16 +39,6 @@ def take_rank_0s(runtime: Registry, attachment: Attachment, *, weights: bool) ->
             runtime.broadcast(tensors, f"{what}{attachment.name}")
         if not first:
             _load(optimizer, theirs[0][2])
-
-
-def _check_order(rank: int, order: Sequence[str], first: int, firsts: Sequence[str], which: str) -> None:
-    """Averages of one parameter would go to another of its shape. Raises Mismatch."""
-    if order != firsts and sorted(order) == sorted(firsts):
-        mine, other = next((a, b) for a, b in zip(order, firsts, strict=True) if a != b)
-        raise Mismatch(
-            f"rank {rank} lists the parameters{which} in another order than rank {first}, {mine} in the place of"
-            f" {other}: give the optimizer a list, as the order of a set differs between processes"
-        )
 
 
 def catch_up(runtime: Registry, attachment: Attachment, root: int, *, behind: bool) -> None:

@@ -285,6 +285,7 @@ class Runtime(Departure):
         if attachment.index < len(self.welcome):
             replicate.take_welcome(self, attachment, self.welcome[attachment.index])
             return
+        self.compare(attachment.optimizer, attachment.name, loaded=self.checkpoints.any_loaded)
         self.sync_from_rank0(attachment, weights=self.config.broadcast)
         self.checkpoints.spread(attachment)
 

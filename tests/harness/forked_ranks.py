@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dadt.config import Config
-from dadt.inject.data import loader, seed
+from dadt.inject.data import entropy, loader, seed
 from dadt.inject.files import saving
 from dadt.world import World
 
@@ -65,7 +65,8 @@ class Runtime:
         self.ends: list[int] = []
         self._operations = 0
         self.streams = seed.install(self)
-        loader.install(self, self.streams)
+        self.entropy = entropy.install(self, self.streams)
+        loader.install(self, self.streams, self.entropy)
         saving.install(self)
 
     @property

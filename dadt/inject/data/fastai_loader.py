@@ -23,6 +23,7 @@ class Loaders(Protocol):
     runtime: LoadingRank
     streams: Streams
     pid: int
+    gives_shares: bool
 
     def role(self, loader: Any) -> Role: ...
     def asked(self, role: Role) -> str: ...
@@ -83,6 +84,7 @@ class FastaiLoaders:
     def _pass(self, loader: Any, iterate: Any) -> Iterator[Any]:
         self._runtime.claim()
         self._loaders.streams.split()
+        self._loaders.gives_shares = True
         world, source = self._runtime.world, Pass(self._loaders.role(loader).name)
         pieces: list[Piece] = []
 

@@ -160,7 +160,8 @@ class Feed:
 
     def __next__(self) -> Any:
         try:
-            data = next(self.batches)
+            with self.streams.reading():
+                data = next(self.batches)
         except StopIteration:
             self._end()
             raise

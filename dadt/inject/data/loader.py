@@ -22,34 +22,33 @@ from torch.utils.data import (
     IterableDataset,
     IterDataPipe,
     MapDataPipe,
-    RandomSampler,
     SequentialSampler,
 )
-from torch.utils.data import dataloader as torch_dataloader
 
 from dadt.config.check import loader_numbers
 from dadt.errors import ConfigError
 from dadt.inject.after_import import after_import
+from dadt.inject.data import shuffle, workers_seed
 from dadt.inject.data.division import Division, agree, begun, left_out, missing
+from dadt.inject.data.drawn import Drawn
+from dadt.inject.data.entropy import Entropy
 from dadt.inject.data.fastai_loader import FastaiLoaders
 from dadt.inject.data.feed import Feed, LoadingRank, Order, Undecided
 from dadt.inject.data.replayed import Aside, ReplayedPass
-from dadt.inject.data.role import ALONE, EVALUATES, TRAINS, Role
+from dadt.inject.data.role import ALONE, EVALUATES, TRAINS, Role, sentence
 from dadt.inject.data.samplers import (
-    DRAW_ONCE,
     Loader,
     draws_on,
     has_distributed_sampler,
     inner_sampler,
-    left_out_of,
     sampler_slot,
     samples_of,
     share_of,
 )
 from dadt.inject.data.schedule import Schedules
-from dadt.inject.data.seed import Streams, mix
+from dadt.inject.data.seed import Streams
 from dadt.inject.data.share import Items, Share, Skipped, portion, stream_steps, unskipped
-from dadt.inject.data.stream import Counted, Split, StreamFeed, nth_of
+from dadt.inject.data.stream import Counted, Here, Split, StreamFeed, lives_on, nth_of
 from dadt.inject.data.view import without_end
 
 LISTED = 3
@@ -59,9 +58,12 @@ LISTED = 3
 class Loaders:
     """All DataLoaders of this process, numbered by order of creation."""
 
-    def __init__(self, runtime: LoadingRank, streams: Streams) -> None:
+    def __init__(self, runtime: LoadingRank, streams: Streams, entropy: Entropy) -> None:
         self.runtime = runtime
         self.streams = streams
+        self.entropy = entropy
+        self.gives_shares = False
+        """A pass has begun in which each rank has its share."""
         self.roles: WeakKeyDictionary[Loader, Role] = WeakKeyDictionary()
         self._read: WeakKeyDictionary[Loader, dict[int, Any]] = WeakKeyDictionary()
         """A batch of each size, in a replay."""
@@ -92,25 +94,28 @@ class Loaders:
         # A data pipe draws more than the base seed as soon as there is an iterator.
         if role.kind or isinstance(loader.dataset, IterDataPipe | MapDataPipe):
             return self._begin(loader, role)
-        if role.unused:  # torch has drawn a base seed for the iterator all the same
-            with self.streams.shared():
-                torch.empty((), dtype=torch.int64, device="cpu").random_(generator=loader.generator)
-        role.unused = True
         over = functools.partial(self._whole_over, role)
-        return Undecided(self.runtime, lambda: self._begin(loader, role), lambda: self.length(loader), over)
+        with self.streams.shared():
+            drawn = Drawn(loader)
+        begin = functools.partial(self._begin, loader, role, drawn)
+        return Undecided(self.runtime, begin, lambda: self.length(loader), over)
 
-    def _begin(self, loader: Loader, role: Role) -> Iterator[Any]:
-        """A pass."""
-        role.unused = False
+    def _begin(self, loader: Loader, role: Role, drawn: Drawn | None = None) -> Iterator[Any]:
+        """A pass. drawn: by its iterator, if that was made before."""
+        role.drawn = drawn
         kind = self._decide(loader, role)
         if kind == ALONE:
-            return self._iterator(loader)
+            if self.streams.divided:
+                role.drawn = None  # each rank's workers have a seed of their own
+            return self._iterator(loader, role)
         # A loader that trains may be evaluated as well, as a whole.
         role.gives_all = kind == EVALUATES or not (torch.is_grad_enabled() or self.asked(role))
         if role.gives_all:
             return self._all(loader, role)
         self.runtime.claim()
         self.streams.split()
+        self.gives_shares = True
+        self.entropy.part_below(loader.dataset)
         division = self._divide(loader, role)
         stream = isinstance(loader.dataset, IterableDataset)
         return self._stream(loader, role, division) if stream else self._map(loader, role, division)
@@ -145,7 +150,7 @@ class Loaders:
                 self._check(loader, role)
             role.kind = kind
             role.views.clear()
-            self._tell(self._sentence(loader, role), role)
+            self._tell(sentence(loader, role, self.runtime.world.world_size, self._takers), role)
         return kind
 
     def missing(self, lost: int) -> str:
@@ -153,6 +158,11 @@ class Loaders:
         loaders = [(role, each) for each, role in self.roles.items() if isinstance(each, DataLoader)]  # not fastai's
         trained = [(role.name, samples_of(each)) for role, each in loaders if role.kind == TRAINS]
         return missing(self.runtime, lost, trained[:LISTED])
+
+    @property
+    def shared(self) -> list[Any]:
+        """Data sets of which each rank has its share."""
+        return [loader.dataset for loader, role in list(self.roles.items()) if role.kind == TRAINS]
 
     def _another_trains(self) -> bool:
         return any(role.has_trained for role in self.roles.values())
@@ -174,7 +184,7 @@ class Loaders:
         return ""
 
     def _guess(self, loader: Loader, role: Role) -> str:
-        """For len() before the role is fixed: what shuffles, trains."""
+        """For len() before the role is fixed: what shuffles, trains, or else the first loader, if it is a stream."""
         if has_distributed_sampler(loader):
             return ALONE
         if asked := self.asked(role):
@@ -182,8 +192,15 @@ class Loaders:
         if self.runtime.script_is_distributed:
             return ALONE
         if isinstance(loader.dataset, IterableDataset):
-            return EVALUATES
-        return EVALUATES if isinstance(inner_sampler(loader), SequentialSampler) else TRAINS
+            return TRAINS if role.number == 1 and not any(map(self._shuffles, self.roles)) else EVALUATES
+        return TRAINS if self._shuffles(loader) else EVALUATES
+
+    def _shuffles(self, loader: Any) -> bool:
+        if not isinstance(loader, DataLoader):  # one of fastai's
+            return bool(loader.shuffle)
+        return not isinstance(loader.dataset, IterableDataset) and not isinstance(
+            inner_sampler(loader), SequentialSampler
+        )
 
     def _check(self, loader: Loader, role: Role) -> None:
         """Raises ConfigError if --batch global cannot divide this loader's batches."""
@@ -241,13 +258,14 @@ class Loaders:
             changed[slot] = Order(getattr(loader, slot), self.streams, draws_on(loader))
         view = self._view(loader, role, **changed)
         with self.streams.shared():
-            return self._iterator(view)
+            return self._iterator(view, role)
 
-    def _iterator(self, view: Loader) -> Iterator[Any]:
+    def _iterator(self, view: Loader, role: Role) -> Iterator[Any]:
         """torch's, or one that leaves reading out."""
-        if not self.runtime.replaying or isinstance(view.dataset, IterableDataset):
-            return self.original_iter(view)
-        return ReplayedPass(self.runtime, self.original_iter, view, self._read.setdefault(view, {}))
+        with nullcontext() if role.drawn is None else role.drawn.again():
+            if not self.runtime.replaying or isinstance(view.dataset, IterableDataset):
+                return self.original_iter(view)
+            return ReplayedPass(self.runtime, self.original_iter, view, self._read.setdefault(view, {}))
 
     def _map(self, loader: Loader, role: Role, division: Division) -> Iterator[Any]:
         feed = role.feed
@@ -265,7 +283,7 @@ class Loaders:
             "in_order": True,  # what a batch counts is matched to it by order
             "_dadt_rank": self.runtime.world.rank,
         }
-        return feed.begin(lambda: self._iterator(self._view(loader, role, **changed)))
+        return feed.begin(lambda: self._iterator(self._view(loader, role, **changed), role))
 
     def _whole_over(self, role: Role, trained: bool) -> None:
         """A pass has ended for which the role was undecided."""
@@ -318,53 +336,48 @@ class Loaders:
             mine = len(portion(block, rank, size))
             changed["batch_sampler"] = BatchSampler(loader.sampler, mine, drop_last)
         with self.streams.shared():
-            batches = self.original_iter(self._view(loader, role, **changed))
+            batches = self._iterator(self._view(loader, role, **changed), role)
         steps = None
         with suppress(TypeError, NotImplementedError):  # a ChainDataset's method, where a part has no length
             steps = self._stream_steps(loader)
         nominal = -(-block // size) if loader._auto_collation else 1
-        in_process, together = loader.num_workers == 0, self.runtime.together
-        return StreamFeed(batches, self.runtime, self.streams, role.name, nominal, steps, in_process, together)
+        here = Here(loader.num_workers == 0, lives_on(dataset))
+        over = functools.partial(self._stream_over, loader, role)
+        return StreamFeed(batches, self.runtime, self.streams, role.name, nominal, steps, here, over)
+
+    def _stream_over(self, loader: Loader, role: Role, steps: int) -> None:
+        """A pass over a stream has ended after so many."""
+        if loader.num_workers:
+            with suppress(TypeError, NotImplementedError):
+                role.steps = {len(cast(Sized, loader.dataset)): steps}
 
     def _stream_steps(self, loader: Loader) -> int:
+        """As many as the last whole pass had; before that, as many as there are if each of the loader's workers gives
+        its part of the samples."""
         samples = len(cast(Sized, loader.dataset))
-        return stream_steps(samples, loader.batch_size or 1, bool(loader.drop_last), self._takers)
+        if (known := self.role(loader).steps.get(samples)) is not None:
+            return known
+        parts = [
+            len(portion(samples, worker, workers)) for workers in [loader.num_workers or 1] for worker in range(workers)
+        ]
+        return sum(stream_steps(part, loader.batch_size or 1, bool(loader.drop_last), self._takers) for part in parts)
 
     @property
     def _takers(self) -> int:
         """Ranks that take a batch of their own in each step."""
         return 1 if self.runtime.config.batch == "global" else self.runtime.shares
 
-    def _sentence(self, loader: Loader, role: Role) -> str:
-        size = self.runtime.world.world_size
-        if role.kind == ALONE:
-            return f"{role.name}: shares out its data itself, left as it is."
-        if isinstance(loader.dataset, IterableDataset):
-            what, share = "a stream", f"one sample in {size} per worker"
-        else:
-            samples = samples_of(loader)
-            shuffled = ", shuffled" if isinstance(inner_sampler(loader), DRAW_ONCE) else ""
-            what = "samples" if samples is None else f"{samples:,} samples"
-            what += shuffled
-            about = "about " if samples is not None and samples % size else ""
-            share = f"1 in {size} per worker" if samples is None else f"{about}{samples // size:,} per worker"
-        if role.kind == TRAINS:
-            left_out = left_out_of(loader, self._takers)
-            drops = f"; drop_last leaves {left_out:,} of them out" if left_out else ""
-            return f"{role.name} ({what}): trains, {share}{drops}."
-        return f"{role.name} ({what}): evaluates, all of it."
 
-
-def install(runtime: LoadingRank, streams: Streams) -> None:
+def install(runtime: LoadingRank, streams: Streams, entropy: Entropy) -> Loaders:
     """Patch DataLoader. In a world of one, nothing is changed at all."""
+    loaders = Loaders(runtime, streams, entropy)
     if runtime.alone:
-        return
-    loaders = Loaders(runtime, streams)
+        return loaders
     loaders.schedules.install()
+    shuffle.install(loaders)
     runtime.missing = loaders.missing
     after_import("fastai.data.load", FastaiLoaders(loaders).patch)
     original_init = DataLoader.__init__
-    original_seed = torch_dataloader._BaseDataLoaderIter.__init__
 
     @functools.wraps(original_init)
     def __init__(self: Loader, *args: Any, **kwargs: Any) -> None:
@@ -380,21 +393,7 @@ def install(runtime: LoadingRank, streams: Streams) -> None:
     def __len__(self: Loader) -> int:
         return loaders.length(self) if os.getpid() == loaders.pid else loaders.original_len(self)
 
-    def iterator_init(self: Any, loader: Any) -> None:
-        if not isinstance(loader, DataLoader):  # fastai's stand-in for one
-            original_seed(self, loader)
-            return
-        sampler, parting = inner_sampler(loader), streams.parting
-        drawn = type(sampler) is RandomSampler and loader.generator is None and sampler.generator is None
-        if drawn and parting is not None and parting.ahead and os.getpid() == loaders.pid:
-            parting.part()  # or all ranks would go through the same order until the first step
-        original_seed(self, loader)
-        rank = loader.__dict__.get("_dadt_rank")
-        if rank is None and loader.generator is None and streams.parting is not None and streams.parting.ahead:
-            rank = streams.rank
-        if rank is not None and streams.enabled:  # augmentation in the loader's workers differs by rank
-            self._base_seed = mix(self._base_seed, rank)
-
     for name, patched in (("__init__", __init__), ("__iter__", __iter__), ("__len__", __len__)):
         setattr(DataLoader, name, patched)
-    setattr(torch_dataloader._BaseDataLoaderIter, "__init__", iterator_init)  # noqa: B010 (mypy minds else)
+    workers_seed.install(streams, loaders.pid)
+    return loaders

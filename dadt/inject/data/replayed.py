@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,9 @@ class ReplayedPass:
         # It draws from the generators what one with worker processes draws.
         here = like(view, num_workers=0, timeout=0, persistent_workers=False, prefetch_factor=None)
         self._drawing: Any = iterate(here)
+        if view.num_workers:  # for which indices are drawn ahead
+            indices: Any = self._drawing
+            indices._sampler_iter = chain(list(islice(indices._sampler_iter, 1)), indices._sampler_iter)
         self._rest: Iterator[Any] | None = None
 
     def __iter__(self) -> ReplayedPass:

@@ -14,7 +14,7 @@ import os
 import random
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -23,6 +23,10 @@ import torch
 
 from dadt.inject.rank import Rank
 
+_seed_numpy, _set_numpy, _set_random = np.random.seed, np.random.set_state, random.setstate
+"""As they are before the script's calls of them are noted."""
+python_generator = random.seed.__self__  # type: ignore[attr-defined]
+"""The generator of the functions of the module `random`."""
 REMEMBERED_STATES = 64
 """Random states handed to the script for which the shared stream's state at that moment is kept."""
 
@@ -40,8 +44,12 @@ class State(NamedTuple):
 
     def restore(self) -> None:
         torch.default_generator.set_state(self.torch)
-        np.random.set_state(self.numpy)
-        random.setstate(self.random)
+        _set_numpy(self.numpy)
+        _set_random(self.random)
+
+    def having(self, other: State, names: Iterable[str]) -> State:
+        """The same but for these generators, which are as in the other."""
+        return self._replace(**{name: getattr(other, name) for name in names})
 
     def plain(self) -> dict[str, Any]:
         """The state as plain values and tensors, for a checkpoint."""
@@ -74,9 +82,14 @@ def mix(seed: int, rank: int) -> int:
 
 def seed_all(seed: int, manual_seed: Callable[[int], Any] = torch.manual_seed) -> None:
     """Seed torch (every device), numpy and random."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+    python_generator.seed(seed)
+    _seed_numpy(seed % 2**32)
     manual_seed(seed)
+
+
+def _seed_python(*args: Any, **kwargs: Any) -> None:
+    """The method as it is by now."""
+    python_generator.seed(*args, **kwargs)
 
 
 class Ahead(Protocol):
@@ -113,8 +126,14 @@ class Streams:
         self.seeded = False
         """The script has called torch.manual_seed."""
         self._resumed: Resumed | None = None
-        self.seeded_anew = False
-        """The same, after a checkpoint was loaded."""
+        self.seeded_anew: set[str] = set()
+        """The generators that the script has seeded since it loaded a checkpoint, by the names of State."""
+        self._has_parted = False
+        self._joined: dict[str, Any] = {}
+        """Generators that the script has seeded by `random.seed` or `numpy.random.seed` since ranks have streams of
+        their own, and the rank's state before. Until `split` the global one is the shared one, too."""
+        self._reader = 0
+        """The thread that reads a batch of this rank's share."""
         self.parting: Ahead | None = None
         self._remembered: OrderedDict[bytes, torch.Tensor] = OrderedDict()
         self._lock = threading.RLock()
@@ -126,51 +145,76 @@ class Streams:
         """Whether ranks have streams of their own by now (always False in a child process)."""
         return self._shared is not None and os.getpid() == self._pid
 
+    def numpy_state(self) -> bytes:
+        """What NumPy's global generator would draw from, the same on all ranks."""
+        state: Any = self._common.numpy if self.divided else np.random.get_state()
+        return b"".join(np.asarray(field).tobytes() for field in state[1:])
+
     def split(self) -> None:
-        """Give this rank a stream of its own from here on. The first call counts."""
-        if not self.enabled or self._shared is not None or os.getpid() != self._pid:
+        """Give this rank a stream of its own from here on. Cheap where it has one."""
+        if not self.enabled or (self._shared is not None and not self._joined) or os.getpid() != self._pid:
             return
         with self._lock:
-            self._shared = State.capture()
-            resumed, self._resumed = self._resumed, None
-            if resumed is not None:
-                # Seeds that the script has set since are for the shared stream.
-                anew = self._shared.torch if self.seeded_anew else resumed.shared.torch
-                self._shared = resumed.shared._replace(torch=anew)
+            own: State | None = State.capture()
+            anew = set(self._joined)
+            if self._shared is not None:
+                self._shared = self._common
+            else:
+                self._shared, own, anew = self._begun()
+            self._joined.clear()
             seed_all(mix(self._shared.seed(), self.rank), self._manual_seed)
-            if resumed is not None and resumed.own is not None and not self.seeded_anew:
-                resumed.own.restore()
+            if own is not None and "torch" not in anew:
+                own.having(State.capture(), anew).restore()
+            self._has_parted = True
+
+    def _begun(self) -> tuple[State, State | None, set[str]]:
+        """The shared stream, the rank's own if there is one, and the generators that the script has seeded since."""
+        current, resumed, self._resumed = State.capture(), self._resumed, None
+        if resumed is None:
+            return current, None, set()
+        # Seeds that the script has set since are for the shared stream.
+        return resumed.shared.having(current, self.seeded_anew), resumed.own, self.seeded_anew
+
+    @property
+    def _common(self) -> State:
+        """The shared stream, with what the script has seeded since."""
+        assert self._shared is not None
+        return self._shared.having(State.capture(), self._joined) if self._joined else self._shared
 
     def state(self) -> dict[str, Any]:
         """The state of both streams, for a checkpoint; nothing before they have parted."""
         if not self.divided:
             return {}
-        assert self._shared is not None
-        return {"shared": self._shared.plain(), "own": State.capture().plain()}
+        return {"shared": self._common.plain(), "own": State.capture().plain()}
 
-    def load_state(self, shared: dict[str, Any], own: dict[str, Any] | None, *, seeded_anew: bool) -> None:
-        """Part from here: at the next `split`, or not at all where the streams have parted already (a script that
+    def loaded(self) -> None:
+        """The script has loaded a checkpoint: seeds from before give way to it."""
+        self.seeded_anew = set()
+
+    def load_state(self, shared: dict[str, Any], own: dict[str, Any] | None, seeded_anew: Iterable[str]) -> None:
+        """Part from here: at the next `split`, or not at all where the streams have parted before (a script that
         goes back to its best weights goes on with its data). own: this rank's stream; else a new one."""
-        if self.enabled and not self.divided:
+        if self.enabled and not self._has_parted:
             self._resumed = Resumed(State.from_plain(shared), None if own is None else State.from_plain(own))
-            self.seeded_anew = seeded_anew
+            self.seeded_anew = set(seeded_anew)
 
     def place(self, shared: State) -> None:
         """The shared stream is now what it was at another time."""
         self._shared = shared
+        self._joined.clear()
 
     def part_anew(self, shared: State) -> None:
         """The shared stream is this one, and the rank's own begins from it."""
-        self._shared = shared
+        self.place(shared)
         seed_all(mix(shared.seed(), self.rank), self._manual_seed)
 
     def _rejoin(self) -> None:
         """The script starts anew from a seed: data, splits and weights that it now draws must agree on all ranks.
         Until `split` (the next training batch or forward) the global generators are the shared stream again."""
-        assert self._shared is not None
-        self._left = State.capture()
-        self._shared.restore()
+        common, self._left = self._common, State.capture()
+        common.restore()
         self._shared = None
+        self._joined.clear()
 
     @contextmanager
     def shared(self) -> Iterator[None]:
@@ -182,16 +226,30 @@ class Streams:
             if self._drawing:
                 yield
                 return
-            mine = State.capture()
+            mine, joined = State.capture(), set(self._joined)
             assert self._shared is not None
-            self._shared.restore()
+            self._shared.having(mine, joined).restore()
             self._drawing = True
             try:
                 yield
             finally:
                 self._drawing = False
                 self._shared = State.capture()
-                mine.restore()
+                mine.having(self._shared, joined).restore()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Inside, a batch of this rank's share is read. What is seeded for an item of it, as to change an image and its
+        mask alike, is the rank's own."""
+        before, self._reader = self._reader, threading.get_ident()
+        try:
+            yield
+        finally:
+            self._reader = before
+
+    @property
+    def reads(self) -> bool:
+        return self._reader == threading.get_ident()
 
     def install(self) -> None:
         """Let the script's own seeding reach both streams."""
@@ -204,14 +262,59 @@ class Streams:
             functools.update_wrapper(patched, getattr(torch, name))
             setattr(torch, name, patched)
             setattr(torch.random, name, patched)
+        for module, name, get, original, set_state in (
+            (np.random, "numpy", np.random.get_state, _seed_numpy, "set_state"),
+            (
+                random,
+                "random",
+                random.getstate,
+                lambda *args, **kwargs: python_generator.seed(*args, **kwargs),
+                "setstate",
+            ),
+        ):
+            setattr(module, "seed", self._patched_seed(name, get, module.seed, original))  # noqa: B010
+            setattr(module, set_state, self._patched_set_back(name, get, getattr(module, set_state)))
+
+    def _patched_seed(
+        self, name: str, get: Callable[[], Any], named: Callable[..., Any], original: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """Python's or NumPy's: it joins this generator's streams until training goes on."""
+
+        @functools.wraps(named)
+        def seed(*args: Any, **kwargs: Any) -> Any:
+            if os.getpid() != self._pid or self._drawing or self.reads:
+                return original(*args, **kwargs)
+            before = get() if self.divided and name not in self._joined else None
+            result = original(*args, **kwargs)
+            self.seeded_anew.add(name)
+            if before is not None:
+                self._joined[name] = before
+            return result
+
+        return seed
+
+    def _patched_set_back(self, name: str, get: Callable[[], Any], original: Callable[..., Any]) -> Callable[..., Any]:
+        """A state from before such a seed parts them again, as at the end of a context in which it held."""
+
+        @functools.wraps(original)
+        def set_state(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if name in self._joined and not self._drawing and repr(get()) == repr(self._joined[name]):
+                del self._joined[name]
+            return result
+
+        return set_state
 
     def _patched_manual_seed(self) -> Callable[..., Any]:
         original = self._manual_seed
 
         def manual_seed(seed: int) -> Any:
+            if self.reads:
+                return original(seed)
             self.seeded = True
+            if not self._drawing:
+                self.seeded_anew.add("torch")
             if not self.divided:
-                self.seeded_anew = True
                 return original(seed)
             with self._lock:
                 if self._drawing:  # by a sampler: it means the shared stream, which is in place now

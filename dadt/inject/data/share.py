@@ -197,33 +197,38 @@ class Spare(NamedTuple):
 def every_nth(stream: Iterable[Any], rank: int, size: int, block: int = 0, whole_blocks: bool = False) -> Iterator[Any]:
     """Sample i of a stream if i % size == rank, counted anew in each block of `block` samples (0: one block).
 
-    With `whole_blocks`, an incomplete last block is dropped on every rank. If the stream ends before this
-    rank had a sample, a Spare is given.
+    A sample is given once the others' beside it are read, the last of a block once all of it is: wherever ranks stop,
+    they have read equally far, for a stream that lives on. With `whole_blocks`, an incomplete last block is dropped on
+    every rank. If the stream ends before this rank had a sample, a Spare is given.
     """
     mine: list[Any] = []
     given = False
     position = 0
+    last_own = (block - 1 - rank) // size * size + rank if block else -1
+    """The position of this rank's last sample in a block."""
     last: Any = Spare  # no sample yet; a sample may well be None
     for sample in stream:
         last = sample
         if position % size == rank:
-            if whole_blocks:
-                mine.append(sample)
-            else:
-                given = True
-                yield sample
+            mine.append(sample)
         position += 1
+        row_ends = position % size == 0 and position - size + rank != last_own
+        if position == block or (row_ends and not whole_blocks):
+            given = given or bool(mine)
+            yield from mine
+            mine.clear()
         if position == block:
             position = 0
-            if whole_blocks:
-                given = given or bool(mine)
-                yield from mine
-                mine.clear()
+    if mine and not whole_blocks:
+        given = True
+        yield from mine
     if not given and last is not Spare:
         yield Spare(last)
 
 
-def stream_steps(samples: int, batch_size: int, drop_last: bool, rank_size: int) -> int:
-    """Batches of a stream of known length when each global batch has `batch_size * rank_size` samples."""
+def stream_steps(samples: int, batch_size: int, drop_last: bool, rank_size: int, workers: int = 1) -> int:
+    """Batches of a stream of known length when each global batch has `batch_size * rank_size` samples. workers: each of
+    so many gives batches of its part of the samples."""
     whole = batch_size * rank_size
-    return samples // whole if drop_last else -(-samples // whole)
+    parts = [len(portion(samples, worker, workers)) for worker in range(workers)]
+    return sum(part // whole if drop_last else -(-part // whole) for part in parts)

@@ -70,6 +70,13 @@ class EveryNthPipe(IterDataPipe[Any]):
         return every_nth(self.source, *self.split)
 
 
+def lives_on(dataset: IterableDataset[Any]) -> bool:
+    """Whether the next pass may go on where this one is left: the data set is its own iterator, or holds one, such as
+    an open file."""
+    held = (dataset, *getattr(dataset, "__dict__", {}).values())
+    return any(isinstance(each, Iterator) for each in held) and not isinstance(dataset, IterDataPipe)
+
+
 def nth_of(dataset: IterableDataset[Any], split: Split) -> IterableDataset[Any]:
     return EveryNthPipe(dataset, split) if isinstance(dataset, IterDataPipe) else EveryNth(dataset, split)
 
@@ -102,6 +109,15 @@ def first_dimension(data: Any) -> int:
     return 1
 
 
+class Here(NamedTuple):
+    """How a stream is read."""
+
+    in_process: bool
+    """The data set's code runs in this process, not in the loader's workers."""
+    lives_on: bool
+    """As of the function."""
+
+
 class Batch(NamedTuple):
     samples: int
     data: Any
@@ -110,8 +126,9 @@ class Batch(NamedTuple):
 class StreamFeed:
     """Batches of a stream for a rank that trains on it.
 
-    Which ranks have another batch is asked while the script works on this one. A rank that has run out
-    repeats its last batch, which then counts as 0 samples, until all have.
+    Which ranks have another batch is asked while the script works on this one; where the stream lives on, when the
+    script asks for the next, which the next pass begins with if it does not. A rank that has run out repeats its last
+    batch, which then counts as 0 samples, until all have.
     """
 
     def __init__(
@@ -122,20 +139,23 @@ class StreamFeed:
         name: str,
         nominal: int,
         steps: int | None,
-        in_process: bool,
-        together: bool = True,
+        here: Here,
+        over: Callable[[int], None],
     ) -> None:
-        """nominal: samples in an ordinary batch, the same on all ranks; steps: for len(); in_process: the data
-        set's code runs here, not in the loader's workers; together: all ranks take the same number of batches, else
-        each its own."""
+        """nominal: samples in an ordinary batch, the same on all ranks; steps: for len(); over: called at the end of
+        a pass, with how many it had."""
         self.batches = batches
         self.runtime = runtime
         self.streams = streams
         self.name = name
         self.nominal = nominal
         self.steps = steps
-        self.in_process = in_process
-        self.together = together
+        self.in_process = here.in_process
+        self.reads_ahead = not (here.in_process and here.lives_on)
+        self.together = runtime.together
+        """All ranks take the same number of batches, else each its own."""
+        self.over = over
+        self._given = 0
         self._pass = Pass(name)
         self._training = runtime.trains()
         self._ahead: Batch | None = None
@@ -169,7 +189,11 @@ class StreamFeed:
             self._end()
         batch = self._ahead or self._repeat(having)
         self._last = batch._replace(samples=0)
-        self._look_ahead()
+        self._given += 1
+        if self.reads_ahead:
+            self._look_ahead()
+        else:
+            self._looked = False
         if self._training or self.runtime.trains():
             self.runtime.drew(self._pass, batch.samples, self.nominal)
         return batch.data
@@ -186,6 +210,7 @@ class StreamFeed:
         batch = self._fetch()
         if batch is None:
             self._end()
+        self._given += 1
         if self._training or self.runtime.trains():
             self.runtime.drew(self._pass, batch.samples, self.nominal)
         return batch.data
@@ -193,6 +218,7 @@ class StreamFeed:
     def _end(self) -> NoReturn:
         self._ended = True
         self.runtime.pass_over(self._pass)
+        self.over(self._given)
         raise StopIteration
 
     def _look_ahead(self) -> None:

@@ -1,0 +1,55 @@
+"""What torch draws when an iterator of a DataLoader is made: also where DADT makes torch's own later, when the first
+batch is asked for. So what the script draws in between comes as it does without DADT."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
+
+from dadt.inject.data.samplers import DRAW_ONCE, Loader, inner_sampler
+
+
+class Drawn:
+    """Draws it now; what is drawn within `again` is the same."""
+
+    def __init__(self, loader: Loader) -> None:
+        sampler = inner_sampler(loader)
+        given = (loader.generator, getattr(sampler, "generator", None))
+        generators = {id(each): each for each in (torch.default_generator, *given) if isinstance(each, torch.Generator)}
+        self._before = [(each, each.get_state()) for each in generators.values()]
+        _draw(loader.generator)  # the seed of its workers
+        self._is_foreseen = not loader.num_workers or isinstance(loader.dataset, IterableDataset)
+        """This is all that is drawn then."""
+        if not self._is_foreseen and type(loader.batch_sampler) in (BatchSampler, type(None)):
+            # Indices are drawn ahead for workers. A sampler of the script's own may count its passes.
+            self._is_foreseen = type(sampler) in (*DRAW_ONCE, SequentialSampler)
+            if type(sampler) is RandomSampler and sampler.generator is None:
+                _draw(None)
+            elif self._is_foreseen:
+                next(iter(sampler), None)
+        self._after = self._states()
+
+    def _states(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator, _ in self._before]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, the generators are as they were, and behind it as they are now."""
+        now = self._states()
+        untouched = all(map(torch.equal, self._after, now))
+        if untouched or self._is_foreseen:
+            for generator, state in self._before:
+                generator.set_state(state)
+        try:
+            yield
+        finally:
+            if self._is_foreseen and not untouched:
+                for (generator, _), state in zip(self._before, now, strict=True):
+                    generator.set_state(state)
+
+
+def _draw(generator: torch.Generator | None) -> None:
+    torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator)

@@ -1,0 +1,290 @@
+"""Generators without a seed, as `numpy.random.default_rng()` makes them: in a script that knows of no ranks they draw
+from the job's seed, where they would ask the system for entropy. So all ranks choose the same.
+
+A seed depends on the job's, on the place in the script that asks, and on how often this place has asked: what one rank
+alone does, or another thread, shifts nobody else's. Data pipelines draw other numbers on each rank: what is made while
+a batch is read asks the system, and what a data set holds parts from the other ranks' when its first pass begins.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import hashlib
+import os
+import random
+import sys
+import threading
+import uuid
+from collections import Counter, deque
+from collections.abc import Callable
+from types import FrameType, ModuleType
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import numpy as np
+import torch
+from numpy.random import bit_generator
+from torch.utils.data._utils import fetch
+
+from dadt.inject.after_import import after_import
+from dadt.inject.data.reachable import reachable
+from dadt.inject.data.seed import Streams, python_generator
+from dadt.inject.failure import is_users
+from dadt.inject.rank import Rank
+
+GENERATORS = ("numpy", "random", "scipy", "sklearn", "torch", "uuid", "dadt")
+"""Who asks them asks for a generator; in a module of another name they are the library that has it made."""
+SWEEPS: tuple[str, ...] = ("optuna", "hyperopt", "skopt", "hydra", "hydra_plugins", "nevergrad", "ax", "bayes_opt")
+SWEEPS += ("ConfigSpace", "smac", "cmaes", "cma", "ray.tune")
+"""Libraries that choose what is tried next. Others keep the system's entropy: for names of their own, or for numbers
+that are to differ between ranks, as those of an environment."""
+KEPT_GENERATORS = 64
+"""Generators of torch that are remembered, as nothing else finds them."""
+
+
+class EntropyRank(Rank, Protocol):
+    """A rank, as what asks for entropy needs it."""
+
+    @property
+    def script_is_distributed(self) -> bool: ...
+    @property
+    def on_training_thread(self) -> bool: ...
+
+
+class Entropy:
+    """The seeds that this process has given in place of the system's."""
+
+    def __init__(self, rank: EntropyRank, streams: Streams) -> None:
+        self._rank, self._streams = rank, streams
+        self._pid = os.getpid()
+        self._asked: Counter[str] = Counter()
+        """How often each place has."""
+        self._scripts: set[int] = set()
+        """Seeds that the script itself has asked for, not a library that sweeps."""
+        self._parted: set[tuple[int, str]] = set()
+        self._random: WeakSet[random.Random] = WeakSet()
+        """The script's own."""
+        self._torch: deque[torch.Generator] = deque(maxlen=KEPT_GENERATORS)
+        self._is_trained = self._is_scripts_data = False
+        """Nothing that the script trains on comes through a DataLoader: its generators choose it."""
+
+    def seed(self, bits: int, frame: FrameType, more: bytes = b"") -> int | None:
+        """What a generator begins with that is asked for in this frame; None where it asks the system. more: of what
+        the seed depends beside the job's."""
+        if os.getpid() != self._pid or self._rank.script_is_distributed:
+            return None
+        if not (threading.current_thread() is threading.main_thread() or self._rank.on_training_thread):
+            return None
+        asker = asker_of(frame)
+        is_scripts = asker is not None and _is_scripts(asker)
+        if asker is None or not (is_scripts or sweeps(asker)) or (is_scripts and self._is_scripts_data):
+            return None
+        place = _place(asker)
+        if not place:
+            return None
+        self._asked[place] += 1
+        text = f"{max(self._rank.config.seed, 0)} {place} {self._asked[place]}".encode() + more
+        value = int.from_bytes(hashlib.blake2b(text, digest_size=-(-bits // 8)).digest(), "big") >> -bits % 8
+        if is_scripts:
+            self._scripts.add(value)
+        return value
+
+    # Parting ------------------------------------------------------------------------------------------------
+
+    def part_below(self, dataset: Any) -> None:
+        """A pass of training begins: what the data set reaches draws other numbers on each rank from here on."""
+        if self._scripts and os.getpid() == self._pid:
+            for found in reachable(dataset):
+                self._part(found)
+
+    def trained(self, by_loader: bool) -> None:
+        """A step is done. by_loader: the batch of the first has come from a loader that gives each rank its share;
+        else the script chooses its data itself, and ranks that drew the same would train on the same."""
+        if self._is_trained or os.getpid() != self._pid:
+            return
+        self._is_trained, self._is_scripts_data = True, not by_loader
+        if by_loader:
+            return
+        if self._scripts:
+            own = [each for each in gc.get_objects() if isinstance(each, np.random.BitGenerator)]
+            for found in (*own, *self._random, *self._torch):
+                self._part(found)
+
+    def _part(self, found: Any) -> None:
+        rank = self._rank.world.rank
+        if isinstance(found, np.random.Generator):
+            self._part(found.bit_generator)
+        elif isinstance(found, np.random.RandomState):
+            self._part(found._bit_generator)
+        elif isinstance(found, np.random.BitGenerator):
+            self._part_numpy(found)
+        elif isinstance(found, torch.Generator):
+            if found is not torch.default_generator and found.initial_seed() in self._scripts:
+                found.manual_seed(_mixed(found.initial_seed(), rank))
+        elif isinstance(found, random.Random) and found in self._random:
+            self._random.discard(found)
+            found.setstate(random.Random(_mixed(found.getrandbits(64), rank)).getstate())
+
+    def _part_numpy(self, found: Any) -> None:
+        if found is np.random.mtrand._rand._bit_generator:
+            return
+        sequence = getattr(found, "seed_seq", None)
+        entropy, key = getattr(sequence, "entropy", None), (id(found), f"{sequence}")
+        if isinstance(entropy, int) and entropy in self._scripts and key not in self._parted:
+            self._parted.add(key)
+            found.state = type(found)(np.random.SeedSequence(_mixed(key[1], self._rank.world.rank))).state
+
+    # What asks the system -----------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """In the place of each library's own way to ask."""
+        self._patch_numpy()
+        self._patch_random()
+        self._patch_torch()
+        uuid.os = _Os(self._urandom)  # type: ignore[attr-defined]
+        after_import("sklearn.utils.validation", self._patch_sklearn)
+
+    def _patch_numpy(self) -> None:
+        """All generators of NumPy get theirs from one function, which SeedSequence asks."""
+        original = getattr(bit_generator, "randbits")  # noqa: B009 (its stubs have none)
+
+        def randbits(bits: int) -> int:
+            given = self.seed(bits, sys._getframe(1))
+            return int(original(bits)) if given is None else given
+
+        setattr(bit_generator, "randbits", randbits)  # noqa: B010
+
+    def _patch_random(self) -> None:
+        original = random.Random.seed
+
+        @functools.wraps(original)
+        def seed(generator: random.Random, a: Any = None, version: int = 2) -> None:
+            given = self.seed(64, sys._getframe(1)) if a is None else None
+            original(generator, a if given is None else given, version)
+            if given is not None and given in self._scripts and generator is not python_generator:
+                self._random.add(generator)
+            elif self._random:
+                self._random.discard(generator)
+
+        setattr(random.Random, "seed", seed)  # noqa: B010 (mypy minds else)
+
+    def _patch_torch(self) -> None:
+        original, seed_all = torch.Generator.seed, torch.seed
+
+        def seed(generator: torch.Generator) -> int:
+            given = self.seed(63, sys._getframe(1))
+            if given is None:
+                return int(original(generator))
+            generator.manual_seed(given)
+            if given in self._scripts:
+                self._torch.append(generator)
+            return given
+
+        @functools.wraps(seed_all)
+        def seed_generators() -> int:
+            given = self.seed(63, sys._getframe(1))
+            if given is None:
+                return int(seed_all())
+            torch.manual_seed(given)
+            return given
+
+        _set_method(torch.Generator, "seed", functools.update_wrapper(seed, original))
+        torch.seed = torch.random.seed = seed_generators
+
+    def _urandom(self, size: int) -> bytes:
+        """For `uuid`, whose ids name folders of runs. Those of libraries are never the same in two processes."""
+        frame = sys._getframe(1)
+        asker = asker_of(frame)
+        given = self.seed(8 * size, frame) if asker is not None and _is_scripts(asker) else None
+        return os.urandom(size) if given is None else given.to_bytes(size, "big")
+
+    def _patch_sklearn(self, module: ModuleType) -> None:
+        """skopt draws from NumPy's global generator, of which each rank has its own once training has begun."""
+        original = module.check_random_state
+
+        @functools.wraps(original)
+        def check_random_state(seed: Any) -> Any:
+            asker = asker_of(sys._getframe(1))
+            if (seed is None or seed is np.random) and asker is not None and sweeps(asker):
+                given = self.seed(32, sys._getframe(1), self._streams.numpy_state())
+                if given is not None:
+                    return np.random.RandomState(given)
+            return original(seed)
+
+        setattr(module, "check_random_state", check_random_state)  # noqa: B010
+
+
+class _Os:
+    """The module `os`, with another source of entropy."""
+
+    def __init__(self, urandom: Callable[[int], bytes]) -> None:
+        self.urandom = urandom
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+
+def asker_of(frame: FrameType | None) -> FrameType | None:
+    """The frame that has a generator made, through functions of the libraries that do."""
+    while frame is not None and _in(frame, GENERATORS):
+        frame = frame.f_back
+    return frame
+
+
+def sweeps(frame: FrameType) -> bool:
+    return _in(frame, SWEEPS)
+
+
+def _in(frame: FrameType, modules: tuple[str, ...]) -> bool:
+    name = f"{frame.f_globals.get('__name__')}."
+    return any(name.startswith(f"{each}.") for each in modules)
+
+
+def _is_scripts(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__") == "__main__" or _is_users(frame.f_code.co_filename)
+
+
+_is_users = functools.lru_cache(maxsize=1024)(is_users)
+
+
+def _place(asker: FrameType) -> str:
+    """Where in the script a generator is asked for, the same on all ranks; empty within the reading of a batch, but for
+    a stream that this process reads: each rank walks all of it, in one order."""
+    lines, frame = [_line(asker)], asker.f_back
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == fetch.__file__ and not isinstance(
+            frame.f_locals.get("self"), fetch._IterableDatasetFetcher
+        ):
+            return ""
+        if _is_scripts(frame):
+            lines.append(_line(frame))
+        frame = frame.f_back
+    return " ".join(lines)
+
+
+def _line(frame: FrameType) -> str:
+    """Without the folder, which may be another one on each host."""
+    code = frame.f_code
+    return f"{os.path.basename(code.co_filename)}:{code.co_name}:{frame.f_lineno}"  # noqa: PTH119 (no object for each)
+
+
+def _mixed(seed: int | str, rank: int) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{rank}".encode(), digest_size=7).digest(), "big")
+
+
+def _set_method(kind: type, name: str, method: Callable[..., Any]) -> None:
+    """Of a class that is written in C, which does not let its attributes be set."""
+    attributes = gc.get_referents(kind.__dict__)[0]
+    attributes[name] = method
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(kind))
+
+
+def install(rank: EntropyRank, streams: Streams) -> Entropy:
+    """In a world of one, and where the script seeds by itself, nothing is changed."""
+    entropy = Entropy(rank, streams)
+    if streams.enabled:
+        entropy.install()
+    return entropy

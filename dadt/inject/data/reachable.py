@@ -1,0 +1,68 @@
+"""What a data set can reach when it is asked for an item: its attributes, its transforms, what its code names."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator, Mapping
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from dadt.inject.failure import is_users
+
+DEPTH = 8
+"""Steps from one object to the next."""
+MOST = 10_000
+"""Objects that are looked at."""
+ELEMENTS = 64
+"""Of a container that are looked at: transforms are few, and samples may be millions."""
+PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.Tensor, np.ndarray, ModuleType, type)
+
+
+def reachable(root: Any) -> Iterator[Any]:
+    """Each object once."""
+    seen: set[int] = set()
+    level = [root]
+    for _ in range(DEPTH):
+        found = [each for value in level for each in _inside(value)]
+        level = []
+        for each in found:
+            if not isinstance(each, PLAIN) and id(each) not in seen and len(seen) < MOST:
+                seen.add(id(each))
+                level.append(each)
+                yield each
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    if isinstance(value, FunctionType):
+        yield from _named(value)
+    elif isinstance(value, MethodType):
+        yield from (value.__self__, value.__func__)
+    elif isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from (each for each, _ in zip(value, range(ELEMENTS), strict=False))
+    elif isinstance(value, Mapping):
+        yield from (each for each, _ in zip(value.values(), range(ELEMENTS), strict=False))
+    elif isinstance(members := getattr(value, "__dict__", None), dict):
+        yield from members.values()
+        yield from _methods(type(value))  # type: ignore[arg-type]
+
+
+def _named(function: FunctionType) -> Iterator[Any]:
+    """What the code of a function refers to beside its arguments."""
+    if not is_users(function.__code__.co_filename):
+        return
+    with_cells = inspect.getclosurevars(function)
+    yield from with_cells.nonlocals.values()
+    yield from with_cells.globals.values()
+
+
+@functools.cache
+def _methods(kind: type) -> list[FunctionType]:
+    """Those that the user has written."""
+    members = [member for base in kind.__mro__ for member in vars(base).values()]
+    return [each for each in members if isinstance(each, FunctionType) and is_users(each.__code__.co_filename)]

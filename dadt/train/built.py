@@ -1,0 +1,164 @@
+"""What each rank has built, compared when an optimizer is attached: ranks that train different things end before the
+first step, by a sentence with both values.
+
+State that is restored may be one rank's alone, which the others take over. So where a rank has loaded some, what counts
+is what the optimizers were built with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+
+from dadt.errors import Mismatch
+from dadt.train.param_groups import group_values, plain_values
+
+ADVANCING = ("last_epoch", "base_lrs")
+"""Values of a scheduler that a script gives it to go on from a checkpoint."""
+CAUSES = (
+    "each has chosen for itself, by entropy (a generator that DADT does not seed), by random numbers drawn after"
+    " training began, by the time, or by a measurement of its own: seed them (as by torch.manual_seed before each"
+    " trial), or choose by values that are equal on all ranks"
+)
+MODEL = f"every rank must build the same model; {CAUSES}"
+
+
+class Made(NamedTuple):
+    """An optimizer as it was when it was built."""
+
+    keys: list[list[str]]
+    values: list[dict[str, Any]]
+
+
+class Scheduler(NamedTuple):
+    kind: str
+    values: dict[str, Any]
+
+
+class Build(NamedTuple):
+    """What a rank tells of an optimizer, in plain values."""
+
+    kind: str
+    parameters: list[tuple[str, str]]
+    """Name, and shape and dtype."""
+    made: Made
+    now: Made
+    schedulers: list[Scheduler]
+    epochs: list[int]
+    """How far the schedulers are."""
+    restored: bool
+    """Something was loaded, or the optimizer was attached before."""
+
+
+def made(optimizer: torch.optim.Optimizer, *, wait: bool = False) -> Made:
+    """wait: as of group_values."""
+    return Made([sorted(map(str, group)) for group in optimizer.param_groups], group_values(optimizer, wait=wait))
+
+
+def scheduler(built: Any) -> Scheduler:
+    values = {key: value for key, value in vars(built).items() if key not in ADVANCING and not key.startswith("_")}
+    return Scheduler(type(built).__qualname__, plain_values(values))
+
+
+def build(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    was: Made | None,
+    schedulers: Sequence[tuple[Scheduler, int]],
+    *,
+    restored: bool,
+) -> Build:
+    """As it is now. names: of parameters, by id, as far as they are known. was: when it was built. schedulers: those
+    built over it, and how far they are."""
+    now = made(optimizer, wait=True)
+    kinds, epochs = [each for each, _ in schedulers], [epoch for _, epoch in schedulers]
+    return Build(type(optimizer).__qualname__, _described(names, optimizer), was or now, now, kinds, epochs, restored)
+
+
+def encoded(build: Build) -> Any:
+    """In types that ranks tell each other."""
+    return [
+        build.kind,
+        build.parameters,
+        list(build.made),
+        list(build.now),
+        list(map(list, build.schedulers)),
+        *build[5:],
+    ]
+
+
+def decoded(told: Any) -> Build:
+    kind, parameters, was, now, schedulers, epochs, restored = told
+    kinds = [Scheduler(*each) for each in schedulers]
+    return Build(kind, list(map(tuple, parameters)), Made(*was), Made(*now), kinds, epochs, restored)
+
+
+def _described(names: Mapping[int, str], optimizer: torch.optim.Optimizer) -> list[tuple[str, str]]:
+    every = [p for group in optimizer.param_groups for p in group["params"]]
+    return [(names.get(id(p), ""), f"{tuple(p.shape)} {p.dtype}".replace("torch.", "")) for p in every]
+
+
+def check(builds: Sequence[Build], members: Sequence[int], which: str) -> None:
+    """Raises Mismatch where one differs from the first. members: the ranks that have told, in order; which: optimizer,
+    behind what is said of it."""
+    restored = any(each.restored for each in builds) or len({tuple(each.epochs) for each in builds}) > 1
+    for rank, other in zip(members, builds, strict=True):
+        _check_order(rank, other, members[0], builds[0], which)
+        for what, mine, firsts, why in _differences(other, builds[0], restored=restored):
+            raise Mismatch(f"{what}{which} is {mine} on rank {rank} and {firsts} on rank {members[0]}: {why}")
+
+
+Difference = tuple[str, Any, Any, str]
+"""What it is of, both values, and why."""
+
+
+def _check_order(rank: int, other: Build, first: int, firsts: Build, which: str) -> None:
+    """Averages of one parameter would go to another of its shape. Raises Mismatch."""
+    order, expected = ([name for name, _ in each.parameters] for each in (other, firsts))
+    if order != expected and sorted(order) == sorted(expected):
+        mine, its = next((a, b) for a, b in zip(order, expected, strict=True) if a != b)
+        raise Mismatch(
+            f"rank {rank} lists the parameters{which} in another order than rank {first}, {mine} in the place of"
+            f" {its}: give the optimizer a list, as the order of a set differs between processes"
+        )
+
+
+def _differences(a: Build, b: Build, *, restored: bool) -> Iterator[Difference]:
+    if a.kind != b.kind:
+        yield "the optimizer", a.kind, b.kind, CAUSES
+    yield from _of_parameters(a.parameters, b.parameters)
+    for number, (mine, other) in enumerate(zip_longest(a.schedulers, b.schedulers)):
+        if mine is None or other is None or mine.kind != other.kind:
+            yield f"scheduler {number}", mine.kind if mine else "none", other.kind if other else "none", CAUSES
+        else:
+            yield from _of_values(f"of {mine.kind}", mine.values, other.values)
+    one, two = (each.made if restored else each.now for each in (a, b))
+    if len(one.keys) != len(two.keys):
+        yield f"the number of groups of {a.kind}", len(one.keys), len(two.keys), CAUSES
+    for number, (keys, others) in enumerate(zip(one.keys, two.keys, strict=False)):
+        if keys != others:
+            yield f"what group {number} of {a.kind} holds", ", ".join(keys), ", ".join(others), CAUSES
+    for number, (values, other_values) in enumerate(zip(one.values, two.values, strict=False)):
+        yield from _of_values(f"in group {number} of {a.kind}", values, other_values)
+
+
+def _of_parameters(a: Sequence[tuple[str, str]], b: Sequence[tuple[str, str]]) -> Iterator[Difference]:
+    if len(a) != len(b):
+        yield "the number of parameters", len(a), len(b), MODEL
+    for number, ((name, kind), (other_name, other_kind)) in enumerate(zip(a, b, strict=False)):
+        if kind != other_kind:
+            yield name or f"parameter {number}", kind, other_kind, MODEL
+        # A rank may have wrapped its model, for its reports or the like.
+        wrapped = f".{name}".endswith(f".{other_name}") or f".{other_name}".endswith(f".{name}")
+        if name and other_name and not wrapped:
+            yield f"the name of parameter {number}", name, other_name, MODEL
+
+
+def _of_values(where: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
+    for key in sorted({*a, *b}):
+        mine, other = (repr(each[key]) if key in each else "not there" for each in (a, b))
+        if mine != other:
+            yield f"{key} {where}", mine, other, CAUSES
