@@ -40,9 +40,11 @@ def compare(a: str, b: str, tolerance: float, ignore_dtype: bool, everything: bo
     """Compare the weights in A and B: torch.save or safetensors files, or FILE:PART, such as last.pt:model."""
     if not 0 <= tolerance < math.inf:
         raise ConfigError(f"--tolerance {tolerance:g}: give a number from 0")
-    from dadt_cli.compare.stored import read
+    from dadt_cli.compare.memory import bounded
+    from dadt_cli.compare.stored import path_of, read
 
-    found = Comparison(read(a), read(b), tolerance, ignore_dtype)
+    with bounded([path_of(a), path_of(b)]):
+        found = Comparison(read(a), read(b), tolerance, ignore_dtype)
     if as_json:
         console.text(json.dumps(found.data(everything), indent=2), stdout=True)
     else:
@@ -161,7 +163,10 @@ def _rows(a: Stored, b: Stored, tolerance: float, ignore_dtype: bool) -> Iterato
             yield Row(names, b.kinds[name], Difference(), (None, describe(b.values[name])))
         else:
             one, other = a.values[name], b.values[name]
-            found = difference(one, other, tolerance, ignore_dtype)
+            try:
+                found = difference(one, other, tolerance, ignore_dtype)
+            except ConfigError as error:
+                raise ConfigError(f"{a.name} and {b.name}: {name}: {error}") from error
             yield Row(names, a.kinds[name], found, (describe(one), describe(other)))
 
 

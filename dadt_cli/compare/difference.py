@@ -11,8 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dadt.errors import ConfigError
+
 CHUNK = 1 << 22
 """Elements that are compared at a time, so that a large tensor takes little memory beside itself."""
+MOST_REPEATED = 1 << 24
+"""Elements that are compared where a tensor has more than are stored, by strides of overlapping rows."""
 WORDS = reprlib.Repr()
 WORDS.maxstring = WORDS.maxother = WORDS.maxlong = 40
 
@@ -42,7 +46,8 @@ class Difference:
 
 
 def difference(a: Any, b: Any, tolerance: float, ignore_dtype: bool = False) -> Difference:
-    """tolerance: what elements may differ by. ignore_dtype: compare the values of tensors, in whatever dtype."""
+    """tolerance: what elements may differ by. ignore_dtype: compare the values of tensors, in whatever dtype. Raises
+    ConfigError where tensors have far more elements than are stored."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if a.shape != b.shape:
             return Difference("shape", elements=a.numel())
@@ -96,6 +101,8 @@ def _between_tensors(a: Tensor, b: Tensor, what: str, tolerance: float) -> Diffe
     elements = a.numel()
     if a.is_meta:
         return Difference(what, elements=elements)
+    a, b = _once(a, b)
+    times = elements // a.numel() if a.numel() else 1
     a, b = _aligned(a, b)
     largest, scale, count = 0.0, 0.0, 0
     for x, y in zip(torch.split(a, CHUNK), torch.split(b, CHUNK), strict=True):
@@ -109,7 +116,20 @@ def _between_tensors(a: Tensor, b: Tensor, what: str, tolerance: float) -> Diffe
             largest = most if math.isnan(most) else max(largest, most)
     if largest > 0.0 and math.isfinite(largest):
         scale = max(_magnitude(x) for x in torch.split(a, CHUNK))
-    return Difference(what, largest, largest / scale if scale else None, count, elements)
+    return Difference(what, largest, largest / scale if scale else None, count * times, elements)
+
+
+def _once(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Without the repetitions of dimensions that are stored once in both, as `expand` makes them."""
+    if a.layout != torch.strided:
+        return a, b
+    for dim, (length, *strides) in enumerate(zip(a.shape, a.stride(), b.stride(), strict=True)):
+        if length > 1 and strides == [0, 0]:
+            a, b = a.narrow(dim, 0, 1), b.narrow(dim, 0, 1)
+    held = max(x.untyped_storage().nbytes() // x.element_size() for x in (a, b))
+    if a.numel() > max(held, MOST_REPEATED):
+        raise ConfigError(f"has {a.numel():,} elements, of which {held:,} are stored: save it as `tensor.clone()`")
+    return a, b
 
 
 def _gap(x: Tensor, y: Tensor) -> Tensor | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import stat
 import tarfile
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,9 @@ LEGACY = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
 """The magic number with which torch.save began until 1.6, as pickle writes it."""
 NEITHER = "is neither a file that torch.save wrote nor a safetensors file"
 DEEPEST = 100
+MOST_VALUES = 1_000_000
+MOST_CHARACTERS = 1 << 27
+"""Of all names together."""
 SECOND_SENTENCE = re.compile(r"(?<=[^.])\. |\n")
 
 
@@ -53,8 +57,13 @@ def read(text: str) -> Stored:
     content, removed = _content(path)
     values: dict[str, Any] = {}
     kinds: dict[str, str] = {}
+    characters = 0
     for name, kind, value in _walk(path, (), content, "other"):
         values[name], kinds[name] = value, kind
+        characters += len(name)
+        # One list may stand in many places, so that a short file has any number of them.
+        if len(values) > MOST_VALUES or characters > MOST_CHARACTERS:
+            raise ConfigError(f"{path}: holds more than {MOST_VALUES:,} values, each by its name, or too long names")
     for name, kept in removed.items():
         if kept in values and name not in values:
             values[name], kinds[name] = values[kept], kinds[kept]
@@ -70,6 +79,11 @@ def read(text: str) -> Stored:
     return Stored(text, f"{path}:{start}", values, kinds, _tied(values))
 
 
+def path_of(text: str) -> Path:
+    """The file of FILE, or of FILE:PART."""
+    return _split(text)[0]
+
+
 def _split(text: str) -> tuple[Path, str]:
     """A file may have a colon in its name."""
     path, _, part = text.rpartition(":")
@@ -81,6 +95,8 @@ def _split(text: str) -> tuple[Path, str]:
 def _content(path: Path) -> tuple[Any, Mapping[str, str]]:
     """The file's content, and which of its names were left out for which others. Raises ConfigError."""
     try:
+        if not (stat.S_ISREG(mode := path.stat().st_mode) or stat.S_ISDIR(mode)):  # a pipe would be waited for
+            raise ConfigError(f"{path}: is no file, but a pipe, a socket or a device")
         with path.open("rb") as file:
             head = file.read(64)
     except OSError as error:
@@ -102,12 +118,15 @@ def _check_archive(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             parts = {name.partition("/")[2] for name in archive.namelist()}
+            packed = any(each.compress_type != zipfile.ZIP_STORED for each in archive.infolist())
     except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:  # also names that are no UTF-8
         raise ConfigError(f"{path}: is damaged or cut short ({error})") from error
     if "constants.pkl" in parts:
         raise ConfigError(f"{path}: is a TorchScript program; give a file of its state_dict")
     if "data.pkl" not in parts:
         raise ConfigError(f"{path}: {NEITHER}")
+    if packed:  # a small one may hold any number of zeros
+        raise ConfigError(f"{path}: is a compressed archive, and torch.save writes none; unpack it, and zip it by -0")
 
 
 def _torch(path: Path, mapped: bool) -> Any:
@@ -121,6 +140,8 @@ def _torch(path: Path, mapped: bool) -> Any:
             f"{path}: holds {found[1]}, which is made by running code, and dadt compare runs none -> save state_dicts, "
             "numbers and text alone"
         ) from error
+    except MemoryError:
+        raise
     except Exception as error:  # a damaged pickle raises whatever it likes
         raise ConfigError(f"{path}: {_damaged(error)}") from error
 

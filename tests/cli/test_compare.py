@@ -6,9 +6,11 @@ import json
 import math
 import os
 import pickle
+import resource
 import subprocess
 import sys
 import tarfile
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -411,3 +413,74 @@ def test_as_a_process_and_without_torch_until_it_is_needed(tmp_path: Path) -> No
     assert done.stdout.endswith("a.pth and b.pth differ\n")
     code = "import sys; import dadt_cli.compare.command; assert not {'torch', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def repack(path: str) -> None:
+    """The same archive, but compressed."""
+    with zipfile.ZipFile(path) as stored:
+        content = {name: stored.read(name) for name in stored.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+        for name, data in content.items():
+            packed.writestr(name, data)
+
+
+class Zeros:
+    """A pickle in which a few bytes ask for many."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return bytearray, (1 << 36,)
+
+
+def make_hostile_files() -> None:
+    """Each a few KB, of what would take any amount of time or memory."""
+    shared: Any = [1, 2]
+    keys: Any = 1
+    for number in range(27):
+        shared = [shared, shared]
+        keys = {f"{number}" + "x" * 1000: keys, "other": keys}
+    torch.save({"l": shared}, "lists.pth")
+    torch.save(keys, "mappings.pth")
+    inside: list[Any] = []
+    inside.append(inside)
+    torch.save(inside, "cycle.pth")
+    torch.save({"w": torch.zeros(1 << 20)}, "zeros.pth")
+    repack("zeros.pth")
+    os.mkfifo("pipe.pth")
+    rows = torch.zeros(1 << 17)
+    torch.save({"w": rows.as_strided((1 << 16, 1 << 16), (1, 1))}, "rows.pth")
+    torch.save({"w": Zeros()}, "bytes.pth")
+    torch.save({"w": rows[: 1 << 16].expand(1 << 16, 1 << 16)}, "down.pth")
+    torch.save({"w": rows[: 1 << 16].expand(1 << 16, 1 << 16).t()}, "across.pth")
+
+
+def test_a_small_file_takes_little_time_and_memory(compare: Compare) -> None:
+    make_hostile_files()
+    torch.save({"w": torch.zeros(2)}, "good.pth")
+    expected = {
+        ("lists.pth", "good.pth"): "lists.pth: holds more than 1,000,000 values",
+        ("mappings.pth", "good.pth"): "mappings.pth: holds more than 1,000,000 values",
+        ("cycle.pth", "good.pth"): "cycle.pth: mappings and lists are nested deeper than 100 times",
+        ("zeros.pth", "good.pth"): "zeros.pth: is a compressed archive",
+        ("pipe.pth", "good.pth"): "pipe.pth: is no file, but a pipe",
+        ("good.pth", "/dev/zero"): "/dev/zero: is no file, but a pipe, a socket or a device",
+        ("rows.pth", "rows.pth"): "rows.pth and rows.pth: w: has 4,294,967,296 elements, of which 131,072 are stored",
+        ("down.pth", "across.pth"): "down.pth and across.pth: w: has 4,294,967,296 elements",
+        ("bytes.pth", "good.pth"): "bytes.pth",
+    }
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    for pair, sentence in expected.items():
+        code, text = compare(*pair)
+        assert (code, text.count("\n")) == (2, 1), text
+        assert text.startswith(f"dadt: {sentence}"), text
+    assert resource.getrlimit(resource.RLIMIT_DATA) == limits
+
+
+def test_what_is_stored_once_is_compared_once(compare: Compare) -> None:
+    one, other = (torch.full((1,), value).expand(1 << 36) for value in (1.0, 3.0))
+    assert compare({"w": one}, {"w": one})[0] == 0
+    (row,) = compare.rows({"w": one}, {"w": other})
+    assert (row["difference"], row["count"], row["elements"]) == (2.0, 1 << 36, 1 << 36)
+    row_by_row = torch.arange(6.0).expand(4, 6)
+    assert compare({"w": row_by_row}, {"w": row_by_row.clone()})[0] == 0
+    (row,) = compare.rows({"w": row_by_row}, {"w": row_by_row + torch.tensor([0.0, 0, 0, 0, 0, 2])})
+    assert (row["difference"], row["count"]) == (2.0, 4)
