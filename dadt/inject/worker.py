@@ -130,7 +130,7 @@ def _install_around(runtime: Runtime, modules: module.Modules) -> None:
         saver = saving.install(runtime, overlay)
         runtime.on_regroup.append(saver.regrouped)
         if overlay is not None:
-            runtime.progress.files_apart = lambda: overlay.written
+            runtime.progress.files_missed = overlay.missed
         download.install(runtime, overlay)
         replay.install(runtime, modules, streams, overlay)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from dadt.control.step_times import StepTimes
@@ -29,8 +29,8 @@ class Progress:
         """Seconds in DADT's hooks around steps, waiting included."""
         self.waits = 0.0
         """Seconds of waiting for exchanges."""
-        self.files_apart: Callable[[], int] = int
-        """How many files this rank has written apart from those of the first of its host."""
+        self.files_missed: Callable[[], Sequence[str]] = tuple
+        """The files that this rank alone has written, and that are not there after the job."""
         self.stood = 0.0
         """Seconds without training, as ranks were lost and the others connected anew."""
         self.measures: list[Measure] = []
@@ -78,7 +78,7 @@ class Progress:
             "hook_seconds": self.hook_seconds,
             **({"not_finite": bad} if (bad := sum(m.not_finite for m in self.measures)) else {}),
             **({"differed": found} if (found := sum(m.differed for m in self.measures)) else {}),
-            **({"files_apart": apart} if (apart := self.files_apart()) else {}),
+            **({"files_missed": len(files), "file_missed": files[0][:4096]} if (files := self.files_missed()) else {}),
             **({"stood": self.stood} if self.stood else {}),
             **({"sent": sent, "plain": plain} if sent != plain else {}),
         }

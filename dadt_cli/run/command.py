@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import shutil
 import sys
@@ -215,13 +216,24 @@ def _finish(outcome: Outcome, where: Placed) -> int:
     else:
         if (reason := launch.not_distributed(outcome, where)) is not None:
             console.say(f"training was NOT distributed: {reason}", "warning")
-        if apart := sum(summary.get("files_apart", 0) for summary in outcome.summaries.values()):
-            console.say(
-                f"files kept apart and now gone, {apart} in all: ranks other than the first of their host wrote them"
-                " (--files all lets all ranks write)"
-            )
+        if text := _missed(outcome):
+            console.say(text)
         console.say(_last_line(outcome))
     return outcome.exit_code
+
+
+def _missed(outcome: Outcome) -> str:
+    """What was not kept of what ranks have written; empty if the files of the first ranks are all there was."""
+    found = [summary for summary in outcome.summaries.values() if summary.get("files_missed")]
+    if not found:
+        return ""
+    count = sum(summary["files_missed"] for summary in found)
+    one = f"such as {os.path.relpath(found[0]['file_missed'])}"
+    what = f"{count} files" if count > 1 else "1 file"
+    return (
+        f"not kept: {what} that only ranks other than the first of their host wrote, {one}"
+        " (--files all keeps what every rank writes)"
+    )
 
 
 def _last_line(outcome: Outcome) -> str:

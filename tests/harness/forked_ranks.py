@@ -47,6 +47,8 @@ class Runtime:
         self.folder = folder
         self.store = dist.FileStore(str(folder / "store"), size)
         self.step = 0
+        self.knows_rank = False
+        self.on_stepped: list[Any] = []
         self.backwards = 0
         self.training = True
         self.registered = True

@@ -1,7 +1,8 @@
-"""Puts the overlay under a rank that is not the first of its host."""
+"""Puts the overlay's functions into `os`, `open` and libraries."""
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import functools
 import io
@@ -20,8 +21,11 @@ import torch
 
 from dadt.control import job_folder
 from dadt.inject.after_import import after_import
+from dadt.inject.files.journal import Journal
 from dadt.inject.files.overlay import Overlay
-from dadt.inject.rank import Rank
+from dadt.inject.files.until_closed import is_held, wrapped
+from dadt.inject.files.whole import mark_of
+from dadt.inject.files.writers import ScriptRank, Writers
 
 CACHES = re.compile(r"_HOME|_CACHE|CACHE_?DIR|CONFIG_?DIR|_TMPDIR")
 """The ends of names of variables that hold folders which libraries share among processes, and lock."""
@@ -33,17 +37,13 @@ OPEN = (("bz2", "_builtin_open"), ("tarfile", "bltn_open"), ("tokenize", "_built
 """Modules that keep a reference to `open`."""
 
 
-class ScriptRank(Rank, Protocol):
+class WritingRank(ScriptRank, Protocol):
     """A rank as the overlay needs it."""
 
     @property
-    def explicit(self) -> bool: ...
+    def step(self) -> int: ...
     @property
-    def knows_rank(self) -> bool: ...
-    @property
-    def first(self) -> bool: ...
-    @property
-    def replaying(self) -> bool: ...
+    def on_stepped(self) -> list[Callable[[], None]]: ...
 
 
 class Scope:
@@ -68,38 +68,49 @@ class Scope:
         return SHARED.search(path, max(len(inside) - 1, 0)) is None
 
 
-def install(runtime: ScriptRank) -> Overlay | None:
-    """None where this rank writes for good."""
-    world = runtime.world
-    for_good = runtime.config.files == "all" or runtime.first
-    if for_good and not runtime.replaying:
+def install(runtime: WritingRank) -> Overlay | None:
+    """None where this rank is the only one that writes."""
+    world, config = runtime.world, runtime.config
+    if world.local_size == 1 and not runtime.replaying:
         return None
     start = psutil.Process().create_time() - 1.0  # the ranks of a host start together
-    tree = job_folder.of_worker(world) / f"files-{world.local_rank}"
-    # What a script writes that knows its rank, it writes as that rank.
+    folder = job_folder.of_worker(world)
     overlay = Overlay(
-        tree,
-        Scope(runtime.config.timeline, runtime.config.snapshot_dir).keeps,
-        lambda: runtime.replaying or not (for_good or runtime.knows_rank or runtime.explicit),
+        folder / f"files-{world.local_rank}",
+        Scope(config.timeline, config.snapshot_dir).keeps,
+        Writers(runtime),
+        Journal(folder / "written", world.rank, config.timeout),
         start,
-        lambda: for_good or runtime.knows_rank or runtime.explicit,
+        mark_of(world),
+        lambda: runtime.step,
     )
-    _patch_python(overlay)
-    _patch_libraries(overlay)
+    _patch_writing(overlay)
+    if overlay.writers.reads_apart:
+        _patch_reading(overlay)
+        _patch_libraries(overlay)
+        runtime.on_stepped.append(overlay.held.stepped)
+        atexit.register(overlay.held.hand_over)
     return overlay
 
 
-def _patch_python(overlay: Overlay) -> None:
+def _patch_writing(overlay: Overlay) -> None:
     unlink = os.unlink
-    put = {name: overlay.reading(getattr(os, name)) for name in READERS}
-    put |= {name: overlay.changing(getattr(os, name)) for name in CHANGERS}
-    put |= {"unlink": overlay.remove, "replace": overlay.rename}
-    names = ("open", "truncate", "mkdir", "chdir", "remove", "rmdir", "rename", "symlink", "link", "listdir", "scandir")
+    put: dict[str, Callable[..., Any]] = {"unlink": overlay.remove, "replace": overlay.rename}
+    names = ("open", "truncate", "mkdir", "remove", "rmdir", "rename", "symlink", "link")
     put |= {name: getattr(overlay, name) for name in names}
     for name, function in put.items():
         _replace(os, name, function)
     _replace(shutil, "rmtree", overlay.rmtree(shutil.rmtree))
+    _patch_open(overlay)
+    closer: Any = getattr(tempfile, "_TemporaryFileCloser")  # noqa: B009
+    for name in ("close", "cleanup"):  # which keeps `unlink` as a default
+        if (end := vars(closer).get(name)) is not None and end.__defaults__:
+            end.__defaults__ = tuple(os.unlink if each is unlink else each for each in end.__defaults__)
+
+
+def _patch_open(overlay: Overlay) -> None:
     original = io.open
+    apart = overlay.writers.reads_apart
 
     @functools.wraps(original)
     def open(
@@ -112,27 +123,55 @@ def _patch_python(overlay: Overlay) -> None:
         closefd: bool = True,
         opener: Callable[[str, int], int] | None = None,
     ) -> Any:
-        if opener is None and overlay.path(file) is not None:
-            opener = lambda name, flags: overlay.open(name, flags, 0o666)  # noqa: E731
+        if opener is None and (apart or mode not in ("r", "rb")) and overlay.path(file) is not None:
+            return opened(overlay, file, mode, buffering, encoding, errors, newline, closefd, original=original)
         return original(file, mode, buffering, encoding, errors, newline, closefd, opener)
 
     builtins.open = io.open = open
-    closer: Any = getattr(tempfile, "_TemporaryFileCloser")  # noqa: B009
-    for name in ("close", "cleanup"):  # which keeps `unlink` as a default
-        if (end := vars(closer).get(name)) is not None and end.__defaults__:
-            end.__defaults__ = tuple(os.unlink if each is unlink else each for each in end.__defaults__)
+    for name, attribute in OPEN:
+        if name in sys.modules:
+            setattr(sys.modules[name], attribute, open)
+
+
+def opened(
+    overlay: Overlay,
+    file: Any,
+    mode: str,
+    buffering: int = -1,
+    encoding: str | None = None,
+    errors: str | None = None,
+    newline: str | None = None,
+    closefd: bool = True,
+    *,
+    original: Callable[..., Any] = io.open,
+) -> Any:
+    """What `open` returns for a path that is kept."""
+    if is_held(mode, closefd) and (raw := overlay.open_held(file, mode)) is not None:
+        return wrapped(raw, mode, buffering, encoding, errors, newline)
+
+    def opener(name: Any, flags: int) -> int:
+        return overlay.open(name, flags, 0o666)
+
+    return original(file, mode, buffering, encoding, errors, newline, closefd, opener)
+
+
+def _patch_reading(overlay: Overlay) -> None:
+    """Where the rank may have copies."""
+    put = {name: overlay.reading(getattr(os, name)) for name in READERS}
+    put |= {name: overlay.changing(getattr(os, name)) for name in CHANGERS}
+    put |= {name: getattr(overlay, name) for name in ("chdir", "listdir", "scandir")}
+    for name, function in put.items():
+        _replace(os, name, function)
     begin = subprocess.Popen.__init__
 
     @functools.wraps(begin)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        overlay.held.hand_over()  # it may be given what is open here
         if kwargs.get("cwd") is not None and (known := overlay.path(kwargs["cwd"])) is not None:
             kwargs["cwd"] = overlay.where(known)
         begin(self, *args, **kwargs)
 
     setattr(subprocess.Popen, "__init__", __init__)  # noqa: B010
-    for name, attribute in OPEN:
-        if name in sys.modules:
-            setattr(sys.modules[name], attribute, open)
 
 
 def _replace(module: Any, name: str, function: Callable[..., Any]) -> None:

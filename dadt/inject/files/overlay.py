@@ -1,7 +1,6 @@
-"""The functions of `os` over the tree of a rank.
+"""The functions of `os` for a rank: each asks who writes the path, and writes for good or a copy in the rank's tree.
 
-Functions that read or write without Python's `open`, `os` and `shutil` (those of HDF5, SQLite or Arrow) know nothing
-of it.
+Functions that read or write without Python's `open`, `os` and `shutil` (those of SQLite or Arrow) know nothing of it.
 """
 
 from __future__ import annotations
@@ -14,14 +13,18 @@ from collections.abc import Callable
 from contextlib import suppress
 
 # Bound here, before `install` puts the overlay's functions into `os`.
-from os import chdir, link, listdir, lstat, mkdir, rename, rmdir, scandir, symlink, truncate, unlink
+from os import chdir, listdir, lstat, mkdir, rename, rmdir, scandir, symlink, truncate, unlink
 from os import open as os_open
 from pathlib import Path
 from typing import Any
 
+from dadt.inject.files.for_good import BEGINS, ForGood
+from dadt.inject.files.journal import Journal
 from dadt.inject.files.listing import Listing
 from dadt.inject.files.reopening import reopen
-from dadt.inject.files.tree import Tree, copy, error, kind, named
+from dadt.inject.files.tree import Tree, copy, error, kind, named, pattern
+from dadt.inject.files.until_closed import HeldFiles, UntilClosed
+from dadt.inject.files.writers import Role, Writers
 
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
@@ -33,25 +36,36 @@ class Overlay(Tree):
         self,
         root: Path,
         keeps: Callable[[str], bool],
-        apart: Callable[[], bool],
+        writers: Writers,
+        journal: Journal,
         start: float,
-        for_good: Callable[[], bool] = lambda: False,
+        mark: str = ".dadt-",
+        step: Callable[[], int] = lambda: 0,
     ) -> None:
-        """apart: whether new writes are kept apart, still. start: when the job began, in seconds since the epoch; what
-        appeared later was probably made by the first local rank. for_good: whether, beside a replay, the rank writes
-        for good."""
+        """start: when the job began, in seconds since the epoch; what appeared later, and is in no journal, was
+        probably made by another rank with functions that are not Python's. mark, step: as of HeldFiles."""
         super().__init__(root, keeps)
-        self._apart = apart
-        self._for_good = for_good
+        self.writers = writers
+        self.journal = journal
+        self.held = HeldFiles(self, writers, journal, mark, step)
+        self._for_good = ForGood(journal, journal.is_others)
         self._start = start
-        self._ended = False
+        self._was_apart = False
+        self._awaited: set[str] = set()
+        """What this rank has let the first one save in its place."""
         self.loads: Callable[[str], None] | None = None
         """Called, in a replay, with the path of a file whose contents are about to be read, and which is not a copy."""
+
+    def role(self, path: str, *, begins: bool = False) -> Role:
+        """What this rank does with an absolute path that it is about to write."""
+        self._end_apart()
+        self.held.settle(path)
+        return self.writers.role(copy=self.where(path) != path, begins=begins)
 
     def written_apart(self, given: Any, dir_fd: int | None = None) -> str | None:
         """The absolute path of what the rank would write to a copy."""
         path = self.path(given, dir_fd)
-        return path if path is not None and self._writes_apart() else None
+        return path if path is not None and self.role(path) is Role.APART else None
 
     def reading(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """`original`, which reads the path that is its first argument."""
@@ -85,7 +99,7 @@ class Overlay(Tree):
         def call(path: Any, *args: Any, **kwargs: Any) -> Any:
             known = self.path(path, kwargs.get("dir_fd"))
             where = path if known is None else self.where(known)
-            if where == known and self._writes_apart() and kind(where) is not None:
+            if known is not None and where == known and kind(where) is not None and self.role(known) is Role.APART:
                 return None
             with named(path):
                 return original(where, *args, **kwargs)
@@ -98,32 +112,67 @@ class Overlay(Tree):
             return os_open(path, flags, mode, dir_fd=dir_fd)
         if not flags & WRITES:
             self._tell(known)
-        where = self.where(known)
+            with named(path):
+                return os_open(self.where(known), flags, mode)
         with named(path):
-            there = kind(where)
-            creates = there is None and flags & os.O_CREAT
-            if flags & WRITES and self._writes_apart() and (creates or there in (stat.S_IFREG, stat.S_IFLNK)):
-                appeared = self._appeared(known)
-                if flags & os.O_EXCL and there is not None and not appeared:
-                    raise error(errno.EEXIST, path)
-                # What is appended to a file that the first local rank has begun, begins a copy.
-                anew = flags & (os.O_TRUNC | os.O_EXCL) or (flags & os.O_APPEND and appeared)
-                where = self.place(known, keep=not anew)
-            return os_open(where, flags, mode)
+            there = kind(self.where(known))
+            if not ((there is None and flags & os.O_CREAT) or there in (stat.S_IFREG, stat.S_IFLNK)):
+                return os_open(self.where(known), flags, mode)
+            role = self.role(known)
+            if role is not Role.APART:
+                self.reveal(known)
+                return self._for_good.open(known, flags, mode, self.writers.is_shared)
+            appeared = self._appeared(known)
+            if flags & os.O_EXCL and there is not None and not appeared:
+                raise error(errno.EEXIST, path)
+            return os_open(self._begin(known, flags, appeared), flags, mode)
+
+    def open_held(self, given: Any, mode: str) -> UntilClosed | None:
+        """The file, open for writing, if it is one that this rank writes apart until it is closed."""
+        path = self.path(given)
+        if path is None or self.role(path, begins=True) is not Role.UNTIL_CLOSED:
+            return None
+        with named(given):
+            if "x" in mode and self.exists(path) and not self._appeared(path):
+                raise error(errno.EEXIST, given)
+            return self.held.open(given, path, mode)
+
+    def _begin(self, path: str, flags: int, appeared: bool) -> str:
+        """The copy, with what it holds before the rank writes. What is appended to a file that another rank has begun
+        goes on where that one has begun."""
+        if flags & BEGINS:
+            return self.place(path)
+        if not flags & os.O_APPEND or self.where(path) != path:
+            return self.place(path, keep=True)
+        before = self.journal.before(path)
+        known = before is not None or appeared
+        private = self.place(path, keep=True, most=max(before or 0, 0) if known else None)
+        if not known and (before := self.journal.before(path)) is not None:  # the other one has begun meanwhile
+            truncate(private, max(before, 0))
+        return private
 
     def truncate(self, path: Any, length: int) -> None:
-        known = self.written_apart(path)
+        known = self.path(path)
         with named(path):
-            truncate(path if known is None else self.place(known, keep=True), length)
+            if known is None:
+                truncate(path, length)
+            elif self.role(known) is Role.APART:
+                truncate(self.place(known, keep=True), length)
+            else:
+                os.close(self.open(path, os.O_WRONLY))
+                truncate(self.where(known), length)
 
     def mkdir(self, path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
-        known = self.written_apart(path, dir_fd)
+        known = self.path(path, dir_fd)
         if known is None:
             mkdir(path, mode, dir_fd=dir_fd)
             return
-        if self.exists(known) and not self._appeared(known):
-            raise error(errno.EEXIST, path)
         with named(path):
+            if self.role(known) is not Role.APART:
+                self._for_good.mkdir(path, known, mode, self.writers.is_shared)
+                return
+            if self.exists(known) and not self._appeared(known):
+                raise error(errno.EEXIST, path)
             anew = self.where(known) == self._none
             self._prepare(os.path.dirname(known))
             self.reveal(known)
@@ -140,12 +189,15 @@ class Overlay(Tree):
             chdir(where)
 
     def remove(self, path: Any, *, dir_fd: int | None = None) -> None:
-        """To remove what is not there is no error: the first local rank may have removed it already."""
-        known = self.written_apart(path, dir_fd)
+        """To remove apart what is not there is no error: the first rank may have removed it already."""
+        known = self.path(path, dir_fd)
         if known is None:
             unlink(path, dir_fd=dir_fd)
             return
         with named(path):
+            if self.role(known) is not Role.APART:
+                self._remove_for_good(known, lambda: unlink(path))
+                return
             where = self.where(known)
             if kind(where) == stat.S_IFDIR:
                 raise error(errno.EISDIR, path)
@@ -155,33 +207,47 @@ class Overlay(Tree):
                 self._hide(known)
 
     def rmdir(self, path: Any, *, dir_fd: int | None = None) -> None:
-        known = self.written_apart(path, dir_fd)
+        known = self.path(path, dir_fd)
         if known is None:
             rmdir(path, dir_fd=dir_fd)
             return
-        if self.exists(known) and not self._is_empty(known):
-            raise error(errno.ENOTEMPTY, path)
-        self._remove_tree(known)
+        with named(path):
+            if self.role(known) is not Role.APART:
+                self._remove_for_good(known, lambda: rmdir(path))
+                return
+            if self.exists(known) and not self._is_empty(known):
+                raise error(errno.ENOTEMPTY, path)
+            self._remove_tree(known)
 
     def rmtree(self, original: Callable[..., None]) -> Callable[..., None]:
         def call(path: Any, *args: Any, **kwargs: Any) -> None:
-            known = self.written_apart(path, kwargs.get("dir_fd"))
-            return original(path, *args, **kwargs) if known is None else self._remove_tree(known)
+            known = self.path(path, kwargs.get("dir_fd"))
+            if known is None:
+                original(path, *args, **kwargs)
+            elif self.role(known) is Role.APART:
+                self._remove_tree(known)
+            else:
+                self._remove_for_good(known, lambda: original(path, *args, **kwargs))
 
         return call
+
+    def _remove_for_good(self, path: str, act: Callable[[], None]) -> None:
+        self.reveal(path)
+        with self.real():
+            self._for_good.remove(path, self.writers.is_shared, act)
 
     def rename(self, src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
         descriptors = src_dir_fd is not None or dst_dir_fd is not None
         source, target = (None, None) if descriptors else (self.path(src), self.path(dst))
-        if source == target or not self._writes_apart():
-            return rename(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+        if source == target or self._rename_role(source, target) is not Role.APART:
+            return self._rename_for_good(src, dst, source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
         with named(src), self.real():
             try:
                 origin = src if source is None else self._gather(source)
             except FileNotFoundError:
                 if target is None or (source is not None and kind(source) is not None):
                     raise
-                return self.reveal(target)  # the first local rank has renamed it already, or fails in its place
+                return self.reveal(target)  # the first rank has renamed it already, or fails in its place
             goal = dst if target is None else self._goal(target, kind(origin) == stat.S_IFDIR)
             try:
                 rename(origin, goal)
@@ -195,10 +261,25 @@ class Overlay(Tree):
                 self._cover(target)
             return None
 
+    def _rename_role(self, source: str | None, target: str | None) -> Role:
+        return self.role(source) if source is not None else self.role(target) if target is not None else Role.FOR_GOOD
+
+    def _rename_for_good(self, src: Any, dst: Any, source: str | None, target: str | None, **kwargs: Any) -> None:
+        if source is None or source == target:
+            return rename(src, dst, **kwargs)
+        if (private := self.where(source)) != source and target is not None:  # another rank has begun the file itself
+            self.held.put(private, target)
+            return self.reveal(source)
+        with named(src), self.real():
+            self._for_good.rename(src, source, dst, target, self.writers.is_shared)
+        return self.reveal(target) if target is not None else None
+
     def symlink(self, src: Any, dst: Any, target_is_directory: bool = False, *, dir_fd: int | None = None) -> None:
-        known = self.written_apart(dst, dir_fd)
+        known = self.path(dst, dir_fd)
         if known is None:
             return symlink(src, dst, dir_fd=dir_fd)
+        if self.role(known) is not Role.APART:
+            return self._for_good.symlink(dst, src, known, self.writers.is_shared)
         if self.exists(known) and not self._appeared(known):
             raise error(errno.EEXIST, src, dst)
         target = os.path.abspath(os.path.join(os.path.dirname(known), os.fspath(src)))
@@ -206,13 +287,17 @@ class Overlay(Tree):
         return symlink(self.where(target), self.place(known))
 
     def link(self, src: Any, dst: Any, **kwargs: Any) -> None:
-        source, known = self.path(src), self.written_apart(dst)
-        if known is None:
-            return link(src, dst, **kwargs)
+        source, known = self.path(src), self.path(dst)
+        origin = src if source is None else self.where(source)
+        if known is None or self.role(known) is not Role.APART:
+            with named(src):
+                return self._for_good.link(
+                    dst, origin, known or "", known is not None and self.writers.is_shared, **kwargs
+                )
         if self.exists(known) and not self._appeared(known):
             raise error(errno.EEXIST, src, dst)
         with named(src), self.real():
-            return copy(src if source is None else self.where(source), self.place(known))
+            return copy(origin, self.place(known))
 
     def listdir(self, path: Any = ".") -> list[str]:
         known = self.path("." if path is None else path)
@@ -226,19 +311,22 @@ class Overlay(Tree):
             return scandir(path)
         return Listing(self._entries(known, path))
 
-    def _writes_apart(self) -> bool:
-        if not self._ended and not self._apart():
-            self._ended = True
+    def _end_apart(self) -> None:
+        """Once the script has read its rank: folders that it made apart are there for what it goes on to write."""
+        if self.writers.role(copy=False) is Role.APART:
+            self._was_apart = True
+        elif self._was_apart:
+            self._was_apart = False
             with self.real():
-                for folder, _, _ in os.walk(self.tree):  # the rank may go on to write there
+                for folder, _, _ in os.walk(self.tree):
                     with suppress(OSError):
                         os.makedirs(folder[len(self.tree) :] or os.sep, exist_ok=True)
-        return not self._ended
 
     def take_over(self) -> None:
         """From now on this rank writes for good, in place of the first of its host: its copies of what that one wrote
         are forgotten."""
-        self._ended = True
+        self.writers.first = True
+        self._was_apart = False
         self.forget()
 
     def forget(self) -> None:
@@ -246,6 +334,29 @@ class Overlay(Tree):
         with self.real():
             for name in listdir(self.tree):
                 shutil.rmtree(os.path.join(self.tree, name), ignore_errors=True)
+
+    def awaited(self, path: str) -> None:
+        """The first rank has saved the file in this one's place."""
+        self._awaited.add(path)
+        self.reveal(path)
+
+    def saved(self, path: str) -> None:
+        """This rank is about to save the file for good."""
+        self.reveal(path)
+        self.journal.wrote(path)
+
+    def missed(self) -> list[str]:
+        """Files that this rank has written, to which nothing corresponds that is there after the job."""
+        kept = {pattern(path) for path in self.journal.written_by_others()}
+        found = []
+        with self.real():
+            for folder, _, names in os.walk(self.tree):
+                for name in names:
+                    path = os.path.join(folder, name)[len(self.tree) :]
+                    is_copy = kind(self.tree + path) == stat.S_IFREG and self.where(path) != self._none
+                    if is_copy and kind(path) is None and pattern(path) not in kept:
+                        found.append(path)
+        return sorted(found)
 
     def stand_in(self, given: Any) -> None:
         """An empty file in place of one that is not written, where the rank sees none: scripts copy and measure it."""
@@ -257,21 +368,24 @@ class Overlay(Tree):
         """A replay is over, whose copies are of no use. What is open goes on, in the tree or for good, and folders that
         are nowhere else stay, such as one named by time."""
         with self.real():
-            for_good = self._for_good()
+            for_good = self.writers.role(copy=False) is not Role.APART
             folders = [folder[len(self.tree) :] for folder, _, _ in os.walk(self.tree) if folder != self.tree]
             new = [folder for folder in folders if kind(folder) is None]
             for folder in new if for_good else ():
                 os.makedirs(folder, exist_ok=True)
             if for_good:
                 reopen(self.tree)
-                self._ended = True
+                self._was_apart = False
             self.forget()
             for folder in new if not for_good else ():
                 os.makedirs(self.tree + folder, exist_ok=True)
 
     def _appeared(self, path: str) -> bool:
-        """Whether the rank sees what the first local rank has made or changed since the job began."""
+        """Whether the rank sees what another one has made or changed since the job began."""
         try:
-            return lstat(path).st_ctime >= self._start and self.where(path) == path
+            return self.where(path) == path and (self.journal.is_others(path) or lstat(path).st_ctime >= self._start)
         except OSError:
             return False
+
+    def _is_others(self, path: str) -> bool:
+        return path not in self._awaited and self.journal.is_others(path)

@@ -10,7 +10,6 @@ import functools
 import inspect
 import os
 import shutil
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -25,12 +24,11 @@ import torch
 from dadt.inject import full_disk
 from dadt.inject.after_import import after_import
 from dadt.inject.files.overlay import Overlay
-from dadt.inject.rank import Rank
+from dadt.inject.files.whole import Write, mark_of, marks, write_whole
+from dadt.inject.files.writers import Role, ScriptRank, Writers
 
 PATIENCE_SECONDS = 2.0
 """How long a rank waits for the first local rank to come to the same `torch.save`."""
-
-Write = Callable[[str], Any]
 
 
 class Control(Protocol):
@@ -42,7 +40,7 @@ class Control(Protocol):
     def peers(self) -> list[dict[str, Any]]: ...
 
 
-class SavingRank(Rank, Protocol):
+class SavingRank(ScriptRank, Protocol):
     """A rank as saving needs it."""
 
     @property
@@ -50,13 +48,7 @@ class SavingRank(Rank, Protocol):
     @property
     def step(self) -> int: ...
     @property
-    def script_is_distributed(self) -> bool: ...
-    @property
-    def replaying(self) -> bool: ...
-    @property
     def together(self) -> bool: ...
-    @property
-    def first(self) -> bool: ...
     @property
     def members(self) -> Sequence[int]: ...
     def show_true_weights(self) -> None: ...
@@ -66,14 +58,15 @@ class Saver:
     """Stands in for `torch.save` and its like in a worker."""
 
     def __init__(self, runtime: SavingRank, overlay: Overlay | None = None) -> None:
-        """overlay: where this rank writes what the first local rank does not; None if it writes for good."""
+        """overlay: None if no other rank of this host writes files."""
         self.runtime = runtime
         self.overlay = overlay
+        self.writers = overlay.writers if overlay is not None else Writers(runtime)
         self._counts: Counter[str] = Counter()
         self._missed: set[str] = set()
         self._folders: set[Path] = set()
         """Where this rank has written files for good."""
-        self._first, self._alone = runtime.first, runtime.alone
+        self._alone = runtime.alone
         self._world = runtime.world
         """As a forked child has it, too, in which the runtime is no rank any more."""
         self._number = 0
@@ -125,50 +118,58 @@ class Saver:
 
     def take_over(self) -> None:
         """From now on this rank writes for good, in place of the first of its host."""
-        self._first = True
+        self.writers.first = True
         if self.overlay is not None:
             self.overlay.take_over()
 
     def _save(self, f: str, write: Write) -> Any:
+        overlay = self.overlay
         if self.runtime.replaying:  # it has been saved before
-            return self.overlay.stand_in(f) if self.overlay is not None else None
+            return overlay.stand_in(f) if overlay is not None else None
         self._number += 1
-        private = self.overlay.written_apart(f) if self.overlay is not None else None
         target = _target(f)
+        path = overlay.path(f) if overlay is not None else None
+        copied = path if overlay is not None and path is not None and self._is_copied(overlay, path) else None
         if target is None:
             return write(f)
         # Counted wherever it is written: the first rank may only be late to make the folder.
         count = self._count(target)
         # In a folder that this rank alone has, such as one named by time, no other rank writes.
-        alone = private is not None and self.overlay is not None and self.overlay.is_private(str(Path(private).parent))
-        if not (alone or self._first) and self._is_saved(target, count):
-            return self.overlay.reveal(private) if self.overlay is not None and private is not None else None
-        if self.overlay is not None and private is not None and not self._first:
-            return self._write_beside(Path(self.overlay.place(private)), write)
+        alone = copied is not None and overlay is not None and overlay.is_private(str(Path(copied).parent))
+        if not (alone or self.writers.first) and self._is_saved(target, count):
+            return overlay.awaited(path) if overlay is not None and path is not None else None
+        if copied is not None and overlay is not None:
+            return self._write_whole(Path(overlay.place(copied)), write)
         self._folders.add(target.parent)
         if self.runtime.control is not None:
             self.runtime.control.writes(str(target.parent), self._mark)
-        result = self._write_beside(target, write)
-        if self._first and count is not None and self.runtime.control is not None:
+        if overlay is not None and path is not None:
+            overlay.saved(path)
+        result = self._write_whole(target, write)
+        if self.writers.first and count is not None and self.runtime.control is not None:
             self.runtime.control.saved(str(target), count, self._number)
         return result
 
     def _save_in_child(self, f: str, write: Write) -> Any:
         """Nobody waits for it, nor is waited for."""
-        private = self.overlay.written_apart(f) if self.overlay is not None and not self._first else None
-        if self.overlay is not None and private is not None:
-            return self._write_beside(Path(self.overlay.place(private)), write)
+        path = self.overlay.path(f) if self.overlay is not None else None
+        if self.overlay is not None and path is not None and self._is_copied(self.overlay, path):
+            return self._write_whole(Path(self.overlay.place(path)), write)
         target = _target(f)
-        return write(f) if target is None else self._write_beside(target, write)
+        return write(f) if target is None else self._write_whole(target, write)
 
-    def _write_beside(self, path: Path, write: Write) -> Any:
+    def _is_copied(self, overlay: Overlay, path: str) -> bool:
+        """Whether this rank saves a copy: a file that is whole needs no closing to become the file itself."""
+        return overlay.role(path, begins=True) is Role.APART
+
+    def _write_whole(self, path: Path, write: Write) -> Any:
         with self.overlay.real() if self.overlay is not None else nullcontext():
-            return write_beside(path, self._mark, write)
+            return write_whole(path, self._mark, write)
 
     def _count(self, target: Path) -> int | None:
         """How often this rank has saved to this path; None where ranks save as they like."""
         runtime = self.runtime
-        if runtime.control is None or not runtime.config.save_once or runtime.script_is_distributed:
+        if runtime.control is None or not self.writers.saves_once:
             return None
         self._counts[str(target)] += 1
         return self._counts[str(target)]
@@ -178,7 +179,7 @@ class Saver:
         if count is None or self.runtime.control is None:
             return False
         saved = self._appears(self.runtime.control, target, count)
-        if not (saved or self._first):
+        if not (saved or self.writers.first):
             self._missed.add(str(target))
         return saved
 
@@ -207,13 +208,11 @@ class Saver:
     @property
     def _mark(self) -> str:
         """How the names of the folders begin in which this rank writes."""
-        world = self._world
-        return f"{self._marks}{world.cross_rank}-{world.local_rank}-{world.rank}-"
+        return mark_of(self._world)
 
     @property
     def _marks(self) -> str:
-        world = self._world
-        return f".dadt-{world.job}-{world.restarts}-"
+        return marks(self._world)
 
 
 def _target(f: str) -> Path | None:
@@ -222,29 +221,6 @@ def _target(f: str) -> Path | None:
     if not target.parent.is_dir() or (target.exists() and not target.is_file()):
         return None  # torch's own error, or a device such as /dev/null that must not be replaced
     return target
-
-
-def write_beside(target: Path, mark: str, write: Write) -> Any:
-    """Call `write` with a path beside `target`, then rename what it wrote over `target`, or leave nothing.
-
-    It lies in a folder of its own, whose name begins with `mark`.
-
-    The path ends in the target's own name, which torch stores in the archive: the bytes do not depend on
-    where they were written. Permissions are the target's, or the umask's where it is new.
-    """
-    try:
-        folder = tempfile.mkdtemp(prefix=mark, dir=target.parent)
-    except PermissionError:  # the folder is closed but the file may be writable
-        return write(str(target))
-    beside = Path(folder) / target.name
-    try:
-        result = write(str(beside))
-        if target.exists():
-            shutil.copymode(target, beside)
-        beside.replace(target)
-        return result
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _in_one_file(

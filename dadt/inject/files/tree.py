@@ -1,9 +1,9 @@
 """A view of the file system in which a rank sees what it has written, and no other rank does.
 
-A script that believes it is alone writes the same paths on all ranks. The first local rank of each host writes them
-for good. Each of the others writes a copy in a folder of its own, the tree, which ends with the job: the copy of
-`/home/a/log.csv` is `<tree>/home/a/log.csv`. Reads see the copy, or else the file itself, as with overlayfs. What
-the rank has removed is marked in the tree by an empty file without permissions (a whiteout).
+Where the first rank of the host writes a path for good, each of the others writes a copy in a folder of its own, the
+tree, which ends with the job: the copy of `/home/a/log.csv` is `<tree>/home/a/log.csv`. Reads see the copy, or else
+the file itself, as with overlayfs. What the rank has removed is marked in the tree by an empty file without permissions
+(a whiteout).
 
 All state is on disk, so that forked children see the same.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import stat
 import threading
@@ -26,6 +27,7 @@ from typing import Any
 
 from dadt.inject.files.listing import Entry
 
+DIGITS = re.compile(r"[0-9a-f]*[0-9][0-9a-f]*")
 WHITEOUT = stat.S_IFREG
 """st_mode of a whiteout: a regular file that nobody may read or write."""
 
@@ -36,8 +38,6 @@ class Tree:
     def __init__(self, root: Path, keeps: Callable[[str], bool]) -> None:
         """keeps: whether an absolute path is kept apart."""
         self.tree = str(root)
-        self.written = 0
-        """How many files and links of the tree this process has made."""
         self._keeps = keeps
         self._inside = threading.local()
         self._none = os.path.join(self.tree, ".none")
@@ -95,24 +95,25 @@ class Tree:
             elif kind(private) is not None:
                 unlink(private)
 
-    def place(self, path: str, *, keep: bool = False) -> str:
-        """The path in the tree, ready to be written. keep: with the content that the rank sees now."""
+    def place(self, path: str, *, keep: bool = False, most: int | None = None) -> str:
+        """The path in the tree, ready to be written. keep: with the content that the rank sees now. most: of what is
+        not a copy yet, only so many bytes of it."""
         with self.real():
             private = self.tree + path
             self._prepare(os.path.dirname(path))
             try:
                 found = lstat(private)
             except (FileNotFoundError, NotADirectoryError):
-                self.written += 1
-                if keep and os.path.isfile(path):
+                if keep and os.path.isfile(path) and most != 0:
                     shutil.copy(path, private)
+                    if most is not None:
+                        os.truncate(private, min(most, os.path.getsize(private)))
                 return private
             if found.st_mode == WHITEOUT:
-                self.written += 1
                 unlink(private)
             elif stat.S_ISLNK(found.st_mode):
                 target = readlink(private)
-                return self.place(target, keep=keep) if self._keeps(target) else private
+                return self.place(target, keep=keep, most=most) if self._keeps(target) else private
             elif found.st_nlink > 1 and stat.S_ISREG(found.st_mode):  # shared with a file that another rank writes
                 rename(private, private + ".old")
                 if keep:
@@ -180,8 +181,22 @@ class Tree:
             mine = {entry.name: entry for entry in scandir(self.where(path))}
             there = list(scandir(path)) if os.path.isdir(path) else []  # also by a link
         seen = [entry for entry in mine.values() if entry.stat(follow_symlinks=False).st_mode != WHITEOUT]
-        seen += [entry for entry in there if entry.name not in mine]
+        kinds = {pattern(entry.name) for entry in seen if kind(os.path.join(path, entry.name)) is None}
+        for entry in there:
+            twin = pattern(entry.name) in kinds and self._is_others(os.path.join(path, entry.name))
+            if entry.name not in mine and not twin:
+                seen.append(entry)
         return [Entry(entry, folder) for entry in seen]
+
+    def _is_others(self, path: str) -> bool:
+        """Whether another rank has written the file in this job, and this one has not."""
+        return False
+
+
+def pattern(path: str) -> str:
+    """The path with each word in it that has a digit left open: names that differ by a time, a number or a process id
+    have the same."""
+    return DIGITS.sub("#", path)
 
 
 def kind(path: str) -> int | None:

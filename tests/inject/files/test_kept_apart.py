@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import textwrap
 import zipfile
@@ -100,8 +99,7 @@ def test_the_first_rank_writes_and_each_reads_its_own(job, tmp_path: Path) -> No
     assert json.loads((out / "state.json").read_text()) == {"epoch": 2}
     with zipfile.ZipFile(out / "model.zip") as archive:
         assert archive.testzip() is None
-    (number,) = re.findall(r"^dadt: files kept apart and now gone, (\d+) in all", said, re.M)
-    assert 5 <= int(number) <= 20
+    assert "not kept" not in said  # nobody misses anything
 
 
 CHECKPOINTS = """
@@ -168,7 +166,7 @@ def test_names_by_time_are_not_waited_for(job, tmp_path: Path) -> None:
     found, _ = job(NAMED_BY_TIME)
     for seconds, runs, files in found:
         assert seconds < 6  # of 18 saves, each would take two seconds more
-        assert runs in (1, 2) and files == ["last.pt"]  # a rank sees its own and perhaps the first one's
+        assert runs == 1 and files == ["last.pt"]  # each rank sees its own
     assert len(list((tmp_path / "runs").iterdir())) == 1 and len(list(tmp_path.glob("by-time-*"))) == 6
     assert [path.name for path in tmp_path.glob("exp*")] == ["exp1"]
 

@@ -8,11 +8,14 @@ import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from dadt.inject.files.journal import Journal
 from dadt.inject.files.overlay import Overlay
+from dadt.inject.files.writers import Writers
 
 NAMES = ["a", "b", "a/a", "a/b", "b/a", "b/c", "a/a/c"]
 FLAGS = {
@@ -47,9 +50,17 @@ class Apart:
         self.stat = overlay.reading(os.stat)
 
 
-def overlay_of(tmp_path: Path, **options: Any) -> Overlay:
-    given = {"keeps": lambda path: True, "apart": lambda: True, "start": float("inf"), **options}
-    return Overlay(tmp_path / "tree", **given)
+def rank_of(first: bool = False, files: str = "first", *, knows_rank: bool = False, replaying: bool = False) -> Any:
+    """A rank, as the decision about files needs it."""
+    config = SimpleNamespace(files=files, save_once=True)
+    return SimpleNamespace(
+        first=first, config=config, knows_rank=knows_rank, replaying=replaying, script_is_distributed=False
+    )
+
+
+def overlay_of(tmp_path: Path, runtime: Any = None, rank: int = 1, start: float = float("inf")) -> Overlay:
+    journal = Journal(tmp_path / "written", rank)
+    return Overlay(tmp_path / f"tree{rank}", lambda path: True, Writers(runtime or rank_of()), journal, start)
 
 
 def snapshot(folder: Path) -> dict[str, Any]:
@@ -186,7 +197,6 @@ def test_a_folder_is_shown_as_scandir_shows_it(tmp_path: Path, folder: Path) -> 
     assert entries["new"].path == str(folder / "new") == os.fspath(entries["new"])
     assert entries["inner"].is_dir() and entries["new"].is_file() and not entries["old"].is_symlink()
     assert entries["new"].stat().st_size == 3
-    assert overlay.written == 1
 
 
 def test_attributes_are_those_of_the_copy(tmp_path: Path, folder: Path) -> None:
@@ -206,11 +216,11 @@ def test_attributes_are_those_of_the_copy(tmp_path: Path, folder: Path) -> None:
 def test_a_script_that_finds_that_it_is_a_rank_goes_on_in_the_folders_that_it_made(
     tmp_path: Path, folder: Path
 ) -> None:
-    apart = True
-    overlay = overlay_of(tmp_path, apart=lambda: apart)
+    runtime = rank_of()
+    overlay = overlay_of(tmp_path, runtime)
     overlay.mkdir(str(folder / "out"))
     write(overlay, str(folder / "out/log"), "w", b"mine")
-    apart = False
+    runtime.knows_rank = True
     write(overlay, str(folder / "out/rank1"), "w", b"mine, too")
     assert (folder / "out" / "rank1").read_text() == "mine, too"
     assert write(overlay, str(folder / "out/log"), "r", b"") == b"mine"

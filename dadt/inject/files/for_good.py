@@ -1,0 +1,95 @@
+"""What a rank writes for good, told to the other ranks of its host.
+
+Where several ranks do the same (each renames the file that one of them has saved, or removes the oldest one), the first
+that comes to it does it, and the others find it done: the n-th removal of a path is every rank's n-th.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+
+# Bound here, before `install` puts functions of an overlay into `os`.
+from os import link, mkdir, rename, symlink, unlink
+from os import open as os_open
+from typing import Any
+
+from dadt.inject.files.journal import Journal
+from dadt.inject.files.tree import kind
+
+BEGINS = os.O_TRUNC | os.O_EXCL
+
+
+class ForGood:
+    """Paths are absolute; `given` are those that the script has given, which errors name. shared: other ranks of the
+    host write for good, too."""
+
+    def __init__(self, journal: Journal, appeared: Callable[[str], bool]) -> None:
+        """appeared: whether another rank has made what is there, as far as is known."""
+        self.journal = journal
+        self._appeared = appeared
+        self._removals: Counter[str] = Counter()
+
+    def open(self, path: str, flags: int, mode: int, shared: bool) -> int:
+        """A file that another rank has begun is begun anew as another file: what that one writes on stays whole."""
+        path = os.path.realpath(path) if kind(path) == stat.S_IFLNK else path
+        with self.journal.turn() if shared else nullcontext():
+            if shared and flags & BEGINS and kind(path) == stat.S_IFREG and self._appeared(path):
+                permissions = stat.S_IMODE(os.lstat(path).st_mode)
+                unlink(path)
+                self.journal.wrote(path)
+                file = os_open(path, flags | os.O_CREAT, permissions)
+                os.fchmod(file, permissions)
+                return file
+            self.journal.wrote(path)
+            return os_open(path, flags, mode)
+
+    def mkdir(self, given: Any, path: str, mode: int, shared: bool) -> None:
+        self._make(path, shared, lambda: mkdir(given, mode))
+
+    def symlink(self, given: Any, source: Any, path: str, shared: bool) -> None:
+        self._make(path, shared, lambda: symlink(source, given))
+
+    def link(self, given: Any, source: Any, path: str, shared: bool, **kwargs: Any) -> None:
+        self._make(path, shared, lambda: link(source, given, **kwargs))
+
+    def remove(self, path: str, shared: bool, act: Callable[[], Any]) -> None:
+        """act: removes a file or a folder."""
+        with self.journal.turn() if shared else nullcontext():
+            if not (shared and self._is_done(path)):
+                act()
+                self._tell_removed(path)
+
+    def rename(self, given: Any, source: str, goal: Any, target: str | None, shared: bool) -> None:
+        with self.journal.turn() if shared else nullcontext():
+            if shared and self._is_done(source):
+                return
+            rename(given, goal)
+            self._tell_removed(source)
+            if target is not None:
+                self.journal.wrote(target)
+
+    def _make(self, path: str, shared: bool, act: Callable[[], Any]) -> None:
+        with self.journal.turn() if shared else nullcontext():
+            if shared and kind(path) is not None and self._appeared(path):
+                return
+            act()
+            self.journal.wrote(path, new=True)
+
+    def _is_done(self, path: str) -> bool:
+        """Whether another rank has removed it: the very file, or as often as this one is about to."""
+        if kind(path) is None:
+            done = self.journal.is_gone(path)
+        else:
+            done = self.journal.is_others(path) and self.journal.removals(path) > self._removals[path]
+        if done:
+            self._removals[path] += 1
+            return True
+        return False
+
+    def _tell_removed(self, path: str) -> None:
+        self._removals[path] += 1
+        self.journal.removed(path)

@@ -1,0 +1,130 @@
+"""What the ranks of a host have written for good, as each of them tells the others: a file to which all append."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+# Bound here, before `install` puts functions of an overlay into `os`.
+from os import lstat
+from os import open as os_open
+from pathlib import Path
+
+from dadt.errors import CommTimeout
+
+REMOVED = -2
+"""Stands for a size in a line that tells of a removal."""
+PAUSE_SECONDS = 0.005
+
+
+class Journal:
+    """Paths are absolute. A line is the rank, the size of what was there (-1: nothing; REMOVED), and the path."""
+
+    def __init__(self, file: Path, rank: int, timeout: float = 60.0) -> None:
+        """timeout: seconds that a rank waits for its turn."""
+        self.rank = rank
+        self._path = str(file)
+        self._timeout = timeout
+        self._file = os_open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._read = 0
+        self._writer: dict[str, int] = {}
+        self._before: dict[str, int] = {}
+        self._removals: defaultdict[str, Counter[int]] = defaultdict(Counter)
+        self._gone: dict[str, int] = {}
+        self._mine: set[str] = set()
+
+    def wrote(self, path: str, *, new: bool = False) -> None:
+        """Tell that this rank is about to write the file, or has made the folder (new)."""
+        if path in self._mine and self._writer.get(path, self.rank) == self.rank:
+            return
+        self._mine.add(path)
+        self._tell(-1 if new else size_of(path), path)
+
+    def removed(self, path: str) -> None:
+        """Tell that this rank has removed it, or renamed it to another path."""
+        self._mine.discard(path)
+        self._tell(REMOVED, path)
+
+    def writer(self, path: str) -> int | None:
+        """The rank that was the last to write it for good; None if none has since the job began."""
+        self._look()
+        return self._writer.get(path)
+
+    def is_others(self, path: str) -> bool:
+        """Whether another rank was the last to write it."""
+        return self.writer(path) not in (None, self.rank)
+
+    def before(self, path: str) -> int | None:
+        """The size that the file had before another rank began to write it, -1 if there was none; None where none
+        has."""
+        self._look()
+        return self._before.get(path)
+
+    def removals(self, path: str) -> int:
+        """How often another rank has removed it, the one that did most often."""
+        self._look()
+        return max((n for rank, n in self._removals[path].items() if rank != self.rank), default=0)
+
+    def is_gone(self, path: str) -> bool:
+        """Whether another rank has removed it, and nobody has written it since."""
+        self._look()
+        return self._gone.get(path, self.rank) != self.rank
+
+    def written_by_others(self) -> set[str]:
+        self._look()
+        return {path for path, rank in self._writer.items() if rank != self.rank}
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Within it, no other rank of the host is in its turn. Raises CommTimeout where one does not end."""
+        file = os_open(self._path, os.O_RDWR | os.O_CLOEXEC)  # a child has its own turn, too
+        try:
+            end = time.monotonic() + self._timeout
+            while True:
+                with suppress(BlockingIOError):
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                if time.monotonic() >= end:
+                    raise CommTimeout(
+                        f"rank {self.rank} waited {self._timeout:g} s to change a file, while another rank of this host"
+                        " removes or renames files"
+                    )
+                time.sleep(PAUSE_SECONDS)
+            yield
+        finally:
+            os.close(file)
+
+    def _tell(self, size: int, path: str) -> None:
+        os.write(self._file, f"{json.dumps([self.rank, size, path])}\n".encode())
+
+    def _look(self) -> None:
+        """Read what was told since."""
+        more = os.fstat(self._file).st_size - self._read
+        if more <= 0:
+            return
+        data = os.pread(self._file, more, self._read)
+        data = data[: data.rfind(b"\n") + 1]
+        self._read += len(data)
+        for line in data.splitlines():
+            rank, size, path = json.loads(line)
+            if size == REMOVED:
+                self._removals[path][rank] += 1
+                self._gone[path] = rank
+                continue
+            self._gone.pop(path, None)
+            self._writer[path] = rank
+            if rank != self.rank:
+                self._before.setdefault(path, size)
+
+
+def size_of(path: str) -> int:
+    """In bytes; -1 where there is nothing."""
+    try:
+        return lstat(path).st_size
+    except OSError:
+        return -1

@@ -1,0 +1,109 @@
+"""Who writes a path: the one decision that everything asks that writes, renames or removes files.
+
+A script that believes it is alone writes the same paths on all ranks. Then the first rank of the host writes them for
+good, and each of the others a copy, which nobody else sees. Once the script has read its rank, the first one's files
+are still its own, and what another rank alone writes is there, too. With a process group or `dadt.init` the script
+knows what it does.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import Protocol
+
+from dadt.inject.rank import Rank
+
+
+class ScriptRank(Rank, Protocol):
+    """A rank with what is known of its script."""
+
+    @property
+    def script_is_distributed(self) -> bool: ...
+    @property
+    def knows_rank(self) -> bool: ...
+    @property
+    def first(self) -> bool: ...
+    @property
+    def replaying(self) -> bool: ...
+
+
+class Mode(Enum):
+    """What the ranks of a host do with their files."""
+
+    REPLAY = auto()
+    """The script is run again up to a snapshot: it has written all this before."""
+    ONE = auto()
+    """It believes that it is alone."""
+    SHARED = auto()
+    """It has read its rank."""
+    ALL = auto()
+    """`--files all`."""
+    SCRIPT = auto()
+    """It has a process group and knows its rank, or calls `dadt.init`."""
+
+
+class Role(Enum):
+    """What a rank does with a path that it is about to write."""
+
+    FOR_GOOD = auto()
+    APART = auto()
+    """It writes a copy."""
+    UNTIL_CLOSED = auto()
+    """It writes a copy, which becomes the file itself when it is closed, unless that is the first rank's."""
+
+
+def decide(mode: Mode, *, first: bool, copy: bool, begins: bool = False) -> Role:
+    """copy: this rank sees a copy of its own there, or has removed what others see. begins: the file gets a new
+    content, by Python's `open`, and whole."""
+    if mode is Mode.REPLAY:
+        return Role.APART
+    if first and not copy:
+        return Role.FOR_GOOD
+    if mode in (Mode.SHARED, Mode.ALL):
+        if begins:
+            return Role.UNTIL_CLOSED
+        return Role.APART if copy and mode is Mode.SHARED else Role.FOR_GOOD
+    return Role.APART if copy or mode is Mode.ONE else Role.FOR_GOOD
+
+
+class Writers:
+    """The decision for this rank."""
+
+    def __init__(self, runtime: ScriptRank) -> None:
+        self._runtime = runtime
+        self.first = runtime.first
+        """This rank is the first of those that see the same files. A forked child keeps it."""
+
+    @property
+    def mode(self) -> Mode:
+        runtime = self._runtime
+        if runtime.replaying:
+            return Mode.REPLAY
+        if runtime.script_is_distributed:
+            return Mode.SCRIPT
+        if runtime.config.files == "all":
+            return Mode.ALL
+        return Mode.SHARED if runtime.knows_rank else Mode.ONE
+
+    def role(self, *, copy: bool, begins: bool = False) -> Role:
+        return decide(self.mode, first=self.first, copy=copy, begins=begins)
+
+    @property
+    def is_shared(self) -> bool:
+        """Several ranks of the host write for good, and may write the same path."""
+        return self.mode in (Mode.SHARED, Mode.ALL)
+
+    @property
+    def saves_once(self) -> bool:
+        """A rank that saves a whole file to a path lets the first one do it, if that one does."""
+        return self._runtime.config.save_once and self.mode in (Mode.ONE, Mode.SHARED)
+
+    def puts_in_place(self, by_first: bool) -> bool:
+        """Whether a file that this rank has written until it was closed becomes the file itself. by_first: the first
+        rank has written there."""
+        return self.mode is not Mode.SHARED or not by_first
+
+    @property
+    def reads_apart(self) -> bool:
+        """Whether this rank may have copies."""
+        return not self.first or self.mode is Mode.REPLAY
