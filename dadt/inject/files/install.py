@@ -191,7 +191,7 @@ def _replace(module: Any, name: str, function: Callable[..., Any]) -> None:
 
 
 def _patch_libraries(overlay: Overlay) -> None:
-    """Functions that read a path without Python's `open`."""
+    """Functions that read or write a path without Python's `open`."""
     torch.load = torch.serialization.load = _first(torch.load, overlay)
     torch.jit.load = _first(torch.jit.load, overlay)
 
@@ -201,6 +201,16 @@ def _patch_libraries(overlay: Overlay) -> None:
     def tokenizers(module: Any) -> None:
         module.Tokenizer.from_file = staticmethod(overlay.reading(module.Tokenizer.from_file))
 
+    def hdf5(module: Any) -> None:
+        begin = module.File.__init__
+
+        @functools.wraps(begin)
+        def __init__(self: Any, name: Any, mode: str = "r", *args: Any, **kwargs: Any) -> None:
+            begin(self, overlay.path_for_library(name, mode), mode, *args, **kwargs)
+
+        module.File.__init__ = __init__
+
+    after_import("h5py", hdf5)
     after_import("safetensors", safetensors)
     after_import("tokenizers", tokenizers)
 

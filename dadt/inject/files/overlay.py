@@ -89,6 +89,18 @@ class Overlay(Tree):
 
         return call
 
+    def path_for_library(self, given: Any, mode: str) -> Any:
+        """The path that a library opens by itself, in a mode as of Python's `open`, in place of the given one."""
+        path = self.path(given)
+        if path is None:
+            return given
+        if mode == "r":
+            self._tell(path)
+        elif self.role(path) is Role.APART:
+            return self.place(path, keep=not mode.startswith(("w", "x")))
+        where = self.where(path)
+        return given if where == path else where
+
     def _tell(self, path: str | None) -> None:
         if self.loads is not None and path is not None and self.where(path) == path and kind(path) == stat.S_IFREG:
             self.loads(path)

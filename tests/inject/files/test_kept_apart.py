@@ -171,18 +171,80 @@ def test_names_by_time_are_not_waited_for(job, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("exp*")] == ["exp1"]
 
 
+TABLE = """
+{before}
+def whole(path, text):
+    with open(path + ".tmp", "w") as file:
+        file.write(text)
+    os.replace(path + ".tmp", path)
+
+me = os.getpid()
+if os.path.isdir("out"):
+    shutil.rmtree("out")
+if not os.path.isdir("out"):
+    os.mkdir("out")
+for epoch in range(4):
+    if epoch == 1:
+        {after}
+    train()
+    torch.save([me, epoch], "out/saved.pt")
+    torch.save([me, epoch], "out/last.tmp")
+    os.replace("out/last.tmp", "out/last.pt")
+    assert torch.load("out/last.pt")[1] == epoch
+    with open("out/written", "w") as file:
+        file.write(str(me))
+    whole("out/replaced", json.dumps([me, "x" * (1000 + me % 1000)]))
+    with open("out/log.csv", "a") as file:
+        print(me, epoch, file=file)
+    torch.save(epoch, f"out/epoch-{{epoch}}.pt")
+    for old in sorted(glob.glob("out/epoch-*.pt"))[:-2]:
+        os.remove(old)
+open(f"out/alone-{{me}}", "w").close()
+print(json.dumps([me, sorted(os.listdir("out"))]))
+"""
+READ = 'rank = int(os.environ.get("RANK", 0))'
+COLUMNS = {
+    "never": ("", "pass", []),
+    "before": (READ, "pass", []),
+    "after": ("", READ, []),
+    "all": ("", "pass", ["--files", "all"]),
+    "before, all": (READ, "pass", ["--files", "all"]),
+    "after, all": ("", READ, ["--files", "all"]),
+}
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("column", COLUMNS)
+def test_the_table_of_who_writes(job, tmp_path: Path, column: str) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "of the last job").touch()
+    before, after, flags = COLUMNS[column]
+    found, said = job(TABLE.format(before=before, after=after), *flags)
+    (first, _), (second, names) = found
+    out = tmp_path / "out"
+    files = sorted(path.name for path in out.iterdir())
+    alone = [f"alone-{first}"] if column == "never" else sorted(f"alone-{each}" for each in (first, second))
+    expected = ["epoch-2.pt", "epoch-3.pt", "last.pt", "log.csv", "replaced", "saved.pt", "written"]
+    assert files == sorted([*alone, *expected])
+    assert set(expected) <= set(names) and f"alone-{second}" in names
+    assert torch.load(out / "last.pt")[1] == torch.load(out / "saved.pt")[1] == 3
+    writers = {int((out / "written").read_text()), json.loads((out / "replaced").read_text())[0]}
+    assert writers <= {first, second} if "all" in column else writers == {first}
+    lines = sorted((out / "log.csv").read_text().splitlines())
+    everyone = [first, second] if column in ("before", "all", "before, all", "after, all") else [first]
+    assert lines == sorted(f"{each} {epoch}" for each in everyone for epoch in range(4))
+    assert "not kept" not in said
+
+
 OTHERWISE = {
-    "flag": ("", ["--files", "all"]),
-    "variable": ('rank = int(os.environ.get("LOCAL_RANK", 0))', []),
-    "group": ('torch.distributed.init_process_group("gloo"); torch.distributed.get_rank()', []),
-    "init": ("import dadt; dadt.init()", []),
+    "group": 'torch.distributed.init_process_group("gloo"); torch.distributed.get_rank()',
+    "init": "import dadt; dadt.init()",
 }
 
 
 @pytest.mark.parametrize("how", OTHERWISE)
-def test_all_ranks_write_where_the_script_knows_them_or_the_user_says_so(job, tmp_path: Path, how: str) -> None:
-    line, flags = OTHERWISE[how]
-    job(f"{line}\nopen(f'file-{{os.getpid()}}', 'w').close()\n", *flags)
+def test_all_ranks_write_where_the_script_knows_them(job, tmp_path: Path, how: str) -> None:
+    job(f"{OTHERWISE[how]}\nopen(f'file-{{os.getpid()}}', 'w').close()\n")
     assert len(list(tmp_path.glob("file-*"))) == 2
 
 
