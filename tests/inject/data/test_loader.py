@@ -666,3 +666,79 @@ def test_a_stream_of_parts_without_a_length(tmp_path):
 
     a, b = ranks(2, script, tmp_path)
     assert sorted(a + b) == sorted([*range(4), *range(4)])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_iterators_made_before_the_loop_give_the_single_process_order(workers, tmp_path):
+    def script(runtime):
+        given = {"batch_size": 2, "num_workers": workers}
+        shuffled = DataLoader(Numbers(12, False), shuffle=True, **given)
+        weighted = DataLoader(Numbers(12, False), sampler=WeightedRandomSampler(torch.ones(12), 12), **given)
+        iterators = [iter(shuffled), iter(weighted)]
+        torch.rand(3)  # as by a model that is built meanwhile
+        later = (torch.manual_seed(9) and iter(shuffled) for _ in range(1))
+        read = []
+        for batches in (zip(*iterators, strict=True), zip(*later, strict=True)):
+            for batch in batches:
+                runtime.train()
+                read.append([index.tolist() for index, _ in batch])
+        return read
+
+    alone = single(script)
+    a, b = ranks(2, script, tmp_path, batch="global")
+    assert [[one + other for one, other in zip(*pair, strict=True)] for pair in zip(a, b, strict=True)] == alone
+
+
+class Listed(Dataset):
+    def __init__(self, n: int) -> None:
+        self.items = list(range(n))
+
+    def __len__(self) -> int:
+        return len(self.items) // 2
+
+    def __getitem__(self, i: int) -> list[int]:
+        torch.manual_seed(i)  # as for an image and its mask
+        random.seed(i), np.random.seed(i)
+        return self.items[2 * i : 2 * i + 2]
+
+
+def by_permutation(data: Listed) -> None:
+    halves = np.random.permutation(len(data)).tolist()
+    data.items = [item for half in halves for item in data.items[2 * half : 2 * half + 2]]
+
+
+SHUFFLES = {
+    "random.shuffle": lambda data: random.shuffle(data.items),
+    "random.sample": lambda data: setattr(data, "items", random.sample(data.items, len(data.items))),
+    "numpy.random.shuffle": lambda data: np.random.shuffle(data.items),
+    "numpy.random.permutation": by_permutation,
+    "a seed before": lambda data: (random.seed(len(data)), random.shuffle(data.items)),
+}
+
+
+def test_data_that_the_script_shuffles_between_passes_is_in_one_order(tmp_path):
+    def script(runtime):
+        orders = []
+        for shuffle in SHUFFLES.values():
+            data = Listed(16)
+            loader = DataLoader(data, batch_size=2, shuffle=True)
+            for epoch in range(3):
+                if epoch:
+                    shuffle(data)
+                orders.append(data.items[:])
+                for batch in loader:
+                    runtime.train()
+                    orders[-1] += torch.stack(batch).T.reshape(-1).tolist()
+                for _ in range(runtime.world.rank):  # the script's own draws, not as many on all ranks
+                    torch.rand(1), random.random(), np.random.rand()
+        return orders, runtime.warned
+
+    (a, warned), (b, _) = ranks(2, script, tmp_path)
+    assert not [text for text in warned if "different orders" in text]
+    for one, other in zip(a, b, strict=True):
+        assert one[:16] == other[:16]
+        assert sorted(one[16:] + other[16:]) == list(range(16))
+    expected = list(range(16))
+    random.seed(8)
+    random.shuffle(expected)
+    assert a[-2][:16] == expected and a[-1][:16] != expected

@@ -236,6 +236,45 @@ SCRIPTS = {
                 torch.save(rank, f"only{rank}.pt")
         result(same=same)
         """,
+    "sweep": """
+        import numpy as np
+        sampler = np.random.RandomState()  # as Optuna's
+        tried = []
+        for trial in range(2):
+            smoothing, number = sampler.uniform(), sampler.randint(2)
+            kind = (torch.optim.SGD, torch.optim.Adam)[number]
+            model = nn.Sequential(nn.Linear(4, 3 + number), nn.Dropout(smoothing), nn.Linear(3 + number, 1))
+            optimizer = kind(model.parameters(), lr=sampler.uniform(0.01, 0.1))
+            for batch in DataLoader(data, batch_size=5, shuffle=True):
+                fit(model, batch, optimizer)
+            tried.append([smoothing, kind.__name__, optimizer.param_groups[0]["lr"]])
+        result(tried=tried)
+        """,
+    "in process": """
+        import copy
+        def go_on(model, optimizer, loader, epochs):
+            start = len(read)
+            for epoch in epochs:
+                torch.manual_seed(100 + epoch)
+                for batch in loader:
+                    fit(model, batch, optimizer)
+            return start
+        def build():
+            model = nn.Linear(4, 1)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+            return model, optimizer, DataLoader(data, batch_size=5, shuffle=True)
+        half, whole = build(), build()
+        whole[0].load_state_dict(half[0].state_dict())
+        go_on(*half, range(2))
+        saved = copy.deepcopy([each.state_dict() for each in half[:2]])
+        whole_start = go_on(*whole, range(4))
+        resumed = build()
+        for each, state in zip(resumed, saved):
+            each.load_state_dict(state)
+        start = go_on(*resumed, range(2, 4))
+        model = resumed[0]
+        result(orders=[read[whole_start + 10 : start], read[start:]], same=model.weight.equal(whole[0].weight))
+        """,
     "resumed": """
         from torch.utils.data import BatchSampler
         class SkipBatchSampler(BatchSampler):  # accelerate's, by which a training goes on in the midst of a pass
@@ -301,6 +340,17 @@ def test_a_batch_counts_in_the_step_that_trains_on_it(several):
     """Not in the one before, in which it was fetched, as by Accelerate's loaders."""
     results, *_ = several("held back")
     assert [one["moved"] for one in results] == 2 * [[1.5, 1.5, 1.0, 1.5, 1.5, 1.0]]
+
+
+def test_a_sampler_without_a_seed_chooses_the_same_on_all_ranks(several):
+    results, *_ = several("sweep")
+    assert results[0]["tried"] == results[1]["tried"] and results[0]["tried"][0] != results[0]["tried"][1]
+    assert joined(results, 0, 5) == joined(results, 5) == list(range(50))
+
+
+def test_a_seed_after_load_state_dict_counts_in_one_process(several):
+    for one in several("in process")[0]:
+        assert one["orders"][0] == one["orders"][1] and len(one["orders"][0]) == 10
 
 
 def test_skipped_batches_are_steps_of_all_ranks(several):

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from harness.forked_ranks import Runtime, ranks, single
 
+from dadt.inject.data.seed import State
+
 
 def draw() -> tuple[float, float, float]:
     return torch.rand(()).item(), np.random.rand(), random.random()
@@ -109,6 +111,79 @@ def test_a_sampler_may_seed(tmp_path):
     a, b = ranks(2, script, tmp_path)
     torch.manual_seed(11)
     assert a == b == torch.rand(()).item()
+
+
+def test_seeds_of_python_and_numpy_reach_both_streams(tmp_path):
+    def script(runtime: Runtime):
+        runtime.streams.split()
+        torch.rand(runtime.world.rank), random.random()
+        random.seed(5), np.random.seed(6)
+        with runtime.streams.shared():
+            sampled = random.random(), np.random.rand()
+        drawn = random.random(), np.random.rand()
+        runtime.streams.split()
+        own = draw()
+        kept = random.getstate()
+        random.seed(1)
+        random.setstate(kept)  # as a context in which a seed holds
+        with runtime.streams.shared():
+            return sampled, drawn, random.random(), own
+
+    a, b = ranks(2, script, tmp_path)
+    random.seed(5), np.random.seed(6)
+    assert a[0] == b[0] == (random.random(), np.random.rand())
+    assert a[1] == b[1] == (random.random(), np.random.rand())
+    assert a[2] == b[2] == random.random()
+    assert not set(a[3]) & set(b[3])
+
+
+def test_a_seed_for_an_item_of_a_batch_is_the_rank_s_own(tmp_path):
+    def script(runtime: Runtime):
+        runtime.streams.split()
+        with runtime.streams.reading():
+            torch.manual_seed(runtime.world.rank), random.seed(runtime.world.rank), np.random.seed(runtime.world.rank)
+            mine = draw()
+        runtime.streams.split()
+        with runtime.streams.shared():
+            return mine, draw()
+
+    a, b = ranks(2, script, tmp_path)
+    assert not set(a[0]) & set(b[0])
+    assert a[1] == b[1]
+
+
+def test_seeds_after_a_checkpoint_was_loaded_count(tmp_path):
+    def script(runtime: Runtime):
+        def shared():
+            runtime.streams.split()
+            with runtime.streams.shared():
+                return draw()
+
+        def load(saved, *seeds):
+            runtime.streams.loaded()
+            for seed in seeds:
+                seed(3)
+            anew = runtime.streams.seeded_anew
+            runtime.streams.load_state(saved["shared"], saved["own"], anew)
+
+        elsewhere, before = type(runtime.streams)(runtime.world.rank), State.capture()
+        elsewhere.split()
+        saved = elsewhere.state()
+        before.restore()
+        if runtime.config.seed == 1:  # a new process, in which only torch's or Python's seed is set after it
+            load(saved, *([random.seed] if runtime.world.rank < 2 else [torch.manual_seed]))
+            return shared()
+        shared()
+        load(saved, torch.manual_seed)  # one that has trained goes on with its own streams
+        return shared()
+
+    torch.manual_seed(3), random.seed(3)
+    seeded = torch.rand(()).item(), random.random()
+    a, b, c, d = ranks(4, script, tmp_path / "new", seed=1)
+    assert a == b and c == d and a[2] == seeded[1] and c[0] == seeded[0]
+    assert a[0] != seeded[0] and a[1] == c[1] and c[2] != seeded[1]
+    (a, b) = ranks(2, script, tmp_path / "same", seed=2)
+    assert a == b and a[0] == seeded[0]
 
 
 def test_without_seeding_nothing_is_changed(tmp_path):

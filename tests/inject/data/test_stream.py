@@ -181,6 +181,56 @@ def test_length_endless_breaks_and_several_at_once(tmp_path):
     assert a[4][0] == "DataLoader #1 (a stream): trains, one sample in 2 per worker."
 
 
+class Living(IterableDataset):
+    """Goes on in each pass where the one before was left."""
+
+    def __init__(self) -> None:
+        self.numbers = itertools.count()
+
+    def __iter__(self):
+        return (number for number in self.numbers)
+
+
+class Itself(Living):
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return next(self.numbers)
+
+
+@pytest.mark.parametrize("batch", ["per-rank", "global"])
+@pytest.mark.parametrize("kind", [Living, Itself])
+def test_a_stream_that_lives_on_loses_nothing_where_a_pass_is_left(kind, batch, tmp_path):
+    def script(runtime):
+        read = []
+        loader = DataLoader(kind(), batch_size=5)
+        for steps in (2, 1, 3):
+            for drawn in itertools.islice(loader, steps):
+                runtime.train()
+                read += drawn.tolist()
+        return read
+
+    a, b = ranks(2, script, tmp_path, batch=batch)
+    assert sorted(a + b) == list(range(60 if batch == "per-rank" else 30))
+
+
+@pytest.mark.parametrize("shards", [True, False])
+def test_length_with_workers(shards, tmp_path):
+    class Whole(Sized):
+        def __iter__(self):
+            return iter(range(self.start, self.end))
+
+    def script(runtime):
+        loader = DataLoader((Sized if shards else Whole)(0, 26), batch_size=4, num_workers=2)
+        return len(loader), [(len(list(loader)), len(loader)) for _ in range(2)]
+
+    for before, after in ranks(2, script, tmp_path):
+        steps = after[0][0]
+        assert after == 2 * [(steps, steps)]
+        assert before == steps or not shards
+
+
 class Forever(IterableDataset):
     def __iter__(self):
         return itertools.count()
