@@ -90,7 +90,7 @@ class Steps:
                     " gradients that are not averaged: call backward before it, and step() without a closure"
                 )
             attachment.stepped()
-        self._runtime.stepped(attachment)
+        self._runtime.stepped(attachment, left_alone=optimizer in self._runtime.left_alone)
 
     def _attachment(self, optimizer: Optimizer) -> Attachment | None:
         """The optimizer's, or that of another one of the same parameters for which clipping has averaged already."""

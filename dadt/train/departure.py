@@ -86,6 +86,8 @@ class Departure(Registry):
                 elif self._engine.error is None or (self.survives and (self.deaths.outdated or not self.together)):
                     if self.control is not None:
                         self.control.ending(self.step)
+                    if self._is_left_alone:
+                        return
                     if self.together:
                         self._arrive()
                     for attachment in self.attachments:
@@ -107,10 +109,17 @@ class Departure(Registry):
             self.timeline.stop()
 
     @property
+    def _is_left_alone(self) -> bool:
+        """DADT has trained nothing, and what the script trains by itself need not run alike: each rank ends when it
+        does."""
+        alone = not self.explicit and (len(self.left_alone) > 0 or self.progress.left_alone > 0)
+        return alone and not self.progress.measures and self.timeline is None
+
+    @property
     def _end(self) -> str:
         # With gradients of its own a rank's scaler may have left out steps that others took.
         same = self.alone or (self.algorithm.identical and not self.parted)
-        return f"the end, after {self.step} steps" if same else "the end"
+        return f"the end, after {self.step - self.progress.left_alone} steps" if same else "the end"
 
     def _arrive(self) -> None:
         """Raises where the others are not there yet: those that wait for this rank say so, and fail.

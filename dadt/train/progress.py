@@ -23,6 +23,8 @@ class Progress:
     def __init__(self) -> None:
         self.step = 0
         """Optimizer steps that this rank has taken, over all optimizers."""
+        self.left_alone = 0
+        """Those of optimizers that DADT leaves alone, of which ranks may take as many as each likes."""
         self.samples = 0
         """Drawn from shared loaders for training."""
         self.hook_seconds = 0.0
@@ -39,9 +41,10 @@ class Progress:
         self._sent_before = (0, 0)
         self._step_times = StepTimes()
 
-    def stepped(self, now: float) -> None:
+    def stepped(self, now: float, *, left_alone: bool = False) -> None:
         """now: in seconds of a clock that only goes forward."""
         self.step += 1
+        self.left_alone += left_alone
         self._step_times.stepped(now)
 
     def sends_with(self, senders: Iterable[Sender]) -> None:
@@ -69,7 +72,7 @@ class Progress:
         last = max((m.last for m in self.measures), default=0.0)
         sent, plain = self._sent()
         return {
-            "steps": self.step,
+            **({"steps": steps} if (steps := self.step - self.left_alone) or not self.step else {}),
             "delayed": sum(m.delayed for m in self.measures),
             "wait_fraction": self._waited / (last - first) if last > first else 0.0,
             "why": next((m.why for m in self.measures if m.why), ""),

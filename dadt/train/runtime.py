@@ -367,8 +367,9 @@ class Runtime(Departure):
         except CommError as error:
             self.regroup(error)
 
-    def stepped(self, attachment: Attachment | None) -> None:
-        """An optimizer step is complete; attachment: None of one that DADT leaves alone."""
+    def stepped(self, attachment: Attachment | None, *, left_alone: bool = False) -> None:
+        """An optimizer step is complete. attachment: None where nothing is averaged; left_alone: as DADT leaves this
+        optimizer to the script."""
         if attachment is not None:
             self.verification.stepped(attachment)
         if self.timeline is not None:
@@ -376,7 +377,7 @@ class Runtime(Departure):
         if not self.alone:
             self.window.stepped()
             self.deaths.stepped(self.step)
-        self.progress.stepped(perf_counter())
+        self.progress.stepped(perf_counter(), left_alone=left_alone)
         if self.control is not None:
             self.control.progress(self.step, **(self.progress.numbers() if self.control.due else {}))
         for callback in self.on_stepped:

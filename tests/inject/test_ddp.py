@@ -289,7 +289,18 @@ LEFT = """
     optimizer = torch.optim.SGD(inner.parameters(), lr=0.05, momentum=0.9)
     model = nn.DataParallel(inner)
     found["optimizer first"] = trained(model, optimizer, 20)
-    model = DDP(mlp())
+    report(found)
+"""
+LATE = """
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+    dist.init_process_group("gloo")
+    def trained(model, optimizer):
+        for step in range(6):
+            optimizer.zero_grad()
+            model(torch.randn(4, 3)).sum().backward()
+            optimizer.step()
+    model, found = DDP(nn.Linear(3, 1)), {}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     trained(model, optimizer)
     try:
@@ -303,10 +314,63 @@ LEFT = """
 
 
 def test_what_is_left_alone_and_what_is_not(dadt_run) -> None:
-    run = dadt_run(LEFT, "--warmup-steps", "2", code=None)
-    assert len(run.ranks) == 2, run.output
+    """Also where ranks take other numbers of such steps, beside those that DADT averages."""
+    run = dadt_run(LEFT, "--warmup-steps", "2")
+    assert " ended: " not in run.output
+    assert ": 40 steps, 36 of them delayed by one" in run.output
     for part in ("zero", "parallel", "optimizer first"):
         assert_equal(run.ranks[0][part], run.ranks[1][part], part)
     assert "ZeroRedundancyOptimizer is left alone: " in run.output
     assert "Adam is left alone: DistributedDataParallel averages its gradients by itself, with uneven" in run.output
+
+
+@pytest.mark.slow
+def test_a_join_that_comes_late(dadt_run) -> None:
+    run = dadt_run(LATE, code=None)
+    assert len(run.ranks) == 2, run.output
     assert all("join() of DistributedDataParallel after its first" in found["late"] for found in run.ranks)
+
+
+UNEVEN = """
+    import time
+    import torch.distributed as dist
+    from torch.distributed.algorithms.join import Join
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel as DDP
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    def trained(model, optimizer, steps):
+        for step in range(steps):
+            optimizer.zero_grad()
+            model(torch.full((2, 3), 0.1 * (step + 1))).pow(2).sum().backward()
+            optimizer.step()
+    if "{kind}" == "fsdp":
+        fully_shard(model)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+        trained(model, optimizer, 4)
+        for step in range(3 * rank):
+            optimizer.step()
+    else:
+        model = DDP(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        if "{kind}" == "zero":
+            optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.05)
+        with Join([model, optimizer] if "{kind}" == "zero" else [model]):
+            trained(model, optimizer, 4 + 3 * rank)
+    report([p.detach().sum().item() for p in model.parameters()] if "{kind}" != "fsdp" else [])
+    dist.barrier()
+    dist.destroy_process_group()
+    if rank == 1:
+        time.sleep(6)                                # longer than the others wait for what DADT averages
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--algorithm", "sync")], ids=["pipe", "sync"])
+@pytest.mark.parametrize("kind", ["join", "zero", "fsdp"])
+def test_each_rank_ends_when_it_does_where_all_is_left_alone(dadt_run, kind, options) -> None:
+    run = dadt_run(UNEVEN.replace("{kind}", kind), "--timeout", "3", *options)
+    assert run.ranks[0] == run.ranks[1]
+    assert " is left alone: " in run.output and " ended: " not in run.output and " steps" not in run.lines()[-1]
