@@ -118,22 +118,40 @@ def common(config: Config) -> dict[str, str]:
     return {**config.to_env(), "PYTHONUNBUFFERED": "1"}
 
 
-def own(
-    slot: Slot, job: str, master: tuple[str, int] | None, *, told: bool, restarts: int, joins: bool
+def torchrun(
+    config: Config, job: str, slots: Sequence[Slot], master: tuple[str, int] | None, restarts: int
 ) -> dict[str, str]:
-    """The variables that differ between workers. master: address and port of torch's rendezvous; None leaves
-    torchrun's variables out. told: the script's arguments contain its rank. restarts: of the job, so far. joins:
-    the job runs already."""
+    """The variables that torchrun gives all workers alike: a group is a host, and all have one role. None with
+    --no-torch-env. master: address and port of torch's rendezvous. restarts: of the job, so far."""
+    if master is None or not config.torch_env:
+        return {}
+    return {
+        "WORLD_SIZE": str(len(slots)),
+        "ROLE_NAME": "default",
+        "ROLE_WORLD_SIZE": str(len(slots)),
+        "GROUP_WORLD_SIZE": str(len({slot.cross_rank for slot in slots})),
+        "MASTER_ADDR": master[0],
+        "MASTER_PORT": str(master[1]),
+        "TORCHELASTIC_RUN_ID": job,
+        "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
+        "TORCHELASTIC_RESTART_COUNT": str(restarts),
+        # The first rank serves the store of torch's rendezvous.
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
+
+
+def own(slot: Slot, job: str, torchrun: Mapping[str, str], *, told: bool, restarts: int, joins: bool) -> dict[str, str]:
+    """The variables that differ between workers. torchrun: the variables of torchrun that are the same for all; if
+    there are none, its other ones are left out. told: the script's arguments contain its rank. restarts: of the job,
+    so far. joins: the job runs already."""
     result = replace(slot.world(job), rank_in_arguments=told, restarts=restarts, joins=joins).to_env()
-    if master is not None:
+    if torch:
         result.update(
             RANK=str(slot.rank),
+            ROLE_RANK=str(slot.rank),
             LOCAL_RANK=str(slot.local_rank),
-            WORLD_SIZE=str(slot.world_size),
+            GROUP_RANK=str(slot.cross_rank),
             LOCAL_WORLD_SIZE=str(slot.local_size),
-            MASTER_ADDR=master[0],
-            MASTER_PORT=str(master[1]),
-            TORCHELASTIC_RESTART_COUNT=str(restarts),
         )
     result["DADT_THREADS"] = str(slot.threads)
     if slot.gpu is not None:

@@ -41,28 +41,33 @@ def orders(where: Placed) -> list[Frame]:
     slots: list[list[Slot]] = [[] for _ in where.nodes]
     for slot in where.slots:
         slots[slot.cross_rank].append(slot)
-    env, beats = environment.common(where.config), heartbeats(where)
+    env, beats = _common(where), heartbeats(where)
     return [_order(where, mine, node, env, beats=beats) for mine, node in zip(slots, where.nodes, strict=True)]
 
 
 def order_to_join(where: Placed, place: int) -> Frame:
     """The order for the agent of the host that has this place now, in a job that runs."""
     slots = [slot for slot in where.slots if slot.cross_rank == place]
-    env = environment.common(where.config)
-    return _order(where, slots, where.nodes[place], env, beats=heartbeats(where), joins=True)
+    return _order(where, slots, where.nodes[place], _common(where), beats=heartbeats(where), joins=True)
+
+
+def _common(where: Placed) -> dict[str, str]:
+    """The variables of all workers of the job."""
+    given = environment.torchrun(where.config, where.job, where.slots, where.master, where.restarts)
+    return {**environment.common(where.config), **given}
 
 
 def _order(
     where: Placed, slots: Sequence[Slot], node: Node, env: Mapping[str, str], *, beats: bool, joins: bool = False
 ) -> Frame:
     """env: variables of all workers of the job. beats: whether the hosts send each other heartbeats."""
-    master = where.master if where.config.torch_env else None
+    torch = where.config.torch_env and where.master is not None
     told = where.config.pass_local_rank or any("rank}" in part for part in where.plan.command)
     workers = [
         {
             "rank": slot.rank,
             "local_rank": slot.local_rank,
-            "env": environment.own(slot, where.job, master, told=told, restarts=where.restarts, joins=joins),
+            "env": environment.own(slot, where.job, torch=torch, told=told, restarts=where.restarts, joins=joins),
             "command": command_of(where, slot),
         }
         for slot in slots

@@ -212,7 +212,12 @@ def _by_hand(config: Config) -> list[Host]:
     if config.hosts or config.hostfile:
         raise ConfigError("--nnodes and -H exclude each other: with --nnodes, dadt run is called on each host")
     if not config.rendezvous:
-        raise ConfigError("--nnodes: where do the hosts meet? Give --rendezvous host:port, or file:///a/shared/path")
+        if config.nnodes == 1:
+            raise ConfigError("--nnodes 1: leave it out; -np N starts N workers on this host")
+        raise ConfigError(
+            f"--nnodes {config.nnodes}: where do the hosts meet? Give --rendezvous host:port, or file:///a/shared/path;"
+            " or leave --nnodes out and call dadt run on one host alone, with -H host1,host2"
+        )
     if not 0 <= config.node_rank < config.nnodes:
         raise ConfigError(f"--node-rank {config.node_rank}: give this host's number, from 0 to {config.nnodes - 1}")
     slots = config.accelerators

@@ -15,7 +15,7 @@ from dadt.config.check import COMPRESSIONS, flag, variable
 from dadt.config.config import given_by_env
 from dadt.config.extensions import ALGORITHMS, EXECUTORS
 from dadt.config.spelling import HOROVOD_TIMELINE, HOROVODRUN, by_horovod
-from dadt_cli.terminal import file
+from dadt_cli.terminal import file, suggestion
 from dadt_cli.terminal.file import Setting
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -53,6 +53,20 @@ class Brief(click.Command):
         self._all = False
         flag: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False}
         self.params.append(click.Option(["--help-all"], callback=self._help_all, help="Show all options.", **flag))
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Takes `-np2`, and says what to give in place of flags of other launchers."""
+        try:
+            found, following, _ = self.make_parser(ctx).parse_args(list(args))
+        except click.NoSuchOption as error:
+            known = [name for each in self.params for name in (*each.opts, *each.secondary_opts)]
+            if hint := suggestion.instead(error.option_name, args, known):
+                raise click.UsageError(f"{error.option_name}: there is no such flag; {hint}", ctx) from error
+            raise
+        if hint := suggestion.elastic(str(found.get("nnodes", ""))):
+            raise click.UsageError(hint, ctx)
+        mine = len(args) - len(following)
+        return super().parse_args(ctx, [*suggestion.without_space(args[:mine]), *args[mine:]])
 
     def _help_all(self, ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
         if value and not ctx.resilient_parsing:

@@ -55,9 +55,26 @@ def test_a_hostfile_may_hold_comments_and_blank_lines(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("text", "slots"),
+    [
+        ("b\na\nb\n", {"b": 2, "a": 1}),  # $PBS_NODEFILE
+        ("a slots=2\nb\na\na:4\n", {"a": 7, "b": 1}),
+        ("a slots=2 max_slots=4\nb max-slots=3\nc\n", {"a": 2, "b": 3, "c": 0}),  # Open MPI's
+        ("a max_slots=2\na max_slots=2\n", {"a": 4}),
+    ],
+)
+def test_a_hostfile_of_another_launcher(tmp_path, text, slots):
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    assert [(host.name, host.slots) for host in read(path)] == list(slots.items())
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a slots=2\nb\na slots=1\n", "a stands there twice"),
+        ("u@a\nb\nv@a\n", "a stands there with two users; give one"),
+        ("a slots=4 max_slots=2\n", "line 1: slots=4 is more than max_slots=2"),
+        ("a max_slots=2 max-slots=2\n", "line 1: 'max-slots=2' is not understood"),
         ("a slot=2\n", "line 1: 'slot=2' is not understood; a line is `host slots=N`"),
         ("\na slots=0\n", "line 2: a host needs 1 slot or more"),
         ("a:2 slots=2\n", "line 1: 'slots=2' is not understood"),

@@ -93,7 +93,7 @@ def test_fastai_is_averaged_and_shared_out(tmp_path: Path) -> None:
     found, said = run(Program("fastai_learner"), tmp_path / "run", str(BIN / "dadt"), "run", "-np", "2", batch=8)
     assert len({one["weights"] for one in found}) == 1 and len(found) == 2
     assert "Optimizer is none of torch's optimizers: averaged at its step" in said and " of them delayed by one" in said
-    assert "(fastai, 256 samples, shuffled): trains, 128 per worker" in said and "identical" not in said
+    assert "(fastai, 256 samples, shuffled): trains, 128 per worker" in said and "equal inputs" not in said
     assert read_by(found) == sorted([0, *read_by(alone)])  # each process looks at the first once, to see what it is
     assert found[0]["after"] <= alone[0]["after"] + 0.3 * (alone[0]["before"] - alone[0]["after"])
 

@@ -340,6 +340,8 @@ class Agent:
         for line in list(self._roster.lines.values()):
             self._read_line(line)
         self._output.drain(worker)
+        for failure in self._starts.failures(worker, self._roster.failed):
+            self._launcher.send(failure)
         self._tell_end(worker.rank, worker.returncode, peak_memory)
 
     def _tell_end(self, rank: int, code: int, peak_memory: int) -> None:
@@ -387,8 +389,7 @@ class Agent:
             pids = {worker.rank: self._roster.pid_of(worker) for worker in living}
             memory = {str(rank): machine.resident(pid) for rank, pid in pids.items()}
             still = {rank: pid for rank, pid in pids.items() if steps[str(rank)][1] > STILL_SECONDS}
-            conditions = self._conditions.look(still)
-            told = {"steps": steps, "memory": memory, "conditions": conditions, "clock": time.time()}
+            told = {"steps": steps, "memory": memory, "conditions": self._conditions.look(still), "clock": time.time()}
             self._launcher.send(Frame("beat", told))
 
     def _watch_line(self, line: Line) -> None:

@@ -103,6 +103,8 @@ class WorkerRegistry:
     """Which ranks train now, if some were lost."""
     approaches: deque[Frame] = field(default_factory=lambda: deque(maxlen=MOST_APPROACHES))
     """Of new workers, since then."""
+    failed: set[int] = field(default_factory=set)
+    """Ranks that have reported an exception."""
     _numbered: int = 0
 
     def listen(self, drop: Callable[[socket.socket], None]) -> dict[int, Entrance]:
@@ -137,6 +139,8 @@ class WorkerRegistry:
             if frame["rank"] != line.rank:
                 raise DadtError(f"{frame.kind!r} for rank {frame['rank']} came from a process of rank {line.rank}")
             line.entrance.settle(line.socket)
+            if frame.kind == "failed":
+                self.failed.add(line.rank)
             if "pid" in frame.header and frame.kind not in SHIMS and line.pid > 1:
                 frame.header["pid"] = line.pid  # the kernel's word counts, as the pid may be signalled
             if frame.kind == "claim":

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from dadt.control.frame import Frame
 from dadt.launch import environment
+from dadt.launch.agent.error_file import ErrorFile
 from dadt.launch.agent.worker import Worker
 from dadt.launch.standard_input import NoInput
 
@@ -22,6 +23,7 @@ class Start:
         self._socket = socket
         self._stdin = stdin
         self._nothing = NoInput(job["terminal"])
+        self._error_files = {slot["rank"]: ErrorFile(socket, slot["rank"]) for slot in job["workers"]}
 
     def order(self, slot: Mapping[str, Any]) -> dict[str, Any]:
         """What a process is told that starts the worker in the agent's place."""
@@ -40,4 +42,12 @@ class Start:
         return Worker.start(rank, slot["command"], env, self.job["cwd"], self._nothing.fileno())
 
     def _env_of(self, slot: Mapping[str, Any]) -> dict[str, str]:
-        return environment.of_worker(self._env, {**self.job["env"], **slot["env"]}, self._socket)
+        own = self._error_files[slot["rank"]].prepare() if "RANK" in slot["env"] else {}
+        return environment.of_worker(self._env, {**self.job["env"], **slot["env"], **own}, self._socket)
+
+    def failures(self, worker: Worker, known: Collection[int]) -> list[Frame]:
+        """What a worker that has ended has written into its error file, if it failed. known: ranks that have reported
+        an exception, which is the same."""
+        failed = worker.returncode > 0 and worker.rank not in known
+        failure = self._error_files[worker.rank].failure(worker.pid) if failed else None
+        return [failure] if failure is not None else []

@@ -15,7 +15,8 @@ from dadt.errors import ConfigError
 HOST = re.compile(
     r"(?:(?P<user>[^@\[\]:,\s]+)@)?(?:\[(?P<six>[\w:.%-]+)\]|(?P<name>[\w.-]+))(?::(?P<slots>[0-9]{1,9}))?"
 )
-SLOTS = re.compile(r"slots=([0-9]{1,9})")
+SLOTS = re.compile(r"(slots|max[-_]slots)=([0-9]{1,9})")
+"""How many workers a host gets, and how many Open MPI gives it at most."""
 SHOWN = 400
 """Most characters of a list of hosts that a message repeats."""
 EXAMPLES = "give hosts as host1:2,user@host2:2,[::1]:2"
@@ -48,15 +49,21 @@ def parse(text: str) -> list[Host]:
 
 
 def read(path: Path) -> list[Host]:
-    """The hosts of a hostfile. Raises ConfigError."""
-    hosts = parse_lines(document.read(path, "--hostfile"), f"{path},")
+    """The hosts of a hostfile, which may name a host in several lines, as PBS and LSF do, a line for each slot. Raises
+    ConfigError."""
+    hosts = _lines(document.read(path, "--hostfile"), f"{path},")
     if not hosts:
         raise ConfigError(f"--hostfile {path}: names no host; a line is `host slots=N`")
-    return hosts
+    return _added_up(hosts, str(path))
 
 
 def parse_lines(text: str, source: str) -> list[Host]:
     """The hosts of a text with a line for each. source: begins the place of a mistake. Raises ConfigError."""
+    return _without_duplicates(_lines(text, source), source.removesuffix(","))
+
+
+def _lines(text: str, source: str) -> list[Host]:
+    """A host for each line."""
     hosts = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
@@ -64,13 +71,31 @@ def parse_lines(text: str, source: str) -> list[Host]:
             continue
         where = f"{source} line {number}"
         host = _host(words[0], where)
+        numbers = {"slots": host.slots} if host.slots else {}
         for word in words[1:]:
             found = SLOTS.fullmatch(word)
-            if found is None or host.slots:
+            if found is None or (name := found[1].replace("-", "_")) in numbers:
                 raise ConfigError(f"{where}: {_brief(word)!r} is not understood; a line is `host slots=N`")
-            host = replace(host, slots=_slots(found[1], where))
-        hosts.append(host)
-    return _without_duplicates(hosts, source.removesuffix(","))
+            numbers[name] = _slots(found[2], where)
+        slots, most = numbers.get("slots", 0), numbers.get("max_slots", 0)
+        if 0 < most < slots:
+            raise ConfigError(f"{where}: slots={slots} is more than max_slots={most}")
+        hosts.append(replace(host, slots=slots or most))
+    return hosts
+
+
+def _added_up(hosts: list[Host], where: str) -> list[Host]:
+    """Each host once, where it stands first, with the slots of all of its lines. Where one has several lines, every
+    line without a number is one slot."""
+    named = {host.name: host for host in reversed(hosts)}
+    if len(named) == len(hosts):
+        return hosts
+    slots: Counter[str] = Counter()
+    for host in hosts:
+        if host.user != named[host.name].user:
+            raise ConfigError(f"{where}: {host.name} stands there with two users; give one")
+        slots[host.name] += host.slots or 1
+    return [replace(named[name], slots=count) for name, count in slots.items()]
 
 
 def choose(hosts: Sequence[Host], include: str, exclude: str, changing: bool = False) -> list[Host]:

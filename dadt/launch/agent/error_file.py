@@ -1,0 +1,94 @@
+"""The file in which a worker says why it fails, as torchrun's workers do: `@record` writes there what was raised."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from dadt import errors
+from dadt.control import schema
+from dadt.control.frame import Frame
+
+VARIABLE = "TORCHELASTIC_ERROR_FILE"
+LIMIT = 1 << 20
+"""Bytes."""
+FRAME = re.compile(
+    r'^  File "(?P<file>.+)", line (?P<line>\d{1,9})(?:, in (?P<function>.+))?\n(?:    (?P<text>.*))?', re.MULTILINE
+)
+RAISED = re.compile(r"(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?", re.DOTALL)
+FRAMES = 5
+SHOWN = 500
+"""Most characters of a name or a line."""
+
+
+class ErrorFile:
+    """The file of one rank."""
+
+    def __init__(self, socket: Path, rank: int) -> None:
+        """socket: the agent's."""
+        self._path = socket.with_name(f"error-rank{rank}.json")
+        self._rank = rank
+
+    def prepare(self) -> dict[str, str]:
+        """The variable that names it, for a worker that is about to start: what an earlier one has written is gone."""
+        self._path.unlink(missing_ok=True)
+        return {VARIABLE: str(self._path)}
+
+    def failure(self, pid: int) -> Frame | None:
+        """What the worker would have reported; None if it has written nothing that can be understood."""
+        told, at = self._read()
+        message = told.get("message")
+        if isinstance(message, Mapping):
+            extra = message.get("extraInfo")
+            trace = extra.get("py_callstack") if isinstance(extra, Mapping) else None
+            message = message.get("message")
+        else:
+            trace = None
+        if not isinstance(message, str) or not message.strip():
+            return None
+        raised = RAISED.fullmatch(message.strip()[: schema.TEXT])
+        kind = raised["type"] if raised is not None else "error"
+        known = getattr(errors, kind, object)
+        header = {
+            "rank": self._rank,
+            "pid": pid,
+            "line": 0,
+            "type": kind[:SHOWN],
+            "message": (raised["message"] or "") if raised is not None else message.strip()[: schema.TEXT],
+            "frames": _frames(trace if isinstance(trace, str) else ""),
+            "step": None,
+            "secondary": isinstance(known, type) and issubclass(known, errors.CommError),
+            "thread": "",
+            "time": at,
+        }
+        return Frame("failed", header)
+
+    def _read(self) -> tuple[Mapping[str, Any], float]:
+        """What it holds, and when it was written. It is the worker's: it may be anything."""
+        with suppress(OSError, ValueError, RecursionError):
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+            with os.fdopen(descriptor, "rb") as file:
+                found = os.fstat(descriptor)
+                if stat.S_ISREG(found.st_mode) and isinstance(told := json.loads(file.read(LIMIT)), dict):
+                    return told, found.st_mtime
+        return {}, 0.0
+
+
+def _frames(trace: str) -> list[dict[str, Any]]:
+    """The innermost frames that are the user's; without such, of all."""
+    frames: list[dict[str, Any]] = [
+        {
+            "file": each["file"][:SHOWN],
+            "line": int(each["line"]),
+            "function": (each["function"] or "")[:SHOWN],
+            "text": (each["text"] or "").strip()[:SHOWN],
+        }
+        for each in FRAME.finditer(trace)
+    ]
+    return ([frame for frame in frames if "site-packages" not in frame["file"]] or frames)[-FRAMES:]

@@ -1,0 +1,124 @@
+"""What to give in place of flags that other launchers have: torchrun, torch.distributed.launch, mpirun, DeepSpeed's and
+Accelerate's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+
+_OUTPUT = "leave it out: all output is kept in --log-dir, and --output chooses what is shown"
+_MEET = "leave it out on one host; where dadt run is called on each host, give --nnodes, --node-rank and --rendezvous"
+_OUT = "leave it out"
+INSTEAD = {
+    "--standalone": "leave it out: workers of one host meet by themselves",
+    "--rdzv-endpoint": _MEET,
+    "--rdzv-backend": _MEET,
+    "--rdzv-id": _MEET,
+    "--rdzv-conf": "leave it out; --start-timeout says how long ranks wait for each other",
+    "--master-addr": _MEET,
+    "--master-port": _MEET,
+    "--main-process-ip": _MEET,
+    "--main-process-port": _MEET,
+    "--machine-rank": "give --node-rank, with --nnodes and --rendezvous",
+    "--monitor-interval": _OUT,
+    "--start-method": "leave it out: workers are started as python starts a script",
+    "--event-log-handler": _OUT,
+    "--logs-specs": _OUTPUT,
+    "--role": "leave it out: all workers have one role",
+    "--module": "give -m",
+    "--run-path": _OUT,
+    "--redirects": _OUTPUT,
+    "-r": _OUTPUT,
+    "--tee": _OUTPUT,
+    "-t": _OUTPUT,
+    "--local-ranks-filter": "give --output rank0, or ranks such as --output 0,3-5",
+    "--duplicate-stdout-filters": _OUTPUT,
+    "--duplicate-stderr-filters": _OUTPUT,
+    "--local-addr": "give --network-interface",
+    "--numa-binding": _OUT,
+    "--signals-to-handle": "give --forward-signals",
+    "--shutdown-timeout": "give --grace",
+    "--virtual-local-rank": "leave it out: each worker sees one GPU, as --gpu-visibility says",
+    "--use-env": "leave it out: LOCAL_RANK is always set",
+    "--multi-gpu": _OUT,
+    "--oversubscribe": "leave it out: more workers than cores are allowed",
+    "--allow-run-as-root": _OUT,
+    "--machinefile": "give --hostfile",
+    "-machinefile": "give --hostfile",
+    "--host": "give -H",
+    "--map-by": "give --mpi-args",
+    "--bind-to": "give --mpi-args",
+}
+PER_HOST = ("--nproc-per-node", "--npernode", "-N", "-ppn", "--num-gpus", "--num-processes")
+"""Flags that count workers, most of them those of each host."""
+HOSTS = ("--nnodes", "--num-nodes", "--num-machines")
+
+
+def instead(name: str, arguments: Sequence[str], known: Collection[str]) -> str:
+    """What to give in place of a flag that there is not; empty if that is not known. arguments: of the command. known:
+    its flags."""
+    flag = spelt(name)
+    if flag in known and flag != name:
+        return f"give {flag}"
+    if "-np" not in known:  # those that follow are about a job's
+        return ""
+    if flag in PER_HOST:
+        return _workers(flag, _value(name, arguments), _hosts(arguments))
+    if flag in HOSTS:
+        return "name the hosts, -H host1,host2; or call dadt run on each, with --nnodes, --node-rank and --rendezvous"
+    return INSTEAD.get(flag, "")
+
+
+def spelt(name: str) -> str:
+    """With dashes."""
+    return name.replace("_", "-")
+
+
+def without_space(arguments: Sequence[str]) -> list[str]:
+    """Those of dadt, with `-np 2` in place of `-np2`, which would be read as `-n p2`."""
+    found: list[str] = []
+    for argument in arguments:
+        joint = re.fullmatch(r"-np=?([0-9]+)", argument)
+        found += ["-np", joint[1]] if joint else [argument]
+    return found
+
+
+def elastic(hosts: str) -> str:
+    """What to give in place of torchrun's `--nnodes LEAST:MOST`; empty for a number."""
+    if ":" not in hosts:
+        return ""
+    return f"--nnodes {hosts}: give one number of hosts; --min-np M lets a job train on with M workers"
+
+
+def _workers(flag: str, value: str, hosts: str) -> str:
+    if value and not value.isdigit():  # gpu, cpu, auto
+        return (
+            "give the number of all workers, -np N; hosts named without one, -H host1,host2, get a worker for each GPU"
+        )
+    if flag == "--num-processes" or hosts in ("", "1"):
+        return f"give -np {value or 'N'}, the number of all workers"
+    if not value or not hosts.isdigit():
+        return "give -np, the number of workers on all hosts together"
+    total = int(value) * int(hosts)
+    return (
+        f"give -np {total}, the number of all workers: once, with -H host1:{value},host2:{value} and so on; or on each"
+        f" host, with --nnodes {hosts}, --node-rank and --rendezvous"
+    )
+
+
+def _hosts(arguments: Sequence[str]) -> str:
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        if spelt(name) in HOSTS:
+            return _value(name, arguments)
+    return ""
+
+
+def _value(name: str, arguments: Sequence[str]) -> str:
+    """Its value, as far as it can be told from what may follow a flag without one."""
+    for place, argument in enumerate(arguments):
+        before, equals, value = argument.partition("=")
+        if before == name:
+            following = arguments[place + 1] if place + 1 < len(arguments) else ""
+            return value if equals else following if re.fullmatch(r"[\d:]+|gpu|cpu|auto|xpu", following) else ""
+    return ""
