@@ -140,10 +140,9 @@ def torchrun(
     }
 
 
-def own(slot: Slot, job: str, torchrun: Mapping[str, str], *, told: bool, restarts: int, joins: bool) -> dict[str, str]:
-    """The variables that differ between workers. torchrun: the variables of torchrun that are the same for all; if
-    there are none, its other ones are left out. told: the script's arguments contain its rank. restarts: of the job,
-    so far. joins: the job runs already."""
+def own(slot: Slot, job: str, *, torch: bool, told: bool, restarts: int, joins: bool) -> dict[str, str]:
+    """The variables that differ between workers. torch: with those of torchrun. told: the script's arguments contain
+    its rank. restarts: of the job, so far. joins: the job runs already."""
     result = replace(slot.world(job), rank_in_arguments=told, restarts=restarts, joins=joins).to_env()
     if torch:
         result.update(

@@ -175,18 +175,32 @@ ORDERED = """
         def __iter__(self):
             return iter(range(31, -1, -1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for x, in DataLoader(TensorDataset(torch.randn(32, 4)), batch_size=4, sampler=Backwards()):
+    loader = DataLoader(TensorDataset(torch.randn(32, 4)), batch_size=4, sampler=Backwards())
+    loaders, size = {{"train": loader}}, len(loader.dataset)
+    for x, in loader:
         optimizer.zero_grad()
         model(x).pow(2).mean().backward()
         optimizer.step()
-    report({"state": model.state_dict()})
+    other = DataLoader(loader.dataset, batch_size=4)
+    with torch.no_grad():
+        count = sum(len(x) for x, in other) / len(other.dataset)
+    for _ in range(2):
+        print(f"a share of {{count / {read}:.4f}}")
+    report({{"state": model.state_dict()}})
 """
 
 
-def test_an_order_of_the_scripts_own_is_not_called_shuffled(dadt_run) -> None:
-    run = dadt_run(HEAD + ORDERED)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("read", ["len(loader.dataset)", "len(loader.sampler)", "len(loaders['train'].dataset)"])
+def test_what_an_own_order_and_a_sum_over_a_share_are_called(dadt_run, tmp_path, read) -> None:
+    run = dadt_run(HEAD + ORDERED.format(read=read))
     assert_replicas_equal(run)
     assert "dadt: DataLoader #1 (32 samples): trains, 16 per worker.\n" in run.output
+    lines = (tmp_path / "train.py").read_text().splitlines()
+    place = 1 + next(number for number, line in enumerate(lines) if "a share of" in line)
+    what = read.replace("loaders['train']", "loader")
+    told = f"DataLoader #1: {what} (train.py, line {place}) is 32, the samples of all 2 ranks"
+    assert run.output.count(told) == run.output.count("is over 1/2 of them") == 1
 
 
 TRACED = """

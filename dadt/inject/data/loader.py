@@ -28,7 +28,7 @@ from torch.utils.data import (
 from dadt.config.check import loader_numbers
 from dadt.errors import ConfigError
 from dadt.inject.after_import import after_import
-from dadt.inject.data import shuffle, workers_seed
+from dadt.inject.data import shuffle, sums, workers_seed
 from dadt.inject.data.division import Division, agree, begun, left_out, missing
 from dadt.inject.data.drawn import Drawn
 from dadt.inject.data.entropy import Entropy
@@ -172,8 +172,7 @@ class Loaders:
         text = sentence.removeprefix(role.name)
         self._told[text] += 1
         if self._told[text] <= LISTED:
-            last = self._told[text] == LISTED
-            self.runtime.say(sentence + (" More like it are not listed." if last else ""), level)
+            self.runtime.say(sentence + " More like it are not listed." * (self._told[text] == LISTED), level)
 
     def asked(self, role: Role) -> str:
         """The choice of --share and --no-share for a loader."""
@@ -375,6 +374,7 @@ def install(runtime: LoadingRank, streams: Streams, entropy: Entropy) -> Loaders
         return loaders
     loaders.schedules.install()
     shuffle.install(loaders)
+    sums.install(runtime, loaders.roles.get)
     runtime.missing = loaders.missing
     after_import("fastai.data.load", FastaiLoaders(loaders).patch)
     original_init = DataLoader.__init__

@@ -1,0 +1,68 @@
+"""Sums over a rank's batches that the script may divide by the size of the whole data set, as tutorials do."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from dadt.inject.data.feed import LoadingRank
+from dadt.inject.data.role import TRAINS, Role
+from dadt.inject.data.samplers import Loader
+from dadt.inject.failure import is_users
+
+_READS = re.compile(r"\blen\(\s*[\w.\[\]'\"]+\.(dataset|sampler)\s*\)")
+
+
+def install(runtime: LoadingRank, role_of: Callable[[Loader], Role | None]) -> None:
+    """Say once, with the place, that the script's own code reads `len(loader.dataset)`, or its sampler's, of a loader
+    that trains, after a pass in which each rank had its share. What it does with the number is not known."""
+    pid, told = os.getpid(), False
+
+    def look(loader: Loader, name: str, frame: FrameType) -> None:
+        nonlocal told
+        role = role_of(loader)
+        if told or role is None or not role.has_trained or role.kind != TRAINS or role.gives_all:
+            return
+        file, line = frame.f_code.co_filename, linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        found = _READS.search(line)
+        if found is None or found[1] != name or runtime.replaying or os.getpid() != pid or not is_users(file):
+            return
+        told = True
+        runtime.say(_sentence(role, name, len(loader.__dict__[name]), runtime.world.world_size, file, frame.f_lineno))
+
+    for name in ("dataset", "sampler"):
+        setattr(DataLoader, name, _watched(name, look))
+
+
+def _sentence(role: Role, name: str, samples: int, ranks: int, file: str, line: int) -> str:
+    return (
+        f"{role.name}: len(loader.{name}) ({Path(file).name}, line {line}) is {samples:,}, the samples of all {ranks}"
+        f" ranks, and a sum over this rank's batches is over 1/{ranks} of them: to get a mean, divide it by the samples"
+        f" that the loop has seen, about {samples // ranks:,}"
+    )
+
+
+def _watched(name: str, look: Callable[[Loader, str, FrameType], None]) -> property:
+    """An attribute that stays in the loader's `__dict__`, where copies, pickles and views find it."""
+
+    def get(loader: Loader) -> Any:
+        if name not in loader.__dict__:
+            raise AttributeError(f"{type(loader).__name__!r} object has no attribute {name!r}")
+        look(loader, name, sys._getframe(1))
+        return loader.__dict__[name]
+
+    def put(loader: Loader, value: Any) -> None:
+        loader.__dict__[name] = value
+
+    def remove(loader: Loader) -> None:
+        loader.__dict__.pop(name, None)
+
+    return property(get, put, remove)
