@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -94,6 +94,17 @@ class Sync(Algorithm):
     def holds(self) -> bool:
         return self._holds
 
+    def observe(self) -> dict[str, Any]:
+        return {"watches": self.wants_gradients, **self._overlap.observe(self.attachment.parameters)}
+
+    def restore(self, own: dict[str, Any]) -> None:
+        if not own:
+            return
+        self._overlap.restore(own, self.attachment.parameters)
+        if own["watches"] and not self.wants_gradients:
+            self.wants_gradients = True
+            self.attachment.watch_gradients()
+
 
 class Overlap:
     """Counts how often each parameter's gradient grows in a step, to know when it is complete."""
@@ -108,6 +119,19 @@ class Overlap:
 
     def count(self, parameter: torch.Tensor) -> None:
         self._counts[id(parameter)] = self._counts.get(id(parameter), 0) + 1
+
+    def observe(self, parameters: list[torch.Tensor]) -> dict[str, Any]:
+        """By the parameters' places."""
+        before, expected = ([each.get(i) for i in map(id, parameters)] for each in (self._before, self.expected))
+        return {"before": before, "expected": expected, "pause": self._pause, "left": self._left}
+
+    def restore(self, state: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        """As `observe` gave it."""
+        self._before, self.expected = (
+            {id(p): count for p, count in zip(parameters, state[name], strict=False) if count is not None}
+            for name in ("before", "expected")
+        )
+        self._pause, self._left = state["pause"], state["left"]
 
     def complete(self, parameters: list[torch.Tensor]) -> bool:
         return all(self._counts.get(i, 0) == self.expected.get(i, 0) for i in map(id, parameters))

@@ -19,7 +19,7 @@ from typing import Any
 from dadt.control import private_files
 from dadt.errors import NotResumed
 
-VERSION = 1
+VERSION = 2
 KEPT = 2
 """Whole snapshots that are kept, of which the last one is the one to go on from."""
 FOLDER = "snapshots"

@@ -152,5 +152,12 @@ class Algorithm(abc.ABC):
         checkpoint is one of another model."""
         return {}
 
+    def observe(self) -> dict[str, Any]:
+        """What is this rank's own between two steps beside `state`. Nothing is waited for or changed."""
+        return {}
+
+    def restore(self, own: dict[str, Any]) -> None:  # noqa: B027 (optional hook)
+        """Go on with the same bits from what `observe` gave on this rank, after `load_state`."""
+
     def load_state(self, state: dict[str, Any]) -> None:  # noqa: B027 (optional hook)
         """Go on from what `state` gave, on all ranks."""

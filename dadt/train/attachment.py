@@ -43,6 +43,7 @@ class Owner(Survivor, Protocol):
     backwards: int
     on_end: list[Callable[[], None]]
     on_regroup: list[Callable[[], None]]
+    on_exchange: list[Callable[[], None]]
     on_stop: list[Callable[[], None]]
     """Called last, also after a failure."""
 
@@ -104,15 +105,12 @@ class Attachment:
         self.agreement = Agreement(self.name, runtime, partial(owner.sync_from_rank0, self))
         self.finite = Finite(runtime.config.on_nan, runtime, owner.parameter_names, self.measure)
         self.exchanges = self.numbered_from = 0  # one for each step, and each evaluation of a closure
-        self.consumed = False
-        """This step's gradients are averaged."""
-        self.stepping = False
-        """The optimizer's own step is under way."""
+        self.consumed = self.stepping = False
+        """This step's gradients are averaged; the optimizer's own step is under way."""
         self._held: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._growth = Growth()
         self._schema: BucketPlan | None = None
-        self._tables: list[torch.Tensor] = []
-        """Parameters whose gradients are sparse."""
+        self._tables: list[torch.Tensor] = []  # parameters whose gradients are sparse
         self._token: tuple[Any, ...] = ()
         self.prediction = prediction.choose(runtime.config, optimizer, self.parameters, runtime.world.world_size)
         # Collected between forward and step, it must not leave its prediction in the weights.
@@ -246,6 +244,8 @@ class Attachment:
                 )
             return
         self.stepping = False
+        for callback in self.owner.on_exchange:
+            callback()
         self.broadcast_new_parameters()
         if self.step > 0 and self.owner.together:
             self.changing_buffers.select()

@@ -19,6 +19,9 @@ def buffer_of(module: nn.Module, name: str) -> torch.Tensor | None:
     return buffers[name] if name in buffers else None  # noqa: SIM401 (a scripted module's have no get)
 
 
+Observed = tuple[nn.Module, list[str], dict[str, torch.Tensor], dict[str, torch.Tensor] | None]
+
+
 class Buffers:
     """The floating buffers that training changes, of all modules that are trained. One per runtime.
 
@@ -83,6 +86,21 @@ class Buffers:
             buffer = buffer_of(module, name)
             if buffer is not None and buffer.shape == value.shape:
                 buffer.data.copy_(value)
+
+    def observe(self) -> list[Observed]:
+        """Which buffers are averaged, what is official of them, and what is this rank's own of those that show that."""
+        return [(m, list(names), dict(self._official.get(m, {})), self._own.get(m)) for m, names in self._names.items()]
+
+    def restore(self, every: Iterable[Observed]) -> None:
+        """As `observe` gave it, where the modules hold what they held then."""
+        for table in (self._names, self._official, self._own):
+            table.clear()
+        for module, names, official, own in every:
+            self._take_up(module, list(names))
+            if official:
+                self._official[module] = official
+            if own is not None:
+                self._own[module] = own
 
     def release(self) -> None:
         """Begin anew, with the official copies."""
@@ -150,6 +168,10 @@ class ChangingBuffers:
     def watch(self, modules: Iterable[nn.Module]) -> None:
         """Those of these modules are still to be looked at."""
         self._candidates += self._buffers.watch(modules)
+
+    def forget(self) -> None:
+        """It is known which are averaged, from before."""
+        self._candidates = []
 
     def select(self) -> None:
         """A training forward has run: what it has changed is averaged from now on. All ranks call it together."""

@@ -6,13 +6,14 @@ It goes with the optimizer's state, under a key that torch's load_state_dict ign
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 
 from dadt.errors import CommError
+from dadt.train import observation
 from dadt.train.attachment import Attachment
 from dadt.train.buffers import Buffers
 from dadt.train.peers import Peers
@@ -73,6 +74,10 @@ class Checkpoints:
         """The step of each one's last, and how many steps in a row had one."""
         self.any_loaded = False
         """The script has loaded state into an optimizer."""
+        self._own: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[str, Any]] = weakref.WeakKeyDictionary()
+        """What was this rank's alone when all ranks were where `_loaded` is: of a snapshot."""
+        self.on_resumed: list[Callable[[], None]] = []
+        """Called once when training goes on from what was loaded."""
         self._aside = False
         self._by_all = False
 
@@ -111,15 +116,21 @@ class Checkpoints:
             self._join(a, state)
             a.schema.forget_residuals()
         indices = numbers_of(a.optimizer)
+        prediction = {key: by_index(value, indices) for key, value in a.prediction.state().items()}
+        random = self.streams.state() if self.streams is not None else {}
+        return {**self.common(a, state or {}, prediction), "random": random}
+
+    def common(self, a: Attachment, state: dict[str, Any], prediction: dict[str, Any]) -> dict[str, Any]:
+        """What is no rank's alone. state: the algorithm's."""
         return {
             "version": VERSION,
             "algorithm": self._runtime.config.algorithm,
             "world_size": self._runtime.world.world_size,
             "rank": self._runtime.world.rank,
             "step": a.step,
-            "state": state or {},
-            "prediction": {key: by_index(value, indices) for key, value in a.prediction.state().items()},
-            "random": self.streams.state() if self.streams is not None else {},
+            "state": state,
+            "prediction": prediction,
+            "random": {},
         }
 
     def _state_of(self, a: Attachment) -> dict[str, Any] | None:
@@ -178,6 +189,10 @@ class Checkpoints:
         """Training goes on from this part of the state once the optimizer is attached anew."""
         self._loaded[optimizer] = part
 
+    def keep_own(self, optimizer: torch.optim.Optimizer, own: dict[str, Any]) -> None:
+        """The same with what an Observation of this rank has held; all ranks have theirs."""
+        self._own[optimizer] = own
+
     def spread(self, a: Attachment) -> None:
         """All ranks go on from what the first has loaded; called by all, when the optimizer is attached."""
         mine = self._loaded.get(a.optimizer)
@@ -194,9 +209,12 @@ class Checkpoints:
         """Training goes on: from what was loaded, if anything was."""
         for a in self._owner.attachments if self._loaded else ():
             if a.alive and (part := self._loaded.pop(a.optimizer, None)) is not None:
-                self._resume(a, part)
+                self._resume(a, part, self._own.pop(a.optimizer, None))
+        callbacks, self.on_resumed = self.on_resumed, []
+        for callback in callbacks:
+            callback()
 
-    def _resume(self, a: Attachment, part: dict[str, Any]) -> None:
+    def _resume(self, a: Attachment, part: dict[str, Any], own: dict[str, Any] | None) -> None:
         config, size = self._runtime.config, self._runtime.world.world_size
         if part["algorithm"] != config.algorithm:
             self._runtime.say(
@@ -217,6 +235,9 @@ class Checkpoints:
             return
         a.step = part["step"]
         a.numbered_from = a.step - a.exchanges
+        if own is not None:
+            observation.restore(a, own, prediction, part["state"])
+            return
         a.prediction.load_state(prediction)
         if part["state"]:
             a.algorithm.load_state(part["state"])

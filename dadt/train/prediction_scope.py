@@ -32,6 +32,11 @@ class PredictionScope:
                 prediction.suspend()
 
     @property
+    def under_way(self) -> bool:
+        """A training forward or a backward is."""
+        return self._passes > 0
+
+    @property
     def in_backward(self) -> bool:
         return self._backwards > 0
 

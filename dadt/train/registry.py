@@ -62,6 +62,10 @@ class Registry(Peers):
         mine = [o for o in self._registered if o not in self.left_alone]
         return sorted(mine, key=lambda o: self._registered[o])
 
+    def number(self, optimizer: torch.optim.Optimizer) -> int:
+        """Its place among all that were built so far."""
+        return self._registered[optimizer]
+
     @property
     def trains_one(self) -> bool:
         """There is no other optimizer to train. Cheap, as it is asked for every gradient."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
+from dadt.comm.compression import LowRank
 from dadt.train.exchange.exchange import BucketPlan, Exchange
 from dadt.train.exchange.step_metadata import StepMetadata
 from dadt.train.peers import Peers
@@ -54,18 +55,31 @@ class RestoredExchange:
         self.schema = attachment.schema
         self.parameters = attachment.parameters
         self.name = f"the checkpoint's gradient{attachment.name}"
+        self._not_finite = state.get("not_finite", [0])
+        """Of each rank's lane."""
+        self._learned = state.get("learned", {})
         self.number = -1
         self.seconds = self.waited = 0.0
         self.halfway = False
 
     def receive(self) -> list[StepMetadata]:
-        return [StepMetadata(self.schema.crc, 0, 0, 0, 0, False, 1.0, self.value)]
+        learned, self._learned = self._learned, {}
+        for index, of_bucket in learned.items():
+            if index < len(self.schema.forms) and isinstance(form := self.schema.forms[index], LowRank):
+                device = form.bucket.device
+                form.learn([(mean.to(device), None if lost is None else lost.to(device)) for mean, lost in of_bucket])
+        return self.wait()
 
     def go_on(self) -> None:
         """Nothing is left of it."""
 
     def wait(self) -> list[StepMetadata]:
-        return self.receive()
+        crc, value = self.schema.crc, self.value
+        return [StepMetadata(crc, 0, 0, 0, 0, False, 1.0, value, number) for number in self._not_finite]
+
+    def learned(self) -> dict[int, Any]:
+        """As of Exchange."""
+        return dict(self._learned)
 
     def norm(self) -> torch.Tensor:
         return torch.tensor(self._norm, dtype=torch.float64, device="cpu")

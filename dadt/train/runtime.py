@@ -67,6 +67,8 @@ class Runtime(Departure):
         """Called at every training forward and consumption."""
         self.on_regroup: list[Callable[[], None]] = []
         """Called when others were lost, once this rank is connected with those that are left."""
+        self.on_exchange: list[Callable[[], None]] = []
+        """Called before a step launches anything, while what earlier ones have launched may be under way."""
         self.missing: Callable[[int], str] = lambda lost: f"data of {lost} of {world.world_size} is left out"
         """Says what becomes of the data of so many lost workers."""
         self.replaying = self.replays and (self.together if world.joins else bool(config.resume))
@@ -349,15 +351,29 @@ class Runtime(Departure):
         counts in full."""
         self.progress.samples += samples
         if self.on_training_thread:
-            for attachment in self.attachments:
-                attachment.batch_weight.drew(source, samples, nominal)
+            for weight in self._batch_weights:
+                weight.drew(source, samples, nominal)
 
     def pass_over(self, source: Pass) -> None:
         """The script has come to the end of a shared loader."""
         source.is_over = True
         if self.on_training_thread:
-            for attachment in self.attachments:
-                attachment.batch_weight.pass_over(source)
+            for weight in self._batch_weights:
+                weight.pass_over(source)
+
+    @property
+    def _batch_weights(self) -> list[BatchWeight]:
+        if not self.replaying:
+            return [attachment.batch_weight for attachment in self.attachments]
+        for optimizer in self.optimizers:
+            self._drawn.setdefault(optimizer, BatchWeight(lambda: self.backwards))
+        return list(self._drawn.values())
+
+    def trained_before(self, optimizer: torch.optim.Optimizer) -> None:
+        """In a replay: this optimizer was stepped here, with the batches that were drawn."""
+        if (weight := self._drawn.get(optimizer)) is not None:
+            weight.exchanged()
+            weight.stepped()
 
     def _attempt(self, exchange: Callable[[], None]) -> None:
         """Where ranks are lost meanwhile, those that are left compare their replicas, and so do over what it does."""

@@ -177,7 +177,7 @@ class Pipe(Algorithm):
             "synchronous": self._sync is not None,
             "in_flight": flights(a, self._pending),
             "measured": {} if self._warmed_up else a.measure.state(),
-            **self._norm_state(),
+            "norms": [(norm.read(), late) for norm, late in self._norms],
             "changes": self._changes,
             "divergence": {} if self._divergence is None else self._divergence.state(),
         }
@@ -196,12 +196,19 @@ class Pipe(Algorithm):
             self.attachment.measure.load_state(state["measured"])
         self._pending = RestoredExchange(self.attachment, state["in_flight"][-1]) if state["in_flight"] else None
         self._norms.clear()
-        if state["norm"] is not None:
-            norm = torch.tensor(state["norm"], dtype=torch.float64, device="cpu")
-            self._norms.append((Later(norm), state["late"]))
+        before = [(state["norm"], state["late"])] if state.get("norm") is not None else []  # of an older version
+        for value, late in state.get("norms", before):
+            self._norms.append((Later(torch.tensor(value, dtype=torch.float64, device="cpu")), late))
         self._changes = state.get("changes", 0)
         if self._divergence is not None and state["divergence"]:
             self._divergence.load_state(state["divergence"])
+
+    def observe(self) -> dict[str, Any]:
+        return {} if self._sync is None else self._sync.observe()
+
+    def restore(self, own: dict[str, Any]) -> None:
+        if self._sync is not None:
+            self._sync.restore(own)
 
     def _step_synchronously(self, exchange: Exchange) -> None:
         a = self.attachment
@@ -290,13 +297,6 @@ class Pipe(Algorithm):
         if prediction.changed or prediction.barred:
             return _CHANGED if prediction.changed else _BARRED
         return _BLOWN_UP * blown_up
-
-    def _norm_state(self) -> dict[str, Any]:
-        """The last norm, once those before it have been looked at."""
-        while len(self._norms) > 1:
-            self._look_at(*self._norms.popleft())
-        norm, late = self._norms[0] if self._norms else (None, False)
-        return {"norm": None if norm is None else norm.read(), "late": late}
 
     def _blows_up(self) -> bool:
         """By the norms of the last steps' averages. Ranks may see it at different steps: a norm's last bits differ

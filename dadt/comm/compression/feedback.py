@@ -17,6 +17,14 @@ class Owing:
         self._scale: torch.Tensor | None = None
         self._forgets = False
 
+    def observe(self) -> dict[str, Any]:
+        """What this rank owes, as it is while no exchange is under way: for it alone, and not to be changed."""
+        return {"scale": self._scale, "forgets": self._forgets}
+
+    def restore(self, own: dict[str, Any]) -> None:
+        """Go on with the same bits from what `observe` gave."""
+        self._scale, self._forgets = own["scale"], own["forgets"]
+
     def forget(self) -> None:
         """The next exchange begins with nothing owed."""
         self._forgets = True
@@ -45,8 +53,17 @@ class Feedback(Owing):
         """The residual for so many values, made at the first call, on that device (None: in host memory)."""
         if self._owed is None:
             self._owed = torch.zeros(total, device=device or "cpu", dtype=torch.float32)
+        if device is not None and self._owed.device != device:  # from a snapshot
+            self._owed = self._owed.to(device)
         assert len(self._owed) == total, "a Feedback is of one bucket"
         return self._owed
+
+    def observe(self) -> dict[str, Any]:
+        return {**super().observe(), "owed": self._owed}
+
+    def restore(self, own: dict[str, Any]) -> None:
+        super().restore(own)
+        self._owed = own["owed"]
 
     def arguments(self, total: int, scale: torch.Tensor | None = None) -> dict[str, Any]:
         """Arguments of the next `Engine.allreduce` of so many values. This object must live until that is done."""

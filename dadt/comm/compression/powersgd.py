@@ -7,6 +7,7 @@ two allreduces, of which the second needs the first. Q of one step is where the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -17,6 +18,8 @@ from dadt.comm.compression.half import narrowed
 _DEPENDENT = 1e-4
 """A column of which no more is left, once those before are taken out, is nothing but their rounding."""
 _SEED = 1905_13727
+Learned = tuple[torch.Tensor, torch.Tensor | None]
+"""Of one matrix: the mean of Q over ranks, and what this rank has lost of its own part; None where that was none."""
 
 
 class LowRank(Owing):
@@ -73,6 +76,27 @@ class LowRank(Owing):
         self.epoch += 1
         self.owed = [None] * len(self.matrices)
         self.bases = self._begin()
+
+    def observe(self) -> dict[str, Any]:
+        return {**super().observe(), "owed": list(self.owed), "bases": list(self.bases)}
+
+    def restore(self, own: dict[str, Any]) -> None:
+        super().restore(own)
+        self.owed = [None if t is None else t.to(self.bucket.device) for t in own["owed"]]
+        self.bases = [t.to(self.bucket.device) for t in own["bases"] if t is not None]
+
+    def learn(self, learned: Sequence[Learned]) -> None:
+        """One averaging is over: keep what was lost, and where the next iteration begins."""
+        with torch.no_grad():
+            for k, (mean, lost) in enumerate(learned):
+                # Infinity in a gradient reaches all ranks, and neither what is owed nor the next beginning. A column of
+                # zeros would stay one for ever.
+                useful = mean.isfinite().all() & mean.ne(0).any(0, keepdim=True)
+                self.bases[k] = torch.where(useful, mean, self.bases[k])
+                if lost is not None:
+                    owed = self.owed[k]
+                    # With `pipe` the exchange after this one has begun: what is lost here goes with the next but one.
+                    self.owed[k] = lost if owed is None else owed + lost
 
     def owes(self, index: int) -> torch.Tensor | None:
         """The residual of one tensor of the bucket, in its shape; None if there is none. No exchange is under way."""
@@ -158,28 +182,21 @@ class Round:
                 places[i].copy_(narrowed(product, place_dtype) if product.dtype != place_dtype else product)
 
     def learn(self) -> None:
-        """Keep what was lost, and where the next iteration begins. After `finish`, once; on all ranks between the same
-        two averagings."""
-        form = self.form
-        if self._epoch == form.epoch:
-            with torch.no_grad():
-                for k in range(len(form.matrices)):
-                    self._learn(k, form.second.deliver(k, self._turn))
+        """After `finish`, once; on all ranks between the same two averagings."""
+        if self._epoch == self.form.epoch:
+            self.form.learn(self.learned())
         self._taken, self._own = [], []
 
-    def _learn(self, k: int, mean: torch.Tensor) -> None:
-        """Infinity in a gradient reaches all ranks, and neither what is owed nor the next beginning."""
-        form, matrix, own = self.form, self._taken[k], self._own[k]
-        finite = mean.isfinite().all()
-        # A column of zeros would stay one for ever.
-        useful = finite & mean.ne(0).any(0, keepdim=True)
-        form.bases[k] = torch.where(useful, mean, form.bases[k])
+    def learned(self) -> list[Learned]:
+        """What `learn` will go by, after `finish`."""
+        with torch.no_grad():
+            return [self._learned(k, self.form.second.deliver(k, self._turn)) for k in range(len(self._taken))]
+
+    def _learned(self, k: int, mean: torch.Tensor) -> Learned:
+        matrix, own = self._taken[k], self._own[k]
         if matrix is None or own is None or not self._counts:
-            return
-        lost = torch.where(finite, matrix - self._bases[k] @ own.T, 0.0)
-        owed = form.owed[k]
-        # With `pipe` the exchange after this one has begun: what is lost here goes with the next but one.
-        form.owed[k] = lost if owed is None else owed + lost
+            return mean, None
+        return mean, torch.where(mean.isfinite().all(), matrix - self._bases[k] @ own.T, 0.0)
 
 
 def _as_matrix(tensor: torch.Tensor) -> tuple[int, int]:

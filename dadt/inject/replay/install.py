@@ -43,7 +43,9 @@ def install(runtime: Runtime, modules: Modules, streams: Streams, overlay: Overl
         handover = Handover(runtime, values, recorder, taken)
         modules.saw += [recorder.saw, handover.saw]
         runtime.on_stepped += [recorder.stepped, handover.stepped]
-        runtime.on_regroup.append(handover.regrouped)
+        runtime.on_regroup += [recorder.drop, handover.regrouped]
+        runtime.on_exchange.append(recorder.begins)
+        register_optimizer_step_pre_hook(recorder.before_step)
         runtime.forget = recorder.stop
         runtime.on_end.append(recorder.close)
 

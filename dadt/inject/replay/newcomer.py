@@ -26,6 +26,7 @@ class Newcomer:
     """As of Goal. It moves on until the others wait."""
 
     digest = ""
+    is_exact = False
 
     def __init__(self, runtime: Runtime, values: Values) -> None:
         """Waits until the others have taken a step."""

@@ -1,4 +1,4 @@
-"""Takes snapshots of a running script, between two of its steps."""
+"""Takes snapshots of a running script, between two of its steps, which it would have taken just so without them."""
 
 from __future__ import annotations
 
@@ -8,141 +8,217 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from time import perf_counter, time
-from typing import Any
+from time import time
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from dadt.config.check import snapshot_interval
 from dadt.control import snapshots
-from dadt.errors import DadtError
+from dadt.errors import CommError, DadtError
 from dadt.inject.replay import snapshot
-from dadt.inject.replay.taken import Taken
+from dadt.inject.replay.copies import Room
+from dadt.inject.replay.pace import MEASURED, Pace
+from dadt.inject.replay.taken import Seen, Taken
 from dadt.inject.replay.values import Values
 from dadt.train.runtime import Runtime
 
-MEASURED = 20
-"""Steps by whose time the first snapshot is chosen, where they are asked for by the clock."""
+WAITING = 2
+"""Snapshots that may wait to be written: where they come faster than the disk takes them, training waits for it."""
+UNSEEN = 3
+"""Snapshots in a row that no training forward follows, after which that is told."""
 LARGE = 1 << 20
 """Bytes of a batch beyond which a part of it stands for it."""
 
 
 class Recorder:
-    """All ranks take each snapshot after the same step: a time becomes a number of steps, on which they agree."""
+    """All ranks take each snapshot after the same step: a time becomes a number of steps, on which they agree beside
+    training. A snapshot is seen behind a step, without waiting for anybody or changing anything, and is complete when
+    the next step begins; then a thread writes it."""
 
     def __init__(self, runtime: Runtime, values: Values, taken: Taken) -> None:
         self._runtime, self._values, self._taken = runtime, values, taken
         self._root = Path(runtime.config.snapshot_dir)
         self._steps, self._seconds = snapshot_interval(runtime.config.snapshot_every)
-        self._next = self._steps or MEASURED
-        self._times: deque[float] = deque(maxlen=MEASURED)
-        self._writing: threading.Thread | None = None
+        self._next = self._steps or sys.maxsize
+        self._pace = Pace(runtime, self._seconds) if self._seconds else None
+        self._writing: deque[threading.Thread] = deque()
         self._script = snapshot.script()  # before it goes to another folder
         self.stopped = self._is_proven = False
         self._began = 0.0
         """When the first training forward did, in seconds since the epoch."""
-        self._open: tuple[Path, dict[str, Any], int] | None = None
-        """A snapshot that may not be whole yet, what is told of it, and the backwards that the script had begun."""
+        self._room = Room()
+        self._open: Open | None = None
+        self._forward = self._group = 0
+        """The step behind which the last training forward began, and the steps between the last two that had any."""
+        self._unseen = 0
+        """Snapshots in a row that no training forward followed."""
 
     def goes_on_from(self, step: int, began: float) -> None:
         """After a replay up to this step; training began at this time."""
-        self._next, self._began = step + (self._steps or MEASURED), began
+        self._next, self._began = step + self._steps if self._steps else sys.maxsize, began
+        self._forward = step
+        if self._pace is not None:
+            self._pace.first = step + MEASURED
 
     @property
     def plan(self) -> list[float]:
         """Which steps have snapshots, and when training began: the same on all ranks."""
-        return [self._next, self._steps, self._began]
+        self._agree(at_once=True)
+        first = self._pace.first if self._pace is not None else 0
+        return [self._next, self._steps, self._began, self._group, first]
 
     def follows(self, plan: Sequence[float]) -> None:
         """A new worker's, from now on."""
-        self._next, self._steps, self._began = int(plan[0]), int(plan[1]), plan[2]
+        self._next, self._steps, self._began, self._group = int(plan[0]), int(plan[1]), plan[2], int(plan[3])
+        if self._pace is not None:
+            self._pace.first = int(plan[4])
 
     def stop(self) -> None:
         """The script has no need of them."""
-        self.stopped, self._next = True, sys.maxsize
+        self.stopped, self._next, self._pace = True, sys.maxsize, None
         self._values.stop()
 
     def stepped(self) -> None:
         """A step is complete."""
         step = self._runtime.step
-        self._times.append(perf_counter())
-        if step < self._next or self._runtime.replaying:
+        if self._runtime.replaying:
+            return
+        if self._pace is not None:
+            self._pace.stepped()
+        self._agree()
+        if self._open is not None and not self._open.seen:  # a step that follows another, without a forward between
+            self._discard(max(step, self._forward + self._group))
+        if step < self._next:
             return
         with self._values.aside():
-            if self._seconds:
-                took = (self._times[-1] - self._times[0]) / max(len(self._times) - 1, 1)
-                slowest = max(self._runtime.collect("time of a step", took))
-                self._steps = max(1, round(self._seconds / max(slowest, 1e-6)))
-                if step == MEASURED < self._steps:
-                    self._next = self._steps
-                    return
-            self._next = step + self._steps
+            if not self._taken.possible:
+                self._next = step + 1
+                return
+            if self._pace is not None:
+                self._pace.ask()
+            self._next = step + self._steps if self._steps else sys.maxsize
             self._take(step)
 
     def saw(self, given: Any) -> None:
-        """A training forward begins, with these arguments. The first one after a snapshot makes it whole, unless it
-        goes on with what was computed before: a replay does not have that."""
+        """A training forward begins, with these arguments. The first one after a snapshot is told in it, unless it goes
+        on with what was computed before: a replay does not have that."""
         self._began = self._began or time()
+        step = self._runtime.step
+        if step != self._forward:
+            self._group, self._forward = step - self._forward, step
+        if self._open is None or self._open.seen:
+            return
+        if goes_on(given) or self._runtime.backwards != self._open.backwards:
+            self._discard(step + 1)
+        elif step != self._open.told["step"]:
+            self._discard(self._again())
+        else:
+            self._open.told["next"] = digest(given)
+            self._unseen = 0
+            if self._values.in_step:  # in a closure: who knows when it changes something
+                self.begins()
+
+    def begins(self) -> None:
+        """A step begins to use its gradients. Nothing of it is launched yet."""
         if self._open is None:
             return
-        (folder, told, backwards), self._open = self._open, None
-        if goes_on(given) or self._runtime.backwards != backwards:
-            self._next = self._runtime.step + 1
-            self._in_background(lambda: snapshot.discard(folder, self._runtime.world.rank))
-        else:
-            told["next"] = digest(given)
-            self._in_background(lambda: self._complete(folder, told))
+        with self._values.aside():
+            if self._open.seen:
+                self._complete(self._open)
+                return
+            self._unseen += 1
+            if self._unseen == UNSEEN:
+                self._runtime.say("no snapshot: calls of the model that is trained are not seen", "warning")
+            self._discard(self._again() if self._unseen < UNSEEN else self._next)
+
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """A hook of torch's: what another thread still copies is about to change, unless a closure comes first."""
+        if not callable(args[1] if len(args) > 1 else kwargs.get("closure")):
+            self.begins()
 
     def drop(self) -> None:
         """What is not whole."""
         if self._open is not None:
-            folder, self._open = self._open[0], None
-            self._in_background(lambda: snapshot.discard(folder, self._runtime.world.rank))
+            self._open.content.over()
+            self._open = None
 
     def close(self) -> None:
         """Drop what is not whole, and wait for what is being written."""
         self.drop()
-        if self._writing is not None:
-            self._writing.join()
+        for thread in self._writing:
+            thread.join()
+
+    def _discard(self, again: int) -> None:
+        """What cannot be gone on from; another one is taken behind this step, on all ranks."""
+        self.drop()
+        self._next = min(self._next, again)
+
+    def _again(self) -> int:
+        """The next step that a training forward will follow, as far as the last ones show."""
+        return max(self._runtime.step + 1, self._forward + self._group)
+
+    def _agree(self, *, at_once: bool = False) -> None:
+        if self._pace is not None and (found := self._pace.told(at_once=at_once)) is not None:
+            self._steps, self._next = found
 
     def _take(self, step: int) -> None:
         r = self._runtime
-        if self._open is not None:
-            r.say("no snapshot: calls of the model that is trained are not seen", "warning")
-            self.close()
-        content = self._taken.take(sys._getframe(), common=r.first)
-        folder = snapshots.folder_of(self._root, step)
-        self._open = folder, self._told(step, common=r.first), r.backwards
-        self._in_background(lambda: snapshot.write(folder, r.world.rank, content))
+        content = self._taken.observe(sys._getframe(), self._room, common=r.first)
+        self._open = Open(content, self._told(step, common=r.first), r.backwards)
 
     def _told(self, step: int, *, common: bool) -> dict[str, Any]:
         r = self._runtime
-        members = {"members": list(r.members), "shares": r.shares, "common": common}
+        members = {"members": list(r.members), "shares": r.shares, "world": r.world.world_size, "common": common}
         return {"step": step, "seed": r.config.seed, "began": self._began, **members, **self._script}
 
-    def _complete(self, folder: Path, told: dict[str, Any]) -> None:
-        rank = self._runtime.world.rank
-        snapshot.complete(folder, rank, told)
-        if not self._is_proven:
-            snapshot.read(folder, rank)  # what is no plain value is found now, and not when it is needed
-            self._is_proven = True
-        if told["common"]:
-            snapshots.drop_old(self._root)
+    def _complete(self, taken: Open) -> None:
+        self._open = None
+        try:
+            same = taken.content.complete()
+        except CommError:  # the step that begins notices, too, and says so
+            same = False
+        if not same:
+            taken.content.over()
+            return
+        while len(self._writing) >= WAITING:
+            self._writing.popleft().join()
+        before = self._writing[-1] if self._writing else None
+        self._writing.append(threading.Thread(target=self._write, args=(taken, before), name="dadt-snapshot"))
+        self._writing[-1].start()
 
-    def _in_background(self, write: Any) -> None:
-        before = self._writing
+    def _write(self, taken: Open, before: threading.Thread | None) -> None:
+        if before is not None:
+            before.join()
+        rank, folder = self._runtime.world.rank, snapshots.folder_of(self._root, taken.told["step"])
+        try:
+            snapshot.write(folder, rank, taken.content.content)
+            snapshot.complete(folder, rank, taken.told)
+            if not self._is_proven:
+                snapshot.read(folder, rank)  # what is no plain value is found now, and not when it is needed
+                self._is_proven = True
+            if taken.told["common"]:
+                snapshots.drop_old(self._root)
+        except (OSError, RuntimeError, DadtError) as error:  # torch raises the second where a disk is full
+            self._runtime.say(f"no snapshot: {str(error).splitlines()[0]}", "warning")
+        finally:
+            taken.content.over()
 
-        def work() -> None:
-            if before is not None:
-                before.join()
-            try:
-                write()
-            except (OSError, RuntimeError, DadtError) as error:  # torch raises the second where a disk is full
-                self._runtime.say(f"no snapshot: {str(error).splitlines()[0]}", "warning")
 
-        self._writing = threading.Thread(target=work, name="dadt-snapshot")
-        self._writing.start()
+class Open(NamedTuple):
+    """A snapshot that is not complete yet."""
+
+    content: Seen
+    told: dict[str, Any]
+    """Of the job."""
+    backwards: int
+    """That the script had begun."""
+
+    @property
+    def seen(self) -> bool:
+        """The training forward behind it has begun."""
+        return "next" in self.told
 
 
 def goes_on(given: Any) -> bool:

@@ -11,7 +11,7 @@ import gc
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NoReturn, Protocol
@@ -26,6 +26,7 @@ from dadt.errors import NotResumed, PeerLost
 from dadt.inject.data.seed import State, Streams
 from dadt.inject.replay import variables
 from dadt.inject.replay.held import Held
+from dadt.inject.replay.own import Own
 from dadt.inject.replay.recorder import digest
 from dadt.inject.replay.roster import Roster
 from dadt.inject.replay.values import Values
@@ -40,6 +41,9 @@ class Goal(Protocol):
 
     digest: str
     """Of what comes to the first training forward behind it; empty if it is not known."""
+
+    is_exact: bool
+    """Each rank has what was its own there, and not only what all have in common."""
 
     @property
     def step(self) -> int: ...
@@ -131,6 +135,7 @@ class Replay:
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """No weights are stepped, as there are no gradients."""
         if self.under_way:
+            self._runtime.trained_before(optimizer)
             for group in optimizer.param_groups:
                 for p in group["params"]:
                     p.grad = None
@@ -225,19 +230,22 @@ class Replay:
         mine = dict(variables.held(sys._getframe(), tensors.values(), self._roster.attributes()))
         with torch.no_grad():
             for name, value in common["tensors"].items():
-                tensors[name].data.copy_(value)
+                if name in tensors:
+                    tensors[name].data.copy_(value)
             for name, value in own["variables"].items():
                 if name in mine and mine[name].shape == value.shape:
                     mine[name].data.copy_(value)
         self._roster.restore(own.get("counts", {}))
-        for optimizer, state in zip(self._runtime.optimizers, common["optimizers"], strict=True):
+        for optimizer, state in _pairs(self._optimizers, common["optimizers"]):
             for group in optimizer.param_groups:
                 for p in group["params"]:
                     p.grad = None
             optimizer.load_state_dict(state)
-        for scheduler, state in zip(self._roster.schedulers(), common["schedulers"], strict=True):
+        if self.goal.is_exact:
+            Own(self._runtime, self._roster).put_in_place(own)
+        for scheduler, state in _pairs(self._roster.schedulers(), common["schedulers"]):
             scheduler.load_state_dict(state)
-        for scaler, state in zip(self._roster.scalers(), common["scalers"], strict=True):
+        for scaler, state in _pairs(self._roster.scalers(), common["scalers"]):
             scaler.load_state_dict(state)
         random = {name: State.from_plain(state) for name, state in own["random"].items()}
         if "own" not in random:
@@ -257,18 +265,24 @@ class Replay:
 
     def _check(self, common: dict[str, Any]) -> None:
         """Whether the script stands where it stood. Raises NotResumed."""
-        gc.collect()
+        gc.collect()  # what nobody has any more may have been alive there, and not here, or the other way round
         mine = {name: tuple(t.shape) for name, t in self._roster.tensors()}
         theirs = {name: tuple(t.shape) for name, t in common["tensors"].items()}
-        if any(mine.get(name) != shape for name, shape in theirs.items()):
+        gone = {name for name in theirs if name not in mine and self._roster.was_built(name)}
+        if any(mine.get(name) != shape for name, shape in theirs.items() if name not in gone):
             raise NotResumed("the script has built other modules than before")
-        counts = [len(self._runtime.optimizers), len(self._roster.schedulers()), len(self._roster.scalers())]
-        if counts != [len(common[name]) for name in ("optimizers", "schedulers", "scalers")]:
-            raise NotResumed("the script has built other optimizers or schedulers than before")
-        for optimizer, state in zip(self._runtime.optimizers, common["optimizers"], strict=True):
+        there = (self._optimizers, self._roster.schedulers(), self._roster.scalers())
+        for each, name in zip(there, ("optimizers", "schedulers", "scalers"), strict=True):
+            if not common[name].keys() >= each.keys():
+                raise NotResumed("the script has built other optimizers or schedulers than before")
+        for optimizer, state in _pairs(self._optimizers, common["optimizers"]):
             rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
             if rates != (before := [float(group.get("lr", 0.0)) for group in state["param_groups"]]):
                 raise NotResumed(f"{type(optimizer).__name__} has a learning rate of {rates}, and had {before}")
+
+    @property
+    def _optimizers(self) -> dict[int, torch.optim.Optimizer]:
+        return {self._runtime.number(optimizer): optimizer for optimizer in self._runtime.optimizers}
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         for optimizer in self._runtime.optimizers:
@@ -280,6 +294,11 @@ class Replay:
             self._zeros[p] = torch.zeros_like(p)
         zero: torch.Tensor = self._zeros[p]
         return zero
+
+
+def _pairs(objects: Mapping[int, Any], states: Mapping[int, Any]) -> list[tuple[Any, Any]]:
+    """Those that are alive here and were there, in the order in which they were built."""
+    return [(objects[number], states[number]) for number in sorted(objects.keys() & states.keys())]
 
 
 def refuse(error: NotResumed) -> NoReturn:

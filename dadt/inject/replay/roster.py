@@ -20,7 +20,7 @@ class Roster:
     """The modules, schedulers and gradient scalers of this process."""
 
     def __init__(self) -> None:
-        self._count = itertools.count()
+        self._modules_built = 0
         # By identity: a module may have a hash of its own, which needs what its class has not set yet.
         self._modules: MutableMapping[nn.Module, int] = WeakIdKeyDictionary()
         self._schedulers: list[weakref.ref[Any]] = []
@@ -33,11 +33,16 @@ class Roster:
         for kind, built in ((LRScheduler, self._schedulers), (GradScaler, self._scalers)):
             setattr(kind, "__init__", _listing(kind.__init__, built))  # noqa: B010 (mypy minds else)
 
-    def schedulers(self) -> list[Any]:
+    def schedulers(self) -> dict[int, Any]:
+        """By their places among all that were built."""
         return _alive(self._schedulers)
 
-    def scalers(self) -> list[Any]:
+    def scalers(self) -> dict[int, Any]:
         return _alive(self._scalers)
+
+    def was_built(self, name: str) -> bool:
+        """Whether the module of this tensor was, though it may be gone by now."""
+        return int(name.partition(".")[0]) < self._modules_built
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Parameters and buffers of all modules that are alive, by names that are the same whenever the script runs."""
@@ -48,6 +53,24 @@ class Roster:
                 if tensor is not None and id(tensor) not in given:
                     given.add(id(tensor))
                     yield f"{number}.{name}", tensor
+
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The buffers among them, which may be each rank's own."""
+        for number, module in self._numbered():
+            for name, tensor in module._buffers.items() if "_buffers" in module.__dict__ else ():
+                if tensor is not None:
+                    yield f"{number}.{name}", tensor
+
+    @property
+    def built(self) -> int:
+        """Modules, schedulers and scalers so far."""
+        return self._modules_built + len(self._schedulers) + len(self._scalers)
+
+    def number(self, module: nn.Module) -> int | None:
+        return self._modules.get(module)
+
+    def module(self, number: int) -> nn.Module | None:
+        return next((each for each, found in self._modules.items() if found == number), None)
 
     def attributes(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors that modules hold as plain attributes, as those by which Lightning sums up what is logged."""
@@ -79,7 +102,8 @@ class Roster:
         def built(module: nn.Module, *args: Any, **kwargs: Any) -> None:
             original(module, *args, **kwargs)
             if module not in self._modules:
-                self._modules[module] = next(self._count)
+                self._modules[module] = self._modules_built
+                self._modules_built += 1
 
         return built
 
@@ -93,5 +117,5 @@ def _listing(original: Callable[..., None], built: list[weakref.ref[Any]]) -> Ca
     return init
 
 
-def _alive(built: Sequence[weakref.ref[Any]]) -> list[Any]:
-    return [found for each in built if (found := each()) is not None]
+def _alive(built: Sequence[weakref.ref[Any]]) -> dict[int, Any]:
+    return {number: found for number, each in enumerate(built) if (found := each()) is not None}

@@ -100,6 +100,9 @@ class Stored:
         told = snapshots.about(folder, rank if rank in there else first)
         if not runtime.config.force:
             check(told)
+        whole = list(told["members"]) == list(range(runtime.world.world_size)) and told["shares"] == told["world"]
+        self.is_exact = rank in there and whole and told["world"] == runtime.world.world_size
+        """All ranks that took it go on from it, each with what is its own."""
         values.recorded = bytearray(self._own["values"].numpy().tobytes())
         # Fewer read the same steps in larger batches.
         runtime.shares = told["shares"]

@@ -65,6 +65,11 @@ class Values:
         self._in_step()
         self._steps.append(sys._getframe(1))
 
+    @property
+    def in_step(self) -> bool:
+        """Whether an optimizer's step is under way."""
+        return self._in_step()
+
     def _in_step(self) -> bool:
         """A step that has raised is over, and no hook says so."""
         while self._steps and not is_caller(self._steps[-1], sys._getframe()):

@@ -23,7 +23,7 @@ from dadt.train.exchange.step_metadata import METADATA_BYTES, StepMetadata, any_
 
 if TYPE_CHECKING:
     from dadt._core import Work
-    from dadt.comm.compression.powersgd import Round
+    from dadt.comm.compression.powersgd import Learned, Round
     from dadt.comm.executors.device import Averaging, Device
     from dadt.train.exchange.background import Wait
 
@@ -314,6 +314,10 @@ class Exchange(BucketExchange):
                     f" rank {members[0]}'s: every rank must build the same model"
                 )
         return lanes
+
+    def learned(self) -> dict[int, list[Learned]]:
+        """By bucket, after `wait`: what compression will learn of it in `receive`."""
+        return {index: round_.learned() for index, round_ in self._rounds}
 
     def go_on(self) -> None:
         """The second half of what takes two allreduces, if it does not begin by itself. Every rank comes here between

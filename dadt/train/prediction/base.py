@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from dadt.train.later import Later
 from dadt.train.prediction.memory import Memory, lends
+from dadt.train.prediction.shown import PARTS, Shown, copy, part, replaced, show, still_lent
 
 Tensors = Mapping[torch.Tensor, torch.Tensor]
 """The state of each parameter."""
@@ -32,25 +33,13 @@ class Holds(enum.Enum):
     """The rank's own gradients, which have just been sent."""
     AVERAGE = 6
     """The gradients that have just been applied, with none on the way."""
+    AHEAD = 7
+    """The predicted weights themselves, which have not been shown yet."""
 
 
 _FIRST, _EVERY = 8, 64
 """Predictions after which it is looked whether the script has changed the weights meanwhile: the first ones, and each
 so many later."""
-_PARTS, _LEAST = 4, 4096
-"""Each look is at another one of so many parts of each parameter, of no fewer elements."""
-
-
-class Shown(NamedTuple):
-    """A parameter that shows predicted weights, or would."""
-
-    parameter: torch.Tensor
-    true: torch.Tensor
-    """Its true weights."""
-    place: torch.Tensor
-    """Where the predicted ones are."""
-    lent: bool
-    """It was given that memory."""
 
 
 class Prediction:
@@ -116,7 +105,9 @@ class Prediction:
 
     def apply(self) -> None:
         """Go from true to predicted weights, at the first forward with gradients after a step."""
-        if self._holds is Holds.KNOWN and not traces():
+        if self._holds is Holds.AHEAD and not traces():
+            self._go_to_predicted()
+        elif self._holds is Holds.KNOWN and not traces():
             if not self._go_ahead():
                 self.forget()
             elif self._keeps_memory:
@@ -178,7 +169,7 @@ class Prediction:
             return
         rows = self._rows
         if self.applied:
-            self._show_true(rows, _still_lent(rows))
+            self._show_true(rows, still_lent(rows))
         elif not self.suspended:
             return
         buffers = [row.place if row.parameter.data_ptr() == row.true.data_ptr() else row.true for row in rows]
@@ -201,7 +192,7 @@ class Prediction:
         """Like `undo`, but `resume` can follow: a backward or forward before the step still needs predicted weights."""
         places, rows = self._places, self._rows
         if self.applied:
-            lent = _still_lent(rows)
+            lent = still_lent(rows)
             predicted = [r.place if by_memory else r.place.clone() for r, by_memory in zip(rows, lent, strict=True)]
             self._show_true(rows, lent)
             if self.applied:
@@ -224,16 +215,16 @@ class Prediction:
         else:
             pairs = list(zip(rows, waiting, strict=True))
             copied = [(row, predicted) for row, predicted in pairs if predicted is not row.place]
-            _copy([(row.true, row.place) for row, _ in copied])
+            copy([(row.true, row.place) for row, _ in copied])
             if self.suspended:
                 self._holds, self._predicted = Holds.TRUE_WEIGHTS, []
                 for (p, true, place, _), predicted in pairs:
                     if predicted is place and p.data_ptr() == true.data_ptr():
                         p.data = place
-                _copy([(row.place, predicted) for row, predicted in copied])
+                copy([(row.place, predicted) for row, predicted in copied])
         if self._places is not places:  # undone meanwhile by a signal handler
             self._holds = Holds.NOTHING
-            _show(rows, [predicted is row.place for row, predicted in zip(rows, waiting, strict=True)])
+            show(rows, [predicted is row.place for row, predicted in zip(rows, waiting, strict=True)])
 
     @property
     def _rows(self) -> list[Shown]:
@@ -242,7 +233,7 @@ class Prediction:
 
     def _show_true(self, rows: Sequence[Shown], lent: Sequence[bool]) -> None:
         self._look_for_changes()
-        _show(rows, lent)
+        show(rows, lent)
 
     def _look_for_changes(self) -> None:
         norms = self._norms
@@ -255,7 +246,7 @@ class Prediction:
 
     def _norms_now(self) -> list[torch.Tensor]:
         """Norms of predicted weights, of one of their parts, so exact that another last bit of one value shows."""
-        parts = (_part(place, self._count % _PARTS) for place in self._places if place.is_floating_point())
+        parts = (part(place, self._count % PARTS) for place in self._places if place.is_floating_point())
         norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
         return [norm.to(norms[0].device) for norm in norms]
 
@@ -273,7 +264,7 @@ class Prediction:
         self.undo()
         for p, _, place, _ in elsewhere:
             # The script has put what it made of predicted weights into other memory, and would train it.
-            if _replaced(p.data, place):
+            if replaced(p.data, place):
                 p.data.copy_(place)
                 self._found = True
 
@@ -298,7 +289,7 @@ class Prediction:
     def _keep(self, parameters: Sequence[torch.Tensor]) -> None:
         """The state of these parameters; zeros for new ones."""
         if self._buffers:
-            self._buffers = self._kept(self._buffers, parameters, weights=self._holds is Holds.BEFORE)
+            self._buffers = self._kept(self._buffers, parameters, weights=self._holds in (Holds.BEFORE, Holds.AHEAD))
 
     def _kept(
         self, buffers: Sequence[torch.Tensor | None], parameters: Sequence[torch.Tensor], *, weights: bool = False
@@ -315,6 +306,21 @@ class Prediction:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` gave."""
         self.forget()
+
+    def observe(self) -> dict[str, Any]:
+        """What is this rank's own between two steps, as it is; tensors in lists by parameter. Nothing is changed, and
+        the tensors are its own: copy them before the next step."""
+        return {"looks": self._count, "changed": self._found, "ahead": list(self._predicted) if self.suspended else []}
+
+    def restore(self, own: Mapping[str, Any], common: Mapping[str, Any]) -> bool:
+        """Go on with the same bits from what `observe` gave on this rank, and `state` on any. Returns whether the
+        parameters are those of then."""
+        self.load_state(common)
+        fits = _fits(self.parameters, own["ahead"])
+        if fits and own["ahead"]:
+            self._buffers, self._holds = beside_parameters(self.parameters, own["ahead"]), Holds.AHEAD
+        self._count, self._found = own["looks"], own["changed"]
+        return fits
 
     def join(self, averages: Tensors, scale: torch.Tensor | None) -> None:
         """The averages in flight are known: what was one rank's alone gives way to them. scale: their loss scale."""
@@ -335,57 +341,6 @@ def traces() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def _still_lent(rows: Sequence[Shown]) -> list[bool]:
-    return [
-        lent and p.data_ptr() == place.data_ptr() and p.shape == place.shape and lends(p) for p, _, place, lent in rows
-    ]
-
-
-def _show(rows: Sequence[Shown], lent: Sequence[bool]) -> None:
-    """Give parameters their true weights, by memory where it is lent."""
-    copied = []
-    for (p, true, place, _), by_memory in zip(rows, lent, strict=True):
-        if by_memory:
-            p.data = true
-        elif p.data_ptr() != true.data_ptr():
-            # Moved, as to another device; else the script shows something else for a while, as an average of weights,
-            # and may give the place back to the parameter.
-            if _moved(p.data, place):
-                copied.append((p.data, true))
-            copied.append((place, true))
-    _copy(copied)
-
-
-def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    if pairs:
-        into, values = zip(*pairs, strict=True)
-        torch._foreach_copy_(into, values)
-
-
-def _part(t: torch.Tensor, number: int) -> torch.Tensor:
-    """One of a tensor's parts."""
-    size = max(_LEAST, -(-t.numel() // _PARTS))
-    begin = number * size if number * size < t.numel() else 0
-    flat = torch.as_strided(t, (t.numel(),), (1,)) if _is_dense(t) else t.flatten()
-    return flat[begin : begin + size]
-
-
-def _is_dense(t: torch.Tensor) -> bool:
-    return t.is_contiguous() or torch.empty_like(t, device="meta").stride() == t.stride()
-
-
-def _moved(now: torch.Tensor, place: torch.Tensor) -> bool:
-    """Whether these are the same values in other memory."""
-    if now.data_ptr() == place.data_ptr() or now.shape != place.shape:
-        return False
-    return torch.allclose(now.to(place), place, rtol=0.0, atol=0.0, equal_nan=True)
-
-
-def _replaced(now: torch.Tensor, place: torch.Tensor) -> bool:
-    """Whether these, in other memory, are other values."""
-    return now.shape == place.shape and not _moved(now, place)
-
-
 def _apart(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Leave out places in the same memory as one before: its true values would be put back as the other's."""
     first = {p.data_ptr(): id(p) for p in reversed(parameters) if p.numel()}
@@ -396,3 +351,16 @@ def tensors_of(parameters: Sequence[torch.Tensor], values: Tensors) -> list[torc
     """A copy of each parameter's value; zeros where there is none."""
     fresh = [torch.zeros_like(p.data) for p in parameters]
     return [f.copy_(values[p]) if p in values else f for p, f in zip(parameters, fresh, strict=True)]
+
+
+def beside_parameters(parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None]) -> list[Any]:
+    """Where the parameters are."""
+    return [None if v is None else v.to(p.device) for p, v in zip(parameters, values, strict=True)]
+
+
+def _fits(parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None]) -> bool:
+    """Whether these are a value for each parameter, or none at all."""
+    alike = len(values) == len(parameters)
+    return not values or (
+        alike and all(v is None or v.shape == p.shape for p, v in zip(parameters, values, strict=True))
+    )

@@ -12,7 +12,7 @@ import torch
 
 from dadt import _core
 from dadt.comm.bucket import DTYPES
-from dadt.train.prediction.base import Holds, Prediction, Tensors, tensors_of
+from dadt.train.prediction.base import Holds, Prediction, Tensors, beside_parameters, tensors_of
 from dadt.train.prediction.gpu import Kernel
 from dadt.train.prediction.memory import address
 from dadt.train.prediction.next_step import Factors, Step, next_steps
@@ -309,6 +309,40 @@ class Expectation(Prediction):
             self._buffers = tensors_of(self.parameters, average)
             self._absent = {id(p) for p in self.parameters if p not in average}
             self._holds = Holds.AVERAGE
+
+    def observe(self) -> dict[str, Any]:
+        known = self._holds is Holds.KNOWN and not self._has_changed
+        return {
+            **super().observe(),
+            "clip": self._clip,
+            "expected": list(self._buffers) if known and not self._terms else [],
+            "terms": [[list(gradients), weight] for gradients, weight in self._terms] if known else [],
+            "previous": list(self._previous),
+            "scale": self._previous_scale,
+            "absent": [i for i, p in enumerate(self.parameters) if id(p) in self._absent],
+            "in_place": self._in_place,
+        }
+
+    def restore(self, own: Mapping[str, Any], common: Mapping[str, Any]) -> bool:
+        every = [own["expected"], own["previous"], *(gradients for gradients, _ in own["terms"])]
+        fits = super().restore(own, common) and all(len(each) in (0, len(self.parameters)) for each in every)
+        if not fits:
+            self.forget()
+            return False
+        self._clip, self._previous_scale = map(self._beside, (own["clip"], own["scale"]))
+        self._in_place = own["in_place"]
+        self._absent = {id(self.parameters[i]) for i in own["absent"]}
+        self._previous = beside_parameters(self.parameters, own["previous"]) if own["previous"] else []
+        if own["expected"]:
+            self._buffers, self._holds = beside_parameters(self.parameters, own["expected"]), Holds.KNOWN
+        elif own["terms"]:
+            self._terms = [(beside_parameters(self.parameters, each), self._beside(w)) for each, w in own["terms"]]
+            self._versions = _versions(self._terms)
+            self._buffers, self._holds = [torch.empty_like(p.data) for p in self.parameters], Holds.KNOWN
+        return True
+
+    def _beside(self, weight: torch.Tensor | float) -> torch.Tensor | float:
+        return weight.to(self.parameters[0].device) if isinstance(weight, torch.Tensor) and self.parameters else weight
 
     def _keep(self, parameters: Sequence[torch.Tensor]) -> None:
         if self._has_changed:

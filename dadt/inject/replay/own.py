@@ -1,0 +1,72 @@
+"""What was a rank's own where it goes on: with that it trains on with the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from dadt.inject.replay.roster import Roster
+from dadt.train.runtime import Runtime
+
+
+class Own:
+    """One rank's. Where optimizers are attached, ranks take what the first has: a rank puts back what it had."""
+
+    def __init__(self, runtime: Runtime, roster: Roster) -> None:
+        self._runtime, self._roster = runtime, roster
+        self._before: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+        self._states: list[tuple[torch.optim.Optimizer, dict[Any, Any]]] = []
+        self._apart = False
+        """Ranks have weights of their own."""
+
+    def put_in_place(self, own: Mapping[str, Any]) -> None:
+        r, tensors = self._runtime, dict(self._roster.tensors())
+        self._apart = "weights" in own
+        with torch.no_grad():
+            for name, value in {**own.get("weights", {}), **own["buffers"]}.items():
+                if name in tensors:
+                    tensors[name].data.copy_(value)
+        r.buffers.restore(
+            (module, names, on(module, official), on(module, mine))
+            for number, names, official, mine in own["averaged"]
+            if (module := self._roster.module(number)) is not None
+        )
+        states = own.get("states", {})
+        for optimizer in r.optimizers:
+            if (training := own["training"].get(r.number(optimizer))) is not None:
+                r.checkpoints.keep_own(optimizer, training)
+            if (state := states.get(r.number(optimizer))) is not None:
+                with r.checkpoints.aside():
+                    optimizer.load_state_dict(state)
+        r.on_claim.append(self._keep)
+        r.checkpoints.on_resumed.append(self._put_back)
+
+    def _keep(self) -> None:
+        """Optimizers are about to be attached."""
+        if self._before is None:
+            with torch.no_grad():
+                self._before = [(tensor, tensor.data.clone()) for tensor in self._tensors()]
+            if self._apart:
+                self._states = [(o, dict(o.state)) for o in self._runtime.optimizers]
+
+    def _put_back(self) -> None:
+        with torch.no_grad():
+            for tensor, value in self._before or ():
+                tensor.data.copy_(value)
+        for optimizer, state in self._states:
+            optimizer.state.clear()
+            optimizer.state.update(state)
+        self._before, self._states = [], []
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        for _, tensor in self._roster.tensors() if self._apart else self._roster.buffers():
+            yield tensor
+
+
+def on(module: torch.nn.Module, values: Mapping[str, torch.Tensor] | None) -> Any:
+    """Beside the module's own."""
+    if values is None:
+        return None
+    return {name: value.to(b.device) for name, value in values.items() if (b := module._buffers.get(name)) is not None}
