@@ -106,17 +106,14 @@ class Seen:
         self.content["training"] = copies.later({number: each.own for number, each in self._training.items()})
         copies.begin()
 
-    @property
-    def waits(self) -> bool:
-        """What it lacks is still under way."""
-        return any(each.waits for each in self._training.values())
-
     def complete(self) -> bool:
         """The next step begins. Whether all is as it was behind the last one. Raises CommError."""
         same = self._copies.finish()
-        for each in self._training.values():
+        alive = {number: each for number, each in self._training.items() if each.attachment.alive}
+        for each in alive.values():
             each.complete()
-        for number, each in self._training.items():
+        self.content["training"] = {number: self.content["training"][number] for number in alive}
+        for number, each in alive.items():
             late = {key: each.own[key] for key in ("owes", "in_flight")}
             self.content["training"][number].update(self._copies.now(late))
             if self._common:
