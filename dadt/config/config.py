@@ -271,9 +271,7 @@ class Config:
     snapshot_dir: str = knob("", "Folder for snapshots, in place of the job's.", advanced=True, metavar="DIR")
     resume: str = knob("", "Go on from the last snapshot of a job.", metavar="JOB|last")
     force: bool = knob(False, "With --resume: accept another script or other arguments.", advanced=True)
-    grace: float = launch_knob(
-        5.0, "Seconds from SIGTERM to SIGKILL, and from Ctrl-C to SIGTERM, when you end a job.", advanced=True
-    )
+    grace: float = launch_knob(5.0, "Seconds from Ctrl-C to SIGTERM, and from SIGTERM to SIGKILL.", advanced=True)
     forward_signals: str = launch_knob(
         "USR1,USR2", "Comma-separated signals that dadt passes on to all workers.", advanced=True, metavar="NAMES"
     )

@@ -9,6 +9,8 @@ from typing import Any
 
 TRACEBACK = "Traceback (most recent call last):"
 DIRECT = "The above exception was the direct cause of the following exception:"
+OWN = "dadt.errors."
+"""Begins the types whose texts say all that there is to say."""
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+)(?:, in (?P<function>.+))?$')
 _ERROR = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$")
 _NO_PYTHON = re.compile(r'^  File ".+", line \d+\n(?:    .*\n)+(?=(?:Syntax|Indentation|Tab)Error: )', re.MULTILINE)
@@ -40,7 +42,10 @@ def innermost(text: str) -> Raised | None:
         return None
     raised, before = found
     around = [raised.text]
-    while before.rstrip().endswith(DIRECT) and (deeper := _last(before.rstrip().removesuffix(DIRECT))) is not None:
+    while not raised.type.startswith(OWN) and before.rstrip().endswith(DIRECT):
+        deeper = _last(before.rstrip().removesuffix(DIRECT))
+        if deeper is None:
+            break
         raised, before = deeper
         around.append(raised.text)
     return Raised(raised.type, raised.message, raised.frames, list(dict.fromkeys(around[:-1])))

@@ -163,7 +163,7 @@ class Job:
             self._hang_up = 0.0
 
     def _look_for_held(self, now: float) -> None:
-        """Give up on ranks that cannot go on when all others have ended, since no rank waits for them then."""
+        """Give up on ranks that cannot go on when all others have ended: no rank waits for them then."""
         living = [member for member in self._rendezvous.members if not member.ended]
         if not living or len(living) == len(self._rendezvous.members) or not all(member.held for member in living):
             self._held_since = now
@@ -200,7 +200,7 @@ class Job:
             self._termination.preempt(Preemption(who, host=True))
 
     def _leaves(self, node: Node, rank: int) -> None:
-        """A rank has ended, or is about to. Where its host was told to end, the others train on."""
+        """A rank ends. Where its host was told to end, the others train on."""
         if node not in self._leaving or not self._termination.goes_on or self._rendezvous.members[rank].lost:
             return
         why = f"rank {rank} ({self._rendezvous.members[rank].place}) has left, as its host was told to end"
@@ -249,7 +249,9 @@ class Job:
 
     def _on_hello(self, node: Node, frame: Frame) -> None:
         self._outcome.hooked = True
-        self._rendezvous.members[frame["rank"]].sign("has imported torch, not begun to train")
+        member = self._rendezvous.members[frame["rank"]]
+        self._deaths += self._membership.greeted(member, frame["pid"])
+        member.sign("has imported torch, not begun to train")
 
     def _on_claim(self, node: Node, frame: Frame) -> None:
         member = self._rendezvous.members[frame["rank"]]
@@ -295,15 +297,14 @@ class Job:
             self._rendezvous.members[frame["rank"]].finished = True
 
     def _on_exchange(self, node: Node, frame: Frame) -> None:
-        reply = self._agents.reply(node, frame)
-        self._rendezvous.give(frame["key"], frame["rank"], frame.body, frame["timeout"], reply)
+        key, rank, reply = frame["key"], frame["rank"], self._agents.reply(node, frame)
+        self._rendezvous.give(key, rank, frame.body, frame["timeout"], reply)
 
     def _on_put(self, node: Node, frame: Frame) -> None:
         self._agents.reply(node, frame)(self._rendezvous.put(frame["key"], frame["rank"], frame.body))
 
     def _on_get(self, node: Node, frame: Frame) -> None:
-        reply = self._agents.reply(node, frame)
-        self._rendezvous.get(frame["keys"], frame["rank"], frame["timeout"], reply)
+        self._rendezvous.get(frame["keys"], frame["rank"], frame["timeout"], self._agents.reply(node, frame))
 
     def _on_reconnect(self, node: Node, frame: Frame) -> None:
         getattr(self._membership, frame.kind)(frame, self._agents.reply(node, frame))
@@ -372,9 +373,8 @@ class Job:
     def _on_end(self, node: Node, frame: Frame) -> None:
         self._outcome.stuck = [*self._outcome.stuck, *frame["stuck"]]
         if number := frame["signal"]:
-            who = f"the agent of this host (pid {node.report['pid']})"
-            told = f"was told to end by signal {number} ({signal_name(number)})"
-            self._lose(node, f"{who} {told}; all its workers were stopped")
+            text = f"the agent of this host (pid {node.report['pid']}) was told to end by signal {number}"
+            self._lose(node, f"{text} ({signal_name(number)}); all its workers were stopped")
         self._working.discard(node)
 
     def _close(self) -> None:

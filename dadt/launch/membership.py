@@ -168,6 +168,15 @@ class Membership:
         if self._replacements is not None and error == NotResumed.__name__:
             self._replacements.send_away(member.rank)
 
+    def greeted(self, member: Member, pid: int) -> list[Frame]:
+        """A process of this rank has imported torch. If it had begun to train, it has replaced itself since: what all
+        ranks are told then, for those that do not do so as well."""
+        if not member.claimed or member.ended or member.pid != pid:
+            return []
+        why = f"rank {member.rank} ({member.place}) has replaced itself (exec) after it had begun to train"
+        death = Frame("death", {"text": why, "steps": max(0, member.step)})
+        return [death] if self._rendezvous.start_over(member, why) else []
+
     def claimed(self, member: Member) -> None:
         """A process trains as this rank: if it is a lost one, it joins the others."""
         if member.lost and not self._apart and self._handovers.awaited != (member.rank, self._rendezvous.generation):

@@ -160,6 +160,14 @@ def test_a_chain_of_tracebacks_on_stderr() -> None:
     assert "Failed to load the backend extension: npu." in alone and "TORCH_DEVICE" not in alone
 
 
+def test_a_sentence_of_dadts_own_is_the_cause_whatever_it_was_raised_from() -> None:
+    direct = "\nThe above exception was the direct cause of the following exception:\n\n"
+    inner = f'{TRACEBACK}\n  File "a.py", line 3, in dial\n    x()\nFileNotFoundError: [Errno 2] No such file\n'
+    own = f'{TRACEBACK}\n  File "b.py", line 1, in connect\n    y()\ndadt.errors.DadtError: the agent is gone\n'
+    record = Record.from_stderr((inner + direct + own).encode())
+    assert record is not None and record.text == "DadtError: the agent is gone" and not record.around
+
+
 def test_of_a_long_text_the_end_is_kept() -> None:
     lines = shortened("\n".join(["sizes differ:", *map(str, range(500)), "expected 3"]))
     assert lines[0] == "sizes differ:" and lines[-1] == "expected 3" and len(lines) < 12

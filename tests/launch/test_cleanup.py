@@ -73,7 +73,9 @@ def test_workers_may_end_gently_on_ctrl_c(start):
 
 
 def test_a_second_ctrl_c_does_not_wait(start):
-    run = start(WAIT.format("signal.signal(signal.SIGINT, lambda *_: ready('asked'))"), "--grace", "60", "train.py")
+    run = start(
+        WAIT.format("signal.signal(signal.SIGINT, lambda *_: ready('asked'))"), "-np", "2", "--grace", "60", "train.py"
+    )
     workers = run.wait_for("ready0", "ready1")
     run.process.send_signal(signal.SIGINT)
     run.wait_for("asked0", "asked1")

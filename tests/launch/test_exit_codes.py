@@ -81,6 +81,47 @@ def test_after_training_nobody_trains_on_without_a_rank(launch) -> None:
     assert "training goes on" not in result.err and "dadt: all 2 workers failed (exit code 75)" in result.err
 
 
+AGAIN = """
+import os, sys, torch
+torch.set_num_threads(1)
+image = int(os.environ.get("IMAGE", 0))
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+if os.path.exists("last.pt"):
+    weights, state = torch.load("last.pt")
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+for step in range(6):
+    optimizer.zero_grad()
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+torch.save([model.state_dict(), optimizer.state_dict()], "last.pt")
+print("trained", image, flush=True)
+if image < 1 and (sys.argv[1] == "all" or os.environ["RANK"] == "1"):
+    os.environ["IMAGE"] = str(image + 1)
+    os.execv(sys.executable, [sys.executable, *sys.argv])
+for step in range(30 if sys.argv[1] == "one" else 0):
+    optimizer.zero_grad()
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_all_ranks_replace_themselves_amid_training(launch) -> None:
+    result = launch(AGAIN, "-np", "2", "train.py", "all")
+    assert result.code == 0, result.err
+    assert result.out.count(b"trained") == 4 and result.out.count(b"trained 1") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", ["shm", "gloo"])
+def test_one_rank_replaces_itself_while_others_train(launch, executor: str) -> None:
+    result = launch(AGAIN, "-np", "2", "--executor", executor, "--timeout", "40", "train.py", "one")
+    assert result.code == 1, result.err
+    assert "has replaced itself (exec) after it had begun to train" in result.err
+
+
 LEAVES = """
 import os, sys, time, torch
 torch.set_num_threads(1)

@@ -143,6 +143,8 @@ class WorkerRegistry:
                 self.failed.add(line.rank)
             if "pid" in frame.header and frame.kind not in SHIMS and line.pid > 1:
                 frame.header["pid"] = line.pid  # the kernel's word counts, as the pid may be signalled
+            if frame.kind == "hello":
+                self._greet(line)
             if frame.kind == "claim":
                 self._claim(line, frame)
             elif frame.kind in LOCAL:
@@ -239,6 +241,14 @@ class WorkerRegistry:
                 self.answer(wait.line.number, Frame("saved", {"verdict": "write"}))
             else:
                 self.waits.append(wait)
+
+    def _greet(self, line: Line) -> None:
+        """A process has imported torch: once more, where it had begun to train, and has replaced itself since."""
+        if self.claims.get(line.rank) == Process.of(line.pid):
+            self.pulse.write(self.ranks[line.rank], -1)
+            if self.ranks[line.rank] == self.first:
+                self.saves.clear()
+                self.numbered.clear()
 
     def _claim(self, line: Line, frame: Frame) -> None:
         rank, process = frame["rank"], Process.of(frame["pid"])

@@ -41,6 +41,8 @@ class Member:
     """Its worker was started in the running job, in place of one that was lost."""
     generation: int = 0
     """How often it has met the others anew."""
+    images: int = 0
+    """How often its process, or another rank's before, has replaced itself amid training."""
     finished: bool = False
     """Whether its script is over, so that it waits for the others."""
 
@@ -118,6 +120,8 @@ class Rendezvous:
         self.members = [Member(rank, host, seen=time.monotonic()) for rank, host in enumerate(hosts)]
         self._exchanges: dict[str, Exchange] = {}
         self._board = Board()
+        self._images = 0
+        """How often ranks have replaced themselves, all of them or some."""
         self.generation = 0
         """How often the ranks have met anew: those that are left, or others, too, that join."""
         self.outdated = OVER
@@ -138,16 +142,31 @@ class Rendezvous:
         member.lost, member.joined = 0.0, True
         self._begin_anew(text)
 
+    def start_over(self, member: Member, text: str) -> bool:
+        """Its process has replaced itself after it had met the others, and meets them once more if they do so, too.
+        Returns whether it is the first of them."""
+        first = member.images == self._images
+        if first:
+            self._images += 1
+            self._refuse_all(Frame("error", {"type": "PeerLost", "message": text}))
+        member.images = self._images
+        member.start_anew()
+        return first
+
     def _begin_anew(self, text: str) -> None:
         self.generation += 1
-        self.outdated = refusal = Frame("error", {"type": "PeerLost", "message": text})
+        self.outdated = Frame("error", {"type": "PeerLost", "message": text})
+        self._refuse_all(self.outdated)
+        for member in self.present:
+            member.generation = self.generation
+
+    def _refuse_all(self, refusal: Frame) -> None:
+        """What ranks wait for does not come, and what they have given is forgotten."""
         for exchange in self._exchanges.values():
             for *_, reply in exchange.waits:
                 reply(refusal)
         self._exchanges.clear()
         self._board.clear(refusal)
-        for member in self.present:
-            member.generation = self.generation
 
     def give(self, key: str, rank: int, blob: bytes, timeout: float, reply: Reply) -> None:
         exchange = self._exchanges.setdefault(key, Exchange())
