@@ -98,6 +98,24 @@ def test_fastai_is_averaged_and_shared_out(tmp_path: Path) -> None:
     assert found[0]["after"] <= alone[0]["after"] + 0.3 * (alone[0]["before"] - alone[0]["after"])
 
 
+@pytest.mark.parametrize("library", ["optuna", "hyperopt", "skopt"])
+def test_searches_without_a_seed_try_the_same_on_all_ranks(library: str, tmp_path: Path) -> None:
+    jobs = []
+    for name in ("one", "two"):
+        folder = tmp_path / name
+        folder.mkdir()
+        words = [str(BIN / "dadt"), "run", "-np", "2", "--algorithm", "sync", str(PROGRAMS / "sweep.py"), library]
+        env = {**os.environ, "PYTHONPATH": str(PROGRAMS)}
+        done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=600, env=env)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found = [json.loads(line[line.index("[[") :]) for line in done.stdout.splitlines() if "[[" in line]
+        assert len(found) == 2 and found[0] == found[1] and len(found[0]) == 24
+        jobs.append(found[0])
+    assert jobs[0] != jobs[1]
+    if library == "optuna":
+        assert any("pruned" in str(each[-1]) for job in jobs for each in job)
+
+
 def read_by(ranks: list[dict[str, Any]]) -> list[int]:
     return sorted(index for one in ranks for index in one["read"])
 
