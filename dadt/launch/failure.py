@@ -98,6 +98,8 @@ class Failure:
     """What this rank wrote was kept apart: what reads files without Python's `open` does not find it."""
     alike: int = 0
     """So many workers, all of them, ended in this way after as many steps, so no rank is to blame; else 0."""
+    resume: str = ""
+    """The command that goes on from the job's last snapshot; empty where it has none."""
 
     @property
     def exit_code(self) -> int:
@@ -155,6 +157,8 @@ class Failure:
         lines.append(f"  memory  {self._memory()}")
         if self.stacks:
             lines.append(f"  stacks  {', '.join(map(str, self.stacks))}: where the others were")
+        if self.resume:
+            lines.append(f"  resume  {self.resume}")
         return lines
 
     def _sets_up_its_own(self) -> bool:

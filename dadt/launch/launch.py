@@ -16,7 +16,7 @@ from dadt.config.executor import Place, choose, executors_of
 from dadt.control import private_files, timeline_file
 from dadt.control.job_folder import Folder
 from dadt.errors import ConfigError, DadtError, LaunchError, StartTimeout
-from dadt.launch import plan, resume
+from dadt.launch import again, plan, resume
 from dadt.launch.agents import Agents, Node
 from dadt.launch.channel import Herald, Launcher, Request
 from dadt.launch.failure import signal_name
@@ -72,9 +72,16 @@ def _record(the_plan: Plan, voice: Voice, placed: Told, signals: bool, exports: 
     taken = {*ENDING_SIGNALS, *forwarded(config), of_checkpoint(config)} - {0}
     interrupts = Interrupts(sorted(taken)) if signals else None
     report = Report(the_plan, Path(config.log_dir) / folder.job, lambda text: voice.say(text, "warning"))
+    if the_plan.start is not None:
+        try:
+            again.write(Path(config.log_dir) / folder.job, the_plan.start)
+        except OSError as error:
+            voice.say(f"--resume will need the script once more: {again.FILE} ({error.strerror})", "warning")
     try:
         request = Request(config, the_plan.hosts, the_plan.command, folder.job, report.journal.refused, voice.say)
         launchers: list[Launcher] = []
+        reached: list[Config] = []
+        """The settings of each attempt."""
         discovery = Discovery(
             the_plan.hosts, plan.who_names_hosts(config, the_plan.hosts), lambda text: voice.say(text, "warning")
         )
@@ -86,6 +93,7 @@ def _record(the_plan: Plan, voice: Voice, placed: Told, signals: bool, exports: 
                 launchers.append(launcher_of(replace(request, hosts=hosts)))
                 logs = Path(config.log_dir) / folder.job
                 told = resume.configured(config, logs, len(hosts), number, restarts.refused)
+                reached.append(told)
                 now = replace(the_plan, hosts=hosts, config=told)
                 return _run(now, launchers[-1], folder, voice, views, report, interrupts, number, discovery)
             except (LaunchError, StartTimeout):
@@ -102,6 +110,7 @@ def _record(the_plan: Plan, voice: Voice, placed: Told, signals: bool, exports: 
             restarts = Restarts(config, discovery, voice, report, logs, interrupts, idle)
             try:
                 outcome = restarts.run(attempt)
+                outcome.remember(again.command(logs, config.log_dir, reached[-1].snapshot_dir, reached[-1].resume))
             except DadtError as error:
                 _conclude(launchers, error.exit_code, [str(error)])
                 raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dadt.errors import DadtError
@@ -38,6 +38,15 @@ class Outcome:
     """How often the job was started again before."""
     stuck: Sequence[int] = ()
     """Processes that did not die of SIGKILL."""
+    resume: str = ""
+    """The command that goes on with it; empty where it came to its end, or has no whole snapshot."""
+
+    def remember(self, command: str) -> None:
+        """The job has ended, and this goes on with it."""
+        if self.exit_code:
+            self.resume = command
+        if self.failure is not None:
+            self.failure = replace(self.failure, resume=command)
 
     @property
     def exit_code(self) -> int:

@@ -16,6 +16,7 @@ from dadt.config.executor import mpi_executor
 from dadt.control import network, timeline_file
 from dadt.errors import ConfigError
 from dadt.launch import environment, signals
+from dadt.launch.again import Start
 from dadt.launch.hosts import host, ray, script, simulated
 from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.slot import Room, share_out
@@ -45,6 +46,8 @@ class Plan:
     named: Mapping[str, str] = field(default_factory=dict)
     """Variables for all workers."""
     cwd: str = ""
+    start: Start | None = None
+    """How to start it again, where that can be said in words."""
 
     @property
     def by_name(self) -> bool:

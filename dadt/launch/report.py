@@ -64,6 +64,7 @@ class Report:
         """How the attempts failed after which the job was started again."""
         self._preemption: str | None = None
         self._signal = 0
+        self._resume = ""
         self._error = "dadt itself failed"
         self._exit_code = 1
         self._over = False
@@ -90,7 +91,7 @@ class Report:
         """Record the outcome of a job that ended by itself, by a worker's failure, or by the user."""
         self._exit_code, self._failure, self._signal = outcome.exit_code, outcome.failure, outcome.signal
         self._preemption = outcome.preemption.text if outcome.preemption is not None else None
-        self._error = ""
+        self._error, self._resume = "", outcome.resume
 
     def failed(self, error: DadtError) -> None:
         """Record the error of a job without an outcome."""
@@ -135,6 +136,7 @@ class Report:
             "error": (self._error or None) if self._over else None,
             "failure": _failure(self._failure) if self._failure is not None else None,
             "preemption": self._preemption if self._over else None,
+            "resume": self._resume or None,
             "restarts": self._restarts,
             "losses": [asdict(loss) for loss in (self._watch.losses if self._watch is not None else ())],
             "regroups": list(self._watch.generations if self._watch is not None else ()),

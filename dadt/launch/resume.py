@@ -65,4 +65,6 @@ def found(config: Config) -> Path:
     for root in (*apart, logs / config.resume / snapshots.FOLDER, given / snapshots.FOLDER, given):
         if (newest := snapshots.newest(root)) is not None:
             return newest.absolute()
+    if not any(path.exists() for path in (*apart, logs / config.resume, given)):
+        raise ConfigError(f"--resume {config.resume}: there is no such job in {config.log_dir}, nor a snapshot")
     raise ConfigError(f"--resume {config.resume}: has no whole snapshot in {logs}; take them with --snapshot-every")

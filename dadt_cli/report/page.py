@@ -16,6 +16,7 @@ import dadt
 from dadt.config import Config
 from dadt.config.check import flag
 from dadt.errors import ConfigError
+from dadt.launch import again
 from dadt.launch.failure import signal_name, size
 from dadt.launch.monitor.watch import ESCAPES
 from dadt_cli.report import chart, progress
@@ -50,6 +51,7 @@ def page(record: Record, running: bool) -> str:
         missing=record.missing,
         error=report.get("error", ""),
         failure=_failure(record) if report.get("failure") else None,
+        resume="" if running else _resume(record),
         charts=progress.over_time(record),
         step_times=progress.step_times(report),
         tables=[each for each in (progress.step_table(report), _ranks(report)) if each is not None],
@@ -165,6 +167,15 @@ def _end(code: int | None) -> str:
     if code is None:
         return "-"
     return "done" if code == 0 else signal_name(-code) if code < 0 else f"exit code {code}"
+
+
+def _resume(record: Record) -> str:
+    """The command that goes on with the job, also where it was killed with its launcher."""
+    report = record.report
+    config = report.get("config") or {}
+    root, came_from, log_dir = (str(config.get(name) or "") for name in ("snapshot_dir", "resume", "log_dir"))
+    over = report.get("exit_code") == 0
+    return "" if over else again.command(record.folder, log_dir, root, came_from)
 
 
 def _failure(record: Record) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from dadt.config.check import here
 from dadt.config.config import misspelt
 from dadt.config.executor import shown
 from dadt.errors import ConfigError
-from dadt.launch import environment, launch, plan, user_class
+from dadt.launch import again, environment, launch, plan, user_class
 from dadt.launch.monitor.output import ranks_shown
 from dadt.launch.monitor.watch import Watch
 from dadt.launch.outcome import Outcome
@@ -29,6 +30,7 @@ from dadt.launch.preemption import ranks
 from dadt_cli.run import live
 from dadt_cli.run.dry import describe, placement
 from dadt_cli.run.live import Live
+from dadt_cli.run.resumed import as_started
 from dadt_cli.terminal import console
 from dadt_cli.terminal.options import Brief, config_of, knobs, paths
 
@@ -69,10 +71,13 @@ def run(
     dadt run -np 2 train.py --epochs 3
     dadt run -np 4 -H host1:2,host2:2 train.py
     dadt run -np 2 -m package.train
+    dadt run --resume JOB
     """
     if given["np"] is not None and given["np"] < 1:
         raise ConfigError(f"-np {given['np']}: the number of workers must be 1 or more")
     config = config_of(given)
+    if config.resume:
+        command, config, module, no_python = as_started(command, given, config, module, no_python)
     for name, meant in misspelt().items():
         console.say(f"{name} means nothing to dadt; did you mean {meant}?", "warning")
     ranks_shown(config.output, config.np or MOST)
@@ -80,6 +85,8 @@ def run(
     if ":" in config.algorithm and not no_python:
         user_class.check("--algorithm", config.algorithm, Path(config.workdir) if module else _folder(command, config))
     the_plan = plan.make(config, *_program(command, module, no_python, config), say=console.say)
+    start = again.of(command, config, module=module, no_python=no_python, cwd=here())
+    the_plan = replace(the_plan, start=start)
     if dry_run:
         console.text("\n".join(describe(the_plan)), stdout=True)
         plan.release(the_plan)
@@ -207,10 +214,12 @@ def _finish(outcome: Outcome, where: Placed) -> int:
         console.say(
             f"processes {pids} cannot be killed, they hang in the kernel (a device or a file server)", "warning"
         )
+    goes_on = f"; go on with: {outcome.resume}" if outcome.resume else ""
     if outcome.signal:
-        console.say(f"ended by {'Ctrl-C' if outcome.signal == 2 else f'signal {outcome.signal}'}; all workers stopped")
+        by = "Ctrl-C" if outcome.signal == 2 else f"signal {outcome.signal}"
+        console.say(f"ended by {by}; all workers stopped{goes_on}")
     elif outcome.preemption is not None:
-        console.say(outcome.preemption.text)
+        console.say(f"{outcome.preemption.text}{goes_on}")
     elif outcome.failure is not None:
         console.block(outcome.failure.lines())
     else:

@@ -15,6 +15,7 @@ from dadt.config.check import COMPRESSIONS, flag, variable
 from dadt.config.config import given_by_env
 from dadt.config.extensions import ALGORITHMS, EXECUTORS
 from dadt.config.spelling import HOROVOD_TIMELINE, HOROVODRUN, by_horovod
+from dadt.launch.resume import LAST
 from dadt_cli.terminal import file, suggestion
 from dadt_cli.terminal.file import Setting
 
@@ -164,6 +165,8 @@ def _option(field: Field[Any]) -> Callable[[F], F]:
     options: dict[str, Any] = {"default": None, "help": text, "hidden": field.metadata["advanced"], "cls": Option}
     if field.name in HOROVODRUN:
         names.append(HOROVODRUN[field.name])
+    if field.name == "resume":  # alone: the last job
+        options |= {"is_flag": False, "flag_value": LAST}
     if completion := _completion(field):
         options["shell_complete"] = completion
     if isinstance(field.default, tuple) or field.metadata["metavar"] == "HOSTS":
