@@ -53,6 +53,11 @@ class Entrance:
         self._drop_one(self._most)
         return connection
 
+    def renew(self, server: socket.socket) -> None:
+        """Listen with this socket from now on, as nobody reaches the one before."""
+        self.server.close()
+        self.server = server
+
     def settle(self, connection: socket.socket) -> None:
         """Stop counting a connection that has proved itself or is gone. Idempotent."""
         with self._lock:

@@ -29,6 +29,10 @@ LISTENER_SECONDS = 1.0
 ANSWER_SECONDS = 10.0
 """How long the agent may take to answer, on top of the question's own timeout."""
 
+AGAIN_SECONDS = 5.0
+"""How long an agent whose socket was removed may take to make it again."""
+LOOK_SECONDS = 0.1
+
 
 class Control:
     """Thread-safe. Reports share one connection and never wait; each question has a connection of its own.
@@ -279,13 +283,20 @@ class Control:
 
 
 def _dial(world: World) -> socket.socket:
-    line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        line.connect(str(line_of(world.agent, world.local_rank)))
-    except OSError:
-        line.close()
-        raise
-    return line
+    deadline = time.monotonic() + AGAIN_SECONDS
+    while True:
+        line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            line.connect(str(line_of(world.agent, world.local_rank)))
+            return line
+        except FileNotFoundError:  # removed from /tmp: the agent makes it again
+            line.close()
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(LOOK_SECONDS)
+        except OSError:
+            line.close()
+            raise
 
 
 def _checked(frame: Frame) -> Frame:
@@ -328,4 +339,6 @@ def _parts(answer: Frame) -> list[bytes]:
 
 
 def _gone(path: str, error: OSError) -> DadtError:
+    if isinstance(error, FileNotFoundError):
+        return DadtError(f"{Path(path).parent}, the folder of the running job, was removed, or its agent has ended")
     return DadtError(f"the agent of this host ({path}) is gone: {error.strerror or error}")

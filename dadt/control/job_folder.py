@@ -8,10 +8,10 @@ import functools
 import os
 import secrets
 import shutil
+import stat
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
 from dadt.control.guard import Guard
 from dadt.errors import LaunchError
@@ -20,16 +20,21 @@ from dadt.world import World
 LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"
 """Characters of a job's id, without those that are easily confused."""
 FRESH_SECONDS = 60.0
+FRESHEN_SECONDS = 3600.0
 SOCKET = "agent"
 ASK = ".ask"
 """The end of the name of the pipe through which a worker is asked for its stacks."""
 
 
 class Folder:
-    """/tmp/dadt-<uid>/<job>, readable by this user only. Its holders share its lock, so a folder whose lock is free
-    is stale, and the next job removes it."""
+    """/tmp/dadt-<uid>/<job>, readable by this user only. Its holders share a lock on the folder itself, so a folder
+    whose lock is free is stale, and the next job removes it; systemd-tmpfiles leaves alone what is locked so."""
 
-    def __init__(self, path: Path, lock: IO[bytes], guard: Guard | None) -> None:
+    def __init__(self, path: Path, lock: int, guard: Guard | None) -> None:
+        """lock: a descriptor of the folder, by which it is locked."""
+        self.removed = False
+        """Somebody else has removed it since, with what it held."""
+        self._freshened = time.monotonic()
         self.path = path
         self.job = path.name
         self._lock = lock
@@ -54,17 +59,31 @@ class Folder:
         """Open the folder of an existing job id, or make it. guarded: it is removed, and the workers that know it
         are killed, even if this process is killed."""
         path = root() / job
-        while True:
-            path.mkdir(mode=0o700, exist_ok=True)
-            try:
-                lock = (path / "lock").open("wb")
-                fcntl.flock(lock, fcntl.LOCK_SH)
-                if os.path.samestat(os.fstat(lock.fileno()), (path / "lock").stat()):
-                    break
-                lock.close()
-            except FileNotFoundError:
-                pass  # another job took it for stale, as it was not held yet
-        return cls(path, lock, Guard(path, _mark(path)) if guarded else None)
+        return cls(path, _hold(path), Guard(path, _mark(path)) if guarded else None)
+
+    def tend(self) -> None:
+        """To be called now and then: keeps cleaners of /tmp away, and makes the folder again where it was removed all
+        the same. Raises OSError, or LaunchError where it could not be this user's alone."""
+        if not _is_at(self.path, self._lock):
+            self.removed = True
+            root()
+            self._release()
+            self._lock = _hold(self.path)
+        if time.monotonic() - self._freshened > FRESHEN_SECONDS:
+            self._freshened = time.monotonic()
+            self.freshen()
+
+    def freshen(self) -> None:
+        """Let what it holds, and the other folders of its job on this host, look used: cleaners of /tmp remove what was
+        used last many days ago. When files were written is left as it is, as scripts may ask for it."""
+        job = self.job.partition(".")[0]
+        folders = [path for path in self.path.parent.glob(f"{job}*") if path.name.partition(".")[0] == job]
+        for path in (self.path.parent, *folders):
+            _freshen(path)
+            if path in folders:
+                for folder, inner, files in os.walk(path):
+                    for name in (*inner, *files):
+                        _freshen(Path(folder, name))
 
     @property
     def socket(self) -> Path:
@@ -86,10 +105,12 @@ class Folder:
 
     def leave(self) -> None:
         """Release the folder, and remove it unless another process still holds it."""
+        if self._lock < 0:
+            return
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._lock.close()
+            self._release()
         else:
             self.remove()
 
@@ -100,10 +121,15 @@ class Folder:
 
     def remove(self) -> None:
         """Idempotent."""
-        self._lock.close()
+        self._release()
         shutil.rmtree(self.path, ignore_errors=True)
         if self._guard is not None:
             self._guard.release()
+
+    def _release(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
 
 @functools.cache
@@ -126,12 +152,22 @@ def _mark(path: Path) -> str:
 
 
 def root() -> Path:
-    root = Path(f"/tmp/dadt-{os.getuid()}")
-    root.mkdir(mode=0o700, exist_ok=True)
-    status = root.lstat()
-    if status.st_uid != os.getuid() or root.is_symlink():
-        raise LaunchError(f"{root} belongs to another user: remove it, it must be yours")
-    return root
+    """The folder of all of this user's jobs. Raises LaunchError where it is not this user's alone."""
+    return private(Path(f"/tmp/dadt-{os.getuid()}"))
+
+
+def private(path: Path) -> Path:
+    """The folder, which is made unless it is there. Raises LaunchError where others could put something into it."""
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise LaunchError(f"{path} is no folder: remove it, it is to hold those of running jobs")
+    if status.st_uid != os.getuid():
+        raise LaunchError(f"{path} belongs to another user: remove it, it must be yours")
+    if (mode := stat.S_IMODE(status.st_mode)) & 0o077:
+        raise LaunchError(f"{path} is open to other users (mode {mode:04o}): `chmod 700 {path}`, or remove it")
+    return path
 
 
 def remove_stale() -> None:
@@ -142,25 +178,66 @@ def remove_stale() -> None:
         if not path.is_dir():
             path.unlink(missing_ok=True)  # the rendezvous of ranks that were killed
             continue
-        with suppress(FileNotFoundError, BlockingIOError), (path / "lock").open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # who is about to hold it waits, and then makes another
-            shutil.rmtree(path, ignore_errors=True)
-            continue
-        if not is_held(path):
-            shutil.rmtree(path, ignore_errors=True)  # it has no lock
+        with suppress(OSError):
+            lock = _open(path)
+            with suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # who is about to hold it waits, and makes another
+                shutil.rmtree(path, ignore_errors=True)
+            os.close(lock)
 
 
 def is_held(path: Path) -> bool:
     """Whether a process holds the folder, or has just made it and is about to."""
     try:
-        with (path / "lock").open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock = _open(path)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return _is_fresh(path)  # the socket of ranks that meet without an agent
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True  # its job is running
-    except OSError:
-        # No lock yet: its launcher may be about to take it.
-        try:
-            return time.time() - path.stat().st_mtime < FRESH_SECONDS
-        except FileNotFoundError:
-            return False
+    finally:
+        os.close(lock)
+    with suppress(FileNotFoundError):
+        return not any(path.iterdir()) and _is_fresh(path)
     return False
+
+
+def _is_fresh(path: Path) -> bool:
+    try:
+        return time.time() - path.stat().st_mtime < FRESH_SECONDS
+    except FileNotFoundError:
+        return False
+
+
+def _hold(path: Path) -> int:
+    """Make the folder unless it is there, and share its lock. Returns its descriptor."""
+    while True:
+        path.mkdir(mode=0o700, exist_ok=True)
+        with suppress(FileNotFoundError):  # another job took it for stale, as it was not held yet
+            lock = _open(path)
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            if _is_at(path, lock):
+                return lock
+            os.close(lock)
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+def _is_at(path: Path, lock: int) -> bool:
+    """Whether the folder of this descriptor is still the one of this path."""
+    if lock < 0:
+        return False
+    try:
+        return os.path.samestat(os.fstat(lock), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def _freshen(path: Path) -> None:
+    with suppress(OSError):  # it has just gone
+        os.utime(path, ns=(time.time_ns(), path.lstat().st_mtime_ns), follow_symlinks=False)

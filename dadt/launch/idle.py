@@ -5,10 +5,10 @@ from __future__ import annotations
 import selectors
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from dadt.control.frame import Frame
+from dadt.control.job_folder import Folder
 from dadt.launch.monitor.watch import Gauge
 from dadt.launch.query import Query
 
@@ -18,14 +18,14 @@ class Idle:
 
     gauges: Sequence[Gauge] = ()
 
-    def __init__(self, path: Path, facts: Mapping[str, Any], refused: Callable[[str], None]) -> None:
-        """path: of the job's socket. facts: as of Query. refused: told why a caller was turned away."""
+    def __init__(self, folder: Folder, facts: Mapping[str, Any], refused: Callable[[str], None]) -> None:
+        """folder: of the job. facts: as of Query. refused: told why a caller was turned away."""
         self.begin = time.time()
         self.state = "waiting for hosts"
         self.is_killed = False
         self._refused = refused
         self._selector = selectors.DefaultSelector()
-        self._query = Query(path, self, self, facts, self._end)
+        self._query = Query(folder, self, self, facts, self._end)
 
     def __enter__(self) -> Idle:
         return self

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from signal import SIGTERM
 from typing import Any
 
 from dadt.config import Config
 from dadt.control.frame import Frame
+from dadt.control.job_folder import Folder
 from dadt.launch.agents import Agents, Node
 from dadt.launch.cause import Cause
 from dadt.launch.failure import Ending, signal_name, steps_text
@@ -103,9 +103,11 @@ class Job:
         """Hosts may come in the place of lost ones from now on."""
         self._membership.joining = joining
 
-    def serve(self, path: Path, facts: Mapping[str, Any]) -> None:
-        """Answer other commands of this user at the socket. facts: constant facts about the job."""
-        self._query = Query(path, self._agents, self.watch, facts, lambda: self._termination.end(SIGTERM, "dadt kill"))
+    def serve(self, folder: Folder, facts: Mapping[str, Any]) -> None:
+        """Answer other commands of this user at the socket in this folder. facts: constant facts about the job."""
+        self._query = Query(
+            folder, self._agents, self.watch, facts, lambda: self._termination.end(SIGTERM, "dadt kill")
+        )
 
     def show(self, view: View) -> None:
         """Keep this view up to date until the job is over, and then close it."""

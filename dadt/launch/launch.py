@@ -106,7 +106,7 @@ def _record(the_plan: Plan, voice: Voice, placed: Told, signals: bool, exports: 
         with interrupts or nullcontext():
             logs = Path(config.log_dir) / folder.job
             facts = {"job": folder.job, "command": list(the_plan.command), "logs": str(logs.resolve()), "hosts": 0}
-            idle = partial(Idle, folder.query, facts, report.journal.refused)
+            idle = partial(Idle, folder, facts, report.journal.refused)
             restarts = Restarts(config, discovery, voice, report, logs, interrupts, idle)
             try:
                 outcome = restarts.run(attempt)
@@ -172,7 +172,7 @@ def _run(
             job.let_join(Joining(where, agents, members, output, discovery, ask, job.order, voice.say))
         voice.meanwhile(lambda: job.attend(interrupts))
         report.placed(where.config, where.nodes, where.slots, job.watch)
-        job.serve(folder.query, _facts(where))
+        job.serve(folder, _facts(where))
         for view in (*views(where, job.watch), report.interim()):
             job.show(view)
         discovery.served(node.host for node in agents.nodes)
@@ -183,7 +183,7 @@ def _run(
             for node in [node for node in agents.nodes if node.failed]:
                 discovery.failed(node.host)
         if (failure := outcome.failure) is not None:
-            apart = config.files == "first" and where.slots[failure.ending.rank].local_rank > 0
+            apart = config.files == "first" and not folder.removed and where.slots[failure.ending.rank].local_rank > 0
             outcome.failure = replace(failure, torch_env=config.torch_env, files_apart=apart)
         return outcome
     finally:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dadt.control import schema
 from dadt.control.accept import Entrance, peer_of
 from dadt.control.frame import CHUNK, Frame, Link, Parser
-from dadt.errors import DadtError
+from dadt.control.job_folder import Folder
+from dadt.errors import DadtError, LaunchError
 
 if TYPE_CHECKING:
     from dadt.launch.monitor.watch import Gauge
@@ -26,6 +27,7 @@ STACKS_SECONDS = 4.0
 """How long agents may take to answer; longer than they wait for their workers."""
 ANSWER_SECONDS = 3.0
 MOST_CALLERS = 256
+LOOK_SECONDS = 1.0
 UNSENT_LIMIT = 4 << 20
 """A caller with more unread bytes of answers than this may ask no more."""
 
@@ -77,10 +79,11 @@ class Query:
     """The launcher's end. Single-threaded: it runs in the job's selector and never waits for a caller."""
 
     def __init__(
-        self, path: Path, agents: Channels, watch: Watched, facts: Mapping[str, Any], end: Callable[[], float]
+        self, folder: Folder, agents: Channels, watch: Watched, facts: Mapping[str, Any], end: Callable[[], float]
     ) -> None:
         """facts: constants such as the job's id and command. end: ends the job and returns its grace in seconds."""
-        self._path = path
+        self._folder = folder
+        self._looked = 0.0
         self._agents = agents
         self._watch = watch
         self._facts = facts
@@ -88,17 +91,16 @@ class Query:
         self._callers: list[Caller] = []
         self._inquiries: dict[int, Inquiry] = {}
         self._numbered = 0
-        server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        server.bind(str(path))
-        server.listen(16)
-        server.setblocking(False)
-        self._entrance = Entrance(server, self._drop)
-        agents.watch(server, self._accept)
+        self._entrance = Entrance(self._listen(), self._drop)
+        agents.watch(self._entrance.server, self._accept)
 
     def turn(self) -> float:
         """Send bytes that did not fit before, and end inquiries that take too long. Returns the seconds until the next
         call is due."""
         now = time.monotonic()
+        if now - self._looked >= LOOK_SECONDS:
+            self._looked = now
+            self._tend()
         for number, inquiry in list(self._inquiries.items()):
             if now >= inquiry.deadline:
                 for rank in sorted(inquiry.ranks):
@@ -109,6 +111,23 @@ class Query:
         if any(caller.link.unsent for caller in self._callers):
             return WRITE_SECONDS
         return min((inquiry.deadline - now for inquiry in self._inquiries.values()), default=float("inf"))
+
+    def _tend(self) -> None:
+        """Listen once more where a cleaner of /tmp has removed the socket."""
+        with suppress(OSError, LaunchError):  # else no other command finds the job, which goes on; tried again
+            self._folder.tend()
+            if not self._folder.query.exists():
+                server = self._listen()
+                self._agents.forget(self._entrance.server)
+                self._entrance.renew(server)
+                self._agents.watch(server, self._accept)
+
+    def _listen(self) -> socket.socket:
+        server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        server.bind(str(self._folder.query))
+        server.listen(16)
+        server.setblocking(False)
+        return server
 
     def told(self, frame: Frame) -> None:
         """Handle an agent's answer about the stacks of a rank."""
@@ -133,7 +152,7 @@ class Query:
             caller.socket.close()
         self._callers.clear()
         self._entrance.close()
-        self._path.unlink(missing_ok=True)  # the next attempt makes its own
+        self._folder.query.unlink(missing_ok=True)  # the next attempt makes its own
 
     def _describe(self, caller: Caller, question: Frame) -> None:
         ranks = [gauge.describe() for gauge in self._watch.gauges]

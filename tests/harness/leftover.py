@@ -77,12 +77,15 @@ def _is_used(path: Path) -> bool:
     if path.parent == SHARED_MEMORY:
         return any(str(path) in maps for maps in _all_maps())
     try:
-        with (path / "lock").open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
         return not path.exists()
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
     return False
 
 

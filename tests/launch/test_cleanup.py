@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +13,9 @@ from pathlib import Path
 
 import pytest
 from harness.run import DADT, FOLDERS, await_end_of, await_that, is_running, left_of
+
+from dadt.control import job_folder
+from dadt.errors import LaunchError
 
 WAIT = """\
 import os, signal, sys, time
@@ -204,7 +209,7 @@ if __name__ == "__main__":
 def test_the_folder_of_a_dead_job_is_removed_by_the_next(launch):
     dead = FOLDERS / "dead"
     dead.mkdir(parents=True, exist_ok=True)
-    (dead / "lock").write_bytes(b"")
+    (dead / "pulse").write_bytes(b"")
     assert launch("", "-np", "1", "train.py").code == 0
     assert not dead.exists()
 
@@ -271,3 +276,85 @@ def test_workers_keep_their_time_when_the_user_ends_the_job(start, tmp_path) -> 
     run.process.send_signal(signal.SIGINT)
     assert run.finish().code == 130
     assert (tmp_path / "saved").exists()
+
+
+WRITES = """
+import os, time, torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+step, last = 0, 1 << 30
+while step < last:
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    with open("now.txt", "w") as file:
+        file.write(str(step))
+    assert open("now.txt").read() == str(step)
+    torch.save(model.state_dict(), "last.pt")
+    if os.path.exists("stop"):
+        last = int(open("stop").read())
+    time.sleep(0.02)
+    step += 1
+print("ends")
+"""
+
+
+def test_a_job_outlives_the_removal_of_its_folder(start):
+    """As by a cleaner of /tmp, whole and piece by piece; and a job that begins meanwhile takes nothing of it."""
+    run = start(WRITES, "-np", "2", "train.py")
+    run.wait_for("now.txt")
+    own = [FOLDERS / run.job, FOLDERS / f"{run.job}.0"]
+    for folder in own:
+        shutil.rmtree(folder)
+    await_that(lambda: (own[0] / "launcher").exists() and (own[1] / "agent.1").exists(), "the folders", 20.0)
+    for folder in own:
+        for path in folder.iterdir():
+            path.unlink() if not path.is_dir() else shutil.rmtree(path)
+    await_that(lambda: (own[0] / "launcher").exists() and (own[1] / "agent.1").exists(), "the sockets", 20.0)
+    job_folder.remove_stale()  # as each job does when it begins
+    assert all(folder.exists() for folder in own)
+    now: list[int] = []
+    await_that(lambda: (text := (run.folder / "now.txt").read_text()) and not now.append(int(text)), "a step")
+    (run.folder / "half").write_text(str(now[-1] + 100))
+    (run.folder / "half").rename(run.folder / "stop")
+    result = run.finish()
+    assert result.code == 0, result.err
+    assert result.out.count(b"ends") == 2
+    assert "was removed while the job runs" in result.err and "hint" not in result.err
+    assert not any(folder.exists() for folder in own)
+
+
+def test_cleaners_leave_a_held_folder_alone(tmp_path):
+    folder = job_folder.Folder.join("0001")
+    try:
+        inside = folder.path / "kept" / "file"
+        inside.parent.mkdir()
+        inside.touch()
+        for path in (inside, inside.parent):
+            os.utime(path, (1.0, 2.0))
+        with pytest.raises(BlockingIOError):  # what systemd-tmpfiles tries before it looks into a folder
+            descriptor = os.open(folder.path, os.O_RDONLY)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(descriptor)
+        folder.freshen()
+        for path in (inside, inside.parent):
+            assert time.time() - path.stat().st_atime < 60 and path.stat().st_mtime == 2.0
+        shutil.rmtree(inside.parent)
+        job_folder.remove_stale()
+        assert folder.path.exists() and job_folder.is_held(folder.path)
+    finally:
+        folder.remove()
+    assert not folder.path.exists()
+
+
+def test_a_folder_that_is_open_to_others_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert job_folder.private(tmp_path / "new").stat().st_mode & 0o777 == 0o700
+    for mode in (0o777, 0o1777, 0o750, 0o701):
+        (tmp_path / "new").chmod(mode)
+        with pytest.raises(LaunchError, match="is open to other users"):
+            job_folder.private(tmp_path / "new")
+    for name in ("file", "link"):
+        with pytest.raises(LaunchError, match="is no folder"):
+            job_folder.private(tmp_path / name)

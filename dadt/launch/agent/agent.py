@@ -25,6 +25,7 @@ from dadt.errors import DadtError, LaunchError
 from dadt.launch import environment
 from dadt.launch.agent import adoption, host_heartbeat
 from dadt.launch.agent.checkpoint_signal import CheckpointSignal
+from dadt.launch.agent.entrances import Entrances
 from dadt.launch.agent.host_heartbeat import HostHeartbeat
 from dadt.launch.agent.interruption import interrupt
 from dadt.launch.agent.launcher_line import TURN_SECONDS, LauncherLine
@@ -157,9 +158,7 @@ class Agent:
         )
         self._adoption = adoption.ShimAdmission(self._folder.path, self._roster.answer)
         self._memory_kills = machine.memory_kills()
-        entrances = self._roster.listen(self._drop)
-        for rank, entrance in entrances.items():
-            self._launcher.watch(entrance.server.fileno(), partial(self._accept, rank, entrance))
+        self._entrances = Entrances(self._folder, self._ranks, self._launcher, self._accept, self._drop)
         self._heart = host_heartbeat.listen(job, self._launcher)
         try:
             self._start(job)
@@ -167,9 +166,7 @@ class Agent:
             self._fail_to_start(str(error))
         while not self._is_over():
             self._turn()
-        for entrance in entrances.values():
-            self._launcher.forget(entrance.server.fileno())
-            entrance.close()
+        self._entrances.close()
         if self._heart is not None:
             self._launcher.forget(self._heart.fileno())
             self._heart.close()
@@ -235,6 +232,7 @@ class Agent:
         for told in self._heart.turn() if self._heart is not None else []:
             self._launcher.send(told)
         self._beat()
+        self._entrances.tend()
         self._output.balance(self._workers.values())
         if self._launcher.gone and (self._stop is None or self._stop.natural):
             self._begin_stop(Frame("stop"))

@@ -15,7 +15,6 @@ from pathlib import Path
 from dadt.control.accept import Entrance, peer_of
 from dadt.control.frame import Frame, Link
 from dadt.control.heartbeat import Heartbeat
-from dadt.control.job_folder import line_of
 from dadt.control.schema import Speaker
 from dadt.errors import DadtError
 from dadt.launch.agent.dump import Inquiry
@@ -106,17 +105,6 @@ class WorkerRegistry:
     failed: set[int] = field(default_factory=set)
     """Ranks that have reported an exception."""
     _numbered: int = 0
-
-    def listen(self, drop: Callable[[socket.socket], None]) -> dict[int, Entrance]:
-        """Open a socket for each rank. drop: closes an unproved connection to make room."""
-        entrances = {}
-        for rank, local_rank in self.ranks.items():
-            server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            server.bind(str(line_of(self.path, local_rank)))
-            server.listen(128)
-            server.setblocking(False)
-            entrances[rank] = Entrance(server, drop)
-        return entrances
 
     def accept(self, rank: int, entrance: Entrance) -> Line | None:
         connection = entrance.accept()

@@ -1,0 +1,83 @@
+"""The sockets at which an agent listens to its workers, in a folder that a cleaner of /tmp may remove."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from dadt.control.accept import Entrance
+from dadt.control.frame import Frame
+from dadt.control.job_folder import Folder, line_of
+from dadt.errors import LaunchError
+from dadt.launch.agent.launcher_line import LauncherLine
+
+LOOK_SECONDS = 0.5
+
+
+class Entrances:
+    """One for each rank. They are made again where they are gone, as workers connect anew for each question."""
+
+    def __init__(
+        self,
+        folder: Folder,
+        ranks: Mapping[int, int],
+        launcher: LauncherLine,
+        accept: Callable[[int, Entrance], None],
+        drop: Callable[[socket.socket], None],
+    ) -> None:
+        """ranks: rank to local rank. drop: closes an unproved connection to make room."""
+        self._folder = folder
+        self._ranks = ranks
+        self._launcher = launcher
+        self._accept = accept
+        self._looked = 0.0
+        self._entrances = {rank: Entrance(self._listen(rank), drop) for rank in ranks}
+        for rank in ranks:
+            self._watch(rank)
+
+    def tend(self) -> None:
+        """To be called all the time."""
+        if time.monotonic() - self._looked < LOOK_SECONDS:
+            return
+        self._looked = time.monotonic()
+        try:
+            self._folder.tend()
+            gone = [
+                rank for rank in self._ranks if not os.path.lexists(line_of(self._folder.socket, self._ranks[rank]))
+            ]
+            for rank in gone:
+                self._renew(rank)
+        except (OSError, LaunchError):
+            return  # tried again; workers that ask meanwhile are told that their folder is gone
+        if gone:
+            text = (
+                f"{self._folder.path} was removed while the job runs, by a cleaner of /tmp or by hand, and was made "
+                "again; files that ranks kept apart there are lost"
+            )
+            about = {"line": 0, "rank": gone[0], "pid": os.getpid(), "text": text, "level": "warning"}
+            self._launcher.send(Frame("say", about))
+
+    def close(self) -> None:
+        for entrance in self._entrances.values():
+            self._launcher.forget(entrance.server.fileno())
+            entrance.close()
+
+    def _renew(self, rank: int) -> None:
+        server = self._listen(rank)
+        self._launcher.forget(self._entrances[rank].server.fileno())
+        self._entrances[rank].renew(server)
+        self._watch(rank)
+
+    def _watch(self, rank: int) -> None:
+        entrance = self._entrances[rank]
+        self._launcher.watch(entrance.server.fileno(), partial(self._accept, rank, entrance))
+
+    def _listen(self, rank: int) -> socket.socket:
+        server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        server.bind(str(line_of(self._folder.socket, self._ranks[rank])))
+        server.listen(128)
+        server.setblocking(False)
+        return server
