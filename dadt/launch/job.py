@@ -103,11 +103,9 @@ class Job:
         """Hosts may come in the place of lost ones from now on."""
         self._membership.joining = joining
 
-    def serve(self, folder: Folder, facts: Mapping[str, Any]) -> None:
+    def serve(self, base: Folder, facts: Mapping[str, Any]) -> None:
         """Answer other commands of this user at the socket in this folder. facts: constant facts about the job."""
-        self._query = Query(
-            folder, self._agents, self.watch, facts, lambda: self._termination.end(SIGTERM, "dadt kill")
-        )
+        self._query = Query(base, self._agents, self.watch, facts, lambda: self._termination.end(SIGTERM, "dadt kill"))
 
     def show(self, view: View) -> None:
         """Keep this view up to date until the job is over, and then close it."""
