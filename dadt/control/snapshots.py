@@ -11,8 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
+import re
 import shutil
+import stat
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +27,11 @@ VERSION = 2
 KEPT = 2
 """Whole snapshots that are kept, of which the last one is the one to go on from."""
 FOLDER = "snapshots"
+MOST_RANKS = 1 << 20
 _BLOCK = 1 << 20
+_LARGEST = 16 << 20
+"""Bytes of what is told of a job, of which the arguments of its script are the most."""
+_PART = re.compile(r"rank(\d{1,7})")
 
 
 def folder_of(root: Path, step: int) -> Path:
@@ -55,23 +63,66 @@ def write(path: Path, text: str) -> None:
 
 
 def about(folder: Path, rank: int) -> dict[str, Any]:
-    """What was told of the job. Raises NotResumed where the rank's part is not whole, as far as its length says."""
+    """What was told of the job. Raises NotResumed where the rank's part is not whole, as far as its length says, or
+    something is missing or of another kind."""
+    path = folder / f"rank{rank}.json"
     try:
-        told = json.loads((folder / f"rank{rank}.json").read_text())
+        if not _is_file(path) or path.stat().st_size > _LARGEST:
+            raise ValueError(path)
+        told = json.loads(path.read_text())
         version, size = told["version"], told["size"]
-        found = content_of(folder, rank).stat().st_size
-    except (OSError, ValueError, KeyError, TypeError):
+        found = content_of(folder, rank).stat().st_size if _is_file(content_of(folder, rank)) else -1
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise NotResumed(f"{folder}: the part of rank {rank} is not there, or torn: resume from another one") from None
     if version != VERSION:
         raise NotResumed(f"{folder}: was written by another version of DADT, and cannot be resumed with this one")
     if size != found:
         raise NotResumed(f"{folder}: the part of rank {rank} is torn: resume from another one")
+    for name, kind in ABOUT.items():
+        if name not in told or not kind(told[name]):
+            what = "is not what belongs there" if name in told else "is missing"
+            raise NotResumed(f"{path}: {name!r} {what}: resume from another snapshot")
     return dict(told)
+
+
+def _is_file(path: Path) -> bool:
+    """A pipe would be waited for."""
+    return stat.S_ISREG(path.stat().st_mode)
+
+
+def _is_number(value: Any, least: int, most: int = 1 << 62) -> bool:
+    return type(value) is int and least <= value <= most
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _are_ranks(value: Any) -> bool:
+    ranks = value if isinstance(value, list) else []
+    return all(_is_number(each, 0, MOST_RANKS) for each in ranks) and 0 < len(ranks) == len({*ranks})
+
+
+ABOUT: Mapping[str, Callable[[Any], bool]] = {
+    "sha256": _is_text,
+    "step": lambda value: _is_number(value, 0),
+    "seed": lambda value: _is_number(value, 0),
+    "began": lambda value: type(value) in (int, float) and math.isfinite(value),
+    "members": _are_ranks,
+    "shares": lambda value: _is_number(value, 1, MOST_RANKS),
+    "world": lambda value: _is_number(value, 1, MOST_RANKS),
+    "common": lambda value: isinstance(value, bool),
+    "script": _is_text,
+    "arguments": lambda value: isinstance(value, list) and all(map(_is_text, value)),
+    "next": _is_text,
+}
+"""What has to be told of a job, beside what else may be."""
 
 
 def parts(folder: Path) -> list[int]:
     """The ranks whose parts are seen here. Raises NotResumed where there is none."""
-    found = sorted(int(path.stem.removeprefix("rank")) for path in folder.glob("rank[0-9]*.json"))
+    names = [_PART.fullmatch(path.stem) for path in folder.glob("rank*.json")]
+    found = sorted({int(name[1]) for name in names if name is not None})
     if not found:
         raise NotResumed(f"{folder}: has no whole part: resume from another one")
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from itertools import product
@@ -68,7 +69,7 @@ def test_what_cannot_be_made_again_is_refused(launch) -> None:
     resumed = launch(script, *OPTIONS, "--resume", killed.job, "train.py")
     assert resumed.code == 2
     assert "comes to another batch than it has trained on before" in resumed.err
-    assert "Traceback" not in resumed.err
+    assert "Traceback" not in resumed.err and "resumed" not in resumed.err
 
 
 LOGS = """
@@ -397,7 +398,8 @@ def test_a_torn_or_foreign_snapshot_is_refused(launch, tmp_path) -> None:
     assert newest is not None
     fewer = launch(script, "-np", "3", "--resume", killed.job, "train.py")
     assert fewer.code == 2 and "is one of 2 workers, and there are 3" in fewer.err
-    content = bytearray((newest / "rank0.pt").read_bytes())
+    whole = (newest / "rank0.pt").read_bytes()
+    content = bytearray(whole)
     content[len(content) // 2] ^= 255
     (newest / "rank0.pt").write_bytes(content)
     damaged = launch(script, *OPTIONS, "--resume", str(newest), "train.py")
@@ -405,6 +407,21 @@ def test_a_torn_or_foreign_snapshot_is_refused(launch, tmp_path) -> None:
     (newest / "rank0.pt").write_bytes(content[:100])
     torn = launch(script, *OPTIONS, "--resume", str(newest), "train.py")
     assert torn.code == 2 and "the part of rank 0 is torn" in torn.err
+    (newest / "rank0.pt").write_bytes(whole)
+    told = json.loads((newest / "rank0.json").read_text())
+    held = torch.load(newest / "rank0.pt", weights_only=True)
+    # With checksums that are right: of a stranger, or of a script whose scheduler has changed its class.
+    torch.save({**held, "schedulers": {number: {"last_epoch": 1} for number in held["schedulers"]}}, newest / "half")
+    snapshots.complete(
+        newest, 0, newest / "half", {name: told[name] for name in told if name not in ("size", "sha256")}
+    )
+    foreign = launch(script, *OPTIONS, "--resume", str(newest), "train.py")
+    assert foreign.code == 2 and "in the snapshot is that of another object" in foreign.err, foreign.err
+    assert "resumed" not in foreign.err and "Traceback" not in foreign.err
+    told = json.loads((newest / "rank0.json").read_text())
+    (newest / "rank0.json").write_text(json.dumps({name: told[name] for name in told if name != "seed"}))
+    lacking = launch(script, *OPTIONS, "--resume", str(newest), "train.py")
+    assert lacking.code == 2 and "'seed' is missing" in lacking.err and "Traceback" not in lacking.err
     nothing = launch(script, *OPTIONS, "--resume", "nope", "train.py")
     assert nothing.code == 2 and "--resume nope: has no whole snapshot" in nothing.err
 

@@ -60,8 +60,11 @@ def _resume(
     newcomer = Newcomer(runtime, parts[1]) if runtime.world.joins else None
     try:
         replay = Replay(runtime, *parts, newcomer or Stored(runtime, parts[1]))
+        replay.held.hold()
     except NotResumed as error:
         refuse(error)
+    except OSError as error:
+        refuse(NotResumed(f"--resume: {error.filename}: cannot be written ({error.strerror}), as a replay has to"))
     _begin(runtime, modules, replay)
     if overlay is not None:
         overlay.loads = replay.loads
@@ -83,7 +86,6 @@ def _begin(runtime: Runtime, modules: Modules, replay: Replay) -> None:
     register_optimizer_step_pre_hook(replay.before_step)
     runtime.on_stepped.append(replay.stepped)
     replay.at_its_end.append(lambda: setattr(modules, "stand_in", None))
-    replay.held.hold()
     hook = sys.excepthook
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -11,7 +11,7 @@ import gc
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NoReturn, Protocol
@@ -22,9 +22,10 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dadt.control.agent_client import Control
-from dadt.errors import NotResumed, PeerLost
+from dadt.errors import DadtError, NotResumed, PeerLost
 from dadt.inject.data.seed import State, Streams
 from dadt.inject.replay import variables
+from dadt.inject.replay.content import alike, fits
 from dadt.inject.replay.held import Held
 from dadt.inject.replay.own import Own
 from dadt.inject.replay.recorder import digest
@@ -81,6 +82,8 @@ class Replay:
         self.at_its_end: list[Callable[[], None]] = []
         self.when_abandoned: Callable[[], None] = lambda: None
         self._agreed = False
+        self._seconds: float | None = None
+        """That it took, until that is told."""
 
     # In place of what is expensive ---------------------------------------------------------------------------
 
@@ -161,15 +164,17 @@ class Replay:
     def _agree(self, mine: bytes) -> bool:
         """Whether any rank's script goes on from a checkpoint of its own: all or none replay. Waits for all."""
         self._agreed = True
+        return not self._runtime.world.joins and any(self._exchange("replay", mine))
+
+    def _exchange(self, what: str, mine: bytes) -> Sequence[bytes]:
+        """What each rank gives. Waits for all."""
         r = self._runtime
         assert isinstance(r.control, Control)
-        if r.world.joins:
-            return False
         r.listen()  # where ranks are lost meanwhile, those that are left ask anew
         number = r.deaths.await_newer(0, 0.0)
         while True:
             try:
-                return any(r.control.exchange("replay", mine, r.config.start_timeout, number))
+                return r.control.exchange(what, mine, r.config.start_timeout, number)
             except PeerLost:
                 before, number = number, r.deaths.await_newer(number, NEWS_SECONDS)
                 if number == before:
@@ -210,6 +215,7 @@ class Replay:
                 "the script comes to another batch than it has trained on before: it draws it, or keeps it from step to"
                 " step, in a way that cannot be replayed. Resume from a checkpoint of its own"
             )
+        self._announce()
 
     def ended(self) -> None:
         """The script is at its end: an error where it has not come to the snapshot."""
@@ -226,6 +232,17 @@ class Replay:
             raise NotResumed("the script has read fewer values from tensors than before")
         own, common = self.goal.state()
         self._check(common)
+        try:
+            self._put_in_place(own, common)
+        except DadtError:
+            raise
+        except Exception as error:  # values of a file, in objects of any class
+            what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            raise NotResumed(f"the state of the snapshot cannot be put in place ({what})") from error
+        self._goes_on()
+        self._seconds = perf_counter() - self._begun
+
+    def _put_in_place(self, own: dict[str, Any], common: dict[str, Any]) -> None:
         tensors = dict(self._roster.tensors())
         mine = dict(variables.held(sys._getframe(), tensors.values(), self._roster.attributes()))
         with torch.no_grad():
@@ -254,8 +271,15 @@ class Replay:
             random["own"].restore()
             if "shared" in random:
                 self._streams.place(random["shared"])
-        self._goes_on()
-        seconds, rest = perf_counter() - self._begun, ""
+
+    def _announce(self) -> None:
+        """Once each rank has come to the batch that it has trained on before."""
+        seconds, self._seconds = self._seconds, None
+        if seconds is None:
+            return
+        if not self._runtime.world.joins:
+            self._exchange("resumed", b"")
+        rest = ""
         if self._values.unknown:
             rest = "; it has read whole arrays from tensors meanwhile, and what it makes of those is not as it was"
         self._runtime.say(
@@ -269,13 +293,21 @@ class Replay:
         mine = {name: tuple(t.shape) for name, t in self._roster.tensors()}
         theirs = {name: tuple(t.shape) for name, t in common["tensors"].items()}
         gone = {name for name in theirs if name not in mine and self._roster.was_built(name)}
-        if any(mine.get(name) != shape for name, shape in theirs.items() if name not in gone):
+        trained = set(map(id, self._parameters()))
+        needed = {name for name, t in self._roster.tensors() if id(t) in trained}
+        differs = any(mine.get(name) != shape for name, shape in theirs.items() if name not in gone)
+        if differs or not needed <= theirs.keys():
             raise NotResumed("the script has built other modules than before")
         there = (self._optimizers, self._roster.schedulers(), self._roster.scalers())
         for each, name in zip(there, ("optimizers", "schedulers", "scalers"), strict=True):
             if not common[name].keys() >= each.keys():
                 raise NotResumed("the script has built other optimizers or schedulers than before")
+            for built, state in _pairs(each, common[name]) if name != "optimizers" else ():
+                if not alike(built.state_dict(), state):
+                    raise NotResumed(f"the state of {type(built).__name__} in the snapshot is that of another object")
         for optimizer, state in _pairs(self._optimizers, common["optimizers"]):
+            if not fits(optimizer, state):
+                raise NotResumed(f"the state of {type(optimizer).__name__} in the snapshot is that of other parameters")
             rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
             if rates != (before := [float(group.get("lr", 0.0)) for group in state["param_groups"]]):
                 raise NotResumed(f"{type(optimizer).__name__} has a learning rate of {rates}, and had {before}")

@@ -15,6 +15,8 @@ from torch import load, save
 
 from dadt.control import private_files, snapshots
 from dadt.errors import NotResumed
+from dadt.inject.replay.content import check as check_content
+from dadt.inject.replay.content import check_archive
 from dadt.inject.replay.values import Values
 from dadt.train.runtime import Runtime
 
@@ -69,16 +71,20 @@ def _half(folder: Path, rank: int) -> Path:
 
 
 def read(folder: Path, rank: int) -> dict[str, Any]:
-    """Raises NotResumed where it is not there, torn, damaged, or of another version."""
+    """Raises NotResumed where it is not there, torn, damaged, of another version, or not what it has to be."""
     told, path = snapshots.about(folder, rank), snapshots.content_of(folder, rank)
-    if snapshots.digest(path) != told["sha256"]:
+    try:
+        found = snapshots.digest(path)
+    except OSError as error:
+        raise NotResumed(f"{path}: cannot be read: {error.strerror}") from error
+    if found != told["sha256"]:
         raise NotResumed(f"{path}: is damaged (its checksum differs): resume from another snapshot")
+    check_archive(path)
     try:
         content = load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch has many ways to refuse what is no plain value
         raise NotResumed(f"{path}: cannot be read: {str(error).partition(chr(10))[0]}") from error
-    assert isinstance(content, dict)
-    return content
+    return check_content(path, content, told["step"], common=told["common"])
 
 
 class Stored:

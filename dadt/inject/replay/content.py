@@ -1,0 +1,204 @@
+"""What the file of a snapshot has to hold. It is checked before it is used, as it may come from anywhere."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dadt.errors import NotResumed
+
+DEEPEST = 64
+"""Containers within each other."""
+FEWEST = 10_000
+"""Values that even a short file may hold."""
+Kind = Callable[[Any], bool]
+
+
+def check_archive(path: Path) -> None:
+    """Raises NotResumed where unpacking could take more room than the file: what is written here is not compressed."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if all(each.compress_type == zipfile.ZIP_STORED for each in archive.infolist()):
+                return
+    except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
+        raise NotResumed(f"{path}: cannot be read: {error}") from error
+    raise NotResumed(f"{path}: is compressed, which no snapshot is: resume from another one")
+
+
+def check(path: Path, content: Any, step: int, *, common: bool) -> dict[str, Any]:
+    """The content, which is this rank's own part, and with `common` all ranks', behind this step. Raises NotResumed
+    where something is missing, of another kind, or nested too deep."""
+    if not isinstance(content, dict):
+        raise NotResumed(f"{path}: holds no state of a job: resume from another snapshot")
+    _check_size(path, content)
+    apart = {name: kind for name, kind in APART.items() if name in content}
+    for name, kind in {**OWN, **apart, **(COMMON if common else {})}.items():
+        if name not in content:
+            raise NotResumed(f"{path}: {name!r} is missing in it: resume from another snapshot")
+        if not kind(content[name]):
+            raise NotResumed(f"{path}: {name!r} in it is not what belongs there: resume from another snapshot")
+    if content["step"] != step:
+        raise NotResumed(f"{path}: is of step {content['step']}, and not of {step}: resume from another snapshot")
+    return content
+
+
+def _check_size(path: Path, content: Any) -> None:
+    """One list may stand in many places, so that a short file holds any number of values."""
+    most, count = max(FEWEST, path.stat().st_size), 0
+    waiting = [(content, 0)]
+    while waiting:
+        value, depth = waiting.pop()
+        count += 1
+        if count > most or depth > DEEPEST:
+            what = f"more values than bytes ({most:,})" if count > most else f"containers {depth} deep in each other"
+            raise NotResumed(f"{path}: holds {what}: resume from another snapshot")
+        if isinstance(value, Mapping):
+            waiting += [(each, depth + 1) for item in value.items() for each in item]
+        elif isinstance(value, list | tuple | set):
+            waiting += [(each, depth + 1) for each in value]
+        elif isinstance(value, torch.Tensor) and _repeats(value):
+            raise NotResumed(f"{path}: holds a tensor of more elements than are stored: resume from another one")
+
+
+def _repeats(tensor: torch.Tensor) -> bool:
+    if tensor.layout != torch.strided or tensor.is_meta:
+        return False
+    return tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes()
+
+
+def fits(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> bool:
+    """Whether the state is of as many parameters, and of their shapes where torch's own optimizers keep a value for
+    each element."""
+    groups = optimizer.param_groups
+    if [len(each["params"]) for each in groups] != [len(each["params"]) for each in state["param_groups"]]:
+        return False
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return True
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    shapes = dict(zip(numbers, (p.shape for group in groups for p in group["params"]), strict=True))
+    return all(
+        value.shape == shapes.get(number, value.shape)
+        for number, values in state["state"].items()
+        if isinstance(values, Mapping)
+        for name, value in values.items()
+        if name in _OF_EACH_ELEMENT and isinstance(value, torch.Tensor)
+    )
+
+
+def alike(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    """Whether two states have the same names, and for each a value of the same kind."""
+    return mine.keys() == theirs.keys() and all(_is_like(mine[name], theirs[name]) for name in mine)
+
+
+def _is_like(one: Any, other: Any) -> bool:
+    if one is None or other is None:
+        return True
+    kinds = ((bool, int, float, torch.Tensor), (str,), (list, tuple), (Mapping,))
+    return any(isinstance(one, each) and isinstance(other, each) for each in kinds) or type(one) is type(other)
+
+
+def _is_step(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_text_of_bytes(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.dim() == 1 and value.is_contiguous()
+
+
+def _is_random(value: Any) -> bool:
+    """As of `Streams.state` and `State.plain`."""
+    return (
+        isinstance(value, dict)
+        and {*value} in ({"own"}, {"shared"}, {"own", "shared"})
+        and all(
+            isinstance(state, dict)
+            and _is_text_of_bytes(state.get("torch"))
+            and state["torch"].numel() == torch.default_generator.get_state().numel()
+            and _is_row(state.get("numpy"), 5, 624, 1)
+            and _is_row(state.get("random"), 3, 625, 1)
+            for state in value.values()
+        )
+    )
+
+
+def _is_row(value: Any, length: int, words: int, place: int) -> bool:
+    """A list in which the words of a generator stand at this place, each of four bytes, among plain values."""
+    if not isinstance(value, list | tuple) or len(value) != length or not _is_text_of_bytes(value[place]):
+        return False
+    rest = [each for index, each in enumerate(value) if index != place]
+    return value[place].numel() == 4 * words and all(isinstance(each, int | float | str | None) for each in rest)
+
+
+def _named(kind: Kind) -> Kind:
+    return lambda value: isinstance(value, dict) and all(isinstance(n, str) and kind(v) for n, v in value.items())
+
+
+def _numbered(kind: Kind) -> Kind:
+    """By the number of what was built."""
+    return lambda value: isinstance(value, dict) and all(type(n) is int and kind(v) for n, v in value.items())
+
+
+def _is_state(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_averaged(value: Any) -> bool:
+    """A module's number, names of buffers, the official ones and the rank's own."""
+    return isinstance(value, list) and all(
+        isinstance(each, list | tuple)
+        and len(each) == 4
+        and type(each[0]) is int
+        and isinstance(each[1], list | tuple | set)
+        and all(isinstance(name, str) for name in each[1])
+        and all(values is None or _named(_is_tensor)(values) for values in each[2:])
+        for each in value
+    )
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_meta
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, bool | int | float | str)
+
+
+def _is_optimizer(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("state"), dict)
+        and isinstance(groups := value.get("param_groups"), list)
+        and all(isinstance(each, dict) and isinstance(each.get("params"), list) for each in groups)
+        and all(isinstance(number, int) for each in groups for number in each["params"])
+        and all(isinstance(each.get("lr", 0.0), int | float | torch.Tensor) for each in groups)
+    )
+
+
+OWN: Mapping[str, Kind] = {
+    "step": _is_step,
+    "random": _is_random,
+    "values": _is_text_of_bytes,
+    "variables": _named(_is_tensor),
+    "counts": _named(_is_plain),
+    "buffers": _named(_is_tensor),
+    "averaged": _is_averaged,
+    "training": _numbered(_is_state),
+}
+"""What is one rank's."""
+APART: Mapping[str, Kind] = {"weights": _named(_is_tensor), "states": _numbered(_is_optimizer)}
+"""What is one rank's as well where ranks have weights of their own."""
+COMMON: Mapping[str, Kind] = {
+    "tensors": _named(_is_tensor),
+    "optimizers": _numbered(_is_optimizer),
+    "schedulers": _numbered(_is_state),
+    "scalers": _numbered(_is_state),
+}
+"""What all ranks have in common."""
+_OF_EACH_ELEMENT = frozenset(
+    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "sum"}
+    | {"acc_delta", "prev", "step_size", "ax"}
+)
