@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 
 from dadt.train.checkpoint_signal import CheckpointSignal
+
+_LEAST_SECONDS = 1.0
+"""That what is in flight has left, once Ctrl-C has ended training on this rank alone."""
 
 
 class Interruption(CheckpointSignal):
@@ -19,8 +23,9 @@ class Interruption(CheckpointSignal):
         self.apart = False
         """This rank got it without the others: they may be in another step, and nothing that they have begun together
         need ever be done."""
-        self.on_apart: Callable[[float], None] = lambda patience: None
-        """Called then, with the seconds that were left for a common step."""
+        self.abort: Callable[[], None] = lambda: None
+        """Fails what this rank waits for. Any thread."""
+        self._patience = 0.0
 
     def hear(self, patience: float) -> None:
         if not self.heard:
@@ -31,7 +36,11 @@ class Interruption(CheckpointSignal):
     def _late(self, count: int) -> None:
         if not self._raised:
             self.apart = True
-            self.on_apart(self._patience)
+            # A script that handles SIGINT itself trains on until it comes to its end.
+            if signal.getsignal(self.number) is signal.default_int_handler:
+                timer = threading.Timer(max(self._patience, _LEAST_SECONDS), lambda: self.abort())
+                timer.daemon = True
+                timer.start()
         self._raise(count)
 
     def _deliver(self) -> None:

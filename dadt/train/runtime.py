@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
     from dadt.comm.rendezvous.store_client import StoreClient
     from dadt.control.agent_client import Control
     from dadt.control.frame import Frame
-
-_APART_SECONDS = 1.0  # least time that what is in flight has left, once Ctrl-C has ended training on this rank alone
 
 
 class Runtime(Departure):
@@ -85,7 +82,7 @@ class Runtime(Departure):
         """No snapshots are taken any more."""
         self.on_stepped: list[Callable[[], None]] = []
         """Called when a step is complete."""
-        self.interruption.on_apart = self._interrupted_apart
+        self.interruption.abort = lambda: self._abort("the job was interrupted (Ctrl-C)", lost=True)
         self._regrouping = False
         self._claimed = False
         self._drawn: weakref.WeakKeyDictionary[torch.optim.Optimizer, BatchWeight] = weakref.WeakKeyDictionary()
@@ -299,15 +296,6 @@ class Runtime(Departure):
     def follow_groups(self, attachment: Attachment) -> None:
         """Take rank 0's param_group values, where the ranks set their own in each step."""
         replicate.take_rank_0s_groups(self, attachment)
-
-    def _interrupted_apart(self, patience: float) -> None:
-        """Ctrl-C has ended training here, maybe in another step than elsewhere: what this rank still waits for, as to
-        save, fails soon. A script that handles SIGINT itself trains on until it comes to its end."""
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            seconds = max(patience, _APART_SECONDS)
-            timer = threading.Timer(seconds, lambda: self._abort("the job was interrupted (Ctrl-C)", lost=True))
-            timer.daemon = True
-            timer.start()
 
     def listen(self) -> None:
         """Be told of other ranks' ends. Idempotent."""
