@@ -44,6 +44,8 @@ class World:
     """How often the job has been started again."""
     joins: bool = False
     """It was started in a running job, in place of a worker that was lost."""
+    sharing: tuple[int, ...] = ()
+    """The ranks of those hosts that see the same working folder as this one; empty where no other host does."""
     generation: int = 0
     """How often ranks of this world were lost, or have joined."""
     launcher: str = ""
@@ -63,6 +65,7 @@ class World:
             rank_in_arguments=env.get("DADT_RANK_IN_ARGUMENTS", "") == "1",
             restarts=int(env.get("DADT_RESTARTS", "0")),
             joins=env.get("DADT_JOINS", "") == "1",
+            sharing=tuple(map(int, filter(None, env.get("DADT_SHARING", "").split(",")))),
         )
 
     @classmethod
@@ -100,6 +103,7 @@ class World:
             "DADT_RANK_IN_ARGUMENTS": "1" if self.rank_in_arguments else "",
             "DADT_RESTARTS": str(self.restarts),
             "DADT_JOINS": "1" if self.joins else "",
+            "DADT_SHARING": ",".join(map(str, self.sharing)),
         }
 
 

@@ -205,14 +205,20 @@ class Control:
         """Report that local rank 0 has written the file for the count-th time, which was its number-th save."""
         self._report("saved", path=path, count=count, number=number)
 
-    def await_save(self, path: str, count: int, number: int, step: int, timeout: float) -> str:
-        """Wait until local rank 0 has written the file `count` times.
+    def wrote(self, path: str, **facts: Any) -> None:
+        """Tell the hosts that see the same folder what this process writes there. facts: size, as of
+        `written_files.line`; or count and number, as of `saved`."""
+        self._report("wrote", path=path, **facts)
+
+    def await_save(self, path: str, count: int, number: int, step: int, timeout: float, far: bool = False) -> str:
+        """Wait until local rank 0, or the first rank of another host (far), has written the file `count` times.
 
         Returns "there" if it has. Returns "write" if local rank 0 has written another file in its number-th save, went
         past `step`, ended, or took longer than `timeout` seconds: the caller then writes the file itself. Returns
         "yours" if the caller has taken the place of local rank 0, which was lost.
         """
-        answer = self._ask("await_save", timeout, path=path, count=count, number=number, step=step)
+        more: dict[str, Any] = {"far": True} if far else {}
+        answer = self._ask("await_save", timeout, path=path, count=count, number=number, step=step, **more)
         return str(answer["verdict"])
 
     def listen(self, hear: Callable[[Frame], None]) -> bool:

@@ -189,6 +189,9 @@ _failed: dict[str, Check] = {
     "around_": listed(text(), MOST_AROUND),
 }  # fmt: skip
 
+_wrote = Kind({**_process, "path": PATH, "size_": whole(-2), "count_": COUNT, "number_": COUNT})
+_marker = record(index_=RANK, name=text(256), content=text(64))
+
 _passed_on: dict[str, Kind] = {
     "hello": Kind({**_process, "torch": text(100)}),
     "claim": Kind(_question),
@@ -207,6 +210,7 @@ _passed_on: dict[str, Kind] = {
     "give": Kind({**_question, "number": COUNT, "last": flag, "text": text(TEXT)}, BLOB),
     "peers": Kind(_question),
     "dump": Kind(_process),
+    "wrote": _wrote,
 }
 """Frames of workers that the agent forwards to the launcher."""
 
@@ -218,7 +222,7 @@ WORKER = Speaker(
         "listen": Kind(_process),
         "writes": Kind({**_process, "path": PATH, "mark": matching(MARK)}),
         "saved": Kind({**_process, "path": PATH, "count": COUNT, "number": COUNT}),
-        "await_save": Kind({**_question, "path": PATH, "count": COUNT, "number": COUNT, "step": STEP}),
+        "await_save": Kind({**_question, "path": PATH, "count": COUNT, "number": COUNT, "step": STEP, "far_": flag}),
         "shim": Kind({**_process, "local_rank": RANK}),
         "spawned": Kind(_process),
         "unspawned": Kind({"rank": RANK, "message": text(TEXT)}),
@@ -262,12 +266,9 @@ AGENT = Speaker(
         **{name: Kind({**(kind.facts or {}), "line": LINE}, kind.body) for name, kind in _passed_on.items()},
         "ready": Kind(
             {
-                "version": text(100),
-                "python": text(100),
+                **dict.fromkeys(("version", "python", "torch"), text(100)),
+                **dict.fromkeys(("hostname", "machine"), text(256)),
                 "executable": PATH,
-                "torch": text(100),
-                "hostname": text(256),
-                "machine": text(256),
                 "cores": whole(1, 1 << 20),
                 **dict.fromkeys(("gpus", "gpu_models"), listed(text(100), 1024)),
                 "addresses": listed(_address, 1 << 16),
@@ -276,10 +277,11 @@ AGENT = Speaker(
                 "problems": listed(text(TEXT), 100),
                 "probe_port_": whole(1, 65535),
                 "token_": matching(TOKEN),
+                "marker_": maybe(_marker),
                 "clock": number,
             }
         ),
-        "probed": Kind({"reached": mapped(mapped(number), 1 << 16)}),
+        "probed": Kind({"reached": mapped(mapped(number), 1 << 16), "seen_": listed(RANK, 1 << 16)}),
         "beat": Kind(
             {
                 "steps": by_rank(pair(STEP, number)),
@@ -302,9 +304,7 @@ AGENT = Speaker(
                 "code": whole(-255, 255),
                 "time": number,
                 "step": STEP,
-                "peak_memory": COUNT,
-                "memory_limit": COUNT,
-                "memory_kills": COUNT,
+                **dict.fromkeys(("peak_memory", "memory_limit", "memory_kills"), COUNT),
                 "stopped": flag,
             }
         ),
@@ -338,7 +338,7 @@ LAUNCHER = Speaker(
                 "env": VARIABLES,
             }
         ),
-        "probe": Kind({"targets": listed(_target, 1 << 16)}),
+        "probe": Kind({"targets": listed(_target, 1 << 16), "markers_": listed(_marker, 1 << 16)}),
         "job": Kind(
             {
                 "job": text(64),
@@ -361,6 +361,7 @@ LAUNCHER = Speaker(
         "stacks": Kind({"number": COUNT, "ranks": listed(RANK, MOST_RANKS)}),
         "signal": Kind({"number": SIGNAL, "rank_": RANK}),
         "worker": Kind({"rank": RANK}),
+        "wrote": _wrote,
         "heartbeat": Kind({"hosts": listed(record(index=RANK, address=text(64), port=PORT), 1 << 16)}),
         "death": DEATH,
         "regroup": REGROUP,

@@ -33,6 +33,8 @@ class Node:
     address: str = ""
     """Address at which the other hosts reach it; empty in a job of one host."""
     interface: str = ""
+    folder: int | None = None
+    """The place of the first host that sees the same working folder; None if it is not known."""
     ranks: frozenset[int] = frozenset()
     """Ranks of its workers, the only ones of which it may speak."""
     state: str = "is not connected"
@@ -247,11 +249,21 @@ class Agents:
                 what = f"rank {min(others)}, which is not on its host" if others else f"host {frame['peer']} of the job"
                 self._lose(node, f"it spoke of {what} ({frame.kind!r})", 0.0)
                 return
+            if frame.kind == "wrote":
+                self._pass_on(node, frame)
+                continue
             if "clock" in frame.header:
                 node.clock = max(node.clock, frame["clock"] - time.time())
             node.done = node.done or frame.kind == "end"
             node.told = node.told or frame.kind == "preempted" or (frame.kind == "end" and frame["signal"] > 0)
             self._events.append((node, frame))
+
+    def _pass_on(self, node: Node, frame: Frame) -> None:
+        """To the hosts that see the same folder as this one."""
+        told = Frame(frame.kind, {name: value for name, value in frame.header.items() if name != "line"})
+        for other in self.nodes:
+            if other is not node and other.folder is not None and other.folder == node.folder:
+                self.send(other, told)
 
     def _flush(self, node: Node) -> None:
         if node.channel is None or node.ended:

@@ -41,7 +41,7 @@ from dadt.launch.replacement import replaces
 from dadt.launch.report import Report
 from dadt.launch.restart import Restarts
 from dadt.launch.signals import ENDING_SIGNALS, Interrupts, forwarded, of_checkpoint
-from dadt.launch.startup import Voice, agree, differences, gather
+from dadt.launch.startup import Voice, agree, differences, find_shared_folders, gather
 
 Told = Callable[[Placed, Watch], View | None]
 """Called once every worker has its place. Returns the view that shows the job, or None."""
@@ -227,6 +227,7 @@ def settle(the_plan: Plan, agents: Agents, job: str, voice: Voice) -> Placed:
     for text in differences(agents.nodes):
         voice.say(text, "warning")
     agree(agents, config.network_interface)
+    find_shared_folders(agents)
     rooms = [room for room, share in zip(rooms, shares, strict=True) if share]
     shares = [share for share in shares if share]
     slots = place(shares, rooms, [node.address for node in agents.nodes])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,9 @@ from dadt.launch.placed import Placed
 from dadt.launch.plan import Plan
 from dadt.launch.replacement import replaces
 from dadt.launch.signals import of_checkpoint
+
+MOST_SHARING = 64
+"""Ranks of other hosts that a worker knows to see its folder: the first one that is left writes there."""
 
 
 def look(the_plan: Plan, job: str, node: Node) -> Mapping[str, Any]:
@@ -63,11 +67,13 @@ def _order(
     """env: variables of all workers of the job. beats: whether the hosts send each other heartbeats."""
     torch = where.config.torch_env and where.master is not None
     told = where.config.pass_local_rank or any("rank}" in part for part in where.plan.command)
+    sharing = ",".join(map(str, _sharing(where, slots, node)))
     workers = [
         {
             "rank": slot.rank,
             "local_rank": slot.local_rank,
-            "env": environment.own(slot, where.job, torch=torch, told=told, restarts=where.restarts, joins=joins),
+            "env": environment.own(slot, where.job, torch=torch, told=told, restarts=where.restarts, joins=joins)
+            | {"DADT_SHARING": sharing},
             "command": command_of(where, slot),
         }
         for slot in slots
@@ -91,6 +97,15 @@ def _order(
         own = {"index": slots[0].cross_rank, "address": node.address, "timeout": where.config.heartbeat_timeout}
         header |= {"heartbeat": own}
     return Frame("job", header, where.plan.blob)
+
+
+def _sharing(where: Placed, slots: Sequence[Slot], node: Node) -> Sequence[int]:
+    """The first ranks of those that see the same working folder; none where no other host does."""
+    if node.folder is None:
+        return ()
+    every = (slot.rank for slot in where.slots if where.nodes[slot.cross_rank].folder == node.folder)
+    ranks = list(itertools.islice(every, len(slots) + MOST_SHARING))
+    return ranks if set(ranks) - {slot.rank for slot in slots} else ()
 
 
 def heartbeats(where: Placed) -> bool:

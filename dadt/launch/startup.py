@@ -17,6 +17,8 @@ from dadt.launch.hosts.host import Host
 STRAGGLER_SECONDS = 15.0
 """How long the other hosts may still take once one has failed, so that all failures are reported together."""
 PROBE_SECONDS = 10.0
+MARKERS = 64
+"""So many hosts are looked at as the first of those that see the same folder."""
 NAMED_HOSTS = 8
 """With more hosts than this, only those that fail are named as they come."""
 
@@ -126,10 +128,23 @@ def agree(agents: Agents, wanted: str) -> None:
         # By place: hosts before it may have been left out.
         targets = [target_of(place, reports[place]) for place, other in enumerate(nodes) if other is not node]
         agents.send(node, Frame("probe", {"targets": targets}))
-    reached = _await_probes(agents)
+    reached = {node: frame["reached"] for node, frame in _await_probes(agents).items()}
     chosen = network.agree([node.name for node in nodes], reports, [reached[node] for node in nodes])
     for node, (address, interface) in zip(nodes, chosen, strict=True):
         node.address, node.interface = address, interface
+
+
+def find_shared_folders(agents: Agents) -> None:
+    """Find out which hosts see the same working folder. Each has made a file there when it reported."""
+    nodes = agents.nodes
+    made = [(place, node.report.get("marker")) for place, node in enumerate(nodes[:MARKERS])]
+    markers = [{**marker, "index": place} for place, marker in made if marker]
+    if len(nodes) < 2 or not markers:
+        return
+    for node in nodes:
+        agents.send(node, Frame("probe", {"targets": [], "markers": markers}))
+    for node, frame in _await_probes(agents).items():
+        node.folder = min(frame.get("seen", ()), default=None)
 
 
 def differences(nodes: Sequence[Node]) -> list[str]:
@@ -143,16 +158,16 @@ def differences(nodes: Sequence[Node]) -> list[str]:
     return texts
 
 
-def _await_probes(agents: Agents) -> dict[Node, Mapping[str, Mapping[str, float]]]:
+def _await_probes(agents: Agents) -> dict[Node, Frame]:
     deadline = time.monotonic() + PROBE_SECONDS
-    reached: dict[Node, Mapping[str, Mapping[str, float]]] = {}
+    reached: dict[Node, Frame] = {}
     while len(reached) < len(agents.nodes):
         if time.monotonic() >= deadline:
             late = ", ".join(node.name for node in agents.nodes if node not in reached)
-            raise LaunchError(f"{late}: did not tell within {PROBE_SECONDS:g} s which hosts it reaches")
+            raise LaunchError(f"{late}: did not tell within {PROBE_SECONDS:g} s what it reaches of other hosts")
         for node, frame in agents.turn(deadline - time.monotonic()):
             if frame.kind == "probed":
-                reached[node] = frame["reached"]
+                reached[node] = frame
             elif frame.kind == "lost":
                 raise LaunchError(f"{node.name}: {frame['message']}")
     return reached

@@ -205,7 +205,10 @@ class StoreClient:
         self._use(lambda values: values.set(self._save_key(path, count), b"1"))
         self._use(lambda values: values.set(self._save_key("", number), b"1"))
 
-    def await_save(self, path: str, count: int, number: int, step: int, timeout: float) -> str:
+    def wrote(self, path: str, **facts: Any) -> None:
+        """Nobody has looked whether hosts see the same folder."""
+
+    def await_save(self, path: str, count: int, number: int, step: int, timeout: float, far: bool = False) -> str:
         """ "there" if local rank 0 has written the file `count` times; "write" if not within `timeout` seconds, or not
         by its number-th save."""
         key = self._save_key(path, count)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -17,9 +18,11 @@ from os import link, mkdir, rename, symlink, unlink
 from os import open as os_open
 from typing import Any
 
-from dadt.inject.files.journal import Journal
+from dadt.inject.files.journal import PAUSE_SECONDS, Journal
 from dadt.inject.files.tree import kind
 
+WORD_SECONDS = 1.0
+"""How long word of what another host has written may take."""
 BEGINS = os.O_TRUNC | os.O_EXCL
 
 
@@ -27,17 +30,17 @@ class ForGood:
     """Paths are absolute; `given` are those that the script has given, which errors name. shared: other ranks of the
     host write for good, too."""
 
-    def __init__(self, journal: Journal, appeared: Callable[[str], bool]) -> None:
-        """appeared: whether another rank has made what is there, as far as is known."""
+    def __init__(self, journal: Journal, is_far: Callable[[str], bool]) -> None:
+        """is_far: whether ranks of other hosts see a path, of which word comes later than what they have done."""
         self.journal = journal
-        self._appeared = appeared
+        self._is_far = is_far
         self._removals: Counter[str] = Counter()
 
     def open(self, path: str, flags: int, mode: int, shared: bool) -> int:
         """A file that another rank has begun is begun anew as another file: what that one writes on stays whole."""
         path = os.path.realpath(path) if kind(path) == stat.S_IFLNK else path
         with self.journal.turn() if shared else nullcontext():
-            if shared and flags & BEGINS and kind(path) == stat.S_IFREG and self._appeared(path):
+            if shared and flags & BEGINS and kind(path) == stat.S_IFREG and self.journal.is_others(path):
                 permissions = stat.S_IMODE(os.lstat(path).st_mode)
                 unlink(path)
                 self.journal.wrote(path)
@@ -74,7 +77,7 @@ class ForGood:
 
     def _make(self, path: str, shared: bool, act: Callable[[], Any]) -> None:
         with self.journal.turn() if shared else nullcontext():
-            if shared and kind(path) is not None and self._appeared(path):
+            if shared and kind(path) is not None and self.is_made(path):
                 return
             act()
             self.journal.wrote(path, new=True)
@@ -82,13 +85,26 @@ class ForGood:
     def _is_done(self, path: str) -> bool:
         """Whether another rank has removed it: the very file, or as often as this one is about to."""
         if kind(path) is None:
-            done = self.journal.is_gone(path)
+            done = self._comes_to(self.journal.is_gone, path)
         else:
             done = self.journal.is_others(path) and self.journal.removals(path) > self._removals[path]
         if done:
             self._removals[path] += 1
             return True
         return False
+
+    def is_made(self, path: str) -> bool:
+        """Whether what is there is another rank's."""
+        return self._comes_to(self.journal.is_others, path)
+
+    def _comes_to(self, known: Callable[[str], bool], path: str) -> bool:
+        """Whether it is known, or comes to be where word of other hosts may be under way."""
+        end = time.monotonic() + WORD_SECONDS
+        while not known(path):
+            if not self._is_far(path) or time.monotonic() >= end:
+                return False
+            time.sleep(PAUSE_SECONDS)
+        return True
 
     def _tell_removed(self, path: str) -> None:
         self._removals[path] += 1

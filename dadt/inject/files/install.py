@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import psutil
 import torch
 
-from dadt.control import job_folder
+from dadt.control import job_folder, written_files
 from dadt.inject.after_import import after_import
 from dadt.inject.files.journal import Journal
 from dadt.inject.files.overlay import Overlay
@@ -29,7 +29,7 @@ from dadt.inject.files.writers import ScriptRank, Writers
 
 CACHES = re.compile(r"_HOME|_CACHE|CACHE_?DIR|CONFIG_?DIR|_TMPDIR")
 """The ends of names of variables that hold folders which libraries share among processes, and lock."""
-SHARED = re.compile(r"/(wandb|[^/]*cache[^/]*)(/|$)", re.IGNORECASE)
+SHARED = re.compile(r"/(wandb|[^/]*cache[^/]*)(/|$)|\.lock$", re.IGNORECASE)
 """Folders that are shared with processes outside the job."""
 READERS = ("stat", "lstat", "access", "readlink", "statvfs", "listxattr", "getxattr")
 CHANGERS = ("chmod", "chown", "lchown", "utime", "setxattr", "removexattr")
@@ -37,11 +37,19 @@ OPEN = (("bz2", "_builtin_open"), ("tarfile", "bltn_open"), ("tokenize", "_built
 """Modules that keep a reference to `open`."""
 
 
+class Control(Protocol):
+    """The control channel, as this needs it."""
+
+    def wrote(self, path: str, **facts: Any) -> None: ...
+
+
 class WritingRank(ScriptRank, Protocol):
     """A rank as the overlay needs it."""
 
     @property
     def step(self) -> int: ...
+    @property
+    def control(self) -> Control | None: ...
     @property
     def on_stepped(self) -> list[Callable[[], None]]: ...
 
@@ -71,15 +79,21 @@ class Scope:
 def install(runtime: WritingRank) -> Overlay | None:
     """None where this rank is the only one that writes."""
     world, config = runtime.world, runtime.config
-    if world.local_size == 1 and not runtime.replaying:
+    if world.local_size == 1 and not world.sharing and not runtime.replaying:
         return None
     start = psutil.Process().create_time() - 1.0  # the ranks of a host start together
     folder = job_folder.of_worker(world)
+    writers, pid = Writers(runtime), os.getpid()
+
+    def relay(path: str, size: int) -> None:
+        if runtime.control is not None and writers.is_far(path) and os.getpid() == pid:
+            runtime.control.wrote(path, size=size)
+
     overlay = Overlay(
         folder / f"files-{world.local_rank}",
         Scope(config.timeline, config.snapshot_dir).keeps,
-        Writers(runtime),
-        Journal(folder / "written", world.rank, config.timeout),
+        writers,
+        Journal(folder / written_files.NAME, world.rank, config.timeout, relay),
         start,
         mark_of(world),
         lambda: runtime.step,
@@ -96,7 +110,7 @@ def install(runtime: WritingRank) -> Overlay | None:
 def _patch_writing(overlay: Overlay) -> None:
     unlink = os.unlink
     put: dict[str, Callable[..., Any]] = {"unlink": overlay.remove, "replace": overlay.rename}
-    names = ("open", "truncate", "mkdir", "remove", "rmdir", "rename", "symlink", "link")
+    names = ("open", "truncate", "mkdir", "remove", "rmdir", "rename", "symlink", "link", "listdir", "scandir")
     put |= {name: getattr(overlay, name) for name in names}
     for name, function in put.items():
         _replace(os, name, function)
@@ -159,7 +173,7 @@ def _patch_reading(overlay: Overlay) -> None:
     """Where the rank may have copies."""
     put = {name: overlay.reading(getattr(os, name)) for name in READERS}
     put |= {name: overlay.changing(getattr(os, name)) for name in CHANGERS}
-    put |= {name: getattr(overlay, name) for name in ("chdir", "listdir", "scandir")}
+    put |= {"chdir": overlay.chdir}
     for name, function in put.items():
         _replace(os, name, function)
     begin = subprocess.Popen.__init__

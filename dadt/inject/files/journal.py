@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 # Bound here, before `install` puts functions of an overlay into `os`.
@@ -15,18 +15,24 @@ from os import lstat
 from os import open as os_open
 from pathlib import Path
 
+from dadt.control.written_files import REMOVED, line
 from dadt.errors import CommTimeout
 
-REMOVED = -2
-"""Stands for a size in a line that tells of a removal."""
 PAUSE_SECONDS = 0.005
 
 
 class Journal:
-    """Paths are absolute. A line is the rank, the size of what was there (-1: nothing; REMOVED), and the path."""
+    """Paths are absolute, sizes as of `written_files.line`."""
 
-    def __init__(self, file: Path, rank: int, timeout: float = 60.0) -> None:
-        """timeout: seconds that a rank waits for its turn."""
+    def __init__(
+        self,
+        file: Path,
+        rank: int,
+        timeout: float = 60.0,
+        relay: Callable[[str, int], None] = lambda path, size: None,
+    ) -> None:
+        """timeout: seconds that a rank waits for its turn. relay: called with what is told, for other hosts."""
+        self._relay = relay
         self.rank = rank
         self._path = str(file)
         self._timeout = timeout
@@ -100,7 +106,8 @@ class Journal:
             os.close(file)
 
     def _tell(self, size: int, path: str) -> None:
-        os.write(self._file, f"{json.dumps([self.rank, size, path])}\n".encode())
+        os.write(self._file, line(self.rank, size, path))
+        self._relay(path, size)
 
     def _look(self) -> None:
         """Read what was told since."""
@@ -110,8 +117,8 @@ class Journal:
         data = os.pread(self._file, more, self._read)
         data = data[: data.rfind(b"\n") + 1]
         self._read += len(data)
-        for line in data.splitlines():
-            rank, size, path = json.loads(line)
+        for each in data.splitlines():
+            rank, size, path = json.loads(each)
             if size == REMOVED:
                 self._removals[path][rank] += 1
                 self._gone[path] = rank

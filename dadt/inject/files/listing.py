@@ -3,8 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+
+# Bound here, before `install` puts functions of an overlay into `os`.
+from os import listdir, scandir
 from typing import Any
+
+HALF = ".dadt-"
+"""Begins the names of folders in which a rank writes what is not whole yet."""
+
+
+def is_half(name: str | bytes) -> bool:
+    """Whether no script is to meet it: it is gone in a moment."""
+    return os.fsdecode(name).startswith(HALF)
+
+
+def without_half(path: Any) -> list[Any]:
+    """What `os.listdir` returns."""
+    return [name for name in listdir(path) if not is_half(name)]
 
 
 class Entry:
@@ -27,13 +43,20 @@ class Entry:
 class Listing:
     """What `os.scandir` returns."""
 
-    def __init__(self, entries: list[Entry]) -> None:
+    def __init__(self, entries: Iterable[Any], close: Callable[[], None] = lambda: None) -> None:
         self._entries = iter(entries)
+        self._close = close
 
-    def __iter__(self) -> Iterator[Entry]:
+    @classmethod
+    def of(cls, path: Any) -> Listing:
+        """Of a folder in one place."""
+        entries = scandir(path)
+        return cls((entry for entry in entries if not is_half(entry.name)), entries.close)
+
+    def __iter__(self) -> Iterator[Any]:
         return self._entries
 
-    def __next__(self) -> Entry:
+    def __next__(self) -> Any:
         return next(self._entries)
 
     def __enter__(self) -> Listing:
@@ -43,4 +66,4 @@ class Listing:
         self.close()
 
     def close(self) -> None:
-        """Nothing is open."""
+        self._close()

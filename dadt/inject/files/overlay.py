@@ -20,7 +20,7 @@ from typing import Any
 
 from dadt.inject.files.for_good import BEGINS, ForGood
 from dadt.inject.files.journal import Journal
-from dadt.inject.files.listing import Listing
+from dadt.inject.files.listing import Listing, without_half
 from dadt.inject.files.reopening import reopen
 from dadt.inject.files.tree import Tree, copy, error, kind, named, pattern
 from dadt.inject.files.until_closed import HeldFiles, UntilClosed
@@ -48,7 +48,7 @@ class Overlay(Tree):
         self.writers = writers
         self.journal = journal
         self.held = HeldFiles(self, writers, journal, mark, step)
-        self._for_good = ForGood(journal, journal.is_others)
+        self._for_good = ForGood(journal, writers.is_far)
         self._start = start
         self._was_apart = False
         self._awaited: set[str] = set()
@@ -60,12 +60,7 @@ class Overlay(Tree):
         """What this rank does with an absolute path that it is about to write."""
         self._end_apart()
         self.held.settle(path)
-        return self.writers.role(copy=self.where(path) != path, begins=begins)
-
-    def written_apart(self, given: Any, dir_fd: int | None = None) -> str | None:
-        """The absolute path of what the rank would write to a copy."""
-        path = self.path(given, dir_fd)
-        return path if path is not None and self.role(path) is Role.APART else None
+        return self.writers.role(path, copy=self.where(path) != path, begins=begins)
 
     def reading(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """`original`, which reads the path that is its first argument."""
@@ -183,7 +178,7 @@ class Overlay(Tree):
             if self.role(known) is not Role.APART:
                 self._for_good.mkdir(path, known, mode, self.writers.is_shared)
                 return
-            if self.exists(known) and not self._appeared(known):
+            if self.exists(known) and not (self._appeared(known) or self._for_good.is_made(known)):
                 raise error(errno.EEXIST, path)
             anew = self.where(known) == self._none
             self._prepare(os.path.dirname(known))
@@ -313,19 +308,23 @@ class Overlay(Tree):
 
     def listdir(self, path: Any = ".") -> list[str]:
         known = self.path("." if path is None else path)
-        if known is None or self.where(known) == known:
+        if known is None:
             return listdir(path)
+        if self.where(known) == known:
+            return without_half(path)
         return [entry.name for entry in self._entries(known, path)]
 
     def scandir(self, path: Any = ".") -> Any:
         known = self.path("." if path is None else path)
-        if known is None or self.where(known) == known:
+        if known is None:
             return scandir(path)
+        if self.where(known) == known:
+            return Listing.of(path)
         return Listing(self._entries(known, path))
 
     def _end_apart(self) -> None:
         """Once the script has read its rank: folders that it made apart are there for what it goes on to write."""
-        if self.writers.role(copy=False) is Role.APART:
+        if self.writers.is_apart:
             self._was_apart = True
         elif self._was_apart:
             self._was_apart = False
@@ -335,9 +334,7 @@ class Overlay(Tree):
                         os.makedirs(folder[len(self.tree) :] or os.sep, exist_ok=True)
 
     def take_over(self) -> None:
-        """From now on this rank writes for good, in place of the first of its host: its copies of what that one wrote
-        are forgotten."""
-        self.writers.first = True
+        """From now on this rank writes for good, in place of the first one, whose files it sees."""
         self._was_apart = False
         self.forget()
 
@@ -372,15 +369,15 @@ class Overlay(Tree):
 
     def stand_in(self, given: Any) -> None:
         """An empty file in place of one that is not written, where the rank sees none: scripts copy and measure it."""
-        path = self.written_apart(given)
-        if path is not None and not self.exists(path):
+        path = self.path(given)
+        if path is not None and self.role(path) is Role.APART and not self.exists(path):
             os.close(os_open(self.place(path), os.O_CREAT | os.O_WRONLY, 0o600))
 
     def replayed(self) -> None:
         """A replay is over, whose copies are of no use. What is open goes on, in the tree or for good, and folders that
         are nowhere else stay, such as one named by time."""
         with self.real():
-            for_good = self.writers.role(copy=False) is not Role.APART
+            for_good = not self.writers.is_apart
             folders = [folder[len(self.tree) :] for folder, _, _ in os.walk(self.tree) if folder != self.tree]
             new = [folder for folder in folders if kind(folder) is None]
             for folder in new if for_good else ():

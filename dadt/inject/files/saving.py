@@ -13,7 +13,7 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import ModuleType
@@ -36,7 +36,8 @@ class Control(Protocol):
 
     def writes(self, path: str, mark: str) -> None: ...
     def saved(self, path: str, count: int, number: int) -> None: ...
-    def await_save(self, path: str, count: int, number: int, step: int, timeout: float) -> str: ...
+    def wrote(self, path: str, **facts: Any) -> None: ...
+    def await_save(self, path: str, count: int, number: int, step: int, timeout: float, far: bool = False) -> str: ...
     def peers(self) -> list[dict[str, Any]]: ...
 
 
@@ -49,8 +50,6 @@ class SavingRank(ScriptRank, Protocol):
     def step(self) -> int: ...
     @property
     def together(self) -> bool: ...
-    @property
-    def members(self) -> Sequence[int]: ...
     def show_true_weights(self) -> None: ...
 
 
@@ -108,7 +107,8 @@ class Saver:
         half written."""
         if not self.runtime.first:
             return
-        self.take_over()
+        if self.writers.take_over() and self.overlay is not None:
+            self.overlay.take_over()
         for folder in list(self._folders):  # where ranks train apart, another thread saves meanwhile
             with suppress(OSError, ValueError):  # it may be gone
                 for half in folder.glob(f"{self._marks}*"):
@@ -118,7 +118,7 @@ class Saver:
 
     def take_over(self) -> None:
         """From now on this rank writes for good, in place of the first of its host."""
-        self.writers.first = True
+        self.writers.take_over()
         if self.overlay is not None:
             self.overlay.take_over()
 
@@ -136,7 +136,8 @@ class Saver:
         count = self._count(target)
         # In a folder that this rank alone has, such as one named by time, no other rank writes.
         alone = copied is not None and overlay is not None and overlay.is_private(str(Path(copied).parent))
-        if not (alone or self.writers.first) and self._is_saved(target, count):
+        first = self.writers.is_first(str(target))
+        if not (alone or first) and self._is_saved(target, count):
             return overlay.awaited(path) if overlay is not None and path is not None else None
         if copied is not None and overlay is not None:
             return self._write_whole(Path(overlay.place(copied)), write)
@@ -146,8 +147,10 @@ class Saver:
         if overlay is not None and path is not None:
             overlay.saved(path)
         result = self._write_whole(target, write)
-        if self.writers.first and count is not None and self.runtime.control is not None:
+        if first and count is not None and self.runtime.control is not None:
             self.runtime.control.saved(str(target), count, self._number)
+            if self.writers.is_far(str(target)):
+                self.runtime.control.wrote(str(target), count=count, number=self._number)
         return result
 
     def _save_in_child(self, f: str, write: Write) -> Any:
@@ -179,7 +182,7 @@ class Saver:
         if count is None or self.runtime.control is None:
             return False
         saved = self._appears(self.runtime.control, target, count)
-        if not (saved or self.writers.first):
+        if not (saved or self.writers.is_first(str(target))):
             self._missed.add(str(target))
         return saved
 
@@ -189,12 +192,12 @@ class Saver:
         The first local rank may never save here, and may wait for this rank in an exchange meanwhile: unless it
         is writing by now, it is not waited for long. Should it only be late, the file is written twice.
         """
-        number, step = self._number, self.runtime.step
+        number, step, far = self._number, self.runtime.step, self.writers.is_far(str(target))
         patient = self.runtime.together and str(target) not in self._missed
         end = time.monotonic() + (self.runtime.config.timeout if patient else 0.0)
         while True:
             patience = min(PATIENCE_SECONDS, max(end - time.monotonic(), 0.0))
-            verdict = control.await_save(str(target), count, number, step, timeout=patience)
+            verdict = control.await_save(str(target), count, number, step, patience, far)
             if verdict == "yours":
                 self.take_over()
             if verdict != "write" or time.monotonic() >= end or not self._is_writing(target):
@@ -202,7 +205,9 @@ class Saver:
             control.peers()  # tells the launcher that this rank waits for another
 
     def _is_writing(self, target: Path) -> bool:
-        folders = target.parent.glob(f"{self._marks}{self.runtime.world.cross_rank}-0-*")
+        world = self.runtime.world
+        writer = f"*-{self.writers.writer}" if self.writers.is_far(str(target)) else f"{world.cross_rank}-0"
+        folders = target.parent.glob(f"{self._marks}{writer}-*")
         return any((folder / target.name).exists() for folder in folders)
 
     @property

@@ -25,7 +25,7 @@ from os import open as os_open
 from pathlib import Path
 from typing import Any
 
-from dadt.inject.files.listing import Entry
+from dadt.inject.files.listing import Entry, is_half
 
 DIGITS = re.compile(r"[0-9a-f]*[0-9][0-9a-f]*")
 WHITEOUT = stat.S_IFREG
@@ -184,7 +184,7 @@ class Tree:
         kinds = {pattern(entry.name) for entry in seen if kind(os.path.join(path, entry.name)) is None}
         for entry in there:
             twin = pattern(entry.name) in kinds and self._is_others(os.path.join(path, entry.name))
-            if entry.name not in mine and not twin:
+            if entry.name not in mine and not twin and not is_half(entry.name):
                 seen.append(entry)
         return [Entry(entry, folder) for entry in seen]
 

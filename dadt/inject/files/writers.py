@@ -3,12 +3,14 @@
 A script that believes it is alone writes the same paths on all ranks. Then the first rank of the host writes them for
 good, and each of the others a copy, which nobody else sees. Once the script has read its rank, the first one's files
 are still its own, and what another rank alone writes is there, too. With a process group or `dadt.init` the script
-knows what it does.
+knows what it does. Hosts that see the same working folder are as one host there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum, auto
+from pathlib import Path
 from typing import Protocol
 
 from dadt.inject.rank import Rank
@@ -25,6 +27,8 @@ class ScriptRank(Rank, Protocol):
     def first(self) -> bool: ...
     @property
     def replaying(self) -> bool: ...
+    @property
+    def members(self) -> Sequence[int]: ...
 
 
 class Mode(Enum):
@@ -71,8 +75,30 @@ class Writers:
 
     def __init__(self, runtime: ScriptRank) -> None:
         self._runtime = runtime
-        self.first = runtime.first
-        """This rank is the first of those that see the same files. A forked child keeps it."""
+        self._first = runtime.first
+        """This rank is the first of its host. A forked child keeps it."""
+        self._rank, self._sharing = runtime.world.rank, runtime.world.sharing
+        self._folder = f"{Path.cwd()}/"
+        self._first_of_all = self._first and self._rank == min(self._sharing, default=self._rank)
+
+    def is_first(self, path: str) -> bool:
+        """Whether this rank is the first of those that see this absolute path."""
+        return self._first_of_all if self.is_far(path) else self._first
+
+    def is_far(self, path: str) -> bool:
+        """Whether ranks of several hosts see it."""
+        return bool(self._sharing) and path.startswith(self._folder)
+
+    @property
+    def writer(self) -> int:
+        """The rank that is the first in a folder that several hosts see."""
+        return min((rank for rank in self._runtime.members if rank in self._sharing), default=self._rank)
+
+    def take_over(self) -> bool:
+        """Ranks were lost, and this one is the first of its host. Returns whether it is the first of all now, too."""
+        self._first = True
+        self._first_of_all = not self._sharing or self.writer == self._rank
+        return self._first_of_all
 
     @property
     def mode(self) -> Mode:
@@ -85,8 +111,14 @@ class Writers:
             return Mode.ALL
         return Mode.SHARED if runtime.knows_rank else Mode.ONE
 
-    def role(self, *, copy: bool, begins: bool = False) -> Role:
-        return decide(self.mode, first=self.first, copy=copy, begins=begins)
+    def role(self, path: str, *, copy: bool, begins: bool = False) -> Role:
+        """For an absolute path."""
+        return decide(self.mode, first=self.is_first(path), copy=copy, begins=begins)
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether this rank writes nothing for good, in the working folder."""
+        return self.mode is Mode.REPLAY or (self.mode is Mode.ONE and not self._first_of_all)
 
     @property
     def is_shared(self) -> bool:
@@ -106,4 +138,4 @@ class Writers:
     @property
     def reads_apart(self) -> bool:
         """Whether this rank may have copies."""
-        return not self.first or self.mode is Mode.REPLAY
+        return not self._first_of_all or self.mode is Mode.REPLAY

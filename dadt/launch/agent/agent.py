@@ -104,14 +104,16 @@ class Agent:
                 report["addresses"] = self._await_address()
                 self._launcher.watch(listener.fileno(), listener.answer)
                 report |= {"probe_port": listener.port, "token": token.hex()}
+                report["marker"] = None if problems else self._probing.mark(look["cwd"], look["job"]) or None
             self._launcher.send(Frame("ready", report | {"clock": time.time()}))
             while (order := self._await_order("probe", "job")) is not None and order.kind == "probe":
-                self._probing.begin(order["targets"])
+                self._probing.begin(order)
                 while self._probing.active and not self._launcher.gone:
                     self._launcher.select(PROBE_TICK_SECONDS)
                     self._probing.advance()
             return order
         finally:
+            self._probing.unmark()
             if listener is not None:
                 self._launcher.forget(listener.fileno())
                 listener.close()
@@ -265,8 +267,8 @@ class Agent:
         elif order.kind == "heartbeat" and self._heart is not None:
             self._heart.begin(order["hosts"])
         elif order.kind == "probe":
-            self._probing.begin(order["targets"])
-        elif order.kind in ("death", "regroup", "approach"):
+            self._probing.begin(order)
+        elif order.kind in ("death", "regroup", "approach", "wrote"):
             self._roster.tell(order)
         elif order.kind == "worker" and order["rank"] in self._ranks and self._stop is None:
             self._start_anew(order["rank"])

@@ -1,12 +1,13 @@
-"""Which addresses of other hosts this one reaches, as the launcher asks."""
+"""Which addresses and which folders of other hosts this one reaches, as the launcher asks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from dadt.control import network
 from dadt.control.frame import Frame
+from dadt.launch.agent.marker import Marker
 
 
 class Probing:
@@ -16,16 +17,30 @@ class Probing:
         """send: takes the answers."""
         self._send = send
         self._probe: network.Probe | None = None
+        self._marker: Marker | None = None
+        self._seen: dict[str, Any] = {}
 
     @property
     def active(self) -> bool:
         return self._probe is not None
 
-    def begin(self, targets: Sequence[Mapping[str, Any]]) -> None:
+    def mark(self, folder: str, job: str) -> dict[str, str]:
+        """Make a file by which others find out whether they see this folder. Returns what they look for."""
+        self._marker = Marker(folder, job)
+        return self._marker.describe()
+
+    def unmark(self) -> None:
+        """Remove it. Idempotent."""
+        if self._marker is not None:
+            self._marker.remove()
+
+    def begin(self, order: Frame) -> None:
         """Begin to probe; one that is under way is given up."""
         if self._probe is not None:
             self._probe.close()
-        self._probe = network.Probe(targets)
+        markers = order.get("markers", ())
+        self._seen = {"seen": self._marker.seen(markers)} if markers and self._marker is not None else {}
+        self._probe = network.Probe(order["targets"])
         self._probe.start()
 
     def advance(self) -> None:
@@ -34,5 +49,5 @@ class Probing:
         self._probe.advance()
         if self._probe.finished:
             self._probe.close()
-            self._send(Frame("probed", {"reached": self._probe.reached}))
+            self._send(Frame("probed", {"reached": self._probe.reached, **self._seen}))
             self._probe = None

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dadt.control import written_files
 from dadt.control.accept import Entrance, peer_of
 from dadt.control.frame import Frame, Link
 from dadt.control.heartbeat import Heartbeat
@@ -60,6 +61,8 @@ class SaveWait:
     number: int
     step: int
     deadline: float
+    far: bool
+    """For a rank of another host instead."""
 
 
 @dataclass(slots=True)
@@ -90,6 +93,8 @@ class WorkerRegistry:
     """Path to how many times local rank 0 has written it."""
     numbered: set[int] = field(default_factory=set)
     """The numbers of local rank 0's saves that are done."""
+    far: set[int] = field(default_factory=set)
+    """The numbers of the saves of the rank of another host that writes for this one, too."""
     waits: list[SaveWait] = field(default_factory=list)
     first: int = 0
     """Local rank of the first one, which writes files for good."""
@@ -156,7 +161,11 @@ class WorkerRegistry:
             line.socket.shutdown(socket.SHUT_RDWR)  # it keeps asking without reading
 
     def tell(self, frame: Frame) -> None:
-        """Send a frame to every process that listens; which ranks train now also to those that will."""
+        """Send a frame to every process that listens; which ranks train now also to those that will. What a rank of
+        another host has written is noted for all that ask."""
+        if frame.kind == "wrote":
+            self._note(frame)
+            return
         if frame.kind == "approach":
             self.approaches.append(frame)
         if frame.kind == "regroup":
@@ -166,6 +175,14 @@ class WorkerRegistry:
                 self.first, self.first_ended = self.ranks[rank], False
         for line in [line for line in self.lines.values() if line.listens]:
             self.answer(line.number, frame)
+
+    def _note(self, frame: Frame) -> None:
+        if "number" in frame.header:
+            self.far.add(frame["number"])
+            self.saves[frame["path"]] = max(frame["count"], self.saves.get(frame["path"], 0))
+            self.settle_saves()
+        else:
+            written_files.add(self.path.parent, frame["rank"], frame["size"], frame["path"])
 
     def tell_to_save(self, ranks: Collection[int], patience: float) -> set[int]:
         """Tell the processes that train as these ranks. Returns those that were told: the others do not listen."""
@@ -223,6 +240,10 @@ class WorkerRegistry:
         for wait in waits:
             if self.saves.get(wait.path, 0) >= wait.count:
                 self.answer(wait.line.number, Frame("saved", {"verdict": "there"}))
+            elif wait.far and wait.number not in self.far and now < wait.deadline:
+                self.waits.append(wait)
+            elif wait.far:
+                self.answer(wait.line.number, Frame("saved", {"verdict": "write"}))
             elif self.ranks[wait.line.rank] == self.first:
                 self.answer(wait.line.number, Frame("saved", {"verdict": "yours"}))
             elif wait.number in self.numbered or self.first_ended or step > wait.step or now >= wait.deadline:
@@ -275,5 +296,6 @@ class WorkerRegistry:
 
     def _await_save(self, line: Line, frame: Frame) -> None:
         deadline = time.monotonic() + frame["timeout"]
-        self.waits.append(SaveWait(line, frame["path"], frame["count"], frame["number"], frame["step"], deadline))
+        asked = frame["path"], frame["count"], frame["number"], frame["step"]
+        self.waits.append(SaveWait(line, *asked, deadline, frame.get("far", False)))
         self.settle_saves()

@@ -203,13 +203,14 @@ open(f"out/alone-{{me}}", "w").close()
 print(json.dumps([me, sorted(os.listdir("out"))]))
 """
 READ = 'rank = int(os.environ.get("RANK", 0))'
+READ_LATE = 'rank = int(os.environ.get("RA" "NK", 0))'  # a script that names it may have read it from the beginning
 COLUMNS = {
     "never": ("", "pass", []),
     "before": (READ, "pass", []),
-    "after": ("", READ, []),
+    "after": ("", READ_LATE, []),
     "all": ("", "pass", ["--files", "all"]),
     "before, all": (READ, "pass", ["--files", "all"]),
-    "after, all": ("", READ, ["--files", "all"]),
+    "after, all": ("", READ_LATE, ["--files", "all"]),
 }
 
 

@@ -54,7 +54,12 @@ def rank_of(first: bool = False, files: str = "first", *, knows_rank: bool = Fal
     """A rank, as the decision about files needs it."""
     config = SimpleNamespace(files=files, save_once=True)
     return SimpleNamespace(
-        first=first, config=config, knows_rank=knows_rank, replaying=replaying, script_is_distributed=False
+        first=first,
+        config=config,
+        knows_rank=knows_rank,
+        replaying=replaying,
+        script_is_distributed=False,
+        world=SimpleNamespace(rank=0 if first else 1, sharing=()),
     )
 
 

@@ -36,7 +36,7 @@ class Control:
     def begin(self, step: int) -> None:
         (self.folder / f"rank{self.runtime.world.rank}-step{step}").touch()
 
-    def await_save(self, path: str, count: int, number: int, step: int, timeout: float) -> str:
+    def await_save(self, path: str, count: int, number: int, step: int, timeout: float, far: bool = False) -> str:
         end = time.monotonic() + timeout
         while time.monotonic() < end:
             if (self.folder / f"saved-{os.path.basename(path)}-{count}").exists():

@@ -37,6 +37,7 @@ class Rank:
             knows_rank=known.get("knows_rank", False),
             replaying=False,
             script_is_distributed=False,
+            world=SimpleNamespace(rank=number, sharing=()),
         )
         self.number = number
         self.step = 0

@@ -1,0 +1,21 @@
+"""What the workers of a host have written: the file in the folder of the job to which each adds a line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+NAME = "written"
+REMOVED = -2
+"""Stands for a size in a line that tells of a removal."""
+
+
+def line(rank: int, size: int, path: str) -> bytes:
+    """size: what was there before, in bytes; -1: nothing; REMOVED."""
+    return f"{json.dumps([rank, size, path])}\n".encode()
+
+
+def add(folder: Path, rank: int, size: int, path: str) -> None:
+    """Add what a worker of another host has written in a folder that both see."""
+    with (folder / NAME).open("ab", buffering=0) as file:
+        file.write(line(rank, size, path))
