@@ -70,7 +70,7 @@ def test_the_first_rank_of_the_first_host_that_sees_a_folder_writes_there(
         lay_over(network, group, folders[-1], tmp_path)
         (folders[-1] / "train.py").write_text(text)
     run = start(network, text, "-np", count, "-H", network.list(1), "train.py")
-    result = run.finish()
+    result = run.finish(240.0)
     assert result.code == 0, result.err
     for group, folder in zip(groups, folders, strict=True):
         out = folder / "out"
