@@ -12,7 +12,7 @@ SCRIPT = """
 import glob, json, os, shutil, torch
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
-me = int(os.environ["DADT_" + "RANK"]) if {reads} else int(open("/proc/self/environ").read().split("DADT_RANK=")[1][0])
+me = int(os.environ["DADT_RA" + "NK"]) if {reads} else int(open("/proc/self/environ").read().split("DADT_RANK=")[1][0])
 if os.path.isdir("out"):
     shutil.rmtree("out")
 os.makedirs("out", exist_ok=True)
