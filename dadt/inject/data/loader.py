@@ -96,12 +96,11 @@ class Loaders:
             return self._begin(loader, role)
         over = functools.partial(self._whole_over, role)
         with self.streams.shared():
-            drawn = Drawn(loader)
-        begin = functools.partial(self._begin, loader, role, drawn)
+            begin = functools.partial(self._begin, loader, role, Drawn(loader), self.streams.restored)
         return Undecided(self.runtime, begin, lambda: self.length(loader), over)
 
-    def _begin(self, loader: Loader, role: Role, drawn: Drawn | None = None) -> Iterator[Any]:
-        """A pass. drawn: by its iterator, if that was made before."""
+    def _begin(self, loader: Loader, role: Role, drawn: Drawn | None = None, restored: int = 0) -> Iterator[Any]:
+        """A pass. drawn: by its iterator, if that was made before, when streams had been restored so often."""
         role.drawn = drawn
         kind = self._decide(loader, role)
         if kind == ALONE:
@@ -114,6 +113,8 @@ class Loaders:
             return self._all(loader, role)
         self.runtime.claim()
         self.streams.split()
+        if self.streams.restored != restored:
+            role.drawn = None
         self.gives_shares = True
         self.entropy.part_below(loader.dataset)
         division = self._divide(loader, role)

@@ -128,6 +128,8 @@ class Streams:
         self._resumed: Resumed | None = None
         self.seeded_anew: set[str] = set()
         """The generators that the script has seeded since it loaded a checkpoint, by the names of State."""
+        self.restored = 0
+        """How often the shared stream has become that of another time."""
         self._has_parted = False
         self._joined: dict[str, Any] = {}
         """Generators that the script has seeded by `random.seed` or `numpy.random.seed` since ranks have streams of
@@ -172,6 +174,7 @@ class Streams:
         current, resumed, self._resumed = State.capture(), self._resumed, None
         if resumed is None:
             return current, None, set()
+        self.restored += "torch" not in self.seeded_anew
         # Seeds that the script has set since are for the shared stream.
         return resumed.shared.having(current, self.seeded_anew), resumed.own, self.seeded_anew
 
@@ -202,6 +205,7 @@ class Streams:
         """The shared stream is now what it was at another time."""
         self._shared = shared
         self._joined.clear()
+        self.restored += 1
 
     def part_anew(self, shared: State) -> None:
         """The shared stream is this one, and the rank's own begins from it."""
