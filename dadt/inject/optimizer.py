@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import random
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import perf_counter
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import (
@@ -20,10 +24,14 @@ from torch.optim.optimizer import (
 from dadt.errors import DadtError
 from dadt.inject.cuda_graphs import refuse_capture
 from dadt.inject.module import Modules
+from dadt.inject.second_order import Derivatives
 from dadt.train import evaluation
 from dadt.train.attachment import Attachment
-from dadt.train.checkpoint import KEY, Checkpoints
+from dadt.train.checkpoint import KEY, Checkpoints, Randomness
+from dadt.train.optimizer_state import is_torchs
 from dadt.train.runtime import Runtime
+
+_KNOWN = ("builtins", "abc", "torch.optim.optimizer")
 
 
 class Steps:
@@ -32,8 +40,13 @@ class Steps:
 
     def __init__(self, runtime: Runtime, modules: Modules) -> None:
         self._runtime = runtime
-        self._modules = modules
+        self.modules = modules
         self._under_way: list[tuple[FrameType, Optimizer, Attachment | None]] = []
+        self.derivatives = Derivatives(runtime)
+        self.inside: Attachment | None = None
+        """Whose own code runs, and no closure."""
+        self._backwards: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        """Backwards that the script had begun when each optimizer's last step ended."""
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         begun = perf_counter()
@@ -61,7 +74,7 @@ class Steps:
         refuse_capture()
         left = self._runtime.explicit or optimizer in self._runtime.left_alone
         if optimizer not in self._runtime.roots and not left:
-            self._modules.find(optimizer)
+            self.modules.find(optimizer)
         attachment = self._attachment(optimizer)
         if attachment is not None and not attachment.consumed:
             attachment.scale = None  # a scaler would have used the gradients before
@@ -70,12 +83,80 @@ class Steps:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if callable(closure) and self._runtime.together:
-            averaged = Closure(closure, attachment, self._modules)
+            if self._comes_after_backward(optimizer, attachment):
+                if not attachment.has_closure:
+                    evaluation.begin(attachment, f"{type(optimizer).__name__} is given a closure after a backward")
+                self.modules.step_begins(optimizer)
+                evaluation.before(attachment)
+                evaluation.average(attachment, 0.0)
+            averaged = Closure(closure, attachment, self)
             if len(args) > 1:
                 return (args[0], averaged, *args[2:]), kwargs
             return args, {**kwargs, "closure": averaged}
-        use_gradients(attachment, self._modules)
+        own = [] if is_torchs(optimizer) else self.derivatives.of(attachment)
+        if own and not attachment.has_closure:
+            evaluation.begin(attachment, f"{type(optimizer).__name__} differentiates its gradients")
+        use_gradients(attachment, self.modules)
+        self.derivatives.give_graphs(own)
         return None
+
+    def take(self, frame: FrameType, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The optimizer's own code, between `before` and `after`. frame: of what calls these."""
+        attachment = next((a for under_way, _, a in self._under_way if under_way is frame), None)
+        if attachment is None:
+            return step(*args, **kwargs)
+        if _withholds(attachment):
+            return None
+        try:
+            self.inside = attachment
+            with self._alike(attachment):
+                return step(*args, **kwargs)
+        except Withheld as withheld:
+            return withheld.loss
+        finally:
+            self.inside = None
+            self.derivatives.end()
+
+    def averaging(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+        """A backward, whose gradients are averaged at once where a step begins it by itself."""
+
+        @functools.wraps(backward)
+        def averaged(*args: Any, **kwargs: Any) -> Any:
+            result = backward(*args, **kwargs)
+            attachment = self.inside
+            if attachment is not None and self._runtime.together and self._runtime.on_training_thread:
+                if not attachment.has_closure:
+                    evaluation.begin(attachment, f"{type(attachment.optimizer).__name__} evaluates within its step")
+                evaluation.before(attachment)
+                evaluation.average(attachment, 0.0)
+            return result
+
+        return averaged
+
+    @contextmanager
+    def _alike(self, attachment: Attachment) -> Iterator[None]:
+        """Random numbers that a step draws are the same on all ranks, and those that the one process would draw."""
+        streams, r = self._runtime.checkpoints.streams, self._runtime
+        if streams is None or is_torchs(attachment.optimizer) or not attachment.algorithm.identical:
+            yield
+            return
+        only_torch = draws_from_torch_alone(attachment.optimizer)
+        drawn = None
+        with streams.shared(only_torch=only_torch):
+            before = random_state(only_torch) if r.replays else None
+            yield
+            drawn = before is not None and before != random_state(only_torch)
+        if drawn:
+            name = type(attachment.optimizer).__name__
+            r.forget()
+            r.say(f"no snapshots are taken, as steps of {name} draw random numbers, and a replay takes none", "warning")
+
+    def _comes_after_backward(self, optimizer: Optimizer, attachment: Attachment) -> bool:
+        """Whether an optimizer that is given a closure has gradients beside it, which it may use first, as SAM does.
+        torch's own do not."""
+        if is_torchs(optimizer) or self._runtime.backwards == self._backwards.get(optimizer, 0):
+            return False
+        return any(p.grad is not None for p in attachment.parameters)
 
     def _after(self, frame: FrameType, optimizer: Optimizer) -> None:
         ended = [step for step in self._under_way if step[0] is frame]
@@ -90,6 +171,7 @@ class Steps:
                     " gradients that are not averaged: call backward before it, and step() without a closure"
                 )
             attachment.stepped()
+        self._backwards[optimizer] = self._runtime.backwards
         self._runtime.stepped(attachment, left_alone=optimizer in self._runtime.left_alone)
 
     def _attachment(self, optimizer: Optimizer) -> Attachment | None:
@@ -102,33 +184,65 @@ class Steps:
         return consumed[-1] if consumed else attachment
 
 
+class Withheld(BaseException):
+    """Out of a closure, where its step is to apply nothing: the optimizer goes no further."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        self.loss = loss
+
+
 class Closure:
     """A script's closure during one step. torch's optimizers call it once, before anything else, and use the gradients
     then: so they come as late as without a closure. LBFGS and what turns out to be like it evaluate by themselves."""
 
-    def __init__(self, closure: Callable[[], Any], attachment: Attachment, modules: Modules) -> None:
+    def __init__(self, closure: Callable[[], Any], attachment: Attachment, steps: Steps) -> None:
         functools.update_wrapper(self, closure)
-        self._closure = closure
         self._attachment = attachment
-        self._modules = modules
+        self._steps, self._modules = steps, steps.modules
+        self._closure = self._apart(closure, self._modules.runtime.checkpoints.streams)
         self._weights = [] if attachment.has_closure else _versions(attachment)
+        self._uses_loss = not is_torchs(attachment.optimizer)
+        """Its step may depend on the loss, which is to be the same on all ranks then."""
         self.calls = 0
 
     def __call__(self) -> Any:
+        inside, self._steps.inside = self._steps.inside, None
+        try:
+            return self._called()
+        finally:
+            self._steps.inside = inside
+
+    def _called(self) -> Any:
         a = self._attachment
         self.calls += 1
         if not a.has_closure and (why := self._evaluates()):
             evaluation.begin(a, why)
         if not a.has_closure:
             loss = self._closure()
+            if self._uses_loss:
+                a.agreement.loss = _number(loss)
             use_gradients(a, self._modules)
-            return loss
+            if _withholds(a):
+                raise Withheld(loss)
+            return _like(loss, a.agreement.mean_loss) if self._uses_loss else loss
         if self.calls == 1:
             self._modules.step_begins(a.optimizer)
         evaluation.before(a)
         loss = self._closure()
-        mean = evaluation.average(a, float(loss.detach() if isinstance(loss, torch.Tensor) else loss))
-        return loss.new_tensor(mean) if isinstance(loss, torch.Tensor) else mean
+        return _like(loss, evaluation.average(a, _number(loss)))
+
+    def _apart(self, closure: Callable[[], Any], streams: Randomness | None) -> Callable[[], Any]:
+        """The closure, in which a rank draws random numbers of its own, as for dropout."""
+        if streams is None or is_torchs(self._attachment.optimizer):
+            return closure
+        only_torch = draws_from_torch_alone(self._attachment.optimizer)
+
+        def drawing() -> Any:
+            with streams.apart(only_torch=only_torch):
+                return closure()
+
+        return drawing
 
     def _evaluates(self) -> str:
         """Why the optimizer's evaluations are averaged at once; empty if it uses one as if there were no closure."""
@@ -146,6 +260,37 @@ def use_gradients(attachment: Attachment, modules: Modules) -> None:
         modules.step_begins(attachment.optimizer)
     attachment.average_gradients()
     attachment.withhold_gradients()
+
+
+def draws_from_torch_alone(optimizer: Optimizer) -> bool:
+    """Whether no module of its class knows `random` or numpy, from which it might draw as well."""
+    kind: Any = type(optimizer)
+    return _draws_from_torch_alone(kind)
+
+
+@functools.cache
+def _draws_from_torch_alone(kind: Any) -> bool:
+    modules = [sys.modules.get(base.__module__) for base in kind.__mro__ if base.__module__ not in _KNOWN]
+    return not any(value is random or value is np for module in modules for value in vars(module or object).values())
+
+
+def random_state(only_torch: bool) -> str:
+    """The state of the generators, to see whether anything was drawn."""
+    state = torch.default_generator.get_state().numpy().tobytes()
+    return repr((state, () if only_torch else (random.getstate(), np.random.get_state())))
+
+
+def _withholds(attachment: Attachment) -> bool:
+    """Its step is to change nothing."""
+    return attachment.stepping and attachment.algorithm.holds
+
+
+def _number(loss: Any) -> float:
+    return float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+
+
+def _like(loss: Any, value: float) -> Any:
+    return loss.new_tensor(value) if isinstance(loss, torch.Tensor) else value
 
 
 def _versions(attachment: Attachment) -> list[int]:
@@ -185,6 +330,10 @@ def install(runtime: Runtime, modules: Modules) -> None:
         for kind in (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau):
             _note_schedulers(runtime, kind)
     steps = Steps(runtime, modules)
+    if not runtime.alone:
+        _patch_steps(steps)
+        steps.derivatives.install()
+        torch.autograd.backward = steps.averaging(torch.autograd.backward)
     register_optimizer_step_pre_hook(steps.before)
     register_optimizer_step_post_hook(steps.after)
 
@@ -199,6 +348,21 @@ def _note_schedulers(runtime: Runtime, kind: type[Any]) -> None:
             runtime.schedule(self)
 
     setattr(kind, "__init__", patched_init)  # noqa: B010 (mypy minds else)
+
+
+def _patch_steps(steps: Steps) -> None:
+    """Let steps be left out, which hooks cannot do."""
+    hooked = Optimizer.profile_hook_step
+
+    @functools.wraps(hooked)
+    def profile_hook_step(step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def taken(*args: Any, **kwargs: Any) -> Any:
+            return steps.take(sys._getframe(1), step, args, kwargs)
+
+        return hooked(taken)
+
+    Optimizer.profile_hook_step = staticmethod(profile_hook_step)  # type: ignore[assignment]
 
 
 def _patch_groups_and_zeroing(runtime: Runtime, modules: Modules) -> None:

@@ -16,7 +16,18 @@ from dadt.config import Config
 from dadt.control import machine
 from dadt.control.agent_client import Control
 from dadt.errors import CommError
-from dadt.inject import compiler, cuda_graphs, download, failure, gradient, module, moved, optimizer, rank_watch
+from dadt.inject import (
+    compiler,
+    cuda_graphs,
+    download,
+    failure,
+    gradient,
+    module,
+    moved,
+    optimizer,
+    rank_watch,
+    within_backward,
+)
 from dadt.inject.data import entropy, loader, ray_batches, seed
 from dadt.inject.data.parting import Parting
 from dadt.inject.exit_text import ExitText
@@ -59,6 +70,7 @@ def start(world: World, *, explicit: bool = False) -> None:
         runtime.on_begin.append(compiler.look_past())
     if not runtime.alone:
         module.install(modules)
+        within_backward.Watch(runtime).install()
         moved.install(runtime)
         cuda_graphs.install(runtime)
         gradient.install(runtime, modules)

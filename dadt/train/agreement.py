@@ -12,7 +12,7 @@ from dadt.train.approaches import Approaches
 from dadt.train.checkpoint_signal import CheckpointSignal
 from dadt.train.exchange.exchange import Exchange
 from dadt.train.exchange.fingerprint import of_gradient, of_inputs
-from dadt.train.exchange.step_metadata import StepMetadata
+from dadt.train.exchange.step_metadata import StepMetadata, mean_loss
 from dadt.train.interruption import Interruption
 from dadt.train.restored import RestoredExchange
 
@@ -63,6 +63,8 @@ class Agreement:
         self._adopt = adopt
         self.follows = False
         """The script sets other param_group values on each rank, step by step: rank 0's are fetched before each."""
+        self.loss = self.mean_loss = 0.0
+        """What this rank's closure gave last, and the mean over ranks that goes with the gradients which came last."""
         self._agreed = -1
         """The newest exchange under way when they were made equal."""
         self._same_inputs = self._same_gradients = 0
@@ -108,6 +110,7 @@ class Agreement:
         newest: number of the last exchange under way. loader: of the last pass that has begun. late: some steps have
         used gradients of the steps before.
         """
+        self.mean_loss = mean_loss(lanes)
         self._group.checkpoint_signal.agree(lane.saves for lane in lanes)
         self._group.interruption.agree(lane.interrupted for lane in lanes)
         self._group.approaches.agree(lane.approach for lane in lanes)

@@ -99,8 +99,7 @@ class Attachment:
         """The optimizer's parameters when they were last looked at."""
         self.scale: torch.Tensor | None = None
         """Loss scale of this step, where the script has a GradScaler."""
-        self.scale_token: tuple[int, int] | None = None
-        """The values that it was copied from."""
+        self.scale_token: tuple[int, int] | None = None  # of the values that it was copied from
         self.batch_weight = BatchWeight(lambda: owner.backwards)
         self.agreement = Agreement(self.name, runtime, partial(owner.sync_from_rank0, self))
         self.finite = Finite(runtime.config.on_nan, runtime, owner.parameter_names, self.measure)
@@ -361,6 +360,7 @@ class Attachment:
                 saves=self.runtime.checkpoint_signal.heard,
                 interrupted=self.runtime.interruption.heard > 0,
                 approach=self.runtime.approaches.heard,
+                loss=self.agreement.loss,
             )
         )
 

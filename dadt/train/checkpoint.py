@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -27,10 +27,12 @@ _MANY = 5
 
 
 class Randomness(Protocol):
-    """The random streams, as a checkpoint needs them."""
+    """The random streams, as checkpoints and steps need them."""
 
     seeded_anew: set[str]
 
+    def shared(self, *, only_torch: bool = False) -> AbstractContextManager[None]: ...
+    def apart(self, *, only_torch: bool = False) -> AbstractContextManager[None]: ...
     def state(self) -> dict[str, Any]: ...
     def loaded(self) -> None: ...
     def load_state(self, shared: dict[str, Any], own: dict[str, Any] | None, seeded_anew: Iterable[str]) -> None: ...

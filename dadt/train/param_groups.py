@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -45,7 +46,9 @@ def _plain(value: Any, wait: bool) -> Any:
     if isinstance(value, (list, tuple)):  # betas
         plain = [_plain(each, wait) for each in value]
         return _OTHER if _OTHER in plain else tuple(plain) if isinstance(value, tuple) else plain
-    return value if value is None or isinstance(value, (bool, int, float, str)) else _OTHER
+    if isinstance(value, np.generic):
+        return value.item()
+    return value if type(value) in (type(None), bool, int, float, str) else _OTHER  # not a str that is an Enum
 
 
 def _taken(own: Any, value: Any) -> Any:

@@ -42,6 +42,8 @@ class Registry(Peers):
         self._schedulers: list[tuple[weakref.ref[Any], built.Scheduler]] = []
         """Learning rate schedulers as they were built, oldest first."""
         self._compared: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self.own_numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[str]] = weakref.WeakKeyDictionary()
+        """Numbers in an optimizer's attributes, by their places, that differ between ranks, as a rank's number does."""
         self.explicit = False
         """The script has called `dadt.init`: nothing is DADT's business but the optimizers that it wraps."""
         self.left_alone: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()

@@ -10,6 +10,7 @@ import torch
 
 from dadt.comm import plain
 from dadt.errors import Mismatch
+from dadt.train import optimizer_state
 from dadt.train.attachment import Attachment
 from dadt.train.param_groups import group_values, take_values
 from dadt.train.registry import Registry
@@ -23,22 +24,26 @@ def take_rank_0s(runtime: Registry, attachment: Attachment, *, weights: bool) ->
     parameters = [p for g in optimizer.param_groups for p in g["params"]]
     shapes = [tuple(p.shape) for p in parameters]
     first = runtime.group.rank == 0
-    mine = (shapes, group_values(optimizer, wait=True), _state(optimizer) if first and weights else b"")
+    state = optimizer_state.encode(optimizer) if first and weights else b""
+    mine = (shapes, group_values(optimizer, wait=True), state, optimizer_state.numbers(optimizer))
     theirs = runtime.collect(f"start{attachment.name}", mine)
-    for rank, (other, _, _) in zip(runtime.members, theirs, strict=True):
+    for rank, (other, _, _, _) in zip(runtime.members, theirs, strict=True):
         if other != theirs[0][0]:
             raise Mismatch(
                 f"rank {rank} trains {_count(other)} and rank {runtime.members[0]} {_count(theirs[0][0])}"
                 f"{attachment.name}: every rank must build the same model"
             )
     take_values(optimizer, theirs[0][1])
+    # Where they differ, they are a rank's own, as its number is.
+    counts = [each[3].items() for each in theirs]
+    runtime.own_numbers[optimizer] = {name for each in counts for name, _ in each ^ counts[0]}
     if weights:
         # How far a rank's own weights moved says nothing of rank 0's.
         attachment.prediction.forget()
         for tensors, what in _parts(runtime, attachment):
             runtime.broadcast(tensors, f"{what}{attachment.name}")
         if not first:
-            _load(optimizer, theirs[0][2])
+            optimizer_state.load(optimizer, theirs[0][2], without=runtime.own_numbers[optimizer])
 
 
 def catch_up(runtime: Registry, attachment: Attachment, root: int, *, behind: bool) -> None:
@@ -48,7 +53,7 @@ def catch_up(runtime: Registry, attachment: Attachment, root: int, *, behind: bo
     # Where ranks wait for nobody, the training thread goes on meanwhile.
     reads = gives and not attachment.algorithm.together
     with runtime.reconnection.pause.still(runtime.config.timeout) if reads else nullcontext():
-        state = _state(attachment.optimizer) if gives else b""
+        state = _state(runtime, attachment.optimizer) if gives else b""
         attachment.prediction.forget()
         parts = _parts(runtime, attachment, _common(runtime))
         if reads:
@@ -63,7 +68,7 @@ def catch_up(runtime: Registry, attachment: Attachment, root: int, *, behind: bo
         with torch.no_grad():
             for tensor, value in came:
                 tensor.copy_(value)
-        _load(attachment.optimizer, state)
+        optimizer_state.load(attachment.optimizer, state)
 
 
 def welcome(runtime: Registry) -> bytes:
@@ -72,7 +77,7 @@ def welcome(runtime: Registry) -> bytes:
         given = [
             [
                 *([t.cpu() for t in tensors] for tensors in _all(runtime, a)),
-                _state(a.optimizer),
+                _state(runtime, a.optimizer),
                 group_values(a.optimizer, wait=True),
             ]
             for a in runtime.attachments
@@ -93,7 +98,7 @@ def take_welcome(runtime: Registry, attachment: Attachment, given: Sequence[Any]
             for tensor, value in zip(mine, theirs, strict=False):
                 tensor.copy_(value)
     take_values(attachment.optimizer, values)
-    _load(attachment.optimizer, state)
+    optimizer_state.load(attachment.optimizer, state)
 
 
 def _all(runtime: Registry, attachment: Attachment) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -116,9 +121,12 @@ def replica(runtime: Registry, attachment: Attachment) -> dict[str, torch.Tensor
         name = names.get(id(p)) or f"parameter {number}"
         name = f"{name}, parameter {number}" if name in found else name
         found[name] = common.get(id(p), p.data).to(p.dtype)
-        state = optimizer.state.get(p) if runtime.config.verify_every else None
+        state = getattr(optimizer, "state", {}).get(p) if runtime.config.verify_every else None
         if isinstance(state, dict):
             found.update({f"{key} of {name}": state[key] for key in sorted(state, key=str)})
+    if runtime.config.verify_every:
+        kept = optimizer_state.tensors(optimizer)
+        found.update({f"{path} of {type(optimizer).__name__}": t for path, t in kept.items()})
     tensors = {name: t for name, t in found.items() if isinstance(t, torch.Tensor)}
     return {name: t for name, t in tensors.items() if t.layout == torch.strided and t.device.type != "meta"}
 
@@ -155,18 +163,8 @@ def _parts(
     return [(weights, "weights"), ([b.data for b in buffers], "buffers")]
 
 
-def _state(optimizer: torch.optim.Optimizer) -> bytes:
-    if not optimizer.state:
-        return b""
-    return plain.encode(optimizer.state_dict()["state"], f"the state of {type(optimizer).__name__}")
-
-
-def _load(optimizer: torch.optim.Optimizer, state: bytes) -> None:
-    if not state:
-        optimizer.state.clear()
-        return
-    groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({"state": plain.decode(state), "param_groups": groups})
+def _state(runtime: Registry, optimizer: torch.optim.Optimizer) -> bytes:
+    return optimizer_state.encode(optimizer, without=runtime.own_numbers.get(optimizer, ()))
 
 
 def take_rank_0s_groups(runtime: Registry, attachment: Attachment) -> None:

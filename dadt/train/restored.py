@@ -10,7 +10,7 @@ from torch import nn
 
 from dadt.comm.compression import LowRank
 from dadt.train.exchange.exchange import BucketPlan, Exchange
-from dadt.train.exchange.step_metadata import StepMetadata
+from dadt.train.exchange.step_metadata import StepMetadata, mean_loss
 from dadt.train.peers import Peers
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class RestoredExchange:
         self._buffers = {places[i]: b.clone() for i, b in state["buffers"].items() if i < len(places)}
         self._norm = state["norm"]
         self.value = state["value"]
+        self._loss = state.get("loss", 0.0)
         self.scale = state["scale"]
         self.schema = attachment.schema
         self.parameters = attachment.parameters
@@ -75,7 +76,7 @@ class RestoredExchange:
 
     def wait(self) -> list[StepMetadata]:
         crc, value = self.schema.crc, self.value
-        return [StepMetadata(crc, 0, 0, 0, 0, False, 1.0, value, number) for number in self._not_finite]
+        return [StepMetadata(crc, 0, 0, 0, 0, False, 1.0, value, n, loss=self._loss) for n in self._not_finite]
 
     def learned(self) -> dict[int, Any]:
         """As of Exchange."""
@@ -106,6 +107,7 @@ def flight(attachment: Trained, exchange: Exchange | RestoredExchange) -> dict[s
         "buffers": {places[place]: _kept(b) for place, b in buffers if place in places},
         "norm": float(exchange.norm()),
         "value": max((lane.value for lane in lanes), default=0.0),
+        "loss": mean_loss(lanes),
         "scale": exchange.scale,
     }
 

@@ -88,6 +88,18 @@ SHARPNESS = """
             super().step()
             return loss
 """
+AHEAD = """
+    class Ahead(torch.optim.SGD):
+        "As the schedule-free ones that take a closure: evaluates at another point than the weights."
+        def step(self, closure):
+            with torch.no_grad():
+                for p in self.param_groups[0]["params"]:
+                    p.mul_(1.01)
+            with torch.enable_grad():
+                loss = closure()
+            super().step()
+            return loss
+"""
 LINES = """
     from harness.scenarios import batch, mlp, snapshot
     torch.manual_seed(0)
@@ -100,22 +112,25 @@ LINES = """
             loss = nn.functional.cross_entropy(model(x), y)
             loss.backward()
             return loss
-        closure()
+        {before}
         optimizer.step(closure)
     report({{"state": snapshot(model)}})
 """
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("text", "name", "why"),
     [
         ("", "torch.optim.LBFGS", "LBFGS evaluates its closure more than once in a step"),
         (TWICE, "Twice", "Twice evaluates its closure more than once in a step"),
-        (SHARPNESS, "Sharpness", "Sharpness changes weights before it evaluates its closure"),
+        (SHARPNESS, "Sharpness", "Sharpness is given a closure after a backward"),
+        (AHEAD, "Ahead", "Ahead changes weights before it evaluates its closure"),
     ],
 )
 def test_what_evaluates_by_itself_is_averaged_at_once_and_told(dadt_run, text, name, why) -> None:
-    run = dadt_run(text + LINES.format(name=name), "--warmup-steps", "4")
+    before = "closure()" if name == "Sharpness" else ""
+    run = dadt_run(text + LINES.format(name=name, before=before), "--warmup-steps", "4")
     assert_replicas_equal(run)
     assert run.output.count(f"dadt: {why}: gradients and loss of each evaluation are averaged at once") == 1
     assert f"12 steps, none delayed ({why}), " in run.output
@@ -136,7 +151,7 @@ SOMETIMES = """
 
 @pytest.mark.slow
 def test_what_evaluates_again_only_later_is_found_then(dadt_run) -> None:
-    run = dadt_run(SOMETIMES + LINES.format(name="Sometimes"), "--warmup-steps", "4")
+    run = dadt_run(SOMETIMES + LINES.format(name="Sometimes", before=""), "--warmup-steps", "4")
     assert_replicas_equal(run)
     told = "(Sometimes evaluates its closure more than once in a step), "
     assert f"12 steps, 5 of them delayed by one {told}" in run.output
@@ -145,7 +160,7 @@ def test_what_evaluates_again_only_later_is_found_then(dadt_run) -> None:
 @pytest.mark.slow
 def test_a_closure_that_is_not_called_is_refused(dadt_run) -> None:
     never = "    class Never(torch.optim.SGD):\n        def step(self, closure):\n            return super().step()\n"
-    run = dadt_run(never + LINES.format(name="Never"), code=1)
+    run = dadt_run(never + LINES.format(name="Never", before=""), code=1)
     assert "DadtError: Never.step did not call the closure that it was given" in run.output
 
 

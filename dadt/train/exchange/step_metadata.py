@@ -6,7 +6,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_FORMAT = struct.Struct("<IIIIIBddIII")
+_FORMAT = struct.Struct("<IIIIIBddIIId")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,8 @@ class StepMetadata:
     """The newest new worker's request that this rank was told of."""
     order: int = 0
     """crc32 of the order in which passes over shared loaders draw that began since the last exchange; 0: none has."""
+    loss: float = 0.0
+    """What the closure gave that an optimizer calls once, if its step may use that."""
 
     def pack(self) -> bytes:
         return _FORMAT.pack(
@@ -53,13 +55,20 @@ class StepMetadata:
             self.not_finite,
             self.approach,
             self.order,
+            self.loss,
         )
 
     @classmethod
     def unpack(cls, data: bytes) -> StepMetadata:
-        a, b, c, d, e, bits, weight, value, not_finite, approach, order = _FORMAT.unpack_from(data)
+        a, b, c, d, e, bits, weight, value, not_finite, approach, order, loss = _FORMAT.unpack_from(data)
         redo, saves, interrupted = bool(bits & 1), bits >> 1 & 63, bool(bits & 128)
-        return cls(a, b, c, d, e, redo, weight, value, not_finite, saves, interrupted, approach, order)
+        return cls(a, b, c, d, e, redo, weight, value, not_finite, saves, interrupted, approach, order, loss)
+
+
+def mean_loss(lanes: Sequence[StepMetadata]) -> float:
+    """Of all ranks, as their gradients count."""
+    total = sum(lane.weight for lane in lanes)
+    return sum(lane.loss * lane.weight for lane in lanes) / total if total else 0.0
 
 
 METADATA_BYTES = _FORMAT.size

@@ -1,0 +1,211 @@
+"""What an optimizer remembers, for another rank.
+
+One of torch's keeps it in `state`, by parameters. Others may keep it anywhere: in attributes, in optimizers that they
+wrap, in a `state_dict` of their own layout. So two things are taken: what its `state_dict` gives, where its
+`load_state_dict` can take that again; and tensors and numbers that lie elsewhere in it, by their places.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from dadt.comm import plain
+from dadt.errors import DadtError, Mismatch
+
+DEPTH = 8
+"""How deep in containers, or in wrapped optimizers, something is looked for."""
+_GROUPS = "param_groups"
+_NUMBERS = (bool, int, float)
+_NOT_REMEMBERED = ("params", "defaults")
+"""Names of what is compared and taken elsewhere."""
+
+
+class Place(NamedTuple):
+    """Where a tensor or a number lies."""
+
+    path: str
+    value: Any
+    put: Callable[[Any], None]
+    """Lets another value lie there."""
+
+
+def is_torchs(optimizer: Optimizer) -> bool:
+    """Whether its step is one of torch's own: these change nothing without gradients, draw no random numbers, and but
+    for LBFGS need no loss."""
+    step: Any = type(optimizer).step
+    while (inner := getattr(step, "__wrapped__", None)) is not None:
+        step = inner
+    return str(step.__module__).startswith("torch.optim.")
+
+
+def encode(optimizer: Optimizer, *, without: Collection[str] = ()) -> bytes:
+    """Empty where it remembers nothing. without: paths of numbers that are left out. Raises DadtError."""
+    content = remembered(optimizer, without=without)
+    return plain.encode(content, f"the state of {type(optimizer).__name__}") if content else b""
+
+
+def load(optimizer: Optimizer, data: bytes, *, without: Collection[str] = ()) -> None:
+    """Remember what another rank's optimizer does. without: as of `encode`. Raises DadtError."""
+    restore(optimizer, plain.decode(data) if data else {}, without=without)
+
+
+def remembered(optimizer: Optimizer, *, without: Collection[str] = (), depth: int = DEPTH) -> dict[str, Any]:
+    """Plain values and tensors; nothing where it remembers nothing. Those that it wraps are asked in the same way."""
+    state = _loadable(optimizer)
+    found = {p.path: p.value for p in places(optimizer) if p.path not in without}
+    inner = {path: remembered(each, depth=depth - 1) for path, each in _wrapped(optimizer, depth)}
+    content = {"state_dict": state, "places": found, "wrapped": {path: each for path, each in inner.items() if each}}
+    return {name: part for name, part in content.items() if part}
+
+
+def restore(
+    optimizer: Optimizer, content: Mapping[str, Any], *, without: Collection[str] = (), depth: int = DEPTH
+) -> None:
+    """Remember what `remembered` has given. Raises Mismatch where there is no place for a tensor."""
+    state = content.get("state_dict")
+    if state is not None:
+        _load(optimizer, state)
+    elif not _overrides(optimizer, "state_dict"):
+        getattr(optimizer, "state", {}).clear()
+    for path, each in _wrapped(optimizer, depth):
+        # What its owner has given to it stays, where nothing more is known of it.
+        if path in content.get("wrapped", {}):
+            restore(each, content["wrapped"][path], depth=depth - 1)
+    theirs = content.get("places", {})
+    mine = {p.path: p for p in places(optimizer)} if theirs else {}
+    for path, value in theirs.items():
+        if path in mine:
+            if path not in without:
+                _put(mine[path], value)
+        elif isinstance(value, torch.Tensor):
+            raise Mismatch(
+                f"{type(optimizer).__name__} remembers a tensor ({path}) on another rank, and has no place for it here:"
+                " let its state_dict() give it and its load_state_dict() take it"
+            )
+
+
+def _load(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """By its own `load_state_dict`. What wrappers share with the optimizers inside, they go on sharing."""
+    every = [optimizer, *(each for _, each in _wrapped(optimizer, DEPTH))]
+    before = [(each, vars(each).get("state"), vars(each).get(_GROUPS)) for each in every]
+    if _is_of_torch(state) and _GROUPS not in state:
+        state = {**state, _GROUPS: optimizer.state_dict()[_GROUPS]}
+    optimizer.load_state_dict(dict(state))
+    for each, old, groups in before:
+        if isinstance(old, dict) and each.state is not old:
+            loaded = dict(each.state)
+            old.clear()
+            old.update(loaded)
+            each.state = old  # type: ignore[assignment]
+        if isinstance(groups, list) and each.param_groups is not groups:
+            for mine, theirs in zip(groups, each.param_groups, strict=True):
+                mine.update({key: value for key, value in theirs.items() if key != "params"})
+            each.param_groups = groups
+
+
+def _wrapped(optimizer: Optimizer, depth: int) -> list[tuple[str, Optimizer]]:
+    """Optimizers among its attributes, with the names of these, but for those that share its state."""
+    state = vars(optimizer).get("state")
+    found = [(name, each) for name, each in vars(optimizer).items() if isinstance(each, Optimizer) and depth]
+    return [(name, each) for name, each in found if state is None or vars(each).get("state") is not state]
+
+
+def keeps_elsewhere(optimizer: Optimizer) -> bool:
+    """Whether it remembers more than what a `state_dict` of torch's layout gives."""
+    of_torch = not _overrides(optimizer, "state_dict") or _is_of_torch(optimizer.state_dict())
+    return not of_torch or bool(tensors(optimizer)) or bool(_wrapped(optimizer, DEPTH))
+
+
+def numbers(optimizer: Optimizer) -> dict[str, float]:
+    """Those in its attributes: counters and settings."""
+    return {p.path: p.value for p in places(optimizer) if not isinstance(p.value, torch.Tensor)}
+
+
+def tensors(optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """Those that lie elsewhere than in a `state` of torch's."""
+    return {p.path: p.value for p in places(optimizer) if isinstance(p.value, torch.Tensor)}
+
+
+def places(optimizer: Optimizer) -> Iterator[Place]:
+    """Tensors and numbers in its attributes, and in containers there; not its groups, parameters, and what a
+    `state_dict` of torch's layout gives. In the same order on all ranks."""
+    numbered = {id(p): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
+    seen = {id(optimizer), id(optimizer.param_groups), *map(id, optimizer.param_groups), *numbered}
+    state: Any = {"state": getattr(optimizer, "state", {})}
+    if _overrides(optimizer, "state_dict"):
+        state = optimizer.state_dict()
+    if isinstance(state, dict) and _is_of_torch(state):
+        seen.add(id(vars(optimizer).get("state")))
+        seen.update(id(t) for each in state["state"].values() if isinstance(each, dict) for t in each.values())
+    yield from _within(optimizer, "", numbered, seen, DEPTH)
+
+
+def _within(owner: Any, path: str, numbered: Mapping[int, int], seen: set[int], depth: int) -> Iterator[Place]:
+    for name, value, put in _members(owner, numbered):
+        here = f"{path}.{name}" if path else name
+        if type(value) in _NUMBERS:
+            yield Place(here, value, put)
+        elif type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta:
+            if id(value) not in seen:
+                seen.add(id(value))
+                yield Place(here, value, put)
+        elif depth and id(value) not in seen and isinstance(value, dict | list | tuple | deque):
+            seen.add(id(value))
+            yield from _within(value, here, numbered, seen, depth - 1)
+
+
+def _members(owner: Any, numbered: Mapping[int, int]) -> Iterator[tuple[str, Any, Callable[[Any], None]]]:
+    """Name, value, and what puts another value in its place."""
+    if isinstance(owner, Optimizer):
+        for name, value in list(vars(owner).items()):
+            if name not in _NOT_REMEMBERED and not name.startswith(("_optimizer_", "_zero_grad", "_opt_called")):
+                yield name, value, lambda new, name=name: setattr(owner, name, new)  # type: ignore[misc]
+    elif isinstance(owner, dict):
+        for place, (key, value) in enumerate(list(owner.items())):
+            name = f"parameter {numbered.get(id(key), f'at {place}')}" if isinstance(key, torch.Tensor) else str(key)
+            if name not in _NOT_REMEMBERED:
+                yield name, value, lambda new, key=key: owner.__setitem__(key, new)  # type: ignore[misc]
+    else:
+        for place, value in enumerate(list(owner)):
+            if not isinstance(owner, tuple):
+                yield str(place), value, lambda new, place=place: owner.__setitem__(place, new)  # type: ignore[misc]
+            elif type(value) not in _NUMBERS:  # a number in a tuple stays
+                yield str(place), value, lambda new: None
+
+
+def _put(place: Place, value: Any) -> None:
+    mine = place.value
+    if isinstance(value, torch.Tensor) != isinstance(mine, torch.Tensor):
+        return
+    if isinstance(value, torch.Tensor) and mine.shape == value.shape:
+        with torch.no_grad():
+            mine.copy_(value)
+    else:
+        place.put(value.to(mine.device) if isinstance(value, torch.Tensor) else value)
+
+
+def _loadable(optimizer: Optimizer) -> dict[str, Any]:
+    """What its `state_dict` gives, where that can be loaded again."""
+    if not (_overrides(optimizer, "state_dict") or getattr(optimizer, "state", None)):
+        return {}
+    given = optimizer.state_dict()
+    if not isinstance(given, dict):
+        raise DadtError(f"{type(optimizer).__name__}.state_dict() gives a {type(given).__name__}, and no dict")
+    if _is_of_torch(given):
+        return {key: value for key, value in given.items() if key != _GROUPS}
+    # What nobody can load is found by its places.
+    return dict(given) if _overrides(optimizer, "load_state_dict") else {}
+
+
+def _is_of_torch(state_dict: Mapping[str, Any]) -> bool:
+    """Whether it has torch's layout, perhaps with more beside it."""
+    return isinstance(state_dict.get("state"), dict)
+
+
+def _overrides(optimizer: Optimizer, name: str) -> bool:
+    return getattr(type(optimizer), name) is not getattr(Optimizer, name)
