@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import random
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -12,7 +11,6 @@ from time import perf_counter
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import torch
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import (
@@ -23,15 +21,14 @@ from torch.optim.optimizer import (
 
 from dadt.errors import DadtError
 from dadt.inject.cuda_graphs import refuse_capture
+from dadt.inject.draws import draws_from_torch_alone, random_state
 from dadt.inject.module import Modules
 from dadt.inject.second_order import Derivatives
 from dadt.train import evaluation
 from dadt.train.attachment import Attachment
 from dadt.train.checkpoint import KEY, Checkpoints, Randomness
-from dadt.train.optimizer_state import is_torchs
+from dadt.train.optimizer_state import is_torchs, keeps_elsewhere
 from dadt.train.runtime import Runtime
-
-_KNOWN = ("builtins", "abc", "torch.optim.optimizer")
 
 
 class Steps:
@@ -81,6 +78,11 @@ class Steps:
         self._under_way.append((frame, optimizer, attachment))
         if attachment is None:
             return None
+        if self._runtime.replays and attachment.step == 0 and keeps_elsewhere(optimizer):
+            self._runtime.forget()
+            self._runtime.say(
+                "no snapshots are taken, as they could not hold the state of such an optimizer", "warning"
+            )
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if callable(closure) and self._runtime.together:
             if self._comes_after_backward(optimizer, attachment):
@@ -260,24 +262,6 @@ def use_gradients(attachment: Attachment, modules: Modules) -> None:
         modules.step_begins(attachment.optimizer)
     attachment.average_gradients()
     attachment.withhold_gradients()
-
-
-def draws_from_torch_alone(optimizer: Optimizer) -> bool:
-    """Whether no module of its class knows `random` or numpy, from which it might draw as well."""
-    kind: Any = type(optimizer)
-    return _draws_from_torch_alone(kind)
-
-
-@functools.cache
-def _draws_from_torch_alone(kind: Any) -> bool:
-    modules = [sys.modules.get(base.__module__) for base in kind.__mro__ if base.__module__ not in _KNOWN]
-    return not any(value is random or value is np for module in modules for value in vars(module or object).values())
-
-
-def random_state(only_torch: bool) -> str:
-    """The state of the generators, to see whether anything was drawn."""
-    state = torch.default_generator.get_state().numpy().tobytes()
-    return repr((state, () if only_torch else (random.getstate(), np.random.get_state())))
 
 
 def _withholds(attachment: Attachment) -> bool:

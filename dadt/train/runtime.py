@@ -18,7 +18,7 @@ from dadt.comm.trace.recorder import Timeline
 from dadt.config import Config
 from dadt.config.check import AUTO
 from dadt.errors import CommError, ConfigError, DadtError, PeerLost, StartTimeout
-from dadt.train import optimizer_state, regroup, replicate
+from dadt.train import regroup, replicate
 from dadt.train.algorithm import Algorithm
 from dadt.train.approaches import Approach
 from dadt.train.attachment import Attachment
@@ -221,9 +221,6 @@ class Runtime(Departure):
         self._attachments[optimizer] = attachment
         self.progress.measures.append(attachment.measure)
         attachment.start()
-        if self.replays and optimizer_state.keeps_elsewhere(optimizer):
-            self.forget()
-            self.say("no snapshots are taken, as they could not hold the state of such an optimizer", "warning")
 
     def attachment(self, optimizer: torch.optim.Optimizer) -> Attachment | None:
         """The optimizer's attachment, made now if need be; None where DADT leaves it alone."""
