@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -36,7 +35,6 @@ from dadt.config.knob import knob, launch_knob
 from dadt.config.numbers import MOST
 from dadt.config.spelling import by_horovod
 from dadt.errors import ConfigError
-from dadt.world import World
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -365,14 +363,6 @@ def given_by_env(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
 def implied(given: Mapping[str, Any]) -> dict[str, Any]:
     """What is given, and what follows from it: --algorithm is also that of scripts for Horovod."""
     return {"horovod": given["algorithm"], **given} if "algorithm" in given else dict(given)
-
-
-def misspelt(env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables that look like a knob's but are not, each with the name that was probably meant."""
-    known = {variable(f.name) for f in fields(Config)}
-    own = World().to_env()  # present when a worker's script calls dadt
-    near = {n: difflib.get_close_matches(n, known, 1, 0.85) for n in env if n.startswith("DADT_") and n not in own}
-    return {name: found[0] for name, found in near.items() if found and name not in known}
 
 
 def parse(name: str, text: str) -> Any:

@@ -179,7 +179,7 @@ class Modules:
                     if modules
                     else "it trains no module"
                 )
-                advice = ". Compile the model instead" if modules else ""
+                advice = "; where that is so, compile the model instead" if modules else ""
                 self.runtime.say(
                     f"{type(optimizer).__name__}: {why}: its gradients are delayed without prediction{advice}"
                 )
@@ -353,8 +353,8 @@ def _counted(backward: Callable[..., Any], runtime: Runtime) -> Callable[..., An
         if passes == _PASSES_WITHOUT and not runtime.registered:
             passes += 1
             runtime.say(
-                f"{_PASSES_WITHOUT} backward passes, and there is no torch.optim.Optimizer: what steps otherwise is not"
-                " distributed, and each worker trains for itself",
+                f"{_PASSES_WITHOUT} backward passes, and there is no torch.optim.Optimizer: DADT averages nothing,"
+                " and each worker trains for itself unless the script averages",
                 level="warning",
             )
         return backward(*args, **kwargs)

@@ -280,7 +280,7 @@ def not_distributed(outcome: Outcome, where: Placed) -> str | None:
     told = any(summary.get("steps", 0) or summary.get("explicit") for summary in outcome.summaries.values())
     if not (told or outcome.stepped):
         return (
-            "no torch.optim optimizer made a step in any worker, so every worker did the same work for itself "
+            "no torch.optim optimizer made a step in any worker, so nothing was averaged "
             "(an optimizer that is not a torch.optim.Optimizer, or training in a child process?)"
         )
     return None

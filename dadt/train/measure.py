@@ -103,7 +103,7 @@ class Measure:
         elif r <= LARGE:
             meaning = f"compute hides {min(1.0, 1 / r):.0%} of communication; sync would be slower"
         else:
-            meaning = f"the network bounds the speed: {LIGHTER}"
+            meaning = f"exchanges bound the speed: {LIGHTER}"
         return f"{found(steps, self.compute, exchange)}: {self._loss(workers) or meaning}"
 
     def _loss(self, workers: int) -> str:

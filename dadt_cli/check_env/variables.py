@@ -9,17 +9,19 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from importlib.machinery import PathFinder
 from pathlib import Path
 from urllib.request import getproxies_environment, proxy_bypass
 
 from dadt.config.check import variable
-from dadt.config.config import given_by_env, misspelt
+from dadt.config.config import Config, given_by_env
+from dadt.config.spelling import misspelt
 from dadt.errors import ConfigError
 from dadt_cli.check_env.check import Asked, Check, fail, good, warn
 
 RANKS = re.compile(
-    r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|NODE_RANK|MASTER_ADDR|MASTER_PORT"
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|NODE_RANK|MASTER_ADDR|MASTER_PORT"
     r"|TORCHELASTIC_\w+|OMPI_COMM_WORLD_\w+|PMI_\w+|PMIX_RANK"
     r"|DADT_(RANK|LOCAL_RANK|CROSS_RANK|WORLD_SIZE|LOCAL_SIZE|JOB|AGENT)"
 )
@@ -51,7 +53,7 @@ def checks(asked: Asked) -> Iterator[Check]:
 
 
 def _settings() -> Check:
-    if wrong := misspelt():
+    if wrong := misspelt(fields(Config)):
         listed = ", ".join(f"{name} (meant: {meant})" for name, meant in wrong.items())
         return warn("of dadt", f"{listed}: means nothing", f"unset {' '.join(wrong)}, or spell it right")
     try:

@@ -50,7 +50,8 @@ def _kill_here(trace: Trace) -> int:
     left = trace.kill()
     if left:
         raise DadtError(
-            f"job {trace.job}: processes {', '.join(map(str, left))} cannot be killed, they hang in the kernel"
+            f"job {trace.job}: processes {', '.join(map(str, left))} do not end, even when"
+            " killed, as where they hang in the kernel (device, file server)"
         )
     also = [f"{others} other process{'es' if others > 1 else ''}"] if others else []
     click.echo(f"job {trace.job} has ended on this machine: {_named(ended + also)}")

@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ import click
 
 from dadt.config import Config
 from dadt.config.check import here
-from dadt.config.config import misspelt
 from dadt.config.executor import shown
+from dadt.config.spelling import misspelt
 from dadt.errors import ConfigError
 from dadt.launch import again, environment, launch, plan, user_class
 from dadt.launch.monitor.output import ranks_shown
@@ -78,7 +78,7 @@ def run(
     config = config_of(given)
     if config.resume:
         command, config, module, no_python = as_started(command, given, config, module, no_python)
-    for name, meant in misspelt().items():
+    for name, meant in misspelt(fields(Config)).items():
         console.say(f"{name} means nothing to dadt; did you mean {meant}?", "warning")
     ranks_shown(config.output, config.np or MOST)
     live.check(config.live)
@@ -180,7 +180,7 @@ def _warnings(where: Placed) -> list[str]:
         cores = int(node.report["cores"])
         if count > cores:
             on = f" on {node.name}" if node.name else ""
-            texts.append(f"{count} workers share {cores} CPU cores{on}: each will be slower than alone")
+            texts.append(f"{count} workers share {cores} CPU cores{on}: each may be slower than alone")
     program = where.plan.command
     if PYTHON.fullmatch(Path(program[0]).name):
         for flags in environment.isolating_flags(program[1:]):
@@ -212,7 +212,8 @@ def _finish(outcome: Outcome, where: Placed) -> int:
     if outcome.stuck:
         pids = ", ".join(map(str, outcome.stuck))
         console.say(
-            f"processes {pids} cannot be killed, they hang in the kernel (a device or a file server)", "warning"
+            f"processes {pids} do not end, even when killed, as where they hang in the kernel (device, file server)",
+            "warning",
         )
     goes_on = f"; go on with: {outcome.resume}" if outcome.resume else ""
     if outcome.signal:
@@ -224,7 +225,7 @@ def _finish(outcome: Outcome, where: Placed) -> int:
         console.block(outcome.failure.lines())
     else:
         if (reason := launch.not_distributed(outcome, where)) is not None:
-            console.say(f"training was NOT distributed: {reason}", "warning")
+            console.say(f"training was NOT distributed by DADT: {reason}", "warning")
         if text := _missed(outcome):
             console.say(text)
         console.say(_last_line(outcome))

@@ -213,7 +213,7 @@ def test_a_way_that_carries_no_data_is_told_and_so_is_its_return(start: Callable
     told = [line for line in result.err.splitlines() if "sim0 " in line and "ready" not in line]
     assert len(told) == 2, told
     assert told[0].startswith("dadt: warning: sim0 has heard nothing from sim1 over 10.77.0.2 (eth0) for ")
-    assert told[0].endswith(" s; both still answer the launcher: the way between them carries control but no data")
+    assert told[0].endswith(" s; both still answer the launcher, but no heartbeat comes through between them")
     assert told[1].startswith("dadt: sim0 and sim1 hear each other again, after ")
     silences = [(line["host"], line["peer"]) for line in events(run, "silent")]
     assert silences == [("sim0", 1), ("sim1", 0)]  # the agent that was stopped has blamed nobody
@@ -233,7 +233,7 @@ def test_a_link_that_stays_silent_is_the_cause(start: Callable[..., Run]) -> Non
     assert " is unreachable, as sim0 and sim1 have heard nothing from each other over 10.77.0.1 (eth0)" in result.err
     block = result.err[result.err.index("dadt: the way between sim0 and sim1 failed after ") :]
     assert "  cause   sim0 and sim1 have heard nothing from each other over " in block
-    assert "the way between them carries control but no data\n" in block
+    assert "but no heartbeat comes through between them\n" in block
 
 
 @ROOT

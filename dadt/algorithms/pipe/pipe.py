@@ -350,7 +350,7 @@ def _reason(alarm: float, name: str) -> str:
         )
     if alarm == _BLOWN_UP:
         return (
-            f"the gradients{name} have grown beyond {FACTOR:g} times what they were, since they come late: back to"
+            f"the gradients{name} have grown beyond {FACTOR:g} times what they were, as late ones can: back to"
             " synchronous steps on all ranks. Lower the learning rate or raise --warmup-steps (--no-fall-back goes on"
             " regardless)"
         )

@@ -178,7 +178,7 @@ class StoreClient:
         self._arrive(everyone, time.monotonic() + START_SECONDS, START_SECONDS)
         if not summary["steps"]:
             if not summary["explicit"]:
-                _print("warning: training was NOT distributed: no torch.optim optimizer made a step in rank 0")
+                _print("warning: training was NOT distributed by DADT: no torch.optim optimizer made a step in rank 0")
             return
         why = f" ({summary['why']})" if summary["why"] else ""
         _print(

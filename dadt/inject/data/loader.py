@@ -307,7 +307,7 @@ class Loaders:
             if shared < alone and self.schedules.by_step():
                 self._tell(
                     f"{role.name}: {shared} steps a pass in place of {alone}: a schedule computed from the data set's"
-                    f" size is too long; use len(loader), or --batch global, which keeps {alone} steps.",
+                    f" size would be too long; use len(loader), or --batch global, which keeps {alone} steps.",
                     role,
                     "warning",
                 )

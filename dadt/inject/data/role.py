@@ -7,7 +7,14 @@ from torch.utils.data import IterableDataset
 from dadt.inject.data.division import begun
 from dadt.inject.data.drawn import Drawn
 from dadt.inject.data.feed import Feed, LoadingRank
-from dadt.inject.data.samplers import DRAW_ONCE, Loader, inner_sampler, left_out_of, samples_of
+from dadt.inject.data.samplers import (
+    DRAW_ONCE,
+    Loader,
+    has_distributed_sampler,
+    inner_sampler,
+    left_out_of,
+    samples_of,
+)
 
 TRAINS, EVALUATES, ALONE = "trains", "evaluates", "alone"
 
@@ -40,7 +47,9 @@ class Role:
 def sentence(loader: Loader, role: Role, size: int, takers: int) -> str:
     """What the user is told of a loader. takers: ranks that take a batch of their own in each step."""
     if role.kind == ALONE:
-        return f"{role.name}: shares out its data itself, left as it is."
+        if has_distributed_sampler(loader):
+            return f"{role.name}: shares out its data itself, left as it is."
+        return f"{role.name}: left as it is, as the script knows its rank and may share out its data itself."
     if isinstance(loader.dataset, IterableDataset):
         what, share = "a stream", f"one sample in {size} per worker"
     else:

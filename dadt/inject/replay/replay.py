@@ -281,7 +281,7 @@ class Replay:
             self._exchange("resumed", b"")
         rest = ""
         if self._values.unknown:
-            rest = "; it has read whole arrays from tensors meanwhile, and what it makes of those is not as it was"
+            rest = "; it has read whole arrays from tensors meanwhile, and what it makes of those may not be as it was"
         self._runtime.say(
             f"resumed: {self._runtime.step:,} steps replayed in {seconds:.1f} s, training goes on from there{rest}",
             "warning" if rest else "info",

@@ -152,7 +152,7 @@ class Silences:
         self._journal.write("link", text=text)
 
 
-_BOTH = "both still answer the launcher: the way between them carries control but no data"
+_BOTH = "both still answer the launcher, but no heartbeat comes through between them"
 
 
 def _way(node: Node) -> str:
