@@ -133,6 +133,14 @@ def told(folder: Path) -> dict[str, Any]:
     return about(folder, parts(folder)[0])
 
 
+def shares(folder: Path) -> int:
+    """Among how many workers its data was divided; 1 where that cannot be read."""
+    try:
+        return int(told(folder)["shares"])
+    except (NotResumed, KeyError, TypeError, ValueError):
+        return 1
+
+
 def is_whole(folder: Path) -> bool:
     """All ranks that trained then have written their parts."""
     try:

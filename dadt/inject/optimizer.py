@@ -66,6 +66,10 @@ class Steps:
             return None
         if self._runtime.alone:
             self._under_way.append((frame, optimizer, None))
+            if self._runtime.hooked:
+                if optimizer not in self._runtime.roots:
+                    self._modules.find(optimizer)
+                self._modules.step_begins(optimizer)
             self._runtime.begin()
             return None
         refuse_capture()
@@ -304,7 +308,7 @@ def install(runtime: Runtime, modules: Modules) -> None:
     def patched_init(self: Optimizer, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         runtime.register(self)
-        if not runtime.alone and not runtime.explicit:
+        if runtime.hooked and not runtime.explicit:
             modules.find(self)
 
     Optimizer.__init__ = patched_init  # type: ignore[method-assign]

@@ -68,8 +68,9 @@ def start(world: World, *, explicit: bool = False) -> None:
     if not (explicit and runtime.alone):
         optimizer.install(runtime, modules)
         runtime.on_begin.append(compiler.look_past())
-    if not runtime.alone:
+    if runtime.hooked:
         module.install(modules)
+    if not runtime.alone:
         within_backward.Watch(runtime).install()
         moved.install(runtime)
         cuda_graphs.install(runtime)
@@ -133,7 +134,7 @@ def _install_around(runtime: Runtime, modules: module.Modules) -> None:
         runtime.checkpoints.streams = streams
     # A script that knows its rank, and has seeded, has seeded each rank as it wants it.
     runtime.on_begin.append(lambda: None if mine.seeded and runtime.script_is_distributed else mine.split())
-    if not runtime.alone:
+    if runtime.hooked:
         sources = entropy.install(runtime, streams)
         loaders = loader.install(runtime, streams, sources)
         runtime.on_stepped.append(lambda: sources.trained(loaders.gives_shares or runtime.fitting))

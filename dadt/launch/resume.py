@@ -42,7 +42,7 @@ def settled(config: Config, ranks: int, restarts: int) -> Config:
         if config.snapshot_dir:
             snapshots.set_aside(Path(config.snapshot_dir), None, restarts)
         config = replace(config, resume="")
-    if ranks == 1 and (config.resume or config.snapshot_dir):  # its average is what it has computed
+    if ranks == 1 and config.resume and snapshots.shares(Path(config.resume)) > 1:  # its average is what it computes
         config = replace(config, algorithm="sync", compression="none")
     return config
 

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,6 +24,7 @@ from dadt.comm.trace.merge import merge
 from dadt.comm.trace.recorder import Timeline
 from dadt.config import Config
 from dadt.config.executor import executors_of
+from dadt.control import snapshots
 from dadt.control.agent_client import Control
 from dadt.errors import CommError, CommTimeout, DadtError, Mismatch, PeerLost, StartTimeout
 from dadt.train.approaches import Approaches
@@ -83,6 +85,7 @@ class Peers:
         self.control = control
         self.progress = Progress()
         self.replays = bool(config.resume or config.snapshot_dir)  # its script is made again, or may be later
+        self._stood_for = snapshots.shares(Path(config.resume)) if config.resume else 1
         self.deaths = Deaths()
         self.timeline: Timeline | None = None
         self.mail: PointToPoint = NoPointToPoint()
@@ -93,13 +96,11 @@ class Peers:
         """The device that averages tensors of this rank's GPU where they are."""
         self.parted = False  # ranks have taken steps of their own
         self.in_flight: list[InFlight] = []  # exchanges that may not be done yet
-        self.gatherings: list[Gathering] = []
-        """The newest, in order, some of which may not be done."""
+        self.gatherings: list[Gathering] = []  # the newest, in order, some of which may not be done
         self.gathered = 0  # how many there were
         self.transaction: float | None = None
         """When this rank began what is done as a whole or not at all; None outside of that."""
-        self.welcome: list[Any] = []
-        """What a rank that joins a running job was given, by attachment."""
+        self.welcome: list[Any] = []  # what a rank that joins a running job was given, by attachment
         self.checkpoint_signal, self.interruption = CheckpointSignal(), Interruption()
         self.approaches = Approaches()
         self.closing = False  # this rank is at its end, where others are, too
@@ -127,8 +128,8 @@ class Peers:
 
     @property
     def alone(self) -> bool:
-        """A world of one: nothing is exchanged and nothing changes."""
-        return self.world.world_size == 1 and not self.replays
+        """A world of one: nothing is exchanged and nothing changes. Not where it goes on with the work of several."""
+        return self.world.world_size == 1 and self._stood_for <= 1
 
     @property
     def engine(self) -> Engine:

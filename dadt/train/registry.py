@@ -55,6 +55,11 @@ class Registry(Peers):
         self._distributed = False
 
     @property
+    def hooked(self) -> bool:
+        """Calls of modules and passes over loaders are of concern: for training, or for a replay."""
+        return not self.alone or self.replays
+
+    @property
     def registered(self) -> bool:
         return len(self._registered) > 0
 

@@ -192,7 +192,7 @@ class Runtime(Departure):
 
     def begin(self) -> None:
         """A training forward or a consumption is next. Raises PeerLost if a rank has ended."""
-        if self.replaying or (self.alone and self.began):
+        if self.replaying or (self.alone and self._claimed):
             self.began = True
             for callback in self.on_begin:
                 callback()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 import threading
 from itertools import product
 from random import Random
@@ -17,6 +20,7 @@ from dadt.control import snapshots
 from dadt.inject.replay.values import Values
 
 OPTIONS = ["-np", "2", "--warmup-steps", "5", "--snapshot-every", "10steps", "--seed", "7"]
+WITHOUT = ["-np", "2", "--warmup-steps", "5", "--seed", "7"]
 
 
 def ends(result, ranks: int = 2) -> dict[str, str]:
@@ -51,7 +55,7 @@ SLOW = [pair for pair in product(["pipe", "sync"], SHAPES) if pair not in QUICK]
 def test_a_killed_job_ends_as_if_nothing_had_been(launch, algorithm: str, name: str) -> None:
     options = ["--algorithm", algorithm, *OPTIONS]
     script = HEAD + SCRIPTS[name]
-    undisturbed = launch(script, *options, "train.py")
+    undisturbed = launch(script, "--algorithm", algorithm, *WITHOUT, "train.py")
     expected = ends(undisturbed)
     killed = launch(script, *options, "train.py", DIE="26")
     assert killed.code != 0
@@ -224,15 +228,20 @@ def test_one_that_raises_in_its_replay_begins_from_the_top(launch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tutorial", pytest.param("hidden-state", marks=pytest.mark.slow)])
-def test_a_single_worker_ends_as_if_nothing_had_been(launch, name: str) -> None:
+@pytest.mark.parametrize("name", ["tutorial", "stream"])
+def test_a_single_worker_ends_as_under_plain_python(launch, tmp_path, name: str) -> None:
     script = (HEAD + SCRIPTS[name]).replace("{1 - int(name[4])}", "0")
-    options = ["-np", "1", *OPTIONS[2:]]
-    expected = ends(launch(script, *options, "train.py"), 1)
+    options = ["-np", "1", "--snapshot-every", "3steps"]
+    taken = launch(script, *options, "train.py")
+    env = {**os.environ, "DADT_JOB": "none", "DADT_RESUME": ""}
+    alone = subprocess.run(
+        [sys.executable, tmp_path / "train.py"], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert list(ends(taken, 1).values()) == re.findall(r"ends with (\w+)", alone.stdout), alone.stderr
     killed = launch(script, *options, "train.py", DIE="26")
-    assert killed.code != 0
-    resumed = launch(script, *options[:-2], "--resume", killed.job, "train.py")
-    assert ends(resumed, 1) == expected and "steps replayed in" in resumed.err
+    assert killed.code != 0 and f"  resume  dadt run --resume {killed.job}" in killed.err
+    resumed = launch(script, "--resume", killed.job)
+    assert ends(resumed, 1) == ends(taken, 1) and "steps replayed in" in resumed.err
 
 
 LOSES = """

@@ -37,7 +37,7 @@ def agree(rank: LoadingRank, name: str) -> Division:
     """A pass over `name` begins, on all ranks between the same steps. One may know of a loss by then that another has
     not heard of, so all gather who is there: what is gathered is the same on all, whatever happens meanwhile. Waits
     for all ranks."""
-    if rank.replaying or not (rank.config.redistribute and rank.on_training_thread and rank.together):
+    if rank.replaying or rank.alone or not (rank.config.redistribute and rank.on_training_thread and rank.together):
         return begun(rank)
     there = rank.allgather(f"{name}: who reads", str(rank.world.rank).encode())
     rank.wait(there)

@@ -371,7 +371,7 @@ class Loaders:
 def install(runtime: LoadingRank, streams: Streams, entropy: Entropy) -> Loaders:
     """Patch DataLoader. In a world of one, nothing is changed at all."""
     loaders = Loaders(runtime, streams, entropy)
-    if runtime.alone:
+    if not runtime.hooked:
         return loaders
     loaders.schedules.install()
     shuffle.install(loaders)

@@ -15,7 +15,7 @@ import random
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -137,6 +137,8 @@ class Streams:
         self._reader = 0
         """The thread that reads a batch of this rank's share."""
         self.parting: Ahead | None = None
+        self.undivided: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Around what draws as `shared` does, where there is one stream for all."""
         self._remembered: OrderedDict[bytes, torch.Tensor] = OrderedDict()
         self._lock = threading.RLock()
         self._pid = os.getpid()
@@ -229,7 +231,8 @@ class Streams:
         """Inside, the global generators of torch (CPU), numpy and random are the shared stream. only_torch: that of
         torch alone, which takes a tenth of the time."""
         if not self.divided:
-            yield
+            with self.undivided():
+                yield
             return
         with self._lock:
             if self._drawing:

@@ -227,14 +227,14 @@ class StreamFeed:
             self._ahead = self._fetch()
         except Exception as failure:  # noqa: BLE001  (belongs to the next batch, and is raised there)
             self._failure = failure
-        self._looked, self._asked = True, None if self.runtime.replaying else self._ask()
+        self._looked, self._asked = True, None if self.runtime.replaying or self.runtime.alone else self._ask()
 
     def _ask(self) -> Gathering:
         return self.runtime.allgather(self.name, b"\x01" if self._ahead else b"\x00")
 
     def _having(self) -> list[bool]:
         """Which ranks have another batch: where they come to it in a replay, this one is like all."""
-        if self.runtime.replaying:
+        if self.runtime.replaying or self.runtime.alone:
             return [self._ahead is not None]
         if self._asked is None:
             self.runtime.claim()  # a replay has ended since it looked

@@ -65,7 +65,7 @@ class Saver:
         self._missed: set[str] = set()
         self._folders: set[Path] = set()
         """Where this rank has written files for good."""
-        self._alone = runtime.alone
+        self._alone = not runtime.hooked
         self._world = runtime.world
         """As a forked child has it, too, in which the runtime is no rank any more."""
         self._number = 0

@@ -11,9 +11,10 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dadt.errors import DadtError, NotResumed
-from dadt.inject.data.seed import Streams
+from dadt.inject.data.seed import State, Streams
 from dadt.inject.files.overlay import Overlay
 from dadt.inject.module import Modules
+from dadt.inject.replay.draws import Draws
 from dadt.inject.replay.handover import Handover
 from dadt.inject.replay.newcomer import Newcomer
 from dadt.inject.replay.recorder import Recorder
@@ -36,6 +37,9 @@ def install(runtime: Runtime, modules: Modules, streams: Streams, overlay: Overl
     runtime.aside, runtime.told = values.aside, values.told
     register_optimizer_step_pre_hook(values.step_begins)
     taken = Taken(runtime, roster, values, streams)
+    if runtime.alone:
+        streams.undivided = Draws(values).around
+        taken.at_start = State.capture().plain()
     recorder = Recorder(runtime, values, taken) if config.snapshot_dir else None
     if runtime.replaying:
         _resume(runtime, modules, overlay, recorder, (roster, values, streams))
@@ -65,6 +69,8 @@ def _resume(
         refuse(error)
     except OSError as error:
         refuse(NotResumed(f"--resume: {error.filename}: cannot be written ({error.strerror}), as a replay has to"))
+    if (state := replay.goal.at_start) is not None:
+        State.from_plain(state).restore()
     _begin(runtime, modules, replay)
     if overlay is not None:
         overlay.loads = replay.loads

@@ -27,6 +27,7 @@ class Newcomer:
 
     digest = ""
     is_exact = False
+    at_start: dict[str, Any] | None = None
 
     def __init__(self, runtime: Runtime, values: Values) -> None:
         """Waits until the others have taken a step."""

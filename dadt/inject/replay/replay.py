@@ -46,6 +46,9 @@ class Goal(Protocol):
     is_exact: bool
     """Each rank has what was its own there, and not only what all have in common."""
 
+    at_start: dict[str, Any] | None
+    """The random numbers with which the script has begun, where nothing seeds them for it."""
+
     @property
     def step(self) -> int: ...
     @property

@@ -113,6 +113,7 @@ class Stored:
         # Fewer read the same steps in larger batches.
         runtime.shares = told["shares"]
         self.digest: str = told["next"] if rank in there and len(told["members"]) == runtime.world.world_size else ""
+        self.at_start: dict[str, Any] | None = self._own["at_start"]
         self.began: float = told["began"]
         self.step: int = self._own["step"]
         self.log = folder.parent / f"replayed-rank{rank}.log"

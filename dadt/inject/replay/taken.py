@@ -26,6 +26,8 @@ class Taken:
     def __init__(self, runtime: Runtime, roster: Roster, values: Values, streams: Streams) -> None:
         self._runtime, self._roster, self._values, self._streams = runtime, roster, values, streams
         self._built = -1
+        self.at_start: dict[str, Any] | None = None
+        """The random numbers with which the script began, where nothing has seeded them for it."""
 
     def take(self, frame: FrameType, *, common: bool) -> dict[str, Any]:
         """A copy on the host of what is this rank's own, and of what all have in common, for a new worker: what is one
@@ -56,7 +58,7 @@ class Taken:
         content["random"] = self._streams.state() or {"own": State.capture().plain()}
         models = [tensor for _, tensor in self._roster.tensors()]
         content["variables"] = dict(variables.held(frame, models, self._roster.attributes()))
-        content["counts"] = self._roster.counts()
+        content["counts"], content["at_start"] = self._roster.counts(), self.at_start
         return content
 
     def _built_beside(self) -> dict[str, Any]:

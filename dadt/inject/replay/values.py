@@ -137,6 +137,23 @@ class Values:
 
         return load
 
+    def note(self, data: bytes) -> None:
+        """Record something beside what is read."""
+        if not self._stopped:
+            self.recorded += struct.pack("<BH", 0, len(data)) + data
+
+    def noted(self) -> bytes:
+        """What was recorded so, in a replay. Raises NotResumed."""
+        kind, size = struct.unpack_from("<BH", self.recorded, self.given) if self._has(3) else (1, 0)
+        if kind or not self._has(3 + size):
+            raise NotResumed("the script draws random numbers for its data at another place than before")
+        begin = self.given + 3
+        self.given = begin + size
+        return bytes(self.recorded[begin : self.given])
+
+    def _has(self, size: int) -> bool:
+        return self.given + size <= len(self.recorded)
+
     def is_elsewhere(self, caller: FrameType) -> bool:
         """It is not the script's thread that calls, or DADT does."""
         ours = caller.f_globals.get("__name__", "").startswith("dadt.")
