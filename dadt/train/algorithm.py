@@ -104,6 +104,11 @@ class Algorithm(abc.ABC):
         """The optimizer has stepped, or the step was skipped by agreement."""
 
     @property
+    def rests(self) -> bool:
+        """Nothing is under way that `state` would leave out."""
+        return True
+
+    @property
     def launched(self) -> Exchange | None:
         """What this step has launched, while it waits for an exchange."""
         return None

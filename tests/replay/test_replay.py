@@ -234,9 +234,8 @@ def test_a_single_worker_ends_as_under_plain_python(launch, tmp_path, name: str)
     options = ["-np", "1", "--snapshot-every", "3steps"]
     taken = launch(script, *options, "train.py")
     env = {**os.environ, "DADT_JOB": "none", "DADT_RESUME": ""}
-    alone = subprocess.run(
-        [sys.executable, tmp_path / "train.py"], cwd=tmp_path, env=env, capture_output=True, text=True
-    )
+    python = [sys.executable, str(tmp_path / "train.py")]
+    alone = subprocess.run(python, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert list(ends(taken, 1).values()) == re.findall(r"ends with (\w+)", alone.stdout), alone.stderr
     killed = launch(script, *options, "train.py", DIE="26")
     assert killed.code != 0 and f"  resume  dadt run --resume {killed.job}" in killed.err

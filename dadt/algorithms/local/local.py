@@ -245,6 +245,10 @@ class Local(Algorithm):
     # Where ranks are lost --------------------------------------------------------------------------------------
 
     @property
+    def rests(self) -> bool:
+        return not any(fragment.under_way for fragment in self._fragments.values())
+
+    @property
     def launched(self) -> Exchange | None:
         return self._sync.launched
 

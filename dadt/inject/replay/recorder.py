@@ -52,6 +52,8 @@ class Recorder:
         self._open: Open | None = None
         self._forward = self._group = 0
         """The step behind which the last training forward began, and the steps between the last two that had any."""
+        self._due = 0
+        """The step for which one was due that is put off."""
         self._unseen = 0
         """Snapshots in a row that no training forward followed."""
 
@@ -93,9 +95,11 @@ class Recorder:
         if step < self._next:
             return
         with self._values.aside():
-            if not self._taken.possible:
-                self._next = step + 1
+            late = step - self._due if self._due else 0
+            if not self._taken.possible or (not self._taken.rests and late < self._runtime.config.sync_every):
+                self._due, self._next = self._due or step, step + 1
                 return
+            self._due = 0
             if self._pace is not None:
                 self._pace.ask()
             self._next = step + self._steps if self._steps else sys.maxsize

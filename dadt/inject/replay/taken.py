@@ -72,6 +72,11 @@ class Taken:
         """Whether a script can go on from here: not in the midst of a pass, nor where averages wait for their step."""
         return not self._runtime.window.under_way and not any(a.consumed for a in self._runtime.attachments)
 
+    @property
+    def rests(self) -> bool:
+        """Whether nothing is under way that would be left out: the same on all ranks."""
+        return all(a.algorithm.rests for a in self._runtime.attachments)
+
     def observe(self, frame: FrameType, room: Room, *, common: bool) -> Seen:
         """Waits for nobody, and changes nothing. frame: below the script's."""
         if self._built != (built := self._roster.built):
