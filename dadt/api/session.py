@@ -232,6 +232,9 @@ class _Rounds:
         self._ended: dict[int, str] = {}
         self._compare()
 
+    def look(self, what: str, waited: float) -> None:
+        """The exchanges of all ranks tell of those that wait."""
+
     def exchange(self, key: str, blob: bytes) -> list[bytes]:
         """Raises DadtError where one of the ranks has given up."""
         self._tell(key, blob, "")

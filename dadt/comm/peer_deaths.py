@@ -98,6 +98,10 @@ class Deaths:
         for abort in aborts:
             abort(generation.text, lost=True)
 
+    def await_news(self, seconds: float) -> bool:
+        """Whether an end or a newer generation is told within so many seconds."""
+        return self._known.wait(seconds)
+
     def await_newer(self, number: int, seconds: float) -> int:
         """The newest generation's number: waits so long for one above this."""
         with self._news:

@@ -171,9 +171,10 @@ class Control:
         """Send what the function of `dadt.run` returned or raised. Waits, so that it arrives before the exit does."""
         self._ask("result", 0.0, blob)
 
-    def peers(self) -> list[dict[str, Any]]:
-        """All ranks in order: {rank, pid, state, step (-1: none), seconds (since the last sign of life)}."""
-        ranks: list[dict[str, Any]] = self._ask("peers", 0.0)["peers"]
+    def peers(self, starts: bool = False) -> list[dict[str, Any]]:
+        """All ranks in order: {rank, pid, state, step (-1: none), seconds (since the last sign of life)}. Tells the
+        launcher that this one waits for them; starts: for its first connection with them."""
+        ranks: list[dict[str, Any]] = self._ask("peers", 0.0, starts=starts)["peers"]
         return ranks
 
     def reconnect(self, text: str, timeout: float, generation: int) -> tuple[bool, str]:

@@ -20,7 +20,7 @@ OUTPUT = 1 << 20  # most bytes of a worker's output or stacks in one frame
 MOST_RANKS = 1 << 20
 SIZE = re.compile(r"-?[0-9]{1,6}")
 MARK = re.compile(r"\.dadt-\w+(-[0-9]+){4}-")
-RAISED = ("DadtError", "StartTimeout", "PeerLost", "NotResumed")
+RAISED = ("DadtError", "StartTimeout", "PeerLost", "CommTimeout", "NotResumed")
 TOKEN = re.compile(r"([0-9a-f]{2}){1,32}")
 MOST_AROUND = 16  # exceptions that were raised from another
 DEPTH = 6  # deepest nesting of values that are passed on unread
@@ -208,7 +208,7 @@ _passed_on: dict[str, Kind] = {
     "reconnect": Kind({**_question, "text": text(TEXT)}),
     "approach": Kind({**_question, "known": COUNT, "last": flag}),
     "give": Kind({**_question, "number": COUNT, "last": flag, "text": text(TEXT)}, BLOB),
-    "peers": Kind(_question),
+    "peers": Kind({**_question, "starts_": flag}),
     "dump": Kind(_process),
     "wrote": _wrote,
 }

@@ -8,12 +8,10 @@ from dataclasses import dataclass, field
 
 from dadt.control.frame import Frame
 from dadt.launch.monitor.board import together
-from dadt.launch.monitor.members import Reply
+from dadt.launch.monitor.waits import Reply
 
 LONGEST_SECONDS = 3600.0
 """Of waiting for an answer."""
-JOIN_SECONDS = 60.0
-"""How long the others wait for one that has all that it needs to join."""
 
 
 @dataclass(slots=True)
@@ -40,7 +38,9 @@ class Handovers:
     """Approaches are answered by a rank that trains. With the last one all of them wait for the new worker, which then
     may join their generation, and no other."""
 
-    def __init__(self, send_all: Callable[[Frame], None], kill: Callable[[int], None]) -> None:
+    def __init__(self, send_all: Callable[[Frame], None], kill: Callable[[int], None], patience: float) -> None:
+        """patience: seconds for which the others wait for one that has all that it needs to join."""
+        self._patience = patience
         self._send_all = send_all
         self._kill = kill
         self._count = 0
@@ -73,7 +73,7 @@ class Handovers:
             asked.body = answer.body or asked.body
             if asked.given >= set(present):
                 self._asked.pop(number).reply(together([asked.body]))
-                self.awaited, self._until = (asked.rank, generation), time.monotonic() + JOIN_SECONDS
+                self.awaited, self._until = (asked.rank, generation), time.monotonic() + self._patience
         return False
 
     def ended(self, rank: int) -> bool:

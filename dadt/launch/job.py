@@ -22,7 +22,7 @@ from dadt.launch.monitor.members import Member, Rendezvous
 from dadt.launch.monitor.notices import Notices
 from dadt.launch.monitor.output import Output
 from dadt.launch.monitor.silence import Silences
-from dadt.launch.monitor.stacks import Stacks
+from dadt.launch.monitor.stalls import Stalls
 from dadt.launch.monitor.watch import View, Watch
 from dadt.launch.outcome import Outcome, Unread
 from dadt.launch.preemption import Preempted, Preemption, ranks
@@ -57,8 +57,7 @@ class Job:
         """agents: they are all ready."""
         self._timeout = config.stall_warning if config.on_stall == "abort" else config.timeout
         """Seconds for which ranks wait for one that cannot go on."""
-        self._held_since = 0.0
-        self._job = job
+        self._job, self._held_since = job, 0.0
         self._agents = agents
         self._slots = slots
         self._output = output
@@ -77,7 +76,7 @@ class Job:
         self._termination = Termination(agents, self.watch, self._outcome, config.grace)
         facts = (self._rendezvous, self._cause, agents, self.watch, self._silences)
         self._membership = Membership(config, slots, *facts, self._timeout, say)
-        self._stacks = Stacks(output, say)
+        self._stalls = Stalls(config, self._rendezvous, output, agents.send_all, say)
         self._working: set[Node] = set(agents.nodes)
         """Nodes that have not reported yet that all their workers have ended."""
         self._hang_up = HANG_UP_SECONDS
@@ -150,6 +149,7 @@ class Job:
             self._say(text, "info")
         self._termination.unsaid.clear()
         self._rendezvous.settle()
+        self._stalls.turn()
         self._silences.turn()
         overdue = self._termination.turn()
         self._look_for_held(now)
@@ -297,17 +297,18 @@ class Job:
             self._rendezvous.members[frame["rank"]].finished = True
 
     def _on_exchange(self, node: Node, frame: Frame) -> None:
-        key, rank, reply = frame["key"], frame["rank"], self._agents.reply(node, frame)
-        self._rendezvous.give(key, rank, frame.body, frame["timeout"], reply)
+        reply = self.watch.waits(frame, self._agents.reply(node, frame))
+        self._rendezvous.give(frame["key"], frame["rank"], frame.body, frame["timeout"], reply)
 
     def _on_put(self, node: Node, frame: Frame) -> None:
         self._agents.reply(node, frame)(self._rendezvous.put(frame["key"], frame["rank"], frame.body))
 
     def _on_get(self, node: Node, frame: Frame) -> None:
-        self._rendezvous.get(frame["keys"], frame["rank"], frame["timeout"], self._agents.reply(node, frame))
+        reply = self.watch.waits(frame, self._agents.reply(node, frame))
+        self._rendezvous.get(frame["keys"], frame["rank"], frame["timeout"], reply)
 
     def _on_reconnect(self, node: Node, frame: Frame) -> None:
-        getattr(self._membership, frame.kind)(frame, self._agents.reply(node, frame))
+        getattr(self._membership, frame.kind)(frame, self.watch.waits(frame, self._agents.reply(node, frame)))
 
     _on_approach = _on_give = _on_reconnect
 
@@ -358,15 +359,14 @@ class Job:
         self._rendezvous.settle()
 
     def _on_stacks(self, node: Node, frame: Frame) -> None:
-        self._stacks.write(frame["rank"], frame.body)
+        self._stalls.stacks.write(frame["rank"], frame.body)
 
     def _on_dump(self, node: Node, frame: Frame) -> None:
-        if (order := self._stacks.wanted(self._rendezvous.members)) is not None:
-            self._agents.send_all(order)
+        self._stalls.dump()
 
     def _on_stack(self, node: Node, frame: Frame) -> None:
         if frame["number"] == OWN_INQUIRY:
-            self._stacks.write(frame["rank"], frame.body or frame["problem"].encode())
+            self._stalls.stacks.write(frame["rank"], frame.body or frame["problem"].encode())
         elif self._query is not None:
             self._query.told(frame)
 
@@ -393,7 +393,7 @@ class Job:
         if (preemption := self._outcome.preemption) is not None:
             self._outcome.preemption = replace(preemption, endings=self._cause.endings, done=self._outcome.summaries)
         elif not self._outcome.signal:
-            self._outcome.failure = self._cause.judge(self._begin_time, self._stacks.paths)
+            self._outcome.failure = self._cause.judge(self._begin_time, self._stalls.stacks.paths)
         return self._outcome
 
 

@@ -17,8 +17,9 @@ from dadt.launch.cause import Cause
 from dadt.launch.handovers import Handovers
 from dadt.launch.hosts.slot import Slot
 from dadt.launch.joining import Joining
-from dadt.launch.monitor.members import Member, Rendezvous, Reply
+from dadt.launch.monitor.members import Member, Rendezvous
 from dadt.launch.monitor.silence import Silences
+from dadt.launch.monitor.waits import Reply
 from dadt.launch.monitor.watch import Gauge, Loss, Watch
 from dadt.launch.preemption import ranks
 from dadt.launch.replacement import Replacements, replaces
@@ -88,7 +89,7 @@ class Membership:
         self._apart = config.algorithm == "gossip"
         """No rank waits for another."""
         self._replacements = Replacements(agents.send_all, say, self._hears) if replaces(config) else None
-        self._handovers = Handovers(agents.send_all, lambda rank: self.expect_end(rank, 0.0))
+        self._handovers = Handovers(agents.send_all, lambda rank: self.expect_end(rank, 0.0), patience)
         self._handed = 0
         """The newest generation that began with a new worker for which the others had waited."""
         self.joining: Joining | None = None
@@ -99,8 +100,8 @@ class Membership:
         """Whether training goes on without these."""
         return self._left_without(ranks) >= self._least > 0
 
-    def lose(self, ranks: Collection[int], why: str) -> bool:
-        """Have the others train on; whether enough are left. why: how these ranks were lost."""
+    def lose(self, ranks: Collection[int], why: str, it: str = "it") -> bool:
+        """Have the others train on; whether enough are left. why: how these ranks were lost. it: who was."""
         lost = [member for member in self._rendezvous.present if member.rank in ranks]
         if not self.can_lose(ranks):
             return False
@@ -111,7 +112,7 @@ class Membership:
         self._watch.regroups(losses, why)
         self._cause.excuse(ranks)
         self._tell(why)
-        self._say(f"{why}: training goes on without it", "warning")
+        self._say(f"{why}: training goes on without {it}", "warning")
         return True
 
     def leaves(self, rank: int, why: str) -> bool:
@@ -286,17 +287,30 @@ class Membership:
         if self._apart:
             self._give_up_held(here, since)
             return
-        silent = [gauge.member for gauge in here if not self._waits(gauge)]
-        waits = any(gauge.waits and not gauge.member.finished for gauge in here)
-        if not waits and not any(request.begun < since for request in self._requests.values()):
-            return  # at the end of training a rank may take its time
-        if silent and all(member.seen < since for member in silent):
-            first = silent[0]
-            why = f"rank {first.rank} ({first.place}) was silent for {self._patience:g} s"
-            why += f", {HELD[first.condition]}" if first.held else ""
-            self._kill([member.rank for member in silent], why)
+        silent = [gauge for gauge in here if not self._waits(gauge)]
+        trains = any(gauge.waits and not (gauge.member.finished or gauge.waiting.starts) for gauge in here)
+        some_finished = any(member.finished for member in self._rendezvous.present)
+        ends = some_finished and all(gauge.member.held for gauge in silent)
+        if not (trains or ends):  # the start has a deadline of its own, and at the end a rank may take its time
+            return
+        if silent and all(gauge.acted < since for gauge in silent):
+            self._give_up([gauge.member for gauge in silent])
         elif not silent:
             self._give_up_cut_off(here, since)
+
+    def _give_up(self, silent: Sequence[Member]) -> None:
+        """Lose ranks that have not gone on for so long. Where too few are left, all that wait learn of it."""
+        many = len(silent) > 1
+        it = "them" if many else "it"
+        names = [f"rank {m.rank} ({m.place}{f'; {HELD[m.condition]}' if many and m.held else ''})" for m in silent]
+        why = f"{' and '.join(names)} {'were' if many else 'was'} silent for {self._patience:g} s"
+        why += f", {HELD[silent[0].condition]}" if silent[0].held and not many else ""
+        if self._kill([member.rank for member in silent], why, it):
+            return
+        why += f", and too few are left without {it}"
+        self._least = 0  # nobody trains on
+        self._answer_all(False, why)
+        self._rendezvous.refuse(Frame("error", {"type": "CommTimeout", "message": why[: schema.TEXT]}))
 
     def _give_up_cut_off(self, here: Sequence[Gauge], since: float) -> None:
         places = {self._slots[gauge.rank].cross_rank for gauge in here}
@@ -354,12 +368,14 @@ class Membership:
         return [gauge for gauge in self._watch.gauges if not (gauge.member.lost or gauge.member.ended)]
 
     def _waits(self, gauge: Gauge) -> bool:
-        return gauge.waits or gauge.member.finished or gauge.rank in self._requests
+        return (gauge.waits or gauge.member.finished) and not gauge.member.held
 
-    def _kill(self, ranks: Collection[int], why: str) -> None:
-        if self.lose(ranks, why):
-            for rank in ranks:
-                self.expect_end(rank, 0.0)
+    def _kill(self, ranks: Collection[int], why: str, it: str = "it") -> bool:
+        """As `lose`, of ranks that still run."""
+        goes_on = self.lose(ranks, why, it)
+        for rank in ranks if goes_on else ():
+            self.expect_end(rank, 0.0)
+        return goes_on
 
     def _left_without(self, ranks: Collection[int]) -> int:
         """How many ranks train, or have trained to their end, if these do not."""

@@ -10,6 +10,7 @@ import torch
 
 from dadt.train.exchange.exchange import Exchange
 from dadt.train.exchange.step_metadata import StepMetadata
+from dadt.train.in_flight import InFlight
 from dadt.train.restored import RestoredExchange, Trained
 
 
@@ -31,7 +32,7 @@ class Attached(Trained, Protocol):
     def deliver(self, exchange: Exchange | RestoredExchange) -> None: ...
 
 
-class Relaunched(Protocol):
+class Relaunched(InFlight, Protocol):
     """An exchange that can be launched again, on another connection."""
 
     began: float

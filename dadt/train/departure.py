@@ -136,7 +136,10 @@ class Departure(Registry):
             except PeerLost as error:
                 if not self.together:
                     raise
-                self.regroup(error)
+                try:
+                    self.regroup(error)
+                except StartTimeout as late:  # it has not come to meet the others once more, and may be at its end
+                    raise CommTimeout(str(late)) from late
 
     def _arrive_apart(self) -> None:
         """The last averages, each rank when it is there. Where ranks are lost meanwhile, all that are left average once
@@ -158,4 +161,4 @@ class Departure(Registry):
         finally:
             for callback in self.on_stop:
                 callback()
-            self.in_flight.clear()
+            self.flights.every.clear()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,11 +26,12 @@ from dadt.config import Config
 from dadt.config.executor import executors_of
 from dadt.control import snapshots
 from dadt.control.agent_client import Control
-from dadt.errors import CommError, CommTimeout, DadtError, Mismatch, PeerLost, StartTimeout
+from dadt.errors import CommError, CommTimeout, DadtError, Mismatch, PeerLost, StartTimeout, Unproved
 from dadt.train.approaches import Approaches
 from dadt.train.checkpoint_signal import CheckpointSignal
 from dadt.train.exchange.background import Background
 from dadt.train.gathering import Gathering
+from dadt.train.in_flight import Flights, InFlight
 from dadt.train.interruption import Interruption
 from dadt.train.progress import Progress
 from dadt.train.reconnection import Reconnection
@@ -39,7 +40,7 @@ from dadt.world import World
 
 if TYPE_CHECKING:
     from dadt._core import Engine, Layout, Work
-    from dadt.comm.executors.base import Connection, PointToPoint
+    from dadt.comm.executors.base import Connection, P2PWork, PointToPoint
     from dadt.comm.executors.device import Averaging, Device
     from dadt.comm.rendezvous.store_client import StoreClient
 
@@ -51,22 +52,6 @@ _MERGE_SECONDS = 300.0  # that making one timeline of all ranks' may take
 _NAMED = re.compile(r'("[^"]*")|\brank (\d+)\b')
 KEPT = 16
 """Gatherings that a rank keeps, as another one may still wait for them."""
-
-
-class InFlight(Protocol):
-    """Work that may still be under way, and that holds memory until it is done."""
-
-    @property
-    def works(self) -> Sequence[Work | Averaging]: ...
-
-    @property
-    def done(self) -> bool: ...
-
-    def tensors_of(self, work: Work | Averaging) -> Sequence[torch.Tensor]:
-        """The parameters whose gradients it moves; none if it is not one of these works."""
-
-    def renew(self) -> None:
-        """It has failed, and a library may go on writing to its memory: take other."""
 
 
 class Peers:
@@ -95,7 +80,7 @@ class Peers:
         self.device: Device | None = None
         """The device that averages tensors of this rank's GPU where they are."""
         self.parted = False  # ranks have taken steps of their own
-        self.in_flight: list[InFlight] = []  # exchanges that may not be done yet
+        self.flights = Flights()
         self.gatherings: list[Gathering] = []  # the newest, in order, some of which may not be done
         self.gathered = 0  # how many there were
         self.transaction: float | None = None
@@ -104,8 +89,6 @@ class Peers:
         self.checkpoint_signal, self.interruption = CheckpointSignal(), Interruption()
         self.approaches = Approaches()
         self.closing = False  # this rank is at its end, where others are, too
-        self._launched_at: weakref.WeakKeyDictionary[InFlight, int] = weakref.WeakKeyDictionary()
-        """How many steps this rank had taken when it launched each."""
         self._engine: Engine | None = None
         self._broadcaster: Engine
         self._disconnect: Callable[[], bool] = lambda: True
@@ -144,17 +127,28 @@ class Peers:
     @property
     def meet(self) -> Meet:
         """The rendezvous of all ranks of the group."""
-        return self.meet_within(self.config.start_timeout)
+        return self.meet_within(self._connects.start_timeout)
+
+    @property
+    def _connects(self) -> Config:
+        """The settings by which ranks connect: once training has begun, all that wait have one deadline."""
+        return replace(self.config, start_timeout=self.config.timeout) if self.generation else self.config
 
     def meet_within(self, seconds: float) -> Meet:
         group = self.group  # another thread may enter the next one
-        meet = AllRanks(group, self.control, seconds, (lambda: self.deaths.outdated) if self.config.min_np else None)
+        has_lost = (lambda: self.deaths.outdated) if self.config.min_np else None
+        meet = AllRanks(group, self.control, seconds, has_lost, self.tell_waiting)
         return Apart(meet, f"generation {group.generation}") if group.generation else meet
 
     @property
     def survives(self) -> bool:
         """Training goes on when ranks are lost."""
         return self.config.min_np > 0 and self.deaths.listening
+
+    def tell_waiting(self, what: str, waited: float) -> None:
+        """This rank has waited so many seconds for others, beside the engine, in what it does: all count it as waiting,
+        and the user is told where it takes long."""
+        self._stall.tell(what, waited, starts=self.step == 0 and self.generation == 0)
 
     def connect_anew(self, error: CommError) -> None:
         """Go on with the ranks that are left. Raises the error where no loss explains it."""
@@ -172,11 +166,13 @@ class Peers:
     def enter(self, error: Exception, seconds: float = 0.0) -> Generation:
         """Be in the newest group from now on, not connected yet. Raises the error where none is told in time. seconds:
         a new worker may take so long to join."""
-        if not self.survives or isinstance(error, Mismatch):
+        late = isinstance(error, StartTimeout) and not self.deaths.outdated
+        if not self.survives or isinstance(error, Mismatch) or (late and self.closing):
             raise error
         if not (seconds or self.deaths.outdated) and self._may_have_passed(error):
             self._ask_to_reconnect(error)
-        generation = self.deaths.enter(error, seconds or REGROUP_SECONDS)
+        self._await_news(seconds or REGROUP_SECONDS)
+        generation = self.deaths.enter(error, 0.0)
         while self.world.joins and self.world.rank not in generation.members:  # it has been told of older ones, too
             generation = self.deaths.enter(error, REGROUP_SECONDS)
         if self.world.rank not in generation.members:
@@ -185,12 +181,21 @@ class Peers:
         self.group = self.world.among(self.members, generation.number)
         return generation
 
+    def _await_news(self, seconds: float) -> None:
+        """Until it is told who trains on, or for so many seconds."""
+        begun = perf_counter()
+        while not self.deaths.await_news(min(PATIENCE, max(0.0, seconds - (perf_counter() - begun)))):
+            if (waited := perf_counter() - begun) >= seconds:
+                return
+            self.tell_waiting("connecting anew", waited)
+
     def _may_have_passed(self, error: Exception) -> bool:
-        """Whether the error says no more than that a connection has failed. Before the first step all ranks are about
-        to have the same one."""
-        ours = isinstance(error, DadtError) and not isinstance(error, CommError | StartTimeout)
+        """Whether the error says no more than that a connection has failed. Who does not come to the start is not
+        waited for twice."""
+        ours = isinstance(error, DadtError) and not isinstance(error, CommError | StartTimeout | Unproved)
         wanted = isinstance(error, CommTimeout) and self.config.on_stall == "abort"
-        return not (ours or wanted) and (self.step > 0 or self.generation > 0)
+        starts = isinstance(error, StartTimeout) and self.step == 0 and self.generation == 0
+        return not (ours or wanted or starts)
 
     def _ask_to_reconnect(self, error: Exception) -> None:
         """Wait until all ranks are to connect anew. Raises the error where they are not."""
@@ -224,8 +229,8 @@ class Peers:
         if self.group.world_size == 1:
             # Buckets of a device stay there.
             name = "null" if self.device is None else executors_of(self.config)[1].replace("auto", "nccl")
-            return executors.connect_one(name, self.config, self.group, self.meet)
-        return executors.connect(self.config, self.group, self.meet)
+            return executors.connect_one(name, self._connects, self.group, self.meet)
+        return executors.connect(self._connects, self.group, self.meet)
 
     def disconnect(self) -> None:
         """Waits a few seconds for what is under way."""
@@ -250,9 +255,8 @@ class Peers:
             finally:
                 failed, self._failed = self._failed, []
                 if not ended:
-                    leak((failed, self.in_flight[:]))
-                    for exchange in self.in_flight:
-                        exchange.renew()
+                    leak((failed, self.flights.every))
+                    self.flights.renew()
 
     def keep_failed(self, needed: Any) -> None:
         """Keep it until this connection has ended."""
@@ -337,8 +341,7 @@ class Peers:
 
     def keep(self, exchange: InFlight) -> None:
         """Hold the exchange's memory until its works are done, whatever becomes of its owner."""
-        self.in_flight = [e for e in self.in_flight if not e.done] + [exchange]
-        self._launched_at[exchange] = self.step
+        self.flights.keep(exchange, self.step)
 
     def wait(self, work: Work | Averaging | Gathering) -> None:
         """Wait until the work is done. Says for whom it waits, and raises an error that names them."""
@@ -359,6 +362,18 @@ class Peers:
                     raise
                 self._look(work, perf_counter() - begun, error)
 
+    def await_message(self, message: P2PWork, what: str) -> None:
+        """Wait for a message to or from another rank. what: this one does with it. Raises CommError."""
+        begun = perf_counter()
+        while True:
+            try:
+                return message.wait(PATIENCE)
+            except CommTimeout:
+                waited = perf_counter() - begun
+                if message.done or waited >= self.config.timeout:
+                    raise
+                self.tell_waiting(what, waited)
+
     def _name_members(self, error: CommError) -> None:
         """Raises a Mismatch anew that names ranks by their places in the group. Names of operations are quoted."""
         if isinstance(error, Mismatch) and self.group is not self.world:
@@ -367,9 +382,11 @@ class Peers:
 
     def _look(self, work: Work | Averaging | Gathering, waited: float, timeout: CommTimeout) -> None:
         """Raises where waiting on is in vain."""
-        launched = None if self.closing else self._steps_before(work)
+        launched = self.flights.steps_before(work)
+        steps = None if self.closing else self.step if launched is None else launched
+        moves = "" if isinstance(work, Gathering) else self.flights.parameters_of(work, self.parameter_names())
         try:
-            self._stall.look(work, waited, launched, timeout, self._parameters_of(work))
+            self._stall.look(work, waited, steps, timeout, moves)
         except CommError:
             self.engine.abort(f"rank {self.world.rank} gave up waiting")
             raise
@@ -377,24 +394,6 @@ class Peers:
     @property
     def _has_failed(self) -> bool:
         return self.engine.error is not None or self._broadcaster.error is not None
-
-    def _steps_before(self, work: Work | Averaging | Gathering) -> int:
-        """How many steps this rank had taken when it launched the work."""
-        for exchange in self.in_flight:
-            if any(mine is work for mine in exchange.works):
-                return self._launched_at[exchange]
-        return self.step
-
-    def _parameters_of(self, work: Work | Averaging | Gathering) -> str:
-        """The names of what an exchange's work moves, as far as known: " (fc.weight and 3 more)"."""
-        if isinstance(work, Gathering):
-            return ""
-        names = self.parameter_names()
-        for exchange in self.in_flight:
-            known = [names[id(t)] for t in exchange.tensors_of(work) if id(t) in names]
-            if known:
-                return f" ({known[0]}" + (f" and {len(known) - 1} more)" if known[1:] else ")")
-        return ""
 
     def parameter_names(self) -> Mapping[int, str]:
         """As far as they are known, by id."""

@@ -77,6 +77,7 @@ def regroup(runtime: Registry, *, equal: bool) -> None:
         if isinstance(each, Gathering):
             each.launch(runtime.engine)
         else:
+            runtime.keep(each)
             each.repeat()
 
 
@@ -111,7 +112,7 @@ def _welcome(runtime: Registry, told: Sequence[Position]) -> None:
         given = torch.empty(length, dtype=torch.uint8, device="cpu")
         works = [runtime.mail.receive(given, root, _TAG)]
     for work in works:
-        work.wait(runtime.config.timeout)
+        runtime.await_message(work, "giving the state to new workers")
     if works and not gives:
         runtime.welcome = plain.decode(given.numpy().tobytes())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from dadt.comm.executors.meet import PATIENCE
 from dadt.errors import CommError, CommTimeout, Mismatch
 
 if TYPE_CHECKING:
@@ -12,8 +13,7 @@ if TYPE_CHECKING:
     from dadt.config import Config
     from dadt.control.agent_client import Control
 
-PATIENCE = 3.0
-"""Seconds of waiting after which a rank looks where its peers are."""
+__all__ = ["PATIENCE", "Stall"]
 
 
 class Awaited(Protocol):
@@ -33,7 +33,7 @@ class Stall:
         self._rank = rank
         self._control = control
         self._warn = warn
-        self._told: Awaited | None = None
+        self._told: Awaited | str | None = None
         """The user knows that this one is not done."""
 
     def look(
@@ -61,6 +61,14 @@ class Stall:
         if waited > config.stall_warning and work is not self._told:
             self._told = work
             self._tell(f"rank {rank} waits in {work.name}{parameters}: {who}", timeout)
+
+    def tell(self, what: str, waited: float, starts: bool = False) -> None:
+        """This rank has waited so many seconds for its peers beside the engine, in what it does. starts: it connects
+        with them for the first time. The text is the same on all ranks, so that the user reads it once."""
+        peers = self._control.peers(starts) if self._control is not None else []
+        if waited > self._config.stall_warning and what != self._told:
+            self._told = what
+            self._warn(f"{what} takes long: {_standing(peers)}")
 
     def overdue(self, work: Awaited, waited: float, error: CommError) -> None:
         """Raises CommTimeout that says where the peers are, where the error is an executor's own deadline."""

@@ -23,6 +23,7 @@ from dadt.comm.collectives import operation
 from dadt.comm.collectives.ordered import Pending, start
 from dadt.comm.executors import c10d
 from dadt.comm.executors.base import Connection
+from dadt.comm.executors.keys import Keys
 from dadt.comm.executors.meet import Apart, Meet
 from dadt.config import Config
 from dadt.world import World
@@ -211,7 +212,8 @@ def place(options: argparse.Namespace) -> tuple[World, Meet]:
 
 def library_group(name: str, world: World, meet: Meet) -> Any:
     """The library's own."""
-    return c10d.group(name, Apart(meet, "library"), world, range(world.world_size), TIMEOUT, "library")
+    store = Keys(Apart(meet, "library"), world.rank, world.world_size)
+    return c10d.group(name, store, world, range(world.world_size), TIMEOUT, "library")
 
 
 def main(arguments: Sequence[str]) -> None:

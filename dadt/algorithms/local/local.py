@@ -315,7 +315,9 @@ class Local(Algorithm):
         if self._steps:  # in the middle, each rank has loaded one of its own
             runtime = self.attachment.runtime
             name = f"local, the state that was loaded{self.attachment.name}"
-            state = runtime.collect(name, state if runtime.world.rank == 0 else None)[0]
+            mine, state = state, {}
+            while not state:  # where the first rank was lost, another is first
+                state = runtime.collect(name, mine if runtime.group.rank == 0 else {})[0]
         self._divide()
         self._steps = state["steps"]
         numbers = _numbers(self.attachment.optimizer)

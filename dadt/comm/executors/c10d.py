@@ -5,11 +5,11 @@ from __future__ import annotations
 import datetime
 import hashlib
 import os
-import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,8 @@ from dadt.comm.executors.base import Connection
 from dadt.comm.executors.c10d_message import Message
 from dadt.comm.executors.framed import FramedMessages
 from dadt.comm.executors.keys import Keys
-from dadt.comm.executors.meet import Meet
+from dadt.comm.executors.meet import Meet, attend
+from dadt.comm.executors.strangers import strangers
 from dadt.comm.keepalive import KeepAlive
 from dadt.comm.waiters import Waiters
 from dadt.errors import ConfigError, PeerLost
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 
 _REDUCE = {"sum": ReduceOp.SUM, "min": ReduceOp.MIN, "max": ReduceOp.MAX, "product": ReduceOp.PRODUCT}
 _GIVE_UP_SECONDS = 5.0
-_LOOK_SECONDS = 0.05
 _TAG = 1 << 30
 """Tags of the executor's own messages; the caller's are below."""
 
@@ -100,12 +100,13 @@ def join(name: str, meet: Meet, world: World, ranks: Sequence[int], config: Conf
     rank = ranks.index(world.rank)
 
     def joined() -> C10d:
-        made = group(name, meet, world, ranks, config.timeout, own)
-        each = C10d(name, made, rank, len(ranks), device)
-        proof.prove(each, meet.secret, rank, ranks, name, own, config.start_timeout)
+        store = Keys(meet, rank, len(ranks))
+        each = C10d(name, group(name, store, world, ranks, config.timeout, own), rank, len(ranks), device)
+        answered = partial(strangers, world.job, store.holds)
+        proof.prove(each, meet.secret, rank, ranks, name, own, config.start_timeout, answered)
         return each
 
-    return joined() if device is not None or meet.outdated is None else _unless_outdated(meet, joined)
+    return joined() if device is not None else attend(meet, f"connecting by {proof.title(name)}", joined)
 
 
 def name_of(name: str, ranks: Sequence[int]) -> str:
@@ -113,40 +114,15 @@ def name_of(name: str, ranks: Sequence[int]) -> str:
     return f"{name} {hashlib.sha256(' '.join(map(str, ranks)).encode()).hexdigest()[:16]}"
 
 
-def group(name: str, meet: Meet, world: World, ranks: Sequence[int], timeout: float, own: str) -> Any:
-    """torch's process group of these ranks; `own` keeps those of one Meet apart."""
+def group(name: str, store: Any, world: World, ranks: Sequence[int], timeout: float, own: str) -> Any:
+    """torch's process group of these ranks; `own` keeps those of one store apart."""
     rank, size = ranks.index(world.rank), len(ranks)
-    store: Any = Keys(meet, rank, size)
     if name == "gloo":
         return gloo_group(store, world.address or "127.0.0.1", rank, size, timeout, own)
     made = _other_group(name, PrefixStore(own, store), rank, size, timeout)
     # NCCL's group asks its store at its first operation: what torch keeps of the store does not keep its Python half.
     weakref.finalize(made, lambda _: None, store).atexit = False
     return made
-
-
-def _unless_outdated(meet: Meet, join: Callable[[], C10d]) -> C10d:
-    """A library waits for a rank that has ended as for one that is late, and cannot be told: it is left alone with
-    that, and others with the proof of a rank that has left it."""
-    made: queue.SimpleQueue[C10d | Exception] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            made.put(join())
-        except Exception as error:  # noqa: BLE001 (raised where it is waited for)
-            made.put(error)
-
-    threading.Thread(target=run, name="dadt-gloo", daemon=True).start()
-    while True:
-        try:
-            result = made.get(timeout=_LOOK_SECONDS)
-        except queue.Empty:
-            if meet.outdated:
-                raise PeerLost("ranks have ended") from None
-            continue
-        if isinstance(result, Exception):
-            raise result
-        return result
 
 
 def gloo_group(store: Any, address: str, rank: int, world_size: int, timeout: float, name: str = "dadt") -> Any:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from dadt import _core
 from dadt.comm.executors.base import Connection
-from dadt.comm.executors.meet import Meet
+from dadt.comm.executors.meet import Meet, attend
 from dadt.comm.executors.point_to_point import NoPointToPoint, SharedMemoryMessages
 
 if TYPE_CHECKING:
     from dadt.config import Config
     from dadt.world import World
 
+SHARES = "connecting by shared memory"
+
 
 def shm(config: Config, world: World, meet: Meet) -> Connection:
     executor = _core.ShmExecutor(world.rank, world.world_size)
-    executor.connect(meet.exchange("shm endpoint", executor.endpoint()), config.start_timeout)
+    endpoints = meet.exchange("shm endpoint", executor.endpoint())
+    attend(meet, SHARES, partial(executor.connect, endpoints, config.start_timeout))
     mail = _shared_mail(config, world, meet)
     return Connection(_core.Engine(executor, world.rank, world.world_size, config.timeout), mail, _ended(mail))
 
@@ -44,5 +48,6 @@ def _ended(mail: SharedMemoryMessages) -> Callable[[], bool]:
 
 def _shared_mail(config: Config, world: World, meet: Meet) -> SharedMemoryMessages:
     mailbox = _core.Mailbox(world.rank, world.world_size)
-    mailbox.connect(meet.exchange("mailbox endpoint", mailbox.endpoint()), config.start_timeout)
+    endpoints = meet.exchange("mailbox endpoint", mailbox.endpoint())
+    attend(meet, SHARES, partial(mailbox.connect, endpoints, config.start_timeout))
     return SharedMemoryMessages(mailbox)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count, groupby, pairwise
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,8 @@ from dadt import _core
 from dadt.comm.bucket import DTYPES
 from dadt.comm.executors import c10d, compressed, mpi, pull
 from dadt.comm.executors.base import Connection, Executor, P2PWork
-from dadt.comm.executors.meet import Apart, Meet
+from dadt.comm.executors.core import SHARES
+from dadt.comm.executors.meet import Apart, Meet, attend
 from dadt.errors import CommError
 
 if TYPE_CHECKING:
@@ -59,7 +61,7 @@ def _local(hosts: Sequence[Sequence[int]], config: Config, world: World, meet: M
     endpoints = meet.exchange("shm endpoint", executor.endpoint())
     if len(here) == 1:
         return None
-    executor.connect([endpoints[rank] for rank in here], config.start_timeout)
+    attend(meet, SHARES, partial(executor.connect, [endpoints[rank] for rank in here], config.start_timeout))
     return _core.Engine(executor, here.index(world.rank), len(here), config.timeout)
 
 

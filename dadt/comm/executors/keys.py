@@ -39,6 +39,10 @@ class Keys(Store):
         if absent:
             self._known.update(zip(absent, self._meet.get(absent), strict=True))
 
+    def holds(self, address: bytes) -> bool:
+        """Whether a rank has told of this address."""
+        return any(address in value for value in self._known.values())
+
     def check(self, keys: Sequence[str]) -> bool:
         """Whether this rank knows them. The others are not asked: NCCL looks once a second, as long as it runs."""
         return all(key in self._known for key in keys)

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from time import monotonic
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from dadt.errors import DadtError
+from dadt.errors import DadtError, PeerLost
 
 if TYPE_CHECKING:
     from dadt.comm.rendezvous.store_client import StoreClient
     from dadt.control.agent_client import Control
     from dadt.world import World
+
+
+PATIENCE = 3.0
+"""Seconds of waiting after which a rank looks where its peers are."""
+_LOOK_SECONDS = 0.05
+Made = TypeVar("Made")
 
 
 class Meet(Protocol):
@@ -25,6 +34,9 @@ class Meet(Protocol):
     def outdated(self) -> bool | None:
         """Some of these ranks were lost, and others train on: what waits for all of them waits in vain. None: that
         cannot be."""
+
+    def look(self, what: str, waited: float) -> None:
+        """This rank has waited so many seconds for its peers in something else, as in a library: tell of it."""
 
     def exchange(self, key: str, blob: bytes) -> list[bytes]:
         """Every rank's bytes, by rank."""
@@ -51,6 +63,9 @@ class Apart:
     def outdated(self) -> bool | None:
         return self.meet.outdated
 
+    def look(self, what: str, waited: float) -> None:
+        self.meet.look(what, waited)
+
     def exchange(self, key: str, blob: bytes) -> list[bytes]:
         return self.meet.exchange(f"{self.name} {key}", blob)
 
@@ -71,6 +86,11 @@ class AllRanks:
     """Seconds within which the peers must come."""
     has_lost: Callable[[], bool] | None = None
     """Whether some were lost since; None where others do not train on then."""
+    tell: Callable[[str, float], None] = lambda what, waited: None
+    """As `look`."""
+
+    def look(self, what: str, waited: float) -> None:
+        self.tell(what, waited)
 
     @property
     def outdated(self) -> bool | None:
@@ -99,3 +119,33 @@ class AllRanks:
         if self.control is None:
             raise DadtError(f"rank {self.world.rank} has no agent to meet its peers: start it with `dadt run`")
         return self.control
+
+
+def attend(meet: Meet, what: str, connect: Callable[[], Made]) -> Made:
+    """What a library makes, which waits for a rank that has ended as for one that is late, and cannot be told: where
+    ranks are lost it is left alone with that. what: it does, for who asks what this rank waits for."""
+    if meet.outdated is None:
+        return connect()
+    made: queue.SimpleQueue[Made | Exception] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            made.put(connect())
+        except Exception as error:  # noqa: BLE001 (raised where it is waited for)
+            made.put(error)
+
+    threading.Thread(target=run, name="dadt-connecting", daemon=True).start()
+    begun = looked = monotonic()
+    while True:
+        try:
+            result = made.get(timeout=_LOOK_SECONDS)
+        except queue.Empty:
+            if meet.outdated:
+                raise PeerLost("ranks have ended") from None
+            if monotonic() - looked >= PATIENCE:
+                looked = monotonic()
+                meet.look(what, looked - begun)
+            continue
+        if isinstance(result, Exception):
+            raise result
+        return result

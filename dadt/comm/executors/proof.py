@@ -11,12 +11,13 @@ import hmac
 import secrets
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from time import monotonic
 from typing import TYPE_CHECKING
 
 import torch
 
-from dadt.errors import PeerLost, StartTimeout, Unproved
+from dadt.errors import PeerLost, Unproved
 
 if TYPE_CHECKING:
     from dadt.comm.executors.base import Executor
@@ -25,39 +26,58 @@ BYTES = 32
 _LABEL = b"dadt: a rank of a group\0"
 _PAIR = struct.Struct(">II")
 _END_SECONDS = 5.0
+_LOOK_SECONDS = 2.0
 _TITLES = {"gloo": "Gloo", "nccl": "NCCL", "mpi": "MPI", "ucc": "UCC"}
 
 
 def prove(
-    executor: Executor, secret: bytes, rank: int, ranks: Sequence[int], library: str, name: str, timeout: float
+    executor: Executor,
+    secret: bytes,
+    rank: int,
+    ranks: Sequence[int],
+    library: str,
+    name: str,
+    timeout: float,
+    strangers: Callable[[], str] = str,
 ) -> None:
     """Every rank of a group does it first. Ends the executor where it fails.
 
-    rank: this one's place among `ranks`, which are named in errors. library, name: of the group. Raises Unproved,
-    StartTimeout after `timeout` seconds, and PeerLost, all of which name ranks. Without a secret nothing happens.
+    rank: this one's place among `ranks`, which are named in errors. library, name: of the group. strangers: names
+    those that this process is connected with and that are not of the job. Raises Unproved, also after `timeout`
+    seconds, and PeerLost, all of which name ranks. Without a secret nothing happens.
     """
     if not secret or len(ranks) == 1:
         return
     try:
         proof = Proof(executor, secret, rank, len(ranks), name)
-        title = _TITLES.get(library, library)
         # Libraries wait as long as training does, which is longer.
         threading.Thread(target=proof.run, name="dadt-proof", daemon=True).start()
-        if not proof.ended.wait(timeout):
-            raise StartTimeout(
-                f"{_named([ranks[each] for each in proof.silent])} of the {title} group did not prove within "
-                f"{timeout:g} s that it belongs to this job: it has stopped, or something else answered on its port; "
-                "see docs/security.md"
+        begun = monotonic()
+        who, left = "", timeout
+        while not (ended := proof.ended.wait(max(0.0, min(left, _LOOK_SECONDS)))) and left > 0:
+            who = strangers() or who  # a library may close the connection before it says that nothing came
+            left = begun + timeout - monotonic()
+        late = not ended or ("imed out" in str(proof.error) and bool(proof.silent))
+        if not (late or proof.error is not None or proof.false):
+            return
+        who = strangers() or who
+        answered = f"{who} answered there, without a proof of the job's secret" if who else ""
+        if late:
+            raise Unproved(
+                f"{_named([ranks[each] for each in proof.silent])} of the {title(library)} group did not prove within "
+                f"{monotonic() - begun:.0f} s that it belongs to this job: "
+                f"{answered or 'it has stopped, or something else answered on its port'}; see docs/security.md"
             )
         if proof.error is not None:
+            why = answered or str(proof.error)
             raise PeerLost(
-                f"the {title} group broke while its ranks proved that they belong to this job: {proof.error}"
+                f"the {title(library)} group broke while its ranks proved that they belong to this job: {why}"
             ) from proof.error
-        if proof.false:
-            raise Unproved(
-                f"{_named([ranks[each] for each in proof.false])} of the {title} group did not prove that it belongs "
-                "to this job: something else answered on its port, or called in its place; see docs/security.md"
-            )
+        raise Unproved(
+            f"{_named([ranks[each] for each in proof.false])} of the {title(library)} group did not prove that it "
+            "belongs to this job: "
+            f"{answered or 'something else answered on its port, or called in its place'}; see docs/security.md"
+        )
     except BaseException:
         executor.abort()
         proof.ended.wait(_END_SECONDS)  # a thread that comes out of a library later would abort the process
@@ -113,6 +133,10 @@ class Proof:
         sends = [torch.frombuffer(bytearray(blob), dtype=torch.uint8) for blob in blobs]
         self._executor.exchange(sends, self._received)
         return [each.numpy().tobytes() for each in self._received]
+
+
+def title(library: str) -> str:
+    return _TITLES.get(library, library)
 
 
 def _named(ranks: Sequence[int]) -> str:

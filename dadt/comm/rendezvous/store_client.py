@@ -186,7 +186,7 @@ class StoreClient:
             f"{100 * summary['wait_fraction']:.1f} % of the time spent waiting for communication"
         )
 
-    def peers(self) -> list[dict[str, Any]]:
+    def peers(self, starts: bool = False) -> list[dict[str, Any]]:
         """All ranks, by rank: {rank, pid, state, step (-1: none), seconds (since it said so)}."""
         self._publish(
             f"at step {self._step}" if self._step >= 0 and not self._state.startswith("has e") else self._state

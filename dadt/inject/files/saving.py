@@ -51,6 +51,7 @@ class SavingRank(ScriptRank, Protocol):
     @property
     def together(self) -> bool: ...
     def show_true_weights(self) -> None: ...
+    def tell_waiting(self, what: str, waited: float) -> None: ...
 
 
 class Saver:
@@ -194,7 +195,8 @@ class Saver:
         """
         number, step, far = self._number, self.runtime.step, self.writers.is_far(str(target))
         patient = self.runtime.together and str(target) not in self._missed
-        end = time.monotonic() + (self.runtime.config.timeout if patient else 0.0)
+        begun = time.monotonic()
+        end = begun + (self.runtime.config.timeout if patient else 0.0)
         while True:
             patience = min(PATIENCE_SECONDS, max(end - time.monotonic(), 0.0))
             verdict = control.await_save(str(target), count, number, step, patience, far)
@@ -202,7 +204,7 @@ class Saver:
                 self.take_over()
             if verdict != "write" or time.monotonic() >= end or not self._is_writing(target):
                 return verdict == "there"
-            control.peers()  # tells the launcher that this rank waits for another
+            self.runtime.tell_waiting(f"saving {target.name}", time.monotonic() - begun)
 
     def _is_writing(self, target: Path) -> bool:
         world = self.runtime.world

@@ -143,5 +143,6 @@ class Handover:
         if gives and approach.rank in r.members:
             state = torch.frombuffer(bytearray(ready.state), dtype=torch.uint8)
             with suppress(CommError):  # of which the next step knows, too
-                r.mail.send(state, list(r.members).index(approach.rank), TAG).wait(r.config.timeout)
+                message = r.mail.send(state, list(r.members).index(approach.rank), TAG)
+                r.await_message(message, f"giving the state to rank {approach.rank}")
         r.begin()

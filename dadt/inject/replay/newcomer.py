@@ -75,7 +75,8 @@ class Newcomer:
         if self._giver not in r.members:
             raise PeerLost(f"rank {self._giver} was lost before it had given its state to this one")
         given = torch.empty(self._size, dtype=torch.uint8, device="cpu")
-        r.mail.receive(given, list(r.members).index(self._giver), TAG).wait(r.config.timeout)
+        message = r.mail.receive(given, list(r.members).index(self._giver), TAG)
+        r.await_message(message, f"giving the state to rank {r.world.rank}")
         state = plain.decode(given.numpy().tobytes())
         if "shared" in state["random"]:
             del state["random"]["own"]  # which is the giver's

@@ -25,6 +25,10 @@ class Want:
     timeout: float
     reply: Callable[[Frame], None]
 
+    @property
+    def begun(self) -> float:
+        return self.deadline - self.timeout
+
 
 @dataclass(slots=True)
 class Share:
@@ -44,6 +48,8 @@ class Board:
     """Group to the ranks that have put something."""
     _wants: dict[str, list[Want]] = field(default_factory=dict)
     """First missing key to the wants that wait for it."""
+    _stalled: set[str] = field(default_factory=set)
+    """Groups that take long, as the user knows."""
 
     def put(self, key: str, rank: int, blob: bytes) -> str:
         """Store a value. Returns the reason if that is not allowed, else an empty text."""
@@ -79,7 +85,7 @@ class Board:
     def clear(self, refusal: Frame) -> None:
         """Refuse all wants, and forget all values."""
         wants = [want for each in self._wants.values() for want in each]
-        for table in (self._blobs, self._shares, self._present, self._wants):
+        for table in (self._blobs, self._shares, self._present, self._wants, self._stalled):
             table.clear()
         for want in wants:
             want.reply(refusal)
@@ -87,6 +93,15 @@ class Board:
     @property
     def waiting(self) -> bool:
         return bool(self._wants)
+
+    def stalled(self, seconds: float) -> list[tuple[str, set[int]]]:
+        """The groups in which a rank has waited for so long, each once, with all ranks that have done their part."""
+        now, found = time.monotonic(), list[tuple[str, set[int]]]()
+        for key, wants in self._wants.items():
+            if (group := _group(key)) not in self._stalled and any(now - want.begun > seconds for want in wants):
+                self._stalled.add(group)
+                found.append((group, self._present.get(group, set()) | {want.rank for want in wants}))
+        return found
 
     def settle(self, ended: Iterable[int], refuse: Callable[[str, set[int], str], Frame]) -> None:
         """Refuse the wants whose keys cannot come any more, as these ranks have ended, or did not come in time.

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from dadt.control.condition import HELD, TEXTS
 from dadt.control.frame import Frame
 from dadt.launch.monitor.board import Board, Want, together
+from dadt.launch.monitor.waits import Reply
 
-Reply = Callable[[Frame], None]
 MOST_EXCHANGES = 1 << 16
 MOST_GIVEN = 256 << 20
 """Most bytes of one rank that wait for those of the others."""
@@ -110,6 +110,18 @@ class Exchange:
     """The answer to all ranks; OVER once it was given, to free the memory."""
     waits: list[tuple[float, float, Reply]] = field(default_factory=list)
     """Deadline, timeout in seconds, and where the answer goes."""
+    begun: float = field(default_factory=lambda: time.monotonic())
+    told: bool = False
+    """The user knows that it takes long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """Ranks that wait, and those for which they do."""
+
+    key: str
+    ranks: set[int]
+    missing: Sequence[Member]
 
 
 class Rendezvous:
@@ -148,7 +160,7 @@ class Rendezvous:
         first = member.images == self._images
         if first:
             self._images += 1
-            self._refuse_all(Frame("error", {"type": "PeerLost", "message": text}))
+            self.refuse(Frame("error", {"type": "PeerLost", "message": text}))
         member.images = self._images
         member.start_anew()
         return first
@@ -156,17 +168,27 @@ class Rendezvous:
     def _begin_anew(self, text: str) -> None:
         self.generation += 1
         self.outdated = Frame("error", {"type": "PeerLost", "message": text})
-        self._refuse_all(self.outdated)
+        self.refuse(self.outdated)
         for member in self.present:
             member.generation = self.generation
 
-    def _refuse_all(self, refusal: Frame) -> None:
-        """What ranks wait for does not come, and what they have given is forgotten."""
+    def refuse(self, refusal: Frame) -> None:
+        """Answer all that wait by this, and forget what they have given."""
         for exchange in self._exchanges.values():
             for *_, reply in exchange.waits:
                 reply(refusal)
         self._exchanges.clear()
         self._board.clear(refusal)
+
+    def stalled(self, seconds: float) -> list[Stall]:
+        """The waits that have taken so long, each once."""
+        now, found = time.monotonic(), self._board.stalled(seconds)
+        for key, exchange in self._exchanges.items():
+            if exchange.waits and not exchange.told and now - exchange.begun > seconds:
+                exchange.told = True
+                found.append((key, set(exchange.blobs)))
+        stalls = [Stall(key, ranks, [m for m in self.present if m.rank not in ranks]) for key, ranks in found]
+        return [stall for stall in stalls if stall.missing]
 
     def give(self, key: str, rank: int, blob: bytes, timeout: float, reply: Reply) -> None:
         exchange = self._exchanges.setdefault(key, Exchange())

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from dadt.control.frame import Frame
 from dadt.launch.monitor.journal import Journal
 from dadt.launch.monitor.members import Member
+from dadt.launch.monitor.waits import Reply, Waiting
 
 WINDOW_SECONDS = 5.0
 """Length of the window over which speeds are averaged."""
@@ -21,8 +22,6 @@ SLOW = 1.1
 LAG_SECONDS = 1.0
 """It is also named if it is behind by more steps than the median rank makes in this time, plus LAG_STEPS."""
 LAG_STEPS = 2
-ASKED_SECONDS = 8.0
-"""A rank counts as waiting for this long after it asked for the others, which it does every few seconds."""
 LINE_BYTES = 512
 ESCAPES = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 
@@ -83,8 +82,7 @@ class Gauge:
     """Whether it reported that another rank's failure ended it."""
     summary: Mapping[str, Any] = field(default_factory=dict)
     """Its report at the end of training."""
-    asked: float = float("-inf")
-    """Time at which it last asked for the states of the others, which it does while it waits for them."""
+    waiting: Waiting = field(default_factory=Waiting)
     _printed: bytes = b""
     _marks: deque[Mark] = field(default_factory=deque)
     _first: Mark | None = None
@@ -111,7 +109,12 @@ class Gauge:
     @property
     def waits(self) -> bool:
         """Whether it has been waiting for other ranks for some time."""
-        return time.monotonic() - self.asked < ASKED_SECONDS and self.asked > self.member.seen
+        return self.waiting.lasts(self.member.seen)
+
+    @property
+    def acted(self) -> float:
+        """Time of its last sign of life (time.monotonic): a step, or that it began or ended to wait."""
+        return max(self.member.seen, self.waiting.acted)
 
     def printed(self, data: bytes) -> None:
         """Record output. This is called for all output, so it takes only a slice and looks at no lines."""
@@ -201,6 +204,12 @@ class Watch:
         if look is not None:
             look(frame)
 
+    def waits(self, question: Frame, reply: Reply) -> Reply:
+        """A rank waits until others have done their part. Returns what answers it."""
+        gauge: Gauge = self.gauges[question["rank"]]
+        starts = gauge.member.step <= 0 and question.get("generation", 0) == 0
+        return gauge.waiting.begin(reply, starts)
+
     def stops(self, why: str, grace: float) -> None:
         """Record that all workers are told to end."""
         self.state = "stopping"
@@ -278,7 +287,7 @@ class Watch:
             gauge.peak_memory = max(gauge.peak_memory, memory)
 
     def _see_peers(self, frame: Frame) -> None:
-        self.gauges[frame["rank"]].asked = time.monotonic()
+        self.gauges[frame["rank"]].waiting.ask(frame.get("starts", False))
 
     def _see_numbers(self, frame: Frame) -> None:
         self.gauges[frame["rank"]].mark(frame["step"], frame["numbers"])

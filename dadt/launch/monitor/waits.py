@@ -1,0 +1,53 @@
+"""Which ranks wait for others: the one place where every wait counts, of whatever kind.
+
+A rank that waits in an exchange, in a library that connects it, for a file or for a new worker asks every few seconds
+where the others are. One that waits at the launcher has asked a question which is answered once all have come.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dadt.control.frame import Frame
+
+Reply = Callable[[Frame], None]
+ASKED_SECONDS = 8.0
+"""A rank counts as waiting for this long after it asked for the others, which it does every few seconds."""
+
+
+@dataclass(slots=True)
+class Waiting:
+    """What one rank waits for."""
+
+    asked: float = float("-inf")
+    """Time (time.monotonic) at which it last asked where the others are."""
+    acted: float = float("-inf")
+    """Time at which it last asked anything, or was answered: a sign of life beside its steps."""
+    starts: bool = False
+    """It waits for its first connection with the others, which has a deadline of its own."""
+    _open: int = 0
+    """Its questions that wait for others."""
+
+    def ask(self, starts: bool) -> None:
+        """It asks where the others are."""
+        self.asked = self.acted = time.monotonic()
+        self.starts = starts
+
+    def begin(self, reply: Reply, starts: bool = False) -> Reply:
+        """It asks a question that is answered once others have done their part. Returns what answers it."""
+        self._open += 1
+        self.acted, self.starts = time.monotonic(), starts
+
+        def answer(frame: Frame) -> None:
+            self._open -= 1
+            self.acted = time.monotonic()
+            reply(frame)
+
+        return answer
+
+    def lasts(self, seen: float) -> bool:
+        """Whether it waits now. seen: when it made its last step."""
+        recent = time.monotonic() - self.asked < ASKED_SECONDS
+        return self._open > 0 or (recent and self.asked > seen and self.asked >= self.acted)
