@@ -410,6 +410,36 @@ for epoch in range(4):
 tell(model)
 torch.distributed.destroy_process_group()
 """,
+    "auxiliary-loss": """
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.losses = nn.Linear(8, 2), []
+        self.experts = nn.ModuleList(nn.Linear(8, 4) for _ in range(2))
+    def forward(self, x):
+        shares = self.gate(x).softmax(1)
+        self.aux_loss = (shares.mean(0) ** 2).sum()
+        self.losses.clear()
+        self.losses.append(self.gate(x).logsumexp(1).pow(2).mean())
+        return sum(share.unsqueeze(1) * expert(x) for share, expert in zip(shares.unbind(1), self.experts))
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.experts = nn.Linear(8, 8), Experts()
+    def forward(self, x):
+        return self.experts(torch.tanh(self.body(x)))
+model, said = Model(), []
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+for epoch in range(4):
+    for x, y in DataLoader(data, batch_size=8, shuffle=True):
+        loss = F.cross_entropy(model(x), y) + 0.1 * model.experts.aux_loss + 0.01 * sum(model.experts.losses)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        said.append(round(model.experts.aux_loss.item(), 6))
+        stepped()
+tell(model, more=[said])
+""",
     "own-order": """
 model = net(8, 16, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

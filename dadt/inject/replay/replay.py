@@ -27,6 +27,7 @@ from dadt.inject.data.seed import State, Streams
 from dadt.inject.replay import variables
 from dadt.inject.replay.content import alike, fits
 from dadt.inject.replay.held import Held
+from dadt.inject.replay.left import left_by, put
 from dadt.inject.replay.own import Own
 from dadt.inject.replay.recorder import digest
 from dadt.inject.replay.roster import Roster
@@ -103,10 +104,15 @@ class Replay:
         if key not in known:
             self._inside = True
             try:
-                known[key] = tree_map_only(torch.Tensor, lambda t: (t.detach(), t.requires_grad), call(*args, **kwargs))
+                result, left = left_by(module, lambda: call(*args, **kwargs))
             finally:
                 self._inside = False
-        return _leaves_of(known[key])
+            known[key] = _detached(result), [(weakref.ref(part), name, _detached(value)) for part, name, value in left]
+        result, beside = known[key]
+        for reference, name, value in beside:
+            if (part := reference()) is not None:
+                put(part, name, _leaves_of(value))
+        return _leaves_of(result)
 
     def backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Gradients are zeros, for scripts that look at them."""
@@ -359,6 +365,10 @@ def _shape(args: Any, kwargs: Any) -> Any:
 
 def _plain(leaf: Any) -> Any:
     return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf)
+
+
+def _detached(value: Any) -> Any:
+    return tree_map_only(torch.Tensor, lambda t: (t.detach(), t.requires_grad), value)
 
 
 def _leaves_of(known: Any) -> Any:
