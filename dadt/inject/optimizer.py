@@ -68,8 +68,8 @@ class Steps:
             self._under_way.append((frame, optimizer, None))
             if self._runtime.hooked:
                 if optimizer not in self._runtime.roots:
-                    self._modules.find(optimizer)
-                self._modules.step_begins(optimizer)
+                    self.modules.find(optimizer)
+                self.modules.step_begins(optimizer)
             self._runtime.begin()
             return None
         refuse_capture()
