@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 NAME = "written"
@@ -16,6 +17,7 @@ def line(rank: int, size: int, path: str) -> bytes:
 
 
 def add(folder: Path, rank: int, size: int, path: str) -> None:
-    """Add what a worker of another host has written in a folder that both see."""
-    with (folder / NAME).open("ab", buffering=0) as file:
+    """Add what a worker of another host has written in a folder that both see. Where a cleaner has removed the file,
+    the workers go on without."""
+    with suppress(OSError), (folder / NAME).open("ab", buffering=0) as file:
         file.write(line(rank, size, path))

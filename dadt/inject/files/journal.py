@@ -34,7 +34,6 @@ class Journal:
         """timeout: seconds that a rank waits for its turn. relay: called with what is told, for other hosts."""
         self._relay = relay
         self.rank = rank
-        self._path = str(file)
         self._timeout = timeout
         self._file = os_open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._read = 0
@@ -88,7 +87,8 @@ class Journal:
     @contextmanager
     def turn(self) -> Iterator[None]:
         """Within it, no other rank of the host is in its turn. Raises CommTimeout where one does not end."""
-        file = os_open(self._path, os.O_RDWR | os.O_CLOEXEC)  # a child has its own turn, too
+        # A child has its own turn, too, and the name may be gone: cleaners remove old files.
+        file = os_open(f"/proc/self/fd/{self._file}", os.O_RDWR | os.O_CLOEXEC)
         try:
             end = time.monotonic() + self._timeout
             while True:
