@@ -244,3 +244,40 @@ def test_paths_may_be_of_bytes_or_of_objects(tmp_path: Path, folder: Path) -> No
     assert error.value.filename == folder / "none"
     with pytest.raises(TypeError):
         overlay.listdir(1.5)
+
+
+def test_what_is_appended_goes_on_where_the_first_rank_had_begun(tmp_path: Path, folder: Path) -> None:
+    first, second = (overlay_of(tmp_path, rank_of(first=rank == 0), rank) for rank in range(2))
+    path = str(folder / "log.csv")
+    Path(path).write_text("epoch,loss\n")
+    for epoch in range(2):
+        write(first, path, "a", f"{epoch},first\n".encode())
+    for epoch in range(2):
+        write(second, path, "a", f"{epoch},second\n".encode())
+    assert write(second, path, "r", b"") == b"epoch,loss\n0,second\n1,second\n"
+    assert Path(path).read_text() == "epoch,loss\n0,first\n1,first\n"
+
+
+def test_a_rank_sees_one_file_of_those_that_are_named_by_a_time(tmp_path: Path, folder: Path) -> None:
+    """As TensorBoard's reader, which reads all files of events that it finds."""
+    first, second = (overlay_of(tmp_path, rank_of(first=rank == 0), rank) for rank in range(2))
+    (folder / "events.out.tfevents.170.host.1.0").write_text("of the last job")
+    write(first, str(folder / "events.out.tfevents.177.host.12.0"), "w", b"first")
+    assert len(second.listdir(str(folder))) == 2
+    write(second, str(folder / "events.out.tfevents.178.host.13.0"), "w", b"second")
+    names = ["events.out.tfevents.170.host.1.0", "events.out.tfevents.178.host.13.0"]
+    assert sorted(second.listdir(str(folder))) == names
+    (folder / ".dadt-half").mkdir()
+    assert sorted(second.listdir(str(folder))) == names and ".dadt-half" not in first.listdir(str(folder))
+    assert [entry.name for entry in first.scandir(str(folder))] and not second.missed()
+
+
+def test_a_library_that_opens_files_by_itself_finds_the_copies(tmp_path: Path, folder: Path) -> None:
+    second = overlay_of(tmp_path)
+    path = str(folder / "weights.h5")
+    private = second.path_for_library(path, "w")
+    assert private != path
+    Path(private).write_text("mine")
+    assert second.path_for_library(path, "r") == second.path_for_library(path, "a") == private
+    assert second.path_for_library(str(folder / "other.h5"), "r") == str(folder / "other.h5")
+    assert second.missed() == [path]
