@@ -77,8 +77,7 @@ class Peers:
         """Messages between two ranks."""
         self.background: Background
         """Computes what has to be between two operations of the engine."""
-        self.device: Device | None = None
-        """The device that averages tensors of this rank's GPU where they are."""
+        self.device: Device | None = None  # that averages tensors of this rank's GPU where they are
         self.parted = False  # ranks have taken steps of their own
         self.flights = Flights()
         self.gatherings: list[Gathering] = []  # the newest, in order, some of which may not be done

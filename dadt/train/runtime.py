@@ -64,8 +64,7 @@ class Runtime(Departure):
         """Called at every training forward and consumption."""
         self.on_regroup: list[Callable[[], None]] = []
         """Called when others were lost, once this rank is connected with those that are left."""
-        self.on_exchange: list[Callable[[], None]] = []
-        """Called before a step launches anything, while what earlier ones have launched may be under way."""
+        self.on_exchange: list[Callable[[], None]] = []  # called before a step launches anything
         self.missing: Callable[[int], str] = lambda lost: f"data of {lost} of {world.world_size} is left out"
         """Says what becomes of the data of so many lost workers."""
         self.replaying = self.replays and (self.together if world.joins else bool(config.resume))
@@ -80,8 +79,7 @@ class Runtime(Departure):
         """Given what DADT tells the script; returns it, or what it was told in its place before a replay."""
         self.forget: Callable[[], None] = lambda: None
         """No snapshots are taken any more."""
-        self.on_stepped: list[Callable[[], None]] = []
-        """Called when a step is complete."""
+        self.on_stepped: list[Callable[[], None]] = []  # called when a step is complete
         self.interruption.abort = lambda: self._abort("the job was interrupted (Ctrl-C)", lost=True)
         self._regrouping = False
         self._claimed = False
