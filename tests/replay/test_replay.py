@@ -431,7 +431,7 @@ def test_a_torn_or_foreign_snapshot_is_refused(launch, tmp_path) -> None:
     lacking = launch(script, *OPTIONS, "--resume", str(newest), "train.py")
     assert lacking.code == 2 and "'seed' is missing" in lacking.err and "Traceback" not in lacking.err
     nothing = launch(script, *OPTIONS, "--resume", "nope", "train.py")
-    assert nothing.code == 2 and "--resume nope: has no whole snapshot" in nothing.err
+    assert nothing.code == 2 and "--resume nope: there is no such job in dadt-logs" in nothing.err
 
 
 @pytest.mark.slow
