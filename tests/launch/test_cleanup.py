@@ -299,17 +299,22 @@ print("ends")
 """
 
 
-def test_a_job_outlives_the_removal_of_its_folder(start):
+def take_away(path, to):
+    """At once, as a script that writes into a folder which is just being removed meets an error in any case."""
+    path.rename(to / f"taken-{time.monotonic_ns()}")
+
+
+def test_a_job_outlives_the_removal_of_its_folder(start, tmp_path):
     """As by a cleaner of /tmp, whole and piece by piece; and a job that begins meanwhile takes nothing of it."""
     run = start(WRITES, "-np", "2", "train.py")
     run.wait_for("now.txt")
     own = [FOLDERS / run.job, FOLDERS / f"{run.job}.0"]
     for folder in own:
-        shutil.rmtree(folder)
+        take_away(folder, tmp_path)
     await_that(lambda: (own[0] / "launcher").exists() and (own[1] / "agent.1").exists(), "the folders", 20.0)
     for folder in own:
         for path in folder.iterdir():
-            path.unlink() if not path.is_dir() else shutil.rmtree(path)
+            take_away(path, tmp_path)
     await_that(lambda: (own[0] / "launcher").exists() and (own[1] / "agent.1").exists(), "the sockets", 20.0)
     job_folder.remove_stale()  # as each job does when it begins
     assert all(folder.exists() for folder in own)
