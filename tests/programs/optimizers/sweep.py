@@ -112,7 +112,8 @@ def judge(name: str, *runs: list[dict[str, Any]]) -> Verdict:
     if why := OF_ITS_OWN.get(_kind(name)):
         return Verdict(f"replicas equal, late with `pipe`; not as alone: {why}", "")
     rounding = distance(alone[0], halves[0])
-    if (far := distance(alone[0], sync[0])) > 1e-9 + 100 * rounding:
+    # Some compute in single precision inside.
+    if (far := distance(alone[0], sync[0])) > 1e-7 + 100 * rounding:
         return Verdict("", f"sync: {far:.1e} from the weights of one process, where rounding is {rounding:.1e}")
     if pipe[0]["late"]:
         return Verdict(LATE, "")
