@@ -34,6 +34,9 @@ class StartTimeout(DadtError):
 class Unproved(DadtError):
     """A process that does not belong to the job joined a group of ranks; the message names its rank."""
 
+    answered = "answered there, without a proof of the job's secret"
+    """So ends what the message says of a process that is known."""
+
 
 class CommError(DadtError):
     """An operation between ranks failed. Raised where the training thread waits for it."""

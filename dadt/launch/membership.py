@@ -11,7 +11,7 @@ from dadt.config import Config
 from dadt.control import schema
 from dadt.control.condition import HELD
 from dadt.control.frame import Frame
-from dadt.errors import NotResumed
+from dadt.errors import NotResumed, Unproved
 from dadt.launch.agents import Agents, Node
 from dadt.launch.cause import Cause
 from dadt.launch.handovers import Handovers
@@ -354,9 +354,12 @@ class Membership:
                 False, f"{self._trials[0]}; since then all ranks have connected anew {TRIALS} times in vain"
             )
         else:
-            self._trials.append(first.why)
-            self._begin_anew(first.why)
-            self._say(f"{first.why}: all ranks connect anew", "warning")
+            # One rank knows who answered in the place of another, of which others know that it has not.
+            every = [request.why for request in self._requests.values()]
+            why = next((why for why in every if Unproved.answered in why), first.why)
+            self._trials.append(why)
+            self._begin_anew(why)
+            self._say(f"{why}: all ranks connect anew", "warning")
 
     def _answer_all(self, anew: bool, text: str = "") -> None:
         requests, self._requests = self._requests, {}

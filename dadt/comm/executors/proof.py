@@ -61,7 +61,7 @@ def prove(
         if not (late or proof.error is not None or proof.false):
             return
         who = strangers() or who
-        answered = f"{who} answered there, without a proof of the job's secret" if who else ""
+        answered = f"{who} {Unproved.answered}" if who else ""
         if late:
             raise Unproved(
                 f"{_named([ranks[each] for each in proof.silent])} of the {title(library)} group did not prove within "
