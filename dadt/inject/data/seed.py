@@ -301,13 +301,7 @@ class Streams:
             setattr(torch.random, name, patched)
         for module, name, get, original, set_state in (
             (np.random, "numpy", np.random.get_state, _seed_numpy, "set_state"),
-            (
-                random,
-                "random",
-                random.getstate,
-                lambda *args, **kwargs: python_generator.seed(*args, **kwargs),
-                "setstate",
-            ),
+            (random, "random", random.getstate, _seed_python, "setstate"),
         ):
             setattr(module, "seed", self._patched_seed(name, get, module.seed, original))  # noqa: B010
             setattr(module, set_state, self._patched_set_back(name, get, getattr(module, set_state)))
