@@ -57,7 +57,7 @@ class Runtime:
         self.together = True
         self.explicit = self.fitting = False
         self.replaying = False
-        self.alone, self.shares = size == 1, size
+        self.alone, self.hooked, self.shares = size == 1, size > 1, size
         self.aside = nullcontext
         self.first = rank == 0
         self.claimed = False

@@ -310,11 +310,12 @@ class Own(DataLoader):
 def test_subclasses_copies_and_pickles(tmp_path):
     def script(runtime):
         loader = Own(8)
+        assert loader.batch_sampler.batch_size == 2 and len(loader.sampler) == 8
         got = []
         for index in loader:
             runtime.train()
             got += index.tolist()
-        assert loader.passes == 1 and loader.batch_sampler.batch_size == 2 and len(loader.sampler) == 8
+        assert loader.passes == 1
         plain = DataLoader(Numbers(8), batch_size=2, shuffle=True)
         next(iter(plain))
         copy = pickle.loads(pickle.dumps(plain))
