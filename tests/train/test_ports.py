@@ -65,5 +65,7 @@ def test_an_optimizers_state_that_no_rank_can_be_told_is_named(dadt_run):
         "shm",
         code=1,
     )
-    said = "the state of Shampoo holds a __main__.Block at ['state_dict']['state'][0]['factors'][1], and ranks tell each"
+    said = (
+        "the state of Shampoo holds a __main__.Block at ['state_dict']['state'][0]['factors'][1], and ranks tell each"
+    )
     assert f"{said} other plain values" in done.output

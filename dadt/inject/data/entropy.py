@@ -108,7 +108,8 @@ class Entropy:
         if by_loader:
             return
         if self._scripts:
-            own = [each for each in gc.get_objects() if isinstance(each, np.random.BitGenerator)]
+            # isinstance would ask a weak proxy for the class of an object that is gone.
+            own = [each for each in gc.get_objects() if issubclass(type(each), np.random.BitGenerator)]
             for found in (*own, *self._random, *self._torch):
                 self._part(found)
 
