@@ -46,7 +46,7 @@ train, test = DataLoader(data, batch_size=8, shuffle=True), DataLoader(data, bat
 model = net(8, 32, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)
-best, history = 0, []
+best, history, hits = 0, [], []
 for epoch in range(4):
     model.train()
     for i, (x, y) in enumerate(train):
@@ -61,10 +61,46 @@ for epoch in range(4):
     correct = 0
     with torch.no_grad():
         for x, y in test:
-            correct += (model(x).argmax(1) == y).sum().item()
+            predicted = model(x).argmax(1)
+            right = y[predicted == y]
+            correct += len(right)
+            hits.append([(right == c).sum().item() for c in range(4)] + [torch.nonzero(predicted != y).size(0)])
     best = max(best, correct)
     scheduler.step()
-tell(model, more=[best])
+print("means", best, hits, flush=True)
+tell(model, more=[best, hits])
+""",
+    "selections": """
+loader, model = DataLoader(data, batch_size=8, shuffle=True), net(8, 32, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+@torch.jit.script
+def hard(losses):
+    return losses[losses > losses.mean()]
+said, kept = [], torch.zeros(8, 4)
+for epoch in range(4):
+    for x, y in loader:
+        optimizer.zero_grad()
+        scores = model(x)
+        losses = F.cross_entropy(scores, y, reduction="none")
+        worst, predicted = losses[losses >= losses.median()], scores.argmax(1)
+        wrong = torch.nonzero(predicted != y)
+        loss = worst.mean() + 0.1 * losses.masked_select(y != predicted).sum() + 0.01 * hard(losses).sum()
+        for row in wrong[:, 0]:
+            loss = loss + 0.01 * losses[row] / len(wrong)
+        loss.backward()
+        optimizer.step()
+        stepped()
+        right, (rows,) = predicted == y, torch.where(predicted == y)
+        kept[: len(x)][right] = scores.detach()[right]
+        found, places, times = torch.unique(predicted, return_inverse=True, return_counts=True)
+        runs = torch.unique_consecutive(predicted)
+        said.append([len(y[right]), y[right].shape[0], scores[right, 0].numel(), len(rows), y[right].tolist()])
+        said.append([len(worst), wrong.size(0), hard(losses).numel(), len(torch.argwhere(right))])
+        said.append([found.tolist(), len(times), runs.numel(), found[places].shape[0]])
+        said.append([(y[right] == c).sum().item() for c in range(4)])
+        said.append([int(c) for c in predicted.unique()] + [len(scores[:, 0][predicted == c]) for c in range(4)])
+print("means", hashlib.sha256(repr(said).encode()).hexdigest(), flush=True)
+tell(model, more=[kept])
 """,
     "counts-and-best": """
 class Counting(nn.Module):

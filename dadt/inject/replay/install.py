@@ -20,6 +20,7 @@ from dadt.inject.replay.newcomer import Newcomer
 from dadt.inject.replay.recorder import Recorder
 from dadt.inject.replay.replay import Replay, refuse
 from dadt.inject.replay.roster import Roster
+from dadt.inject.replay.selections import Selections
 from dadt.inject.replay.snapshot import Stored
 from dadt.inject.replay.taken import Taken
 from dadt.inject.replay.values import Values
@@ -34,6 +35,7 @@ def install(runtime: Runtime, modules: Modules, streams: Streams, overlay: Overl
     values, roster = Values(), Roster()
     values.install()
     roster.install()
+    Selections(values).install(replaying=runtime.replaying)
     runtime.aside, runtime.told = values.aside, values.told
     register_optimizer_step_pre_hook(values.step_begins)
     taken = Taken(runtime, roster, values, streams)

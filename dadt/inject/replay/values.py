@@ -21,6 +21,7 @@ from dadt.inject.optimizer import is_caller
 
 SMALL = 64
 """Elements of the largest tensor whose contents are recorded."""
+_COUNT = struct.Struct("<BHQ")
 _READERS = ("item", "__float__", "__int__", "__bool__", "__index__", "tolist", "numpy")
 
 
@@ -158,6 +159,24 @@ class Values:
         """It is not the script's thread that calls, or DADT does."""
         ours = caller.f_globals.get("__name__", "").startswith("dadt.")
         return ours or threading.get_ident() != self._thread or os.getpid() != self._pid
+
+    def heeds(self) -> bool:
+        """Whether it is the script that calls, two calls above, or a library on its behalf."""
+        if self._aside or threading.get_ident() != self._thread or self._in_step():
+            return False
+        return not self.is_elsewhere(sys._getframe(2))
+
+    def counted(self, count: int, most: int) -> int:
+        """How many elements were selected by values: recorded, or, in a replay, how many these were. Raises
+        NotResumed."""
+        if not self.replaying:
+            self.recorded += b"" if self._stopped else _COUNT.pack(1, 8, count)
+            return count
+        known = _COUNT.unpack_from(self.recorded, self.given) if self._has(_COUNT.size) else (0, 0, 0)
+        if known[:2] != (1, 8) or known[2] > most:
+            raise NotResumed("the script selects elements of tensors by their values at another place than before")
+        self.given += _COUNT.size
+        return int(known[2])
 
     def _record(self, tensor: torch.Tensor) -> None:
         if 0 < tensor.numel() <= SMALL and not self._stopped:

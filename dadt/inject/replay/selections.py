@@ -1,0 +1,132 @@
+"""Results whose shape depends on values, as `y[prediction == y]`: a replay, whose tensors mean nothing, gives them the
+shape that they had.
+
+How many elements were selected is recorded where torch counts them: a mask in an index, `where(mask)` and `argwhere`
+all come to its kernel of `nonzero`. So no function that a script or a compiler sees is another one, and what is
+compiled, traced or scripted counts as well. Torch's kernels for `unique` cannot be called from one in their place: that
+one is replaced where Python calls it.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.jit import _builtins
+
+from dadt.inject.replay.values import Values
+
+_UNIQUE = (
+    (torch, "_unique2", None),
+    (torch._VF, "unique_consecutive", None),
+    (torch._VF, "unique_dim", 1),
+)
+"""Where it is, its name, and the place of the argument that says along which dimension it selects."""
+_DEVICES = ("CPU", "CUDA")
+
+
+class Selections:
+    """One per process."""
+
+    def __init__(self, values: Values) -> None:
+        self._values = values
+        self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # with it go its kernels
+        self._given: dict[int, int] = {}
+        """In a replay: by the address of a mask, how many elements it selects. A backward asks once more."""
+
+    def install(self, *, replaying: bool) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there are kernels already: these are called
+            for device in _DEVICES:
+                self._library.impl("nonzero", self._nonzero, device)  # type: ignore[no-untyped-call]
+                self._library.impl("masked_select", self._masked_select, device)  # type: ignore[no-untyped-call]
+        for place, name, argument in _UNIQUE:
+            original = getattr(place, name)
+            unique = self._unique(original, argument)
+            setattr(place, name, unique)
+            _builtins._register_builtin(unique, f"aten::{name}")  # for TorchScript
+        if replaying:
+            torch.masked_select = self._by_index(torch.masked_select)
+            _builtins._register_builtin(torch.masked_select, "aten::masked_select")
+            torch.Tensor.masked_select = self._by_index(torch.Tensor.masked_select)  # type: ignore[method-assign]
+
+    def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:
+        found = torch.ops.aten.nonzero.out(mask, out=torch.empty(0, dtype=torch.int64, device=mask.device))
+        values = self._values
+        if torch._C._current_graph_task_id() != -1:  # a backward, which goes on with what was selected before
+            count = self._given.get(mask.data_ptr(), len(found)) if values.replaying else len(found)
+        elif not values.heeds():
+            count = len(found)
+            self._given.pop(mask.data_ptr(), None)
+        else:
+            count = values.counted(len(found), mask.numel())
+            if values.replaying:
+                self._given[mask.data_ptr()] = count
+            elif self._given:
+                self._given.clear()
+        return fitted(found, count)
+
+    def _masked_select(self, tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        found: torch.Tensor = torch.ops.aten.masked_select.out(tensor, mask, out=empty)
+        if torch._C._current_graph_task_id() != -1 or not self._values.heeds():
+            return found
+        return fitted(found, self._values.counted(len(found), max(tensor.numel(), 1) * max(mask.numel(), 1)))
+
+    def _by_index(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """In a process that replays: its backward counts the mask's elements by itself, and that of an index does
+        not."""
+
+        @functools.wraps(original)
+        def masked_select(input: torch.Tensor, mask: torch.Tensor, **kwargs: torch.Tensor) -> Any:
+            values = self._values
+            if torch._C._current_graph_task_id() != -1 or not values.heeds():
+                return original(input, mask, **kwargs)
+            with values.aside():
+                if not values.replaying:
+                    found = original(input, mask, **kwargs)
+                    values.counted(len(found), 0)
+                    return found
+                every, chosen = (each.reshape(-1) for each in torch.broadcast_tensors(input, mask))  # type: ignore[no-untyped-call]
+                rows = chosen.nonzero()[:, 0]
+            found = every[fitted(rows, values.counted(len(rows), len(chosen)))]
+            return kwargs["out"].resize_(found.shape).copy_(found) if "out" in kwargs else found
+
+        return masked_select
+
+    def _unique(self, original: Callable[..., Any], argument: int | None) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def unique(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            values = self._values
+            if torch._C._current_graph_task_id() != -1 or not values.heeds() or _traced(tensor):
+                return original(tensor, *args, **kwargs)
+            with values.aside():
+                found, places, counts = original(tensor, *args, **kwargs)
+            dim = (args[0] if args else kwargs["dim"]) if argument else kwargs.get("dim")
+            dim = 0 if dim is None else dim
+            count = values.counted(found.shape[dim], max(tensor.numel(), found.shape[dim]))
+            if not values.replaying:
+                return found, places, counts
+            places = places.remainder(count) if count else places
+            return fitted(found, count, dim), places, fitted(counts, count) if counts.numel() else counts
+
+        return unique
+
+
+def _traced(tensor: torch.Tensor) -> bool:
+    """It has no values, or what is done with it becomes a graph."""
+    plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return not plain or torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None
+
+
+def fitted(found: torch.Tensor, count: int, dim: int = 0) -> torch.Tensor:
+    """As many of its rows along the dimension, the first ones or all of them repeated; zeros where it has none."""
+    there = found.shape[dim]
+    if there == count:
+        return found
+    if not there:
+        return found.new_zeros([*found.shape[:dim], count, *found.shape[dim:][1:]])
+    return found.index_select(dim, torch.arange(count, device=found.device) % there)
