@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from dadt.errors import CommError
+from dadt.errors import CommError, DadtError, NotResumed
 from dadt.train import observation
 from dadt.train.attachment import Attachment
 from dadt.train.buffers import Buffers
@@ -238,7 +238,13 @@ class Checkpoints:
         a.step = part["step"]
         a.numbered_from = a.step - a.exchanges
         if own is not None:
-            observation.restore(a, own, prediction, part["state"])
+            try:
+                observation.restore(a, own, prediction, part["state"])
+            except DadtError:
+                raise
+            except Exception as error:  # values of a file
+                what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                raise NotResumed(f"the state of this rank's training cannot be put in place ({what})") from error
             return
         a.prediction.load_state(prediction)
         if part["state"]:

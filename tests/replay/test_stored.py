@@ -32,6 +32,17 @@ TOLD = {
 }
 
 
+TRAINING: dict[str, Any] = {
+    "prediction": {"looks": 3, "changed": False, "ahead": [], "clip": 1.0, "terms": [[[torch.zeros(4)], 0.5]]},
+    "barred": False,
+    "owes": [None, {"scale": None, "forgets": False, "owed": torch.zeros(4)}],
+    "in_flight": {"not_finite": [0], "learned": {0: []}},
+    "follows": False,
+    "algorithm": {"before": [1, None], "expected": [1], "pause": 1, "left": 0, "watches": True},
+}
+"""What an optimizer's training is."""
+
+
 def content() -> dict[str, Any]:
     return {
         "step": 12,
@@ -42,7 +53,7 @@ def content() -> dict[str, Any]:
         "tensors": {"0.weight": torch.zeros(4)},
         "buffers": {"1.running_mean": torch.zeros(4)},
         "averaged": [[1, ["running_mean"], None, {"running_mean": torch.zeros(4)}]],
-        "training": {0: {"owes": None}},
+        "training": {0: dict(TRAINING)},
         "optimizers": {0: {"state": {0: {"exp_avg": torch.zeros(4)}}, "param_groups": [{"params": [0], "lr": 0.1}]}},
         "schedulers": {2: {"last_epoch": 3}},
         "scalers": {},
@@ -83,6 +94,20 @@ def test_each_member_is_needed_and_of_its_kind(tmp_path: Path, name: str) -> Non
     for number, other in enumerate((None, "text", {"x": [2]}, [[]], torch.zeros(2, 2))):
         (tmp_path / str(number)).mkdir()
         assert f"{name!r} in it is not what" in refused(stored(tmp_path / str(number), {**content(), name: other}))
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_each_part_of_a_ranks_training_is_needed_and_of_its_kind(tmp_path: Path, name: str) -> None:
+    held = content()
+    within = {"prediction": {"looks": "x"}, "owes": [{"owed": torch.zeros(4, dtype=torch.uint8)}]}
+    within |= {"in_flight": {"learned": 3}, "algorithm": {"pause": []}}
+    for number, other in enumerate((None, "text", 7, torch.zeros(2), within.get(name, []))):
+        (tmp_path / str(number)).mkdir()
+        held["training"] = {0: {**TRAINING, name: other}}
+        assert "'training' in it is not what" in refused(stored(tmp_path / str(number), held))
+    (tmp_path / "lacking").mkdir()
+    held["training"] = {0: {key: value for key, value in TRAINING.items() if key != name}}
+    assert "'training' in it is not what" in refused(stored(tmp_path / "lacking", held))
 
 
 def nested(depth: int) -> Any:

@@ -178,6 +178,82 @@ def _is_optimizer(value: Any) -> bool:
     )
 
 
+def _is_rows(value: Any) -> bool:
+    """A tensor for each of what stands in a list, or none."""
+    return isinstance(value, list | tuple) and all(each is None or _is_tensor(each) for each in value)
+
+
+def _is_numbers(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(each is None or type(each) is int for each in value)
+
+
+def _is_factor(value: Any) -> bool:
+    return type(value) in (int, float) or (_is_tensor(value) and value.numel() == 1)
+
+
+def _is_terms(value: Any) -> bool:
+    pairs = isinstance(value, list | tuple) and all(isinstance(each, list | tuple) for each in value)
+    return pairs and all(len(each) == 2 and _is_rows(each[0]) and _is_factor(each[1]) for each in value)
+
+
+def _is_owed(value: Any) -> bool:
+    """It is read as memory of floats where it is no list."""
+    return _is_rows(value) or (
+        _is_tensor(value) and value.dtype == torch.float32 and value.dim() == 1 and value.is_contiguous()
+    )
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _is_bool(value: Any) -> bool:
+    return type(value) is bool
+
+
+def _with(**kinds: Kind) -> Kind:
+    """A dict in which what has these names is of their kinds."""
+    return lambda value: isinstance(value, dict) and all(kinds[n](value[n]) for n in kinds if n in value)
+
+
+def _none_but(kind: Kind, *names: str) -> Kind:
+    return lambda value: kind(value) and value.keys() <= set(names)
+
+
+def _or_none(kind: Kind) -> Kind:
+    return lambda value: value is None or kind(value)
+
+
+_PREDICTION = _with(
+    **dict.fromkeys(("ahead", "expected", "previous"), _is_rows),
+    **dict.fromkeys(("clip", "scale"), _is_factor),
+    **dict.fromkeys(("changed", "in_place"), _is_bool),
+    looks=_is_step,
+    terms=_is_terms,
+    absent=_is_numbers,
+)
+_IN_FLIGHT = _none_but(_with(not_finite=_is_numbers, learned=_numbered(_is_list)), "not_finite", "learned")
+_OWES = _with(scale=_or_none(_is_factor), forgets=_is_bool, owed=_or_none(_is_owed), bases=_is_rows)
+_ALGORITHM = _with(before=_is_numbers, expected=_is_numbers, pause=_is_step, left=_is_step, watches=_is_bool)
+
+
+def _is_training(value: Any) -> bool:
+    """As of `Observation.own`."""
+    names = {"prediction", "barred", "owes", "in_flight", "follows", "algorithm"}
+    return (
+        isinstance(value, dict)
+        and value.keys() == names
+        and _PREDICTION(value["prediction"])
+        and {"looks", "changed", "ahead"} <= value["prediction"].keys()
+        and _is_bool(value["barred"])
+        and _is_bool(value["follows"])
+        and _ALGORITHM(value["algorithm"])
+        and isinstance(value["owes"], list | tuple)
+        and all(each is None or _OWES(each) for each in value["owes"])
+        and _IN_FLIGHT(value["in_flight"])
+    )
+
+
 OWN: Mapping[str, Kind] = {
     "step": _is_step,
     "random": _is_random,
@@ -186,7 +262,7 @@ OWN: Mapping[str, Kind] = {
     "counts": _named(_is_plain),
     "buffers": _named(_is_tensor),
     "averaged": _is_averaged,
-    "training": _numbered(_is_state),
+    "training": _numbered(_is_training),
 }
 """What is one rank's."""
 APART: Mapping[str, Kind] = {"weights": _named(_is_tensor), "states": _numbered(_is_optimizer)}

@@ -129,4 +129,4 @@ def fitted(found: torch.Tensor, count: int, dim: int = 0) -> torch.Tensor:
         return found
     if not there:
         return found.new_zeros([*found.shape[:dim], count, *found.shape[dim:][1:]])
-    return found.index_select(dim, torch.arange(count, device=found.device) % there)
+    return found.index_select(dim, torch.arange(count, dtype=torch.int64, device=found.device) % there)
