@@ -54,5 +54,9 @@ class Mismatch(CommError):
     """Ranks submitted different operations, shapes or step numbers; the message names both sides."""
 
 
+class WeightsDiffer(Mismatch):
+    """Ranks have ended with different weights; the message names the optimizer, a parameter and the ranks."""
+
+
 class Aborted(CommError):
     """The engine was aborted by this process (shutdown, or after another error)."""

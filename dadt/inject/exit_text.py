@@ -12,6 +12,8 @@ class ExitText:
     """Stands in for `sys.exit`. Whether the process ends by that call shows at its end only."""
 
     def __init__(self) -> None:
+        self.fails = False
+        """The last call was to end the process with another code than 0."""
         self.text = ""
         """Of the last call; empty if it was given a number, or nothing."""
         self.frame: dict[str, Any] | None = None
@@ -22,6 +24,7 @@ class ExitText:
 
         @functools.wraps(original)
         def exit(status: Any = None, /) -> NoReturn:
+            self.fails = status is not None and status != 0
             self.text = "" if status is None or isinstance(status, int) else str(status)
             self.frame = _place(sys._getframe(1)) if self.text else None
             original(status)

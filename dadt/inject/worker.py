@@ -15,11 +15,12 @@ from dadt.comm.rendezvous.store_client import StoreClient
 from dadt.config import Config
 from dadt.control import machine
 from dadt.control.agent_client import Control
-from dadt.errors import CommError
+from dadt.errors import CommError, WeightsDiffer
 from dadt.inject import (
     compiler,
     cuda_graphs,
     download,
+    exit_code,
     failure,
     gradient,
     module,
@@ -170,6 +171,10 @@ def _end(runtime: Runtime, exit_text: ExitText) -> None:
         if exit_text.text and isinstance(runtime.control, Control) and not failed:
             runtime.control.exits(exit_text.text, exit_text.frame, runtime.step)
         runtime.close(failed=failed)
+    except WeightsDiffer as error:
+        sys.excepthook(WeightsDiffer, error.with_traceback(None), None)
+        if not exit_text.fails:
+            exit_code.end_with(1)
     except CommError as error:
         # The peers raise the same where they stand; this rank's exit code is its script's own.
         sys.stderr.write(f"dadt: rank {runtime.world.rank} ended: {error}\n")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from dadt.config import Config
 from dadt.errors import CommError, CommTimeout, DadtError, PeerLost, StartTimeout
 from dadt.train.algorithm import Algorithm
+from dadt.train.final_weights import FinalWeights
 from dadt.train.registry import Registry
 from dadt.world import World
 
@@ -36,6 +37,7 @@ class Departure(Registry):
         self.on_stop: list[Callable[[], None]] = []
         """Called last, also after a failure: messages under way have failed, and threads that use torch end here, as
         the interpreter aborts the process where it ends and they do not."""
+        self.final_weights = FinalWeights(self)
         self._arrived = False
         """All ranks are at their end."""
 
@@ -77,6 +79,7 @@ class Departure(Registry):
             self.control.done({**self.progress.summary(), "explicit": self.explicit})
 
     def _leave(self, failed: bool) -> None:
+        told: Sequence[bytes] = ()
         if self._engine is not None:
             try:
                 if failed or self.deaths.preempted or self.interruption.apart:
@@ -96,7 +99,7 @@ class Departure(Registry):
                         self._arrive_apart()
                     for callback in self.on_end if self.together else ():
                         callback()
-                    self.wait(self.engine.allgather(b"", self._end))
+                    told = self.tell(self._end, self.final_weights.tell() if self._is_same else b"")
                     self.merge_timelines()
             except CommError:
                 if not self._arrived or not self.survives:
@@ -107,6 +110,7 @@ class Departure(Registry):
             self.merge_timelines()
         elif self.timeline is not None:
             self.timeline.stop()
+        self.final_weights.compare(told)
 
     @property
     def _is_left_alone(self) -> bool:
@@ -116,10 +120,14 @@ class Departure(Registry):
         return alone and not self.progress.measures and self.timeline is None
 
     @property
-    def _end(self) -> str:
+    def _is_same(self) -> bool:
+        """All ranks have taken the same steps."""
         # With gradients of its own a rank's scaler may have left out steps that others took.
-        same = self.alone or (self.algorithm.identical and not self.parted)
-        return f"the end, after {self.step - self.progress.left_alone} steps" if same else "the end"
+        return self.alone or (self.algorithm.identical and not self.parted)
+
+    @property
+    def _end(self) -> str:
+        return f"the end, after {self.step - self.progress.left_alone} steps" if self._is_same else "the end"
 
     def _arrive(self) -> None:
         """Raises where the others are not there yet: those that wait for this rank say so, and fail.

@@ -374,6 +374,7 @@ class Runtime(Departure):
         optimizer to the script."""
         if attachment is not None:
             self.verification.stepped(attachment)
+            self.final_weights.stepped(attachment)
         if self.timeline is not None:
             self.timeline.step(self.step)
         if not self.alone:

@@ -96,7 +96,9 @@ def test_of_two_the_first_counts(dadt_run) -> None:
 
 @pytest.mark.slow
 def test_what_is_found_last_is_told(dadt_run) -> None:
-    run = dadt_run(script().replace("step == 17", "step == 58"), "--verify-every", "60", "--algorithm", "sync", np=3)
+    run = dadt_run(
+        script().replace("step == 17", "step == 58"), "--verify-every", "60", "--algorithm", "sync", np=3, code=1
+    )
     (warning,) = warnings(run)
     assert warning.endswith("first in weight (equal after 0 steps, not after 60)")
 

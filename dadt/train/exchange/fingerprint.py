@@ -44,6 +44,16 @@ def of_untrained(modules: Iterable[nn.Module], trained: Iterable[torch.Tensor]) 
     return _crc([p for p in every.values() if not p.requires_grad and _is_dense(p)])
 
 
+def of_values(values: torch.Tensor) -> int:
+    """Of a few values, all of them."""
+    return zlib.crc32(_bytes([values], values.numel()))
+
+
+def some_values(tensor: torch.Tensor, most: int) -> torch.Tensor:
+    """The first ones, where they lie."""
+    return _some(tensor, most)
+
+
 def _crc(tensors: Sequence[torch.Tensor]) -> int:
     return zlib.crc32(_bytes(tensors))
 

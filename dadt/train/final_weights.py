@@ -1,0 +1,143 @@
+"""The weights with which ranks end, compared once: replicas that have come apart end the job with an error.
+
+What a script does behind its last step is its own business: one rank may load its best weights, another an average of
+them. So what counts is how weights were right behind the last step. That costs each step a note of the parameters'
+versions, and a copy of a few values of one parameter, of each in its turn. Values that have changed since without a
+new version (by `.data`) are seen in that copy; and copies that differ between ranks say that weights had come apart
+before, whatever the script has changed since.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from dadt.errors import WeightsDiffer
+from dadt.train.attachment import Attachment
+from dadt.train.exchange.fingerprint import of_values, some_values
+from dadt.train.registry import Registry
+from dadt.train.replicate import checksum
+
+_version = attrgetter("_version")
+_VALUES = 16
+
+
+class Noted:
+    """How one optimizer's weights were behind its last step."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.parameters: list[torch.Tensor] = []
+        """The same object for as long as they stay the same."""
+        self.versions: list[int] = []
+        self.copies: dict[int, tuple[int, torch.Tensor]] = {}
+        """Step and first values of each parameter, by its place, as of its last turn."""
+        self.last = 0
+        """The place whose turn it was in the last step."""
+
+    def step_ends(self, attachment: Attachment) -> None:
+        self.step, parameters = attachment.step, attachment.parameters
+        if parameters is not self.parameters:
+            self.parameters = parameters
+            self.copies.clear()
+        self.versions = list(map(_version, parameters))
+        if parameters:
+            self.last = self.step % len(parameters)
+            if is_compared(parameters[self.last]):
+                self.copies[self.last] = self.step, some_values(parameters[self.last], _VALUES).clone()
+
+    def told(self) -> dict[str, Any]:
+        """What a rank tells of it, in plain values."""
+        is_other = self._was_replaced()
+        sums = [
+            None if is_other or p._version != version or not is_compared(p) else _sum(p)
+            for p, version in zip(self.parameters, self.versions, strict=True)
+        ]
+        copies = [[at, step, of_values(copy)] for at, (step, copy) in self.copies.items()]
+        return {"step": self.step, "sums": sums, "copies": copies}
+
+    def _was_replaced(self) -> bool:
+        """Values were changed in place since the last step, as where a script takes over other weights by `.data`."""
+        step, before = self.copies.get(self.last, (0, None))
+        if before is None or step != self.step:
+            return False
+        now = some_values(self.parameters[self.last], _VALUES)
+        return before.dtype != now.dtype or of_values(before) != of_values(now)
+
+
+class FinalWeights:
+    """Those of all optimizers whose replicas are identical by definition."""
+
+    def __init__(self, runtime: Registry) -> None:
+        self._runtime = runtime
+        self._noted: WeakKeyDictionary[Attachment, Noted] = WeakKeyDictionary()
+
+    def stepped(self, attachment: Attachment) -> None:
+        """The optimizer has stepped: weights are true ones."""
+        if attachment.algorithm.identical:
+            if (noted := self._noted.get(attachment)) is None:
+                noted = self._noted[attachment] = Noted()
+            noted.step_ends(attachment)
+
+    def tell(self) -> bytes:
+        """What this rank says of its own at the end; nothing where ranks may have weights of their own."""
+        r = self._runtime
+        if not r.config.broadcast or r.config.executor == "null":
+            return b""
+        told = {a.index: n.told() for a, n in self._noted.items() if a.alive and a.algorithm.identical}
+        return json.dumps(told).encode()
+
+    def compare(self, lanes: Sequence[bytes]) -> None:
+        """lanes: what each rank has told, by rank of the group. Raises WeightsDiffer where weights differ."""
+        if not lanes or not all(lanes):
+            return
+        every = [json.loads(bytes(lane)) for lane in lanes]
+        for attachment in self._runtime.attachments:
+            each = [told.get(str(attachment.index)) for told in every]
+            if None not in each and len({told["step"] for told in each}) == 1:
+                self._judge(attachment, each)
+
+    def _judge(self, attachment: Attachment, each: Sequence[dict[str, Any]]) -> None:
+        """Raises WeightsDiffer."""
+        if len({len(told["sums"]) for told in each}) > 1:
+            return
+        by_place = dict[int, list[Any]]()
+        for told in each:
+            for at, step, crc in told["copies"]:
+                by_place.setdefault(at, []).append((step, crc))
+        for at, sums in enumerate(zip(*(told["sums"] for told in each), strict=True)):
+            copies = by_place.get(at, [])
+            comparable = len(copies) == len(each) and len({step for step, _ in copies}) == 1
+            for values in (sums, copies if comparable else ()):
+                if None not in values and len(set(values)) > 1:
+                    raise WeightsDiffer(self._sentence(attachment, at, values))
+
+    def _sentence(self, attachment: Attachment, at: int, values: Sequence[Any]) -> str:
+        members = self._runtime.members
+        others = [str(rank) for rank, value in zip(members, values, strict=True) if value != values[0]]
+        parameter = self._noted[attachment].parameters[at]
+        name = self._runtime.parameter_names().get(id(parameter), f"parameter {at}")
+        ranks = f"rank{'s' * (len(others) > 1)} {' and '.join(filter(None, (', '.join(others[:-1]), others[-1])))}"
+        return (
+            f"the ranks' weights differ at the end: those that {type(attachment.optimizer).__name__}{attachment.name}"
+            f" trains, first in {name}, on {ranks} from those on rank {members[0]}. Likely causes: random numbers that"
+            " a step or the script adds to weights, weights set from a rank's own batch or anew after training began,"
+            " or a change made on one rank alone. --verify-every 10 says from which step on, and makes them equal"
+        )
+
+
+def is_compared(p: torch.Tensor) -> bool:
+    return p.layout == torch.strided and p.device.type != "meta" and p.numel() > 0
+
+
+def _sum(parameter: torch.Tensor) -> int | None:
+    """None where it is not finite: bits of NaN may differ where nothing else does."""
+    value = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
+    if not bool(torch.isfinite(value.sum(dtype=torch.float64))):
+        return None
+    return checksum(parameter)
