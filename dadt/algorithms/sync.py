@@ -53,10 +53,10 @@ class Sync(Algorithm):
 
     def before_step(self) -> None:
         a = self.attachment
-        exchange = self._exchange if self._exchange and a.schema_is_current() else a.new_exchange()
-        self._exchange = exchange
+        exchange = self._exchange = self._exchange or a.new_exchange()
         growth = self._overlap.growth(exchange.schema.parameters)
-        a.close(exchange, growth=growth, redo=exchange.touched)
+        # What is trained may have changed behind the backward that launched it.
+        a.close(exchange, growth=growth, redo=exchange.touched or exchange.schema is not a.schema)
         lanes = exchange.receive()
         agreed = len({lane.growth for lane in lanes}) == 1
         in_vain = any(lane.redo for lane in lanes)

@@ -44,8 +44,7 @@ class Owner(Survivor, Protocol):
     on_end: list[Callable[[], None]]
     on_regroup: list[Callable[[], None]]
     on_exchange: list[Callable[[], None]]
-    on_stop: list[Callable[[], None]]
-    """Called last, also after a failure."""
+    on_stop: list[Callable[[], None]]  # called last, also after a failure
 
     @property
     def algorithm(self) -> type[Algorithm]: ...
@@ -87,18 +86,14 @@ class Attachment:
         self.lockstep = Lockstep(self, owner, partial(owner.join, self))
         self.has_closure = False
         self.warmup_steps = runtime.config.warmup_steps
-        self.compression = runtime.config.compression if owner.together else "none"
-        """The compression of gradients."""
+        self.compression = runtime.config.compression if owner.together else "none"  # of gradients
         self.measure = Measure(runtime.progress)
         self._modules = below(owner.root_modules(optimizer))
         self.changing_buffers = ChangingBuffers(owner.buffers, runtime, self.name)
         self._listing = Listing()
-        self.known = WeakTensorKeyDictionary()
-        """Parameters that all ranks have from rank 0."""
-        self._welcomed: list[torch.Tensor] = []
-        """The optimizer's parameters when they were last looked at."""
-        self.scale: torch.Tensor | None = None
-        """Loss scale of this step, where the script has a GradScaler."""
+        self.known = WeakTensorKeyDictionary()  # parameters that all ranks have from rank 0
+        self._welcomed: list[torch.Tensor] = []  # the optimizer's parameters when they were last looked at
+        self.scale: torch.Tensor | None = None  # loss scale of this step, where the script has a GradScaler
         self.scale_token: tuple[int, int] | None = None  # of the values that it was copied from
         self.batch_weight = BatchWeight(lambda: owner.backwards)
         self.agreement = Agreement(self.name, runtime, partial(owner.sync_from_rank0, self))
@@ -109,6 +104,7 @@ class Attachment:
         self._held: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._growth = Growth()
         self._schema: BucketPlan | None = None
+        self._followed: list[torch.Tensor] = []  # the parameters of the schema
         self._tables: list[torch.Tensor] = []  # parameters whose gradients are sparse
         self._token: tuple[Any, ...] = ()
         self.prediction = prediction.choose(runtime.config, optimizer, self.parameters, runtime.world.world_size)
@@ -199,7 +195,7 @@ class Attachment:
 
     def refresh(self) -> None:
         """Follow parameters that were frozen, added, moved or cast, and buffers that came to life."""
-        token = self._make_token()
+        token, self._followed = self._make_token(), self.parameters
         if self._schema is not None and token == self._token:
             return
         parameters = self.parameters
@@ -249,6 +245,8 @@ class Attachment:
         if self.step > 0 and self.owner.together:
             self.changing_buffers.select()
         self.owner.release_other_predictions(self)
+        if self._schema is not None and self.parameters is not self._followed:
+            self._listing.use_frozen(self._schema.parameters)
         if len(self.prediction.given) != len(parameters := self.parameters):
             self.prediction.follow(parameters)
         if self.finite.look(parameters, self.scale) and self.finite.skips:
@@ -317,6 +315,7 @@ class Attachment:
         self.step += 1
         self.batch_weight.stepped()
         self._growth.forget()
+        self._listing.let_go()
         self.scale, self.consumed, self.stepping = None, False, False
 
     def loaded(self) -> None:
@@ -380,7 +379,8 @@ class Attachment:
         if self.scale is not exchange.scale:
             ratio = (1.0 if self.scale is None else self.scale) / (1.0 if exchange.scale is None else exchange.scale)
         absent = [p for p in self._tables if p.grad is None]
-        hand_out(exchange.parameters, exchange.averaged_gradients(), ratio)
+        used = self._listing.used if self.algorithm.pending is None else frozenset()
+        hand_out(exchange.parameters, exchange.averaged_gradients(), ratio, used)
         for p in absent:
             # As on the ranks that had one: some optimizers take no dense gradient, or none after a sparse one.
             if p.grad is not None and p.grad.layout == torch.strided:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from operator import attrgetter, is_
 
 import torch
@@ -25,6 +26,8 @@ class Listing:
         self._every: list[torch.Tensor] = []
         self._wants: list[bool] = []
         self._trained: list[torch.Tensor] = []
+        self.used: frozenset[int] = frozenset()
+        """Frozen ones, by id, whose gradients this step uses all the same, where there are any."""
 
     def every(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         """All, each once; the same object for as long as they stay the same."""
@@ -38,8 +41,23 @@ class Listing:
         before, every = self._every, self.every(optimizer)
         wants = list(map(_requires_grad, every))
         if every is not before or wants != self._wants:
-            self._wants, self._trained = wants, [p for p, wanted in zip(every, wants, strict=True) if wanted]
+            self._wants = wants
+            self._trained = [p for p, wanted in zip(every, wants, strict=True) if wanted or id(p) in self.used]
         return self._trained
+
+    def use_frozen(self, before: Sequence[torch.Tensor]) -> None:
+        """Have this step train those of `before`, trained in the last step, that were frozen since: where a backward
+        came first, on any rank, an optimizer applies its gradient."""
+        self._use(frozenset(id(p) for p in before if not p.requires_grad))
+
+    def let_go(self) -> None:
+        """The step is over."""
+        if self.used:
+            self._use(frozenset())
+
+    def _use(self, used: frozenset[int]) -> None:
+        if used != self.used:
+            self.used, self._wants = used, []
 
 
 def below(roots: list[nn.Module]) -> list[weakref.ref[nn.Module]]:

@@ -330,7 +330,7 @@ def _trains(oldest: Exchange | RestoredExchange, latest: Exchange) -> bool:
     """Whether anything of what has arrived is still trained."""
     if isinstance(oldest, RestoredExchange):
         return bool(oldest.averaged_gradients())
-    now = {id(p) for p in latest.schema.parameters} if oldest.schema is not latest.schema else set()
+    now = {id(p) for p in latest.schema.parameters if p.requires_grad} if oldest.schema is not latest.schema else set()
     return not now or any(id(p) in now for p in oldest.schema.parameters)
 
 

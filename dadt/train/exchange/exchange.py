@@ -381,10 +381,12 @@ def hand_out(
     parameters: Sequence[torch.Tensor],
     averages: Sequence[tuple[torch.Tensor, torch.Tensor]],
     ratio: torch.Tensor | float | None,
+    used: frozenset[int] = frozenset(),
 ) -> None:
-    """Make each average its parameter's `.grad`, multiplied with `ratio`; None for those of `parameters` without."""
+    """Make each average its parameter's `.grad`, multiplied with `ratio`; None for those of `parameters` without. used:
+    frozen ones, by id, that this step changes all the same."""
     # Frozen since: the script expects it to stay where it is.
-    given = [(p, gradient) for p, gradient in averages if p.requires_grad]
+    given = [(p, gradient) for p, gradient in averages if p.requires_grad or id(p) in used]
     if ratio is not None and given:
         for device in {gradient.device for _, gradient in given}:
             here = ratio.to(device) if isinstance(ratio, torch.Tensor) else ratio
