@@ -71,6 +71,8 @@ class Runtime:
         loader.install(self, self.streams, self.entropy)
         saving.install(self)
 
+    def tell_waiting(self, what: str, seconds: float) -> None: ...
+
     @property
     def on_training_thread(self) -> bool:
         return threading.current_thread() is threading.main_thread()
