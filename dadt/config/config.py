@@ -267,7 +267,7 @@ class Config:
     max_restarts: int = launch_knob(0, "Times that a failed job starts again.")
     snapshot_every: str = knob("auto", "Time between snapshots.", metavar="TIME")
     snapshot_dir: str = knob("", "Folder for snapshots, in place of the job's.", advanced=True, metavar="DIR")
-    resume: str = knob("", "Go on from the last snapshot of a job; alone: of the last.", metavar="JOB")
+    resume: str = knob("", "Go on from a job's last snapshot.", metavar="JOB")
     force: bool = knob(False, "With --resume: accept another script or other arguments.", advanced=True)
     grace: float = launch_knob(5.0, "Seconds from Ctrl-C to SIGTERM, and from SIGTERM to SIGKILL.", advanced=True)
     forward_signals: str = launch_knob(

@@ -56,6 +56,8 @@ class Carrier(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
+        if not state_dict["state"]:  # of before its first step
+            return
         mine, given = self.kept(), state_dict["state"].get(0, {})
         self.state[self._first] = mine
         if {name: t.shape for name, t in mine.items()} != {name: t.shape for name, t in given.items()}:

@@ -108,7 +108,9 @@ class Steps:
 
     def take(self, frame: FrameType, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The optimizer's own code, between `before` and `after`. frame: of what calls these."""
-        attachment = next((a for under_way, _, a in self._under_way if under_way is frame), None)
+        attachment = None
+        for under_way, _, each in self._under_way:
+            attachment = each if under_way is frame else attachment
         if attachment is None:
             return step(*args, **kwargs)
         if _withholds(attachment):
@@ -178,7 +180,8 @@ class Steps:
                 )
             attachment.stepped()
         self._backwards[optimizer] = self._runtime.backwards
-        self._runtime.stepped(attachment, left_alone=optimizer in self._runtime.left_alone)
+        left_alone = optimizer in self._runtime.left_alone and not self._runtime.explicit  # there the script says which
+        self._runtime.stepped(attachment, left_alone=left_alone)
 
     def _attachment(self, optimizer: Optimizer) -> Attachment | None:
         """The optimizer's, or that of another one of the same parameters for which clipping has averaged already."""

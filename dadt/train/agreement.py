@@ -112,7 +112,7 @@ class Agreement:
         """
         self.mean_loss = mean_loss(lanes)
         self._group.checkpoint_signal.agree(lane.saves for lane in lanes)
-        self._group.interruption.agree(lane.interrupted for lane in lanes)
+        self._group.interruption.agree([lane.interrupted for lane in lanes])
         self._group.approaches.agree(lane.approach for lane in lanes)
         drawn = [lane.drawn for lane in lanes]
         if len(set(drawn)) > 1:

@@ -153,10 +153,9 @@ class Attachment:
         return token
 
     def schema_is_current(self) -> bool:
-        return self._schema is not None and self._token == self._make_token()
+        return self._schema is not None and self._token == self._make_token(self.parameters)
 
-    def _make_token(self) -> tuple[Any, ...]:
-        parameters = self.parameters
+    def _make_token(self, parameters: list[torch.Tensor]) -> tuple[Any, ...]:
         return (
             (*map(id, parameters), *map(_dtype, parameters), *map(_device, parameters)),
             tuple((id(m), n, b.shape, b.dtype, b.device) for m, n, b in self.buffers()),
@@ -195,10 +194,10 @@ class Attachment:
 
     def refresh(self) -> None:
         """Follow parameters that were frozen, added, moved or cast, and buffers that came to life."""
-        token, self._followed = self._make_token(), self.parameters
+        parameters = self._followed = self.parameters
+        token = self._make_token(parameters)
         if self._schema is not None and token == self._token:
             return
-        parameters = self.parameters
         if self._schema is None or token[0] != self._token[0]:
             self.prediction.follow(parameters)
             if self._growth.watches or self.algorithm.wants_gradients:
@@ -245,9 +244,11 @@ class Attachment:
         if self.step > 0 and self.owner.together:
             self.changing_buffers.select()
         self.owner.release_other_predictions(self)
-        if self._schema is not None and self.parameters is not self._followed:
+        parameters, late = self.parameters, self.algorithm.tracks or not self.algorithm.averages
+        if self._schema is not None and parameters is not self._followed and not late:
             self._listing.use_frozen(self._schema.parameters)
-        if len(self.prediction.given) != len(parameters := self.parameters):
+            parameters = self.parameters
+        if len(self.prediction.given) != len(parameters):
             self.prediction.follow(parameters)
         if self.finite.look(parameters, self.scale) and self.finite.skips:
             self.zero_gradients()  # else what compression owes would never be finite again

@@ -71,7 +71,6 @@ def run(
     dadt run -np 2 train.py --epochs 3
     dadt run -np 4 -H host1:2,host2:2 train.py
     dadt run -np 2 -m package.train
-    dadt run --resume JOB
     """
     if given["np"] is not None and given["np"] < 1:
         raise ConfigError(f"-np {given['np']}: the number of workers must be 1 or more")

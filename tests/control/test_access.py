@@ -45,7 +45,8 @@ def test_a_folder_that_was_there_says_who_else_may_read(start: Callable[..., Run
     run = start(SCRIPT, "-np", "1", "--log-dir", "logs", "train.py")
     assert run.finish().code == 0
     (job,) = logs.iterdir()
-    assert modes(job) == {".": 0o2750, **{path.name: 0o640 for path in job.iterdir()}}
+    left = {".": 0o2750, **{path.name: 0o640 for path in job.iterdir()}}
+    assert modes(job) == {**left, "start.json": 0o600}  # what it names is run
     assert stat.S_IMODE(logs.stat().st_mode) == 0o2750
 
 

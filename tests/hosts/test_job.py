@@ -212,7 +212,7 @@ def test_kill_9_leaves_nothing_on_any_host(hosts, start, whom, extra):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_reaches_all_hosts(hosts, start, tmp_path, number):
-    gentle = "signal.signal(signal.SIGTERM, lambda *_: (ready('gentle'), sys.exit()))"
+    gentle = f"signal.signal({int(number)}, lambda *_: (ready('gentle'), sys.exit()))"
     network = hosts(2)
     run = start(network, WAIT.format(gentle), "-np", 2, "-H", network.list(1), "train.py")
     run.wait_for("ready0", "ready1")

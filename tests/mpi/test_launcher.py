@@ -117,7 +117,7 @@ for start in range(0, len(data), 65536): os.write(1, data[start : start + 65536]
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_to_dadt_run_ends_all_gently(start, number, code):
-    run = start(WAIT.format("signal.signal(signal.SIGTERM, lambda *_: (print('saved'), sys.exit(0)))"))
+    run = start(WAIT.format(f"signal.signal({int(number)}, lambda *_: (print('saved'), sys.exit(0)))"))
     workers = run.wait_for("ready0", "ready1")
     run.process.send_signal(number)
     result = run.finish()

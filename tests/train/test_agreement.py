@@ -190,7 +190,8 @@ NOISE = """
             super().step()
             with torch.no_grad():
                 for p in self.param_groups[0]["params"]:
-                    p.add_(torch.randn_like(p), alpha=1e-4)
+                    p.add_(torch.randn(p.shape, generator=own), alpha=1e-4)
+    own = torch.Generator().manual_seed(rank)
     torch.manual_seed(0)
     model = nn.Linear(6, 3)
     optimizer = Langevin(model.parameters(), lr=0.05)

@@ -165,5 +165,5 @@ def test_a_closure_that_is_not_called_is_refused(dadt_run) -> None:
 
 
 def test_the_last_line_says_why_no_step_was_late(dadt_run) -> None:
-    run = dadt_run(LINES.format(name="torch.optim.SGD"), "--warmup-steps", "20")
+    run = dadt_run(LINES.format(name="torch.optim.SGD", before=""), "--warmup-steps", "20")
     assert "12 steps, none delayed (the first 20 steps are synchronous), " in run.output

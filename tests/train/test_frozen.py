@@ -54,9 +54,3 @@ def test_it_trains_as_in_one_process(dadt_run, options: list[str]) -> None:
     assert_equal(*run.ranks)
     for name, value in alone.items():
         torch.testing.assert_close(run.ranks[0][name], value, rtol=1e-4, atol=1e-5, msg=name)
-
-
-@pytest.mark.slow
-def test_replicas_stay_equal_one_step_late(dadt_run) -> None:
-    run = dadt_run(TRAIN, "--warmup-steps", "3", "--algorithm", "pipe")
-    assert_equal(*run.ranks)

@@ -33,10 +33,10 @@ COUNT = """
 """
 
 
-@pytest.mark.parametrize(("algorithm", "most"), [("pipe", 415), ("sync", 311)])
+@pytest.mark.parametrize(("algorithm", "most"), [("pipe", 463), ("sync", 355)])
 def test_a_step_makes_few_calls(dadt_run, algorithm: str, most: int) -> None:
-    """The bounds leave room for 3 % more than there are now (403 and 302)."""
+    """The bounds leave room for 3 % more than there are now (449 and 344)."""
     run = dadt_run(COUNT, "--algorithm", algorithm, "--warmup-steps", "5")
     assert_replicas_equal(run)
     for rank in run.ranks:
-        assert 50 < rank["calls"] < most, rank["most"]
+        assert 50 < rank["calls"] < most, "\n".join(map(str, rank["most"]))

@@ -67,8 +67,11 @@ class StepMetadata:
 
 def mean_loss(lanes: Sequence[StepMetadata]) -> float:
     """Of all ranks, as their gradients count."""
-    total = sum(lane.weight for lane in lanes)
-    return sum(lane.loss * lane.weight for lane in lanes) / total if total else 0.0
+    total = weighted = 0.0
+    for lane in lanes:
+        total += lane.weight
+        weighted += lane.loss * lane.weight
+    return weighted / total if total else 0.0
 
 
 METADATA_BYTES = _FORMAT.size
