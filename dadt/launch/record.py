@@ -97,12 +97,12 @@ class Record:
 
 def shortened(text: str) -> list[str]:
     """The first lines and the last ones, so that the text above them stays on the screen."""
-    lines = printable(_cut(ADVICE.sub("", text), CAUSE_LETTERS, LAST_LETTERS)).split("\n")
+    lines = ADVICE.sub("", text).split("\n")
     left_out = len(lines) - CAUSE_LINES
-    if left_out <= 1:
-        return lines
-    begin = CAUSE_LINES - LAST_LINES
-    return [*lines[:begin], f"... {left_out} more lines, in the log ...", *lines[begin + left_out :]]
+    if left_out > 1:
+        begin = CAUSE_LINES - LAST_LINES
+        lines = [*lines[:begin], f"... {left_out} more lines, in the log ...", *lines[begin + left_out :]]
+    return printable(_cut("\n".join(lines), CAUSE_LETTERS, LAST_LETTERS)).split("\n")
 
 
 def _cut(text: str, most: int, last: int) -> str:

@@ -99,8 +99,7 @@ class Attachment:
         self.agreement = Agreement(self.name, runtime, partial(owner.sync_from_rank0, self))
         self.finite = Finite(runtime.config.on_nan, runtime, owner.parameter_names, self.measure)
         self.exchanges = self.numbered_from = 0  # one for each step, and each evaluation of a closure
-        self.consumed = self.stepping = False
-        """This step's gradients are averaged; the optimizer's own step is under way."""
+        self.consumed = self.stepping = False  # gradients are averaged; the optimizer's own step is under way
         self._held: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._growth = Growth()
         self._schema: BucketPlan | None = None
