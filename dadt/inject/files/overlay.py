@@ -52,7 +52,7 @@ class Overlay(Tree):
         self._start = start
         self._was_apart = False
         self._awaited: set[str] = set()
-        """What this rank has let the first one save in its place."""
+        """What this rank has let the first one save or rename in its place: no names of another run of the script."""
         self.loads: Callable[[str], None] | None = None
         """Called, in a replay, with the path of a file whose contents are about to be read, and which is not a copy."""
 
@@ -254,7 +254,7 @@ class Overlay(Tree):
             except FileNotFoundError:
                 if target is None or (source is not None and kind(source) is not None):
                     raise
-                return self.reveal(target)  # the first rank has renamed it already, or fails in its place
+                return self.awaited(target)  # the first rank has renamed it already, or fails in its place
             goal = dst if target is None else self._goal(target, kind(origin) == stat.S_IFDIR)
             try:
                 rename(origin, goal)

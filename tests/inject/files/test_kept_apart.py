@@ -133,7 +133,6 @@ late = [0.7] if mine == "{rank}" else []
 
 
 @pytest.mark.sample(1)
-@pytest.mark.slow  # ranks of one host still race now and then for the removal of old checkpoints
 @pytest.mark.parametrize("rank", ["nobody", 0, 1])
 def test_renamed_removed_and_loaded_checkpoints(job, tmp_path: Path, rank: int | str) -> None:
     """Whichever is late at the first one, by less than it is waited for."""
