@@ -281,3 +281,25 @@ def test_a_library_that_opens_files_by_itself_finds_the_copies(tmp_path: Path, f
     assert second.path_for_library(path, "r") == second.path_for_library(path, "a") == private
     assert second.path_for_library(str(folder / "other.h5"), "r") == str(folder / "other.h5")
     assert second.missed() == [path]
+
+
+def test_what_the_first_rank_has_renamed_already_is_this_ranks_own(tmp_path: Path) -> None:
+    """As where each rank keeps the newest two checkpoints, and the first one is ahead."""
+    first, second = overlay_of(tmp_path, rank_of(first=True), rank=0), overlay_of(tmp_path)
+    names = [str(tmp_path / f"last-{number}.pt") for number in range(3)]
+    half = str(tmp_path / "half")
+    write(first, half, "w", b"")
+    write(second, half, "w", b"")
+    second.rename(half, names[0])
+    for name in names:
+        write(first, half, "w", b"")
+        first.rename(half, name)
+    first.remove(names[0])
+
+    def listed() -> list[str]:
+        return [name for name in second.listdir(str(tmp_path)) if name.startswith("last")]
+
+    assert listed() == ["last-0.pt"]
+    for name in names[1:]:
+        second.rename(half, name)
+    assert sorted(listed()) == ["last-0.pt", "last-1.pt", "last-2.pt"]
