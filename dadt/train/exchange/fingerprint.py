@@ -20,7 +20,7 @@ _INPUTS = 4096
 def of_gradient(parameters: Sequence[torch.Tensor]) -> int:
     """Fingerprint of the last gradients; 0 if all their values are 0, or there is none."""
     dense = [p.grad for p in parameters if p.grad is not None and _is_dense(p.grad)][-_GRADIENTS:]
-    return _crc(dense) if any(bool(_some(gradient).any()) for gradient in dense) else 0
+    return _crc(dense) if any(bool(some_values(gradient).any()) for gradient in dense) else 0
 
 
 def of_inputs(given: Any, before: int) -> int:
@@ -49,22 +49,18 @@ def of_values(values: torch.Tensor) -> int:
     return zlib.crc32(_bytes([values], values.numel()))
 
 
-def some_values(tensor: torch.Tensor, most: int) -> torch.Tensor:
-    """The first ones, where they lie."""
-    return _some(tensor, most)
-
-
 def _crc(tensors: Sequence[torch.Tensor]) -> int:
     return zlib.crc32(_bytes(tensors))
 
 
 def _bytes(tensors: Sequence[torch.Tensor], most: int = 64) -> bytes:
     layout = torch.contiguous_format  # else a single value keeps its stride
-    parts = [_some(t, most).to("cpu", copy=True, memory_format=layout).view(torch.uint8) for t in tensors]
+    parts = [some_values(t, most).to("cpu", copy=True, memory_format=layout).view(torch.uint8) for t in tensors]
     return b"".join(part.numpy().tobytes() for part in parts)
 
 
-def _some(tensor: torch.Tensor, most: int = 64) -> torch.Tensor:
+def some_values(tensor: torch.Tensor, most: int = 64) -> torch.Tensor:
+    """The first ones, where they lie."""
     return tensor.detach().reshape(-1)[:most]
 
 
