@@ -18,7 +18,7 @@ import shutil
 import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from dadt.control import private_files
 from dadt.errors import NotResumed
@@ -29,6 +29,8 @@ KEPT = 2
 FOLDER = "snapshots"
 MOST_RANKS = 1 << 20
 _BLOCK = 1 << 20
+_SYNCED = 32 << 20
+"""Bytes after which the disk is waited for."""
 _LARGEST = 16 << 20
 """Bytes of what is told of a job, of which the arguments of its script are the most."""
 _PART = re.compile(r"rank(\d{1,7})")
@@ -42,9 +44,45 @@ def content_of(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.pt"
 
 
-def complete(folder: Path, rank: int, half: Path, told: dict[str, Any]) -> None:
-    """`half` is the rank's content, on disk: from now on it is part of the snapshot. Raises OSError."""
-    about = {"version": VERSION, "size": half.stat().st_size, "sha256": digest(half), **told}
+class Content:
+    """A file that a rank's content is written to. Its checksum is computed on the way, and what is on disk leaves the
+    memory of the operating system, which the files of the training need: nobody reads it soon."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._hash = file, hashlib.sha256()
+        self._size = self._synced = 0
+
+    def write(self, data: Any) -> int:
+        """All of it. Raises OSError."""
+        view = memoryview(data).cast("B")
+        self._hash.update(view)
+        self._file.write(view)
+        self._size += len(view)
+        if self._size - self._synced >= _SYNCED:
+            self.sync()
+        return len(view)
+
+    def flush(self) -> None:
+        """Asked for by torch. Raises OSError."""
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Return once all of it is on disk. Raises OSError."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        os.posix_fadvise(self._file.fileno(), self._synced, 0, os.POSIX_FADV_DONTNEED)
+        self._synced = self._size
+
+    @property
+    def sha256(self) -> str:
+        """In hexadecimal digits, of what has been written so far."""
+        return self._hash.hexdigest()
+
+
+def complete(folder: Path, rank: int, half: Path, sha256: str, told: dict[str, Any]) -> None:
+    """`half` is the rank's content, on disk, with this checksum: from now on it is part of the snapshot. Raises
+    OSError."""
+    about = {"version": VERSION, "size": half.stat().st_size, "sha256": sha256, **told}
     half.rename(content_of(folder, rank))
     write(folder / f"rank{rank}.json", json.dumps(about))
 

@@ -420,9 +420,8 @@ def test_a_torn_or_foreign_snapshot_is_refused(launch, tmp_path) -> None:
     held = torch.load(newest / "rank0.pt", weights_only=True)
     # With checksums that are right: of a stranger, or of a script whose scheduler has changed its class.
     torch.save({**held, "schedulers": {number: {"last_epoch": 1} for number in held["schedulers"]}}, newest / "half")
-    snapshots.complete(
-        newest, 0, newest / "half", {name: told[name] for name in told if name not in ("size", "sha256")}
-    )
+    kept = {name: told[name] for name in told if name not in ("size", "sha256")}
+    snapshots.complete(newest, 0, newest / "half", snapshots.digest(newest / "half"), kept)
     foreign = launch(script, *OPTIONS, "--resume", str(newest), "train.py")
     assert foreign.code == 2 and "in the snapshot is that of another object" in foreign.err, foreign.err
     assert "resumed" not in foreign.err and "Traceback" not in foreign.err

@@ -67,7 +67,7 @@ def stored(root: Path, held: Any, told: Any = None) -> Path:
     sys.setrecursionlimit(20_000)  # as one who writes deep files has it
     torch.save(held, folder / "half")
     sys.setrecursionlimit(limit)
-    snapshots.complete(folder, 0, folder / "half", dict(TOLD))
+    snapshots.complete(folder, 0, folder / "half", snapshots.digest(folder / "half"), dict(TOLD))
     if told is not None:
         about = json.loads((folder / "rank0.json").read_text())
         (folder / "rank0.json").write_text(json.dumps({**about, **told}))
@@ -197,12 +197,12 @@ def compress(folder: Path) -> None:
     with zipfile.ZipFile(folder / "half", "w", zipfile.ZIP_DEFLATED) as packed:
         for name, data in held.items():
             packed.writestr(name, data)
-    snapshots.complete(folder, 0, folder / "half", dict(TOLD))
+    snapshots.complete(folder, 0, folder / "half", snapshots.digest(folder / "half"), dict(TOLD))
 
 
 def no_archive(folder: Path) -> None:
     (folder / "half").write_bytes(b"x" * 1000)
-    snapshots.complete(folder, 0, folder / "half", dict(TOLD))
+    snapshots.complete(folder, 0, folder / "half", snapshots.digest(folder / "half"), dict(TOLD))
 
 
 @pytest.mark.parametrize(

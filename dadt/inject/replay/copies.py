@@ -88,9 +88,9 @@ class Copies:
             plain = tensor.is_cpu and not tensor.is_inference() and not tensor.is_conj() and not tensor.is_neg()
             if not (plain and _is_large(tensor) and _is_dense(tensor)):
                 return self._filled(tensor.detach())
-            into = torch.empty_like(tensor, requires_grad=False)
-            self._later.append((tensor, into, tensor._version))
-            return into
+            self._kept.append(self._room.take(tensor))
+            self._later.append((tensor, self._kept[-1], tensor._version))
+            return self._kept[-1]
 
         return self._copy(tensor, placed)
 

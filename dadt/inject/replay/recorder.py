@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import threading
 from collections import deque
@@ -28,6 +29,8 @@ WAITING = 2
 """Snapshots that may wait to be written: where they come faster than the disk takes them, training waits for it."""
 UNSEEN = 3
 """Snapshots in a row that no training forward follows, after which that is told."""
+LEAST_PRIORITY = 19
+"""The highest nice value of Linux."""
 LARGE = 1 << 20
 """Bytes of a batch beyond which a part of it stands for it."""
 
@@ -197,8 +200,10 @@ class Recorder:
             before.join()
         rank, folder = self._runtime.world.rank, snapshots.folder_of(self._root, taken.told["step"])
         try:
-            snapshot.write(folder, rank, taken.content.content)
-            snapshot.complete(folder, rank, taken.told)
+            # Threads that train come first: this one takes what they leave of the processors.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
+            sha256 = snapshot.write(folder, rank, taken.content.content)
+            snapshot.complete(folder, rank, sha256, taken.told)
             if not self._is_proven:
                 snapshot.read(folder, rank)  # what is no plain value is found now, and not when it is needed
                 self._is_proven = True

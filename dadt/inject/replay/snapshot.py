@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
 from contextlib import suppress
 from os import mkdir
@@ -38,26 +37,27 @@ def check(told: dict[str, Any]) -> None:
         raise NotResumed(f"--resume: the script {sys.argv[0]} has changed since the snapshot: --force goes on with it")
 
 
-def write(folder: Path, rank: int, content: dict[str, Any]) -> None:
-    """Not part of the snapshot until `complete`. Raises OSError, or RuntimeError as torch does."""
+def write(folder: Path, rank: int, content: dict[str, Any]) -> str:
+    """Returns its checksum. It is no part of the snapshot until `complete`. Raises OSError, or RuntimeError as torch
+    does."""
     for each in [*reversed(folder.parents), folder]:
         if not each.is_dir():
             with suppress(FileExistsError):  # another rank has just made it
                 mkdir(each, private_files.PRIVATE)  # noqa: PTH102 (pathlib's is kept apart)
     try:
         with private_files.open_file(_half(folder, rank), inner=True) as file:
-            save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
+            written = snapshots.Content(file)
+            save(content, written)  # type: ignore[arg-type]  # all that torch asks for is `write`
+            written.sync()
     except BaseException:
         discard(folder, rank)
         raise
+    return written.sha256
 
 
-def complete(folder: Path, rank: int, told: dict[str, Any]) -> None:
-    """Nothing where it could not be written. told: of the job. Raises OSError."""
-    if _half(folder, rank).exists():
-        snapshots.complete(folder, rank, _half(folder, rank), told)
+def complete(folder: Path, rank: int, sha256: str, told: dict[str, Any]) -> None:
+    """What has been written with this checksum is part of the snapshot. told: of the job. Raises OSError."""
+    snapshots.complete(folder, rank, _half(folder, rank), sha256, told)
 
 
 def discard(folder: Path, rank: int) -> None:
