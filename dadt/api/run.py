@@ -174,6 +174,9 @@ class _Streams:
         to.write(data.decode(errors="replace"))
         to.flush()
 
+    def bars_move(self) -> bool:
+        return False
+
     def meanwhile(self, act: Callable[[], None]) -> None:
         """A notebook takes what it is given."""
 

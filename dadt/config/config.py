@@ -244,7 +244,7 @@ class Config:
     )
     pass_local_rank: bool = launch_knob(False, "Add --local_rank N to the script's arguments.", advanced=True)
     torch_env: bool = launch_knob(True, "Set RANK, WORLD_SIZE, MASTER_ADDR and similar variables.", advanced=True)
-    output: str = launch_knob("all", "Output to show: all, rank0, errors, or ranks such as 0,3-5.", metavar="WHAT")
+    output: str = launch_knob("once", "Output to show: once, all, rank0, errors, 0,3-5.", metavar="WHAT")
     log_dir: str = launch_knob(
         "dadt-logs",
         "Folder for the logs, which hold everything that workers print.",

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 MOST = 1 << 20
 """Largest count of workers or anything else; a larger one is a typing error and would fill the memory."""
 _PART = re.compile(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", re.ASCII)
+
+
+def text(listed: Iterable[int]) -> str:
+    """The list as users write it, which `numbers` reads."""
+    parts: list[list[int]] = []
+    for number in sorted(listed):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(f"{part[0]}-{part[-1]}" if part[1:] else str(part[0]) for part in parts)
 
 
 def numbers(text: str) -> set[int] | None:

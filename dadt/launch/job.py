@@ -339,6 +339,7 @@ class Job:
         trains = member.claimed and not member.finished
         what = f"rank {member.rank} ({member.place}) {ending.text} after {steps_text(ending.step)}"
         member.ended = True
+        self._output.end(member.rank)
         member.sign(ending.text)
         self._leaves(node, ending.rank)
         over = ending.code > 0 and all(each.finished for each in present)  # the script says how training has ended
@@ -353,8 +354,7 @@ class Job:
             secondary = record is not None and record.secondary
             if not secondary:
                 self._deaths.append(Frame("death", {"text": what}))
-            seconds = PRIMARY_SECONDS if secondary else 0.0
-            self._termination.fail_by(seconds, lets_leave=secondary or member.finished)
+            self._termination.fail_by(PRIMARY_SECONDS if secondary else 0.0, lets_leave=secondary or member.finished)
         self._membership.exited(member, self._termination.goes_on and node not in self._leaving)
         self._rendezvous.settle()
 

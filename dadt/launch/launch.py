@@ -29,7 +29,7 @@ from dadt.launch.joining import Joining
 from dadt.launch.launchers import launcher_of
 from dadt.launch.monitor import metrics
 from dadt.launch.monitor.metrics import Export
-from dadt.launch.monitor.output import Output, ranks_shown
+from dadt.launch.monitor.output import Output
 from dadt.launch.monitor.series import Series
 from dadt.launch.monitor.watch import View, Watch
 from dadt.launch.order import look, orders
@@ -152,9 +152,10 @@ def _run(
         output = Output(
             where.logs,
             [slot.host for slot in where.slots],
-            ranks_shown(config.output, len(where.slots)),
+            config.output,
             voice.lines,
             lambda text: voice.say(text, "warning"),
+            voice.bars_move,
         )
         if restarts:
             output.note(f"dadt: restart {restarts}")

@@ -37,6 +37,9 @@ class Voice(Protocol):
     def lines(self, stream: str, data: bytes) -> None:
         """Print complete lines of a worker's "out" or "err"."""
 
+    def bars_move(self) -> bool:
+        """Whether a live view shows the workers' progress bars as they move."""
+
     def meanwhile(self, act: Callable[[], None]) -> None:
         """Call `act` about every second while the output is blocked (by a pager or Ctrl-S)."""
 

@@ -13,7 +13,7 @@ from dadt.control.frame import CHUNK
 from dadt.control.job_folder import is_held
 from dadt.errors import ConfigError
 from dadt.launch.local_jobs import Trace
-from dadt.launch.monitor.output import Assembler
+from dadt.launch.monitor.printed import Printed
 from dadt.launch.query import Line
 from dadt_cli.jobs.find import folder_of, log_dir_option, rank_option, recorded_jobs
 from dadt_cli.terminal import console
@@ -60,7 +60,7 @@ class Tail:
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb", buffering=0)
         self._prefix = f"[{path.stem.removeprefix('rank')}] ".encode()
-        self._assembler = Assembler()
+        self._printed = Printed()
 
     def __enter__(self) -> Tail:
         return self
@@ -71,8 +71,8 @@ class Tail:
     def show(self, last: bool = False) -> None:
         """What is new. last: with what has no end of line."""
         while data := self._file.read(CHUNK):
-            self._print(self._assembler.feed(data, time.monotonic()))
-        self._print(self._assembler.finish() if last else self._assembler.tick(time.monotonic()))
+            self._print(self._printed.feed(data, time.monotonic()))
+        self._print(self._printed.finish() if last else self._printed.tick(time.monotonic()))
 
     def _print(self, lines: list[bytes]) -> None:
         if lines:

@@ -100,7 +100,7 @@ class Live:
 
     def _draw(self) -> None:
         """In one go, and in place where nothing was printed: so it does not flicker."""
-        before, self._size = self._size, _terminal_size()
+        before, self._size = self._size, console.size()
         width, height = self._size
         rows = self._rows(width, height)
         # A row that was broken is joined again when the terminal grows, unless it was erased meanwhile.
@@ -115,7 +115,7 @@ class Live:
         become narrower: then it has broken the rows that do not fit any more."""
         if not self._drawn:
             return b""
-        width, _ = _terminal_size()
+        width, _ = console.size()
         up = sum(max(1, -(-row // width)) for row in self._drawn) - 1
         return b"\r" + (b"\x1b[%dA" % up if up else b"")
 
@@ -200,15 +200,6 @@ def _note(gauge: Gauge, slowest: bool) -> str:
 def _folded(watch: Watch, left: int) -> str:
     least, most = watch.steps()
     return f"and {left} faster ranks; all are at steps {least} to {most}"
-
-
-def _terminal_size() -> tuple[int, int]:
-    """A terminal that does not know its size says 0; one that was closed, nothing."""
-    try:
-        width, height = os.get_terminal_size(STDERR)
-    except OSError:
-        width, height = 0, 0
-    return width or 80, height or 24
 
 
 def _clock(seconds: float) -> str:

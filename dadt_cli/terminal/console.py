@@ -6,12 +6,16 @@ import errno
 import os
 import select
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from dadt.errors import DadtError
 
+FOLDED_WIDTH = 40
+"""Columns below which lines are not folded any narrower."""
 MEANWHILE_SECONDS = 0.2
 STREAMS = {"out": 1, "err": 2}
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -50,6 +54,20 @@ def show_above(view: View | None) -> None:
     """From now on all is printed above this view; None: it is gone."""
     global _view
     _view = view
+
+
+def size() -> tuple[int, int]:
+    """Columns and rows of the terminal. One that does not know its size says 0; one that was closed, nothing."""
+    try:
+        width, height = os.get_terminal_size(STREAMS["err"])
+    except OSError:
+        width, height = 0, 0
+    return width or 80, height or 24
+
+
+def bars_move() -> bool:
+    """Whether a view shows workers' progress bars as they move."""
+    return _view is not None
 
 
 def lines(stream: str, data: bytes) -> None:
@@ -107,7 +125,7 @@ def _attend() -> None:
 
 def say(text: str, level: str = "info") -> None:
     """level: info, warning or error."""
-    _write(f"dadt: warning: {text}" if level == "warning" else f"dadt: {text}", level != "info")
+    _write(_folded(f"dadt: warning: {text}" if level == "warning" else f"dadt: {text}"), level != "info")
 
 
 def part(text: str, last: bool = False) -> None:
@@ -121,16 +139,28 @@ def part(text: str, last: bool = False) -> None:
 
 def block(text: Sequence[str]) -> None:
     """The text that is to stand last on the screen; its first line names the speaker."""
-    _write("dadt: " + "\n".join(text), True)
+    _write(_folded("dadt: " + "\n".join(text)), True)
 
 
 def error(text: str) -> None:
-    _write(f"dadt: {text}", True)
+    _write(_folded(f"dadt: {text}"), True)
 
 
 def text(text: str, stdout: bool = False) -> None:
     """On stderr, or on stdout where it is what the command was called for."""
     _write(text, False, stream=1 if stdout else 2)
+
+
+def _folded(text: str) -> str:
+    """Broken between words where a line is longer than the terminal is wide. What is indented is quoted, and stays."""
+    if not sys.stderr.isatty():
+        return text
+    width = max(FOLDED_WIDTH, size()[0])
+    fold = partial(
+        textwrap.wrap, width=width, subsequent_indent="      ", break_long_words=False, break_on_hyphens=False
+    )
+    lines = [[line] if line[:1].isspace() or len(line) <= width else fold(line) for line in text.split("\n")]
+    return "\n".join(part for parts in lines for part in parts)
 
 
 def _write(text: str, loud: bool, end: str = "\n", stream: int = 2) -> None:

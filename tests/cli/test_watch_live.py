@@ -183,6 +183,46 @@ def test_there_need_not_be_a_view(show, arguments, env):
     assert "[0] plain" in terminal.lines
 
 
+BARS = (
+    STEPS
+    + """\
+import sys
+number = 0
+print("alike", flush=True)
+while not os.path.exists("go"):
+    number += 1
+    step(number)
+    sys.stderr.write(f"\\router {number}\\n\\rinner {number} of {rank}\\x1b[A"); sys.stderr.flush()
+    time.sleep(0.05)
+sys.stderr.write("\\n\\r" + " " * 20 + "\\x1b[A\\router at its end\\n"); sys.stderr.flush()
+control.close()
+"""
+)
+
+
+def test_bars_move_in_the_view_and_leave_their_last_state(show):
+    terminal = show(BARS, "-np", "2", "--output", "once", "train.py", width=120)
+    for number in (3, 9):
+        terminal.see(lambda lines, n=number: re.search(r"inner (\d+) of 1", row(lines, 1)) and _at(lines) >= n, "a bar")
+    (terminal.folder / "go").touch()
+    assert terminal.finish() == 0
+    assert without_clutter(terminal.lines) == ["[0-1] alike", "[0-1] outer at its end"]
+
+
+def _at(lines: list[str]) -> int:
+    found = re.search(r"inner (\d+) of 1", row(lines, 1))
+    return int(found[1]) if found else 0
+
+
+def test_what_dadt_says_is_folded_between_words(show):
+    folder = "a-folder-with-a-long-name/and-another-one"
+    terminal = show("print('x')", "-np", "1", "--log-dir", folder, "train.py", width=60)
+    assert terminal.finish() == 0
+    first = next(line for line in terminal.lines if line.startswith("dadt: 1 worker"))
+    rest = terminal.lines[terminal.lines.index(first) + 1]
+    assert len(first) <= 60 and re.fullmatch(rf"      (\S+ )*{folder}/\w{{4}}\)", rest)
+
+
 def test_no_color_is_respected(show):
     terminal = show(TRAIN, env={"NO_COLOR": "1"})
     terminal.see(lambda lines: row(lines, 1), "a view")

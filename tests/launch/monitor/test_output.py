@@ -6,13 +6,15 @@ import os
 import re
 import signal
 import subprocess
+import textwrap
 import time
 
 import pytest
 from harness.run import DADT, SECONDS, await_that, left_of
 
+from dadt.config.config import Config
 from dadt.errors import ConfigError
-from dadt.launch.monitor.output import LINE_LIMIT, Assembler, ranks_shown
+from dadt.launch.monitor.output import ranks_shown
 from dadt.launch.outcome import Outcome
 from dadt.launch.termination import Termination
 
@@ -71,15 +73,33 @@ def test_a_progress_bar_does_not_flood_the_console(launch):
     script = (
         "import sys, time\n"
         "for i in range(101):\n"
-        "    sys.stderr.write(f'\\r{i:3}% done'); sys.stderr.flush(); time.sleep(0.01)\n"
+        "    sys.stderr.write(f'\\r{i:3}% done'); sys.stderr.flush()\n"
         "sys.stderr.write('\\n'); print('after')\n"
     )
     result = launch(script, "-np", "1", "train.py")
-    bars = re.findall(r"^\[0\] +\d+% done$", result.err, re.M)
-    assert 2 <= len(bars) < 40
-    assert bars[-1] == "[0] 100% done"
+    assert re.findall(r"^\[0\] +\d+% done$", result.err, re.M) == ["[0] 100% done"]
     assert result.log(0).count(b"\r") == 101
     assert b"\r" not in result.out
+
+
+def test_what_all_ranks_print_alike_is_shown_once_by_default(launch):
+    script = """
+        import os, sys
+        print("alike")
+        print("rank", os.environ["RANK"])
+        print("alike again")
+        print("a warning", file=sys.stderr)
+        if os.environ["RANK"] == "1":
+            print("mine alone")
+    """
+    result = launch(textwrap.dedent(script), "-np", "3", "--output", "once", "train.py")
+    lines = result.out.decode().splitlines()
+    assert sorted(lines) == sorted(
+        ["[0-2] alike", *(f"[{r}] rank {r}" for r in range(3)), "[0-2] alike again", "[1] mine alone"]
+    )
+    assert lines[0] == "[0-2] alike" and lines.index("[0-2] alike again") > lines.index("[2] rank 2")
+    assert result.err.count("a warning") == 1 and "[0-2] a warning\n" in result.err
+    assert Config().output == "once"
 
 
 @pytest.mark.parametrize(
@@ -118,30 +138,6 @@ def test_a_reader_that_leaves_ends_the_job(start):
     run.process.stdout = None
     run.process.communicate(timeout=60)
     assert run.process.returncode == 141
-
-
-def test_only_the_last_state_of_a_redrawn_line_counts():
-    lines = Assembler()
-    assert lines.feed(b"\r 1%", 100.0) == []
-    assert lines.feed(b"\r 2%\r 3%", 100.1) == [b" 2%"]
-    assert lines.feed(b"\r 4%\r 5%", 100.2) == []
-    assert lines.due == pytest.approx(100.6)
-    assert lines.tick(100.7) == [b" 4%"]
-    assert lines.feed(b"\r 6%\nnext\r\n\n", 100.8) == [b" 6%", b"next", b""]
-    assert lines.finish() == []
-
-
-def test_a_bar_that_was_shown_leaves_no_empty_line():
-    lines = Assembler()
-    assert lines.feed(b"100%\r", 100.0) == [b"100%"]
-    assert lines.feed(b"\nnext\n", 100.1) == [b"next"]
-
-
-def test_a_line_without_end_is_cut():
-    lines = Assembler()
-    parts = lines.feed(b"x" * (3 * LINE_LIMIT + 5), 0.0)
-    assert [len(part) for part in parts] == [LINE_LIMIT] * 3
-    assert lines.finish() == [b"x" * 5]
 
 
 @pytest.mark.parametrize("text", ["", "x", "1-", "9", "-1", "0,,1"])

@@ -1,0 +1,78 @@
+"""A line is shown once where all ranks print it within a moment, and each rank's lines keep their order."""
+
+from __future__ import annotations
+
+import random
+
+from dadt.launch.monitor.alike import MOMENT_SECONDS, WAITING, Alike
+
+
+def shown(alike: Alike, now: float) -> list[tuple[list[int], bytes]]:
+    return list(alike.take(now))
+
+
+def test_alike_from_all():
+    alike = Alike(range(3))
+    for rank in (2, 0):
+        alike.add(rank, [b"x"], 0.0)
+        assert shown(alike, 0.0) == []
+    alike.add(1, [b"x"], 0.1)
+    assert shown(alike, 0.1) == [([0, 1, 2], b"x")]
+    assert alike.due() == float("inf")
+
+
+def test_what_others_do_not_print_waits_a_moment():
+    alike = Alike(range(2))
+    alike.add(0, [b"mine", b"x"], 0.0)
+    alike.add(1, [b"x"], 0.4)
+    assert shown(alike, 0.9) == [] and alike.due() == MOMENT_SECONDS
+    assert shown(alike, MOMENT_SECONDS) == [([0], b"mine"), ([0, 1], b"x")]
+
+
+def test_lines_before_the_common_one_come_before_it():
+    alike = Alike(range(2))
+    alike.add(0, [b"x"], 0.0)
+    alike.add(1, [b"a", b"b", b"x"], 0.3)
+    assert shown(alike, MOMENT_SECONDS) == [([1], b"a"), ([1], b"b"), ([0, 1], b"x")]
+
+
+def test_nobody_waits_for_a_rank_that_has_ended():
+    alike = Alike(range(3))
+    alike.add(0, [b"x", b"y"], 0.0)
+    alike.add(1, [b"x", b"y"], 0.0)
+    alike.add(2, [b"x"], 0.0)
+    assert shown(alike, 0.0) == [([0, 1, 2], b"x")]
+    alike.end(2)
+    assert shown(alike, 0.0) == [([0, 1], b"y")]
+    alike.end(1)
+    alike.add(0, [b"z"], 0.0)
+    assert shown(alike, 0.0) == [([0], b"z")]
+    alike.add(1, [b"anew"], 0.0)
+    alike.add(0, [b"u"], 0.0)
+    assert shown(alike, 0.0) == []
+
+
+def test_a_flood_of_one_rank_does_not_wait():
+    alike = Alike(range(2))
+    alike.add(0, [b"%d" % i for i in range(WAITING + 10)], 0.0)
+    assert len(shown(alike, 0.0)) == 10
+
+
+def test_any_order_keeps_each_rank_s_lines():
+    for seed in range(200):
+        draw, alike, ranks = random.Random(seed), Alike(range(3)), range(3)
+        printed: dict[int, list[bytes]] = {rank: [] for rank in ranks}
+        found: dict[int, list[bytes]] = {rank: [] for rank in ranks}
+        now = 0.0
+        for _ in range(60):
+            now += draw.choice([0.0, 0.1, 1.1])
+            rank, line = draw.choice(ranks), draw.choice([b"a", b"b", b"c"])
+            printed[rank].append(line)
+            alike.add(rank, [line], now)
+            for those, each in alike.take(now):
+                for one in those:
+                    found[one].append(each)
+        for those, each in alike.take(float("inf")):
+            for one in those:
+                found[one].append(each)
+        assert found == printed
