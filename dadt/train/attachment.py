@@ -148,8 +148,7 @@ class Attachment:
     @property
     def trained(self) -> tuple[Any, ...]:
         """A token of what the script trains now: it changes when parameters are added, frozen, moved or cast."""
-        token: tuple[Any, ...] = self._token[0]
-        return token
+        return (*self._token[0], self._listing.used)
 
     def schema_is_current(self) -> bool:
         return self._schema is not None and self._token == self._make_token(self.parameters)
@@ -243,10 +242,9 @@ class Attachment:
         if self.step > 0 and self.owner.together:
             self.changing_buffers.select()
         self.owner.release_other_predictions(self)
-        parameters, late = self.parameters, self.algorithm.tracks or not self.algorithm.averages
-        if self._schema is not None and parameters is not self._followed and not late:
-            self._listing.use_frozen(self._schema.parameters)
-            parameters = self.parameters
+        if self.algorithm.averages:
+            self._listing.use_frozen(self.optimizer, self._followed)
+        parameters = self.parameters
         if len(self.prediction.given) != len(parameters):
             self.prediction.follow(parameters)
         if self.finite.look(parameters, self.scale) and self.finite.skips:
@@ -343,7 +341,7 @@ class Attachment:
 
     def close(self, exchange: Exchange, *, growth: int = 0, redo: bool = False, value: float = 0.0) -> None:
         """Launch what is left of the exchange, with this rank's lane; value: what the algorithm tells its peers."""
-        exchange.scale = self.scale
+        exchange.scale, exchange.frozen = self.scale, self._listing.used
         exchange.close(
             StepMetadata(
                 layout=exchange.schema.crc,
@@ -379,8 +377,9 @@ class Attachment:
         if self.scale is not exchange.scale:
             ratio = (1.0 if self.scale is None else self.scale) / (1.0 if exchange.scale is None else exchange.scale)
         absent = [p for p in self._tables if p.grad is None]
-        used = self._listing.used if self.algorithm.pending is None else frozenset()
-        hand_out(exchange.parameters, exchange.averaged_gradients(), ratio, used)
+        averages = exchange.averaged_gradients()
+        self._listing.averaged(exchange.frozen, averages)
+        hand_out(exchange.parameters, averages, ratio, exchange.frozen)
         for p in absent:
             # As on the ranks that had one: some optimizers take no dense gradient, or none after a sparse one.
             if p.grad is not None and p.grad.layout == torch.strided:

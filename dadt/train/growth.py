@@ -54,7 +54,10 @@ class Growth:
 
         for p in parameters:
             if p not in self._hooked and p.is_leaf:
-                self._hooks.append(p.register_post_accumulate_grad_hook(grew))  # type: ignore[no-untyped-call]
+                wanted = p.requires_grad  # not where it is frozen behind its backward
+                hook = p.requires_grad_().register_post_accumulate_grad_hook(grew)  # type: ignore[no-untyped-call]
+                p.requires_grad_(wanted)
+                self._hooks.append(hook)
                 self._hooked[p] = True
 
 

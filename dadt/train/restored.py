@@ -44,8 +44,10 @@ class RestoredExchange:
     def __init__(self, attachment: Trained, state: dict[str, Any]) -> None:
         """state: what `flight` gave."""
         parameters = list(numbers_of(attachment.optimizer))
+        self.frozen = frozenset(id(parameters[i]) for i in state.get("frozen", ()))
+        gradients = [(parameters[i], g) for i, g in state["gradients"].items()]
         self._gradients = [
-            (p, g.to(p.device, copy=True)) for i, g in state["gradients"].items() if (p := parameters[i]).requires_grad
+            (p, g.to(p.device, copy=True)) for p, g in gradients if p.requires_grad or id(p) in self.frozen
         ]
         places = places_of(attachment)
         self._buffers = {places[i]: b.clone() for i, b in state["buffers"].items() if i < len(places)}
@@ -104,6 +106,7 @@ def flight(attachment: Trained, exchange: Exchange | RestoredExchange) -> dict[s
     buffers = zip(exchange.places, exchange.averaged_buffers(), strict=True)
     return {
         "gradients": {indices[p]: _kept(g) for p, g in exchange.averaged_gradients() if p in indices},
+        "frozen": [i for p, i in indices.items() if id(p) in exchange.frozen],
         "buffers": {places[place]: _kept(b) for place, b in buffers if place in places},
         "norm": float(exchange.norm()),
         "value": max((lane.value for lane in lanes), default=0.0),

@@ -28,6 +28,7 @@ class Listing:
         self._trained: list[torch.Tensor] = []
         self.used: frozenset[int] = frozenset()
         """Frozen ones, by id, whose gradients this step uses all the same, where there are any."""
+        self._idle: frozenset[int] = frozenset()
 
     def every(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         """All, each once; the same object for as long as they stay the same."""
@@ -45,10 +46,18 @@ class Listing:
             self._trained = [p for p, wanted in zip(every, wants, strict=True) if wanted or id(p) in self.used]
         return self._trained
 
-    def use_frozen(self, before: Sequence[torch.Tensor]) -> None:
-        """Have this step train those of `before`, trained in the last step, that were frozen since: where a backward
-        came first, on any rank, an optimizer applies its gradient."""
-        self._use(frozenset(id(p) for p in before if not p.requires_grad))
+    def use_frozen(self, optimizer: torch.optim.Optimizer, before: Sequence[torch.Tensor]) -> None:
+        """Have this step train frozen ones that have a gradient, which an optimizer applies, and those of `before`, of
+        the last step, that may have one on other ranks: the script may have frozen them behind a backward."""
+        if len(self.trained(optimizer)) == len(self._every):
+            return
+        left = {id(p) for p in before} - self._idle
+        frozen = (p for p in self._every if not p.requires_grad)
+        self._use(frozenset(id(p) for p in frozen if p.grad is not None or id(p) in left))
+
+    def averaged(self, frozen: frozenset[int], averages: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """An exchange that used these frozen ones, by id, has come: those without an average are not used again."""
+        self._idle = frozen and frozen.difference(id(p) for p, _ in averages)
 
     def let_go(self) -> None:
         """The step is over."""

@@ -14,6 +14,14 @@ TRAIN = """
         model[2].requires_grad_(not (at == "step" and step % 9 > 6))
         if not model[2].weight.requires_grad:
             model[2].weight.grad = model[2].bias.grad = None
+    def frozen_behind_every_backward(model, optimizer, step, at):
+        model[:3].requires_grad_(at != "step")
+    def unchanged(model, optimizer, step, at):
+        pass
+    def frozen_where_one_rank_uses_it(model, optimizer, step, at):
+        model[2].requires_grad_(not (at == "step" and step % 9 > 5))
+        if (rank + step) % 2 and at == "step":
+            model[2].weight.grad = model[2].bias.grad = None
     def frozen_for_good(model, optimizer, step, at):
         if step == 9 and at == "step":
             model[2].requires_grad_(False)
@@ -23,8 +31,9 @@ TRAIN = """
         if step == 9 and at == "step":
             optimizer.add_param_group({"params": model[4].parameters(), "lr": 0.02})
     found = {}
-    for change in (frozen_behind_backward, frozen_without_gradient, frozen_for_good, unfrozen_behind_backward,
-                   added_behind_backward):
+    CHANGES = (frozen_behind_backward, frozen_without_gradient, frozen_behind_every_backward, unchanged,
+               frozen_where_one_rank_uses_it, frozen_for_good, unfrozen_behind_backward, added_behind_backward)
+    for change in CHANGES if world > 1 else [c for c in CHANGES if c is not frozen_where_one_rank_uses_it]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
         few = change is added_behind_backward
@@ -54,3 +63,14 @@ def test_it_trains_as_in_one_process(dadt_run, options: list[str]) -> None:
     assert_equal(*run.ranks)
     for name, value in alone.items():
         torch.testing.assert_close(run.ranks[0][name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.slow
+def test_it_trains_one_step_late(dadt_run) -> None:
+    """Each gradient is applied one step late, also where its parameter is frozen behind each backward."""
+    run = dadt_run(TRAIN, "--warmup-steps", "3", "--algorithm", "pipe")
+    assert_equal(*run.ranks)
+    found = run.ranks[0]
+    for name in [name for name in found if name.startswith("unchanged ")]:
+        other = name.replace("unchanged", "frozen_behind_every_backward")
+        torch.testing.assert_close(found[other], found[name], rtol=0, atol=0, msg=name)

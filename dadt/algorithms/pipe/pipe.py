@@ -239,7 +239,7 @@ class Pipe(Algorithm):
         a.measure.delayed += 1
         alarm = max(lane.value for lane in lanes)
         self._count_changes(oldest, exchange)
-        applies = a.finite.judge(lanes, oldest) and _trains(oldest, exchange)
+        applies = a.finite.judge(lanes, oldest) and _trains(oldest)
         if alarm or self._changes >= _PATIENCE:
             a.agree(lanes, oldest)
             self._fall_back(exchange, alarm)
@@ -265,9 +265,9 @@ class Pipe(Algorithm):
     def _count_changes(self, before: Exchange | RestoredExchange, latest: Exchange) -> None:
         """All ranks train the same parameters: the lanes say so."""
         self._changes = max(self._changes - 1, 0)
-        if before.schema is not latest.schema:
-            old = {id(p) for p in before.schema.parameters}
-            self._changes += _PARTS * any(id(p) not in old for p in latest.schema.parameters)
+        if before.schema is not latest.schema or before.frozen != latest.frozen:
+            old = {id(p) for p in before.parameters} - before.frozen
+            self._changes += _PARTS * any(id(p) not in old | latest.frozen for p in latest.parameters)
 
     def _fall_back(self, exchange: Exchange, alarm: float) -> None:
         """Synchronous from this very step on: with its own gradients, which are the last under way."""
@@ -326,12 +326,11 @@ _WHY = {
 """The same as `_reason`, in a few words."""
 
 
-def _trains(oldest: Exchange | RestoredExchange, latest: Exchange) -> bool:
+def _trains(oldest: Exchange | RestoredExchange) -> bool:
     """Whether anything of what has arrived is still trained."""
     if isinstance(oldest, RestoredExchange):
         return bool(oldest.averaged_gradients())
-    now = {id(p) for p in latest.schema.parameters if p.requires_grad} if oldest.schema is not latest.schema else set()
-    return not now or any(id(p) in now for p in oldest.schema.parameters)
+    return any(p.requires_grad or id(p) in oldest.frozen for p in oldest.parameters)
 
 
 def _reason(alarm: float, name: str) -> str:

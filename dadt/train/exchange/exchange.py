@@ -155,13 +155,13 @@ class Exchange(BucketExchange):
         self.weight = weight
         self.scale: torch.Tensor | None = None
         """The loss scale that the gradients carry."""
-        self.waited = 0.0
-        """Seconds in `receive`."""
+        self.frozen: frozenset[int] = frozenset()
+        """Parameters, by id, that were frozen when it was closed, behind the backward that made their gradients."""
+        self.waited = 0.0  # seconds in `receive`
         schema.next_turn()
         self._turn, self._buffer_turn = schema.turn, schema.buffer_turn
         self._ahead: dict[int, Staged] = {}
-        self._delivered: dict[Bucket, list[torch.Tensor]] = {}
-        """Averages that have been brought to a GPU, where they are not handed out yet."""
+        self._delivered: dict[Bucket, list[torch.Tensor]] = {}  # averages brought to a GPU, and not handed out yet
         self._buffer_works: list[Work | Averaging] = []
         self._ahead_of_step: list[Sent] = []
         self._inputs: list[list[torch.Tensor | None]] = []
@@ -384,7 +384,7 @@ def hand_out(
     used: frozenset[int] = frozenset(),
 ) -> None:
     """Make each average its parameter's `.grad`, multiplied with `ratio`; None for those of `parameters` without. used:
-    frozen ones, by id, that this step changes all the same."""
+    frozen ones, by id, that were so already when their gradients were taken."""
     # Frozen since: the script expects it to stay where it is.
     given = [(p, gradient) for p, gradient in averages if p.requires_grad or id(p) in used]
     if ratio is not None and given:
