@@ -90,12 +90,7 @@ class Wrappers:
 
     def _leave(self, optimizer: torch.optim.Optimizer, reason: str) -> None:
         if optimizer not in self._runtime.left_alone:
-            self._runtime.left_alone.add(optimizer)
-            name = type(optimizer).__name__
-            self._runtime.say(f"{name} is left alone: {reason}")
-            if self._runtime.replays:  # each rank may be at another step, and what it holds is no other's
-                self._runtime.forget()
-                self._runtime.say(f"no snapshots are taken, as {name} is left alone", "warning")
+            self._runtime.leave_alone(optimizer, reason)
 
     def unanswered(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call`, a forward that no backward follows: a DDP would wait for it, and average the next one's gradients."""

@@ -125,6 +125,8 @@ class Modules:
         self.wrappers.notice(seen)
         ordered = by_parameters(roots, optimizer)
         self.runtime.roots[optimizer] = [weakref.ref(m) for m in ordered]
+        if not ordered:
+            self.runtime.built_apart(optimizer)
         for m in ordered:
             self.enter(m, optimizer)
             for inner in (child for name, child in m._modules.items() if name == "_orig_mod" and child is not None):

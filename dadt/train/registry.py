@@ -15,6 +15,7 @@ from dadt.config import Config
 from dadt.errors import ConfigError
 from dadt.train import built
 from dadt.train.attachment import Attachment
+from dadt.train.one_batch import OneBatch
 from dadt.train.peers import Peers
 from dadt.world import World
 
@@ -47,7 +48,9 @@ class Registry(Peers):
         self.explicit = False
         """The script has called `dadt.init`: nothing is DADT's business but the optimizers that it wraps."""
         self.left_alone: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        """Optimizers whose gradients the script averages itself, or not wrapped where it calls `dadt.init`."""
+        """Optimizers whose gradients the script averages itself, or not wrapped where it calls `dadt.init`, or over
+        tensors of one batch."""
+        self.one_batch = OneBatch()
         self.knows_rank = world.rank_in_arguments
         """The script has asked which rank it is."""
         self.backwards = 0
@@ -98,7 +101,9 @@ class Registry(Peers):
         """Gradients are enabled and a registered optimizer's model is in training mode."""
         if not torch.is_grad_enabled():
             return False
-        roots = [self.root_modules(optimizer) for optimizer in list(self._registered)]
+        every = list(self._registered)
+        lasting = [o for o in every if o not in self.one_batch.optimizers]
+        roots = [self.root_modules(optimizer) for optimizer in lasting or every]
         # Parameters of no module have no mode: they train.
         return any(not modules or any(m.training for m in modules) for modules in roots)
 
@@ -118,6 +123,22 @@ class Registry(Peers):
             self.left_alone.add(optimizer)
         else:
             self._enlist(optimizer)
+
+    def built_apart(self, optimizer: torch.optim.Optimizer) -> None:
+        """Its parameters belong to no module."""
+        if optimizer not in self._attachments and self.one_batch.built(optimizer):
+            self.left_alone.add(optimizer)
+
+    def is_of_one_batch(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether all ranks take it for one over tensors of one batch. Asks them, where it trains no module."""
+        if self.explicit or self.roots.get(optimizer):
+            return False
+        told = self.collect(
+            f"whose tensors optimizer #{self.number(optimizer) + 1} has", self.one_batch.fits(optimizer)
+        )
+        if all(told):
+            self.one_batch.agree(optimizer)
+        return all(told)
 
     def leave_to_script(self) -> None:
         """The script calls `dadt.init`: only optimizers that it wraps train."""

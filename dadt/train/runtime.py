@@ -56,10 +56,8 @@ class Runtime(Departure):
         super().__init__(world, config, control, find)
         self.began = False
         """A training forward or a gradient's consumption has happened."""
-        self.on_claim: list[Callable[[], None]] = []
-        """Called before optimizers are attached."""
-        self.on_place: list[Callable[[], None]] = []
-        """Called before the rank is claimed."""
+        self.on_claim: list[Callable[[], None]] = []  # called before optimizers are attached
+        self.on_place: list[Callable[[], None]] = []  # called before the rank is claimed
         self.on_begin: list[Callable[[], None]] = []
         """Called at every training forward and consumption."""
         self.on_regroup: list[Callable[[], None]] = []
@@ -214,11 +212,23 @@ class Runtime(Departure):
                 f"{type(optimizer).__name__} has parameters of lazy modules, whose shapes are not known yet: send a"
                 " batch through the model under torch.no_grad() before training begins"
             )
+        if self.together and self.is_of_one_batch(optimizer):
+            self.leave_alone(optimizer, "its tensors are made for one batch, which is another one on each rank")
+            return
         attachment = Attachment(self, self, optimizer, self._registered[optimizer])
         attachment.batch_weight = self._drawn.pop(optimizer, attachment.batch_weight)
         self._attachments[optimizer] = attachment
         self.progress.measures.append(attachment.measure)
         attachment.start()
+
+    def leave_alone(self, optimizer: torch.optim.Optimizer, reason: str) -> None:
+        """Average nothing for it."""
+        self.left_alone.add(optimizer)
+        name = type(optimizer).__name__
+        self.say(f"{name} is left alone: {reason}")
+        if self.replays:  # each rank may be at another step, and what it holds is no other's
+            self.forget()
+            self.say(f"no snapshots are taken, as {name} is left alone", "warning")
 
     def attachment(self, optimizer: torch.optim.Optimizer) -> Attachment | None:
         """The optimizer's attachment, made now if need be; None where DADT leaves it alone."""
@@ -337,6 +347,7 @@ class Runtime(Departure):
         counts in full."""
         self.progress.samples += samples
         if self.on_training_thread:
+            self.one_batch.drew(source, samples)
             for weight in self._batch_weights:
                 weight.drew(source, samples, nominal)
 
