@@ -4,7 +4,7 @@ shape that they had.
 How many elements were selected is recorded where torch counts them: a mask in an index, `where(mask)` and `argwhere`
 all come to its kernel of `nonzero`. So no function that a script or a compiler sees is another one, and what is
 compiled, traced or scripted counts as well. Torch's kernels for `unique` cannot be called from one in their place: that
-one is replaced where Python calls it.
+one is replaced where Python calls it. Those of `bincount` and its like can since torch 2.9.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
+from itertools import product
 from typing import Any
 
 import torch
@@ -25,6 +27,10 @@ _UNIQUE = (
     (torch._VF, "unique_dim", 1),
 )
 """Where it is, its name, and the place of the argument that says along which dimension it selects."""
+_COUNTING = (("bincount", 0), ("repeat_interleave.Tensor", 0), ("one_hot", -1))
+"""Whose results are as long as their values say, and along which dimension."""
+_MOST = 2**28
+"""Elements along it: none of a script's own has more."""
 _DEVICES = ("CPU", "CUDA")
 
 
@@ -43,6 +49,10 @@ class Selections:
             for device in _DEVICES:
                 self._library.impl("nonzero", self._nonzero, device)  # type: ignore[no-untyped-call]
                 self._library.impl("masked_select", self._masked_select, device)  # type: ignore[no-untyped-call]
+            for (name, dim), device in product(_COUNTING, _DEVICES):
+                with suppress(AttributeError, RuntimeError):  # an older torch, or one that has no such kernel
+                    kernel = torch.library.get_kernel(f"aten::{name}", device)
+                    self._library.impl(name, self._counting(kernel.call_boxed, dim), device, with_keyset=True)  # type: ignore[no-untyped-call]
         for place, name, argument in _UNIQUE:
             original = getattr(place, name)
             unique = self._unique(original, argument)
@@ -75,6 +85,18 @@ class Selections:
         if torch._C._current_graph_task_id() != -1 or not self._values.heeds():
             return found
         return fitted(found, self._values.counted(len(found), max(tensor.numel(), 1) * max(mask.numel(), 1)))
+
+    def _counting(self, original: Callable[..., Any], dim: int) -> Callable[..., Any]:
+        def counting(keys: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            values = self._values
+            if torch._C._current_graph_task_id() != -1 or not values.heeds():
+                return original(keys, tensor, *args, **kwargs)
+            if values.replaying:
+                kwargs.pop("output_size", None)  # what is repeated now adds up to another
+            found = original(keys, tensor, *args, **kwargs)
+            return fitted(found, values.counted(found.shape[dim], _MOST), dim)
+
+        return counting
 
     def _by_index(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """In a process that replays: its backward counts the mask's elements by itself, and that of an index does
