@@ -44,8 +44,8 @@ class World:
     """How often the job has been started again."""
     joins: bool = False
     """It was started in a running job, in place of a worker that was lost."""
-    sharing: tuple[int, ...] = ()
-    """The ranks of those hosts that see the same working folder as this one; empty where no other host does."""
+    folder_writer: int = -1
+    """The rank that writes for good in the working folder, where several hosts see the same one; else -1."""
     generation: int = 0
     """How often ranks of this world were lost, or have joined."""
     launcher: str = ""
@@ -65,7 +65,7 @@ class World:
             rank_in_arguments=env.get("DADT_RANK_IN_ARGUMENTS", "") == "1",
             restarts=int(env.get("DADT_RESTARTS", "0")),
             joins=env.get("DADT_JOINS", "") == "1",
-            sharing=tuple(map(int, filter(None, env.get("DADT_SHARING", "").split(",")))),
+            folder_writer=int(env.get("DADT_FOLDER_WRITER", "-1")),
         )
 
     @classmethod
@@ -103,7 +103,7 @@ class World:
             "DADT_RANK_IN_ARGUMENTS": "1" if self.rank_in_arguments else "",
             "DADT_RESTARTS": str(self.restarts),
             "DADT_JOINS": "1" if self.joins else "",
-            "DADT_SHARING": ",".join(map(str, self.sharing)),
+            "DADT_FOLDER_WRITER": str(self.folder_writer),
         }
 
 

@@ -31,6 +31,12 @@ class Generation:
     """Who has ended, where and how."""
     handed: int = 0
     """The newest generation that began with a new worker for which all others had waited."""
+    writers: tuple[int, ...] = ()
+    """By member, `folder_writer` as of World; empty where no hosts share a folder."""
+
+    def writer(self, rank: int) -> int:
+        """Who writes in the folder of this member, as of World."""
+        return self.writers[self.members.index(rank)] if self.writers else -1
 
 
 class Abort(Protocol):

@@ -206,10 +206,15 @@ class Control:
         """Report that local rank 0 has written the file for the count-th time, which was its number-th save."""
         self._report("saved", path=path, count=count, number=number)
 
-    def wrote(self, path: str, **facts: Any) -> None:
-        """Tell the hosts that see the same folder what this process writes there. facts: size, as of
-        `written_files.line`; or count and number, as of `saved`."""
+    def wrote(self, path: str, **facts: Any) -> bool:
+        """Tell the hosts that see the same folder what this process writes there; whether they are told. facts: size,
+        as of `written_files.line`; or count and number, as of `saved`."""
         self._report("wrote", path=path, **facts)
+        return True
+
+    def heard(self) -> Sequence[bytes]:
+        """What was told in this way: nothing, as the agent adds other hosts' words to the file of its own."""
+        return ()
 
     def await_save(self, path: str, count: int, number: int, step: int, timeout: float, far: bool = False) -> str:
         """Wait until local rank 0, or the first rank of another host (far), has written the file `count` times.

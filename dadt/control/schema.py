@@ -171,9 +171,10 @@ TERMINAL = maybe(pair(whole(0, 65535), whole(0, 65535)))
 DEATH = Kind({"text": text(TEXT), "steps_": COUNT})
 """Says which rank has ended and how, with its steps if it ended well."""
 
-_ranks = listed(RANK, MOST_RANKS)
+_ranks, _writers = listed(RANK, MOST_RANKS), listed(STEP, MOST_RANKS)
 APPROACH = Kind({"number": COUNT, "rank": RANK, "known": COUNT, "last": flag})  # of a new worker
-REGROUP = Kind({"generation": COUNT, "members": _ranks, "firsts": _ranks, "text": text(TEXT), "handed_": COUNT})
+REGROUP = Kind({"generation": COUNT, "members": _ranks, "firsts": _ranks, "writers_": _writers, "text": text(TEXT),
+                "handed_": COUNT})  # fmt: skip
 """Says which ranks train on together, which of them are the first of their hosts, and who has ended."""
 
 _process: dict[str, Check] = {"rank": RANK, "pid": PID}

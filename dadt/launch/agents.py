@@ -34,7 +34,7 @@ class Node:
     """Address at which the other hosts reach it; empty in a job of one host."""
     interface: str = ""
     folder: int | None = None
-    """The place of the first host that sees the same working folder; None if it is not known."""
+    """A number that hosts have in common that see the same working folder; None if it is not known."""
     ranks: frozenset[int] = frozenset()
     """Ranks of its workers, the only ones of which it may speak."""
     state: str = "is not connected"

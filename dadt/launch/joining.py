@@ -22,9 +22,10 @@ from dadt.launch.monitor.output import Output
 from dadt.launch.order import order_to_join
 from dadt.launch.placed import Placed, room
 from dadt.launch.preemption import ranks as ranks_text
-from dadt.launch.startup import problem_of, target_of
+from dadt.launch.startup import problem_of, share_folder, target_of
 
 PROBE_SECONDS = 10.0
+ON_ONE_MACHINE = {network.SAME_MACHINE: 0.0}
 
 
 @dataclass(slots=True)
@@ -35,11 +36,15 @@ class Attempt:
     node: Node
     deadline: float
     asked: bool = False
-    """The other hosts try its addresses."""
+    """The other hosts try its addresses, and look for its working folder."""
+    near: bool = False
+    """All are one machine."""
     addresses: Sequence[Mapping[str, Any]] = ()
     """Those that others may use."""
     reached: dict[Node, Mapping[str, float]] = field(default_factory=dict)
     """Its addresses that other hosts have reached, each with the seconds it took."""
+    seen: list[Node] = field(default_factory=list)
+    """The other hosts that see its working folder."""
 
 
 class Joining:
@@ -91,9 +96,11 @@ class Joining:
     def takes(self, node: Node, frame: Frame) -> bool:
         """Whether a frame is about a host that is about to come."""
         if frame.kind == "probed":
-            for attempt in self._attempts:
-                if str(attempt.place) in frame["reached"]:
-                    attempt.reached[node] = frame["reached"][str(attempt.place)]
+            for attempt in [each for each in self._attempts if each.asked]:
+                near = ON_ONE_MACHINE if attempt.near else None
+                if (ways := frame["reached"].get(str(attempt.place), near)) is not None:
+                    attempt.reached[node] = ways
+                    attempt.seen += [node] if attempt.place in frame.get("seen", ()) else []
             return True
         if frame.kind == "unstarted" and node in self._came:
             self._warn(f"{node.name}: {frame['message']}: training goes on without it")
@@ -160,23 +167,26 @@ class Joining:
         return ""
 
     def _ask_others(self, attempt: Attempt) -> None:
-        """Have all hosts that train try its addresses, but where all are one machine."""
+        """Have all hosts that train look for the file in its working folder, and try its addresses, but where all are
+        one machine."""
         node, others = attempt.node, self._others
         node.state = f"not all other hosts have told within {PROBE_SECONDS:g} s to reach it"
         attempt.asked, attempt.deadline = True, time.monotonic() + PROBE_SECONDS
-        if any(other.address == network.SAME_MACHINE for other in others):
+        attempt.near = any(other.address == network.SAME_MACHINE for other in others)
+        targets: list[Mapping[str, Any]] = []
+        if attempt.near:
             attempt.addresses = [{"address": network.SAME_MACHINE, "interface": "", "speed": 0.0}]
-            attempt.reached = {other: {network.SAME_MACHINE: 0.0} for other in others}
-            return
-        families = {":" in other.address for other in others}
-        allowed = network.allowed(node.report["addresses"], self._where.config.network_interface)
-        attempt.addresses = [entry for entry in allowed if (":" in entry["address"]) in families]
-        if not {"probe_port", "token"} <= node.report.keys():
-            self._fail(attempt, "it does not tell where it can be tried")
-            return
-        target = target_of(attempt.place, {**node.report, "addresses": attempt.addresses})
+        else:
+            families = {":" in other.address for other in others}
+            allowed = network.allowed(node.report["addresses"], self._where.config.network_interface)
+            attempt.addresses = [entry for entry in allowed if (":" in entry["address"]) in families]
+            if not {"probe_port", "token"} <= node.report.keys():
+                self._fail(attempt, "it does not tell where it can be tried")
+                return
+            targets.append(target_of(attempt.place, {**node.report, "addresses": attempt.addresses}))
+        markers = [{**marker, "index": attempt.place}] if (marker := node.report.get("marker")) else []
         for other in others:
-            self._agents.send(other, Frame("probe", {"targets": [target]}))
+            self._agents.send(other, Frame("probe", {"targets": targets, "markers": markers}))
 
     def _take(self, attempt: Attempt) -> None:
         """All that train have told which of its addresses they reach."""
@@ -186,6 +196,7 @@ class Joining:
         except LaunchError as error:
             self._fail(attempt, str(error))
             return
+        share_folder(self._agents.nodes, node, attempt.seen)
         self._attempts.remove(attempt)
         self._came.add(node)
         offer, ranks = room(node, self._where.config), self._ranks(attempt.place)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from dadt.config import Config
-from dadt.control import schema
+from dadt.control import schema, shared_folder
 from dadt.control.condition import HELD
 from dadt.control.frame import Frame
 from dadt.errors import NotResumed, Unproved
@@ -198,19 +198,23 @@ class Membership:
             self._replacements.exited(member)
 
     def _tell(self, why: str) -> None:
-        """All ranks, who is in the job now. New workers write no files where others do."""
+        """All ranks, who is in the job now. New workers write no files where others do, of whichever host."""
         present = self._rendezvous.present
         firsts: dict[int, int] = {}
         for member in present:
             if not member.joined or all(each.joined for each in present):
                 firsts.setdefault(self._slots[member.rank].cross_rank, member.rank)
-        told = {
+        told: dict[str, object] = {
             "generation": self._rendezvous.generation,
             "members": [member.rank for member in present],
             "firsts": list(firsts.values()),
             "text": why[: schema.TEXT],
             "handed": self._handed,
         }
+        places = {each.rank: self._slots[each.rank].cross_rank for each in present}
+        seen = {rank: (place, self._agents.nodes[place].folder) for rank, place in places.items()}
+        if writers := shared_folder.writers(seen, firsts.values()):
+            told["writers"] = [writers.get(rank, -1) for rank in places]
         self._agents.send_all(Frame("regroup", told))
         self._handovers.begin_anew()
         self._answer_all(True)

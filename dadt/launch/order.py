@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dadt.config.executor import mpi_executor
+from dadt.control import shared_folder
 from dadt.control.frame import Frame
 from dadt.control.network import SAME_MACHINE
 from dadt.launch import environment, plan, standard_input
@@ -17,9 +17,6 @@ from dadt.launch.placed import Placed
 from dadt.launch.plan import Plan
 from dadt.launch.replacement import replaces
 from dadt.launch.signals import of_checkpoint
-
-MOST_SHARING = 64
-"""Ranks of other hosts that a worker knows to see its folder: the first one that is left writes there."""
 
 
 def look(the_plan: Plan, job: str, node: Node) -> Mapping[str, Any]:
@@ -46,13 +43,16 @@ def orders(where: Placed) -> list[Frame]:
     for slot in where.slots:
         slots[slot.cross_rank].append(slot)
     env, beats = _common(where), heartbeats(where)
-    return [_order(where, mine, node, env, beats=beats) for mine, node in zip(slots, where.nodes, strict=True)]
+    seen = {slot.rank: (slot.cross_rank, where.nodes[slot.cross_rank].folder) for slot in where.slots}
+    writers = shared_folder.writers(seen)
+    return [_order(where, mine, node, env, writers, beats=beats) for mine, node in zip(slots, where.nodes, strict=True)]
 
 
 def order_to_join(where: Placed, place: int) -> Frame:
-    """The order for the agent of the host that has this place now, in a job that runs."""
+    """The order for the agent of the host that has this place now, in a job that runs. Who writes in its folder, its
+    workers are told when they have joined."""
     slots = [slot for slot in where.slots if slot.cross_rank == place]
-    return _order(where, slots, where.nodes[place], _common(where), beats=heartbeats(where), joins=True)
+    return _order(where, slots, where.nodes[place], _common(where), {}, beats=heartbeats(where), joins=True)
 
 
 def _common(where: Placed) -> dict[str, str]:
@@ -62,18 +62,25 @@ def _common(where: Placed) -> dict[str, str]:
 
 
 def _order(
-    where: Placed, slots: Sequence[Slot], node: Node, env: Mapping[str, str], *, beats: bool, joins: bool = False
+    where: Placed,
+    slots: Sequence[Slot],
+    node: Node,
+    env: Mapping[str, str],
+    writers: Mapping[int, int],
+    *,
+    beats: bool,
+    joins: bool = False,
 ) -> Frame:
-    """env: variables of all workers of the job. beats: whether the hosts send each other heartbeats."""
+    """env: variables of all workers of the job. writers: as of `shared_folder.writers`. beats: whether the hosts send
+    each other heartbeats."""
     torch = where.config.torch_env and where.master is not None
     told = where.config.pass_local_rank or any("rank}" in part for part in where.plan.command)
-    sharing = ",".join(map(str, _sharing(where, slots, node)))
     workers = [
         {
             "rank": slot.rank,
             "local_rank": slot.local_rank,
             "env": environment.own(slot, where.job, torch=torch, told=told, restarts=where.restarts, joins=joins)
-            | {"DADT_SHARING": sharing},
+            | {"DADT_FOLDER_WRITER": str(writers.get(slot.rank, -1))},
             "command": command_of(where, slot),
         }
         for slot in slots
@@ -97,15 +104,6 @@ def _order(
         own = {"index": slots[0].cross_rank, "address": node.address, "timeout": where.config.heartbeat_timeout}
         header |= {"heartbeat": own}
     return Frame("job", header, where.plan.blob)
-
-
-def _sharing(where: Placed, slots: Sequence[Slot], node: Node) -> Sequence[int]:
-    """The first ranks of those that see the same working folder; none where no other host does."""
-    if node.folder is None:
-        return ()
-    every = (slot.rank for slot in where.slots if where.nodes[slot.cross_rank].folder == node.folder)
-    ranks = list(itertools.islice(every, len(slots) + MOST_SHARING))
-    return ranks if set(ranks) - {slot.rank for slot in slots} else ()
 
 
 def heartbeats(where: Placed) -> bool:

@@ -150,6 +150,14 @@ def find_shared_folders(agents: Agents) -> None:
         node.folder = min(frame.get("seen", ()), default=None)
 
 
+def share_folder(nodes: Sequence[Node], node: Node, seen: Sequence[Node]) -> None:
+    """The folder of a host that has come is the one of these hosts, which see the file that it has made there."""
+    known = [other.folder for other in seen if other.folder is not None]
+    unused = 1 + max((other.folder for other in nodes if other.folder is not None), default=0)
+    for each in (node, *seen):
+        each.folder = min(known, default=unused)
+
+
 def differences(nodes: Sequence[Node]) -> list[str]:
     """Warnings about versions that differ between the hosts but may work together."""
     texts = []

@@ -66,6 +66,7 @@ class Peers:
         """In the order of the group."""
         self.first = world.local_rank == 0 and not world.joins
         """It is the first of its host, which writes files for good."""
+        self.folder_writer = world.folder_writer  # as of World, of those that train now
         self.config = config
         self.control = control
         self.progress = Progress()
@@ -91,8 +92,7 @@ class Peers:
         self._engine: Engine | None = None
         self._broadcaster: Engine
         self._disconnect: Callable[[], bool] = lambda: True
-        self._failed: list[Any] = []
-        """What failed operations need."""
+        self._failed: list[Any] = []  # what failed operations need
         self._abort: Abort = lambda reason, lost: None
         self._told: set[str] = set()
         self._stall = Stall(config, world.rank, control, partial(self.say, level="warning"))
@@ -177,6 +177,7 @@ class Peers:
         if self.world.rank not in generation.members:
             raise PeerLost(f"the others train on without this rank: {generation.text}") from error
         self.members, self.first = generation.members, self.world.rank in generation.firsts
+        self.folder_writer = generation.writer(self.world.rank)
         self.group = self.world.among(self.members, generation.number)
         return generation
 

@@ -328,7 +328,8 @@ class Runtime(Departure):
         if frame.kind == "regroup":
             self.approaches.forget()
             members, firsts = tuple(frame["members"]), tuple(frame["firsts"])
-            self.deaths.regroup(Generation(frame["generation"], members, firsts, text, frame.get("handed", 0)))
+            handed, writers = frame.get("handed", 0), tuple(frame.get("writers", ()))
+            self.deaths.regroup(Generation(frame["generation"], members, firsts, text, handed, writers))
             if not self.together and self._engine is not None:  # else it is connecting, with whoever is there
                 self.reconnection.begin()
         elif steps is None:

@@ -8,6 +8,7 @@ import signal
 import time
 
 import pytest
+import torch
 from harness.host_run import HostRun
 from harness.machine import await_that
 
@@ -32,6 +33,9 @@ while joins or len(list(Path().glob("joined*"))) < int(sys.argv[1]):
             model[0].weight += 1.0 - model[0].weight.mean()  # by which its weights are known
     step += 1
     if step == 20:
+        torch.save(rank, "saved.pt")
+        with open("log", "a") as file:
+            file.write(rank)
         subprocess.run(["touch", f"joined{rank}" if joins else "ready"], check=True)  # kept apart otherwise
     time.sleep(0.005)
 print("ends after", step)
@@ -71,6 +75,7 @@ def test_a_spare_host_takes_the_place_of_one_without_power(hosts, start, tmp_pat
     assert "h2 joins: new workers start there in place of ranks 2 and 3" in result.err
     assert joined(result) == {2, 3}
     assert ended(result) == {0, 1}
+    assert (torch.load(tmp_path / "saved.pt"), (tmp_path / "log").read_text()) == ("0", "0"), "all see one folder"
 
 
 @pytest.mark.slow
@@ -84,6 +89,7 @@ def test_a_host_that_is_back_takes_its_own_place(hosts, start, tmp_path) -> None
     assert "h0 joins: new workers start there in place of rank 0" in result.err
     assert joined(result) == {0}
     assert ended(result) == {1}
+    assert (tmp_path / "log").read_text() in ("0", "01"), "the new rank 0 writes nothing where rank 1 does"
 
 
 @pytest.mark.slow

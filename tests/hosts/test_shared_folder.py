@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from harness import lightened
 from harness.machine import Network
 
 SCRIPT = """
-import glob, json, os, shutil, torch
+import glob, json, os, shutil, torch{dadt}
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
-me = int(os.environ["DADT_RA" + "NK"]) if {reads} else int(open("/proc/self/environ").read().split("DADT_RANK=")[1][0])
-if os.path.isdir("out"):
+name = "RA" + "NK"
+me = int(os.environ[name]) if {reads} else int(open("/proc/self/environ").read().split(f"\\0{{name}}=")[1][0])
+if {removes} and os.path.isdir("out"):
     shutil.rmtree("out")
 os.makedirs("out", exist_ok=True)
 for epoch in range(3):
@@ -63,15 +68,60 @@ def test_the_first_rank_of_the_first_host_that_sees_a_folder_writes_there(
 ) -> None:
     count = sum(map(len, groups))
     network = hosts(count)
-    folders = [tmp_path]
-    text = SCRIPT.format(reads=reads)
-    for group in groups[1:]:
-        folders.append(tmp_path_factory.mktemp("other") / "mount")
-        lay_over(network, group, folders[-1], tmp_path)
-        (folders[-1] / "train.py").write_text(text)
+    text = SCRIPT.format(reads=reads, dadt="", removes=True)
+    folders = mounted(network, groups, tmp_path, tmp_path_factory.mktemp("others"), text)
     run = start(network, text, "-np", count, "-H", network.list(1), "train.py")
     result = run.finish(240.0)
     assert result.code == 0, result.err
+    look(groups, folders, reads)
+
+
+@pytest.mark.parametrize(
+    ("groups", "local", "reads"),
+    [
+        pytest.param([[0, 1]], 1, False, id="one"),
+        pytest.param([[0, 1]], 2, True, id="one, RANK read", marks=pytest.mark.slow),
+        pytest.param([[0], [1]], 2, False, id="two", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_of_torchrun_do_so_too(
+    hosts: Callable[[int], Network], tmp_path: Path, tmp_path_factory, groups: list[list[int]], local: int, reads: bool
+) -> None:
+    """local: how many on each host. No agent is there to look."""
+    network = hosts(2)
+    text = lightened(SCRIPT.format(reads=reads, dadt=", dadt", removes=not reads))
+    (tmp_path / "train.py").write_text(text)
+    folders = mounted(network, groups, tmp_path, tmp_path_factory.mktemp("others"), text)
+    torchrun = [Path(sys.executable).with_name("torchrun"), "--nnodes", "2", "--nproc-per-node", local]
+    meeting = ["--master-addr", network[0].address, "--master-port", "29400"]
+    nodes = [
+        subprocess.Popen(
+            host.enter([*torchrun, "--node-rank", number, *meeting, "train.py"], tmp_path),
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for number, host in enumerate(network.hosts)
+    ]
+    said = [node.communicate(timeout=240)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    ranks = [[local * host + each for host in group for each in range(local)] for group in groups]
+    look(ranks, folders, reads)
+
+
+def mounted(network: Network, groups: list[list[int]], here: Path, others: Path, script: str) -> list[Path]:
+    """The folder of each group of hosts, which all find at the same path."""
+    folders = [here]
+    for number, group in enumerate(groups[1:]):
+        folders.append(others / str(number))
+        lay_over(network, group, folders[-1], here)
+        (folders[-1] / "train.py").write_text(script)
+    return folders
+
+
+def look(groups: list[list[int]], folders: list[Path], reads: bool) -> None:
+    """What the script has written for good in the folder of each group of ranks."""
     for group, folder in zip(groups, folders, strict=True):
         out = folder / "out"
         first = min(group)

@@ -10,6 +10,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +21,7 @@ from dadt.comm.rendezvous.values import Values
 from dadt.config import Config
 from dadt.config.check import flag
 from dadt.config.executor import Place, choose, shown
-from dadt.control import machine, network
+from dadt.control import machine, network, shared_folder, written_files
 from dadt.control.frame import Frame
 from dadt.errors import ConfigError, DadtError, StartTimeout
 from dadt.world import World
@@ -51,6 +52,8 @@ class StoreClient:
         self._step = -1
         self._state = BEGUN
         self._pid = os.getpid()
+        self._heard = 0
+        """How much this rank has read of what those of hosts that share the folder have told of files."""
 
     @classmethod
     def connect(cls, world: World, config: Config) -> tuple[StoreClient, Config]:
@@ -72,6 +75,9 @@ class StoreClient:
         everyone = [json.loads(blob) for blob in blobs]
         job = f"{everyone[0]['draw']:08x}"
         client.world = replace(placed(world, everyone, _address(everyone, world.rank)), job=job)
+        if client.world.address:
+            writer = client._folder_writer([each["machine"] for each in everyone], config.start_timeout)
+            client.world = replace(client.world, folder_writer=writer)
         if interface := network.interface_of(client.world.address):
             environment.speak_over(interface)
         if not found.secret:
@@ -82,6 +88,20 @@ class StoreClient:
         if config.verbose:
             client.say(why)
         return client, config
+
+    def _folder_writer(self, machines: Sequence[str], timeout: float) -> int:
+        """Find out which hosts see the same working folder, each by its first rank; as of World. machines: by rank."""
+        marker = shared_folder.Marker(".", self.world.job) if self.world.local_rank == 0 else None
+        try:
+            made = self.exchange("marker", json.dumps(marker.describe() if marker else {}).encode(), timeout)
+            markers = [{**found, "index": rank} for rank, blob in enumerate(made) if (found := json.loads(blob))]
+            seen = self.exchange("seen", json.dumps(marker.seen(markers) if marker else []).encode(), timeout)
+        finally:
+            if marker is not None:
+                marker.remove()
+        firsts = [machines.index(machine) for machine in machines]
+        places = {rank: (first, min(json.loads(seen[first]), default=None)) for rank, first in enumerate(firsts)}
+        return shared_folder.writers(places).get(self.world.rank, -1)
 
     def hello(self, torch: str) -> None:
         """This process has imported torch."""
@@ -202,18 +222,40 @@ class StoreClient:
 
     def saved(self, path: str, count: int, number: int) -> None:
         """Local rank 0 has written the file for the count-th time, which was its number-th save."""
-        self._use(lambda values: values.set(self._save_key(path, count), b"1"))
-        self._use(lambda values: values.set(self._save_key("", number), b"1"))
+        self._tell_saved(path, count, number)
 
-    def wrote(self, path: str, **facts: Any) -> None:
-        """Nobody has looked whether hosts see the same folder."""
+    def _tell_saved(self, path: str, count: int, number: int, far: bool = False) -> None:
+        self._use(lambda values: values.set(self._save_key(path, count, far), b"1"))
+        self._use(lambda values: values.set(self._save_key("", number, far), b"1"))
+
+    def wrote(self, path: str, **facts: Any) -> bool:
+        """Tell all ranks that see the same folder what this process writes there; facts: as of Control. Returns whether
+        they are told: else they wait a moment for it."""
+        with suppress(DadtError):
+            if "count" in facts:
+                self._tell_saved(path, facts["count"], facts["number"], far=True)
+                return True
+            told = written_files.line(self.world.rank, facts["size"], path)
+            number = self._use(lambda values: values.add(self._log, 1))
+            self._use(lambda values: values.set(f"{self._log}/{number}", told))
+            return True
+        return False
+
+    def heard(self) -> list[bytes]:
+        """What was told in this way since the last call, in one order for all ranks."""
+        lines: list[bytes] = []
+        with suppress(DadtError):  # rank 0 may be gone by now
+            while self.world.folder_writer >= 0 and self._has(f"{self._log}/{self._heard + 1}"):
+                self._heard += 1
+                lines.append(self._get(f"{self._log}/{self._heard}"))
+        return lines
 
     def await_save(self, path: str, count: int, number: int, step: int, timeout: float, far: bool = False) -> str:
-        """ "there" if local rank 0 has written the file `count` times; "write" if not within `timeout` seconds, or not
-        by its number-th save."""
-        key = self._save_key(path, count)
+        """ "there" if local rank 0, or the one that writes for several hosts (far), has written the file `count` times;
+        "write" if not within `timeout` seconds, or not by its number-th save."""
+        key = self._save_key(path, count, far)
         if not self._has(key):
-            self._arrive([self._save_key("", number)], time.monotonic() + timeout, timeout)
+            self._arrive([self._save_key("", number, far)], time.monotonic() + timeout, timeout)
         return "there" if self._has(key) else "write"
 
     def listen(self, hear: Callable[[Frame], None]) -> bool:
@@ -226,8 +268,13 @@ class StoreClient:
     def close(self) -> None:
         """Close the line to rank 0, whose values end with its process."""
 
-    def _save_key(self, path: str, count: int) -> str:
-        return f"saved/{self.world.cross_rank}/{path}/{count}"
+    def _save_key(self, path: str, count: int, far: bool = False) -> str:
+        return f"saved/{f'by {self.world.folder_writer}' if far else self.world.cross_rank}/{path}/{count}"
+
+    @property
+    def _log(self) -> str:
+        """The key of what is told of files in the folder that this host shares with others."""
+        return f"wrote/{self.world.folder_writer}"
 
     def _publish(self, state: str) -> None:
         self._state = state

@@ -62,15 +62,15 @@ class ForGood:
     def remove(self, path: str, shared: bool, act: Callable[[], Any]) -> None:
         """act: removes a file or a folder."""
         with self.journal.turn() if shared else nullcontext():
-            if not (shared and self._is_done(path)):
-                act()
+            if not (shared and self._is_done(path)) and self._do(act, path, shared, FileNotFoundError, self._is_done):
                 self._tell_removed(path)
 
     def rename(self, given: Any, source: str, goal: Any, target: str | None, shared: bool) -> None:
         with self.journal.turn() if shared else nullcontext():
             if shared and self._is_done(source):
                 return
-            rename(given, goal)
+            if not self._do(lambda: rename(given, goal), source, shared, FileNotFoundError, self._is_done):
+                return
             self._tell_removed(source)
             if target is not None:
                 self.journal.wrote(target)
@@ -79,8 +79,21 @@ class ForGood:
         with self.journal.turn() if shared else nullcontext():
             if shared and kind(path) is not None and self.is_made(path):
                 return
+            if self._do(act, path, shared, FileExistsError, self.is_made):
+                self.journal.wrote(path, new=True)
+
+    def _do(
+        self, act: Callable[[], Any], path: str, shared: bool, late: type[OSError], done: Callable[[str], bool]
+    ) -> bool:
+        """Whether this rank has done it, and no rank of another host just before: those have no turn in common. late:
+        what is raised then, where `done`."""
+        try:
             act()
-            self.journal.wrote(path, new=True)
+        except late:
+            if not (shared and self._is_far(path) and done(path)):
+                raise
+            return False
+        return True
 
     def _is_done(self, path: str) -> bool:
         """Whether another rank has removed it: the very file, or as often as this one is about to."""

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,7 +40,8 @@ OPEN = (("bz2", "_builtin_open"), ("tarfile", "bltn_open"), ("tokenize", "_built
 class Control(Protocol):
     """The control channel, as this needs it."""
 
-    def wrote(self, path: str, **facts: Any) -> None: ...
+    def wrote(self, path: str, **facts: Any) -> bool: ...
+    def heard(self) -> Sequence[bytes]: ...
 
 
 class WritingRank(ScriptRank, Protocol):
@@ -79,21 +80,25 @@ class Scope:
 def install(runtime: WritingRank) -> Overlay | None:
     """None where this rank is the only one that writes."""
     world, config = runtime.world, runtime.config
-    if world.local_size == 1 and not world.sharing and not runtime.replaying:
+    joined_by_others = config.min_np > 0  # by a host that may share the folder
+    if world.local_size == 1 and world.folder_writer < 0 and not (joined_by_others or runtime.replaying):
         return None
     start = psutil.Process().create_time() - 1.0  # the ranks of a host start together
     folder = job_folder.of_worker(world)
     writers, pid = Writers(runtime), os.getpid()
 
-    def relay(path: str, size: int) -> None:
-        if runtime.control is not None and writers.is_far(path) and os.getpid() == pid:
-            runtime.control.wrote(path, size=size)
+    def relay(path: str, size: int) -> bool:
+        speaks = runtime.control is not None and writers.is_far(path) and os.getpid() == pid
+        return speaks and runtime.control is not None and runtime.control.wrote(path, size=size)
+
+    def hear() -> Sequence[bytes]:
+        return runtime.control.heard() if runtime.control is not None and os.getpid() == pid else ()
 
     overlay = Overlay(
         folder / f"files-{world.local_rank}",
         Scope(config.timeline, config.snapshot_dir).keeps,
         writers,
-        Journal(folder / written_files.NAME, world.rank, config.timeout, relay),
+        Journal(folder / written_files.NAME, world.rank, config.timeout, relay, hear if world.launcher else None),
         start,
         mark_of(world),
         lambda: runtime.step,

@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 # Bound here, before `install` puts functions of an overlay into `os`.
@@ -29,10 +29,13 @@ class Journal:
         file: Path,
         rank: int,
         timeout: float = 60.0,
-        relay: Callable[[str, int], None] = lambda path, size: None,
+        relay: Callable[[str, int], bool] = lambda path, size: False,
+        hear: Callable[[], Sequence[bytes]] | None = None,
     ) -> None:
-        """timeout: seconds that a rank waits for its turn. relay: called with what is told, for other hosts."""
-        self._relay = relay
+        """timeout: seconds that a rank waits for its turn. relay: tells other hosts, and returns whether it has.
+        hear: returns the lines that ranks have told so since it was called last, those of this host, too; None where
+        other hosts' come to the file."""
+        self._relay, self._hear = relay, hear
         self.rank = rank
         self._timeout = timeout
         self._file = os_open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -106,18 +109,19 @@ class Journal:
             os.close(file)
 
     def _tell(self, size: int, path: str) -> None:
+        if self._hear is not None and self._relay(path, size):
+            return  # in one order for all ranks: what another does because of this comes behind it
         os.write(self._file, line(self.rank, size, path))
-        self._relay(path, size)
+        if self._hear is None:
+            self._relay(path, size)
 
     def _look(self) -> None:
         """Read what was told since."""
         more = os.fstat(self._file).st_size - self._read
-        if more <= 0:
-            return
-        data = os.pread(self._file, more, self._read)
+        data = os.pread(self._file, more, self._read) if more > 0 else b""
         data = data[: data.rfind(b"\n") + 1]
         self._read += len(data)
-        for each in data.splitlines():
+        for each in (*data.splitlines(), *(self._hear() if self._hear is not None else ())):
             rank, size, path = json.loads(each)
             if size == REMOVED:
                 self._removals[path][rank] += 1

@@ -8,7 +8,6 @@ knows what it does. Hosts that see the same working folder are as one host there
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import Enum, auto
 from pathlib import Path
 from typing import Protocol
@@ -28,7 +27,7 @@ class ScriptRank(Rank, Protocol):
     @property
     def replaying(self) -> bool: ...
     @property
-    def members(self) -> Sequence[int]: ...
+    def folder_writer(self) -> int: ...
 
 
 class Mode(Enum):
@@ -77,9 +76,8 @@ class Writers:
         self._runtime = runtime
         self._first = runtime.first
         """This rank is the first of its host. A forked child keeps it."""
-        self._rank, self._sharing = runtime.world.rank, runtime.world.sharing
+        self._rank = runtime.world.rank
         self._folder = f"{Path.cwd()}/"
-        self._first_of_all = self._first and self._rank == min(self._sharing, default=self._rank)
 
     def is_first(self, path: str) -> bool:
         """Whether this rank is the first of those that see this absolute path."""
@@ -87,17 +85,20 @@ class Writers:
 
     def is_far(self, path: str) -> bool:
         """Whether ranks of several hosts see it."""
-        return bool(self._sharing) and path.startswith(self._folder)
+        return self._runtime.folder_writer >= 0 and path.startswith(self._folder)
 
     @property
     def writer(self) -> int:
-        """The rank that is the first in a folder that several hosts see."""
-        return min((rank for rank in self._runtime.members if rank in self._sharing), default=self._rank)
+        """The rank that writes for good in a folder that several hosts see."""
+        return self._runtime.folder_writer
+
+    @property
+    def _first_of_all(self) -> bool:
+        return self._first and self.writer in (-1, self._rank)
 
     def take_over(self) -> bool:
         """Ranks were lost, and this one is the first of its host. Returns whether it is the first of all now, too."""
         self._first = True
-        self._first_of_all = not self._sharing or self.writer == self._rank
         return self._first_of_all
 
     @property

@@ -7,7 +7,7 @@ from typing import Any
 
 from dadt.control import network
 from dadt.control.frame import Frame
-from dadt.launch.agent.marker import Marker
+from dadt.control.shared_folder import Marker
 
 
 class Probing:

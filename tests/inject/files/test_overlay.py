@@ -59,7 +59,8 @@ def rank_of(first: bool = False, files: str = "first", *, knows_rank: bool = Fal
         knows_rank=knows_rank,
         replaying=replaying,
         script_is_distributed=False,
-        world=SimpleNamespace(rank=0 if first else 1, sharing=()),
+        world=SimpleNamespace(rank=0 if first else 1),
+        folder_writer=-1,
     )
 
 

@@ -37,7 +37,8 @@ class Rank:
             knows_rank=known.get("knows_rank", False),
             replaying=False,
             script_is_distributed=False,
-            world=SimpleNamespace(rank=number, sharing=()),
+            world=SimpleNamespace(rank=number),
+            folder_writer=-1,
         )
         self.number = number
         self.step = 0

@@ -1,16 +1,18 @@
-"""A file by which the hosts of a job find out whether they work in the same folder, as over NFS."""
+"""Hosts that work in the same folder, as over NFS: how they find that out, and which rank writes there for all."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 
 class Marker:
-    """Lies in the working folder of its host until the workers start. Nobody can guess its name or its content."""
+    """A file that lies in the working folder of its host until the others have looked for it. Nobody can guess its name
+    or its content."""
 
     def __init__(self, folder: str, job: str) -> None:
         self.name = f".dadt-{job}-{os.urandom(8).hex()}"
@@ -40,3 +42,23 @@ class Marker:
         """Idempotent."""
         with suppress(OSError):
             (self._folder / self.name).unlink(missing_ok=True)
+
+
+def writers(places: Mapping[int, tuple[int, int | None]], firsts: Collection[int] | None = None) -> dict[int, int]:
+    """By rank, who writes for good in its working folder: for ranks that share theirs with other hosts.
+
+    places: of ranks, in order: its host, and the number of its working folder (None: not known). firsts: ranks that
+    write for good, by default all: the first of them in a folder does so there.
+    """
+    hosts: defaultdict[int, set[int]] = defaultdict(set)
+    writer: dict[int, int] = {}
+    for rank, (host, folder) in places.items():
+        if folder is not None:
+            hosts[folder].add(host)
+            if firsts is None or rank in firsts:
+                writer.setdefault(folder, rank)
+    return {
+        rank: writer[folder]
+        for rank, (_, folder) in places.items()
+        if folder is not None and folder in writer and len(hosts[folder]) > 1
+    }
