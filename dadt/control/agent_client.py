@@ -132,12 +132,14 @@ class Control:
         around: Sequence[str] = (),
         context: str = "",
         disk: str = "",
+        unseen: str = "",
     ) -> None:
         """Report an uncaught exception: its type and text, and frames {file, line, function, text}, innermost last.
 
         secondary: whether another rank's failure caused it. thread: name of the thread, empty for the main one.
         around: texts of exceptions that were raised from it, the outermost first. context: text of another exception,
         which was being handled. disk: that a disk is full, which one, and what is free; empty if none is known to be.
+        unseen: a path that was not found, where this rank has written a file that was kept apart; or empty.
         """
         self._report(
             "failed",
@@ -151,6 +153,7 @@ class Control:
             around=[text[:SHOWN] for text in around[: schema.MOST_AROUND]],
             context=context[:SHOWN],
             disk=disk[:SHOWN],
+            unseen=unseen[:SHOWN],
         )
 
     def exits(self, text: str, frame: Mapping[str, Any] | None, step: int) -> None:

@@ -186,7 +186,7 @@ _numbers = record(
 _source = record(file=text(), line=maybe(COUNT), function_=maybe(text()), text_=maybe(text()))
 _failed: dict[str, Check] = {
     **_process, "type": text(), "message": text(TEXT), "frames": listed(_source, 16), "step": maybe(STEP),
-    "secondary": flag, "thread": text(), "time": number, "disk_": text(), "context_": text(),
+    "secondary": flag, "thread": text(), "time": number, "disk_": text(), "unseen_": text(), "context_": text(),
     "around_": listed(text(), MOST_AROUND),
 }  # fmt: skip
 

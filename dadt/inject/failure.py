@@ -27,12 +27,17 @@ OURS = str(Path(__file__).resolve().parents[1])
 FRAMES = 5
 
 
-def install(control: Control | StoreClient, step: Callable[[], int], interrupted: Callable[[], bool]) -> None:
+def install(
+    control: Control | StoreClient,
+    step: Callable[[], int],
+    interrupted: Callable[[], bool],
+    unseen: Callable[[BaseException], str],
+) -> None:
     """Chain into the exception hooks, and offer the stacks of all threads on a signal.
 
     What the script does with exceptions, its exit codes and what it prints stay as they are; but an error of DADT's
     own that ends a thread ends the job. step: the optimizer steps done so far. interrupted: the user has pressed
-    Ctrl-C.
+    Ctrl-C. unseen: the path that an error did not find, though this rank has written it.
     """
     owner = os.getpid()
     main_hook = sys.excepthook
@@ -54,6 +59,7 @@ def install(control: Control | StoreClient, step: Callable[[], int], interrupted
                 around=chain.around,
                 context=chain.context,
                 disk=full_disk.text_of(error),
+                unseen=unseen(chain.cause),
             )
         except DadtError:
             pass  # the agent is gone, so nobody is left to tell; the traceback is printed all the same

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from functools import partial
 
 import torch
 
@@ -34,6 +35,7 @@ from dadt.inject.data.parting import Parting
 from dadt.inject.exit_text import ExitText
 from dadt.inject.files import install as files
 from dadt.inject.files import saving
+from dadt.inject.files.unseen import unseen
 from dadt.inject.replay import install as replay
 from dadt.train.runtime import Runtime
 from dadt.world import World
@@ -62,7 +64,8 @@ def start(world: World, *, explicit: bool = False) -> None:
     runtime = Runtime(world, config, control, algorithms.find)
     exit_text = ExitText()
     if control is not None:
-        failure.install(control, lambda: runtime.step, lambda: runtime.interruption.heard > 0)
+        heard, unseen = lambda: runtime.interruption.heard > 0, lambda error: runtime.progress.unseen(error)
+        failure.install(control, lambda: runtime.step, heard, unseen)
     if isinstance(control, Control):
         exit_text.install()
     modules = module.Modules(runtime)
@@ -145,6 +148,7 @@ def _install_around(runtime: Runtime, modules: module.Modules) -> None:
         runtime.on_regroup.append(saver.regrouped)
         if overlay is not None:
             runtime.progress.files_missed = overlay.missed
+            runtime.progress.unseen = partial(unseen, overlay)
         download.install(runtime, overlay)
         replay.install(runtime, modules, streams, overlay)
 

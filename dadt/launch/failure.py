@@ -12,7 +12,6 @@ from dadt import errors
 from dadt.control.condition import HELD
 from dadt.launch.record import Record, printable, shortened
 
-NO_FILE = re.compile(r"No such file or directory|unable to open|does not exist", re.IGNORECASE)
 OWN_SETUP = re.compile(r"CUDA|NCCL|\bGPUs?\b")
 GPU_MEMORY = re.compile(r"\b(?:CUDA|HIP) out of memory(?:.*?\b(GPU \d+))?", re.DOTALL)
 MEMORY_TEXTS = ("out of memory", "can't allocate memory", "cannot allocate memory")
@@ -94,8 +93,6 @@ class Failure:
     """The cause if there is no record, or the cause behind the record."""
     torch_env: bool = False
     """The script was given the variables by which it may set up distributed training of its own."""
-    files_apart: bool = False
-    """What this rank wrote was kept apart: what reads files without Python's `open` does not find it."""
     alike: int = 0
     """So many workers, all of them, ended in this way after as many steps, so no rank is to blame; else 0."""
     resume: str = ""
@@ -149,11 +146,9 @@ class Failure:
             lines.append(
                 "  hint    a script that finds RANK may set up training on GPUs by itself; --no-torch-env hides RANK"
             )
-        if self._misses_a_file():
-            lines.append(
-                "  hint    what this rank wrote was kept apart from the files of the first, where only Python finds it;"
-                " --files all lets all ranks write"
-            )
+        if self.record is not None and self.record.unseen:
+            kept = "what this rank wrote there was kept apart from the files of the first, where only Python finds it"
+            lines.append(f"  hint    {printable(self.record.unseen)}: {kept}; --files all lets all ranks write")
         lines.append(f"  memory  {self._memory()}")
         if self.stacks:
             lines.append(f"  stacks  {', '.join(map(str, self.stacks))}: where the others were")
@@ -166,9 +161,6 @@ class Failure:
         if record is None or not self.torch_env or self.step or _is_memory_error(record):
             return False
         return OWN_SETUP.search(record.text) is not None
-
-    def _misses_a_file(self) -> bool:
-        return self.files_apart and self.record is not None and NO_FILE.search(self.record.text) is not None
 
     def _verdict(self) -> str:
         if self.blame is not None:

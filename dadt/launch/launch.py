@@ -184,8 +184,7 @@ def _run(
             for node in [node for node in agents.nodes if node.failed]:
                 discovery.failed(node.host)
         if (failure := outcome.failure) is not None:
-            apart = config.files == "first" and not folder.removed and where.slots[failure.ending.rank].local_rank > 0
-            outcome.failure = replace(failure, torch_env=config.torch_env, files_apart=apart)
+            outcome.failure = replace(failure, torch_env=config.torch_env)
         return outcome
     finally:
         voice.meanwhile(lambda: None)

@@ -33,6 +33,8 @@ class Record:
     """Text of another exception, which was being handled when this one was raised."""
     disk: str = ""
     """That a disk is full, which one, and what is free."""
+    unseen: str = ""
+    """A path that was not found, where this rank has written a file that was kept apart; empty if there is none."""
     step: int | None = None
     secondary: bool = False
     """Whether another rank's failure caused it."""

@@ -32,6 +32,7 @@ class Progress:
         self.waits = 0.0
         """Seconds of waiting for exchanges."""
         self.files_missed: Callable[[], Sequence[str]] = tuple
+        self.unseen: Callable[[BaseException], str] = lambda error: ""  # as of dadt/inject/files/unseen.py
         """The files that this rank alone has written, and that are not there after the job."""
         self.stood = 0.0
         """Seconds without training, as ranks were lost and the others connected anew."""

@@ -176,6 +176,7 @@ class StoreClient:
         around: Sequence[str] = (),
         context: str = "",
         disk: str = "",
+        unseen: str = "",
     ) -> None:
         """An uncaught exception, of which Python itself prints the traceback."""
         if type == "ConfigError":

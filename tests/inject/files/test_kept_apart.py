@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import textwrap
 import zipfile
@@ -291,7 +292,32 @@ torch.UntypedStorage.from_file(name, False, 1)
 
 def test_a_file_that_is_not_found_is_hinted_at(job) -> None:
     _, said = job(UNSEEN, code=1)
-    assert "\n  hint    what this rank wrote was kept apart from the files of the first" in said
+    assert re.search(r"\n  hint    numbers-\d+: what this rank wrote there was kept apart from the files", said), said
+
+
+NOT_THERE = {
+    "a folder to which a copy is moved": "os.rename(name, 'folder/numbers')",
+    "a file that nobody has written": "torch.UntypedStorage.from_file('numbers', False, 1)",
+    "a file that Python looks for": "np.load('numbers')",
+    "words of the script": "raise FileNotFoundError('the data set does not exist')",
+}
+OTHERWISE = """
+from dadt.inject import worker
+name = f"mine-{{os.getpid()}}"
+open(name, "w").close()
+if worker.runtime.world.rank == 1:
+    {}
+time.sleep(60)
+"""
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("call", NOT_THERE.values(), ids=NOT_THERE)
+def test_nothing_is_hinted_at_where_something_else_is_missing(job, call: str) -> None:
+    """The rank has a copy of another file."""
+    _, said = job(OTHERWISE.format(call), code=1)
+    assert "worker 1 failed" in said and re.search("does not exist|No such file", said), said
+    assert "hint" not in said, said
 
 
 LATE_BOUND = """

@@ -1,0 +1,46 @@
+"""Errors of a library that does not find what this rank has written, as the overlay keeps it elsewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from dadt.inject.files.overlay import Overlay
+from dadt.inject.files.writers import Mode
+
+NO_FILE = re.compile(r"No such file or directory|unable to open|does not exist|not found", re.IGNORECASE)
+NAMES = re.compile(r"""['"`<]([^'"`<>\n]+)['"`>]|([^\s'"`<>,;:()\[\]]+)""")
+MOST_NAMES = 200
+OURS = str(Path(__file__).parent) + os.sep
+
+
+def unseen(overlay: Overlay, error: BaseException) -> str:
+    """The path in an error that says that nothing is there, where this rank has a file that nobody else sees; else
+    empty. What reads by the overlay finds those, so that its errors are of something else."""
+    if overlay.writers.mode not in (Mode.ONE, Mode.SHARED) or not NO_FILE.search(str(error)):
+        return ""
+    if any(frame.f_code.co_filename.startswith(OURS) for frame, _ in traceback.walk_tb(error.__traceback__)):
+        return ""
+    return next((name for name in _names(error) if _is_kept(overlay, name)), "")
+
+
+def _is_kept(overlay: Overlay, name: str) -> bool:
+    """Whether the file, or the folder that is to hold it, is this rank's alone."""
+    path = overlay.path(name)
+    if path is None:
+        return False
+    return overlay.is_private(path) or (os.sep in name and overlay.is_private(str(Path(path).parent)))
+
+
+def _names(error: BaseException) -> Iterator[str]:
+    """What may be a path."""
+    for known in (getattr(error, "filename", None), getattr(error, "filename2", None)):
+        if isinstance(known, str | os.PathLike):
+            yield os.fsdecode(known)
+    for number, found in enumerate(NAMES.finditer(str(error))):
+        if number == MOST_NAMES:
+            return
+        yield (found[1] or found[2]).strip()
