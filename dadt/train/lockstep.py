@@ -38,6 +38,8 @@ class Lockstep:
         self.averaged = -1
         """Steps whose gradients have been averaged; -1: it has not joined its peers yet."""
         self._averaging = False
+        self._undone = False
+        """What the step had begun was undone, as ranks were lost: it begins anew, however many more are lost before."""
 
     def join(self) -> None:
         """Train from rank 0's state. Raises CommError."""
@@ -58,6 +60,7 @@ class Lockstep:
         with self._rank.as_a_whole():
             while self.averaged == before:
                 try:
+                    self._undone = False
                     self._attachment.algorithm.before_step()
                     self.averaged += 1
                 except CommError as error:
@@ -67,7 +70,7 @@ class Lockstep:
     @property
     def stuck(self) -> bool:
         """It is in a step, and past what can be begun anew."""
-        return self._averaging and self._attachment.algorithm.launched is None
+        return self._averaging and not self._undone and self._attachment.algorithm.launched is None
 
     def regroup(self, averaged: int, keep: bool) -> Exchange | None:
         """Ranks were lost; the furthest of the others has averaged so many steps. keep: as of Algorithm.regroup.
@@ -78,5 +81,6 @@ class Lockstep:
             return None
         if self._averaging:  # else it has not come to the step yet in which the others are
             self.averaged = averaged
+        self._undone = True
         self._attachment.forget_launched(None if behind else algorithm.launched)
         return algorithm.regroup(behind, keep)

@@ -70,8 +70,11 @@ def connect(ordinary=runtime.connect):
     comes("meeting")
     return ordinary()
 
-def after_step(*_):
-    comes("after the exchange")
+def tell(name, data, ordinary=runtime.tell):
+    if name.startswith("replicas") and runtime.generation:
+        comes("compare")
+    return ordinary(name, data)
+runtime.tell = tell
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
@@ -136,7 +139,7 @@ def drawn(seed: int) -> Struck:
     ranks = chance.sample(range(RANKS), chance.choice((2, 3)))
     deaths = ("kill", "raise", "agent") if hosts == 2 else ("kill", "raise")
     kinds = [chance.choice(SILENT), chance.choice(deaths), chance.choice((*SILENT, "kill"))]
-    where = [chance.choice(PHASES), chance.choice(PHASES[:-1]), chance.choice((*PHASES, "meeting"))]
+    where = [chance.choice(PHASES), chance.choice(PHASES[:-1]), chance.choice((*PHASES, "meeting", "compare"))]
     # At the end a rank may take its time, unless it is held.
     faults = {
         rank: ("stop" if place == "end" and kind in SILENT else kind, place)

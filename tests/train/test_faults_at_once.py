@@ -15,6 +15,14 @@ def test_a_stopped_rank_and_a_killed_one(launch) -> None:
     assert re.search(awaited, result.err), result.err
 
 
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("algorithm", ["sync", "pipe", "local"])
+def test_a_rank_ends_while_the_others_compare_what_they_have_after_another(launch, algorithm: str) -> None:
+    """They begin the step once more that they had begun anew before."""
+    options = ("--algorithm", algorithm, "--executor", "gloo", "--sync-every", "4")
+    strike(launch, Struck({1: ("kill", "step"), 2: ("kill", "compare")}, options, equal=algorithm != "local"))
+
+
 @pytest.mark.slow
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", range(60))
