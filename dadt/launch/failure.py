@@ -225,6 +225,9 @@ def find_cause(
     first = min(filter(failed, endings), key=order, default=None)
     if first is None:
         return None
+    if (record := records.get(first.rank)) is not None and record.type == errors.StartTimeout.__name__:
+        # It has waited for one that had failed before, whatever that was caused by.
+        first = min(filter(failed, endings), key=lambda ending: order(ending)[1])
     record = records.get(first.rank)
     if record is not None and record.secondary and first.rank not in left:
         of = {ending.rank: ending for ending in endings}

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -195,6 +196,13 @@ def test_a_failure_that_another_one_caused_is_not_the_cause():
     lost = Record(type="PeerLost", time=9.0, secondary=True)
     assert find_cause(endings, {0: lost}) == (endings[1], None)
     assert find_cause(endings[:1], {0: lost}) == (endings[0], lost)
+
+
+def test_one_that_waited_at_the_start_for_a_rank_that_failed_is_not_the_cause():
+    lost, late = Record(type="PeerLost", time=9.0, secondary=True), Record(type="StartTimeout", time=9.5)
+    endings = [ending(0, 1, 10.0), ending(1, 124, 9.6)]
+    assert find_cause(endings, {0: lost, 1: late}) == (endings[0], lost)
+    assert find_cause(endings, {0: lost, 1: replace(late, time=8.0)}) == (endings[1], replace(late, time=8.0))
 
 
 def test_a_rank_that_left_is_the_cause_of_what_others_waited_for_in_vain():
