@@ -236,6 +236,12 @@ def here() -> str:
     return str(current)
 
 
+def enter(folder: str) -> None:
+    """Make it the current folder, by this name. Raises OSError."""
+    os.chdir(folder)
+    os.environ["PWD"] = folder
+
+
 def path_of(name: str, text: str, program: bool) -> str:
     """Expand ~, which no shell does in files and variables. A program's path becomes absolute, as it runs elsewhere."""
     if text.startswith("~"):

@@ -187,6 +187,11 @@ def is_whole(folder: Path) -> bool:
         return False
 
 
+def whole(root: Path) -> list[Path]:
+    """In order of steps."""
+    return [folder for folder in sorted(root.glob("[0-9]*")) if is_whole(folder)]
+
+
 def newest(root: Path) -> Path | None:
     """The last whole one. Its number is the largest: what an attempt before has left was set aside."""
     return next((folder for folder in sorted(root.glob("[0-9]*"), reverse=True) if is_whole(folder)), None)
@@ -194,8 +199,7 @@ def newest(root: Path) -> Path | None:
 
 def drop_old(root: Path) -> None:
     """Keep the last whole ones, and what may become one."""
-    whole = [folder for folder in sorted(root.glob("[0-9]*")) if is_whole(folder)]
-    for folder in whole[:-KEPT]:
+    for folder in whole(root)[:-KEPT]:
         shutil.rmtree(folder, ignore_errors=True)
 
 

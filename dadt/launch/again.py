@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import fnmatch
 import json
 import os
 import re
 import shlex
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,11 @@ FILE = "start.json"
 VERSION = 1
 LARGEST = 1 << 20
 """Bytes of the file: no command line is longer."""
-SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
+SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|PWD|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
 """Names of variables whose values are not kept."""
+SECRET_VALUE = re.compile(r"://[^/\s]*:[^/\s]*@")
+"""A password in an address."""
+LOG_DIR = str(next(field.default for field in fields(Config) if field.name == "log_dir"))
 NOT_KEPT = frozenset({"resume", "force"})
 """Settings of one start alone."""
 
@@ -36,65 +41,83 @@ class Start:
     no_python: bool
     cwd: str
     settings: Mapping[str, Any]
-    """Knobs that do not have their defaults. Of variables that may be secret, -x NAME stands without the value."""
+    """Knobs that do not have their defaults. -x NAME has the value that it had, but for what may be secret."""
 
 
-def of(words: Sequence[str], config: Config, *, module: bool, no_python: bool, cwd: str) -> Start:
+def of(
+    words: Sequence[str],
+    config: Config,
+    *,
+    module: bool,
+    no_python: bool,
+    cwd: str,
+    env: Mapping[str, str] = os.environ,
+) -> Start:
     settings = {
         field.name: value
         for field in fields(Config)
         if field.name not in NOT_KEPT and (value := getattr(config, field.name)) != field.default
     }
     if config.forward:
-        settings["forward"] = [_without_secret(text) for text in config.forward]
+        named = {each.partition("=")[0]: each for text in config.forward for each in _with_values(text, env)}
+        settings["forward"] = list(named.values())
     return Start(words=list(words), module=module, no_python=no_python, cwd=cwd, settings=settings)
 
 
-def _without_secret(text: str) -> str:
-    name, _, _ = text.partition("=")
-    return name if SECRET.search(name) else text
+def _with_values(text: str, env: Mapping[str, str]) -> Iterator[str]:
+    """What -x names, each variable as NAME=VALUE, or as NAME where its value may be secret."""
+    name, equals, value = text.partition("=")
+    found = {name: value} if equals else {each: env[each] for each in env if fnmatch.fnmatchcase(each, name)}
+    for each, value in found.items():
+        yield each if SECRET.search(each) or SECRET_VALUE.search(value) else f"{each}={value}"
 
 
 def write(logs: Path, start: Start) -> None:
     """Only this user may read it, whoever may read the folder. Raises OSError."""
+    text = json.dumps({"version": VERSION, "dadt": version.VERSION, **asdict(start)}, indent=2)
+    if len(text) > LARGEST:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
     with private_files.open_file(logs / FILE, "w") as file:
-        json.dump({"version": VERSION, "dadt": version.VERSION, **asdict(start)}, file, indent=2)
+        file.write(text)
 
 
 def read(logs: Path) -> Start:
     """What is in the folder is run: it must be this user's own. Raises ConfigError."""
     path = logs / FILE
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
-        raise ConfigError(
-            f"--resume: {path} is not there, so give the script and its arguments, as when the job was started"
-        ) from None
+        return _checked(json.loads(_own(path)))
+    except (FileNotFoundError, NotADirectoryError):
+        why = "is not there"
     except OSError as error:
-        raise ConfigError(f"--resume: {path} cannot be read ({error.strerror})") from None
-    with os.fdopen(descriptor, "rb") as file:
+        why = f"cannot be read ({error.strerror})"
+    except (ValueError, KeyError, TypeError, RecursionError):
+        why = "is not what dadt has written there"
+    raise ConfigError(f"--resume: {path} {why}: give the script and its arguments, as when the job was started")
+
+
+def _own(path: Path) -> bytes:
+    """What is in the file. Raises OSError, ValueError where it is none, or too long, and ConfigError where it may be
+    another user's."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would be waited for
+    try:
         status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        if status.st_uid != os.getuid() or status.st_mode & 0o022:
             raise ConfigError(
                 f"--resume: {path} can be changed by others than you, so what it names is not run: give the script"
                 " and its arguments"
             )
-        text = file.read(LARGEST + 1)
-    try:
-        if len(text) > LARGEST:
-            raise ValueError
-        return _checked(json.loads(text))
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise ConfigError(
-            f"--resume: {path} is not what dadt has written there: give the script and its arguments"
-        ) from None
+        if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST:
+            raise ValueError(path)
+        return os.read(descriptor, LARGEST)
+    finally:
+        os.close(descriptor)
 
 
 def _checked(told: Any) -> Start:
     """Raises ValueError, KeyError or TypeError."""
     known = {field.name: field.default for field in fields(Config)}
     words, settings, cwd = told["words"], told["settings"], told["cwd"]
-    texts = isinstance(words, list) and bool(words) and all(isinstance(each, str) for each in [*words, cwd])
+    texts = isinstance(words, list) and bool(words) and all(map(_is_text, [*words, cwd]))
     if told["version"] != VERSION or not texts or not isinstance(settings, dict):
         raise ValueError
     if not all(isinstance(told[name], bool) for name in ("module", "no_python")):
@@ -105,14 +128,19 @@ def _checked(told: Any) -> Start:
             raise ValueError
         kind = type(known[name])
         if kind is tuple:
-            if not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
+            if not (isinstance(value, list) and all(map(_is_text, value))):
                 raise ValueError
             found[name] = tuple(value)
-        elif type(value) is kind or (kind is float and type(value) is int):
+        elif _is_text(value) if kind is str else type(value) is kind or (kind is float and type(value) is int):
             found[name] = value
         else:
             raise ValueError
     return Start(words=words, module=told["module"], no_python=told["no_python"], cwd=cwd, settings=found)
+
+
+def _is_text(value: Any) -> bool:
+    """Of a kind that may stand on a command line. Raises UnicodeError, a ValueError, where nothing encodes it."""
+    return isinstance(value, str) and b"\0" not in os.fsencode(value)
 
 
 def check_variables(start: Start, given: Sequence[str], env: Mapping[str, str] = os.environ) -> None:
@@ -126,23 +154,28 @@ def check_variables(start: Start, given: Sequence[str], env: Mapping[str, str] =
             )
 
 
-def command(logs: Path, log_dir: str, root: str, came_from: str) -> str:
+def command(logs: Path, root: str, came_from: str) -> str:
     """What goes on with the job of the folder `logs`, as the user types it; empty where nothing does. root: the folder
     of its snapshots, if it takes any. came_from: the snapshot that it went on from, if any."""
-    for folder, job in ((root, logs.name), (came_from and str(Path(came_from).parent), _job_of(came_from))):
-        if folder and (logs.parent / job / FILE).is_file() and snapshots.newest(Path(folder)) is not None:
-            default = next(field.default for field in fields(Config) if field.name == "log_dir")
-            where = [] if log_dir == default else ["--log-dir", log_dir]
-            return shlex.join(["dadt", "run", *where, "--resume", job])
+    usual = Path(LOG_DIR)
+    before = [(job_folder(Path(came_from), logs.parent), Path(came_from).parent)] if came_from else []
+    for folder, snapshot_root in ([(logs, Path(root))] if root else []) + before:
+        if (folder / FILE).is_file() and snapshots.newest(snapshot_root) is not None:
+            near = logs.parent == usual and folder.absolute().parent == usual.absolute()
+            return shlex.join(["dadt", "run", "--resume", folder.name if near else str(folder)])
     return ""
 
 
-def _job_of(snapshot: str) -> str:
-    root = Path(snapshot).parent
-    return root.parent.name if root.name == snapshots.FOLDER else root.name
+def snapshots_of(folder: Path, elsewhere: str) -> list[Path]:
+    """Where the job of this folder may have its snapshots. elsewhere: the folder of --snapshot-dir, given now."""
+    try:
+        kept = read(folder).settings.get("snapshot_dir", "")
+    except ConfigError:
+        kept = ""
+    return [Path(each, folder.name) for each in (elsewhere, kept) if each] + [folder / snapshots.FOLDER]
 
 
-def job_folder(snapshot: Path, log_dir: str) -> Path:
+def job_folder(snapshot: Path, log_dir: Path) -> Path:
     """The folder of the job that has taken it."""
     root = snapshot.parent
-    return root.parent if root.name == snapshots.FOLDER else Path(log_dir).absolute() / root.name
+    return root.parent if root.name == snapshots.FOLDER else log_dir / root.name

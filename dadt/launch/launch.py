@@ -108,10 +108,17 @@ def _record(the_plan: Plan, voice: Voice, placed: Told, signals: bool, exports: 
             facts = {"job": folder.job, "command": list(the_plan.command), "logs": str(logs.resolve()), "hosts": 0}
             idle = partial(Idle, folder, facts, report.journal.refused)
             restarts = Restarts(config, discovery, voice, report, logs, interrupts, idle)
+
+            def goes_on() -> str:
+                """The command that goes on with the job."""
+                return again.command(logs, reached[-1].snapshot_dir, reached[-1].resume) if reached else ""
+
             try:
                 outcome = restarts.run(attempt)
-                outcome.remember(again.command(logs, config.log_dir, reached[-1].snapshot_dir, reached[-1].resume))
+                outcome.remember(goes_on())
             except DadtError as error:
+                if report.began and not isinstance(error, ConfigError) and (command := goes_on()):
+                    error.args = (f"{error}; go on with: {command}",)
                 _conclude(launchers, error.exit_code, [str(error)])
                 raise
             report.ended(outcome)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from dadt.config import Config
 from dadt.config.check import AUTO, NEVER
-from dadt.control import snapshots
+from dadt.control import job_folder, snapshots
 from dadt.errors import ConfigError
+from dadt.launch import again
 
 LAST = "last"
 
@@ -49,22 +50,52 @@ def settled(config: Config, ranks: int, restarts: int) -> Config:
 
 def found(config: Config) -> Path:
     """The snapshot that --resume names: by its job, its folder, or as the last one. Raises ConfigError."""
+    return source(config)[1]
+
+
+def source(config: Config) -> tuple[Path, Path]:
+    """The folder of the job that --resume names, and the snapshot. Raises ConfigError."""
     logs = Path(config.log_dir).absolute()
-    if config.resume == LAST:
-        roots = Path(config.snapshot_dir).glob("*") if config.snapshot_dir else logs.glob(f"*/{snapshots.FOLDER}")
-        for root in sorted(roots, key=lambda path: path.stat().st_mtime, reverse=True):
-            if (newest := snapshots.newest(root)) is not None:
-                return newest
-        where = config.snapshot_dir or logs
-        raise ConfigError(f"--resume {LAST}: no job in {where} has a whole snapshot; take them with --snapshot-every")
-    given = Path(config.resume)
+    try:
+        return _last(logs, config.snapshot_dir) if config.resume == LAST else _named(config.resume, logs, config)
+    except OSError as error:  # such as a name that is too long
+        raise ConfigError(f"--resume {config.resume}: cannot be read ({error.strerror})") from error
+
+
+def _last(logs: Path, elsewhere: str) -> tuple[Path, Path]:
+    if elsewhere:
+        roots = {root: logs / root.name for root in Path(elsewhere).glob("*")}
+    else:
+        roots = {root: job for job in logs.glob("*") for root in again.snapshots_of(job, "")}
+    for root in sorted(filter(Path.is_dir, roots), key=lambda path: path.stat().st_mtime, reverse=True):
+        if not _runs(root_job := roots[root]) and (newest := snapshots.newest(root)) is not None:
+            return root_job, newest
+    where = elsewhere or logs
+    raise ConfigError(
+        f"--resume {LAST}: no job in {where} that has ended has a whole snapshot; take them with --snapshot-every"
+    )
+
+
+def _named(name: str, logs: Path, config: Config) -> tuple[Path, Path]:
+    given = Path(name).absolute()
     if given.name.isdigit() and given.is_dir():
-        snapshots.told(given.absolute())
-        return given.absolute()
-    apart = [Path(config.snapshot_dir) / config.resume] if config.snapshot_dir else []
-    for root in (*apart, logs / config.resume / snapshots.FOLDER, given / snapshots.FOLDER, given):
+        snapshots.told(given)
+        return again.job_folder(given, logs), given
+    jobs = (logs / name, given)
+    roots = [(root, job) for job in jobs for root in again.snapshots_of(job, config.snapshot_dir)]
+    for root, job in (*roots, (given, again.job_folder(given / "0", logs))):
         if (newest := snapshots.newest(root)) is not None:
-            return newest.absolute()
-    if not any(path.exists() for path in (*apart, logs / config.resume, given)):
-        raise ConfigError(f"--resume {config.resume}: there is no such job in {config.log_dir}, nor a snapshot")
-    raise ConfigError(f"--resume {config.resume}: has no whole snapshot in {logs}; take them with --snapshot-every")
+            if _runs(job):
+                raise ConfigError(f"--resume {name}: still runs; end it first (dadt kill {job.name})")
+            return job, newest.absolute()
+    if not any(path.exists() for path in (*jobs, *(root for root, _ in roots))):
+        raise ConfigError(
+            f"--resume {name}: there is no such job in {config.log_dir}, nor a snapshot; give the path of the job's"
+            " folder if it was started elsewhere"
+        )
+    raise ConfigError(f"--resume {name}: has no whole snapshot in {logs}; take them with --snapshot-every")
+
+
+def _runs(job: Path) -> bool:
+    """On this machine."""
+    return job_folder.is_held(job_folder.root() / job.name)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import dadt
 from dadt.config import Config
 from dadt.config.check import flag
+from dadt.control import snapshots
 from dadt.errors import ConfigError
 from dadt.launch import again
 from dadt.launch.failure import signal_name, size
@@ -51,7 +52,7 @@ def page(record: Record, running: bool) -> str:
         missing=record.missing,
         error=report.get("error", ""),
         failure=_failure(record) if report.get("failure") else None,
-        resume="" if running else _resume(record),
+        snapshots=_snapshots(record, running),
         charts=progress.over_time(record),
         step_times=progress.step_times(report),
         tables=[each for each in (progress.step_table(report), _ranks(report)) if each is not None],
@@ -169,13 +170,28 @@ def _end(code: int | None) -> str:
     return "done" if code == 0 else signal_name(-code) if code < 0 else f"exit code {code}"
 
 
-def _resume(record: Record) -> str:
-    """The command that goes on with the job, also where it was killed with its launcher."""
-    report = record.report
-    config = report.get("config") or {}
-    root, came_from, log_dir = (str(config.get(name) or "") for name in ("snapshot_dir", "resume", "log_dir"))
-    over = report.get("exit_code") == 0
-    return "" if over else again.command(record.folder, log_dir, root, came_from)
+def _snapshots(record: Record, running: bool) -> dict[str, Any] | None:
+    """Those that are whole, and the command that goes on with the job, also where it was killed with its launcher."""
+    config = record.report.get("config") or {}
+    root, came_from = (_path(config.get(name)) for name in ("snapshot_dir", "resume"))
+    found = snapshots.whole(Path(root)) if root else []
+    done = running or record.report.get("exit_code") == 0
+    command = "" if done else again.command(record.folder, root, came_from)
+    if not (found or command):
+        return None
+    steps = [f"{int(folder.name):,}" for folder in found if folder.name.isdecimal()]
+    return {
+        "steps": ", ".join(steps),
+        "many": len(steps) > 1,
+        "root": root,
+        "came_from": came_from,
+        "resume": command,
+    }
+
+
+def _path(told: Any) -> str:
+    """Empty where it is none."""
+    return told if isinstance(told, str) and "\0" not in told else ""
 
 
 def _failure(record: Record) -> dict[str, Any]:

@@ -74,6 +74,8 @@ def run(
     """
     if given["np"] is not None and given["np"] < 1:
         raise ConfigError(f"-np {given['np']}: the number of workers must be 1 or more")
+    if given["resume"] == "":
+        raise ConfigError("--resume '': give the four letters of a job, or --resume alone for the last one")
     config = config_of(given)
     if config.resume:
         command, config, module, no_python = as_started(command, given, config, module, no_python)

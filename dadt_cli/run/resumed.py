@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from dadt.config import Config
-from dadt.config.check import here
+from dadt.config.check import enter, here
 from dadt.errors import ConfigError
 from dadt.launch import again, resume
-from dadt_cli.terminal.options import config_of
+from dadt_cli.terminal.file import DEFAULT
+from dadt_cli.terminal.options import settings_of
 
 HOSTS = ("hosts", "hostfile", "host_discovery_script", "simulate_hosts", "nnodes")
 """Ways to say where the workers are: the one that is given takes the place of the others."""
+FILES = frozenset(field.name for field in fields(Config) if field.metadata["metavar"] in ("FILE", "DIR"))
 
 
 def as_started(
@@ -26,33 +27,37 @@ def as_started(
         command, config = (config.resume,), replace(config, resume=resume.LAST)
     if command:
         return tuple(command), config, module, no_python
-    snapshot = resume.found(config)
-    start = again.read(again.job_folder(snapshot, config.log_dir))
+    job, snapshot = resume.source(config)
+    start = again.read(job)
     again.check_variables(start, given["forward"])
-    typed = {name: value for name, value in given.items() if value not in (None, ())}
-    if start.cwd != here():
-        typed |= {name: str(Path(typed[name]).absolute()) for name in ("log_dir", "snapshot_dir") if name in typed}
-        _go_to(start.cwd)
-    kept = {name: value for name, value in start.settings.items() if not _is_replaced(name, typed)}
-    merged = {**given, **kept, **typed}
+    told = settings_of(given, variables=False)
+    now = {name: getattr(config, name) for name, setting in told.items() if setting.source != DEFAULT}
+    kept = {name: value for name, value in start.settings.items() if not _is_replaced(name, now)}
     if "forward" in kept:
-        merged["forward"] = (*kept["forward"], *typed.get("forward", ()))
-    settings = replace(config_of(merged), resume=str(snapshot))
-    return tuple(start.words), settings, start.module, start.no_python
+        now["forward"] = (*kept["forward"], *now.get("forward", ()))
+    if start.cwd != here():
+        now = {name: str(Path(here(), value)) if name in FILES else value for name, value in now.items()}
+        _go_to(start.cwd)
+        # The user, who is told of them, stands elsewhere.
+        kept["log_dir"] = str(Path(start.cwd, kept.get("log_dir", again.LOG_DIR)))
+    return tuple(start.words), Config(**{**kept, **now, "resume": str(snapshot)}), start.module, start.no_python
 
 
-def _is_replaced(name: str, typed: Mapping[str, Any]) -> bool:
-    return name in HOSTS and any(each in typed for each in HOSTS)
+def _is_replaced(name: str, now: Mapping[str, Any]) -> bool:
+    return name in HOSTS and any(each in now for each in HOSTS)
 
 
 def _is_script(text: str, config: Config) -> bool:
-    return text != resume.LAST and Path(config.workdir, text).is_file()
+    try:
+        return text != resume.LAST and Path(config.workdir, text).is_file()
+    except OSError:
+        return False  # such a name is too long
 
 
 def _go_to(cwd: str) -> None:
     """Where the job was started: its paths are seen from there."""
     try:
-        os.chdir(cwd)
+        enter(cwd)
     except OSError as error:
         why = error.strerror
         raise ConfigError(f"--resume: the job was started in {cwd}, which cannot be entered ({why})") from error

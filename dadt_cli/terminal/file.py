@@ -16,10 +16,12 @@ from dadt.errors import ConfigError
 
 LIMIT = 1 << 16
 """Bytes."""
+DEFAULT = "default"
+"""Where a value comes from that nobody has given."""
 
 
 class Setting(NamedTuple):
-    """A knob's value, and where it comes from: default, a flag, a variable, or a file and its key."""
+    """A knob's value, and where it comes from: DEFAULT, a flag, a variable, or a file and its key."""
 
     value: Any
     source: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ from dadt.config.extensions import ALGORITHMS, EXECUTORS
 from dadt.config.spelling import HOROVOD_TIMELINE, HOROVODRUN, by_horovod
 from dadt.launch.resume import LAST
 from dadt_cli.terminal import file, suggestion
-from dadt_cli.terminal.file import Setting
+from dadt_cli.terminal.file import DEFAULT, Setting
 
 F = TypeVar("F", bound=Callable[..., Any])
 Completion = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
@@ -136,13 +136,13 @@ def config_of(given: dict[str, Any]) -> Config:
     return Config(**{name: setting.value for name, setting in settings_of(given).items()})
 
 
-def settings_of(given: dict[str, Any]) -> dict[str, Setting]:
-    """Each knob's value, and where it comes from. Raises ConfigError."""
-    settings = {field.name: Setting(field.default, "default") for field in fields(Config)}
+def settings_of(given: Mapping[str, Any], variables: bool = True) -> dict[str, Setting]:
+    """Each knob's value, and where it comes from. variables: whether these count. Raises ConfigError."""
+    settings = {field.name: Setting(field.default, DEFAULT) for field in fields(Config)}
     if given.get("config"):
         settings.update(file.read(Path(given["config"])))
     horovods = by_horovod()
-    for name, value in given_by_env().items():
+    for name, value in given_by_env().items() if variables else ():
         settings[name] = Setting(value, HOROVOD_TIMELINE if horovods.get(name) == value else variable(name))
     for name in settings:
         if given.get(name) not in (None, ()):
@@ -151,7 +151,7 @@ def settings_of(given: dict[str, Any]) -> dict[str, Setting]:
             settings[name] = Setting(",".join(given[name]) if several else given[name], flag(name))
     if given.get("no_horovod"):
         settings["horovod"] = Setting("none", "--no-horovod")
-    elif settings["horovod"].source == "default" != settings["algorithm"].source:
+    elif settings["horovod"].source == DEFAULT != settings["algorithm"].source:
         settings["horovod"] = settings["algorithm"]
     return settings
 
