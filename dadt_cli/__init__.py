@@ -31,6 +31,7 @@ COMMANDS = {
 
 LATER = {"While a job runs": ("ps", "logs", "stacks", "kill"), "Afterwards": ("timeline", "report", "compare")}
 """Sections of --help."""
+FLAGS = ("-h", "--help", "--version")
 
 
 class LazyGroup(click.Group):
@@ -45,6 +46,15 @@ class LazyGroup(click.Group):
         command = getattr(importlib.import_module(COMMANDS[name][0]), name.replace("-", "_"))
         assert isinstance(command, click.Command)
         return command
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Says what to call in place of a command that there is not."""
+        if args and args[0] not in COMMANDS and args[0] not in FLAGS:
+            from dadt_cli.terminal import suggestion
+
+            if hint := suggestion.command(args, COMMANDS):
+                raise click.UsageError(f"{args[0]}: there is no such command; {hint}", ctx)
+        return super().parse_args(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Imports no command."""

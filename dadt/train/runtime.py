@@ -58,8 +58,7 @@ class Runtime(Departure):
         """A training forward or a gradient's consumption has happened."""
         self.on_claim: list[Callable[[], None]] = []  # called before optimizers are attached
         self.on_place: list[Callable[[], None]] = []  # called before the rank is claimed
-        self.on_begin: list[Callable[[], None]] = []
-        """Called at every training forward and consumption."""
+        self.on_begin: list[Callable[[], None]] = []  # called at every training forward and consumption
         self.on_regroup: list[Callable[[], None]] = []
         """Called when others were lost, once this rank is connected with those that are left."""
         self.on_exchange: list[Callable[[], None]] = []  # called before a step launches anything

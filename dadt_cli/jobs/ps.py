@@ -15,7 +15,8 @@ from dadt.control.job_folder import is_held
 from dadt.errors import DadtError
 from dadt.launch.failure import size
 from dadt.launch.local_jobs import Trace, traces
-from dadt_cli.jobs.find import describe, find, jobs
+from dadt_cli.jobs import past
+from dadt_cli.jobs.find import describe, find, jobs, log_dir_option
 from dadt_cli.terminal.table import figure, moment, table
 
 HEAD = ["JOB", "SINCE", "WORKERS", "STEP", "STATE", "SCRIPT", "LOGS"]
@@ -26,21 +27,38 @@ LEFT = ("JOB", "SINCE", "WORKERS", "HOST", "STATE", "SCRIPT", "LOGS")
 
 @click.command()
 @click.argument("job", required=False, shell_complete=jobs)
-def ps(job: str | None) -> None:
+@click.option("--all", "every", is_flag=True, help="List jobs that have ended, too, and how.")
+@log_dir_option
+def ps(job: str | None, every: bool, log_dir: str) -> None:
     """List your jobs on this machine, or the ranks of JOB."""
-    if job is None:
-        found = traces()
-        lines = (
-            table(HEAD, [_row(trace) for trace in found], LEFT) if found else ["no job of yours runs on this machine"]
-        )
-    else:
-        trace = find(job)
-        told = describe(trace)
-        lines = (
-            _ranks_here(trace) if told is None else _ranks(told) if told["ranks"] else [f"job {job}: {told['state']}"]
-        )
-    for line in lines:
+    for line in _jobs(traces(), Path(log_dir), every) if job is None else _job(job, Path(log_dir)):
         click.echo(line)
+
+
+def _jobs(running: Sequence[Trace], log_dir: Path, every: bool) -> list[str]:
+    rows = [_row(trace) for trace in running]
+    if every:
+        found = map(past.facts, past.folders(log_dir, {trace.job for trace in running}))
+        rows = [*map(_past_row, sorted(found, key=lambda facts: facts["begin"])), *rows]
+    if not rows:
+        return ["no job of yours runs on this machine" + (f", and none has left logs in {log_dir}" if every else "")]
+    return table(HEAD, rows, LEFT)
+
+
+def _job(job: str, log_dir: Path) -> list[str]:
+    if all(trace.job != job for trace in traces()) and (log_dir / job / past.EVENTS).is_file():
+        return [past.sentence(log_dir / job)]
+    trace = find(job)
+    told = describe(trace)
+    if told is None:
+        return _ranks_here(trace)
+    return _ranks(told) if told["ranks"] else [f"job {job}: {told['state']}"]
+
+
+def _past_row(facts: Mapping[str, Any]) -> list[str]:
+    begin = moment(facts["begin"]) if facts["begin"] else "-"
+    end, program = facts["end"], _program(facts["command"])
+    return [facts["job"], begin, facts["workers"], _span(facts["steps"]), end, program, facts["logs"]]
 
 
 def _row(trace: Trace) -> list[str]:

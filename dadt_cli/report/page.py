@@ -21,7 +21,7 @@ from dadt.launch import again
 from dadt.launch.failure import signal_name, size
 from dadt.launch.monitor.watch import ESCAPES
 from dadt_cli.report import chart, progress
-from dadt_cli.report.record import Record, placed_in
+from dadt_cli.report.record import Record, placed_in, verdict
 from dadt_cli.report.timeline import Summary, parts, read
 from dadt_cli.terminal.table import Table, figure
 
@@ -44,7 +44,7 @@ def page(record: Record, running: bool) -> str:
         folder=str(record.folder.resolve()),
         command=shlex.join(_program(report.get("command") or [])),
         cwd=report.get("cwd", ""),
-        verdict=_verdict(report, running),
+        verdict=verdict(report, running),
         size=_size(report),
         begin=_moment(report.get("begin")),
         end=_moment(report.get("end")),
@@ -77,18 +77,6 @@ def _template() -> Template:
 
 
 # The summary -------------------------------------------------------------------------------------------------------
-
-
-def _verdict(report: Mapping[str, Any], running: bool) -> tuple[str, str]:
-    """How it ended, and whether that is good, bad or neither."""
-    if running:
-        return "still runs", "neutral"
-    code = report.get("exit_code")
-    if code is None:
-        return "end not known", "bad"
-    if report.get("signal"):
-        return f"ended by you ({signal_name(report['signal'])})", "neutral"
-    return ("done", "good") if code == 0 else (f"failed, exit code {code}", "bad")
 
 
 def _size(report: Mapping[str, Any]) -> str:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dadt.launch.failure import signal_name
+
 NUMBER = (int, float)
 RANK = {
     "rank": int,
@@ -183,6 +185,18 @@ class Record:
         text = f"{name} is damaged, or not all of it was written: lines that cannot be read are left out"
         if text not in self.missing:
             self.missing.append(text)
+
+
+def verdict(report: Mapping[str, Any], running: bool) -> tuple[str, str]:
+    """How the job ended, and whether that is good, bad or neutral."""
+    if running:
+        return "still runs", "neutral"
+    code = report.get("exit_code")
+    if code is None:
+        return "end not known", "bad"
+    if report.get("signal"):
+        return f"ended by you ({signal_name(report['signal'])})", "neutral"
+    return ("done", "good") if code == 0 else (f"failed, exit code {code}", "bad")
 
 
 def _is_event(event: Mapping[str, Any]) -> bool:

@@ -72,8 +72,8 @@ def run(
     dadt run -np 4 -H host1:2,host2:2 train.py
     dadt run -np 2 -m package.train
     """
-    if given["np"] is not None and given["np"] < 1:
-        raise ConfigError(f"-np {given['np']}: the number of workers must be 1 or more")
+    if given["np"] is not None and given["np"] < 0:
+        raise ConfigError(f"-np {given['np']}: the number of workers must be 1 or more, or 0 for one per slot")
     if given["resume"] == "":
         raise ConfigError("--resume '': give the four letters of a job, or --resume alone for the last one")
     config = config_of(given)

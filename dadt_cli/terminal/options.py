@@ -28,7 +28,7 @@ SUGGESTED = {
     "broadcast_executor": ("auto", *EXECUTORS),
     "allreduce_executor": ("auto", *EXECUTORS),
     "compression": COMPRESSIONS,
-    "output": ("all", "rank0", "errors"),
+    "output": ("once", "all", "rank0", "errors"),
 }
 """Values that shells complete, where others are valid, too."""
 
@@ -63,6 +63,8 @@ class Brief(click.Command):
             known = [name for each in self.params for name in (*each.opts, *each.secondary_opts)]
             if hint := suggestion.instead(error.option_name, args, known):
                 raise click.UsageError(f"{error.option_name}: there is no such flag; {hint}", ctx) from error
+            if self.name == "run" and (hint := suggestion.slip(error.option_name, args, known)):
+                raise click.UsageError(f"{error.option_name}: dadt run has no such flag; {hint}", ctx) from error
             raise
         if hint := suggestion.elastic(str(found.get("nnodes", ""))):
             raise click.UsageError(hint, ctx)

@@ -1,10 +1,13 @@
-"""What to give in place of flags that other launchers have: torchrun, torch.distributed.launch, mpirun, DeepSpeed's and
-Accelerate's."""
+"""What to give in place of commands and flags that dadt does not have: slips, and flags of torchrun,
+torch.distributed.launch, mpirun, DeepSpeed's and Accelerate's launchers."""
 
 from __future__ import annotations
 
+import difflib
 import re
+import shlex
 from collections.abc import Collection, Sequence
+from pathlib import Path
 
 _OUTPUT = "leave it out: all output is kept in --log-dir, and --output chooses what is shown"
 _MEET = "leave it out on one host; where dadt run is called on each host, give --nnodes, --node-rank and --rendezvous"
@@ -52,6 +55,38 @@ INSTEAD = {
 PER_HOST = ("--nproc-per-node", "--npernode", "-N", "-ppn", "--num-gpus", "--num-processes")
 """Flags that count workers, most of them those of each host."""
 HOSTS = ("--nnodes", "--num-nodes", "--num-machines")
+
+
+def command(arguments: Sequence[str], known: Collection[str]) -> str:
+    """What to call in place of a command that there is not, the first of the arguments; empty if that is not known."""
+    first = arguments[0]
+    if _is_script(first) or (first.startswith("-") and any(map(_is_script, arguments))):
+        return f"a script is run by {shlex.join(['dadt', 'run', *_workers_of(first), *arguments])}"
+    meant = difflib.get_close_matches(first, known, n=1)
+    return f"did you mean {shlex.join(['dadt', meant[0], *arguments[1:]])}?" if meant else ""
+
+
+def slip(name: str, arguments: Sequence[str], known: Collection[str]) -> str:
+    """What was meant by a flag that `dadt run` does not have: one of its flags, or one of the script that stands before
+    the script. Empty if neither is likely. arguments: of the command. known: its flags."""
+    if meant := difflib.get_close_matches(name, known, n=1, cutoff=0.8):
+        return f"did you mean {meant[0]}?"
+    place = next((i for i, each in enumerate(arguments) if each.partition("=")[0] == name), len(arguments))
+    if not any(map(_is_script, arguments[place:])):
+        return ""
+    takes_value = arguments[place] == name and not arguments[place + 1].startswith("-")
+    end = place + 1 + (takes_value and not _is_script(arguments[place + 1]))
+    words = ["dadt", "run", *arguments[:place], *arguments[end:], *arguments[place:end]]
+    return f"if it is the script's, give it behind the script: {shlex.join(words)}"
+
+
+def _workers_of(first: str) -> list[str]:
+    """How many workers to give where no flag is given, which may say it."""
+    return [] if first.startswith("-") else ["-np", "2"]
+
+
+def _is_script(word: str) -> bool:
+    return word.endswith(".py") or ("/" in word and Path(word).is_file())
 
 
 def instead(name: str, arguments: Sequence[str], known: Collection[str]) -> str:

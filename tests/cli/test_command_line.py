@@ -180,11 +180,35 @@ def test_without_a_command_help_is_shown():
     assert "Commands:" in done.stdout + done.stderr
 
 
-def test_an_unknown_command_is_one_sentence():
-    done = call("rnu")
+BEHIND = "dadt run has no such flag; if it is the script's, give it behind the script: dadt run -np 2"
+SCRIPT = "there is no such command; a script is run by dadt run -np 2"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("xyz", "No such command 'xyz'"),
+        ("rnu -np 2 train.py", "rnu: there is no such command; did you mean dadt run -np 2 train.py?"),
+        ("train.py --epochs 3", f"train.py: {SCRIPT} train.py --epochs 3"),
+        ("-np 2 train.py", f"-np: {SCRIPT} train.py"),
+        ("run -np 2 --epochs 3 train.py", f"--epochs: {BEHIND} train.py --epochs 3"),
+        ("run --lr=0.1 -np 2 a.py -v", f"--lr: {BEHIND} a.py -v --lr=0.1"),
+        ("run --fp16 -np 2 a.py", f"--fp16: {BEHIND} a.py --fp16"),
+        ("run --algoritm sync a.py", "--algoritm: dadt run has no such flag; did you mean --algorithm?"),
+        ("run --epochs", "No such option '--epochs'"),
+        ("run -np -1 a.py", "-np -1: the number of workers must be 1 or more, or 0 for one per slot"),
+    ],
+)
+def test_slips_are_one_sentence(arguments: str, sentence: str):
+    done = call(*arguments.split())
     assert done.returncode == 2
-    assert done.stderr.startswith("dadt: No such command 'rnu'")
+    assert done.stderr.startswith(f"dadt: {sentence}"), done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_no_number_of_workers_is_one_for_each_slot():
+    done = call("run", "-np", "0", "-H", "localhost:3", "--dry-run", "--no-python", "true")
+    assert done.returncode == 0 and done.stdout.startswith("3 workers on localhost"), done.stderr
 
 
 FIRST_STEP = """\

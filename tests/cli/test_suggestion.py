@@ -36,7 +36,7 @@ def said(*arguments: str) -> str:
         ("--num_gpus 2", "give -np 2, the number of all workers"),
         ("--num_machines 2", "name the hosts, -H host1,host2"),
         ("-r 3", "leave it out: all output is kept"),
-        ("--algoritm pipe", "Did you mean"),
+        ("--algoritm pipe", "did you mean"),
     ],
 )
 def test_what_to_give_in_place_of_a_flag(given: str, hint: str) -> None:

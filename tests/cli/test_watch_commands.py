@@ -71,6 +71,30 @@ def test_ps_of_a_job_lists_its_ranks(start):
         assert re.search(r"\d+ MiB  at step", line)
 
 
+def test_ps_tells_how_jobs_have_ended(start, tmp_path):
+    def column(job: str) -> str:
+        lines = dadt("ps", "--all", cwd=tmp_path).stdout.splitlines()
+        return next(line for line in lines if line.startswith(job))
+
+    ended = {}
+    for script, how in (("print('x')", "done"), ("import sys; sys.exit(3)", "failed, exit code 3")):
+        known = set(ended)
+        assert start(script, "-np", "2", "train.py").finish().code == (3 if "exit" in script else 0)
+        job = next(path.name for path in (tmp_path / "dadt-logs").iterdir() if path.name not in known)
+        ended[job] = how
+    for job, how in ended.items():
+        assert re.match(rf"{job}  \S+( \S+)?  1 host x 2 +[-0]  {how} +train.py +{tmp_path}/dadt-logs/{job}$", column(job))
+        told = dadt("ps", job, cwd=tmp_path)
+        assert told.returncode == 0
+        assert re.fullmatch(
+            rf"job {job} has ended at \S+( \S+)?: {how}; dadt report dadt-logs/{job} says how it went\n", told.stdout
+        )
+    (tmp_path / "dadt-logs" / job / "report.json").write_text("[" * 100_000)
+    (tmp_path / "dadt-logs" / job / "events.jsonl").write_bytes(b"\xff\n[]\n")
+    assert "end not known" in column(job)
+    assert dadt("ps", "--all", "--log-dir", "nowhere", cwd=tmp_path).stdout.count(str(tmp_path)) == 0
+
+
 def test_ps_shows_who_was_lost(start):
     run = begin(start, "", "-np", "2", "--min-np", "1", "train.py")
     await_that(lambda: "7-8" in dadt("ps").stdout, "the steps")
