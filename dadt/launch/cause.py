@@ -133,7 +133,11 @@ class Cause:
             pid=self._members[ending.rank].pid,
             host=self._slots[ending.rank].host,
             log=self._output.path(ending.rank),
-            stopped=sorted(each.rank for each in self.endings.values() if each.code and each is not ending),
+            stopped=sorted(
+                each.rank
+                for each in self.endings.values()
+                if each.code and each is not ending and each.rank not in self._excused
+            ),
             stacks=[path for path in stacks if path != own],
             last_words=last_line(self._output.tails[ending.rank].data),
             blame=self._blame_of(ending, record),

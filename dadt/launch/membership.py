@@ -241,9 +241,9 @@ class Membership:
             self._give_up_silent()
             self._connect_anew(now)
         if not (self._least and goes_on):
-            self._answer_all(False)
+            self._answer_all(False, self._cut(now))
         for rank in [rank for rank, request in self._requests.items() if now >= request.deadline]:
-            self._requests.pop(rank).answer(False)
+            self._requests.pop(rank).answer(False, self._cut(now))
         if self._replacements is not None and goes_on and not self._told_to_end:
             self._replace(self._replacements)
         for rank in [rank for rank, at in self._overdue.items() if now >= at]:
@@ -321,6 +321,11 @@ class Membership:
         if (cut := self._silences.cut_off(places, since)) is not None:
             place, why = cut
             self._kill([gauge.rank for gauge in here if self._slots[gauge.rank].cross_rank == place], why)
+
+    def _cut(self, now: float) -> str:
+        """What is known of a cut between hosts whose ranks are in the job, of which a library says less; else empty."""
+        places = {self._slots[member.rank].cross_rank for member in self._rendezvous.present}
+        return cut[1] if (cut := self._silences.cut_off(places, now)) is not None else ""
 
     def _give_up_held(self, here: Sequence[Gauge], since: float) -> None:
         """Where no rank waits for another, lose those that are stopped for too long, and those that make no step while

@@ -202,7 +202,7 @@ class Peers:
         assert isinstance(self.control, Control)  # there is an agent that tells of losses
         anew, text = self.control.reconnect(str(error), self.config.timeout + REGROUP_SECONDS, self.generation)
         if text:
-            raise CommError(text) from error
+            raise PeerLost(text) from error
         if not anew:
             if isinstance(error, CommError):
                 self.deaths.name(error)
