@@ -15,8 +15,11 @@ from dadt.errors import (
     DadtError,
     LaunchError,
     Mismatch,
+    NotResumed,
     PeerLost,
     StartTimeout,
+    Unproved,
+    WeightsDiffer,
 )
 from dadt.world import World
 
@@ -42,7 +45,20 @@ _HOMES = {
     "dadt.api.run": "run",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
-_ERRORS = (Aborted, CommError, CommTimeout, ConfigError, DadtError, LaunchError, Mismatch, PeerLost, StartTimeout)
+_ERRORS = (
+    Aborted,
+    CommError,
+    CommTimeout,
+    ConfigError,
+    DadtError,
+    LaunchError,
+    Mismatch,
+    NotResumed,
+    PeerLost,
+    StartTimeout,
+    Unproved,
+    WeightsDiffer,
+)
 __all__ = ["Config", "World", "__version__", *(error.__name__ for error in _ERRORS), *_HOME]
 
 _torch = sys.modules.get("torch")

@@ -62,8 +62,11 @@ from dadt.errors import ConfigError as ConfigError
 from dadt.errors import DadtError as DadtError
 from dadt.errors import LaunchError as LaunchError
 from dadt.errors import Mismatch as Mismatch
+from dadt.errors import NotResumed as NotResumed
 from dadt.errors import PeerLost as PeerLost
 from dadt.errors import StartTimeout as StartTimeout
+from dadt.errors import Unproved as Unproved
+from dadt.errors import WeightsDiffer as WeightsDiffer
 from dadt.world import World as World
 
 __version__: str

@@ -31,7 +31,10 @@ SECTIONS = {
     "Between two": "send isend recv irecv",
     "Handles": "Handle synchronize poll",
     "Process sets": "add_process_set remove_process_set ProcessSet",
-    "Errors": "DadtError ConfigError LaunchError StartTimeout CommError CommTimeout PeerLost Mismatch Aborted",
+    "Errors": (
+        "DadtError ConfigError NotResumed LaunchError StartTimeout Unproved CommError CommTimeout PeerLost Mismatch"
+        " WeightsDiffer Aborted"
+    ),
 }
 HEAD = """\
 # Python API

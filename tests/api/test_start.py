@@ -94,3 +94,8 @@ def test_settings_stand_above_variables(tmp_path) -> None:
     )
     assert (config.executor, config.allreduce_executor, config.cycle_duration_ms) == ("gloo", "shm", 3.0)
     assert config.timeline == str(tmp_path / "t")
+
+
+def test_every_error_has_a_name_in_dadt() -> None:
+    errors = {name for name, kind in vars(dadt.errors).items() if isinstance(kind, type)}
+    assert errors - set(dadt.__all__) == set() and dadt.WeightsDiffer is dadt.errors.WeightsDiffer
