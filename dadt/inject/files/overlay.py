@@ -51,8 +51,8 @@ class Overlay(Tree):
         self._for_good = ForGood(journal, writers.is_far)
         self._start = start
         self._was_apart = False
+        # What this rank has let the first one save or rename in its place: no names of another run of the script.
         self._awaited: set[str] = set()
-        """What this rank has let the first one save or rename in its place: no names of another run of the script."""
         self.loads: Callable[[str], None] | None = None
         """Called, in a replay, with the path of a file whose contents are about to be read, and which is not a copy."""
 
@@ -154,8 +154,8 @@ class Overlay(Tree):
         before = self.journal.before(path)
         known = before is not None or appeared
         private = self.place(path, keep=True, most=max(before or 0, 0) if known else None)
-        if not known and (before := self.journal.before(path)) is not None:  # the other one has begun meanwhile
-            truncate(private, max(before, 0))
+        if not known and kind(private) is not None and (before := self.journal.before(path)) is not None:
+            truncate(private, max(before, 0))  # the other one has begun meanwhile
         return private
 
     def truncate(self, path: Any, length: int) -> None:

@@ -247,6 +247,23 @@ def test_paths_may_be_of_bytes_or_of_objects(tmp_path: Path, folder: Path) -> No
         overlay.listdir(1.5)
 
 
+def test_the_first_rank_may_begin_a_file_while_another_is_about_to_append(tmp_path: Path, folder: Path) -> None:
+    first = Journal(tmp_path / "written", 0)
+
+    class Late(Journal):
+        def before(self, path: str) -> int | None:
+            known = super().before(path)
+            first.wrote(path)  # just after this one has looked
+            return known
+
+    overlay = Overlay(tmp_path / "tree1", lambda path: True, Writers(rank_of()), Late(tmp_path / "written", 1), 0.0)
+    file = overlay.open(str(folder / "new.csv"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.write(file, b"line")
+    os.close(file)
+    assert Path(overlay.where(str(folder / "new.csv"))).read_text() == "line"
+    assert not (folder / "new.csv").exists()
+
+
 def test_what_is_appended_goes_on_where_the_first_rank_had_begun(tmp_path: Path, folder: Path) -> None:
     first, second = (overlay_of(tmp_path, rank_of(first=rank == 0), rank) for rank in range(2))
     path = str(folder / "log.csv")
