@@ -30,6 +30,8 @@ for step in range(5):
     optimizer.zero_grad()
     model(torch.randn(2, 4)).sum().backward()
     optimizer.step()
+with open("log", "a") as log:
+    log.write("trained")
 sys.stdout.write(str(model.weight.sum().item()) + "\\n")
 """
 WAIT = """
@@ -122,6 +124,7 @@ def test_scripts_that_import_dadt_need_no_dadt_run(hosts, mpirun, tmp_path, way)
     assert "dadt: 2 ranks by" in done.stderr and "executor gloo" in done.stderr
     assert "dadt: done: 5 steps" in done.stderr
     assert len(set(done.stdout.split())) == 1
+    assert (tmp_path / "log").read_text() == "trained", "one of two hosts that see this folder writes there"
 
 
 @pytest.mark.slow

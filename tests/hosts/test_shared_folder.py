@@ -76,12 +76,13 @@ def test_the_first_rank_of_the_first_host_that_sees_a_folder_writes_there(
     look(groups, folders, reads)
 
 
+@pytest.mark.slow  # one of the tests of mpirun looks at what is common to both
 @pytest.mark.parametrize(
     ("groups", "local", "reads"),
     [
         pytest.param([[0, 1]], 1, False, id="one"),
-        pytest.param([[0, 1]], 2, True, id="one, RANK read", marks=pytest.mark.slow),
-        pytest.param([[0], [1]], 2, False, id="two", marks=pytest.mark.slow),
+        pytest.param([[0, 1]], 2, True, id="one, RANK read"),
+        pytest.param([[0], [1]], 2, False, id="two"),
     ],
 )
 def test_ranks_of_torchrun_do_so_too(
