@@ -17,7 +17,7 @@ AT_ONCE = 4
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="hosts.chaos", description="Faults in jobs with --min-np, drawn by seed.")
-    parser.add_argument("--seeds", default="0-229", metavar="N-M")
+    parser.add_argument("--seeds", default="0-259", metavar="N-M")
     parser.add_argument("--only", default="", metavar="TEXT", help="of the faults, by what is in name or training")
     parser.add_argument("--at-once", type=int, default=AT_ONCE, metavar="N", help="jobs at the same time")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the table there, too")

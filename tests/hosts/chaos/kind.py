@@ -141,6 +141,38 @@ def cut_both(job: Struck) -> set[int]:
     return job.ranks(host)
 
 
+def at_once(job: Struck, numbers: dict[int, int]) -> None:
+    """Signals by process, in a drawn order, within a second."""
+    for pid in job.chance.sample(sorted(numbers), len(numbers)):
+        os.kill(pid, numbers[pid])
+        job.pause(job.chance.uniform(0.0, 0.3))
+
+
+def stop_and_kill(job: Struck) -> set[int]:
+    """One is silent, and one or two others end."""
+    ranks = job.chance.sample(sorted(RANKS), job.chance.choice((2, 3)))
+    numbers = dict.fromkeys(map(job.worker, ranks), signal.SIGKILL)
+    at_once(job, numbers | {job.worker(ranks[0]): signal.SIGSTOP})
+    return set(ranks)
+
+
+def stop_and_kill_agent(job: Struck) -> set[int]:
+    host = job.host()
+    lost = job.ranks(host)
+    rank = job.chance.choice(sorted(RANKS - lost))
+    at_once(job, {job.worker(rank): signal.SIGSTOP, job.agent(host): signal.SIGKILL})
+    return lost | {rank}
+
+
+def stop_and_kill_in_save(job: Struck) -> set[int]:
+    rank = job.chance.choice([1, 2, 3])
+    silent = job.worker(rank)
+    lost = in_save(job, signal.SIGKILL)
+    job.pause(job.chance.uniform(0.0, 0.3))
+    os.kill(silent, signal.SIGSTOP)
+    return lost | {rank}
+
+
 def for_a_while(cut: Callable[[Struck], set[int]]) -> Callable[[Struck], set[int]]:
     def strike(job: Struck) -> set[int]:
         cut(job)
@@ -194,6 +226,9 @@ KINDS = (
     Kind(f"SIGSTOP of a worker for {BRIEF:g} s", stop_for_a_while),
     Kind("SIGSTOP of an agent", stop_agent, hosts=2),
     Kind(f"SIGSTOP of an agent for {BRIEF:g} s", stop_agent_for_a_while),
+    Kind("SIGSTOP of a worker, and kill -9 of one or two others within a second", stop_and_kill),
+    Kind("SIGSTOP of a worker, and kill -9 of another host's agent within a second", stop_and_kill_agent, hosts=2),
+    Kind("kill -9 of rank 0 while it saves, and SIGSTOP of another within a second", stop_and_kill_in_save),
     Kind("data cut", cut_data, hosts=2),
     Kind(f"data cut for {BRIEF:g} s", for_a_while(cut_data), hosts=2),
     Kind("control cut", cut_control, hosts=2),
