@@ -83,7 +83,8 @@ def test_ps_tells_how_jobs_have_ended(start, tmp_path):
         job = next(path.name for path in (tmp_path / "dadt-logs").iterdir() if path.name not in known)
         ended[job] = how
     for job, how in ended.items():
-        assert re.match(rf"{job}  \S+( \S+)?  1 host x 2 +[-0]  {how} +train.py +{tmp_path}/dadt-logs/{job}$", column(job))
+        logs = f"{tmp_path}/dadt-logs/{job}"
+        assert re.match(rf"{job}  \S+( \S+)?  1 host x 2 +[-0]  {how} +train.py +{logs}$", column(job))
         told = dadt("ps", job, cwd=tmp_path)
         assert told.returncode == 0
         assert re.fullmatch(
