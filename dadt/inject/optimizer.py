@@ -54,9 +54,12 @@ class Steps:
             self._runtime.progress.hook_seconds += perf_counter() - begun
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._ends(sys._getframe(1), optimizer)
+
+    def _ends(self, frame: FrameType, optimizer: Optimizer) -> None:
         begun = perf_counter()
         try:
-            self._after(sys._getframe(1), optimizer)
+            self._after(frame, optimizer)
         finally:
             self._runtime.progress.hook_seconds += perf_counter() - begun
 
@@ -107,14 +110,15 @@ class Steps:
         return None
 
     def take(self, frame: FrameType, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The optimizer's own code, between `before` and `after`. frame: of what calls these."""
-        attachment = None
-        for under_way, _, each in self._under_way:
-            attachment = each if under_way is frame else attachment
+        """The optimizer's own code, and the end of its step, before its own hooks. frame: of what calls these."""
+        attachment = next((each for under_way, _, each in self._under_way[::-1] if under_way is frame), None)
         if attachment is None:
             return step(*args, **kwargs)
-        if _withholds(attachment):
-            return None
+        result = None if _withholds(attachment) else self._take(attachment, step, args, kwargs)
+        self._ends(frame, args[0])
+        return result
+
+    def _take(self, attachment: Attachment, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         try:
             self.inside = attachment
             with self._alike(attachment):

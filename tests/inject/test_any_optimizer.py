@@ -151,6 +151,39 @@ def test_they_train_as_alone(dadt_run, alone, algorithm: str) -> None:
     assert "weights" not in "".join(line for line in run.lines() if "differ" in line)
 
 
+AFTERWARDS = """
+    x = torch.randn(12 * 8, 3, generator=torch.Generator().manual_seed(1))
+
+    def train(hooked):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer, steps = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9), []
+        def afterwards(*_):
+            optimizer.zero_grad()
+            steps.append(optimizer.state_dict()["dadt"]["step"])
+        if hooked:
+            optimizer.register_step_post_hook(afterwards)
+        for batch in torch.utils.data.DataLoader(x, batch_size=8):
+            (model(batch) - batch.sum(1, keepdim=True)).pow(2).mean().backward()
+            optimizer.step()
+            if not hooked:
+                afterwards()
+        return torch.cat([torch.tensor(steps), *(p.detach().reshape(-1) for p in model.parameters())])
+
+    report({"state": {"hooked": train(True), "behind": train(False)}})
+"""
+
+
+@pytest.mark.slow
+def test_what_a_hook_after_the_step_does_is_as_what_the_code_behind_the_step_does(dadt_run) -> None:
+    run = dadt_run(AFTERWARDS, "--batch", "global", "--algorithm", "pipe", "--warmup-steps", "4")
+    assert_replicas_equal(run)
+    hooked, behind = (run.ranks[0]["state"][name] for name in ("hooked", "behind"))
+    assert torch.equal(hooked, behind)
+    assert hooked[:12].tolist() == list(range(1, 13))
+    assert ", none delayed" not in run.output
+
+
 HOOKED = """
     class Fused(torch.optim.Optimizer):
         "As LOMO."
