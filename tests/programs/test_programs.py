@@ -116,6 +116,17 @@ def test_searches_without_a_seed_try_the_same_on_all_ranks(library: str, tmp_pat
         assert any("pruned" in str(each[-1]) for job in jobs for each in job)
 
 
+def test_readers_of_tensorboard_and_hdf5_find_what_the_rank_itself_has_written(tmp_path: Path) -> None:
+    words = [str(BIN / "dadt"), "run", "-np", "2", str(PROGRAMS / "reads_back.py")]
+    env = {**os.environ, "PYTHONPATH": str(PROGRAMS)}
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=600, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith(("[0] [", "[1] ["))]
+    assert found == 2 * [[True, 2, True, ["epoch 0", "epoch 1", "epoch 2"]]]
+    assert len(list((tmp_path / "board").iterdir())) == 2  # the first rank's
+    assert {path.name for path in (tmp_path / "weights").iterdir()} == {"0.h5", "1.h5", "all.h5", "last.h5"}
+
+
 def read_by(ranks: list[dict[str, Any]]) -> list[int]:
     return sorted(index for one in ranks for index in one["read"])
 

@@ -228,6 +228,7 @@ def _patch_libraries(overlay: Overlay) -> None:
             begin(self, overlay.path_for_library(name, mode), mode, *args, **kwargs)
 
         module.File.__init__ = __init__
+        module.is_hdf5 = overlay.reading(module.is_hdf5)
 
     after_import("h5py", hdf5)
     after_import("safetensors", safetensors)

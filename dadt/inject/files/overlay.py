@@ -178,13 +178,13 @@ class Overlay(Tree):
             if self.role(known) is not Role.APART:
                 self._for_good.mkdir(path, known, mode, self.writers.is_shared)
                 return
-            if self.exists(known) and not (self._appeared(known) or self._for_good.is_made(known)):
+            where = self.where(known)
+            if self.exists(known) and not (where == known and (self._appeared(known) or self._for_good.is_made(known))):
                 raise error(errno.EEXIST, path)
-            anew = self.where(known) == self._none
             self._prepare(os.path.dirname(known))
             self.reveal(known)
             mkdir(self.tree + known, mode | stat.S_IRWXU)
-            if anew:
+            if where == self._none:
                 self._cover(known)
 
     def chdir(self, path: Any) -> None:

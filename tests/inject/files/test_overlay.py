@@ -175,6 +175,19 @@ def test_what_the_first_rank_has_just_done_is_in_nobody_s_way(folder: Path, late
     assert sorted(os.listdir(folder / "run")) == ["other"]
 
 
+def test_a_folder_that_the_first_rank_made_keeps_what_this_one_writes_there(tmp_path: Path, folder: Path) -> None:
+    """As where `os.makedirs(folder, exist_ok=True)` comes before each save."""
+    first, second = (overlay_of(tmp_path, rank_of(first=rank == 0), rank) for rank in range(2))
+    path = str(folder / "run")
+    first.mkdir(path)
+    second.mkdir(path)
+    write(second, f"{path}/log.csv", "a", b"mine")
+    for rank in (first, second):
+        with pytest.raises(FileExistsError):
+            rank.mkdir(path)
+    assert seen(Apart(second), path) == {"log.csv": b"mine"}
+
+
 def test_a_link_to_the_file_of_another_rank_is_separated_before_it_is_written(tmp_path: Path, folder: Path) -> None:
     for name in ("kept", "anew", "linked"):
         (folder / name).write_text("first")
