@@ -35,7 +35,8 @@ test-slow: .venv/testable .venv-programs/installed .venv-tensorflow/installed .v
 .venv-programs/installed: tests/programs/requirements.txt $(BUILT) $(shell find dadt dadt_cli -name '*.py')
 	[ -d .venv-programs ] || $(PYTHON) -m venv .venv-programs
 	.venv-programs/bin/python -m pip install --quiet $(TORCH) 'numpy>=1.26'
-	.venv-programs/bin/python -m pip install --quiet -r tests/programs/requirements.txt
+	.venv-programs/bin/python -m pip install --quiet '$(TORCH)' -r tests/programs/requirements.txt
+	.venv-programs/bin/python -m pip install --quiet --no-deps --upgrade --target .venv-programs/of-hydra hydra-optuna-sweeper==1.3.0 optuna==2.10.1 cmaes==0.13.1
 	.venv-programs/bin/python -m pip install --quiet --force-reinstall --no-deps . && .venv-programs/bin/python -m pip install --quiet .
 	touch $@
 

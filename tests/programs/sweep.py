@@ -43,7 +43,8 @@ def by_optuna(trial):
 if sys.argv[1] == "optuna":
     import optuna
 
-    for pruner in (optuna.pruners.NopPruner(), optuna.pruners.MedianPruner(n_startup_trials=2)):
+    by_name = optuna.pruners.HyperbandPruner(min_resource=1, max_resource=3, reduction_factor=2)
+    for pruner in (optuna.pruners.NopPruner(), optuna.pruners.MedianPruner(n_startup_trials=2), by_name):
         study = optuna.create_study(pruner=pruner)  # by TPE, with random ones first
         study.optimize(by_optuna, n_trials=TRIALS)
 elif sys.argv[1] == "hyperopt":
@@ -51,6 +52,16 @@ elif sys.argv[1] == "hyperopt":
 
     space = [hp.randint("width", 4, 16), hp.uniform("dropout", 0.0, 0.6), hp.loguniform("rate", -4, 0)]
     fmin(lambda given: train(int(given[0]), *given[1:]), space, tpe.suggest, TRIALS + 12, show_progressbar=False)
+elif sys.argv[1] == "hydra":
+    import hydra
+
+    @hydra.main(version_base=None, config_path=None)
+    def by_hydra(config):
+        return train(config.width, config.dropout, config.rate)
+
+    space = ["+width=range(4,16)", "+dropout=interval(0.0,0.6)", "+rate=tag(log,interval(0.01,1.0))"]
+    sys.argv[1:] = ["-m", "hydra/sweeper=optuna", f"hydra.sweeper.n_trials={2 * TRIALS}", *space]
+    by_hydra()
 else:
     import skopt
 

@@ -40,6 +40,9 @@ SWEEPS: tuple[str, ...] = ("optuna", "hyperopt", "skopt", "hydra", "hydra_plugin
 SWEEPS += ("ConfigSpace", "smac", "cmaes", "cma", "ray.tune")
 """Libraries that choose what is tried next. Others keep the system's entropy: for names of their own, or for numbers
 that are to differ between ranks, as those of an environment."""
+STORES: tuple[str, ...] = ("optuna.storages._rdb", "optuna.storages._redis", "optuna.storages._journal")
+STORES += ("optuna.storages.journal", "hyperopt.mongoexp")
+"""Their ids name something in a store that several processes may share."""
 KEPT_GENERATORS = 64
 """Generators of torch that are remembered, as nothing else finds them."""
 
@@ -195,10 +198,10 @@ class Entropy:
         torch.seed = torch.random.seed = seed_generators
 
     def _urandom(self, size: int) -> bytes:
-        """For `uuid`, whose ids name folders of runs. Those of libraries are never the same in two processes."""
+        """For `uuid`, whose ids name folders of runs, or studies by whose names trials are pruned."""
         frame = sys._getframe(1)
         asker = asker_of(frame)
-        given = self.seed(8 * size, frame) if asker is not None and _is_scripts(asker) else None
+        given = self.seed(8 * size, frame) if asker is not None and not _in(asker, STORES) else None
         return os.urandom(size) if given is None else given.to_bytes(size, "big")
 
     def _patch_sklearn(self, module: ModuleType) -> None:

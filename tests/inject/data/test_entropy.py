@@ -14,9 +14,10 @@ import torch
 from harness.forked_ranks import ranks
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-LIBRARY = (
-    "import random, uuid, numpy as np\ndef make(): return np.random.RandomState().rand(), random.Random().random()"
-)
+LIBRARY = """
+import random, uuid, numpy as np
+def make(): return np.random.RandomState().rand(), random.Random().random(), uuid.uuid4().hex
+"""
 
 
 def library(name: str):
@@ -57,7 +58,7 @@ def test_they_are_equal_on_all_ranks_and_other_ones_each_time(tmp_path):
         for _ in range(2):
             every.append(globals_seeded())
         system = random.SystemRandom().random(), secrets.token_hex(), next(tempfile._get_candidate_names())
-        return every, [*system, *library("tokens")()]
+        return every, [*system, *library("tokens")(), library("optuna.storages._rdb")()[-1]]
 
     (a, own), (b, other) = ranks(2, script, tmp_path / "one")
     assert a == b
