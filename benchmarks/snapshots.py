@@ -53,8 +53,8 @@ print("ends", json.dumps(ends), flush=True)
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.snapshots", description="What a snapshot costs.")
-    parser.add_argument("--every", type=int, default=40, help="steps between snapshots")
-    parser.add_argument("--snapshots", type=int, default=10, help="how many")
+    parser.add_argument("--every", type=int, default=120, help="steps between snapshots")
+    parser.add_argument("--snapshots", type=int, default=6, help="how many")
     parser.add_argument("--warmup", type=int, default=60, help="steps that do not count")
     options = parser.parse_args()
     steps = options.warmup // options.every * options.every + options.every * (options.snapshots + 2)
