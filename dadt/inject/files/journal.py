@@ -48,7 +48,7 @@ class Journal:
 
     def wrote(self, path: str, *, new: bool = False) -> None:
         """Tell that this rank is about to write the file, or has made the folder (new)."""
-        if path in self._mine and self._writer.get(path, self.rank) == self.rank:
+        if path in self._mine and self.writer(path) in (None, self.rank) and path not in self._gone:
             return
         self._mine.add(path)
         self._tell(-1 if new else size_of(path), path)

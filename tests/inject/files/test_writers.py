@@ -245,3 +245,17 @@ def test_no_order_of_two_ranks_calls_ends_in_an_error_or_a_torn_file(
         assert not list(Path().rglob(".dadt-*"))
         monkeypatch.chdir(tmp_path)
         shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("taken_away", [False, True])
+def test_a_file_that_another_rank_has_written_or_renamed_meanwhile_is_told_again(
+    tmp_path: Path, taken_away: bool
+) -> None:
+    mine, others = (Journal(tmp_path / "written", number) for number in range(2))
+    mine.wrote("/last.tmp")
+    others.wrote("/last.tmp")
+    if taken_away:
+        others.removed("/last.tmp")
+    mine.wrote("/last.tmp")
+    assert others.writer("/last.tmp") == mine.writer("/last.tmp") == 0
+    assert not mine.is_others("/last.tmp") and not mine.is_gone("/last.tmp") and not others.is_gone("/last.tmp")
