@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from signal import SIGTERM
 from typing import Any
@@ -83,7 +83,7 @@ class Job:
         self._deaths: list[Frame] = []
         """Frames about ended ranks that must still be sent to all ranks."""
 
-    def start(self, orders: Sequence[Frame]) -> None:
+    def start(self, orders: Iterable[Frame]) -> None:
         """Send each node's agent the order to start its workers."""
         self._begin = time.monotonic()
         self._begin_time = time.time()

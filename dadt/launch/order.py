@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dadt.config.executor import mpi_executor
@@ -37,7 +37,7 @@ def look(the_plan: Plan, job: str, node: Node) -> Mapping[str, Any]:
     }
 
 
-def orders(where: Placed) -> list[Frame]:
+def orders(where: Placed) -> Iterator[Frame]:
     """The order for each node's agent, in order of nodes."""
     slots: list[list[Slot]] = [[] for _ in where.nodes]
     for slot in where.slots:
@@ -45,7 +45,8 @@ def orders(where: Placed) -> list[Frame]:
     env, beats = _common(where), heartbeats(where)
     seen = {slot.rank: (slot.cross_rank, where.nodes[slot.cross_rank].folder) for slot in where.slots}
     writers = shared_folder.writers(seen)
-    return [_order(where, mine, node, env, writers, beats=beats) for mine, node in zip(slots, where.nodes, strict=True)]
+    for mine, node in zip(slots, where.nodes, strict=True):
+        yield _order(where, mine, node, env, writers, beats=beats)
 
 
 def order_to_join(where: Placed, place: int) -> Frame:

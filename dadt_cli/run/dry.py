@@ -22,6 +22,8 @@ from dadt_cli.terminal.table import table
 
 JOB = "JOB"
 PORT = 0
+HOSTS = 16
+"""Hosts of which the command and each worker's variables are shown."""
 NAMES = {"DADT_THREADS": "OMP_NUM_THREADS"}
 """Variables that the agent sets under another name, if you have not set that."""
 
@@ -58,13 +60,15 @@ def describe(the_plan: Plan) -> list[str]:
     if unsure:
         lines.append(f"slots of {', '.join(unsure)} are unknown until their agents count GPUs; one each is assumed")
     lines += ["", *placement(where)]
-    for node, order in zip(nodes, orders(where), strict=True):
+    for node, order in zip(nodes[:HOSTS], orders(where), strict=False):
         lines += ["", f"{node.name or 'this host'}: {launcher.command(node.host)}", f"  in {the_plan.cwd}"]
         given = the_plan.named if _is_here(node.host) else the_plan.elsewhere
         lines += _variables("  for each worker, beside the host's own:", {**given, **order["env"]})
         for worker in order["workers"]:
             lines.append(f"  rank {worker['rank']}: {shlex.join(worker['command'])}")
             lines += _variables("", worker["env"])
+    if nodes[HOSTS:]:
+        lines += ["", f"and {len(nodes) - HOSTS} more hosts in the same way"]
     launcher.close()
     return lines
 

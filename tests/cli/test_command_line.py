@@ -206,6 +206,13 @@ def test_slips_are_one_sentence(arguments: str, sentence: str):
     assert done.stderr.count("\n") == 1
 
 
+def test_a_dry_run_of_many_hosts_shows_some_of_them(tmp_path):
+    (tmp_path / "hosts").write_text("".join(f"node{i} slots=2\n" for i in range(30)))
+    done = call("run", "--hostfile", str(tmp_path / "hosts"), "--dry-run", "--no-python", "true")
+    assert done.returncode == 0 and "\n59    node29  1 " in done.stdout
+    assert done.stdout.count("  rank ") == 2 * 16 and done.stdout.endswith("\nand 14 more hosts in the same way\n")
+
+
 def test_no_number_of_workers_is_one_for_each_slot():
     done = call("run", "-np", "0", "-H", "localhost:3", "--dry-run", "--no-python", "true")
     assert done.returncode == 0 and done.stdout.startswith("3 workers on localhost"), done.stderr
