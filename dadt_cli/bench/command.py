@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import click
 from dadt.config import Config
 from dadt.config.check import flag
 from dadt.errors import ConfigError
+from dadt_cli.bench.conclusion import conclusion, legend, reference
 from dadt_cli.bench.figure import (
     Figures,
     Outputs,
@@ -41,6 +43,10 @@ HOW = ("algorithm", "executor", "compression")
 """Flags that are DADT's contenders' alone."""
 KNOWN = (*HOW, "sync_every")
 """Settings by which a measurement goes, wherever they come from."""
+
+ROUNDS = 10
+SECONDS = 300.0
+"""That a training benchmark takes at most where no number of rounds is given, unless 6 rounds take longer."""
 
 np_option = click.option("-np", "--np", "ranks", default=2, show_default=True, help="Number of workers.")
 
@@ -109,7 +115,7 @@ def _train_command(name: str) -> click.Command:
 @click.option("--batch-size", default=8, show_default=True, help="Samples per worker and backward.")
 @click.option("--accumulate", default=1, show_default=True, metavar="N", help="Backwards per step.")
 @click.option("--steps", default=5, show_default=True, help="Measured steps of each contender in a round.")
-@click.option("--rounds", default=10, show_default=True, help="Number of rounds; contenders take turns.")
+@click.option("--rounds", type=int, help="Number of rounds; contenders take turns.  [default: 10, in 5 minutes]")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True)
 @click.option("--data", default="", metavar="PATH", help="Real data: folders of images by class, or a text file.")
@@ -128,8 +134,9 @@ def _train_options() -> None:
 
 
 def _train(
-    *, model: str, batch_size: int, accumulate: int, steps: int, rounds: int, device: str, precision: str, data: str,
-    against: tuple[str, ...], sweep: tuple[str, ...], json: str | None, csv: str | None, plot: str | None, **given: Any,
+    *, model: str, batch_size: int, accumulate: int, steps: int, rounds: int | None, device: str, precision: str,
+    data: str, against: tuple[str, ...], sweep: tuple[str, ...], json: str | None, csv: str | None,
+    plot: str | None, **given: Any,
 ) -> int:  # fmt: skip
     outputs = Outputs(json, csv, plot)
     config = config_of(given)
@@ -147,12 +154,12 @@ def _train(
         peers.remove(peer)
     wanted = blocks(config, _chosen(config), parse_sweep(",".join(sweep)), peers, ranks, batch_size)
     for block in wanted:
-        check(block.contenders, steps, rounds)
+        check(block.contenders, steps, rounds or ROUNDS)
         check_hosts(config, block.ranks)
     data = str(Path(data).absolute()) if data else ""
     tasks = [Task(model, block.batch_size, device, precision, data, accumulate) for block in wanted]
     measured = _measure(wanted, tasks, place_of(config, given), steps, rounds)
-    figures = _figures(wanted, tasks, measured, notes, rounds, network_of(config))
+    figures = _figures(wanted, tasks, measured, notes, rounds or ROUNDS, network_of(config))
     figures.report(f"{model}, {'; '.join(map(_size, wanted))}{network_of(config)}", outputs)
     return 0
 
@@ -162,14 +169,20 @@ def _chosen(config: Config) -> list[str]:
     return [part for name in KNOWN if name in values for part in (flag(name), str(values[name]))]
 
 
-def _measure(wanted: Sequence[Block], tasks: Sequence[Task], place: Any, steps: int, rounds: int) -> list[Measured]:
+def _measure(
+    wanted: Sequence[Block], tasks: Sequence[Task], place: Any, steps: int, rounds: int | None
+) -> list[Measured]:
     from dadt_cli.bench.training import measure
 
     made = []
+    seconds = SECONDS / len(wanted) if rounds is None else math.inf
+    rounds = rounds or ROUNDS
     with progress(sum(2 * len(block.contenders) + rounds for block in wanted)) as step:
         for block, task in zip(wanted, tasks, strict=True):
             tell = teller(step, f"{_size(block)}: " if len(wanted) > 1 else "")
-            made.append(measure(block.contenders, task, place, steps=steps, rounds=rounds, progress=tell))
+            made.append(
+                measure(block.contenders, task, place, steps=steps, rounds=rounds, seconds=seconds, progress=tell)
+            )
     return made
 
 
@@ -188,8 +201,13 @@ def _figures(
     hello, task = measured[0].hello, tasks[0]
     rows = [row for each in measured for row in each.rows]
     how = task.precision + (f", {task.accumulate} backwards per step" if task.accumulate > 1 else "")
-    title = f"{task.model}: {hello.parameters:,} parameters, {how}, {hello.device}{network}, {rounds} rounds"
-    told = [f"{task.model}: {hello.source or 'its factory'}; {'made-up data' if not task.data else task.data}"]
+    done = sorted({len(each.turns[0]) for each in measured})
+    title = f"{task.model}: {hello.parameters:,} parameters, {how}, {hello.device}{network}, {done[0]} rounds"
+    told = [text for each in measured if (text := conclusion(each.rows))]
+    told.append(legend(reference(measured[0].rows).name))
+    if done[0] < rounds:
+        told.append(f"{done[0]} of {rounds} rounds fit in {SECONDS / 60:g} minutes; --rounds {rounds} makes all")
+    told += [f"{task.model}: {hello.source or 'its factory'}; {'made-up data' if not task.data else task.data}"]
     cores = conditions()["cores"]
     threads = f"{hello.threads} thread" + ("s" if hello.threads > 1 else "")
     told.append(f"{threads} for each worker; this host has {cores} cores, and its load was {os.getloadavg()[0]:.1f}")
@@ -225,7 +243,7 @@ def _figures(
 
 
 def _training_table(title: str, rows: Sequence[Row], unit: str) -> Table:
-    first = next((row for row in rows if row.speed.low == row.speed.high == 1.0), rows[0])
+    first = reference(rows)
     head = ["", f"{unit}/s", "per rank", "scaling\n%", "exposed\n%", f"/ {first.name}", "MB"]
     lines = [
         [

@@ -123,7 +123,7 @@ class Figures:
         for table in self.tables:
             console.print(table.rich())
         for note in self.notes:
-            console.print(note, markup=False, soft_wrap=True)
+            console.print(note, markup=False, soft_wrap=not console.is_terminal)
 
 
 def command() -> str:

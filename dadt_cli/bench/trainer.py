@@ -37,6 +37,7 @@ RATE = 1e-5
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--name", default="", help="of the contender, for whoever lists jobs")
     parser.add_argument("--model", required=True)
     parser.add_argument("--batch-size", type=int, required=True)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), required=True)

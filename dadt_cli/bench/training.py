@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -13,7 +15,10 @@ from dadt.errors import ConfigError
 from dadt_cli.bench.line import Hello, Worked
 from dadt_cli.bench.party import Here, Party, Place, start
 from dadt_cli.bench.ratio import Interval, interval, ratio
+from dadt_cli.terminal.table import duration
 
+LEAST_ROUNDS = 6
+"""Fewer have no interval of 95 %."""
 LEAD = 1
 """Steps before those that are counted in each turn: an exchange that was launched before the pause is used up."""
 WARMUP = 6
@@ -135,13 +140,16 @@ def measure(
     *,
     steps: int,
     rounds: int,
+    seconds: float = math.inf,
     progress: Progress = lambda what: None,
 ) -> Measured:
-    """Every contender takes `steps` counted steps a round, in turn, forwards and backwards.
+    """Every contender takes `steps` counted steps a round, in turn, forwards and backwards. Rounds end once the next
+    one would end later than `seconds` after the call, but there are as many as an interval of 95 % needs.
 
     Raises ConfigError for what cannot be measured, DadtError where a contender fails.
     """
     check(contenders, steps, rounds)
+    begun = time.monotonic()
     with ExitStack() as stack:
         place, threads = place or Here(), 0
         # Those with the most ranks first: one worker alone gets as many threads as one of theirs. DADT's before plain
@@ -158,8 +166,14 @@ def measure(
                 _check_memory(worked, sum(contenders[j].ranks for j in order[at + 1 :]))
         parties = [started[i] for i in range(len(contenders))]
         turns: list[list[list[Worked]]] = [[] for _ in contenders]
+        first = time.monotonic()
         for turn in range(rounds):
-            progress(f"round {turn + 1} of {rounds}")
+            now = time.monotonic()
+            mean = (now - first) / max(turn, 1)
+            if turn >= LEAST_ROUNDS and now + mean > begun + seconds:
+                break
+            left = min((rounds - turn) * mean, max(begun + seconds - now, (LEAST_ROUNDS - turn) * mean))
+            progress(f"round {turn + 1} of {rounds}" + (f", {duration(left)} left" if turn else ""))
             for i in range(len(contenders)) if turn % 2 == 0 else reversed(range(len(contenders))):
                 turns[i].append(parties[i].train(LEAD, steps))
         hello = parties[0].hellos[0]
@@ -231,7 +245,16 @@ def _start(stack: ExitStack, contender: Contender, task: Task, place: Place, thr
     options += [] if contender.injected else ["--inject", "none"]
     if threads:
         options += ["-x", f"OMP_NUM_THREADS={threads}"]
-    script = ["--model", task.model, "--batch-size", str(task.batch_size), "--device", task.device]
+    script = [
+        "--name",
+        contender.name,
+        "--model",
+        task.model,
+        "--batch-size",
+        str(task.batch_size),
+        "--device",
+        task.device,
+    ]
     script += ["--precision", task.precision, "--data", task.data, "--peer", contender.peer]
     script += ["--accumulate", str(task.accumulate)]
     return stack.enter_context(start(contender.name, place, contender.ranks, options, script))

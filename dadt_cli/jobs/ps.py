@@ -141,6 +141,8 @@ def _script(trace: Trace) -> str:
 def _program(command: Sequence[str]) -> str:
     """Without the interpreter, and not all of a long one."""
     words = command[1:] if len(command) > 1 and Path(command[0]).name.startswith("python") else command
+    if list(words[:3]) == ["-m", "dadt_cli.bench.trainer", "--name"] and len(words) > 5:
+        return f"dadt bench {words[5]}: {words[3]}"
     return textwrap.shorten(shlex.join(words), SCRIPT_WIDTH, placeholder=" ...")
 
 

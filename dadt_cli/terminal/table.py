@@ -45,3 +45,8 @@ def short(value: float) -> str:
     if abs(value) >= 9999.5:
         return f"{value / 1e3:.3g}k" if abs(value) < 9.995e5 else f"{value / 1e6:.3g}M"
     return f"{value:.2f}" if -1 < value < 10 else figure(value) if value > 0 else f"{value:.0f}"
+
+
+def duration(seconds: float) -> str:
+    """As people say it: 40 s, 3 min."""
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,12 @@ from dadt.config import Config
 from dadt.errors import ConfigError
 from dadt_cli.bench import models, training
 from dadt_cli.bench.command import bench
+from dadt_cli.bench.conclusion import conclusion
 from dadt_cli.bench.data import Images, Text
 from dadt_cli.bench.line import Hello, Worked
 from dadt_cli.bench.models import resnet, transformer, vgg
 from dadt_cli.bench.place import place_of
+from dadt_cli.bench.ratio import Interval
 from dadt_cli.bench.sweep import blocks, parse_sweep
 from dadt_cli.bench.training import Contender, Task, alone, copies, limit, rows
 from dadt_cli.terminal.options import config_of
@@ -75,6 +79,16 @@ def test_a_factory_is_measured_and_told_in_every_form(tmp_path: Path) -> None:
     assert float(lines[1]["rate.median"]) == figures["rows"][1]["rate"]["median"]
     page = (tmp_path / "a.html").read_text()
     assert "<svg" in page and "src=" not in page and 'href="http' not in page and "@import" not in page
+
+
+@pytest.mark.slow
+def test_rounds_end_with_the_time_but_there_are_enough_for_an_interval() -> None:
+    told: list[str] = []
+    measured = training.measure(
+        [Contender("pipe", 1)], Task("mlp", 1), steps=1, rounds=9, seconds=0.0, progress=told.append
+    )
+    assert len(measured.turns[0]) == training.LEAST_ROUNDS
+    assert told[2] == "round 1 of 9" and re.fullmatch(r"round 6 of 9, \d+ s left", told[-1])
 
 
 @pytest.mark.slow
@@ -152,6 +166,14 @@ def test_figures_come_of_the_slowest_rank_and_of_the_same_round() -> None:
     assert ddp.speed.low == ddp.speed.high == pytest.approx(0.5) and pipe.speed.median == 1.0
     assert null.efficiency and null.efficiency.median == 1.0 and null.exposed is None
     assert pipe.memory == 8 and pipe.own == pytest.approx(0.1)
+    assert conclusion([one, plain, null, pipe, ddp]) == (
+        "pipe is 2.00 times as fast as ddp (2.00 to 2.00); pipe waits for communication in 20% of a step."
+    )
+    assert conclusion([one, pipe]).startswith("pipe waits")
+    assert conclusion([one, replace(pipe, exposed=None)]) == "2 workers train 1.28 times as fast as one."
+    assert conclusion([pipe, replace(ddp, speed=Interval(1.1, 0.9, 1.2))]).startswith(
+        "pipe and ddp are as fast as each other, as far as this shows (0.83 to 1.11); "
+    )
     fourfold = rows(contenders, Task(batch_size=3, accumulate=4), hello, turns, steps=5)
     assert fourfold[3].rate.high == 4 * pipe.rate.high and fourfold[3].seconds == pipe.seconds
 

@@ -1,0 +1,56 @@
+"""What the figures of a training benchmark say, in a sentence, and what their columns mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from dadt_cli.bench.ratio import Interval
+
+if TYPE_CHECKING:
+    from dadt_cli.bench.training import Row
+
+LEGEND = (
+    ("per rank", "of the slowest and of the fastest rank"),
+    ("scaling", "the rate, as a share of as many copies that exchange nothing (plain)"),
+    ("exposed", "share of a step in which it waits for communication: what it is longer than under null, the limit"),
+    ("/ NAME", "how many times as fast as NAME"),
+    ("MB", "the most memory that a worker has used"),
+)
+
+
+def reference(rows: Sequence[Row]) -> Row:
+    """The contender that others are compared with."""
+    return next((row for row in rows if row.speed.low == row.speed.high == 1.0), rows[0])
+
+
+def legend(first: str) -> str:
+    """What each column means, in a line each. first: the contender that others are compared with."""
+    return "\n".join(f"{name.replace('NAME', first)}: {meaning.replace('NAME', first)}" for name, meaning in LEGEND)
+
+
+def conclusion(rows: Sequence[Row]) -> str:
+    """What was found of the contender that others are compared with; empty where there is nothing to compare."""
+    first = reference(rows)
+    found = [_beside(first.name, row) for row in rows if row is not first and _is_rival(row)]
+    if first.exposed is not None:
+        share = max(0.0, first.exposed.median)
+        found.append(f"{first.name} waits for communication in {share:.0%} of a step")
+    alone = next((row for row in rows if row.ranks == 1), None)
+    if not found and alone is not None and first.ranks > 1:
+        times = first.rate.median / alone.rate.median
+        found.append(f"{first.ranks} workers train {times:.2f} times as fast as one")
+    return "; ".join(found) + "." if found else ""
+
+
+def _is_rival(row: Row) -> bool:
+    """It averages gradients, too: neither one worker, nor copies that exchange nothing, nor the limit."""
+    return row.ranks > 1 and row.name != "plain" and "null" not in row.options
+
+
+def _beside(name: str, other: Row) -> str:
+    speed = Interval(1 / other.speed.median, 1 / other.speed.high, 1 / other.speed.low)
+    interval = f"({speed.low:.2f} to {speed.high:.2f})"
+    if speed.low <= 1.0 <= speed.high:
+        return f"{name} and {other.name} are as fast as each other, as far as this shows {interval}"
+    return f"{name} is {speed.median:.2f} times as fast as {other.name} {interval}"
