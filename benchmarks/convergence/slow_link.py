@@ -195,20 +195,23 @@ def picture(figures: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, panel = plt.subplots(figsize=(5.6, 3.4))
+    figure, panel = plt.subplots(figsize=(7.0, 3.4))
     for color, (name, looks) in zip(
-        ("#1f3b57", "#8fa3b5", "#2a9d8f", "#e9b44c", "#c8553d", "#7b4b94", "#5a5a5a", "#d98cb3", "#b5a642"),
+        ("#9dbbd6", "#1f3b57", "#2a9d8f", "#e9b44c", "#c8553d", "#7b4b94", "#5a5a5a", "#d98cb3", "#b5a642"),
         figures["looks"].items(),
         strict=False,
     ):
-        panel.plot([seconds for _, seconds, _ in looks], [loss for *_, loss in looks], color=color, label=name)
-    panel.axhline(figures["target"], color="#999999", linewidth=0.8)
+        # DDP and pipe, which moves as many bytes, take the same course here: one lies on the other.
+        style: dict[str, Any] = {"linewidth": 4.0} if name == "DDP" else {}
+        seconds, losses = [each[1] for each in looks], [each[2] for each in looks]
+        panel.plot(seconds, losses, color=color, label=name, **style)
+    panel.axhline(figures["target"], color="#999999", linewidth=0.8, label="the loss to reach")
     panel.set(xlabel="seconds", ylabel="validation loss", xscale="log")
     last = max(seconds for looks in figures["looks"].values() for _, seconds, _ in looks)
     panel.set_xticks([tick for tick in (0.5, 1, 2, 5, 10, 20, 50, 100) if tick < 1.3 * last], minor=False)
     panel.xaxis.set_major_formatter("{x:g}")
     panel.spines[["top", "right"]].set_visible(False)
-    panel.legend(frameon=False)
+    panel.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
