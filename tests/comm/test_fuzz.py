@@ -154,7 +154,7 @@ def a_job(folder: Path) -> tuple[Job, Node]:
     slots = [Slot(rank=rank, local_rank=rank, world_size=2, local_size=2, host="h0") for rank in range(2)]
     journal = Journal(folder / "events.jsonl", lambda text: None)
     agents = Agents(Idle(), [Host(name="h0")], 30.0, journal.see)
-    output = Output(folder, ["h0", "h0"], (set(), set()), lambda stream, data: None, lambda text: None)
+    output = Output(folder, ["h0", "h0"], "all", lambda stream, data: None, lambda text: None, lambda: False)
     job = Job("fuzz", agents, slots, output, journal, lambda text, level: None, Config(grace=1.0))
     (node,) = agents.nodes
     node.ranks = frozenset({0, 1})

@@ -233,8 +233,9 @@ def test_on_and_off_of_yaml_are_words(tmp_path):
 
 
 def dadt(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    outer = {name: value for name, value in os.environ.items() if name != "DADT_OUTPUT"}  # which all tests have
     return subprocess.run(
-        [*DADT, *arguments], cwd=folder, env={**os.environ, **env}, capture_output=True, text=True, timeout=60
+        [*DADT, *arguments], cwd=folder, env={**outer, **env}, capture_output=True, text=True, timeout=60
     )
 
 
@@ -297,7 +298,7 @@ def test_a_file_can_say_all_that_flags_can(tmp_path):
     (tmp_path / "dadt.yaml").write_text("num-proc: 2\nforward: [COLOUR=blue]\n")
     (tmp_path / "train.py").write_text("import os; print(os.environ['COLOUR'])")
     ended = dadt(tmp_path, "run", "--config", "dadt.yaml", "train.py")
-    assert sorted(ended.stdout.splitlines()) == ["[0] blue", "[1] blue"]
+    assert ended.stdout == "[0-1] blue\n"
 
 
 def test_a_dry_run_starts_nothing(launch, tmp_path):
