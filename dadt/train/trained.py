@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from operator import attrgetter, is_
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
 
 import torch
 from torch import nn
 
-_requires_grad = attrgetter("requires_grad")
+_requires_grad, _params = attrgetter("requires_grad"), itemgetter("params")
 
 
 def listed(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -32,7 +33,7 @@ class Listing:
 
     def every(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         """All, each once; the same object for as long as they stay the same."""
-        given = [p for group in optimizer.param_groups for p in group["params"]]
+        given = list(chain.from_iterable(map(_params, optimizer.param_groups)))
         if len(given) != len(self._given) or not all(map(is_, given, self._given)):
             self._given, self._every, self._wants = given, listed(optimizer), []
         return self._every

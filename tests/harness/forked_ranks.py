@@ -59,7 +59,7 @@ class Runtime:
         self.replaying = False
         self.alone, self.hooked, self.shares = size == 1, size > 1, size
         self.aside = nullcontext
-        self.first = rank == 0
+        self.first, self.folder_writer = rank == 0, -1
         self.claimed = False
         self.said: list[str] = []
         self.warned: list[str] = []

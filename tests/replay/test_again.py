@@ -49,7 +49,7 @@ def job(folder: Path, name: str = "abcd", root: Path | None = None, /, **setting
     start = again.of(words, config, module=False, no_python=False, cwd=str(folder), env={**os.environ, **ENV})
     again.write(logs, start)
     (snapshot / "half").write_bytes(b"content")
-    snapshots.complete(snapshot, 0, snapshot / "half", dict(TOLD))
+    snapshots.complete(snapshot, 0, snapshot / "half", snapshots.digest(snapshot / "half"), dict(TOLD))
     return logs
 
 

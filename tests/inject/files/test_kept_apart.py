@@ -301,7 +301,7 @@ NOT_THERE = {
     "a file that Python looks for": "np.load('numbers')",
     "words of the script": "raise FileNotFoundError('the data set does not exist')",
 }
-OTHERWISE = """
+WITH_A_COPY = """
 from dadt.inject import worker
 name = f"mine-{{os.getpid()}}"
 open(name, "w").close()
@@ -315,7 +315,7 @@ time.sleep(60)
 @pytest.mark.parametrize("call", NOT_THERE.values(), ids=NOT_THERE)
 def test_nothing_is_hinted_at_where_something_else_is_missing(job, call: str) -> None:
     """The rank has a copy of another file."""
-    _, said = job(OTHERWISE.format(call), code=1)
+    _, said = job(WITH_A_COPY.format(call), code=1)
     assert "worker 1 failed" in said and re.search("does not exist|No such file", said), said
     assert "hint" not in said, said
 
