@@ -1,7 +1,8 @@
 """What a rank writes for good, told to the other ranks of its host.
 
 Where several ranks do the same (each renames the file that one of them has saved, or removes the oldest one), the first
-that comes to it does it, and the others find it done: the n-th removal of a path is every rank's n-th.
+that comes to it does it, and the others find it done: a rank's own file was removed since it wrote it, or the n-th
+removal of a path is every rank's n-th.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ class ForGood:
     """Paths are absolute; `given` are those that the script has given, which errors name. shared: other ranks of the
     host write for good, too."""
 
-    def __init__(self, journal: Journal, is_far: Callable[[str], bool]) -> None:
-        """is_far: whether ranks of other hosts see a path, of which word comes later than what they have done."""
+    def __init__(self, journal: Journal, is_far: Callable[[str], bool], removals: Counter[str | None]) -> None:
+        """is_far: whether ranks of other hosts see a path, of which word comes later than what they have done.
+        removals: as of Tree."""
         self.journal = journal
         self._is_far = is_far
-        self._removals: Counter[str] = Counter()
+        self._removals = removals
 
     def open(self, path: str, flags: int, mode: int, shared: bool) -> int:
         """A file that another rank has begun is begun anew as another file: what that one writes on stays whole."""
@@ -100,7 +102,9 @@ class ForGood:
         if kind(path) is None:
             done = self._comes_to(self.journal.is_gone, path)
         else:
-            done = self.journal.is_others(path) and self.journal.removals(path) > self._removals[path]
+            taken = self.journal.is_taken(path)
+            done = self.journal.removals(path) > self._removals[path] if taken is None else taken
+            done = done and self.journal.is_others(path)
         if done:
             self._removals[path] += 1
             return True

@@ -45,6 +45,8 @@ class Journal:
         self._removals: defaultdict[str, Counter[int]] = defaultdict(Counter)
         self._gone: dict[str, int] = {}
         self._mine: set[str] = set()
+        self._taken: dict[str, bool] = {}
+        """Of paths that this rank has written: whether another has removed it since."""
 
     def wrote(self, path: str, *, new: bool = False) -> None:
         """Tell that this rank is about to write the file, or has made the folder (new)."""
@@ -52,6 +54,11 @@ class Journal:
             return
         self._mine.add(path)
         self._tell(-1 if new else size_of(path), path)
+
+    def takes_part(self, path: str) -> None:
+        """What another rank has written counts as this rank's, too."""
+        self._look()
+        self._taken[path] = False
 
     def removed(self, path: str) -> None:
         """Tell that this rank has removed it, or renamed it to another path."""
@@ -77,6 +84,11 @@ class Journal:
         """How often another rank has removed it, the one that did most often."""
         self._look()
         return max((n for rank, n in self._removals[path].items() if rank != self.rank), default=0)
+
+    def is_taken(self, path: str) -> bool | None:
+        """Whether another rank has removed it since this one wrote it; None if this one never has."""
+        self._look()
+        return self._taken.get(path)
 
     def is_gone(self, path: str) -> bool:
         """Whether another rank has removed it, and nobody has written it since."""
@@ -126,10 +138,14 @@ class Journal:
             if size == REMOVED:
                 self._removals[path][rank] += 1
                 self._gone[path] = rank
+                if rank != self.rank and path in self._taken:
+                    self._taken[path] = True
                 continue
             self._gone.pop(path, None)
             self._writer[path] = rank
-            if rank != self.rank:
+            if rank == self.rank:
+                self._taken[path] = False
+            else:
                 self._before.setdefault(path, size)
 
 

@@ -48,9 +48,8 @@ class Overlay(Tree):
         self.writers = writers
         self.journal = journal
         self.held = HeldFiles(self, writers, journal, mark, step)
-        self._for_good = ForGood(journal, writers.is_far)
-        self._start = start
-        self._was_apart = False
+        self._for_good = ForGood(journal, writers.is_far, self.removals)
+        self._start, self._was_apart = start, False
         # What this rank has let the first one save or rename in its place: no names of another run of the script.
         self._awaited: set[str] = set()
         self.loads: Callable[[str], None] | None = None
@@ -211,7 +210,7 @@ class Overlay(Tree):
             if where not in (known, self._none):
                 unlink(where)
             if where != self._none:
-                self._hide(known)
+                self._drop(known)
 
     def rmdir(self, path: Any, *, dir_fd: int | None = None) -> None:
         known = self.path(path, dir_fd)
@@ -254,7 +253,7 @@ class Overlay(Tree):
             except FileNotFoundError:
                 if target is None or (source is not None and kind(source) is not None):
                     raise
-                return self.awaited(target)  # the first rank has renamed it already, or fails in its place
+                return self.awaited(target, source)  # the first rank has renamed it already, or fails in its place
             goal = dst if target is None else self._goal(target, kind(origin) == stat.S_IFDIR)
             try:
                 rename(origin, goal)
@@ -263,7 +262,7 @@ class Overlay(Tree):
                     raise
                 shutil.move(origin, goal)  # between file systems: the tree may lie on another one than both paths
             if source is not None:
-                self._hide(source)
+                self._drop(source)
             if target is not None and kind(goal) == stat.S_IFDIR:
                 self._cover(target)
             return None
@@ -298,9 +297,8 @@ class Overlay(Tree):
         origin = src if source is None else self.where(source)
         if known is None or self.role(known) is not Role.APART:
             with named(src):
-                return self._for_good.link(
-                    dst, origin, known or "", known is not None and self.writers.is_shared, **kwargs
-                )
+                shared = known is not None and self.writers.is_shared
+                return self._for_good.link(dst, origin, known or "", shared, **kwargs)
         if self.exists(known) and not self._appeared(known):
             raise error(errno.EEXIST, src, dst)
         with named(src), self.real():
@@ -344,10 +342,12 @@ class Overlay(Tree):
             for name in listdir(self.tree):
                 shutil.rmtree(os.path.join(self.tree, name), ignore_errors=True)
 
-    def awaited(self, path: str) -> None:
-        """The first rank has saved the file in this one's place."""
+    def awaited(self, path: str, source: str | None = None) -> None:
+        """The first rank has saved the file in this one's place, or renamed it from `source`."""
         self._awaited.add(path)
         self.reveal(path)
+        self.journal.takes_part(path)
+        self.removals[source] += 1
 
     def saved(self, path: str) -> None:
         """This rank is about to save the file for good."""

@@ -16,6 +16,7 @@ import re
 import shutil
 import stat
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -41,6 +42,8 @@ class Tree:
         self._keeps = keeps
         self._inside = threading.local()
         self._none = os.path.join(self.tree, ".none")
+        self.removals: Counter[str | None] = Counter()
+        """How often this rank has removed or renamed a path, apart or for good."""
         os.makedirs(self.tree, mode=0o700, exist_ok=True)
 
     @contextmanager
@@ -141,10 +144,15 @@ class Tree:
             self._prepare(os.path.dirname(path))
             os.close(os_open(self.tree + path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0))
 
+    def _drop(self, path: str) -> None:
+        """Hide what this rank removes or renames."""
+        self.removals[path] += 1
+        self._hide(path)
+
     def _remove_tree(self, path: str) -> None:
         if self.exists(path):
             self.reveal(path)
-            self._hide(path)
+            self._drop(path)
 
     def _gather(self, path: str) -> str:
         """The path in the tree, with all that the rank sees there."""
