@@ -154,12 +154,12 @@ def _train(
         peers.remove(peer)
     wanted = blocks(config, _chosen(config), parse_sweep(",".join(sweep)), peers, ranks, batch_size)
     for block in wanted:
-        check(block.contenders, steps, rounds or ROUNDS)
+        check(block.contenders, steps, ROUNDS if rounds is None else rounds)
         check_hosts(config, block.ranks)
     data = str(Path(data).absolute()) if data else ""
     tasks = [Task(model, block.batch_size, device, precision, data, accumulate) for block in wanted]
     measured = _measure(wanted, tasks, place_of(config, given), steps, rounds)
-    figures = _figures(wanted, tasks, measured, notes, rounds or ROUNDS, network_of(config))
+    figures = _figures(wanted, tasks, measured, notes, ROUNDS if rounds is None else rounds, network_of(config))
     figures.report(f"{model}, {'; '.join(map(_size, wanted))}{network_of(config)}", outputs)
     return 0
 
@@ -176,7 +176,7 @@ def _measure(
 
     made = []
     seconds = SECONDS / len(wanted) if rounds is None else math.inf
-    rounds = rounds or ROUNDS
+    rounds = ROUNDS if rounds is None else rounds
     with progress(sum(2 * len(block.contenders) + rounds for block in wanted)) as step:
         for block, task in zip(wanted, tasks, strict=True):
             tell = teller(step, f"{_size(block)}: " if len(wanted) > 1 else "")

@@ -280,6 +280,7 @@ def test_images_are_read_from_folders_by_class(tmp_path: Path) -> None:
         (["mlp", "-H", "one,two"], "-np N: say how many workers the hosts are to have"),
         (["mlp", "--batch-size", "0"], "--batch-size 0: must be 1 or more"),
         (["mlp", "--steps", "0"], "--steps 0: must be 1 or more"),
+        (["mlp", "--rounds", "0"], "--rounds 0: an interval needs 2 rounds or more"),
         (["mlp", "--rounds", "1"], "--rounds 1: an interval needs 2 rounds or more, and one of 95 % needs 6"),
         (["mlp", "--accumulate", "0"], "--accumulate 0: must be 1 or more"),
         (["mlp", "--against", "me"], "--against me: unknown; choose from ddp, ddp-view, ddp-bf16, "),
