@@ -180,7 +180,7 @@ def test_a_long_hostfile_takes_time_in_proportion_to_its_length(tmp_path):
         (tmp_path / "hosts").write_text("".join(f"host{n} slots=2\n" for n in range(count)))
         config = Config(hostfile=str(tmp_path / "hosts"))
         begin = time.process_time()
-        assert len(describe(make(config, ["python", "train.py"]))) > 20 * count
+        assert len(describe(make(config, ["python", "train.py"]))) > 2 * count
         return time.process_time() - begin
 
     seconds(100)  # imports
