@@ -32,8 +32,9 @@ class Progress:
         self.waits = 0.0
         """Seconds of waiting for exchanges."""
         self.files_missed: Callable[[], Sequence[str]] = tuple
-        self.unseen: Callable[[BaseException], str] = lambda error: ""  # as of dadt/inject/files/unseen.py
         """The files that this rank alone has written, and that are not there after the job."""
+        self.unseen: Callable[[BaseException], str] = lambda error: ""
+        """The path in an error which this rank has written and a library does not find; empty if there is none."""
         self.stood = 0.0
         """Seconds without training, as ranks were lost and the others connected anew."""
         self.measures: list[Measure] = []

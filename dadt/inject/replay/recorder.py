@@ -8,6 +8,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from time import time
 from typing import Any, NamedTuple
@@ -201,7 +202,8 @@ class Recorder:
         rank, folder = self._runtime.world.rank, snapshots.folder_of(self._root, taken.told["step"])
         try:
             # Threads that train come first: this one takes what they leave of the processors.
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
+            with suppress(OSError):  # a sandbox that forbids it: then it competes with them
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
             sha256 = snapshot.write(folder, rank, taken.content.content)
             snapshot.complete(folder, rank, sha256, taken.told)
             if not self._is_proven:

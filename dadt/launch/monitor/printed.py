@@ -19,8 +19,8 @@ LINE_LIMIT = 1 << 16
 ROWS = 64
 """Rows that a worker may redraw at once."""
 NEVER = float("inf")
-MOVES = re.compile(rb"\r+\n|\n|\r|\x08+|\x1b\[\??([0-9;]*)([ABEFGKhl])")
-UNFINISHED = re.compile(rb"\r+\Z|\x1b(?:\[\??[0-9;]*)?\Z")
+MOVES = re.compile(rb"\r+\n|\n|\r|\x08+|\x1b\[\??([0-9;]{0,9})([ABEFGKhl])")
+UNFINISHED = re.compile(rb"\r\Z|\x1b(?:\[\??[0-9;]{0,9})?\Z")
 """At the end of a piece: what comes next decides what it is."""
 
 

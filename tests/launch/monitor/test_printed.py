@@ -142,6 +142,15 @@ def test_rows_are_bounded(step: bytes):
     assert len(printed._rows) <= ROWS
 
 
+@pytest.mark.parametrize("piece", [b"\r", b"\x1b", b"\x1b[", b"7" * 1000, b"\x1b[" + b"7" * 5000 + b"A"])
+def test_what_is_unfinished_is_bounded(piece: bytes):
+    printed = Printed()
+    printed.feed(b"\x1b[", 0.0)
+    for _ in range(1000):
+        printed.feed(piece, 0.0)
+        assert len(printed._rest) < 16 and sum(len(row.drawn) for row in printed._rows) <= LINE_LIMIT
+
+
 @pytest.mark.parametrize("make", [nested, keras, rich])
 def test_random_pieces_lose_no_end(make: Callable[[], str]):
     whole = lines_of(make())
