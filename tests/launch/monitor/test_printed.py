@@ -142,7 +142,9 @@ def test_rows_are_bounded(step: bytes):
     assert len(printed._rows) <= ROWS
 
 
-@pytest.mark.parametrize("piece", [b"\r", b"\x1b", b"\x1b[", b"7" * 1000, b"\x1b[" + b"7" * 5000 + b"A"])
+@pytest.mark.parametrize(
+    "piece", [b"\r", b"\x1b", b"\x1b[", b"7" * 1000, b"\x1b[" + b"7" * 5000 + b"A"], ids=list("reb7A")
+)
 def test_what_is_unfinished_is_bounded(piece: bytes):
     printed = Printed()
     printed.feed(b"\x1b[", 0.0)
