@@ -56,6 +56,6 @@ def test_one_launch_moves_all_parameters() -> None:
                 prediction.apply()
                 torch.cuda.set_sync_debug_mode("default")
             kernels = [e.name for e in profiler.events() if e.device_type.name == "CUDA" and "Mem" not in e.name]
-            assert "_go_ahead" in kernels and len(kernels) <= 6, kernels
+            assert "_foresee" in kernels and len(kernels) <= 6, kernels
         else:
             prediction.apply()

@@ -22,6 +22,8 @@ class Started:
 
 
 class AsNccl:
+    means = False
+
     def __init__(self, group):
         self.group = group
         self.abort, self.close = group.abort, group.close

@@ -56,7 +56,7 @@ def test_averages_that_the_script_throws_away_harm_nobody(place: None) -> None:
     w, optimizer, prediction = begun("adam", "float32")
     w.grad = torch.randn_like(w)
     prediction.before_step(late=True, scale=None)
-    prediction.arrived(torch.tensor(1.0, dtype=torch.float64))
+    prediction.arrived(None)
     w.grad = None  # zero_grad(), and a step all the same
     optimizer.step()
     prediction.after_step(held=False, scale=None)

@@ -283,13 +283,11 @@ class Pipe(Algorithm):
         a.deliver(exchange)
 
     def _deliver(self, exchange: Exchange | RestoredExchange, late: bool) -> None:
-        prediction = self.attachment.prediction
-        norm = exchange.norm() if self._divergence is not None or prediction.sees_gradients else None
-        if norm is not None and self._divergence is not None:
-            self._norms.append((Later(norm), late))
+        if self._divergence is not None:
+            self._norms.append((Later(exchange.norm()), late))
         self.attachment.measure.late = int(late)
         self.attachment.deliver(exchange)
-        prediction.arrived(norm)
+        self.attachment.prediction.arrived(exchange.scale)
 
     def _alarm(self) -> float:
         """Why all ranks are to go back to synchronous steps; 0: no reason is known."""

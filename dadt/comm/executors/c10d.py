@@ -183,6 +183,7 @@ class C10d:
 
     def __init__(self, name: str, group: Any, rank: int, world_size: int, device: torch.device | None = None) -> None:
         self.name = name
+        self.means = name == "nccl"
         self._group = group
         self._rank = rank
         self._world_size = world_size
@@ -195,8 +196,11 @@ class C10d:
         self._letters = FramedMessages(group, rank)
 
     def start(self, flat: torch.Tensor) -> Any:
-        """A sum in place of a tensor in the group's own kind of memory, as torch.distributed's Work."""
-        return self._group.allreduce([torch.view_as_real(flat) if flat.is_complex() else flat], AllreduceOptions())
+        """A sum, or a mean, in place of a tensor in the group's own kind of memory, as torch.distributed's Work."""
+        options, real = AllreduceOptions(), torch.view_as_real(flat) if flat.is_complex() else flat
+        if self.means and real.is_floating_point():
+            options.reduceOp = ReduceOp(ReduceOp.AVG)
+        return self._group.allreduce([real], options)
 
     def alltoall(self, sent: torch.Tensor, received: torch.Tensor) -> Any:
         """Equal parts to and from each rank, of tensors in the group's own kind of memory; as `start`."""

@@ -31,8 +31,11 @@ Coding = tuple[Feedback, "torch.Tensor | float"]
 class Starter(Protocol):
     """Executors of a device's tensors."""
 
+    means: bool
+    """`start` gives means of real and complex numbers, which saves a pass over them; else sums."""
+
     def start(self, flat: torch.Tensor) -> Any:
-        """Begin a sum in place; `wait` of what is returned makes the current stream wait for it."""
+        """Begin a sum in place, or a mean; `wait` of what is returned makes the current stream wait for it."""
 
     def alltoall(self, sent: torch.Tensor, received: torch.Tensor) -> Any:
         """Begin to exchange equal parts with each rank: of bytes, in the order of ranks; as `start`."""
@@ -97,11 +100,14 @@ class Device:
         self._sum(values, places, flat, sums, coding, beside["weight"], beside["name"], ready, began, ended)
         self._count(flat, coding, plain)
         work = self._engine.allreduce(_core.Layout(DTYPES[flat.dtype], [0]), [0], [0], **beside)
-        return self._handle(work, flat, sums, began, ended)
+        divided = self._world_size if coding is None and self._executor.means and not _whole(flat) else 1
+        return self._handle(work, flat, sums, divided, began, ended)
 
-    def _handle(self, work: _core.Work, flat: torch.Tensor, sums: torch.Tensor, began: Any, ended: Any) -> Averaging:
+    def _handle(
+        self, work: _core.Work, flat: torch.Tensor, sums: torch.Tensor, divided: int, began: Any, ended: Any
+    ) -> Averaging:
         confirm = self._confirm if self._survives else None
-        return Averaging(work, flat, sums, began, ended, self._module, self._world_size, confirm)
+        return Averaging(work, flat, sums, divided, began, ended, self._module, self._world_size, confirm)
 
     def _sum(
         self,
@@ -232,14 +238,17 @@ class Averaging:
         work: _core.Work,
         flat: torch.Tensor,
         sums: torch.Tensor,
+        divided: int,
         began: Any,
         ended: Any,
         module: Any,
         world_size: int,
         confirm: Callable[[str, Any, float], None] | None = None,
     ) -> None:
-        """confirm: waits for the device, where its end alone does not tell that there is an average."""
+        """divided: by what the sums are divided already. confirm: waits for the device, where its end alone does not
+        tell that there is an average."""
         self._confirm = confirm
+        self._divided = divided
         self._work = work
         self._tensors: tuple[torch.Tensor, torch.Tensor] | None = (flat, sums)
         self._began, self._ended = began, ended
@@ -282,8 +291,13 @@ class Averaging:
             flat, sums = self._tensors
             self._module.current_stream(flat.device).wait_event(self._ended)
             with torch.no_grad():
-                whole = not (flat.is_floating_point() or flat.is_complex())
-                sums.div_(self._work.weight_sum or self._world_size, rounding_mode="trunc" if whole else None)
+                divisor = (self._work.weight_sum or self._world_size) / self._divided
+                if divisor != 1:
+                    sums.div_(divisor, rounding_mode="trunc" if _whole(flat) else None)
                 if sums is not flat:
                     flat.copy_(narrowed(sums, flat.dtype))
             self._tensors = None
+
+
+def _whole(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())

@@ -82,8 +82,10 @@ class ThreadedDevice(Device):
         self._summed = Future()
         self._orders.put((self._summed, order))
 
-    def _handle(self, work: _core.Work, flat: torch.Tensor, sums: torch.Tensor, began: Any, ended: Any) -> Averaging:
-        return ThreadedAveraging(self._summed, work, flat, sums, began, ended, self._module, self._world_size)
+    def _handle(
+        self, work: _core.Work, flat: torch.Tensor, sums: torch.Tensor, divided: int, began: Any, ended: Any
+    ) -> Averaging:
+        return ThreadedAveraging(self._summed, work, flat, sums, divided, began, ended, self._module, self._world_size)
 
     def _run(self) -> None:
         while (next_ := self._orders.get()) is not None:
@@ -131,6 +133,8 @@ class ThreadedAveraging(Averaging):
 
 class Blocking:
     """MPI's verbs, which are done when they return, in place of those that are only started."""
+
+    means = False
 
     def __init__(self, executor: mpi.Mpi) -> None:
         self._executor = executor

@@ -70,8 +70,6 @@ class Prediction:
         """Whether a parameter is given the memory of its predicted weights."""
         self._own_memory = self._memory_ahead = Memory((), [])
         """The parameters' own memory, and that of predicted weights."""
-        self._keeps_memory = False
-        """Predicted weights are made where the parameters are, as on a GPU one pass does that."""
         self._count = 0
         self._norms: list[torch.Tensor] = []
         """Norms of predicted weights, by which a change is noticed."""
@@ -105,40 +103,24 @@ class Prediction:
 
     def apply(self) -> None:
         """Go from true to predicted weights, at the first forward with gradients after a step."""
-        if self._holds is Holds.AHEAD and not traces():
+        mine = self.parameters
+        if mine and mine[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            # The graph would read predicted weights where they are now for ever. No look at them belongs into it.
+            self._norms = []
+            self.undo()
+        elif self._holds is Holds.AHEAD and not traces():
             self._go_to_predicted()
         elif self._holds is Holds.KNOWN and not traces():
-            if not self._go_ahead():
-                self.forget()
-            elif self._keeps_memory:
-                self._predict_in_place()
-            else:
+            if self._go_ahead():
                 self._go_to_predicted()
+            else:
+                self.forget()
         else:
             self.resume()
 
     def _go_ahead(self) -> bool:
         """Put predicted weights into the buffers; whether that could be done."""
         return False
-
-    def _move_ahead(self) -> None:
-        """Change the parameters, all on a GPU, into predicted weights: of a class that has set `_keeps_memory`."""
-
-    def _predict_in_place(self) -> None:
-        """Put the true weights into the buffers, and predict where the parameters are."""
-        places = [p.data for p in self.parameters]
-        torch._foreach_copy_(self._buffers, places)
-        self._lent = [False] * len(places)
-        self._places, self._predicted, self._holds = places, [], Holds.TRUE_WEIGHTS
-        self._move_ahead()
-        if self._places is not places:  # undone meanwhile by a signal handler
-            torch._foreach_copy_(places, self._buffers)
-        self._counted()
-
-    def _counted(self) -> None:
-        """Weights were predicted once more."""
-        self._count += 1
-        self._norms = self._norms_now() if self._count <= _FIRST or self._count % _EVERY == 0 else []
 
     def _go_to_predicted(self) -> None:
         predicted = self._buffers
@@ -158,7 +140,8 @@ class Prediction:
         self._predicted, self._places, self._buffers, self._holds = predicted, places, buffers, Holds.SUSPENDED
         self._norms = []
         self.resume()
-        self._counted()
+        self._count += 1
+        self._norms = self._norms_now() if self._count <= _FIRST or self._count % _EVERY == 0 else []
 
     def undo(self) -> None:
         """Back to the true weights, bit for bit.
@@ -268,8 +251,8 @@ class Prediction:
                 p.data.copy_(place)
                 self._found = True
 
-    def arrived(self, norm: torch.Tensor | None) -> None:
-        """`.grad` holds the averages, of this norm (without their loss scale), before the script changes them."""
+    def arrived(self, scale: torch.Tensor | None) -> None:
+        """`.grad` holds the averages, of this loss scale, before the script changes them."""
 
     def after_step(self, *, held: bool, scale: torch.Tensor | None) -> None:
         """The optimizer has stepped; held: without gradients. scale: the loss scale of the gradients just sent."""

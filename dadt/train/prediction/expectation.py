@@ -27,6 +27,9 @@ Term = tuple[Gradients, torch.Tensor | float]
 DAMPING = 0.5
 """Of that share, of how far the rank's gradient before was off the average: it damps what ranks differ by."""
 
+_SOME = 8
+"""Gradients by which it is told how the script scales all."""
+
 
 def share_of(ranks: int) -> float:
     """Of the rank's own gradient in what it expects: the less, the more ranks there are, down to half.
@@ -56,9 +59,12 @@ class Expectation(Prediction):
         super().__init__(parameters)
         self.share = share
         self._optimizer = weakref.ref(optimizer)
-        self._norm: torch.Tensor | None = None
         self._came: tuple[Gradients, list[int]] = ([], [])
         """The averages as they have come, and their versions."""
+        self._came_norms: list[torch.Tensor] = []
+        """Of some of them."""
+        self._came_scale: torch.Tensor | float = 1.0
+        """Their loss scale."""
         self._clip: torch.Tensor | float = 1.0
         """The share of the last averages' norm that the script has left."""
         self._own: Gradients = []
@@ -67,8 +73,6 @@ class Expectation(Prediction):
         """Those that were sent before; none where they are not known."""
         self._previous_scale: torch.Tensor | float = 1.0
         """Their loss scale."""
-        self._expected: list[torch.Tensor] = []
-        """The sum, where the buffers are to hold the true weights instead."""
         self._terms: list[Term] = []
         """The sum that is expected, where it is not in the buffers yet."""
         self._versions: list[list[int]] = []
@@ -118,10 +122,11 @@ class Expectation(Prediction):
         self._sum(self._buffers, (list(self._buffers), 1 - self.share), (self._previous, own))
         self._holds = Holds.KNOWN if _finite(self._buffers) else Holds.NOTHING
 
-    def arrived(self, norm: torch.Tensor | None) -> None:
-        self._norm = norm
+    def arrived(self, scale: torch.Tensor | None) -> None:
         averages = list(map(_gradient, self.parameters))
-        self._came = averages, list(map(_version, _present(averages)))
+        there = _present(averages)
+        self._came = averages, list(map(_version, there))
+        self._came_norms, self._came_scale = _norms_of_some(there), 1.0 if scale is None else scale
 
     def after_step(self, *, held: bool, scale: torch.Tensor | None) -> None:
         if held and self._holds is Holds.OWN:
@@ -201,10 +206,11 @@ class Expectation(Prediction):
         return not same or list(map(_version, _present(came))) != versions
 
     def _clipped(self) -> torch.Tensor | float:
-        left = [g for g in self._gradients() if g is not None]
-        if self._norm is None or not left:
+        came, left = self._came_norms, _norms_of_some(_present(self._gradients()))
+        if not (came and left):
             return 1.0
-        ratio = _norm(left).to(self._norm.device) / self._norm
+        before, now = _together(came), _together(left)
+        ratio = now * beside(now, self._came_scale) / before.to(now.device)
         ratio = torch.where(torch.isfinite(ratio), ratio, 1.0)
         return float(ratio) if ratio.device.type == "cpu" else ratio
 
@@ -230,12 +236,6 @@ class Expectation(Prediction):
         optimizer = self._optimizer()
         if self._has_changed:
             return False
-        self._keeps_memory = self._on_gpu
-        if self._keeps_memory:
-            self._expected = self._buffers if not self._terms else []
-            if self._expected:
-                self._buffers = [torch.empty_like(b) for b in self._buffers]
-            return True
         terms, self._terms = self._terms, []
         ids = list(map(id, self.parameters))
         ahead = dict(zip(ids, self._buffers, strict=True))
@@ -243,10 +243,17 @@ class Expectation(Prediction):
             ahead.pop(absent, None)
         columns, weights = zip(*terms, strict=True) if terms else ((), ())
         rows = dict(zip(ids, zip(*columns, strict=True) if terms else [()] * len(ids), strict=True))
-        for i, (factors, steps, _) in enumerate(next_steps(optimizer, ahead) if optimizer is not None else ()):
+        on_gpu = self._on_gpu
+        counted = on_gpu and self._kernel.works
+        groups = next_steps(optimizer, ahead, counted=counted) if optimizer is not None else ()
+        for i, group in enumerate(groups):
             # The gradients that were sent before are not needed any more, as their memory may be.
             seen = self._seen.setdefault(i, Seen(without=len(Step._fields)))
-            self._foresee(factors, steps, rows, [float(weight) for weight in weights], seen)
+            if on_gpu:
+                moving = [(*step, *(rows[id(step.parameter)] or (step.expected,))) for step in group.steps]
+                self._kernel.foresee(group, moving, weights or (1.0,), seen)
+            else:
+                self._foresee(group.factors, group.steps, rows, [float(weight) for weight in weights], seen)
         for p, b in zip(self.parameters, self._buffers, strict=True) if ahead or self._absent else ():
             if id(p) in ahead or id(p) in self._absent:  # or the optimizer has not stepped it yet
                 b.copy_(p.data)
@@ -267,21 +274,6 @@ class Expectation(Prediction):
             row = rows[id(step.parameter)]
             self._sum([step.expected], *(([g], weight) for g, weight in zip(row, weights, strict=True)))
             step.expected.copy_(step.ahead(factors))
-
-    def _move_ahead(self) -> None:
-        optimizer, terms = self._optimizer(), self._terms
-        self._terms = []
-        if self._expected:
-            terms, self._expected = [(list(self._expected), 1.0)], []
-        columns, weights = zip(*terms, strict=True)
-        ids = list(map(id, self.parameters))
-        rows = dict(zip(ids, zip(*columns, strict=True), strict=True))
-        buffers = {key: b for key, b in zip(ids, self._buffers, strict=True) if key not in self._absent}
-        groups = next_steps(optimizer, buffers, counted=self._kernel.works) if optimizer is not None else ()
-        for i, group in enumerate(groups):
-            moving = [(*step, *rows[id(step.parameter)]) for step in group.steps]
-            seen = self._seen.setdefault(i, Seen(without=len(Step._fields)))
-            self._kernel.go_ahead(group, moving, weights, seen)
 
     def join(self, averages: Tensors, scale: torch.Tensor | None) -> None:
         if averages and self._holds is not Holds.AVERAGE:
@@ -373,12 +365,19 @@ def _versions(terms: Sequence[Term]) -> list[list[int]]:
     return [list(map(_version, _present(gradients))) for gradients, _ in terms]
 
 
-def _norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    norms = list(torch._foreach_norm(list(tensors)))
+def _norms_of_some(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Of _SOME of these, spread over the model: clipping scales all by the same factor."""
+    step = max(1, len(gradients) // _SOME)
+    some = [g if g.layout is torch.strided else g.to_dense() for g in gradients[step // 2 :: step]]
+    return list(torch._foreach_norm(some)) if some else []
+
+
+def _together(norms: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The norm of all, of the norms of each."""
     norms = norms if len({n.device for n in norms}) == 1 else [n.to(norms[0].device) for n in norms]
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms).to(torch.float64))
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(list(norms)).to(torch.float64))
     return norm
 
 
 def _finite(tensors: Sequence[torch.Tensor]) -> bool:
-    return bool(torch.isfinite(_norm(tensors)))
+    return bool(torch.isfinite(_together(torch._foreach_norm(list(tensors)))))

@@ -1,4 +1,4 @@
-"""Parameters of a GPU, moved to their next weights: by one kernel, or by tensor operations where Triton is missing."""
+"""The next weights of a GPU's parameters: by one kernel, or by tensor operations where Triton is missing."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _STEP = len(Step._fields)
 
 
 class Kernel:
-    """A row is a Step, whose `expected` is a tensor like the parameter, and behind it what the gradient that is
-    expected is the sum of. Where the result is no number, the weight stays."""
+    """A row is a Step, whose `expected` is where its next weights are put, and behind it what the gradient that is
+    expected is the sum of, which may be that memory. Where the result is no number, it is the weight as it is."""
 
     @cached_property
     def works(self) -> bool:
@@ -28,17 +28,17 @@ class Kernel:
     def _launch(self) -> Callable[..., None]:
         from dadt.train.prediction import gpu_kernel
 
-        return gpu_kernel.Launcher().go_ahead
+        return gpu_kernel.Launcher().foresee
 
-    def go_ahead(self, group: Group, rows: Sequence[Row], weights: Weights, seen: Seen) -> None:
-        """Put the next weights of these parameters in their place. weights: of the parts of the sum."""
+    def foresee(self, group: Group, rows: Sequence[Row], weights: Weights, seen: Seen) -> None:
+        """Compute the next weights of these parameters. weights: of the parts of the sum."""
         kinds, others = by_kind(rows, seen)
         for (dtype, device), some in kinds.items():
             fits = device.type == "cuda" and dtype is not torch.float64
             if not (fits and self.works and self._launched(group, some, weights)):
                 others += some
         for row in others:
-            _move(group, row, weights)
+            _foresee(group, row, weights)
 
     def _launched(self, group: Group, rows: Sequence[Row], weights: Weights) -> bool:
         """Whether the kernel did it."""
@@ -53,7 +53,7 @@ class Kernel:
         return self.works
 
 
-def _move(group: Group, row: Row, weights: Weights) -> None:
+def _foresee(group: Group, row: Row, weights: Weights) -> None:
     step, parts = Step._make(row[:_STEP]), row[_STEP:]
     w = step.parameter.detach()
     expected = torch.zeros_like(w)
@@ -61,7 +61,7 @@ def _move(group: Group, row: Row, weights: Weights) -> None:
         if part is not None:
             expected += part * beside(part, weight)
     ahead = step._replace(expected=expected).ahead(_factors(group, step))
-    w.copy_(torch.where(ahead.isfinite(), ahead, w))
+    step.expected.copy_(torch.where(ahead.isfinite(), ahead, w))
 
 
 def _factors(group: Group, step: Step) -> dict[str, float]:

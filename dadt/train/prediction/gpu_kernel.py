@@ -33,7 +33,7 @@ class Grid(NamedTuple):
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _go_ahead(  # type: ignore[no-untyped-def]
+def _foresee(  # type: ignore[no-untyped-def]
     table,
     host_weights,
     weights,
@@ -64,52 +64,54 @@ def _go_ahead(  # type: ignore[no-untyped-def]
     there = at < tl.load(sizes + row)
     own = tl.load(table + row).to(tl.pointer_type(DTYPE))
     w = tl.load(own + at, mask=there, other=0.0).to(tl.float32)
-    # Columns of addresses: the weight, both moments, steps, and what the expected gradient is the sum of.
+    # Columns of addresses: the weight, where the next one is put, both moments, steps, and what the expected gradient
+    # is the sum of.
     g = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(PARTS):
-        address = tl.load(table + (4 + part) * rows + row)
+        address = tl.load(table + (5 + part) * rows + row)
         values = address.to(tl.pointer_type(DTYPE))
         value = tl.load(values + at, mask=there & (address != 0), other=0.0).to(tl.float32)
         g += value * (tl.load(host_weights + part) * tl.load(weights + part))
     g += w * decay
     move = g * gradient
     if HAS_MOMENTUM:
-        first = tl.load(table + rows + row).to(tl.pointer_type(DTYPE))
+        first = tl.load(table + 2 * rows + row).to(tl.pointer_type(DTYPE))
         move += tl.load(first + at, mask=there, other=0.0).to(tl.float32) * momentum
     if HAS_SQUARE:
-        second = tl.load(table + 2 * rows + row).to(tl.pointer_type(DTYPE))
+        second = tl.load(table + 3 * rows + row).to(tl.pointer_type(DTYPE))
         v = tl.load(second + at, mask=there, other=0.0).to(tl.float32)
         if COUNTS:
-            count = tl.load(tl.load(table + 3 * rows + row).to(tl.pointer_type(tl.float32))) + 1.0
+            count = tl.load(tl.load(table + 4 * rows + row).to(tl.pointer_type(tl.float32))) + 1.0
             move = move / (1.0 - tl.exp2(log_beta1 * count))
             root = root / tl.sqrt(1.0 - tl.exp2(log_beta2 * count))
         move = move / (tl.sqrt(v * square + g * g * squared) * root + epsilon)
     ahead = move + w * keep
     # What is expected may be no number, where the step is going to be left out: then the weight stays.
     known = tl.abs(ahead) < float("inf")
-    tl.store(own + at, tl.where(known, ahead, w).to(DTYPE), mask=there)
+    into = tl.load(table + rows + row).to(tl.pointer_type(DTYPE))
+    tl.store(into + at, tl.where(known, ahead, w).to(DTYPE), mask=there)
 
 
 class Launcher:
     def __init__(self) -> None:
         self._grids: dict[tuple[torch.device, tuple[int, ...]], Grid] = {}
 
-    def go_ahead(self, group: Group, rows: Sequence[Row], weights: Sequence[torch.Tensor | float]) -> None:
-        """As `Kernel.go_ahead`, of rows that have one dtype and device."""
+    def foresee(self, group: Group, rows: Sequence[Row], weights: Sequence[torch.Tensor | float]) -> None:
+        """As `Kernel.foresee`, of rows that have one dtype and device."""
         first = rows[0][0]
         assert first is not None
         with torch.cuda.device(first.device):  # where Triton launches
-            self._go_ahead(group, rows, weights, first)
+            self._foresee(group, rows, weights, first)
 
-    def _go_ahead(
+    def _foresee(
         self, group: Group, rows: Sequence[Row], weights: Sequence[torch.Tensor | float], first: torch.Tensor
     ) -> None:
-        weight, _, momentum, square, *parts = zip(*rows, strict=True)
+        weight, into, momentum, square, *parts = zip(*rows, strict=True)
         counts = group.counts
-        columns = [weight, momentum, square, _counts(group, weight), *parts]
+        columns = [weight, into, momentum, square, _counts(group, weight), *parts]
         found = [address for column in columns for address in addresses(column)]
         grid = self._grid(first.device, tuple(t.numel() for t in weight if t is not None))
-        _go_ahead[(grid.programs,)](
+        _foresee[(grid.programs,)](
             _sent(torch.tensor(found, dtype=torch.int64, device="cpu"), first.device),
             *_weights(weights, first.device),
             grid.row_of,

@@ -25,8 +25,8 @@ _USES = _uses_of_two()
 
 
 def lends(parameter: torch.Tensor) -> bool:
-    """Whether a parameter, whose memory one of our tensors has as well, may be given other: on the CPU, where no graph
-    has recorded the address of what it has, and where nobody else, as a view, is to see the same."""
+    """Whether a parameter, whose memory one of our tensors has as well, may be given other: on a CPU or a GPU, where
+    nobody else, as a view, is to see the same."""
     return _may_lend(parameter) and bool(_uses(parameter.untyped_storage()._cdata) <= _USES)
 
 
@@ -52,7 +52,8 @@ class Memory:
 
 
 def _may_lend(parameter: torch.Tensor) -> bool:
-    return parameter.is_cpu and parameter.layout == torch.strided and type(parameter) in (torch.Tensor, nn.Parameter)
+    somewhere = parameter.is_cpu or parameter.is_cuda
+    return somewhere and parameter.layout == torch.strided and type(parameter) in (torch.Tensor, nn.Parameter)
 
 
 def _describe(tensors: Sequence[torch.Tensor]) -> tuple[list[object], ...]:
