@@ -32,6 +32,7 @@ from dadt.config.check import (
 )
 from dadt.config.extensions import LAUNCHERS
 from dadt.config.knob import knob, launch_knob
+from dadt.config.link import check_link
 from dadt.config.numbers import MOST
 from dadt.config.spelling import by_horovod
 from dadt.errors import ConfigError
@@ -209,9 +210,11 @@ class Config:
         advanced=True,
         metavar="WHERE",
     )
-    link: str = launch_knob(
+    link: str = knob(
         "",
-        "Run workers on simulated hosts, each behind a link of this speed, such as 1gbit (needs root).",
+        "Run workers on simulated hosts, each behind a link of this speed, such as 1gbit (needs root); or pace each"
+        " connection between workers of this host, as in paced:1gbit.",
+        metavar="SPEED",
         advanced=True,
     )
     latency: str = launch_knob("", "One-way latency between simulated hosts, such as 5ms.", advanced=True)
@@ -330,6 +333,10 @@ class Config:
         if self.min_np:
             executors = self.executor, self.broadcast_executor, self.allreduce_executor
             check_min_np(self.min_np, self.np, self.algorithm, executors, self.launcher, self.nnodes)
+        named = {"--simulate-hosts": self.simulate_hosts, "-H": self.hosts, "--hostfile": self.hostfile}
+        named |= {"--host-discovery-script": self.host_discovery_script, "--nnodes": self.nnodes}
+        named |= {f"--launcher {self.launcher}": self.launcher not in ("auto", "local")}
+        check_link(self.link, self.latency, (self.executor, self.broadcast_executor, self.allreduce_executor), named)
         check_restarts(self.max_restarts, self.nnodes)
         check_snapshots(self.snapshot_every, self.algorithm)
         check_discovery(self.host_discovery_script, self.hosts or self.hostfile, self.launcher, self.nnodes)

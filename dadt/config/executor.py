@@ -8,6 +8,7 @@ from typing import Any
 
 from dadt.config import Config
 from dadt.config.check import flag
+from dadt.config.link import pace_of
 from dadt.errors import ConfigError
 
 _FLAGS = ("executor", "broadcast_executor", "allreduce_executor")
@@ -32,7 +33,7 @@ def choose(config: Config, places: Sequence[Place]) -> tuple[Config, str]:
     if sum(place.workers for place in places) == 1:
         found: dict[str, Any] = {name: "null" for name in _FLAGS if getattr(config, name) == "auto"}
         return replace(config, **found), "no executor: there is one worker"
-    picked, reason = pick(places)
+    picked, reason = ("gloo", "its connections can be paced") if pace_of(config.link) else pick(places)
     names = {name: getattr(config, name) for name in _FLAGS}
     for name, value in names.items():
         _check(flag(name), value, places)

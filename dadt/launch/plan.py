@@ -13,7 +13,8 @@ from pathlib import Path
 from dadt.config import Config
 from dadt.config.check import here
 from dadt.config.executor import mpi_executor
-from dadt.control import network, timeline_file
+from dadt.config.link import pace_of
+from dadt.control import network, pacing, timeline_file
 from dadt.errors import ConfigError
 from dadt.launch import environment, signals
 from dadt.launch.again import Start
@@ -151,7 +152,9 @@ def hosts_of(config: Config, env: Mapping[str, str] = os.environ) -> list[Host]:
     named = host.parse(config.hosts) if config.hosts else []
     if config.hostfile:
         named = host.read(Path(config.hostfile))
-    if not named and config.launcher in ("auto", "slurm", "mpi"):
+    if pace := pace_of(config.link):
+        pacing.check(pace)
+    elif not named and config.launcher in ("auto", "slurm", "mpi"):
         named = _allocated(config, env)
     if not named:
         if config.include or config.exclude:

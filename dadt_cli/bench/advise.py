@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dadt.config.link import pace_of
 from dadt.errors import ConfigError
 from dadt_cli.bench.figure import Figures, Outputs, json_option, progress
 from dadt_cli.bench.models import MODELS
@@ -100,6 +101,8 @@ def advise(*, model: str, batch_size: int, device: str, check: bool, json: str |
     if ranks < 2:
         raise ConfigError(f"-np {ranks}: advise measures what workers exchange: give 2 or more")
     check_hosts(config, ranks)
+    if pace_of(config.link):
+        raise ConfigError(f"--link {config.link}: advise measures a network between hosts; give --link 1gbit, as root")
     if batch_size < 1:
         raise ConfigError(f"--batch-size {batch_size}: must be 1 or more")
     from dadt_cli.bench import adviser

@@ -14,6 +14,7 @@ import click
 
 from dadt.config import Config
 from dadt.config.check import flag
+from dadt.config.link import pace_of
 from dadt.errors import ConfigError
 from dadt_cli.bench.conclusion import conclusion, legend, reference
 from dadt_cli.bench.figure import (
@@ -29,7 +30,7 @@ from dadt_cli.bench.figure import (
 )
 from dadt_cli.bench.models import MODELS
 from dadt_cli.bench.peer import PEERS, absent, parse_peers
-from dadt_cli.bench.place import WHERE, check_hosts, network_of, place_of, ranks_of, teller
+from dadt_cli.bench.place import WHERE, check_hosts, network_of, notes_on, place_of, ranks_of, teller
 from dadt_cli.terminal.options import Brief, config_of, some_knobs
 from dadt_cli.terminal.table import short
 
@@ -80,6 +81,7 @@ def bench() -> None:
     dadt bench resnet50 -np 4 --against ddp,sync
     dadt bench --model mine.models:factory -np 2
     dadt bench resnet18 -np 2 --link 1gbit     (root) on a simulated network
+    dadt bench resnet18 -np 2 --link paced:1gbit     over slower connections
     dadt bench allreduce -np 2
     """
 
@@ -148,7 +150,9 @@ def _train(
     from dadt_cli.bench.sweep import blocks, parse_sweep
     from dadt_cli.bench.training import Task, check
 
-    peers, notes = parse_peers(",".join(against)), []
+    peers, notes = parse_peers(",".join(against)), notes_on(config)
+    if pace_of(config.link) and "horovod" in peers:
+        raise ConfigError(f"--against horovod: --link {config.link} does not reach its connections; leave it out")
     for peer in [peer for peer in peers if absent(peer)]:
         notes.append(absent(peer))
         peers.remove(peer)

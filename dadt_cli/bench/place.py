@@ -8,9 +8,10 @@ from typing import Any
 
 from dadt.config import Config
 from dadt.config.check import flag
+from dadt.config.link import PACED, pace_of, simulates_hosts
 from dadt.errors import ConfigError
 
-WHERE = ("config", "hosts", "hostfile", "link", "latency", "simulate_hosts")
+WHERE = ("config", "hosts", "hostfile", "gpu_visibility", "link", "latency", "simulate_hosts")
 """Flags that say where all contenders run."""
 
 
@@ -55,15 +56,26 @@ def check_hosts(config: Config, ranks: int) -> None:
 
 
 def simulates(config: Config) -> bool:
-    return bool(config.link or config.latency or config.simulate_hosts)
+    return simulates_hosts(config.link, config.latency, config.simulate_hosts)
 
 
 def network_of(config: Config) -> str:
     """The hosts, for titles."""
     hosts = f", {config.simulate_hosts} simulated hosts" if config.simulate_hosts else ""
     hosts += f", on {config.hosts or config.hostfile}" if config.hosts or config.hostfile else ""
-    simulated = f", links of {config.link}" if config.link else ""
-    return hosts + simulated + (f", latency {config.latency}" if config.latency else "")
+    speed = config.link.removeprefix(PACED)
+    link = f", connections paced to {speed}" if pace_of(config.link) else f", links of {speed}" if speed else ""
+    return hosts + link + (f", latency {config.latency}" if config.latency else "")
+
+
+def notes_on(config: Config) -> list[str]:
+    """What a simulated network leaves out."""
+    if not pace_of(config.link):
+        return []
+    return [
+        f"connections paced to {config.link.removeprefix(PACED)}: each pair of workers has its own, at this speed in"
+        " each direction at once; without latency or loss, or a link that several of them share"
+    ]
 
 
 def teller(step: Any, before: str) -> Callable[[str], None]:

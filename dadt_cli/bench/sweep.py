@@ -10,6 +10,7 @@ from dadt.config import Config
 from dadt.config.check import flag
 from dadt.config.config import parse
 from dadt.errors import ConfigError
+from dadt_cli.bench.place import WHERE
 from dadt_cli.bench.training import Contender, alone, copies, limit
 
 OWN = ("batch", "np")
@@ -39,7 +40,7 @@ def parse_sweep(text: str) -> dict[str, list[str]]:
         if values is None or not (value if equals else key):
             raise ConfigError(f"--sweep {text}: give settings with their values, as executor=shm,gloo,batch=8,32")
         values.append(value if equals else key)
-    knobs = {f.name for f in fields(Config) if not f.metadata["launch"]} - {"batch"}
+    knobs = {f.name for f in fields(Config) if not f.metadata["launch"]} - {"batch", *WHERE}
     for key, each in found.items():
         if key not in knobs | set(OWN):
             raise ConfigError(f"--sweep {text}: there is no {key}; sweep over {', '.join(OWN)} or settings of dadt run")

@@ -24,6 +24,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.utils.data import DataLoader
 
+from dadt.config import Config
+from dadt.config.link import pace_of
+from dadt.control.pacing import paced
 from dadt.errors import ConfigError, DadtError
 from dadt.inject import worker
 from dadt_cli.bench import models
@@ -153,6 +156,13 @@ def library(tensor: torch.Tensor) -> str:
     return "nccl" if tensor.is_cuda and local <= torch.cuda.device_count() else "gloo"
 
 
+def join(tensor: torch.Tensor) -> None:
+    """Connect this process with the other ranks' as torch exchanges such tensors, by connections of --link's pace."""
+    pace = pace_of(Config.from_env().link)
+    with paced(pace):
+        torch.distributed.init_process_group("gloo" if pace else library(tensor))
+
+
 class Ddp(Plain):
     """DistributedDataParallel, as its documentation shows."""
 
@@ -160,7 +170,7 @@ class Ddp(Plain):
     """Gradients are views of what is exchanged, which saves a copy."""
 
     def wrap(self, model: nn.Module, optimizer: Any, accumulate: int) -> tuple[nn.Module, Any]:
-        torch.distributed.init_process_group(library(next(model.parameters())))
+        join(next(model.parameters()))
         wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=self.VIEW)
         self.hook(wrapped)
         return wrapped, optimizer
@@ -200,7 +210,7 @@ class Bare(Plain):
 
     def wrap(self, model: nn.Module, optimizer: Any, accumulate: int) -> tuple[nn.Module, Any]:
         first = next(model.parameters())
-        torch.distributed.init_process_group(library(first))
+        join(first)
         count = sum(p.numel() for p in model.parameters() if p.requires_grad)
         flat = torch.zeros(count, dtype=self.DTYPE or first.dtype, device=first.device)
         self._buckets = torch.split(flat, self.BUCKET // flat.element_size())

@@ -37,6 +37,8 @@ from dadt.comm.executors.meet import Meet, attend
 from dadt.comm.executors.strangers import strangers
 from dadt.comm.keepalive import KeepAlive
 from dadt.comm.waiters import Waiters
+from dadt.config.link import pace_of
+from dadt.control.pacing import paced
 from dadt.errors import ConfigError, PeerLost
 
 if TYPE_CHECKING:
@@ -101,7 +103,8 @@ def join(name: str, meet: Meet, world: World, ranks: Sequence[int], config: Conf
 
     def joined() -> C10d:
         store = Keys(meet, rank, len(ranks))
-        each = C10d(name, group(name, store, world, ranks, config.timeout, own), rank, len(ranks), device)
+        with paced(pace_of(config.link)):
+            each = C10d(name, group(name, store, world, ranks, config.timeout, own), rank, len(ranks), device)
         answered = partial(strangers, world.job, store.holds)
         proof.prove(each, meet.secret, rank, ranks, name, own, config.start_timeout, answered)
         return each

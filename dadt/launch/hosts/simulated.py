@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import re
 import shutil
 import subprocess
 import threading
@@ -17,11 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dadt.config import Config
+from dadt.config.link import latency_of, rate_of, simulates_hosts
 from dadt.errors import ConfigError, LaunchError
 
-RATE = re.compile(r"(\d+(?:\.\d+)?)(k|m|g)bit", re.IGNORECASE)
-LATENCY = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s)")
-UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "taskset": "util-linux"}
 PREFIX = "sim"
 MOST_HOSTS = 200
@@ -48,19 +45,16 @@ class Link:
 
 
 def wanted(config: Config) -> bool:
-    return bool(config.link or config.latency or config.simulate_hosts)
+    return simulates_hosts(config.link, config.latency, config.simulate_hosts)
 
 
 def link_of(config: Config) -> Link:
     """The link that the flags describe. Raises ConfigError."""
-    rate = _number("--link", config.link, RATE, "a speed as 100mbit, 1gbit or 2.5gbit") if config.link else 0.0
-    latency = _number("--latency", config.latency, LATENCY, "a time as 500us or 5ms") if config.latency else 0.0
-    return Link(rate, latency)
+    return Link(rate_of(config.link), latency_of(config.latency))
 
 
 def hosts_and_slots(config: Config) -> dict[str, int]:
     """The simulated hosts by name, and how many workers each gets. Raises ConfigError if the flags do not allow it."""
-    link_of(config)
     asked = next(flag for flag, value in _flags(config).items() if value)
     named = config.hosts or config.hostfile or config.host_discovery_script
     if named or config.nnodes or config.launcher not in ("auto", "local"):
@@ -155,14 +149,6 @@ def _flags(config: Config) -> dict[str, str]:
         f"--latency {config.latency}": config.latency,
         f"--simulate-hosts {config.simulate_hosts}": str(config.simulate_hosts or ""),
     }
-
-
-def _number(flag: str, text: str, pattern: re.Pattern[str], expected: str) -> float:
-    found = pattern.fullmatch(text.strip())
-    value = float(found[1]) * UNITS[found[2].lower()] if found else 0.0
-    if value <= 0:
-        raise ConfigError(f"{flag} {text}: give {expected}")
-    return value
 
 
 def _namespace() -> int:

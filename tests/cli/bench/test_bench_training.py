@@ -107,6 +107,26 @@ def test_two_workers_beside_peers_and_the_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_all_contenders_exchange_over_paced_connections(tmp_path: Path) -> None:
+    """Each as long at least as their gradients take at the pace, and those that exchange nothing are faster."""
+    (tmp_path / "wide.py").write_text(
+        "import torch\n"
+        "def make():\n"
+        "    def loss(model, x):\n"
+        "        return model(x).square().mean()\n"
+        "    return torch.nn.Linear(1000, 1000), lambda size: (torch.randn(size, 1000),), loss\n"
+    )
+    given = ["--model", "wide:make", "-np", 2, "--link", "paced:80mbit", "--steps", 2, "--rounds", 2]
+    said = run(tmp_path, *given, "--against", "ddp,bare", "--json", "a.json")
+    assert "connections paced to 80mbit, 2 rounds" in " ".join(said.split())
+    assert "each pair of workers has its own" in said
+    found = {row["name"]: row["seconds"]["low"] for row in json.loads((tmp_path / "a.json").read_text())["rows"]}
+    exchange = 4 * 1001 * 1000 / (80e6 / 8)
+    assert min(found[name] for name in ("pipe", "ddp", "bare")) > 0.8 * exchange
+    assert max(found[name] for name in ("plain", "null (limit)")) < 0.5 * exchange
+
+
+@pytest.mark.slow
 def test_it_goes_by_the_number_of_workers_and_reads_a_text(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(b"to be or not to be, " * 40)
     (tmp_path / "reader.py").write_text(
@@ -198,6 +218,7 @@ def test_a_sweep_is_every_combination_beside_the_same_peers() -> None:
         ({"hosts": ("localhost:2",)}, False, ["--hosts", "localhost:2"]),
         ({"hosts": ("localhost:1", "other:1")}, True, ["--hosts", "localhost:1,other:1"]),
         ({"link": "1gbit"}, False, ["--link", "1gbit"]),
+        ({"link": "paced:1gbit", "gpu_visibility": "all"}, False, ["--gpu-visibility", "all", "--link", "paced:1gbit"]),
     ],
 )
 def test_other_machines_alone_are_reached_over_the_network(
@@ -296,6 +317,10 @@ def test_images_are_read_from_folders_by_class(tmp_path: Path) -> None:
         (["mlp", "--json", "-", "--csv", "-"], "--json - and --csv - both want stdout"),
         (["mlp", "--link", "fast"], "--link fast: give a speed as 100mbit"),
         (["mlp", "--sweep", "np=4,1", "--simulate-hosts", "2"], "--simulate-hosts 2: 1 workers on 2 simulated hosts"),
+        (["mlp", "--link", "paced:1gbit", "--executor", "shm"], "and --executor shm has others -> give gloo"),
+        (["mlp", "--link", "paced:1gbit", "--against", "horovod"], "--link paced:1gbit does not reach its connections"),
+        (["mlp", "--sweep", "link=paced:1gbit,paced:2gbit"], "there is no link; sweep over batch, np or settings"),
+        (["advise", "--link", "paced:1gbit"], "advise measures a network between hosts; give --link 1gbit, as root"),
         (["advise", "--latency", "5"], "--latency 5: give a time as 500us or 5ms"),
         (["startup", "-np", "0"], "-np 0: the number of workers must be 1 or more"),
         (["startup", "--rounds", "0"], "--rounds 0: must be 1 or more"),
