@@ -25,7 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.utils.data import DataLoader
 
 from dadt.config import Config
-from dadt.config.link import pace_of
+from dadt.config.link import pace_of, simulates_hosts
 from dadt.control.pacing import paced
 from dadt.errors import ConfigError, DadtError
 from dadt.inject import worker
@@ -158,9 +158,12 @@ def library(tensor: torch.Tensor) -> str:
 
 def join(tensor: torch.Tensor) -> None:
     """Connect this process with the other ranks' as torch exchanges such tensors, by connections of --link's pace."""
-    pace = pace_of(Config.from_env().link)
+    config = Config.from_env()
+    pace = pace_of(config.link)
+    # Simulated hosts share this one's GPUs.
+    one_machine = pace or simulates_hosts(config.link, config.latency, config.simulate_hosts)
     with paced(pace):
-        torch.distributed.init_process_group("gloo" if pace else library(tensor))
+        torch.distributed.init_process_group("gloo" if one_machine else library(tensor))
 
 
 class Ddp(Plain):

@@ -59,3 +59,26 @@ def test_one_launch_moves_all_parameters() -> None:
             assert "_foresee" in kernels and len(kernels) <= 6, kernels
         else:
             prediction.apply()
+
+
+def test_a_graph_that_the_script_captures_reads_true_weights() -> None:
+    """It goes on reading the memory that it was captured with, which predicted weights have for a while only."""
+    w, _, prediction = begun("momentum", "float32", "cuda")
+    before, graph = w.detach().clone(), torch.cuda.CUDAGraph()
+    prediction.apply()
+    assert not torch.equal(w, before)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        prediction.apply()  # as a forward does
+        read = w.detach() * 2
+    graph.replay()
+    assert torch.equal(read, before * 2) and torch.equal(w, before)
+
+
+def test_predicted_weights_are_no_copy() -> None:
+    w, _, prediction = begun("adamw, fused", "float32", "cuda")
+    own = w.data_ptr()
+    prediction.apply()
+    assert w.data_ptr() != own
+    prediction.undo()
+    assert w.data_ptr() == own
