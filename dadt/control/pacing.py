@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from dadt.errors import ConfigError
 
 _SO_MAX_PACING_RATE = 47
 _BYTES = struct.Struct("=Q")
-_DESCRIPTORS = Path("/proc/self/fd")
 
 
 def check(rate: float) -> None:
@@ -26,32 +24,32 @@ def check(rate: float) -> None:
 def paced(rate: float) -> Iterator[None]:
     """The connections that this process makes meanwhile send so many bytes per second at most; 0: as many as they can.
     Raises ConfigError as `check`."""
-    before = _sockets() if rate else ()
+    before = {_inode(connection) for connection in _connections()} if rate else set()
     yield
-    if rate:
-        _pace_others(rate, before)
+    for connection in _connections() if rate else ():
+        if _inode(connection) not in before:
+            _pace(connection, rate)
 
 
-def _pace_others(rate: float, spared: Collection[int]) -> None:
-    for descriptor in _DESCRIPTORS.iterdir():
+def _connections() -> Iterator[socket.socket]:
+    """This process's TCP sockets, as copies that last until the next one."""
+    for descriptor in os.listdir("/proc/self/fd"):  # noqa: PTH208 (numbers are wanted)
         try:
-            connection = socket.socket(fileno=os.dup(int(descriptor.name)))
-        except OSError:  # no socket, or closed meanwhile
+            copy = os.dup(int(descriptor))
+        except OSError:  # it was closed meanwhile
+            continue
+        try:
+            connection = socket.socket(fileno=copy)
+        except OSError:  # it is no socket
+            os.close(copy)
             continue
         with connection:
-            is_tcp = connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6)
-            if is_tcp and os.fstat(connection.fileno()).st_ino not in spared:
-                _pace(connection, rate)
+            if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
+                yield connection
 
 
-def _sockets() -> set[int]:
-    """Inodes of this process's sockets."""
-    found = set()
-    for descriptor in _DESCRIPTORS.iterdir():
-        with suppress(OSError):  # it was closed meanwhile
-            if descriptor.is_socket():
-                found.add(descriptor.stat().st_ino)
-    return found
+def _inode(connection: socket.socket) -> int:
+    return os.fstat(connection.fileno()).st_ino
 
 
 def _pace(connection: socket.socket, rate: float) -> None:

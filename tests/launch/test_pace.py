@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 from statistics import median
@@ -95,8 +96,9 @@ def test_only_connections_that_are_made_meanwhile_are_paced():
         return struct.unpack("=Q", connection.getsockopt(socket.SOL_SOCKET, 47, 8))[0]
 
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as before:
-        usual = pace(before)
+        usual, open_files = pace(before), len(os.listdir("/proc/self/fd"))
         with pacing.paced(5e9):  # more than 32 bits
             meanwhile = socket.create_connection(server.getsockname())
+        assert len(os.listdir("/proc/self/fd")) == open_files + 1
         with meanwhile, socket.create_connection(server.getsockname()) as after:
             assert [pace(each) for each in (before, meanwhile, after)] == [usual, 5_000_000_000, usual]
