@@ -20,6 +20,7 @@ from dadt.errors import Mismatch
 from dadt.train.exchange.bucket_exchange import BucketExchange, Peers
 from dadt.train.exchange.sent import Looks, Sent
 from dadt.train.exchange.step_metadata import METADATA_BYTES, StepMetadata, any_flags, pack_flags
+from dadt.train.norm import norms, together
 
 if TYPE_CHECKING:
     from dadt._core import Work
@@ -343,13 +344,7 @@ class Exchange(BucketExchange):
         """The norm of all averages, without their loss scale; equal on all ranks but for rounding. One element."""
         flats = [self._brought(b) if b.staged else b.flats[self._turn] for b in self.schema.buckets]
         flats = [torch.view_as_real(f) if f.is_complex() else f for f in flats]
-        if all(f.dtype is torch.float32 and f.is_cuda for f in flats):
-            parts = list(torch._foreach_norm(flats))  # at the memory's speed, as that of one tensor is not
-        else:
-            parts = [torch.linalg.vector_norm(f, dtype=torch.promote_types(f.dtype, torch.float32)) for f in flats]
-        parts = [part.to(parts[0].device) for part in parts]
-        wide = torch.stack(parts).to(torch.float64) if parts[1:] else parts[0].to(torch.float64)
-        norm: torch.Tensor = torch.linalg.vector_norm(wide) if parts[1:] else wide
+        norm = together(norms(flats))
         return norm if self.scale is None else norm.to(self.scale.device) / self.scale
 
     def _brought(self, bucket: Bucket) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 
 from dadt import _core
 from dadt.comm.bucket import DTYPES
+from dadt.train.norm import norms, together
 from dadt.train.prediction.base import Holds, Prediction, Tensors, beside_parameters, tensors_of
 from dadt.train.prediction.gpu import Kernel
 from dadt.train.prediction.memory import address
@@ -209,7 +210,7 @@ class Expectation(Prediction):
         came, left = self._came_norms, _norms_of_some(_present(self._gradients()))
         if not (came and left):
             return 1.0
-        before, now = _together(came), _together(left)
+        before, now = together(came), together(left)
         ratio = now * beside(now, self._came_scale) / before.to(now.device)
         ratio = torch.where(torch.isfinite(ratio), ratio, 1.0)
         return float(ratio) if ratio.device.type == "cpu" else ratio
@@ -369,15 +370,8 @@ def _norms_of_some(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Of _SOME of these, spread over the model: clipping scales all by the same factor."""
     step = max(1, len(gradients) // _SOME)
     some = [g if g.layout is torch.strided else g.to_dense() for g in gradients[step // 2 :: step]]
-    return list(torch._foreach_norm(some)) if some else []
-
-
-def _together(norms: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The norm of all, of the norms of each."""
-    norms = norms if len({n.device for n in norms}) == 1 else [n.to(norms[0].device) for n in norms]
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(list(norms)).to(torch.float64))
-    return norm
+    return norms(some)
 
 
 def _finite(tensors: Sequence[torch.Tensor]) -> bool:
-    return bool(torch.isfinite(_together(torch._foreach_norm(list(tensors)))))
+    return bool(torch.isfinite(together(norms(tensors))))
