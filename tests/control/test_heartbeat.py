@@ -59,7 +59,7 @@ class Pair:
             heart.begin(hosts)
         self.told: list[tuple[int, str]] = []
 
-    def drive(self, *which: int, until: Callable[[], bool], seconds: float = 10.0) -> None:
+    def drive(self, *which: int, until: Callable[[], bool], seconds: float = 60.0) -> None:
         """Let these hosts go on until something is so."""
         deadline = time.monotonic() + seconds
         while not until():

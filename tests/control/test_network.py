@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -42,12 +43,9 @@ def test_a_caller_that_hangs_up_is_no_matter(listener):
 
 
 def test_many_may_call_at_once(listener):
-    """All are in the queue before anyone is answered; one that found it full would come after a second."""
-    callers = []
-    begin = time.monotonic()
-    for _ in range(300):
-        callers.append(call(listener))
-    assert time.monotonic() - begin < 1.0
+    """All are in the queue before anyone is answered; one that found it full would have to try again."""
+    callers = [call(listener) for _ in range(300)]
+    assert not any(map(retransmissions, callers))
     for _ in range(300 // MOST_AT_ONCE + 1):
         listener.answer()
     assert all(caller.recv(network.TOKEN_BYTES) == TOKEN for caller in callers)
@@ -55,9 +53,17 @@ def test_many_may_call_at_once(listener):
         caller.close()
 
 
+def retransmissions(connection: socket.socket) -> int:
+    """The field tcpi_total_retrans of Linux's tcp_info."""
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+    return int(struct.unpack_from("I", info, 100)[0])
+
+
 @pytest.mark.parametrize(("hosts", "found"), [(1, False), (network.CROWD + 1, True)])
-def test_only_a_crowd_is_given_the_time_to_try_again(hosts, found):
+def test_only_a_crowd_is_given_the_time_to_try_again(monkeypatch, hosts, found):
     """One of the two addresses of each host answers only after a while."""
+    now = 0.0
+    monkeypatch.setattr(network, "time", SimpleNamespace(monotonic=lambda: now))
     with (
         socket.create_server(("127.0.0.1", 0)) as quick,
         socket.create_server(("127.0.0.2", quick.getsockname()[1])) as slow,
@@ -69,13 +75,13 @@ def test_only_a_crowd_is_given_the_time_to_try_again(hosts, found):
         probe = Probe(
             [{"index": index, "port": port, "token": TOKEN.hex(), "addresses": addresses} for index in range(hosts)]
         )
-        begin = time.monotonic()
         probe.start()
         while not probe.finished:
             answer(quick)
-            if time.monotonic() - begin > 0.6:
+            if now > 0.6:
                 answer(slow)
             probe.advance()
+            now += 0.05
         probe.close()
     assert all(("127.0.0.2" in reached) is found for reached in probe.reached.values())
 
@@ -101,7 +107,7 @@ def test_a_host_may_get_its_address_while_the_job_starts():
     }
 
     def heard() -> Frame:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             select.select([channel.link.reader], [], [], 0.1)
             if frames := channel.link.receive():

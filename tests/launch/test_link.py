@@ -21,23 +21,29 @@ RATE = 40e6
 SEND = """\
 import os, socket, time
 rank, place = int(os.environ["RANK"]), (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-size = 4 << 20
+size = 2 << 20
 def ready():
     with open(f"ready{rank}", "w") as file: file.write(str(os.getpid()))
 if rank == 0:
     with socket.create_server(place) as server:
         open("listens", "w").close()
         other, _ = server.accept()
-    begun = time.perf_counter()
-    got = 0
-    while got < size:
-        got += len(other.recv(1 << 16))
-    with open("measured", "w") as file: print(8 * size / (time.perf_counter() - begun), place[0], file=file)
+    speeds = []
+    for _ in range(5):
+        begun = time.perf_counter()
+        other.sendall(b"!")
+        got = 0
+        while got < size:
+            got += len(other.recv(1 << 16))
+        speeds.append(8 * size / (time.perf_counter() - begun))
+    with open("measured", "w") as file: print(max(speeds), place[0], file=file)  # other processes take time, too
     ready()
 else:
     while not os.path.exists("listens"): time.sleep(0.01)
     with socket.create_connection(place) as other:
-        other.sendall(bytes(size))
+        for _ in range(5):
+            other.recv(1)
+            other.sendall(bytes(size))
     ready()
 while True: time.sleep(600)
 """
