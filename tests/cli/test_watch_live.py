@@ -54,8 +54,8 @@ def show(tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
     for terminal in terminals:
         terminal.close()
     for job in (tmp_path / "dadt-logs").glob("*"):
-        await_that(lambda job=job: not left_of(job.name), f"the end of {left_of(job.name)}", 10.0)
-        await_that(lambda job=job: not (FOLDERS / job.name).exists(), f"the end of {FOLDERS / job.name}", 10.0)
+        await_that(lambda job=job: not left_of(job.name), f"the end of {left_of(job.name)}", 20.0)
+        await_that(lambda job=job: not (FOLDERS / job.name).exists(), f"the end of {FOLDERS / job.name}", 20.0)
 
 
 def has_view(lines: list[str]) -> bool:

@@ -14,7 +14,7 @@ import psutil
 MARK = "DADT_TEST_SESSION"
 SHARED_MEMORY = Path("/dev/shm")
 JOBS = Path(f"/tmp/dadt-{os.getuid()}")
-PATIENCE = 10.0
+PATIENCE = 20.0
 """Seconds in which what is ending may end."""
 
 

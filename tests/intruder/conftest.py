@@ -19,6 +19,6 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
     network = Network(tmp_path_factory.mktemp("network"), 3)
     yield network
     try:
-        await_that(lambda: not network.leftovers(), f"the end of {network.leftovers()}", 10.0)
+        await_that(lambda: not network.leftovers(), f"the end of {network.leftovers()}", 20.0)
     finally:
         network.close()

@@ -207,7 +207,7 @@ def test_nothing_outlives_scancel(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run("scancel", job)
     cluster.await_idle()
     (name,) = os.listdir(tmp_path / "dadt-logs")
-    await_that(lambda: not left_of(name), "the end of the workers", 10.0)
+    await_that(lambda: not left_of(name), "the end of the workers", 20.0)
     assert "SIGTERM" in (tmp_path / "out").read_text()
 
 
@@ -215,7 +215,7 @@ def test_nothing_outlives_a_launcher_that_was_killed(cluster: Cluster, tmp_path:
     process, workers = begin(cluster, tmp_path)
     os.kill(launcher(process.pid), signal.SIGKILL)
     process.communicate(timeout=SECONDS)
-    await_that(lambda: not any(map(is_running, workers)), "the end of the workers", 10.0)
+    await_that(lambda: not any(map(is_running, workers)), "the end of the workers", 20.0)
 
 
 def test_an_agent_that_was_killed_is_told(cluster: Cluster, tmp_path: Path) -> None:
