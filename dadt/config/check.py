@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shlex
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -218,6 +219,14 @@ def loader_numbers(name: str, text: str) -> set[int] | None:
     if listed is None or 0 in listed:
         raise ConfigError(f"{name} {text}: give DataLoaders by number from 1, as 1,3, or all")
     return listed
+
+
+def mpi_arguments(text: str) -> list[str]:
+    """The words of --mpi-args. Raises ConfigError."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"--mpi-args {text}: cannot be read ({error})") from error
 
 
 def here() -> str:

@@ -25,6 +25,7 @@ from dadt.config.check import (
     here,
     loader_numbers,
     metrics_place,
+    mpi_arguments,
     number,
     path_of,
     predict_factors,
@@ -346,6 +347,7 @@ class Config:
             raise ConfigError(f"--ssh-port {self.ssh_port}: give a port from 1 to 65535")
         for text in self.metrics:
             metrics_place(text)
+        mpi_arguments(self.mpi_args)
         for name in ("executor", "broadcast_executor", "allreduce_executor"):
             check_executor(flag(name), getattr(self, name), optional=name != "executor")
         share, not_shared = loader_numbers("--share", self.share), loader_numbers("--no-share", self.no_share)

@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from dadt.config import Config
+from dadt.config.check import mpi_arguments
 from dadt.control.connection import Connection, Listener, Words
 from dadt.errors import ConfigError, LaunchError
 from dadt.launch.agent.shim import NOTE
@@ -229,10 +230,7 @@ def command_line(path: str, flavour: str, config: Config, hosts: Sequence[Host],
     """The command line of mpirun. Ranks go host by host and are not bound to cores, which `dadt run` shares out."""
     shim = [config.python or sys.executable, "-u", "-m", "dadt.launch.agent.shim"]
     places = [(_name(host), share) for host, share in zip(hosts, shares, strict=True)]
-    try:
-        extra = shlex.split(config.mpi_args)
-    except ValueError as error:
-        raise ConfigError(f"--mpi-args {config.mpi_args}: cannot be read ({error})") from error
+    extra = mpi_arguments(config.mpi_args)
     if flavour == "Open MPI":
         root = ["--allow-run-as-root"] if os.getuid() == 0 else []
         named = ["--host", ",".join(f"{name}:{share}" for name, share in places)]
