@@ -20,7 +20,8 @@ from dadt.inject.data import entropy, loader, seed
 from dadt.inject.files import saving
 from dadt.world import World
 
-DEADLINE = 60.0
+DEADLINE = 150.0
+"""Seconds; pytest has more patience still."""
 
 
 class Work:

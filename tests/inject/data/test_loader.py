@@ -335,7 +335,8 @@ def test_subclasses_copies_and_pickles(tmp_path):
 def test_worker_processes_of_either_kind(method, tmp_path):
     def script(runtime):
         data = TensorDataset(torch.arange(24))
-        loader = DataLoader(data, batch_size=2, shuffle=True, num_workers=1, multiprocessing_context=method)
+        how = {"multiprocessing_context": method, "persistent_workers": method == "spawn"}  # that one imports torch
+        loader = DataLoader(data, batch_size=2, shuffle=True, num_workers=1, **how)
         got = []
         for _ in range(2):
             for (index,) in loader:
