@@ -7,7 +7,7 @@ import json
 import statistics
 import zlib
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import pytest
@@ -270,19 +270,19 @@ def test_a_torn_file_is_told_beside_what_it_says(head: bytes, cut: int, told: st
 
 
 def test_recording_costs_little() -> None:
-    """Beside a small step: about 1 ms of compute, four buckets. Both ways in turn, in one process."""
-    engines = [_core.Engine(_core.NullExecutor(0, 1), 0, 1, 30.0) for _ in range(2)]
+    """Beside a small step: about 1 ms of compute, four buckets. Pairs of engines, as it depends on where the kernel has
+    an engine's thread; both ways in turn, by the time of the processor, as other processes want it, too."""
     recorder = _core.Timeline(0, perf_counter())
-    engines[1].record(recorder, 3)
     values, batch = (ctypes.c_float * 1000)(), bytes(2**20)
     layout, pointer = _core.Layout(_core.DType.float32, [1000]), [ctypes.addressof(values)]
 
-    def steps(recorded: bool) -> float:
-        begin = perf_counter()
+    def steps(engine: _core.Engine, recorded: bool) -> float:
+        used = process_time()
         for number in range(10):
+            begin = perf_counter()
             zlib.crc32(batch)
             waits = []
-            for work in [engines[recorded].allreduce(layout, pointer, pointer, f"bucket {i}") for i in range(4)]:
+            for work in [engine.allreduce(layout, pointer, pointer, f"bucket {i}") for i in range(4)]:
                 before = perf_counter()
                 work.wait(30.0)
                 waits.append((work.name, before, perf_counter()))
@@ -290,12 +290,18 @@ def test_recording_costs_little() -> None:
                 recorder.step(number, begin, perf_counter(), waits)
         if recorded:
             recorder.drain(0.0)
-        return perf_counter() - begin
+        return process_time() - used
 
-    ratios = []
-    for turn in range(40):
-        times = {recorded: steps(recorded) for recorded in (turn % 2 == 0, turn % 2 == 1)}
-        ratios.append(times[True] / times[False])
-    for engine in engines:
-        engine.close(30.0)
-    assert statistics.median(ratios) < 1.25, ratios  # a busy machine moves it; docs/timeline.md has what was measured
+    def ratio() -> float:
+        engines = [_core.Engine(_core.NullExecutor(0, 1), 0, 1, 30.0) for _ in range(2)]
+        engines[1].record(recorder, 3)
+        ratios = []
+        for turn in range(10):
+            times = {way: steps(engines[way], way) for way in (turn % 2 == 0, turn % 2 == 1)}
+            ratios.append(times[True] / times[False])
+        for engine in engines:
+            engine.close(30.0)
+        return statistics.median(ratios)
+
+    ratios = [ratio() for _ in range(9)]
+    assert statistics.median(ratios) < 1.25, ratios  # docs/timeline.md has what was measured
