@@ -50,6 +50,11 @@ class Plan:
     start: Start | None = None
     """How to start it again, where that can be said in words."""
 
+    def with_variables(self, given: Mapping[str, str]) -> Plan:
+        """For all workers, unless the user has given them others."""
+        given = {name: value for name, value in given.items() if name not in os.environ}
+        return replace(self, elsewhere={**given, **self.elsewhere}, named={**given, **self.named})
+
     @property
     def by_name(self) -> bool:
         """Whether the user or a scheduler named hosts."""

@@ -76,7 +76,7 @@ class Tail:
 
     def _print(self, lines: list[bytes]) -> None:
         if lines:
-            console.lines("out", b"".join(self._prefix + line.rstrip(b"\r") + b"\n" for line in lines))
+            console.lines("out", b"".join(self._prefix + line.rstrip(b" \r") + b"\n" for line in lines))
 
 
 def _files(folder: Path, ranks: set[int] | None) -> list[Path]:

@@ -97,7 +97,8 @@ def run(
 
         return join(config, the_plan.command, console)
     seen: list[Placed] = []
-    shows = live.wanted(config.live)
+    if shows := live.wanted(config.live):
+        the_plan = the_plan.with_variables(live.variables())
 
     def placed(where: Placed, watch: Watch) -> Live | None:
         seen.append(where)

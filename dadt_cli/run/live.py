@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -28,9 +29,14 @@ ERASE = b"\x1b[J"
 ERASE_LINE = b"\x1b[K\n"
 PENDING_LIMIT = 1 << 20
 """Bytes that may wait for the next time."""
+PREFIX = "[0-99] "
+PRINTED_WIDTH = 40
+"""Columns that workers' lines have at least."""
 PRINTED_ROWS = 8
 """Rows that are left for what is printed."""
 SILENT_SECONDS = 10.0
+DRAWN_BAR = re.compile(r"(?:(?<=%)\|[^|]*\||[━╸╺]|\s)+")
+"""The part of a progress bar that is no text, and blanks, which fill it up."""
 LINE_WIDTH = 12
 """The last line a rank printed is not shown if it would get less."""
 
@@ -50,6 +56,11 @@ def wanted(wish: str) -> bool:
     from rich.console import Console
 
     return not Console(stderr=True).is_dumb_terminal
+
+
+def variables() -> dict[str, str]:
+    """With which rich, and what builds on it, draws bars for the view, though workers have no terminal."""
+    return {"TTY_COMPATIBLE": "1", "COLUMNS": str(max(PRINTED_WIDTH, console.size()[0] - len(PREFIX)))}
 
 
 def show(watch: Watch, head: str) -> Live:
@@ -160,7 +171,10 @@ def _table(gauges: list[Gauge], watch: Watch, width: int) -> list[Text]:
             gauge = gauges[index - 1]
             if gauge is slowest or gauge.code:
                 text.stylize("bold red" if gauge.code else "yellow")
-            text.append("  " + _note(gauge, gauge is slowest), style="" if gauge.code else "dim")
+            note = _note(gauge, gauge is slowest)
+            if text.cell_len + 2 + len(note) >= width:
+                note = DRAWN_BAR.sub(" ", note)
+            text.append("  " + note, style="" if gauge.code else "dim")
         rows.append(text)
     return rows
 

@@ -188,12 +188,12 @@ BARS = (
     + """\
 import sys
 number = 0
-print("alike", flush=True)
 while not os.path.exists("go"):
     number += 1
     step(number)
     sys.stderr.write(f"\\router {number}\\n\\rinner {number} of {rank}\\x1b[A"); sys.stderr.flush()
     time.sleep(0.05)
+print("alike", flush=True)
 sys.stderr.write("\\n\\r" + " " * 20 + "\\x1b[A\\router at its end\\n"); sys.stderr.flush()
 control.close()
 """
@@ -201,12 +201,14 @@ control.close()
 
 
 def test_bars_move_in_the_view_and_leave_their_last_state(show):
-    terminal = show(BARS, "-np", "2", "--output", "once", "train.py", width=120)
+    terminal = show(BARS, "-np", "2", "--output", "all", "train.py", width=120)
     for number in (3, 9):
         terminal.see(lambda lines, n=number: re.search(r"inner (\d+) of 1", row(lines, 1)) and _at(lines) >= n, "a bar")
     (terminal.folder / "go").touch()
     assert terminal.finish() == 0
-    assert without_clutter(terminal.lines) == ["[0-1] alike", "[0-1] outer at its end"]
+    assert sorted(without_clutter(terminal.lines)) == [
+        f"[{rank}] {line}" for rank in (0, 1) for line in ("alike", "outer at its end")
+    ]
 
 
 def _at(lines: list[str]) -> int:
@@ -221,6 +223,27 @@ def test_what_dadt_says_is_folded_between_words(show):
     first = next(line for line in terminal.lines if line.startswith("dadt: 1 worker"))
     rest = terminal.lines[terminal.lines.index(first) + 1]
     assert len(first) <= 60 and re.fullmatch(rf"      (\S+ )*{folder}/\w{{4}}\)", rest)
+
+
+def test_rich_draws_its_bars_for_the_view(show, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    told = 'import os; print(*map(os.environ.get, ("TTY_COMPATIBLE", "COLUMNS")))'
+    assert "[0] 1 93" in _told(show(told, "-np", "1", "train.py", width=100))
+    assert "[0] 0 70" in _told(show(told, "-np", "1", "-x", "COLUMNS=70", "train.py", env={"TTY_COMPATIBLE": "0"}))
+    assert "[0] None None" in _told(show(told, "-np", "1", "--live", "off", "train.py"))
+
+
+def _told(terminal: Terminal) -> list[str]:
+    assert terminal.finish() == 0
+    return terminal.lines
+
+
+def test_of_a_bar_that_does_not_fit_the_figures_are_shown(show):
+    bar = "print(f'\\rtrains  {number}%|####      | 3/9 [00:02<', end='', flush=True)"
+    terminal = show(TRAIN.replace("    step(number)", f"    step(number); {bar}"), width=80)
+    terminal.see(lambda lines: re.search(r"MiB  trains \d+% 3/9 \[00:02<$", row(lines, 1)), "a bar")
+    (terminal.folder / "go").touch()
+    assert terminal.finish() == 0
 
 
 def test_no_color_is_respected(show):

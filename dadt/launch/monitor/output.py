@@ -155,7 +155,8 @@ class Output:
         return f"[{lists.text(ranks)}] " if ranks[1:] else self._prefixes[ranks[0]]
 
     def _put(self, stream: str, lines: Iterable[tuple[str, bytes]]) -> None:
-        self._sink(stream, b"".join(prefix.encode() + line.rstrip(b"\r") + b"\n" for prefix, line in lines))
+        # Blanks at a line's end, with which rich fills it, would go to a row of their own behind the prefix.
+        self._sink(stream, b"".join(prefix.encode() + line.rstrip(b" \r") + b"\n" for prefix, line in lines))
 
     def _log(self, rank: int, data: bytes) -> None:
         try:

@@ -2,6 +2,8 @@ r"""The lines of what a worker prints, where progress bars redraw themselves.
 
 A bar goes back to the beginning of its row and draws over it (\r, \b, or an escape sequence that erases); nested bars
 move the cursor down and up again between rows. As on a terminal, only the last state of a row stays.
+
+Where the cursor is hidden, as by rich, it may rest below bars that will be drawn again.
 """
 
 from __future__ import annotations
@@ -14,11 +16,15 @@ BAR_SECONDS = 30.0
 """Time between two lines that show the same progress bar, where it is not seen as it moves."""
 LEFT_SECONDS = 0.1
 """A bar that the cursor has left has ended, unless it returns within this time, as nested ones make it do."""
+HIDDEN_SECONDS = 1.0
+"""The same for the first lines under a hidden cursor, which may be bars or not."""
 LINE_LIMIT = 1 << 16
 """Bytes after which a line without an end is cut."""
 ROWS = 64
 """Rows that a worker may redraw at once."""
 NEVER = float("inf")
+BAR = re.compile(rb"%\||\xe2\x94\x81|\xe2\x96[\x88-\x8f]")
+"""In the text of a bar: those of tqdm, and the blocks and lines with which it and others are drawn."""
 MOVES = re.compile(rb"\r+\n|\n|\r|\x08+|\x1b\[\??([0-9;]{0,9})([ABEFGKhl])")
 UNFINISHED = re.compile(rb"\r\Z|\x1b(?:\[\??[0-9;]{0,9})?\Z")
 """At the end of a piece: what comes next decides what it is."""
@@ -70,6 +76,10 @@ class Printed:
         """What of the last piece is unfinished."""
         self._rows = [Row()]
         self._cursor = 0
+        self._hidden = False
+        """Whether the stream has hidden the terminal's cursor."""
+        self._raised = -NEVER
+        """Time at which the cursor last went up, since it was hidden or shown."""
 
     def feed(self, data: bytes, now: float, every: float = BAR_SECONDS) -> list[bytes]:
         """The lines that are complete. every: seconds between two states of a bar."""
@@ -86,7 +96,7 @@ class Printed:
     def tick(self, now: float, every: float = BAR_SECONDS) -> list[bytes]:
         """Bars that are due."""
         lines = []
-        while self._cursor and self._rows[0].left + LEFT_SECONDS <= now:
+        while self._ends() <= now:
             lines += self._end_first()
         for row in self._rows:
             if row.is_bar and row.since + every <= now:
@@ -96,14 +106,20 @@ class Printed:
 
     def due(self, every: float = BAR_SECONDS) -> float:
         """Time at which `tick` has something to do; infinite if there is none."""
-        left = self._rows[0].left + LEFT_SECONDS if self._cursor else NEVER
-        return min(left, *(row.since + every for row in self._rows if row.is_bar), NEVER)
+        return min(self._ends(), *(row.since + every for row in self._rows if row.is_bar), NEVER)
 
     def finish(self) -> list[bytes]:
         """The last lines of the stream, which have no end."""
         lines = [line for row in self._rows for line in self._state_of(row)]
         self._rows, self._cursor, self._rest = [Row()], 0, b""
         return lines
+
+    def _ends(self) -> float:
+        """Time at which the first row has ended. Under a hidden cursor that is once only rows below it are redrawn."""
+        left = self._rows[0].left if self._cursor else NEVER
+        if not self._hidden or left < self._raised:
+            return left + LEFT_SECONDS
+        return left + HIDDEN_SECONDS if self._raised == -NEVER else NEVER
 
     def _parse(self, data: bytes, now: float) -> Iterator[bytes]:
         at = 0
@@ -131,16 +147,18 @@ class Printed:
         elif kind in (b"A", b"F"):
             row.leave()
             self._cursor = max(0, self._cursor - number)
-            self._rows[self._cursor].left = NEVER
+            self._rows[self._cursor].left, self._raised = NEVER, now
         elif kind in (b"B", b"E"):
             for _ in range(min(number, ROWS)):
                 yield from self._down(now)
         elif kind == b"K":
             row.erase(whole=move[1] in (b"1", b"2"))
+        elif what in (b"\x1b[?25l", b"\x1b[?25h"):
+            self._hidden, self._raised = kind == b"l", -NEVER
 
     def _end_line(self, now: float) -> Iterator[bytes]:
         row = self._rows[self._cursor]
-        if row.is_bar:
+        if row.is_bar or self._hidden:
             yield from self._down(now)
             return
         # A line of its own: what stands above it is not drawn again.

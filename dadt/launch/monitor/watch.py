@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from dadt.control.frame import Frame
 from dadt.launch.monitor.journal import Journal
 from dadt.launch.monitor.members import Member
+from dadt.launch.monitor.printed import BAR
 from dadt.launch.monitor.waits import Reply, Waiting
 
 WINDOW_SECONDS = 5.0
@@ -22,7 +23,7 @@ SLOW = 1.1
 LAG_SECONDS = 1.0
 """It is also named if it is behind by more steps than the median rank makes in this time, plus LAG_STEPS."""
 LAG_STEPS = 2
-LINE_BYTES = 512
+LINE_BYTES = 1024
 ESCAPES = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 
 
@@ -97,9 +98,10 @@ class Gauge:
 
     @property
     def line(self) -> str:
-        """The last non-empty line that it printed, without escape sequences."""
+        """The last progress bar or non-empty line that it printed, without escape sequences."""
         parts = re.split(rb"[\r\n]+", ESCAPES.sub(b"", self._printed))
-        text = next((part for part in reversed(parts) if part.strip()), b"").decode(errors="replace")
+        parts = [part for part in reversed(parts) if part.strip()]
+        text = next(filter(BAR.search, parts), next(iter(parts), b"")).decode(errors="replace")
         return "".join(c if c.isprintable() else " " for c in text).strip()
 
     @property

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from dadt.launch.monitor.alike import MOMENT_SECONDS, WAITING, Alike
 
 
@@ -50,6 +52,27 @@ def test_nobody_waits_for_a_rank_that_has_ended():
     alike.add(1, [b"anew"], 0.0)
     alike.add(0, [b"u"], 0.0)
     assert shown(alike, 0.0) == []
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "alike"),
+    [
+        ("epoch 1: 100%|█| 9/9 [00:17<00:00, 17.2it/s]", "epoch 1: 100%|█| 9/9 [00:18<00:00,  3.1s/it]", True),
+        ("epoch 1: 100%|█| 9/9 [00:17<00:00, 17.2it/s]", "epoch 2: 100%|█| 9/9 [00:17<00:00, 17.2it/s]", False),
+        ("epoch 1: 100%|█| 9/9 [00:17<00:00, 17.2it/s]", "epoch 1: 100%|█| 9/9 [1:00:18<00:00, 7it/s]", True),
+        (" 27%|█▉   | 2430/9000 [00:30<01:22, 81.1it/s]", " 26%|█▊   | 2399/9000 [00:30<?, ?it/s]", True),
+        ("100%|█| 9/9 [00:17<00:00, 1it/s, loss=0.5]", "100%|█| 9/9 [00:17<00:00, 1it/s, loss=0.6]", False),
+        ("9/9 ━━━ 3s 61ms/step - loss: 0.5", "9/9 ━━━ 4s 70ms/step - loss: 0.5", True),
+        ("9/9 ━━━ 3s 61ms/step - loss: 0.5", "9/9 ━━━ 3s 61ms/step - loss: 0.6", False),
+        ("epoch 1 took 3s", "epoch 1 took 4s", False),
+    ],
+)
+def test_bars_may_differ_in_their_pace(one: str, other: str, alike: bool):
+    lines = Alike(range(2))
+    lines.add(0, [one.encode()], 0.0)
+    lines.add(1, [other.encode()], 0.0)
+    together, apart = [([0, 1], one.encode())], [([0], one.encode()), ([1], other.encode())]
+    assert shown(lines, MOMENT_SECONDS) == (together if alike else apart)
 
 
 def test_a_flood_of_one_rank_does_not_wait():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import random
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 from rich.console import Console
@@ -39,18 +40,22 @@ def keras(epochs: int = 2, steps: int = 10) -> str:
     return text
 
 
-def rich(steps: int = 20) -> str:
-    """Two bars and a message, as rich writes them where it takes a pipe for a terminal."""
-    file = io.StringIO()
-    console = Console(file=file, force_terminal=True, width=60, color_system=None)
+def rich(steps: int = 20) -> list[str]:
+    """Two bars, a third one after half of the steps, and a message, as rich draws them where it takes a pipe for a
+    terminal: each time it does so."""
+    file, drawn = io.StringIO(), [""]
+    console = Console(file=file, force_terminal=True, width=60, color_system=None, _environ={"TERM": "xterm"})
     with Progress(console=console, auto_refresh=False) as progress:
-        one, two = progress.add_task("one", total=steps), progress.add_task("two", total=steps)
-        for _ in range(steps):
-            progress.advance(one)
-            progress.advance(two)
+        for step in range(steps):
+            if step in (0, 1, steps // 2):
+                progress.add_task(f"bar {step}", total=steps)
+            if step == 3:
+                console.print("a message")
+            for task in progress.task_ids:
+                progress.update(task, completed=step + 1)
             progress.refresh()
-        console.print("a message")
-    return file.getvalue()
+            drawn.append(file.getvalue())
+    return [after.removeprefix(before) for before, after in pairwise([*drawn, file.getvalue()])]
 
 
 def lines_of(text: str, pieces: int = 1, seed: int = 0) -> list[str]:
@@ -86,11 +91,22 @@ def test_the_last_state_stays(text: str, expected: list[str], pieces: int):
         assert lines_of(text, pieces, seed) == expected
 
 
-def test_bars_of_rich():
-    found = [" ".join(line.split()) for line in lines_of(rich())]
-    bar = "━" * 30
-    assert found[0] == "a message" and [line.split()[0] for line in found[1:]] == ["one", "two"], found
-    assert all("100%" in line and bar[:10] in line for line in found[1:])
+@pytest.mark.parametrize("seconds", [0.01, 0.5])
+def test_bars_of_rich(seconds: float):
+    printed, found = Printed(), []
+    for index, piece in enumerate(rich()):
+        found += printed.feed(piece.encode(), index * seconds, float("inf"))
+        found += printed.tick((index + 1) * seconds - 0.001, float("inf"))
+    found += printed.tick(100.0)
+    assert [line.split()[0] for line in found] == [b"a", b"bar", b"bar", b"bar"], found
+    assert [line.split()[1] for line in found] == [b"message", b"0", b"1", b"10"]
+    assert all(b"100%" in line and "━━━".encode() in line for line in found[1:])
+
+
+def test_lines_below_a_hidden_cursor_are_not_held_back():
+    printed = Printed()
+    assert printed.feed(b"\x1b[?25lone\ntwo\n", 0.0) == []
+    assert printed.tick(printed.due()) == [b"one", b"two"]
 
 
 def test_a_bar_that_moves_for_long_is_shown_at_times():
@@ -153,7 +169,7 @@ def test_what_is_unfinished_is_bounded(piece: bytes):
         assert len(printed._rest) < 16 and sum(len(row.drawn) for row in printed._rows) <= LINE_LIMIT
 
 
-@pytest.mark.parametrize("make", [nested, keras, rich])
+@pytest.mark.parametrize("make", [nested, keras, lambda: "".join(rich())], ids=["nested", "keras", "rich"])
 def test_random_pieces_lose_no_end(make: Callable[[], str]):
     whole = lines_of(make())
     for seed in range(30):

@@ -11,7 +11,7 @@ from dadt.control.frame import Frame
 from dadt.launch.monitor import watch as module
 from dadt.launch.monitor.journal import Journal
 from dadt.launch.monitor.members import Member
-from dadt.launch.monitor.watch import Watch
+from dadt.launch.monitor.watch import LINE_BYTES, Watch
 
 
 class Clock:
@@ -109,10 +109,11 @@ def test_the_slowest_is_the_one_that_does_not_ask_for_the_others(clock):
         ([b"one\ntwo\n"], "two"),
         ([b"one\n", b"\n\n"], "one"),
         ([b"10%\r20%\r"], "20%"),
+        (["Epoch 1 ━━━ 30/100\n        loss: 0.5".encode()], "Epoch 1 ━━━ 30/100"),
         ([b"\x1b[32mgreen\x1b[0m\ttab\n"], "green tab"),
         ([b"\x1b]0;title\x07text\n"], "text"),
         ([b"\xff\xfe bad \n"], "\ufffd\ufffd bad"),
-        ([b"x" * 10000 + b" end\n"], "x" * 507 + " end"),
+        ([b"x" * 10000 + b" end\n"], "x" * (LINE_BYTES - 5) + " end"),
     ],
 )
 def test_the_last_line_is_readable(printed, line):
