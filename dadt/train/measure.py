@@ -97,11 +97,11 @@ class Measure:
 
     def verdict(self, steps: int, workers: int, exchange: float) -> str:
         """The result of the synchronous steps, and its meaning for `pipe`. exchange: of all optimizers."""
-        r = ratio(self.compute, exchange)
-        if r < SMALL:
+        share = ratio(self.compute, exchange)
+        if share < SMALL:
             meaning = "communication is hidden; sync would be as fast here"
-        elif r <= LARGE:
-            meaning = f"compute hides {min(1.0, 1 / r):.0%} of communication; sync would be slower"
+        elif share <= LARGE:
+            meaning = f"compute hides {min(1.0, 1 / share):.0%} of communication; sync would be slower"
         else:
             meaning = f"exchanges bound the speed: {LIGHTER}"
         return f"{found(steps, self.compute, exchange)}: {self._loss(workers) or meaning}"
@@ -132,7 +132,7 @@ def found(steps: int, compute: float, exchange: float) -> str:
     """Times of so many synchronous steps, in seconds."""
     return (
         f"warm-up done after {steps} steps: compute {milliseconds(compute)}, exchange {milliseconds(exchange)}"
-        f" (r = {ratio(compute, exchange):.2f})"
+        f" ({ratio(compute, exchange):.0%} of compute)"
     )
 
 

@@ -359,10 +359,10 @@ def test_what_a_checkpoint_says_of_the_choice(dadt_run, optimizer: str, way: str
 @pytest.mark.parametrize(
     ("exchange", "meaning"),
     [
-        (0.0066, "(r = 0.66): communication is hidden; sync would be as fast here"),
-        (0.0068, "(r = 0.68): compute hides 100% of communication; sync would be slower"),
-        (0.0160, "(r = 1.60): compute hides 62% of communication; sync would be slower"),
-        (0.0201, "(r = 2.01): exchanges bound the speed: send fewer bytes (--compression int8)"),
+        (0.0066, "(66% of compute): communication is hidden; sync would be as fast here"),
+        (0.0068, "(68% of compute): compute hides 100% of communication; sync would be slower"),
+        (0.0160, "(160% of compute): compute hides 62% of communication; sync would be slower"),
+        (0.0201, "(201% of compute): exchanges bound the speed: send fewer bytes (--compression int8)"),
     ],
 )
 def test_what_the_ratio_means(exchange, meaning) -> None:
