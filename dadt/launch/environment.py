@@ -106,11 +106,11 @@ def missing(cwd: str, files: Sequence[str]) -> list[str]:
     """Problems with the folder and the files that workers need on this host."""
     try:
         if not Path(cwd).is_dir():
-            return [f"there is no folder {cwd} -> make it there, share it, or --workdir DIR"]
+            return [f"there is no folder {cwd} -> make it, share it, or --workdir DIR"]
         absent = [file for file in files if not (Path(cwd) / file).exists()]
     except OSError as error:  # for example another user's folder
         return [f"{error.filename or cwd} cannot be looked at ({error.strerror}) -> allow it, or --workdir DIR"]
-    return [f"there is no {file} in {cwd} -> copy it there, or share the folder" for file in absent]
+    return [f"there is no {file} in {cwd} -> copy it to that folder, or share the folder" for file in absent]
 
 
 def common(config: Config) -> dict[str, str]:

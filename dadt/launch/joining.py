@@ -119,7 +119,7 @@ class Joining:
         elif frame.kind == "ready":
             attempt.deadline = float("inf")
             node.report = frame.header
-            if problem := problem_of(frame) or self._lack(attempt):
+            if problem := problem_of(frame, node.name) or self._lack(attempt):
                 self._fail(attempt, problem)
         return True
 

@@ -172,6 +172,13 @@ def hosts_of(config: Config, env: Mapping[str, str] = os.environ) -> list[Host]:
     return _usable(config, host.choose(named, config.include, config.exclude))
 
 
+def on_this_host(config: Config) -> Config:
+    """With this host and as many slots as it has, where no hosts are given."""
+    given = (config.hosts, config.hostfile, config.host_discovery_script, config.nnodes, config.accelerators)
+    elsewhere = config.launcher in ("ray", "ssh") or simulated.wanted(config) or _allocated(config, os.environ)
+    return config if any(given) or elsewhere else replace(config, hosts="localhost")
+
+
 def who_names_hosts(config: Config, hosts: Sequence[Host] = ()) -> Callable[[], Sequence[Host]] | None:
     """A function that returns the hosts that there are when it is called, or raises ConfigError; None if they do not
     change."""

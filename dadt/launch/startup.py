@@ -88,7 +88,7 @@ def await_agents(
                 agents.send(node, Frame("look", {**look(node), "index": node.index, "hosts": len(agents.nodes)}))
             elif frame.kind == "lost" or (node in waiting and frame.kind == "ready"):
                 waiting.discard(node)
-                problem = frame["message"] if frame.kind == "lost" else problem_of(frame)
+                problem = frame["message"] if frame.kind == "lost" else problem_of(frame, node.name)
                 node.report, node.state = frame.header, "is ready"
                 if problem:
                     failures[node] = problem
@@ -194,14 +194,15 @@ def target_of(index: int, report: Mapping[str, Any]) -> dict[str, Any]:
     return {"index": index, "port": report["probe_port"], "token": report["token"], "addresses": addresses}
 
 
-def problem_of(ready: Frame) -> str:
-    """Why this host cannot take part; empty if it can."""
+def problem_of(ready: Frame, host: str = "") -> str:
+    """Why this host cannot take part; empty if it can. host: its name, if it has one."""
+    python = ready["executable"]
     if ready["version"] != VERSION:
-        return (
-            f"dadt {ready['version']} is installed there, {VERSION} here -> install the same version, or --python PATH"
-        )
+        found = f"dadt {ready['version']} is installed {'there' if host else f'for {python}'}"
+        return f"{found}, {VERSION} here -> install the same version, or --python PATH"
     if not ready["torch"]:
-        return f"torch is not installed for {ready['executable']} there -> pip install torch, or --python PATH"
+        place = "there" if host else "here"
+        return f"torch is not installed for {python} {place} -> pip install torch, or --python PATH"
     problems: list[str] = ready["problems"]
     return "; ".join(problems)
 

@@ -208,7 +208,7 @@ def _figures(
     done = sorted({len(each.turns[0]) for each in measured})
     title = f"{task.model}: {hello.parameters:,} parameters, {how}, {hello.device}{network}, {done[0]} rounds"
     told = [text for each in measured if (text := conclusion(each.rows))]
-    told.append(legend(reference(measured[0].rows).name))
+    told.append(legend(reference(measured[0].rows).name, hello.unit))
     if done[0] < rounds:
         told.append(f"{done[0]} of {rounds} rounds fit in {SECONDS / 60:g} minutes; --rounds {rounds} makes all")
     told += [f"{task.model}: {hello.source or 'its factory'}; {'made-up data' if not task.data else task.data}"]

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from dadt_cli.bench.training import Row
 
 LEGEND = (
+    ("UNIT/s", "of all workers together"),
     ("per rank", "of the slowest and of the fastest rank"),
     ("scaling", "the rate, as a share of as many copies that exchange nothing (plain)"),
     ("exposed", "share of a step in which it waits for communication: what it is longer than under null, the limit"),
@@ -24,28 +25,25 @@ def reference(rows: Sequence[Row]) -> Row:
     return next((row for row in rows if row.speed.low == row.speed.high == 1.0), rows[0])
 
 
-def legend(first: str) -> str:
-    """What each column means, in a line each. first: the contender that others are compared with."""
-    return "\n".join(f"{name.replace('NAME', first)}: {meaning.replace('NAME', first)}" for name, meaning in LEGEND)
+def legend(first: str, unit: str) -> str:
+    """What each column means, in a line each. first: the contender that others are compared with. unit: of the rate."""
+    text = "\n".join(f"{name}: {meaning}" for name, meaning in LEGEND)
+    return text.replace("NAME", first).replace("UNIT", unit)
 
 
 def conclusion(rows: Sequence[Row]) -> str:
     """What was found of the contender that others are compared with; empty where there is nothing to compare."""
     first = reference(rows)
-    found = [_beside(first.name, row) for row in rows if row is not first and _is_rival(row)]
+    found = [_beside(first.name, row) for row in rows if row is not first and _is_rival(row, first)]
     if first.exposed is not None:
         share = max(0.0, first.exposed.median)
         found.append(f"{first.name} waits for communication in {share:.0%} of a step")
-    alone = next((row for row in rows if row.ranks == 1), None)
-    if not found and alone is not None and first.ranks > 1:
-        times = first.rate.median / alone.rate.median
-        found.append(f"{first.ranks} workers train {times:.2f} times as fast as one")
     return "; ".join(found) + "." if found else ""
 
 
-def _is_rival(row: Row) -> bool:
-    """It averages gradients, too: neither one worker, nor copies that exchange nothing, nor the limit."""
-    return row.ranks > 1 and row.name != "plain" and "null" not in row.options
+def _is_rival(row: Row, first: Row) -> bool:
+    """A way to train what `first` trains: neither copies that exchange nothing, nor the limit."""
+    return first.ranks > 1 and row.name != "plain" and "null" not in row.options
 
 
 def _beside(name: str, other: Row) -> str:

@@ -59,5 +59,5 @@ def _folder(cwd: str) -> Check:
     except OSError as error:
         return warn("start folder", f"{cwd} cannot be looked at ({error.strerror})", "allow it, or --workdir DIR")
     if not there:
-        return warn("start folder", f"there is no {cwd}", "make it there, share it, or give --workdir DIR to dadt run")
+        return warn("start folder", f"there is no {cwd}", "make it, share it, or give --workdir DIR to dadt run")
     return good("start folder", cwd)

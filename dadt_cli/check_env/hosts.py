@@ -111,7 +111,8 @@ def _look(the_plan: Plan, asked: Asked, agents: Agents, job: str, voice: Voice, 
     )
     found = Found({node.name: [] for node in nodes})
     for node, reason in failures.items():
-        found.hosts[node.name] = [refused("agent", reason, SSH).of("ssh")]
+        subject, hint = ("ssh", SSH) if node.name else ("python", "")
+        found.hosts[node.name] = [refused("agent", reason, hint).of(subject)]
     agents.dismiss(list(failures))
     for node in agents.nodes:
         found.hosts[node.name] = [_agent(node, ready[node.name]), *_shell(node), _clock(node)]

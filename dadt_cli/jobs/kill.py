@@ -13,6 +13,7 @@ from dadt.errors import DadtError
 from dadt.launch.local_jobs import Trace
 from dadt.launch.query import Line
 from dadt_cli.jobs.find import find, jobs
+from dadt_cli.terminal import console
 
 HARD_SECONDS = 10.0
 """Beyond the job's own grace: after that its launcher is killed, and with it all else."""
@@ -36,9 +37,9 @@ def _kill_by_launcher(trace: Trace, line: Line) -> int:
     except TimeoutError:
         answer = None
     if answer is None:
-        click.echo(f"its launcher (pid {line.pid}) does not answer: it is killed, too")
+        console.answer(f"its launcher (pid {line.pid}) does not answer: it is killed, too")
     elif line.ended(answer["grace"] + HARD_SECONDS):
-        click.echo(f"job {trace.job} has ended: {_named(answer['workers'])}")
+        console.answer(f"job {trace.job} has ended: {_named(answer['workers'])}")
         return 0
     os.kill(line.pid, signal.SIGKILL)
     return _kill_here(trace)
@@ -54,7 +55,7 @@ def _kill_here(trace: Trace) -> int:
             " killed, as where they hang in the kernel (device, file server)"
         )
     also = [f"{others} other process{'es' if others > 1 else ''}"] if others else []
-    click.echo(f"job {trace.job} has ended on this machine: {_named(ended + also)}")
+    console.answer(f"job {trace.job} has ended on this machine: {_named(ended + also)}")
     return 0
 
 

@@ -17,7 +17,8 @@ from dadt.launch.failure import size
 from dadt.launch.local_jobs import Trace, traces
 from dadt_cli.jobs import past
 from dadt_cli.jobs.find import describe, find, jobs, log_dir_option
-from dadt_cli.terminal.table import figure, moment, table
+from dadt_cli.terminal import console
+from dadt_cli.terminal.table import figure, fitting, moment, table
 
 HEAD = ["JOB", "SINCE", "WORKERS", "STEP", "STATE", "SCRIPT", "LOGS"]
 RANK_HEAD = ["RANK", "HOST", "PID", "STEP", "STEPS/S", "SAMPLES/S", "WAITING", "MEMORY", "STATE"]
@@ -31,7 +32,15 @@ LEFT = ("JOB", "SINCE", "WORKERS", "HOST", "STATE", "SCRIPT", "LOGS")
 @log_dir_option
 def ps(job: str | None, every: bool, log_dir: str) -> None:
     """List your jobs on this machine, or the ranks of JOB."""
-    for line in _jobs(traces(), Path(log_dir), every) if job is None else _job(job, Path(log_dir)):
+    running, folder = traces(), Path(log_dir)
+    if job is None:
+        lines = _jobs(running, folder, every)
+    elif all(trace.job != job for trace in running) and (folder / job / past.EVENTS).is_file():
+        console.answer(past.sentence(folder / job))
+        return
+    else:
+        lines = _job(job)
+    for line in lines:
         click.echo(line)
 
 
@@ -42,12 +51,10 @@ def _jobs(running: Sequence[Trace], log_dir: Path, every: bool) -> list[str]:
         rows = [*map(_past_row, sorted(found, key=lambda facts: facts["begin"])), *rows]
     if not rows:
         return ["no job of yours runs on this machine" + (f", and none has left logs in {log_dir}" if every else "")]
-    return table(HEAD, rows, LEFT)
+    return fitting(HEAD, rows, LEFT, ("LOGS",))
 
 
-def _job(job: str, log_dir: Path) -> list[str]:
-    if all(trace.job != job for trace in traces()) and (log_dir / job / past.EVENTS).is_file():
-        return [past.sentence(log_dir / job)]
+def _job(job: str) -> list[str]:
     trace = find(job)
     told = describe(trace)
     if told is None:
@@ -107,7 +114,7 @@ def _ranks(told: Mapping[str, Any]) -> list[str]:
                 _rank_state(rank),
             ]
         )
-    return table(RANK_HEAD, rows, LEFT)
+    return fitting(RANK_HEAD, rows, LEFT, ("SAMPLES/S", "MEMORY", "HOST", "PID"))
 
 
 def _rank_state(rank: Mapping[str, Any]) -> str:

@@ -77,6 +77,8 @@ def run(
     if given["resume"] == "":
         raise ConfigError("--resume '': give the four letters of a job, or --resume alone for the last one")
     config = config_of(given)
+    if given["np"] == 0:
+        config = plan.on_this_host(config)
     if config.resume:
         command, config, module, no_python = as_started(command, given, config, module, no_python)
     for name, meant in misspelt(fields(Config)).items():
@@ -226,11 +228,11 @@ def _finish(outcome: Outcome, where: Placed) -> int:
     elif outcome.failure is not None:
         console.block(outcome.failure.lines())
     else:
-        if (reason := launch.not_distributed(outcome, where)) is not None:
-            console.say(f"training was NOT distributed by DADT: {reason}", "warning")
         if text := _missed(outcome):
             console.say(text)
         console.say(_last_line(outcome))
+        if (reason := launch.not_distributed(outcome, where)) is not None:
+            console.say(f"training was NOT distributed by DADT: {reason}", "warning")
     return outcome.exit_code
 
 

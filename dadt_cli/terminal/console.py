@@ -10,7 +10,7 @@ import textwrap
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TextIO
 
 from dadt.errors import DadtError
 
@@ -151,9 +151,15 @@ def text(text: str, stdout: bool = False) -> None:
     _write(text, False, stream=1 if stdout else 2)
 
 
-def _folded(text: str) -> str:
-    """Broken between words where a line is longer than the terminal is wide. What is indented is quoted, and stays."""
-    if not sys.stderr.isatty():
+def answer(text: str) -> None:
+    """On stdout: a sentence that the command was called for."""
+    _write(_folded(text, sys.stdout), False, stream=1)
+
+
+def _folded(text: str, to: TextIO | None = None) -> str:
+    """Broken between words where a line is longer than the terminal is wide. What is indented is quoted, and stays.
+    to: stderr where it is not given."""
+    if not (to or sys.stderr).isatty():
         return text
     width = max(FOLDED_WIDTH, size()[0])
     fold = partial(

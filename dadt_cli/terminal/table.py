@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
+
+from dadt_cli.terminal import console
 
 
 class Table(NamedTuple):
@@ -21,6 +24,21 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str
     columns = list(zip(head, *rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     return ["  ".join(_cells(head, row, widths, left)).rstrip() for row in (head, *rows)]
+
+
+def fitting(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str], spare: Sequence[str]) -> list[str]:
+    """`table` on stdout. On a terminal that is too narrow, the columns in `spare` are left out, from the first one on,
+    and then the ends of rows."""
+    lines = table(head, rows, left)
+    if not sys.stdout.isatty():
+        return lines
+    width, spare = console.size()[0], list(spare)
+    while max(map(len, lines)) > width and spare:
+        name = spare.pop(0)
+        rows = [[cell for column, cell in zip(head, row, strict=True) if column != name] for row in rows]
+        head = [column for column in head if column != name]
+        lines = table(head, rows, left)
+    return [line if len(line) <= width else f"{line[: width - 1]}…" for line in lines]
 
 
 def _cells(head: Sequence[str], row: Sequence[str], widths: Sequence[int], left: Sequence[str]) -> list[str]:

@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 from harness.run import DADT, FOLDERS, Run, await_that, is_running, left_of
 
+from dadt_cli.terminal import console
+from dadt_cli.terminal.table import fitting
+
 TRAIN = """\
 import os, signal, sys, time
 from dadt.control.agent_client import Control
@@ -94,6 +97,14 @@ def test_ps_tells_how_jobs_have_ended(start, tmp_path):
     (tmp_path / "dadt-logs" / job / "events.jsonl").write_bytes(b"\xff\n[]\n")
     assert "end not known" in column(job)
     assert dadt("ps", "--all", "--log-dir", "nowhere", cwd=tmp_path).stdout.count(str(tmp_path)) == 0
+
+
+@pytest.mark.parametrize(("width", "head"), [(80, "JOB  STATE  LOGS"), (15, "JOB  STATE"), (8, "JOB  S…")])
+def test_a_table_fits_a_terminal(monkeypatch, width, head):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setattr(console, "size", lambda: (width, 24))
+    names = ["JOB", "STATE", "LOGS"]
+    assert fitting(names, [["abcd", "runs", "/a/b"]], names, ["LOGS"])[0].split() == head.split()
 
 
 def test_ps_shows_who_was_lost(start):

@@ -206,7 +206,9 @@ def test_the_summary_makes_the_last_line(launch):
 def test_training_that_was_not_distributed_is_told_loudly(launch, script, why):
     result = launch(script)
     assert result.code == 0
-    assert f"dadt: warning: training was NOT distributed by DADT: {why}" in result.err
+    *_, end, last = result.err.splitlines()
+    assert end.startswith("dadt: done in ")
+    assert last.startswith(f"dadt: warning: training was NOT distributed by DADT: {why}")
 
 
 def test_a_script_that_leaves_without_a_word_has_trained_all_the_same(launch):

@@ -386,3 +386,11 @@ def test_new_workers_that_fail_again_and_again_do_not_end_the_job() -> None:
     replacements = Replacements(lambda order: None, lambda text, level: None, lambda rank: True)
     for _ in range(2000):
         replacements.exited(Member(rank=0))
+
+
+@pytest.mark.parametrize(
+    ("given", "workers"),
+    [((), "1 worker on localhost"), (("-H", "localhost:3"), "3 workers on localhost"), (("--accelerators", "2"), "2 ")],
+)
+def test_no_number_of_workers_is_one_for_each_slot(launch, given, workers):
+    assert launch("", "-np", "0", "--dry-run", *given, "train.py").out.decode().startswith(workers)

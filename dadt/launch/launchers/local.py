@@ -72,6 +72,7 @@ class LocalChannel:
                 fcntl.fcntl(pipe, F_SETPIPE_SZ, PIPE_BYTES)
             except OSError:
                 pass  # this user's pipe memory is used up, and a small pipe will do
+        self._python = python
         self.link = Link(self._process.stdout.fileno(), self._process.stdin.fileno(), schema.AGENT, noisy=True)
 
     def hang_up(self) -> None:
@@ -91,4 +92,5 @@ class LocalChannel:
         if code == 0:
             return ""
         how = f"was killed by signal {-code} ({signal_name(-code)})" if code < 0 else f"exited with code {code}"
-        return f"the agent of this host (pid {self._process.pid}) {how}"
+        hint = f" -> is dadt installed for {self._python}?" if code > 0 and self._python != sys.executable else ""
+        return f"the agent of this host (pid {self._process.pid}) {how}{hint}"
