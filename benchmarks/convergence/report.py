@@ -16,6 +16,8 @@ from benchmarks.convergence.simulator import EVERY
 from benchmarks.convergence.study import SWEEP_SEEDS, Results, load, score
 
 BEGIN, END = "<!-- tables: made by python -m benchmarks.convergence --report -->", "<!-- end of tables -->"
+WIDE = {"linewidth": 5, "alpha": 0.35}
+"""How a curve is drawn on which others may lie."""
 COLORS = {"sync": "#1f3b57", "plain": "#c8553d", "pipe": "#2a9d8f"}
 OTHER_COLORS = {
     "sync": "#1f3b57",
@@ -206,7 +208,7 @@ def picture(family: str, results: Results, path: Path) -> bool:
     all_panels = list(panels(family, found))
     if not all_panels:
         return False
-    size = (4.6 * len(all_panels), 3.8)
+    size = (3.3 * len(all_panels), 4.4)
     figure, axes = plt.subplots(1, len(all_panels), figsize=size, sharey=True, squeeze=False, layout="constrained")
     for axis, (ranks, rate, colors) in zip(axes[0], all_panels, strict=True):
         for method, color in colors.items():
@@ -216,9 +218,10 @@ def picture(family: str, results: Results, path: Path) -> bool:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(axis="y", alpha=0.3)
         axis.set_yscale("log" if FAMILIES[family].counts else "linear")
-        axis.legend(frameon=False, fontsize="small", ncols=1 if len(colors) < 5 else 2)
+        below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.18)}
+        axis.legend(frameon=False, fontsize="small", ncols=1 if len(colors) < 5 else 2, columnspacing=1.0, **below)
     axes[0][0].set_ylabel("training loss")
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=160)
     plt.close(figure)
     return True
 
@@ -231,7 +234,9 @@ def draw(axis: Any, outcomes: Sequence[dict[str, Any]], method: str, color: str,
     steps = [EVERY * (i + 0.5) for i in range(len(points))]
     if band:
         axis.fill_between(steps, list(map(min, points)), list(map(max, points)), color=color, alpha=0.15, linewidth=0)
-    axis.plot(steps, list(map(statistics.fmean, points)), color=color, label=f"{method} ({len(curves)} seeds)")
+    style = WIDE if method == "sync" else {}
+    label = f"{method} ({len(curves)} seeds)"
+    axis.plot(steps, list(map(statistics.fmean, points)), color=color, label=label, **style)
 
 
 def write(path: Path) -> None:

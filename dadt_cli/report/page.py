@@ -6,7 +6,7 @@ import math
 import shlex
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -57,6 +57,7 @@ def page(record: Record, running: bool) -> str:
         step_times=progress.step_times(report),
         tables=[each for each in (progress.step_table(report), _ranks(report)) if each is not None],
         hot_spots=_hot_spots(report),
+        borne=list(_events(record, _is_borne)),
         events=list(_events(record)),
         environment=[each for each in (_hosts(report), _settings(report)) if each is not None],
         version=dadt.__version__,
@@ -187,6 +188,7 @@ def _failure(record: Record) -> dict[str, Any]:
     told = record.report["failure"]
     rank, code, message = told.get("rank"), told.get("exit_code"), told.get("message") or ""
     head = f"Rank {rank} failed first" if rank is not None else "A worker failed"
+    head += ", and the job was restarted" if record.report.get("exit_code") == 0 else ""
     how = [f"on {told['host']}" if told.get("host") else "", f"process {told['pid']}" if told.get("pid") else ""]
     how.append(("killed by " if code < 0 else "") + _end(code) if code else "")
     how.append(f"after {told['seconds']:.1f} s" if told.get("seconds") is not None else "")
@@ -223,11 +225,18 @@ def _plain(text: str) -> str:
     return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in shown.splitlines())
 
 
-def _events(record: Record) -> Iterator[tuple[str, str, str, str]]:
+def _is_borne(event: Mapping[str, Any]) -> bool:
+    """Whether it tells of a loss or failure that the job went on after, or how."""
+    return event["kind"] in ("regroup", "join", "restart") or str(event.get("text", "")).startswith("resumed:")
+
+
+def _events(
+    record: Record, wanted: Callable[[Mapping[str, Any]], bool] = lambda event: True
+) -> Iterator[tuple[str, str, str, str]]:
     """When, who, what, and whether it is a warning or a failure."""
     begin = record.report.get("begin", 0.0)
     told = 0
-    for event in record.events:
+    for event in filter(wanted, record.events):
         text, level = _event(event)
         if text and told < EVENTS:
             told += 1
@@ -252,6 +261,8 @@ def _event(event: Mapping[str, Any]) -> tuple[str, str]:
         return f"{kind}: {event.get('message')}", "failure"
     if kind == "regroup":
         return f"the others train on: {event.get('why')}", "warning"
+    if kind == "join":
+        return "a new worker has taken its place", ""
     if kind == "restart":
         return f"restart {event.get('count')}: {event.get('why')}", "warning"
     if kind == "summary":

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -246,6 +247,22 @@ def test_values_of_the_wrong_kind_end_nothing(copy: Path, name: str) -> None:
         lines = changed if isinstance(changed, list) and name != "report.json" else [changed]
         path.write_text("\n".join(map(json.dumps, lines)))
         assert failed_is_shown(read(copy)) or name != "progress.jsonl"
+
+
+def test_losses_and_restarts_have_a_part_of_their_own(copy: Path) -> None:
+    assert "borne" not in read(copy).sections
+    told = [
+        {"kind": "regroup", "lost": [1], "left": [0], "why": "rank 1 was killed"},
+        {"kind": "join", "rank": 1, "pid": 7, "host": ""},
+        {"kind": "restart", "count": 1, "why": "worker 0 failed"},
+        {"kind": "said", "rank": 0, "text": "resumed: 100 steps replayed"},
+    ]
+    with (copy / "events.jsonl").open("a") as file:
+        file.writelines(json.dumps({"time": time.time(), **event}) + "\n" for event in told)
+    shown = read(copy).sections["borne"]
+    for text in ("rank 1 was killed", "a new worker has taken its place", "restart 1: worker 0", "resumed: 100 steps"):
+        assert text in shown
+    assert "learning rate" not in shown
 
 
 def test_a_job_of_many_ranks_has_a_band(copy: Path) -> None:
