@@ -53,6 +53,7 @@ class WritingRank(ScriptRank, Protocol):
     def control(self) -> Control | None: ...
     @property
     def on_stepped(self) -> list[Callable[[], None]]: ...
+    def tell_waiting(self, what: str, waited: float) -> None: ...
 
 
 class Scope:
@@ -94,11 +95,16 @@ def install(runtime: WritingRank) -> Overlay | None:
     def hear() -> Sequence[bytes]:
         return runtime.control.heard() if runtime.control is not None and os.getpid() == pid else ()
 
+    def tell(what: str, waited: float) -> None:
+        if os.getpid() == pid:
+            runtime.tell_waiting(what, waited)
+
+    heard = hear if world.launcher else None
     overlay = Overlay(
         folder / f"files-{world.local_rank}",
         Scope(config.timeline, config.snapshot_dir).keeps,
         writers,
-        Journal(folder / written_files.NAME, world.rank, config.timeout, relay, hear if world.launcher else None),
+        Journal(folder / written_files.NAME, world.rank, config.timeout, relay, heard, tell),
         start,
         mark_of(world),
         lambda: runtime.step,

@@ -19,6 +19,8 @@ from dadt.control.written_files import REMOVED, line
 from dadt.errors import CommTimeout
 
 PAUSE_SECONDS = 0.005
+PATIENCE_SECONDS = 2.0
+"""Time after which a rank that waits for its turn says so, again and again."""
 
 
 class Journal:
@@ -31,11 +33,12 @@ class Journal:
         timeout: float = 60.0,
         relay: Callable[[str, int], bool] = lambda path, size: False,
         hear: Callable[[], Sequence[bytes]] | None = None,
+        tell: Callable[[str, float], None] = lambda what, waited: None,
     ) -> None:
         """timeout: seconds that a rank waits for its turn. relay: tells other hosts, and returns whether it has.
         hear: returns the lines that ranks have told so since it was called last, those of this host, too; None where
-        other hosts' come to the file."""
-        self._relay, self._hear = relay, hear
+        other hosts' come to the file. tell: that the rank waits for its turn, and for how many seconds."""
+        self._relay, self._hear, self._tell_waiting = relay, hear, tell
         self.rank = rank
         self._timeout = timeout
         self._file = os_open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -105,16 +108,19 @@ class Journal:
         # A child has its own turn, too, and the name may be gone: cleaners remove old files.
         file = os_open(f"/proc/self/fd/{self._file}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            end = time.monotonic() + self._timeout
+            begun, told = time.monotonic(), 0.0
             while True:
                 with suppress(BlockingIOError):
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
-                if time.monotonic() >= end:
+                if (waited := time.monotonic() - begun) >= self._timeout:
                     raise CommTimeout(
-                        f"rank {self.rank} waited {self._timeout:g} s to change a file, while another rank of this host"
-                        " removes or renames files"
+                        f"rank {self.rank} waited {waited:.0f} s to change a file, as {_holder(file)}, another rank of"
+                        " this host, is changing one: it is stopped, or the file system does not answer"
                     )
+                if waited >= told + PATIENCE_SECONDS:
+                    told = waited
+                    self._tell_waiting("changing a file", waited)
                 time.sleep(PAUSE_SECONDS)
             yield
         finally:
@@ -147,6 +153,16 @@ class Journal:
                 self._taken[path] = False
             else:
                 self._before.setdefault(path, size)
+
+
+def _holder(file: int) -> str:
+    """The process that has locked the file, as the kernel lists it."""
+    inode = os.fstat(file).st_ino
+    for each in Path("/proc/locks").read_text().splitlines():
+        _, kind, *_, pid, place, _, _ = each.split()
+        if kind == "FLOCK" and place.endswith(f":{inode}"):
+            return f"process {pid}"
+    return "a process"
 
 
 def size_of(path: str) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from dadt.errors import CommTimeout
 from dadt.inject.files.journal import Journal
 from dadt.inject.files.overlay import Overlay
 from dadt.inject.files.writers import Writers
@@ -275,6 +276,19 @@ def test_the_first_rank_may_begin_a_file_while_another_is_about_to_append(tmp_pa
     os.close(file)
     assert Path(overlay.where(str(folder / "new.csv"))).read_text() == "line"
     assert not (folder / "new.csv").exists()
+
+
+def test_a_rank_that_waits_for_its_turn_says_so_and_in_the_end_for_whom(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("dadt.inject.files.journal.PATIENCE_SECONDS", 0.05)
+    told: list[tuple[str, float]] = []
+    first = Journal(tmp_path / "written", 0)
+    second = Journal(tmp_path / "written", 1, timeout=0.3, tell=lambda what, waited: told.append((what, waited)))
+    says = rf"rank 1 waited 0 s .* as process {os.getpid()}, another"
+    with first.turn(), pytest.raises(CommTimeout, match=says), second.turn():
+        pass
+    assert {what for what, _ in told} == {"changing a file"} and told == sorted(told)
+    with second.turn():
+        pass
 
 
 def test_what_is_appended_goes_on_where_the_first_rank_had_begun(tmp_path: Path, folder: Path) -> None:
