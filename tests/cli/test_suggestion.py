@@ -36,6 +36,7 @@ def said(*arguments: str) -> str:
         ("--num_gpus 2", "give -np 2, the number of all workers"),
         ("--num_machines 2", "name the hosts, -H host1,host2"),
         ("-r 3", "leave it out: all output is kept"),
+        ("--log_line_prefix_template x", "leave it out: the rank stands before each line"),  # of torch 2.14
         ("--algoritm pipe", "did you mean"),
     ],
 )

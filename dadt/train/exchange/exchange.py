@@ -21,6 +21,7 @@ from dadt.train.exchange.bucket_exchange import BucketExchange, Peers
 from dadt.train.exchange.sent import Looks, Sent
 from dadt.train.exchange.step_metadata import METADATA_BYTES, StepMetadata, any_flags, pack_flags
 from dadt.train.norm import norms, together
+from dadt.train.storage import storage_uses
 
 if TYPE_CHECKING:
     from dadt._core import Work
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 
 _gradient = attrgetter("grad")
-_uses = torch._C._storage_Use_Count
 _REFERENCES = max(map(getrefcount, [object()]))
 """To an object that only one list has."""
 
@@ -101,7 +101,7 @@ class BucketPlan:
                     self.__dict__.pop("addresses", None)
 
     def _uses_of(self, turn: int) -> list[int]:
-        return [_uses(bucket.views[turn][0].untyped_storage()._cdata) for bucket in self.buckets]
+        return [storage_uses(bucket.views[turn][0].untyped_storage()._cdata) for bucket in self.buckets]
 
     @property
     def _all_buckets(self) -> list[Bucket]:

@@ -8,16 +8,16 @@ from operator import attrgetter
 import torch
 from torch import nn
 
+from dadt.train.storage import storage_uses
+
 address = torch.Tensor.data_ptr
 _shape, _dtype = attrgetter("shape"), attrgetter("dtype")
-_uses = torch._C._storage_Use_Count
 
 
 def _uses_of_two() -> int:
     parameter = nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
     data = parameter.data
-    uses: int = _uses(data.untyped_storage()._cdata)
-    return uses
+    return storage_uses(data.untyped_storage()._cdata)
 
 
 _USES = _uses_of_two()
@@ -27,7 +27,7 @@ _USES = _uses_of_two()
 def lends(parameter: torch.Tensor) -> bool:
     """Whether a parameter, whose memory one of our tensors has as well, may be given other: on a CPU or a GPU, where
     nobody else, as a view, is to see the same."""
-    return _may_lend(parameter) and bool(_uses(parameter.untyped_storage()._cdata) <= _USES)
+    return _may_lend(parameter) and bool(storage_uses(parameter.untyped_storage()._cdata) <= _USES)
 
 
 class Memory:
@@ -48,7 +48,7 @@ class Memory:
 
     def is_lent(self) -> bool:
         """Whether all parameters that have it may be given other, as of `lends`."""
-        return self._plain and max(map(_uses, self._storages), default=0) <= _USES
+        return self._plain and max(map(storage_uses, self._storages), default=0) <= _USES
 
 
 def _may_lend(parameter: torch.Tensor) -> bool:
