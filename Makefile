@@ -5,6 +5,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 WORKERS ?= 2
+PYTHONS ?= 3.10 3.11 3.12 3.13
 
 BIN := .venv/bin
 # Debian has no `python` outside of an environment, and scripts are run by that name, too.
@@ -33,7 +34,7 @@ quick: .venv/testable
 # in a new environment, trains, and passes its quick tests. A quarter of an hour.
 pythons: dist
 	rm -rf build/pythons
-	@for each in 3.10 3.11 3.12 3.13; do \
+	@for each in $(PYTHONS); do \
 	  python$$each -c '' 2>/dev/null || { echo "no Python $$each here"; continue; }; \
 	  folder=build/pythons/$$each; mkdir -p $$folder && tar xzf dist/dadt-*.tar.gz --strip-components 1 -C $$folder && \
 	  $(MAKE) -C $$folder PYTHON=python$$each demo quick && $$folder/.venv/bin/dadt check-env || exit 1; \

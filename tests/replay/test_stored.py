@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,8 +66,11 @@ def stored(root: Path, held: Any, told: Any = None) -> Path:
     folder = snapshots.folder_of(root, 12)
     folder.mkdir()
     limit = sys.getrecursionlimit()
-    sys.setrecursionlimit(20_000)  # as one who writes deep files has it
-    torch.save(held, folder / "half")
+    sys.setrecursionlimit(
+        20_000
+    )  # as one who writes deep files has it; the pickler in C has another one in Python 3.12
+    in_python = SimpleNamespace(__name__="pickle", Pickler=pickle._Pickler)
+    torch.save(held, folder / "half", pickle_module=in_python)
     sys.setrecursionlimit(limit)
     snapshots.complete(folder, 0, folder / "half", snapshots.digest(folder / "half"), dict(TOLD))
     if told is not None:
