@@ -188,7 +188,7 @@ native-%: .venv/testable
 # no isolated build fetches anything again.
 .venv/torch: Makefile | $(BIN)/python
 	@.ci/need python3-dev $(PYTHON) -c 'import sysconfig as s, os; open(os.path.join(s.get_path("include"), "Python.h"))'
-	$(PIP) '$(TORCH)' numpy 'scikit-build-core>=0.10' 'pybind11>=2.13' 'hatch-fancy-pypi-readme>=23.2' cmake ninja
+	$(PIP) '$(TORCH)' numpy 'scikit-build-core>=0.11' 'pybind11>=2.13' 'hatch-fancy-pypi-readme>=23.2' cmake ninja
 	@touch $@
 
 $(BIN)/python:

@@ -153,6 +153,7 @@ def _patch_open(overlay: Overlay) -> None:
         return original(file, mode, buffering, encoding, errors, newline, closefd, opener)
 
     builtins.open = io.open = open
+    _replace_in_pathlib("open", original, open)
     for name, attribute in OPEN:
         if name in sys.modules:
             setattr(sys.modules[name], attribute, open)
@@ -210,8 +211,12 @@ def _replace(module: Any, name: str, function: Callable[..., Any]) -> None:
     for supported in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks, os.supports_effective_ids):
         if original in supported:
             supported.add(call)
+    _replace_in_pathlib(name, original, call)
+
+
+def _replace_in_pathlib(name: str, original: Callable[..., Any], call: Callable[..., Any]) -> None:
     accessor = getattr(sys.modules.get("pathlib"), "_NormalAccessor", None)  # of Python 3.10, which keeps references
-    if module is os and hasattr(accessor, name):
+    if getattr(accessor, name, None) is original:  # its `open` is that of io, not that of os
         setattr(accessor, name, staticmethod(call))
 
 
