@@ -31,7 +31,7 @@ quick: .venv/testable
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not slow and not job and not gpu"
 
 # Each Python that is here (PYENV_VERSION=3.10.13:3.12.1 make pythons): what the source distribution holds is installed
-# in a new environment, trains, and passes its quick tests. A quarter of an hour.
+# in a new environment, trains, and passes its quick tests. Half an hour.
 pythons: dist
 	rm -rf build/pythons
 	@for each in $(PYTHONS); do \
