@@ -162,7 +162,8 @@ def _table(shown: Sequence[Row]) -> Table:
 def _counted(found: Found) -> str:
     counts = {verdict: sum(check.verdict == verdict for check in found.all) for verdict in VERDICTS}
     on = f" on {len(found.hosts)} hosts" if len(found.hosts) > 1 else ""
-    return f"{sum(counts.values())} checks{on}: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    total, found_so = sum(counts.values()), ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    return f"{total} check{'s' if total != 1 else ''}{on}: {found_so}"
 
 
 def _for_issue(found: Found, shown: Sequence[Row]) -> list[str]:

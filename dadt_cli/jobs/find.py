@@ -12,6 +12,7 @@ from dadt.config.numbers import numbers
 from dadt.control.frame import Frame
 from dadt.errors import ConfigError, DadtError
 from dadt.launch.local_jobs import Trace, traces
+from dadt_cli.jobs import past
 from dadt_cli.terminal.options import paths
 
 
@@ -47,7 +48,7 @@ def jobs(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> lis
 def recorded_jobs(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
     """And those that have left logs."""
     log_dir = Path(ctx.params.get("log_dir") or LOG_DIR)
-    logged = {path.name for path in _jobs(log_dir, "events.jsonl")}
+    logged = {path.name for path in _jobs(log_dir, past.EVENTS)}
     return sorted(job for job in {*logged, *jobs(ctx, parameter, ""), "latest"} if job.startswith(incomplete))
 
 
@@ -57,6 +58,8 @@ def find(job: str) -> Trace:
     for trace in running:
         if trace.job == job:
             return trace
+    if (Path(LOG_DIR) / job / past.EVENTS).is_file():
+        raise ConfigError(past.sentence(Path(LOG_DIR) / job))
     raise ConfigError(f"job {job}: {_there_is(running)}")
 
 

@@ -93,6 +93,9 @@ def test_ps_tells_how_jobs_have_ended(start, tmp_path):
         assert re.fullmatch(
             rf"job {job} has ended at \S+( \S+)?: {how}; dadt report dadt-logs/{job} says how it went\n", told.stdout
         )
+        for command in ("kill", "stacks"):
+            done = dadt(command, job, cwd=tmp_path)
+            assert done.returncode == 2 and f"job {job} has ended" in done.stderr and how in done.stderr
     (tmp_path / "dadt-logs" / job / "report.json").write_text("[" * 100_000)
     (tmp_path / "dadt-logs" / job / "events.jsonl").write_bytes(b"\xff\n[]\n")
     assert "end not known" in column(job)
