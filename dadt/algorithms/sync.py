@@ -31,7 +31,7 @@ class Sync(Algorithm):
         super().__init__(attachment)
         self._overlap = Overlap()
         self._exchange: Exchange | None = None
-        """Launched from backward, or waited for."""
+        """This step's exchange, launched from a backward or waited for; None: there is none yet."""
         self._holds = False
 
     def gradient_ready(self, parameter: torch.Tensor) -> None:
@@ -111,7 +111,7 @@ class Overlap:
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
-        """By the parameter's id."""
+        """How often each gradient has grown in this step, by its parameter's id."""
         self._before: dict[int, int] = {}
         self.expected: dict[int, int] = {}
         self._pause = 1
@@ -121,12 +121,12 @@ class Overlap:
         self._counts[id(parameter)] = self._counts.get(id(parameter), 0) + 1
 
     def observe(self, parameters: list[torch.Tensor]) -> dict[str, Any]:
-        """By the parameters' places."""
+        """What it has counted, in lists that follow the order of these parameters, for `restore`."""
         before, expected = ([each.get(i) for i in map(id, parameters)] for each in (self._before, self.expected))
         return {"before": before, "expected": expected, "pause": self._pause, "left": self._left}
 
     def restore(self, state: dict[str, Any], parameters: list[torch.Tensor]) -> None:
-        """As `observe` gave it."""
+        """Go on from what `observe` returned."""
         self._before, self.expected = (
             {id(p): count for p, count in zip(parameters, state[name], strict=False) if count is not None}
             for name in ("before", "expected")

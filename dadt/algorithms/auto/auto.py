@@ -38,7 +38,7 @@ class Auto(Pipe):
     """What `--algorithm auto` and `--compression auto` leave open is chosen at the end of the synchronous steps.
 
     The last of them try compressions, since what these cost depends on the processor as much as on the network. The
-    ranks tell each other their times beside the exchange of the last one, and all choose by the slowest. From then on
+    ranks send each other their times beside the exchange of the last one, and all choose by the slowest. From then on
     it is what `Pipe` is, or does what `sync` does, or gives way to `local`. What `pipe` costs shows in late steps
     alone: where it is chosen, its first ones are measured, and all choose once more.
     """
@@ -52,19 +52,19 @@ class Auto(Pipe):
         """Takes over where `local` is chosen."""
         self._record = Record()
         self._until = 0
-        """Synchronous steps; 0 as long as none was taken."""
+        """The step with which the synchronous ones end; 0 before the first one."""
         self._seconds = 0.0
-        """Those in which the last exchange's bytes moved."""
+        """Seconds in which the bytes of the last synchronous exchange moved."""
         self._told: Gathering | None = None
-        """All ranks' times."""
+        """The gathering of all ranks' measured times; None: none is under way or to be read."""
         self._backwards = self._backwards_before = 0
-        """Of the last step, and of all before it."""
+        """Backward passes of the last step, and the total that this rank had begun when that step was exchanged."""
         self._trained: tuple[Any, ...] = ()
         """What the script trained in the first step."""
         self._found: Mapping[Way, float] = {}
-        """What was predicted, until the late steps are measured."""
+        """Predicted seconds of a step for each choice, until late steps are measured; empty otherwise."""
         self._review = 0
-        """The step in which they are."""
+        """The step in which the late steps' times are compared with the predicted ones."""
         self._ends_of_steps: deque[float] = deque(maxlen=LATE + 1)
 
     @property
@@ -86,7 +86,7 @@ class Auto(Pipe):
             untried = [name for name in compressions(a) if not record.moving(name)]
             self._until = a.step + max(LEAST_MEASURED - record.steps, TRIES * len(untried) + 1, a.warmup_steps - a.step)
             self._trained = a.trained
-        # None since, where ranks were lost and this step is begun anew.
+        # None since, where ranks were lost and this step begins again.
         self._backwards = (a.owner.backwards - self._backwards_before) or self._backwards
         self._backwards_before = a.owner.backwards
         self._try()
@@ -95,7 +95,7 @@ class Auto(Pipe):
         record.exchanged(a.compression if a.compresses else "none", self._seconds)
 
     def _try(self) -> None:
-        """Bring the compression of this step."""
+        """Set the compression that this step tries."""
         a = self.attachment
         tried = to_try(a)
         # The last step's times come too late.
@@ -114,7 +114,7 @@ class Auto(Pipe):
     def _step_synchronously(self, exchange: Exchange) -> None:
         a = self.attachment
         if self._way is None and self._told is None and a.step + 1 >= self._until and self._measures:
-            # While the exchange is under way, so that the step can be begun anew where ranks are lost.
+            # While the exchange is under way, so that the step can begin again where ranks are lost.
             self._told = a.runtime.allgather(f"times{a.name}", json.dumps(asdict(self._times)).encode())
         if self._told is not None:
             a.runtime.wait(self._told)
@@ -177,7 +177,7 @@ class Auto(Pipe):
 
     @property
     def _measures(self) -> bool:
-        """Gradients of closures are not compressed, and a GPU that exchanges does not show the host for how long."""
+        """Whether times can be measured: closures' gradients are not compressed, and a GPU hides its from the host."""
         return not self.attachment.has_closure and self.attachment.runtime.device is None
 
     def _choose_unmeasured(self) -> None:
@@ -200,7 +200,7 @@ class Auto(Pipe):
         return choice.best(self._corrected(self._told)) != self._way
 
     def _corrected(self, told: Gathering) -> dict[Way, float]:
-        """With what late steps do take, by the slowest rank."""
+        """The predicted seconds; those of the current choice as the slowest rank has measured them."""
         return {each: max(map(json.loads, told.lanes)) if each == self._way else s for each, s in self._found.items()}
 
     def _choose_anew(self, told: Gathering) -> None:
@@ -213,7 +213,7 @@ class Auto(Pipe):
             self._take(way)
 
     def _take(self, way: Way) -> None:
-        """From the next step on, on all ranks; no exchange is under way."""
+        """Train in this way from the next step on. All ranks call it, while no exchange is under way."""
         a = self.attachment
         self._way, self._told, self._warmed_up = way, None, True
         self.tries, a.measure.why = False, ""
@@ -280,10 +280,10 @@ class Record:
         self._handling: dict[str, list[float]] = {}
         self._step: dict[str, list[float]] = {}
         self._since = self._ended = 0.0
-        """Processor seconds when the last exchange was over, or this one began; and when that was over."""
+        """The process's processor seconds when the last exchange ended or this one began; the time when that ended."""
 
     def computed(self) -> None:
-        """A step's gradients are there."""
+        """Call it once a step's gradients are computed."""
         now = process_time()
         if self._since:
             self._processor.append(now - self._since)
@@ -300,7 +300,7 @@ class Record:
         self.steps += 1
 
     def moving(self, compression: str) -> list[float]:
-        """Seconds of each exchange."""
+        """Seconds in which each exchange so far with this compression moved its bytes."""
         return self._moving.get(compression, [])
 
     def times(self, compute: float, alone: float, cores: float, *, may_part: bool, backwards: int) -> Times:
@@ -324,17 +324,17 @@ class Record:
 
 
 def given_algorithm(a: Attachment) -> str:
-    """Empty where it is to be chosen."""
+    """The algorithm that the user asks for; empty where it is to be chosen."""
     return "" if a.runtime.config.algorithm == "auto" else a.runtime.config.algorithm
 
 
 def given_compression(a: Attachment) -> str:
-    """Empty where it is to be chosen."""
+    """The compression that the user asks for; empty where it is to be chosen."""
     return "" if a.runtime.config.compression == "auto" else a.runtime.config.compression
 
 
 def algorithms(a: Attachment, *, may_part: bool) -> list[str]:
-    """Those to choose from."""
+    """The algorithms to choose from. may_part: ranks may have weights of their own, as with `local`."""
     config = a.runtime.config
     if given := given_algorithm(a):
         return [given]
@@ -345,7 +345,7 @@ def algorithms(a: Attachment, *, may_part: bool) -> list[str]:
 
 
 def compressions(a: Attachment) -> Sequence[str]:
-    """Those to choose from."""
+    """The compressions to choose from."""
     given = given_compression(a)
     return [given] if given else SHOWN[kind(a)].compressions
 
@@ -359,7 +359,7 @@ def to_try(a: Attachment) -> list[str]:
 
 
 def kind(a: Attachment) -> str:
-    """What is not SGD counts as Adam."""
+    """The optimizer's kind, as a key of SHOWN: what is not SGD counts as Adam."""
     return "sgd" if isinstance(a.optimizer, torch.optim.SGD) else "adam"
 
 

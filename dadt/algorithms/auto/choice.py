@@ -21,7 +21,7 @@ from itertools import product
 from typing import NamedTuple
 
 CLOSE = 1.05
-"""Within so much of the fastest, what changes the training less is the better choice."""
+"""Choices within this factor of the fastest one's seconds: the one of them that changes training least is taken."""
 _FORWARD = 1 / 3
 """Share of a step's compute before the backward."""
 
@@ -35,40 +35,41 @@ class Way(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """What loses nothing."""
+    """The settings that cost one kind of optimizer no accuracy."""
 
     compressions: tuple[str, ...]
     sync_every: int
-    """Most steps between two averages of `local`; 0: it always loses."""
+    """Most steps between two averages of `local`; 0: it always costs accuracy."""
 
 
 SHOWN = {"sgd": Shown(("none", "bf16", "int8"), 32), "adam": Shown(("none", "int8"), 0)}
-"""By docs/results/convergence.md, four workers: what meets its target on all models of a kind of optimizer. bf16 misses
-it on the GPT by a little, and `local` on the GPT and the MLP by far. (DiLoCo's outer optimizer misses it with SGD.)"""
+"""What meets the target on all models of a kind of optimizer in docs/results/convergence.md, with four workers. bf16
+misses it on the GPT by a little, and `local` on the GPT and the MLP by far. (DiLoCo's outer optimizer misses it with
+SGD.)"""
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Medians, in seconds."""
+    """One rank's medians over its synchronous steps; or, from `slowest`, the slowest rank's of each."""
 
     compute: float
-    """Of a step, without waiting."""
+    """Seconds of a step without waiting for other ranks."""
     alone: float
-    """Of a step, outside DADT's hooks."""
+    """Seconds of a step outside DADT's hooks."""
     processor: float
-    """Of all processors together, in it."""
+    """Processor seconds of a step before its exchange, over all threads of the rank."""
     cores: float
-    """There are so many for each rank."""
+    """The host's processor cores for each of its ranks."""
     step: Mapping[str, float]
-    """Of a whole synchronous step, by compression."""
+    """Seconds of a whole synchronous step, by compression."""
     exchange: Mapping[str, float]
-    """In which bytes move."""
+    """Seconds in which an exchange moves bytes, by compression."""
     handling: Mapping[str, float]
-    """Processor seconds of that."""
+    """Processor seconds that the rank spends in an exchange, by compression."""
     may_part: bool
     """The script does nothing that asks for equal weights on all ranks."""
     backwards: int = 1
-    """Of a step."""
+    """Backward passes in a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +77,14 @@ class Shape:
     """What is the same on all ranks without asking."""
 
     shares: Sequence[float]
-    """Of the bytes in each bucket that goes by itself, in their order."""
+    """The share of all gradient bytes in each bucket that is sent by itself, in the order of sending."""
     sync_every: int
     hidden: int
     """Steps behind which `local` hides an exchange."""
 
 
 def slowest(every: Sequence[Times]) -> Times:
-    """In a synchronous step all wait for the rank that computes longest."""
+    """The slowest rank's value of each time: in a synchronous step all wait for the rank that computes longest."""
     return Times(
         compute=max(each.compute for each in every),
         alone=max(each.alone for each in every),
@@ -98,12 +99,12 @@ def slowest(every: Sequence[Times]) -> Times:
 
 
 def ways(algorithms: Sequence[str], compressions: Sequence[str]) -> list[Way]:
-    """From the one that changes a training least."""
+    """All pairs of an algorithm and a compression, in the given order: what changes training least comes first."""
     return [Way(*pair) for pair in product(algorithms, compressions)]
 
 
 def seconds(way: Way, times: Times, shape: Shape) -> float:
-    """Of a step."""
+    """The seconds that a step is predicted to take in this way."""
     exchange, handling, every = times.exchange[way.compression], times.handling[way.compression], 1
     if way.algorithm == "sync":
         hidden = times.compute + exchange - _overlapping(times, exchange, shape.shares)
@@ -117,7 +118,7 @@ def seconds(way: Way, times: Times, shape: Shape) -> float:
 
 
 def best(found: Mapping[Way, float]) -> Way:
-    """found: seconds of a step, from the way that changes a training least."""
+    """The way to take. found: seconds of a step for each way; the one that changes training least comes first."""
     enough = CLOSE * min(found.values())
     return next(way for way, each in found.items() if each <= enough)
 

@@ -26,14 +26,15 @@ _ALIGNMENT = 64
 
 
 class Choco(PlainLinkState):
-    """The first message is of the weights as they are: rounding them would move ranks that are equal apart."""
+    """Sends rounded differences from the reference. The first message has the weights as they are: rounding them would
+    move ranks that are equal apart."""
 
     def __init__(self, name: str, snapshot: WeightSnapshot, codec: Codec) -> None:
         super().__init__(name, snapshot)
         self._codec = codec.core
         self._reference = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._places: list[slice] = []
-        """Of each part, in a message."""
+        """The place of each part in a message, in bytes."""
         end = 0
         for part in snapshot.parts:
             start = -(-end // _ALIGNMENT) * _ALIGNMENT
@@ -89,7 +90,7 @@ class Choco(PlainLinkState):
                 torch._foreach_copy_(reference, [_known(grain) for grain in reference])
 
     def _wire_bytes(self, part: Part) -> int:
-        """In whole blocks, as the core writes and reads them."""
+        """Bytes of a rounded part in a message: whole blocks, as the core writes and reads them."""
         return -(-sum(part.sizes) // BLOCK) * self._codec.block_bytes
 
     def _values(self, part: Part, wire: torch.Tensor) -> torch.Tensor:
@@ -109,5 +110,5 @@ def _narrow(values: torch.Tensor) -> torch.Tensor:
 
 
 def _known(values: torch.Tensor) -> torch.Tensor:
-    """Without infinity and NaN: they reach the weights, which the script may replace, but no later difference."""
+    """The values with 0 for infinity and NaN: these reach weights, which a script may replace, but no later difference."""
     return torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _SLICE = 1 << 28
 """Bytes of one message: some libraries count in 32 bits."""
 _SEVERAL = 60.0
-"""Seconds after which a thread that waits for a question begins to wait for it anew."""
+"""Seconds after which a thread that waits for a question begins to wait for it again."""
 
 
 class Kind(enum.IntEnum):
@@ -32,7 +32,7 @@ class Kind(enum.IntEnum):
     WEIGHTS = 1
     NOTHING = 2
     """There are no weights yet, or they are of another kind than those of the question, or this end has not had the
-    exchanges before. The end that asks begins anew."""
+    exchanges before. The end that asks then begins with a new state."""
 
 
 class Head(NamedTuple):
@@ -57,10 +57,10 @@ class LinkMessages:
         self._tag = tag
         self._timeout = timeout
         self.sent = 0
-        """Bytes of weights."""
+        """Bytes of weights that were sent to the neighbour so far."""
 
     def say(self, kind: Kind) -> list[P2PWork]:
-        """A message of a head alone."""
+        """Send a message that is a head alone."""
         return self._send(Head(kind, 0, 0, 0))
 
     def send(self, state: LinkState, weights: torch.Tensor) -> list[P2PWork]:

@@ -18,7 +18,7 @@ _PATIENCE = 3.0
 
 
 def await_all(runtime: Peers, tag: int) -> None:
-    """Until all ranks have come here. As long as any of them makes steps, it is waited for.
+    """Wait until all ranks have come here, for as long as any of them makes steps.
 
     Over mail, not the engine: an operation of that has a deadline from its first rank on. Raises CommTimeout that says
     where each rank is, PeerLost.
@@ -67,5 +67,5 @@ def _done(runtime: Peers, transit: P2PWork) -> bool:
 
 
 def _peers(runtime: Peers) -> list[tuple[int, str, str]]:
-    """Each rank, how far it has come by its own word, and how that is told, with what the kernel says of it."""
+    """Each rank, how far it is by its own report, and that as a text for the user, with what the kernel says of it."""
     return [(p["rank"], f"{p['said']}", f"{p['state']}") for p in runtime.control.peers()] if runtime.control else []

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 _Place = tuple[int, int]
 """A tensor's address, and its number of elements."""
 _TAG = 100
-"""The first one; each optimizer has two."""
+"""The first tag of gossip's messages; each optimizer has two, for pairwise averages and for the end."""
 _IDLE_STEPS = 64
-"""Of other optimizers, after which one that takes none leaves its weights to them."""
+"""Steps of other optimizers after which one that took none itself leaves the weights that it shares to them."""
 _MOST_COPIES = 24
-"""Of the weights, for compression; `exponential` has as many neighbours with 4,096 ranks."""
+"""Most copies of weights that compression may keep, one per neighbour: as many as `exponential` has of 4,096 ranks."""
 
 
 class Gossip(Algorithm):
@@ -87,7 +87,7 @@ class Gossip(Algorithm):
         runtime.reconnection.pause.end()
 
     def weights(self) -> list[torch.Tensor]:
-        """Those that no other optimizer averages: moved by two, they would go twice as far as their neighbours."""
+        """The weights that no earlier optimizer averages: moved by two, they would go twice as far as neighbours' do."""
         a = self.attachment
         taken: set[_Place] = set()
         for other in a.owner.attachments:
@@ -142,8 +142,8 @@ class FinalAverage:
         self._runtime.say(describe(sum(each[3] for each in told), sum(each[4] for each in told), ages))
 
     def _average(self, attachment: Attachment, tensors: list[torch.Tensor], whole: list[bool]) -> None:
-        """The weights', and of buffers those that training has changed on any rank. whole: by rank, whether all of its
-        weights are numbers; the others take the average of these ranks."""
+        """Average the weights, and the buffers that training has changed on any rank. whole: for each rank, whether all
+        of its weights are finite; ranks where they are not take the average of the others."""
         attachment.changing_buffers.select()
         if not any(whole):
             return

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class LinkState(abc.ABC):
-    """One end of it. Each end computes it from the same messages, so both have the same bits; where one has lost it,
-    both begin anew. One thread.
+    """One end of the state. Each end computes it from the same messages, so both have the same bits; where one has lost
+    it, both begin again. Used by one thread.
 
     An exchange is a message each way, of one size. Then both ends move by the same numbers with opposite signs.
     """
@@ -27,10 +27,10 @@ class LinkState(abc.ABC):
         self.crc = zlib.crc32(self._name, snapshot.crc)
         """Equal on ranks that can exchange."""
         self.number = 0
-        """Exchanges so far."""
+        """Exchanges that are complete so far."""
 
     def fits(self, snapshot: WeightSnapshot) -> bool:
-        """These are weights of the kind that it began with."""
+        """Whether these are weights of the kind that it began with."""
         return self.crc == zlib.crc32(self._name, snapshot.crc)
 
     @property
@@ -40,7 +40,7 @@ class LinkState(abc.ABC):
 
     @abc.abstractmethod
     def say(self, snapshot: WeightSnapshot, message: torch.Tensor) -> int:
-        """Fill this end's message; the step of the copy that it is of."""
+        """Fill this end's message. Returns the step at which the snapshot that it is made of was taken."""
 
     def settle(self, snapshot: WeightSnapshot, mine: torch.Tensor, theirs: torch.Tensor, step: int) -> None:
         """Both messages are known: go half the way to the other end. mine: what `say` gave, at this step. Overwrites
@@ -54,7 +54,7 @@ class LinkState(abc.ABC):
 
 
 class PlainLinkState(LinkState):
-    """The weights as they are."""
+    """Sends the weights as they are; keeps nothing from earlier exchanges."""
 
     def __init__(self, name: str, snapshot: WeightSnapshot) -> None:
         super().__init__(name, snapshot)

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from dadt.world import World
 
 _LATE_SECONDS = 1.0
-"""The least that an answer may take before somebody else is asked as well."""
+"""Seconds that an answer may take at least, before another neighbour is asked as well."""
 _LATE_TIMES = 3.0
-"""The same, in terms of what it usually takes."""
+"""The same, as a multiple of the median seconds of the last answers; the greater of the two counts."""
 _EXPLAIN_SECONDS = 1.0
-"""How long it may take from a failed message until the loss of the rank that has caused it is told."""
+"""Seconds that it may take from a failed message until the loss of the rank that has caused it is reported."""
 _STOP_SECONDS = 5.0
 """Seconds that threads may take to end, once nothing is to be waited for."""
 
@@ -68,10 +68,10 @@ class Pairing:
         self._replaced: list[tuple[WeightSnapshot, list[weakref.ref[torch.Tensor]]]] = []
         """Copies of what the script has changed since: differences may still come to them."""
         self._step = 0
-        """Boundaries so far: unlike the script's steps, they go forward only."""
+        """Step boundaries so far: unlike the script's steps, they go forward only."""
         self._error: Exception | None = None
         self._failed = 0.0
-        """When that was (time.monotonic)."""
+        """The time of that error (time.monotonic)."""
         self._lock = threading.Lock()
         self._fresh = False
         self._turn = 0
@@ -82,12 +82,12 @@ class Pairing:
         self._at_work = 0
         self._retired = self._forsaken = False
         self._sent_before = (0, 0)
-        """To neighbours of earlier connections."""
+        """Bytes sent to neighbours over earlier connections, and what they would be without compression."""
         self.connect(mail, group, members)
 
     def connect(self, mail: PointToPoint, group: World, members: Sequence[int]) -> None:
-        """Average with the neighbours in this group, whose messages go this way from now on. Those of before have
-        failed: an average that was under way may count on one of its two ranks only. members: the group's ranks."""
+        """Average with the neighbours in this group, whose messages go this way from now on. Messages of before
+        have failed: an average that was under way may count on one of its two ranks. members: the group's ranks."""
         self.stop_threads()
         with self._lock:
             self._sent_before = self.sent
@@ -147,13 +147,13 @@ class Pairing:
         self._ask()
 
     def check(self, *, survives: bool) -> None:
-        """Raise what has ended a thread. survives: it is connected anew where messages have failed."""
+        """Raise the error that has ended a thread. survives: failed messages are none, as ranks connect again."""
         if self._error is not None and not (survives and isinstance(self._error, CommError)):
             raise self._error
 
     @property
     def failure(self) -> CommError | None:
-        """What has ended its messages, some time ago."""
+        """The error that ended this rank's messages, once _EXPLAIN_SECONDS have passed since; None otherwise."""
         explained = monotonic() - self._failed >= _EXPLAIN_SECONDS
         return self._error if isinstance(self._error, CommError) and explained else None
 
@@ -164,7 +164,7 @@ class Pairing:
             edge.retire()
 
     def forsake(self) -> None:
-        """The same, where nobody needs the weights any more. Their memory is let go once no neighbour asks."""
+        """Like `retire`, where nobody needs the weights any more. Their memory is freed once no neighbour asks."""
         self._forsaken = True
         self.retire()
         self._let_go()
@@ -185,7 +185,7 @@ class Pairing:
         self.stop_threads()
 
     def stop_threads(self) -> None:
-        """Wait for those whose messages have failed."""
+        """Wait at most _STOP_SECONDS for the threads to end, whose messages have failed."""
         for edge in self._asking.values():
             edge.retire()
         deadline = monotonic() + _STOP_SECONDS
@@ -193,7 +193,7 @@ class Pairing:
             thread.join(max(0.0, deadline - monotonic()))
 
     def _take_over(self, snapshot: WeightSnapshot, parameters: Sequence[weakref.ref[torch.Tensor]]) -> bool:
-        """What has been added to a copy that is replaced: the neighbour has moved by as much. Whether more may come."""
+        """Apply what was added to a replaced copy, as neighbours moved by as much. Returns whether more may come."""
         with self._lock:
             used = snapshot.users > 0
         live = [ref() for ref in parameters]

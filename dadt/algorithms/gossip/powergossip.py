@@ -30,12 +30,12 @@ class Matrix(NamedTuple):
     rows: int
     columns: int
     rank: int
-    """0: it travels as it is."""
+    """Columns of what is sent in its place; 0: the tensor is sent as it is."""
 
 
 class PowerGossip(LinkState):
-    """One side in odd exchanges, the other in even ones. Ranks must have processors of one kind: each multiplies itself
-    what all are to move by."""
+    """Multiplies by rows and by columns in turn. Ranks must have processors of one kind: each computes for itself what
+    both move by."""
 
     def __init__(self, name: str, snapshot: WeightSnapshot, rank: int, asks: bool) -> None:
         super().__init__(name, snapshot)
@@ -49,7 +49,7 @@ class PowerGossip(LinkState):
 
     @property
     def _by_columns(self) -> bool:
-        """The next message is X' U."""
+        """Whether the next message is X' U; otherwise it is X V."""
         return self.number % 2 == 1
 
     @property
@@ -83,7 +83,7 @@ class PowerGossip(LinkState):
             self._bases[index] = _basis(found, self.number + 1)
 
     def _places(self) -> Iterator[slice]:
-        """Of each tensor, in the next message."""
+        """The place of each tensor in the next message, in bytes."""
         end = 0
         for matrix, dtype in zip(self._matrices, self._dtypes, strict=True):
             start = -(-end // _ALIGNMENT) * _ALIGNMENT

@@ -89,9 +89,9 @@ class WeightSnapshot:
     # The training thread's -------------------------------------------------------------------------------------
 
     def publish(self, tensors: Sequence[torch.Tensor], step: int) -> Counter[int]:
-        """At a boundary: add to the live weights what has been added to the copy, and copy them anew.
+        """At a boundary: add to the live weights what has been added to the copy, and copy them again.
 
-        Gives how many differences have come, by the steps that the weights have made since they were copied for them.
+        Returns how many differences have come, by the steps that the weights have made since they were copied for them.
         """
         with self._lock:
             waiting, self._waiting = self._waiting, []
@@ -107,8 +107,8 @@ class WeightSnapshot:
         return Counter(step - before for before in waiting)
 
     def hand_over(self, lives: Sequence[torch.Tensor | None]) -> None:
-        """In place of `publish`, where another copy has taken its place: what has been added to this one. lives: its
-        tensors, perhaps in other memory and of another kind by now; None: it is gone."""
+        """Add to the live tensors what was added here: in place of `publish`, once a newer snapshot has replaced this
+        one. lives: the tensors, perhaps in other memory and of another kind by now; None: it is gone."""
         flats: dict[int, torch.Tensor] = {}
         for part in self.parts:
             with part.lock:
@@ -146,7 +146,7 @@ class WeightSnapshot:
     # Any thread's ----------------------------------------------------------------------------------------------
 
     def take(self, size: int) -> torch.Tensor:
-        """Memory for a message of so many bytes; give it back. What is free of another size is let go."""
+        """Memory for a message of `size` bytes, to be returned by `give_back`. Frees unused memory of other sizes."""
         with self._lock:
             self._free = [message for message in self._free if len(message) == size]
             return self._free.pop() if self._free else torch.empty(size, dtype=torch.uint8, device="cpu")
@@ -157,17 +157,17 @@ class WeightSnapshot:
 
     @property
     def step(self) -> int:
-        """The step that the copy is of."""
+        """The step at which the copy was taken."""
         with self._lock:
             return self._step
 
     def read(self, part: Part, into: torch.Tensor) -> None:
-        """The copy's elements of this part."""
+        """Read the copy's elements of this part into `into`."""
         with part.lock:
             into.copy_(part.of(self._copy))
 
     def add(self, part: Part, difference: torch.Tensor) -> None:
-        """To the copy's elements of this part, and at the next boundary to the live ones."""
+        """Add to the copy's elements of this part, and at the next step boundary to the live ones."""
         with part.lock:
             for memory in (self._copy, self._added):
                 torch._foreach_add_(grains(part.of(memory)), grains(difference))
@@ -190,7 +190,7 @@ class WeightSnapshot:
                 part.changed = True
 
     def moved(self, step: int) -> None:
-        """One exchange, of a copy read at this step, has been added."""
+        """Record that an exchange based on the copy of this step has been added."""
         with self._lock:
             self._waiting.append(step)
 
@@ -218,7 +218,7 @@ def _parts(tensors: Sequence[torch.Tensor]) -> list[Part]:
 
 
 def _up_to(pieces: Sequence[Piece], most: int) -> int:
-    """How many of the first have at most so many elements together; one at least."""
+    """How many of the first pieces have at most `most` elements together; 1 at least."""
     total = 0
     for count, piece in enumerate(pieces):
         total += piece.stop - piece.start
@@ -228,13 +228,13 @@ def _up_to(pieces: Sequence[Piece], most: int) -> int:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Its elements in the order of its memory; a copy where it has holes."""
+    """The tensor's elements in the order of its memory; a copy where that has holes."""
     dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
     return tensor.as_strided((tensor.numel(),), (1,)) if dense else tensor.contiguous().view(-1)
 
 
 def _shaped(flat: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """The other way round."""
+    """The inverse of `_flat`: a tensor of this layout, from its elements in the order of memory."""
     like = torch.empty_strided(kind.shape, kind.stride, device="meta", dtype=kind.dtype)
     dense = torch.empty_like(like).stride() == kind.stride
     return flat.as_strided(kind.shape, kind.stride) if dense else flat.view(kind.shape)

@@ -21,7 +21,7 @@ def ring(rank: int, world_size: int) -> list[int]:
 
 
 def exponential(rank: int, world_size: int) -> list[int]:
-    """Those 1, 3, 5, 9, 17, ... ranks away: few for each, and few steps between any two.
+    """The ranks 1, 3, 5, 9, 17, ... away: few neighbours for each rank, and few hops between any two.
 
     (The bipartite one of Stochastic Gradient Push's code, arXiv:1811.10792.)
     """
@@ -30,7 +30,7 @@ def exponential(rank: int, world_size: int) -> list[int]:
 
 
 def complete(rank: int, world_size: int) -> list[int]:
-    """All ranks of the other kind."""
+    """All ranks of the other kind: even ones for an odd rank, odd ones for an even rank."""
     return _neighbours(rank, world_size, range(1, world_size, 2))
 
 
@@ -56,7 +56,7 @@ def partner(topology: str, rank: int, world_size: int, number: int) -> int:
 
 
 def _neighbours(rank: int, world_size: int, distances: Iterable[int]) -> list[int]:
-    """Those at these distances, all odd, to both sides; the rank itself never."""
+    """The ranks at these distances, all odd, on both sides; never the rank itself."""
     both = [rank + sign * distance for distance in distances if distance < world_size for sign in (1, -1)]
     if world_size % 2 == 0:
         return list(dict.fromkeys(other % world_size for other in both))

@@ -55,16 +55,16 @@ class Local(Algorithm):
         self._fragments: dict[int, Fragment] = {}
         """Fragments by number; there are none before the first round."""
         self._divisions = 0
-        """How often they were divided."""
+        """How often the parameters were divided into fragments."""
         self._passing: dict[str, Fragment] = {}
-        """What is averaged once; kept until all ranks must have it."""
+        """Tensors that are averaged once, by name; kept until all ranks must have the average."""
         self._passed = 0
         self._steps = 0
         """Steps that this rank has taken alone."""
         self._trained: tuple[Any, ...] = ()
         self._end = FinalAverage(attachment)
         self._compression = config.compression
-        """Of a round's progress."""
+        """How a round's progress is compressed; "none": not at all."""
 
     @property
     def averages(self) -> bool:
@@ -130,7 +130,7 @@ class Local(Algorithm):
             fragment.replaced = True
 
     def settle(self) -> None:
-        """Now, on all ranks: the mean of their weights and buffers."""
+        """Set weights and buffers to their means over all ranks, now. All ranks call it."""
         a = self.attachment
         self._settle(self._fragments.values())
         a.changing_buffers.select()
@@ -140,7 +140,7 @@ class Local(Algorithm):
     # Rounds ----------------------------------------------------------------------------------------------------
 
     def begin(self, compression: str) -> None:
-        """The weights are the same on all ranks. compression: of a round's progress."""
+        """Begin rounds at weights that are the same on all ranks. compression: how progress is sent."""
         a = self.attachment
         self._compression = compression
         self._divide()
@@ -174,7 +174,7 @@ class Local(Algorithm):
         return Fragment(name, tensors, outer, runtime, self.attachment.owner.regroup, size, self._compression)
 
     def _average(self, what: str, tensors: list[torch.Tensor]) -> None:
-        """Now, on all ranks: the mean of these."""
+        """Set these tensors to their means over all ranks, now. All ranks call it."""
         fragment = self._fragment(what, tensors, Outer(1.0, 0.0))
         # A rank that has the last one may be a whole exchange ahead of one that has not.
         self._passing = {**dict(list(self._passing.items())[-1:]), f"{what} {self._passed}": fragment}
@@ -282,7 +282,7 @@ class Local(Algorithm):
 
     @property
     def _known(self) -> dict[str, Fragment]:
-        """By a name that is the same on all ranks."""
+        """Fragments, and tensors that are averaged once, by a name that is the same on all ranks."""
         return {f"{self._divisions}.{number}": f for number, f in self._fragments.items()} | self._passing
 
     # Checkpoints -----------------------------------------------------------------------------------------------
@@ -338,9 +338,9 @@ class FinalAverage:
         self._attachment = weakref.ref(attachment)
         self._name = f"local, the end{attachment.name}"
         self.rounds = False
-        """This rank has trained alone."""
+        """Whether this rank has taken steps alone."""
         self.trained: list[weakref.ref[torch.Tensor]] = []
-        """By it, as long as it lives or after."""
+        """The parameters that its optimizer trains, kept also after that is collected."""
         self._runtime = attachment.runtime
 
     def __call__(self) -> None:

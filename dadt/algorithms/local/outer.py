@@ -25,7 +25,7 @@ _LANE = struct.Struct("<IIII")
 
 
 class Told(NamedTuple):
-    """Numbers that each rank tells the others in the same exchange."""
+    """Numbers that each rank sends to the others in the same exchange."""
 
     layout: int
     """crc32 of shapes and dtypes."""
@@ -57,7 +57,8 @@ class Outer:
 
 
 class Row(NamedTuple):
-    """One parameter. Of 16 bits, its anchor and what is sent have 32: a round's progress would drown in rounding."""
+    """One parameter, its anchor and its outer momentum (None: there is none). For parameters of 16 bits the anchor and
+    what is sent have 32: a round's progress would drown in rounding."""
 
     parameter: torch.Tensor
     anchor: torch.Tensor
@@ -90,7 +91,7 @@ class Fragment(BucketExchange):
         self.outer = outer
         self._regroup = regroup
         self.sent = Told(0, 0, 0, 0)
-        """What this rank told in its newest exchange."""
+        """The numbers that this rank sent in its newest exchange."""
         self.over = 0
         """Exchanges that have ended here."""
         self.absorbed = False
@@ -117,7 +118,7 @@ class Fragment(BucketExchange):
 
     @property
     def under_way(self) -> bool:
-        """An exchange is not merged yet."""
+        """Whether an exchange is not merged yet."""
         return self.sent.number > self.over
 
     def tensors_of(self, work: Work | Averaging) -> list[torch.Tensor]:
@@ -178,8 +179,8 @@ class Fragment(BucketExchange):
         self._send(groups, settles=False)
 
     def settle(self, groups: int) -> None:
-        """Now, on all ranks: the mean of their weights, from which a round begins. What low rank has lost of their
-        progress goes with them, as there is no next round with which it could. (By 8 or 16 bits it is a thousandth.)"""
+        """Set weights to their mean over all ranks, now, and begin a round there. What low rank has lost of progress
+        goes with them, as there is no next round with which it could. (By 8 or 16 bits it is a thousandth.)"""
         self.receive()
         if self._works and not self.replaced and any(isinstance(form, LowRank) for form in self._forms):
             self.merge()  # what is owed is what this has left out

@@ -8,9 +8,9 @@ from collections import deque
 from typing import Any
 
 FACTOR = 20.0
-"""Above so many times the usual norm. Single steps of a healthy training reach it, with a bad batch."""
+"""A norm above this many times the usual one is too large. Single steps of a healthy training reach it."""
 PATIENCE = 5
-"""Steps in a row."""
+"""Steps in a row with too large a norm, after which gradients count as blowing up."""
 _LEAST = 20
 _MOST = 50
 _DRIFT = 1.01
@@ -27,7 +27,7 @@ class Divergence:
         self._above = 0
 
     def learn(self, norm: float) -> None:
-        """A norm that is as it should be."""
+        """Note a norm that is as it should be."""
         if math.isfinite(norm) and norm > 0:
             self._norms.append(norm)
 
@@ -40,7 +40,7 @@ class Divergence:
         self.usual, self._above = state["usual"], state["above"]
 
     def see(self, norm: float) -> bool:
-        """A norm that may be too large; whether they are blowing up."""
+        """Note a norm that may be too large. Returns whether gradients are blowing up."""
         if not self.usual:
             if len(self._norms) < _LEAST:
                 self.learn(norm)

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from dadt.train.attachment import Attachment
 
 _PARTS, _PATIENCE = 4, 12
-"""Steps that each change of what is trained counts for, and how many are too many: changes in one of five steps."""
+"""Points that each change of what is trained adds, where each step takes one away; and how many end late steps."""
 _UNREAD = 3
-"""Norms that a GPU may be behind with."""
+"""Most norms of a GPU that may be unread, as it may not have computed them; the host waits for older ones."""
 _BLOWN_UP, _BARRED, _CHANGED = 1.0, 2.0, 3.0
-"""What a rank tells the others: late gradients have grown too much; weights cannot be predicted; the script changes
-those that are."""
+"""What a rank reports to the others: late gradients have grown too much; weights cannot be predicted; the script
+changes those that are."""
 
 
 class Pipe(Algorithm):
@@ -45,12 +45,12 @@ class Pipe(Algorithm):
         super().__init__(attachment)
         config = attachment.runtime.config
         self._pending: Exchange | RestoredExchange | None = None
-        """The one under way."""
+        """The exchange that an earlier step launched, and that is not applied yet; None: there is none."""
         self._launched: Exchange | None = None
         self._before: Exchange | RestoredExchange | None = None
-        """The one under way before this step."""
+        """While a step launches its exchange: what `_pending` was before it."""
         self._missed: bool | None = None
-        """Others have averaged in the coming step, and have its weights; whether they wait for its gradients."""
+        """Whether others, which have averaged in the coming step, wait for this rank's gradients; None: none have."""
         self._holds = False
         self._sync: Sync | None = None
         """The algorithm that takes over if steps are synchronous for good."""
@@ -58,11 +58,11 @@ class Pipe(Algorithm):
         self._norms: deque[tuple[Later, bool]] = deque()
         """Norms of the last averages, and whether those were late. Each is read in a later step, once it has come."""
         self._blown_up = False
-        """A norm says so."""
+        """Whether a norm that was read shows that late gradients blow up."""
         self._changes = 0
-        """Token of the parameters that were trained last."""
+        """Points for changes of what is trained: see _PARTS."""
         self._warmed_up = False
-        """Whether the result of the synchronous steps has been told, and acted on."""
+        """Whether the result of the synchronous steps has been reported, and acted on."""
         attachment.measure.why = f"the first {attachment.warmup_steps} steps are synchronous"
 
     @property
@@ -297,8 +297,8 @@ class Pipe(Algorithm):
         return _BLOWN_UP * blown_up
 
     def _blows_up(self) -> bool:
-        """By the norms of the last steps' averages. Ranks may see it at different steps: a norm's last bits differ
-        between processors."""
+        """Whether the norms of the last steps' averages show that gradients blow up. Ranks may see it at different
+        steps: a norm's last bits differ between processors."""
         norms = self._norms
         while norms and (len(norms) > _UNREAD or norms[0][0].done):
             self._look_at(*norms.popleft())
