@@ -17,7 +17,7 @@ from dadt.train.interruption import Interruption
 from dadt.train.restored import RestoredExchange
 
 FINGERPRINTED_STEPS = 20
-"""At first: gradients and inputs, which are to differ."""
+"""First exchanges, in which gradients and inputs are compared: these are to differ between ranks."""
 _EVERY = 64
 """Steps between two looks at weights, which are not to differ."""
 _SAME_STEPS = 5
@@ -43,7 +43,7 @@ class Group(Protocol):
 
     @property
     def members(self) -> Sequence[int]:
-        """In the order of their lanes."""
+        """The ranks, in the order of their lanes."""
 
     checkpoint_signal: CheckpointSignal
     interruption: Interruption
@@ -66,12 +66,12 @@ class Agreement:
         self.loss = self.mean_loss = 0.0
         """What this rank's closure gave last, and the mean over ranks that goes with the gradients which came last."""
         self._agreed = -1
-        """The newest exchange under way when they were made equal."""
+        """Number of the newest exchange when param_group values were made equal last; -1: they never were."""
         self._same_inputs = self._same_gradients = 0
-        """Steps in a row."""
+        """Steps in a row with equal inputs on all ranks; and with equal gradients of unknown inputs."""
         self._differ = False
         self._looks = True
-        """Steps are fingerprinted, still."""
+        """Whether the inputs of steps are still fingerprinted."""
         self._inputs = self._inputs_before = 0
         """Fingerprints of this step's inputs so far, and of those of the step before."""
 
@@ -83,7 +83,7 @@ class Agreement:
     def fingerprint(
         self, number: int, parameters: Sequence[torch.Tensor], weights: Callable[[int], tuple[int, int]]
     ) -> int:
-        """This rank's lane of the exchange with this number. weights: given the number of the look,
+        """This rank's fingerprint for the exchange with this number. weights: given the number of the look,
         returns fingerprints of what is trained and is not."""
         self._looks = number + 1 < FINGERPRINTED_STEPS
         if number < FINGERPRINTED_STEPS:

@@ -18,7 +18,7 @@ class Attached(Trained, Protocol):
     """One optimizer, as an algorithm sees it: the table in docs/extending.md."""
 
     step: int
-    """Steps that it has taken."""
+    """Steps that the optimizer has taken."""
     warmup_steps: int
 
     def new_exchange(self, *, again: bool = False) -> Exchange: ...

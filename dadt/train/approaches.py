@@ -11,13 +11,13 @@ class Approach(NamedTuple):
     """A new worker asks how far the others are."""
 
     number: int
-    """Of the job's, from 1."""
+    """The request's number among all of the job, from 1."""
     rank: int
-    """The new worker's."""
+    """The rank that the new worker is to have."""
     known: int
     """Bytes of the values that the others' scripts have read from tensors which it has already."""
     last: bool
-    """The others wait for it then, and it joins them."""
+    """Whether the others wait for it at that step, and it joins them."""
 
 
 class Approaches:
@@ -25,12 +25,12 @@ class Approaches:
 
     def __init__(self) -> None:
         self.heard = 0
-        """The newest that this rank was told of."""
+        """The number of the newest request that this rank has received; 0: none."""
         self._open: dict[int, Approach] = {}
         self._agreed = 0
 
     def forget(self) -> None:
-        """A new generation of ranks begins: what is still open is told again."""
+        """A new generation of ranks begins: the agent sends again what is still open."""
         self._open.clear()
         self.heard = 0
 
@@ -39,11 +39,11 @@ class Approaches:
         self.heard = max(self.heard, approach.number)
 
     def agree(self, heard: Iterable[int]) -> None:
-        """heard: of each rank, as all were told in one exchange."""
+        """heard: the newest request that each rank has received, as all ranks know from one exchange."""
         self._agreed = max(self._agreed, min(heard))
 
     def begin_anew(self) -> None:
-        """Ranks have connected anew: one may have had an exchange that another has not, or have joined."""
+        """Ranks have connected again: one may have had an exchange that another has not, or have joined."""
         self._agreed = 0
 
     def due(self) -> list[Approach]:

@@ -123,12 +123,12 @@ class Attachment:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """Those that are trained, in registration order; none once the optimizer is collected."""
+        """The parameters that are trained, in registration order; none once the optimizer is collected."""
         return self._listing.trained(optimizer) if (optimizer := self._optimizer()) else []
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Those below the topmost modules of its parameters, as they were when it was attached."""
+        """All modules of the models that it trains, as they were when parameters were attached or added last."""
         return [m for ref in self._modules if (m := ref()) is not None]
 
     @property
@@ -227,7 +227,7 @@ class Attachment:
         if self.consumed and not self.algorithm.averages:
             return  # gradients are the rank's own: what it does with them concerns nobody
         if self.consumed and self._growth.seen and not self._growth.has_averages:
-            self.skipped()  # the script let the averages go, and computed anew
+            self.skipped()  # the script let the averages go, and computed again
         if self.consumed:
             if self._growth.seen:
                 raise DadtError(
@@ -267,7 +267,7 @@ class Attachment:
             self.watch_gradients()
 
     def forget_launched(self, exchange: Exchange | None) -> None:
-        """Ranks were lost: what compression owes is forgotten, and the step launches this exchange anew."""
+        """Ranks were lost: what compression owes is forgotten, and the step launches this exchange again."""
         if self._schema is not None:
             self._schema.forget_residuals()
         if exchange is not None:
@@ -340,7 +340,7 @@ class Attachment:
         return exchange
 
     def close(self, exchange: Exchange, *, growth: int = 0, redo: bool = False, value: float = 0.0) -> None:
-        """Launch what is left of the exchange, with this rank's lane; value: what the algorithm tells its peers."""
+        """Launch what is left of the exchange, with this rank's lane; value: what the algorithm sends its peers."""
         exchange.scale, exchange.frozen = self.scale, self._listing.used
         exchange.close(
             StepMetadata(
@@ -369,7 +369,7 @@ class Attachment:
         return trained, fingerprint.of_untrained(self.modules, others) if self.algorithm.predicts else 0
 
     def wait(self, exchange: Exchange | RestoredExchange) -> list[StepMetadata]:
-        """The name that algorithms of users know it by."""
+        """Like `exchange.receive`, by the name that users' algorithms know."""
         return exchange.receive()
 
     def deliver(self, exchange: Exchange | RestoredExchange) -> None:

@@ -16,7 +16,7 @@ class Pass:
     """One pass over a shared loader."""
 
     def __init__(self, name: str) -> None:
-        """name: of the loader."""
+        """name: what messages call the loader."""
         self.name = name
         self.order = 0
         """crc32 of the first batch's samples, those of all ranks; 0 where the loader has no order."""
@@ -29,24 +29,24 @@ class BatchWeight:
     """The weight for one optimizer, by the batches that shared loaders hand to the script."""
 
     def __init__(self, backwards: Callable[[], int]) -> None:
-        """backwards: how many the script has begun so far."""
+        """backwards: returns how many backward passes the script has begun so far."""
         self.drawn = 0
         """Batches since the last exchange."""
         self.order = 0
-        """Of passes that began since then."""
+        """crc32 of the orders of passes over loaders that began since the last exchange; 0: none has one."""
         self.begun = ""
-        """The loader of the last one."""
+        """The name of the loader whose pass began last."""
         self._backwards = backwards
         self._passes: WeakKeyDictionary[Pass, _Drawn] = WeakKeyDictionary()
         self._recent: deque[Pass] = deque(maxlen=_RECENT)
-        """Those drawn from since the last exchange, as a script may let them go at once: `next(iter(loader))`."""
+        """Passes drawn from since the last exchange, kept as a script may drop them at once: `next(iter(loader))`."""
         self._last = 1.0
         self._fills_up = False
         """Whether the weight is 1 again from the next step on, unless that step has a batch."""
 
     @property
     def value(self) -> float:
-        """Of a step that is without a batch of its own: that of the one before."""
+        """The weight of the coming step's gradient. A step that has no batch of its own has that of the step before."""
         if not self._passes:
             return self._last
         now = self._backwards()
@@ -54,7 +54,7 @@ class BatchWeight:
         return sum(fills) / len(fills) if fills else self._last
 
     def drew(self, source: Pass, samples: int, nominal: int) -> None:
-        """A batch of a shared loader was handed to the script; samples of it count, of nominally so many."""
+        """A batch of a shared loader was handed to the script. samples: those that count; nominal: a full one's."""
         self._fills_up = False
         self.drawn += 1
         self._recent.append(source)
@@ -94,15 +94,16 @@ class _Drawn:
         self.fills: list[float] = []
         self._began = backwards
         self._since = 0
-        """Batches since the last exchange, and before the first and the last one."""
+        """Batches since the last exchange."""
         self._first = self._each = 0
+        """Batches drawn before the first exchange, and batches that the last exchange was about."""
 
     def add(self, fill: float) -> None:
         self.fills.append(fill)
         self._since += 1
 
     def due(self, source: Pass, backwards: int) -> list[float]:
-        """Of the batches that the coming exchange is about."""
+        """How full each batch is that the coming exchange is about; 1 is full."""
         return self.fills[: max(len(self.fills) - self._ahead(source, backwards), 0)]
 
     def exchanged(self, source: Pass, backwards: int) -> None:

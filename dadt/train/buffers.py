@@ -14,7 +14,7 @@ from dadt.train.peers import Peers
 
 
 def buffer_of(module: nn.Module, name: str) -> torch.Tensor | None:
-    """None where it has none of this name any more."""
+    """The module's buffer of this name; None where it has none of it any more."""
     buffers = module._buffers
     return buffers[name] if name in buffers else None  # noqa: SIM401 (a scripted module's have no get)
 
@@ -92,7 +92,7 @@ class Buffers:
         return [(m, list(names), dict(self._official.get(m, {})), self._own.get(m)) for m, names in self._names.items()]
 
     def restore(self, every: Iterable[Observed]) -> None:
-        """As `observe` gave it, where the modules hold what they held then."""
+        """Go on from what `observe` returned, where the modules hold what they held then."""
         for table in (self._names, self._official, self._own):
             table.clear()
         for module, names, official, own in every:
@@ -103,7 +103,7 @@ class Buffers:
                 self._own[module] = own
 
     def release(self) -> None:
-        """Begin anew, with the official copies."""
+        """Show the official copies, and forget which buffers are averaged."""
         self.show_all()
         for table in (self._names, self._official, self._own):
             table.clear()
@@ -135,7 +135,7 @@ class Buffers:
             buffer.data.copy_(value)
 
     def join_official(self, modules: Iterable[nn.Module]) -> None:
-        """The same with the official copy."""
+        """Like `join`, with the official copies of these modules' buffers."""
         for module in modules:
             for name, average in self._official.get(module, {}).items():
                 self.join(module, name, average)
@@ -150,14 +150,14 @@ class ChangingBuffers:
     """The buffers of one optimizer's modules. Those that a training forward has changed on any rank are averaged."""
 
     def __init__(self, buffers: Buffers, runtime: Peers, name: str) -> None:
-        """name: the optimizer's."""
+        """name: the optimizer's, for names of operations; empty for the first optimizer."""
         self._buffers = buffers
         self._runtime = runtime
         self._name = name
         self._candidates: list[tuple[nn.Module, str, torch.Tensor]] = []
         self._found_in: tuple[object, int] = (None, 0)
         self._found: list[weakref.ref[nn.Module]] = []
-        """Those of the modules that have buffers to average: most have none."""
+        """The modules that have buffers to average: most have none."""
 
     def of(self, modules: list[weakref.ref[nn.Module]]) -> list[tuple[nn.Module, str, torch.Tensor]]:
         """(module, name, the rank's own buffer), in the order of the modules."""
@@ -166,11 +166,11 @@ class ChangingBuffers:
         return self._buffers.of(m for ref in self._found if (m := ref()) is not None)
 
     def watch(self, modules: Iterable[nn.Module]) -> None:
-        """Those of these modules are still to be looked at."""
+        """Note the buffers of these modules, to be looked at in `select`."""
         self._candidates += self._buffers.watch(modules)
 
     def forget(self) -> None:
-        """It is known which are averaged, from before."""
+        """Look at no noted buffers: it is known from before which are averaged."""
         self._candidates = []
 
     def select(self) -> None:

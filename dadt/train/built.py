@@ -39,11 +39,11 @@ class Scheduler(NamedTuple):
 
 
 class Build(NamedTuple):
-    """What a rank tells of an optimizer, in plain values."""
+    """What a rank reports of an optimizer, in plain values."""
 
     kind: str
     parameters: list[tuple[str, str]]
-    """Name, and shape and dtype."""
+    """For each parameter its name (empty: not known), and its shape and dtype."""
     made: Made
     now: Made
     schedulers: list[Scheduler]
@@ -54,7 +54,7 @@ class Build(NamedTuple):
 
 
 def made(optimizer: torch.optim.Optimizer, *, wait: bool = False) -> Made:
-    """wait: as of group_values."""
+    """The optimizer as it is now. wait: as in group_values."""
     return Made([sorted(map(str, group)) for group in optimizer.param_groups], group_values(optimizer, wait=wait))
 
 
@@ -71,15 +71,15 @@ def build(
     *,
     restored: bool,
 ) -> Build:
-    """As it is now. names: of parameters, by id, as far as they are known. was: when it was built. schedulers: those
-    built over it, and how far they are."""
+    """What this rank reports of the optimizer as it is now. names: of parameters, by id, as far as they are known. was:
+    when it was built. schedulers: those built over it, and how far they are."""
     now = made(optimizer, wait=True)
     kinds, epochs = [each for each, _ in schedulers], [epoch for _, epoch in schedulers]
     return Build(type(optimizer).__qualname__, _described(names, optimizer), was or now, now, kinds, epochs, restored)
 
 
 def encoded(build: Build) -> Any:
-    """In types that ranks tell each other."""
+    """The build in types that ranks can send each other."""
     return [
         build.kind,
         build.parameters,
@@ -102,8 +102,8 @@ def _described(names: Mapping[int, str], optimizer: torch.optim.Optimizer) -> li
 
 
 def check(builds: Sequence[Build], members: Sequence[int], which: str) -> None:
-    """Raises Mismatch where one differs from the first. members: the ranks that have told, in order; which: optimizer,
-    behind what is said of it."""
+    """Raises Mismatch where one differs from the first. members: the ranks that have built these, in order; which: the
+    optimizer, as messages name it."""
     restored = any(each.restored for each in builds) or len({tuple(each.epochs) for each in builds}) > 1
     for rank, other in zip(members, builds, strict=True):
         _check_order(rank, other, members[0], builds[0], which)
@@ -112,7 +112,7 @@ def check(builds: Sequence[Build], members: Sequence[int], which: str) -> None:
 
 
 Difference = tuple[str, Any, Any, str]
-"""What it is of, both values, and why."""
+"""What differs, its value on both ranks, and likely causes."""
 
 
 def _check_order(rank: int, other: Build, first: int, firsts: Build, which: str) -> None:

@@ -23,7 +23,7 @@ KEY = "dadt"
 """The key in the dict that optimizer.state_dict() gives."""
 VERSION = 2
 _MANY = 5
-"""Steps in a row whose state is taken, for a warning."""
+"""Steps in a row in which the script takes the optimizer's state, after which a warning is due."""
 
 
 class Randomness(Protocol):
@@ -73,11 +73,11 @@ class Checkpoints:
         self._loaded: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[str, Any]] = weakref.WeakKeyDictionary()
         """State that the script has loaded, until training goes on from it."""
         self._saves: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
-        """The step of each one's last, and how many steps in a row had one."""
+        """For each optimizer the step of its last save, and how many steps in a row had one."""
         self.any_loaded = False
         """The script has loaded state into an optimizer."""
         self._own: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[str, Any]] = weakref.WeakKeyDictionary()
-        """What was this rank's alone when all ranks were where `_loaded` is: of a snapshot."""
+        """What a snapshot holds of this rank alone, from the same step as `_loaded`."""
         self.on_resumed: list[Callable[[], None]] = []
         """Called once when training goes on from what was loaded."""
         self._aside = False
@@ -123,7 +123,7 @@ class Checkpoints:
         return {**self.common(a, state or {}, prediction), "random": random}
 
     def common(self, a: Attachment, state: dict[str, Any], prediction: dict[str, Any]) -> dict[str, Any]:
-        """What is no rank's alone. state: the algorithm's."""
+        """The part that does not depend on what is one rank's alone. state: the algorithm's."""
         return {
             "version": VERSION,
             "algorithm": self._runtime.config.algorithm,
@@ -136,7 +136,7 @@ class Checkpoints:
         }
 
     def _state_of(self, a: Attachment) -> dict[str, Any] | None:
-        """The algorithm's, with the gradients in flight. None where these are lost, with ranks or after a failure."""
+        """The algorithm's state with the gradients in flight; None where these are lost, with ranks or by a failure."""
         runtime = self._runtime
         while True:
             failed = runtime.engine.error is not None
@@ -160,7 +160,7 @@ class Checkpoints:
             return None
 
     def _count(self, a: Attachment) -> None:
-        """Warn a script that does it in every step, as to log a learning rate."""
+        """Warn a script that takes the state in every step, as to log a learning rate."""
         last, row = self._saves.get(a.optimizer, (-1, 0))
         row = row + (a.step > last) if a.step <= last + 1 else 1
         self._saves[a.optimizer] = a.step, row
@@ -188,11 +188,11 @@ class Checkpoints:
             self.streams.loaded()
 
     def keep(self, optimizer: torch.optim.Optimizer, part: dict[str, Any]) -> None:
-        """Training goes on from this part of the state once the optimizer is attached anew."""
+        """Training goes on from this part of the state once the optimizer is attached again."""
         self._loaded[optimizer] = part
 
     def keep_own(self, optimizer: torch.optim.Optimizer, own: dict[str, Any]) -> None:
-        """The same with what an Observation of this rank has held; all ranks have theirs."""
+        """Like `keep`, for what an Observation of this rank has held; all ranks have theirs."""
         self._own[optimizer] = own
 
     def spread(self, a: Attachment) -> None:

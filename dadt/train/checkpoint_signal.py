@@ -1,4 +1,4 @@
-"""The signal that tells the script to save: where ranks take their steps together, all get it after the same one."""
+"""The signal by which the script is to save: where ranks take their steps together, all get it after the same one."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ class CheckpointSignal:
 
     def __init__(self) -> None:
         self.number = 0
-        """0: the job has none."""
+        """The number of the signal; 0: the job has none."""
         self.heard = 0
-        """How often this rank was told."""
+        """How often the agent has sent this rank the order to save."""
         self._agreed = 0
-        """How often some rank was told, as all know."""
+        """The most orders that any rank has received, as all ranks know from an exchange."""
         self._raised = 0
         self._lock = threading.Lock()
 
     def begin(self, number: int, told: int) -> None:
-        """This rank trains from now on. told: how often the script was told before, without this. Idempotent."""
+        """This rank trains from now on. told: how often the script got the signal before, without this. Idempotent."""
         if self.number:
             return
         self.number = number
         self.heard = self._agreed = self._raised = told
 
     def hear(self, patience: float) -> None:
-        """The script gets the signal with the others', or after so many seconds, as it may take no step for long. 0: at
-        once, and the others do not."""
+        """The script gets the signal with the others', or after `patience` seconds, as it may take no step for long. 0:
+        at once, and the others do not."""
         if not patience:
             self._late(self._raised + 1)
             return
@@ -44,7 +44,7 @@ class CheckpointSignal:
         timer.start()
 
     def agree(self, heard: Iterable[int]) -> None:
-        """heard: of each rank, as all were told in one exchange."""
+        """heard: how many orders each rank has received, as all ranks know from one exchange."""
         self._agreed = max(self._agreed, *heard)
 
     def stepped(self) -> None:
@@ -57,7 +57,7 @@ class CheckpointSignal:
         self._raise(count)
 
     def _raise(self, count: int) -> None:
-        """For the count-th time, if that is still to be done."""
+        """Give the script the signal for the count-th time, unless it has had it so often."""
         with self._lock:
             due = count > self._raised
             self._raised = max(self._raised, count)
@@ -65,6 +65,6 @@ class CheckpointSignal:
             self._deliver()
 
     def _deliver(self) -> None:
-        """What handles no such signal it would kill."""
+        """Send the signal, unless the script does not handle it, whom it would kill."""
         if signal.getsignal(self.number) not in (signal.SIG_DFL, signal.SIG_IGN):
             os.kill(os.getpid(), self.number)  # wakes the main thread, whatever it waits for

@@ -11,7 +11,7 @@ from dadt.train.peers import Peers
 
 
 def take_first_ranks(peers: Peers, tensors: Sequence[torch.Tensor], name: str, then: Callable[[], None]) -> None:
-    """The tensors become those of the first rank. then: called with that."""
+    """The tensors become those of the first rank. then: called once they have."""
     came = False
 
     def take(lanes: Sequence[bytes]) -> None:

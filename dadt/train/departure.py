@@ -29,11 +29,11 @@ class Departure(Registry):
         control: Control | StoreClient | None,
         find: Callable[[str], type[Algorithm]],
     ) -> None:
-        """find: the class of an algorithm."""
+        """find: returns the class of the algorithm with a name."""
         super().__init__(world, config, control)
         self._find = find
         self.on_end: list[Callable[[], None]] = []
-        """Called when the script has ended, whatever has become of its optimizers: as added, the same on all ranks."""
+        """Called when the script has ended, whatever has become of its optimizers: in one order on all ranks."""
         self.on_stop: list[Callable[[], None]] = []
         """Called last, also after a failure: messages under way have failed, and threads that use torch end here, as
         the interpreter aborts the process where it ends and they do not."""
@@ -43,7 +43,7 @@ class Departure(Registry):
 
     @property
     def algorithm(self) -> type[Algorithm]:
-        """The settings of all optimizers; `dadt.init` may change them before training begins."""
+        """The class of all optimizers' algorithm; `dadt.init` may change it before training begins."""
         return self._find("auto" if self.config.compression == "auto" else self.config.algorithm)
 
     @cached_property
@@ -52,7 +52,7 @@ class Departure(Registry):
         return self.alone or self.algorithm.together
 
     def regroup(self, error: CommError) -> None:
-        """Ranks were lost, or a connection has failed: connect anew with those that are left, and go on. Raises the
+        """Ranks were lost, or a connection has failed: connect again with those that are left, and go on. Raises the
         error where it says something else, or where training cannot go on."""
         if self.together or not self.survives:
             self.connect_anew(error)
@@ -130,7 +130,7 @@ class Departure(Registry):
         return f"the end, after {self.step - self.progress.left_alone} steps" if self._is_same else "the end"
 
     def _arrive(self) -> None:
-        """Raises where the others are not there yet: those that wait for this rank say so, and fail.
+        """Meet the others at the end. Raises where some do not come: those that wait for this rank say so, and fail.
 
         Once all are there, what is still in flight ends, too: the engine runs in order.
         """

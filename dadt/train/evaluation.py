@@ -7,7 +7,8 @@ from dadt.train.attachment import Attachment
 
 
 def begin(a: Attachment, why: str) -> None:
-    """From now on, on all ranks: they run the same optimizer. Raises ConfigError with --min-np."""
+    """Average each evaluation from now on. All ranks call it, as they run the same optimizer. Raises ConfigError with
+    --min-np."""
     if least := a.runtime.config.min_np:
         raise ConfigError(
             f"--min-np {least}: {why}, in the midst of which the others cannot go on without a rank; leave --min-np out"
@@ -24,7 +25,7 @@ def before(a: Attachment) -> None:
 
 
 def average(a: Attachment, loss: float) -> float:
-    """Gradients and loss of one evaluation of a closure, averaged at once; the mean loss."""
+    """Gradients and loss of one evaluation of a closure, averaged at once. Returns the mean loss."""
     a.consumed = False
     a.broadcast_new_parameters()
     a.refresh()

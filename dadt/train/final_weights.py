@@ -33,7 +33,7 @@ class Noted:
     def __init__(self) -> None:
         self.step = 0
         self.parameters: list[torch.Tensor] = []
-        """The same object for as long as they stay the same."""
+        """The trained parameters: the same list object for as long as they stay the same."""
         self.versions: list[int] = []
         self.copies: dict[int, tuple[int, torch.Tensor]] = {}
         """Step and first values of each parameter, by its place, as of its last turn."""
@@ -52,7 +52,7 @@ class Noted:
                 self.copies[self.last] = self.step, some_values(parameters[self.last], _VALUES).clone()
 
     def told(self) -> dict[str, Any]:
-        """What a rank tells of it, in plain values."""
+        """What this rank reports of them, in plain values."""
         is_other = self._was_replaced()
         sums = [
             None if is_other or p._version != version or not is_compared(p) else _sum(p)
@@ -71,7 +71,7 @@ class Noted:
 
 
 class FinalWeights:
-    """Those of all optimizers whose replicas are identical by definition."""
+    """Compares the final weights of all optimizers whose replicas are identical by definition."""
 
     def __init__(self, runtime: Registry) -> None:
         self._runtime = runtime
@@ -85,7 +85,7 @@ class FinalWeights:
             noted.step_ends(attachment)
 
     def tell(self) -> bytes:
-        """What this rank says of its own at the end; nothing where ranks may have weights of their own."""
+        """What this rank reports of its weights at the end; empty where ranks may have weights of their own."""
         r = self._runtime
         if not r.config.broadcast or r.config.executor == "null":
             return b""
@@ -93,7 +93,7 @@ class FinalWeights:
         return json.dumps(told).encode()
 
     def compare(self, lanes: Sequence[bytes]) -> None:
-        """lanes: what each rank has told, by rank of the group. Raises WeightsDiffer where weights differ."""
+        """lanes: what each rank has reported, by rank of the group. Raises WeightsDiffer where weights differ."""
         if not lanes or not all(lanes):
             return
         every = [json.loads(bytes(lane)) for lane in lanes]
@@ -103,7 +103,7 @@ class FinalWeights:
                 self._judge(attachment, each)
 
     def _judge(self, attachment: Attachment, each: Sequence[dict[str, Any]]) -> None:
-        """Raises WeightsDiffer."""
+        """Raises WeightsDiffer where this optimizer's weights differ between ranks."""
         if len({len(told["sums"]) for told in each}) > 1:
             return
         by_place = dict[int, list[Any]]()
@@ -136,7 +136,7 @@ def is_compared(p: torch.Tensor) -> bool:
 
 
 def _sum(parameter: torch.Tensor) -> int | None:
-    """None where it is not finite: bits of NaN may differ where nothing else does."""
+    """The parameter's checksum; None where it is not finite: bits of NaN may differ where nothing else does."""
     value = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
     if not bool(torch.isfinite(value.sum(dtype=torch.float64))):
         return None

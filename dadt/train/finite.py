@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 IGNORE, SKIP, STOP = "ignore", "skip", "stop"
 TOLD = 5
-"""Times that are told one by one; later the 8th, the 16th and so on."""
+"""First times that are reported one by one; later only the 8th, the 16th and so on."""
 
 
 class Finite:
@@ -26,13 +26,13 @@ class Finite:
     were."""
 
     def __init__(self, choice: str, group: Group, names: Callable[[], Mapping[int, str]], measure: Measure) -> None:
-        """choice: of `--on-nan`. names: of parameters, by id."""
+        """choice: the value of `--on-nan`. names: returns the names of parameters, by id."""
         self._choice = choice
         self._group = group
         self._names = names
         self._measure = measure
         self.number = 0
-        """What `look` has found last."""
+        """What `look` has returned last."""
 
     @property
     def skips(self) -> bool:

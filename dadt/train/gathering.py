@@ -18,7 +18,7 @@ class Gathering:
 
     def __init__(self, name: str, data: bytes, number: int, then: Callable[[Sequence[bytes]], None]) -> None:
         """number: its place among all gatherings, the same on all ranks. then: called with the lanes once they are
-        there, at the latest before ranks that have connected anew compare what they train."""
+        there, at the latest before ranks that have connected again compare what they train."""
         self.name = name
         self.number = number
         self.began = perf_counter()
@@ -29,17 +29,17 @@ class Gathering:
         self._lanes: Sequence[bytes] | None = None
 
     def launch(self, engine: Engine) -> None:
-        """Also once more, with another group of ranks."""
+        """Begin it, also once more with another group of ranks."""
         self._work = engine.allgather(self._data, self.name)
 
     def settle(self, lanes: Sequence[bytes]) -> None:
-        """Others have it complete, and give it to this rank."""
+        """Complete it with all ranks' bytes, also where only other ranks have them and give them to this one."""
         self._lanes = lanes
         self._then(lanes)
 
     @property
     def done(self) -> bool:
-        """Complete, or failed."""
+        """Whether it is complete, or has failed."""
         return self._lanes is not None or (self._work is not None and self._work.done)
 
     @property
@@ -58,7 +58,7 @@ class Gathering:
         return self._lanes
 
     def wait(self, timeout: float) -> None:
-        """As of Work."""
+        """Wait until it is complete. Raises CommTimeout after `timeout` seconds, and CommError if it has failed."""
         if self._lanes is None:
             assert self._work is not None, "waited for before it was launched"
             self._work.wait(timeout)

@@ -14,7 +14,7 @@ _gradient = attrgetter("grad")
 
 
 class Growth:
-    """Of one optimizer. Each gradient that grows costs a call, so there are no hooks until `watch`."""
+    """Watches one optimizer's gradients. Each one that grows costs a call, so there are no hooks until `watch`."""
 
     def __init__(self) -> None:
         self.seen = False
@@ -25,16 +25,16 @@ class Growth:
         self.watches = False
         self._hooked = WeakTensorKeyDictionary()
         self._hooks: list[Any] = []
-        # Of a script that builds its optimizer anew in each epoch, each would leave one on each parameter.
+        # Of a script that builds its optimizer again in each epoch, each would leave one on each parameter.
         weakref.finalize(self, _remove, self._hooks).atexit = False
 
     def delivered(self, parameters: Sequence[torch.Tensor]) -> None:
-        """`.grad` holds averages."""
+        """`.grad` holds the averages of this step: growth is noticed from here on."""
         self.seen = False
         self._averages = list(zip(parameters, map(_gradient, parameters), strict=True))
 
     def forget(self) -> None:
-        """The step is over."""
+        """The step is over: let go of its averages."""
         self._averages = []
 
     @property

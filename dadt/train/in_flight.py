@@ -30,7 +30,7 @@ class InFlight(Protocol):
 
 
 class Flights:
-    """One rank's, in order."""
+    """One rank's exchanges that may be under way, in the order of their launch."""
 
     def __init__(self) -> None:
         self.every: list[InFlight] = []
@@ -43,7 +43,7 @@ class Flights:
         self._launched_at[exchange] = step
 
     def renew(self) -> None:
-        """All have failed, as of InFlight."""
+        """All have failed: call InFlight.renew of each."""
         for exchange in self.every:
             exchange.renew()
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dadt.train.checkpoint_signal import CheckpointSignal
 
 _LEAST_SECONDS = 1.0
-"""That what is in flight has left, once Ctrl-C has ended training on this rank alone."""
+"""Seconds, at least, that what is in flight may still take once Ctrl-C has ended training on this rank alone."""
 
 
 class Interruption(CheckpointSignal):

@@ -19,7 +19,7 @@ class Later:
         return self._came is None or bool(self._came.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> float:
-        """Waits until it has come."""
+        """The number. Waits until it has come."""
         if self._came is not None and not self.done:
             self._came.synchronize()
         return float(self._value)

@@ -1,4 +1,4 @@
-"""How far one optimizer is among its peers: it joins them, and averages step by step, anew where ranks are lost."""
+"""How far one optimizer is among its peers: it joins them, and averages step by step, again where ranks are lost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dadt.train.exchange.exchange import Exchange
 
 
 class Attached(Protocol):
-    """One optimizer."""
+    """One optimizer, as Lockstep needs it."""
 
     algorithm: Algorithm
 
@@ -28,7 +28,7 @@ class Survivor(Protocol):
 
 
 class Lockstep:
-    """One optimizer's."""
+    """How far one optimizer of this rank is: whether it has joined its peers, and which steps are averaged."""
 
     def __init__(self, attachment: Attached, rank: Survivor, join: Callable[[], None]) -> None:
         """join: takes the state of the first rank."""
@@ -39,7 +39,7 @@ class Lockstep:
         """Steps whose gradients have been averaged; -1: it has not joined its peers yet."""
         self._averaging = False
         self._undone = False
-        """What the step had begun was undone, as ranks were lost: it begins anew, however many more are lost before."""
+        """What the step had begun was undone, as ranks were lost: it begins again, however many more are lost."""
 
     def join(self) -> None:
         """Train from rank 0's state. Raises CommError."""
@@ -69,12 +69,12 @@ class Lockstep:
 
     @property
     def stuck(self) -> bool:
-        """It is in a step, and past what can be begun anew."""
+        """Whether it is in a step, past the point from which the step could begin again."""
         return self._averaging and not self._undone and self._attachment.algorithm.launched is None
 
     def regroup(self, averaged: int, keep: bool) -> Exchange | None:
-        """Ranks were lost; the furthest of the others has averaged so many steps. keep: as of Algorithm.regroup.
-        Returns what is to be launched once more."""
+        """Ranks were lost. averaged: steps that the furthest rank has averaged. keep: as in Algorithm.regroup. Returns
+        the exchange that is to be launched once more; None: there is none."""
         algorithm, behind = self._attachment.algorithm, self.averaged < averaged
         if self.averaged < 0:
             self.averaged = averaged

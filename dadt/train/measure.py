@@ -11,25 +11,25 @@ _WINDOW = 200  # steps that medians are taken over
 
 
 class Clock(Protocol):
-    """Seconds of one rank so far."""
+    """Seconds that one rank has spent so far, over all of its optimizers."""
 
     hook_seconds: float
-    """In DADT's hooks around steps, waiting included."""
+    """Seconds in DADT's hooks around steps, waiting included."""
     waits: float
-    """Of waiting for exchanges."""
+    """Seconds of waiting for exchanges."""
 
 
 class Measure:
     """Clocks of one optimizer's steps, in seconds. Costs two clock readings a step."""
 
     def __init__(self, rank: Clock) -> None:
-        """rank: what all of its optimizers add up to."""
+        """rank: the seconds of all optimizers of this rank, to which this one adds."""
         self._rank = rank
         self.waited = 0.0
         self.delayed = 0
         """Gradients that were not applied in the step that computed them."""
         self.late = 0
-        """Steps by which those of the last step were late."""
+        """Steps by which the gradients of the last step were late."""
         self.fell_back = 0
         """Times that late gradients blew up, and steps became synchronous."""
         self.not_finite = 0
@@ -39,7 +39,7 @@ class Measure:
         self.why = ""
         """Why steps that could be late are synchronous now, in a few words; empty if they are late, or nobody asked."""
         self.began = 0.0
-        """When the first step was complete; what was waited until then is start-up, not training."""
+        """When the first step was complete (perf_counter); what was waited until then is start-up, not training."""
         self._step_ended = 0.0
         self._waits = 0.0
         self._waited_in_step = 0.0
@@ -96,7 +96,7 @@ class Measure:
         return statistics.median(self._exchange) if self._exchange else 0.0
 
     def verdict(self, steps: int, workers: int, exchange: float) -> str:
-        """The result of the synchronous steps, and its meaning for `pipe`. exchange: of all optimizers."""
+        """The result of the synchronous steps, and its meaning for `pipe`. exchange: seconds, of all optimizers."""
         share = ratio(self.compute, exchange)
         if share < SMALL:
             meaning = "communication is hidden; sync would be as fast here"
@@ -107,7 +107,7 @@ class Measure:
         return f"{found(steps, self.compute, exchange)}: {self._loss(workers) or meaning}"
 
     def _loss(self, workers: int) -> str:
-        """By how much one worker alone, which sees all of the data, would be faster; empty if it would not."""
+        """Says by how much one worker alone, which sees all of the data, would be faster; empty if it would not be."""
         alone, added = (statistics.median(part) if part else 0.0 for part in (self._alone, self._added))
         if alone + added <= workers * alone:
             return ""
@@ -129,7 +129,7 @@ def ratio(compute: float, exchange: float) -> float:
 
 
 def found(steps: int, compute: float, exchange: float) -> str:
-    """Times of so many synchronous steps, in seconds."""
+    """Says what the first `steps` synchronous steps took. compute, exchange: seconds of one."""
     return (
         f"warm-up done after {steps} steps: compute {milliseconds(compute)}, exchange {milliseconds(exchange)}"
         f" ({ratio(compute, exchange):.0%} of compute)"

@@ -8,7 +8,7 @@ import torch
 
 
 def norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Of each, in float32 at least."""
+    """The norm of each tensor, in float32 at least."""
     if {t.dtype for t in tensors} == {torch.float32}:
         return list(torch._foreach_norm(list(tensors)))  # on a GPU at the memory's speed, as one alone is not
     return [torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in tensors]

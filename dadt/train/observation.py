@@ -15,8 +15,8 @@ from dadt.train.restored import numbers_of
 
 
 class Observation:
-    """Of one optimizer. Begun behind a step, and complete once the next one begins, when what was in flight has to
-    come in any case. What it holds are the rank's own tensors: they are to be copied before they change."""
+    """What the training of one optimizer is on this rank. Begun behind a step, and complete once the next one begins,
+    when what was in flight has to come in any case. It holds the rank's own tensors: copy them before they change."""
 
     def __init__(self, attachment: Attachment) -> None:
         a = self.attachment = attachment
@@ -38,7 +38,7 @@ class Observation:
 
     @property
     def waits(self) -> bool:
-        """What it lacks is still under way."""
+        """Whether it lacks something that is still under way."""
         return self.own["owes"] is None
 
     def complete(self) -> None:
@@ -76,5 +76,5 @@ def restore(a: Attachment, own: Mapping[str, Any], prediction: Mapping[str, Any]
 
 
 def _owes(a: Attachment) -> list[dict[str, Any] | None]:
-    """By bucket, while no exchange is under way."""
+    """What compression owes, by bucket (None: nothing is compressed); for when no exchange is under way."""
     return [None if form is None else form.observe() for form in a.schema.forms]

@@ -13,17 +13,17 @@ from dadt.train.trained import listed
 
 
 class OneBatch:
-    """Tells them by what all ranks see alike. The first of a kind is looked at on all ranks: their batches, and so the
-    sizes of their tensors, may differ."""
+    """Knows such optimizers by what all ranks see alike. The first of a kind is looked at on all ranks: their batches,
+    and so the sizes of their tensors, may differ."""
 
     def __init__(self) -> None:
         self._source: weakref.ref[Pass] | None = None
         """The pass that the last batch was drawn from."""
         self._samples = 0
-        """In that batch."""
+        """The number of samples in that batch."""
         self._fitting: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._kinds: set[tuple[Any, ...]] = set()
-        """Those that all ranks have agreed on."""
+        """The kinds of such optimizers that all ranks have agreed on."""
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def drew(self, source: Pass, samples: int) -> None:

@@ -31,7 +31,7 @@ class Place(NamedTuple):
     path: str
     value: Any
     put: Callable[[Any], None]
-    """Lets another value lie there."""
+    """Puts another value there."""
 
 
 def is_torchs(optimizer: Optimizer) -> bool:
@@ -44,18 +44,18 @@ def is_torchs(optimizer: Optimizer) -> bool:
 
 
 def encode(optimizer: Optimizer, *, without: Collection[str] = ()) -> bytes:
-    """Empty where it remembers nothing. without: paths of numbers that are left out. Raises DadtError."""
+    """What the optimizer remembers; empty: nothing. without: paths of numbers that are left out. Raises DadtError."""
     content = remembered(optimizer, without=without)
     return plain.encode(content, f"the state of {type(optimizer).__name__}") if content else b""
 
 
 def load(optimizer: Optimizer, data: bytes, *, without: Collection[str] = ()) -> None:
-    """Remember what another rank's optimizer does. without: as of `encode`. Raises DadtError."""
+    """Remember what another rank's optimizer does. without: as in `encode`. Raises DadtError."""
     restore(optimizer, plain.decode(data) if data else {}, without=without)
 
 
 def remembered(optimizer: Optimizer, *, without: Collection[str] = (), depth: int = DEPTH) -> dict[str, Any]:
-    """Plain values and tensors; nothing where it remembers nothing. Those that it wraps are asked in the same way."""
+    """The plain values and tensors that the optimizer and those that it wraps remember; empty: there are none."""
     state = _loadable(optimizer)
     found = {p.path: p.value for p in places(optimizer) if p.path not in without}
     inner = {path: remembered(each, depth=depth - 1) for path, each in _wrapped(optimizer, depth)}
@@ -90,7 +90,7 @@ def restore(
 
 
 def _load(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """By its own `load_state_dict`. What wrappers share with the optimizers inside, they go on sharing."""
+    """Load by the optimizer's own `load_state_dict`. What wrappers share with the optimizers inside stays shared."""
     every = [optimizer, *(each for _, each in _wrapped(optimizer, DEPTH))]
     before = [(each, vars(each).get("state"), vars(each).get(_GROUPS)) for each in every]
     if _is_of_torch(state) and _GROUPS not in state:
@@ -122,12 +122,12 @@ def keeps_elsewhere(optimizer: Optimizer) -> bool:
 
 
 def numbers(optimizer: Optimizer) -> dict[str, float]:
-    """Those in its attributes: counters and settings."""
+    """The numbers in the optimizer's attributes, such as counters and settings, by path."""
     return {p.path: p.value for p in places(optimizer) if not isinstance(p.value, torch.Tensor)}
 
 
 def tensors(optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """Those that lie elsewhere than in a `state` of torch's."""
+    """The tensors that the optimizer keeps elsewhere than in a `state` of torch's, by path."""
     return {p.path: p.value for p in places(optimizer) if isinstance(p.value, torch.Tensor)}
 
 

@@ -13,19 +13,19 @@ import torch
 def group_values(optimizer: torch.optim.Optimizer, *, wait: bool = False) -> list[dict[str, Any]]:
     """Each param_group's plain values (learning rate, momentum, betas, ...), tensors of one element as numbers.
 
-    wait: for those of a device as well, which are left out else.
+    wait: take values from tensors on a device as well, and wait for them; otherwise these are left out.
     """
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     return [plain_values(group, wait=wait) for group in groups]
 
 
 def plain_values(values: Mapping[str, Any], *, wait: bool = False) -> dict[str, Any]:
-    """Those that can be compared between ranks, by name. wait: as of group_values."""
+    """The values that can be compared between ranks, by name. wait: as in group_values."""
     return {key: plain for key, value in sorted(values.items()) if (plain := _plain(value, wait)) is not _OTHER}
 
 
 def take_values(optimizer: torch.optim.Optimizer, values: list[dict[str, Any]]) -> None:
-    """Those of another rank. Tensors stay the script's own."""
+    """Take over another rank's values. Tensors stay the script's own objects."""
     for group, theirs in zip(optimizer.param_groups, values, strict=True):
         for key, value in theirs.items():
             group[key] = _taken(group.get(key), value)

@@ -16,7 +16,7 @@ class Pause:
         self._changed = threading.Condition()
         self._readers = 0
         self._steps = 0
-        """Of several optimizers, that are under way."""
+        """Optimizer steps that are under way: with several optimizers there may be more than one."""
 
     def begin(self) -> None:
         """Weights are about to change. Waits while another thread reads them."""
@@ -33,7 +33,7 @@ class Pause:
 
     @contextmanager
     def still(self, seconds: float) -> Iterator[None]:
-        """No step is made within. Raises CommTimeout where one takes longer than so many seconds."""
+        """No step is made within. Raises CommTimeout where one takes longer than `seconds`."""
         with self._changed:
             if not self._changed.wait_for(lambda: not self._steps, seconds):
                 raise CommTimeout(f"a step took longer than {seconds:g} s, and nobody could read the weights meanwhile")

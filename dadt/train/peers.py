@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from dadt.comm.rendezvous.store_client import StoreClient
 
 REGROUP_SECONDS = 10.0
-"""How long it may take from what a library notices of the end of a host until the launcher says who trains on."""
+"""Seconds that the launcher may take to say who trains on, once a library has noticed the end of a host."""
 
 _MERGE_SECONDS = 300.0  # that making one timeline of all ranks' may take
 
@@ -63,10 +63,10 @@ class Peers:
         self.group = world
         """This rank among those that train now; others may have been lost."""
         self.members: Sequence[int] = range(world.world_size)
-        """In the order of the group."""
+        """The ranks that train now, in the order of the group."""
         self.first = world.local_rank == 0 and not world.joins
-        """It is the first of its host, which writes files for good."""
-        self.folder_writer = world.folder_writer  # as of World, of those that train now
+        """Whether this rank is the first of its host, which writes files for good."""
+        self.folder_writer = world.folder_writer  # as in World, of those that train now
         self.config = config
         self.control = control
         self.progress = Progress()
@@ -145,8 +145,8 @@ class Peers:
         return self.config.min_np > 0 and self.deaths.listening
 
     def tell_waiting(self, what: str, waited: float) -> None:
-        """This rank has waited so many seconds for others, beside the engine, in what it does: all count it as waiting,
-        and the user is told where it takes long."""
+        """This rank has waited `waited` seconds for others, beside the engine, in doing `what`: all count it as
+        waiting, and the user is warned where it takes long."""
         self._stall.tell(what, waited, starts=self.step == 0 and self.generation == 0)
 
     def connect_anew(self, error: CommError) -> None:
@@ -155,7 +155,7 @@ class Peers:
 
     @contextmanager
     def as_a_whole(self) -> Iterator[None]:
-        """What is done within is begun anew where ranks are lost meanwhile."""
+        """What is done within begins again where ranks are lost meanwhile."""
         outer, self.transaction = self.transaction, perf_counter()
         try:
             yield
@@ -163,8 +163,8 @@ class Peers:
             self.transaction = outer
 
     def enter(self, error: Exception, seconds: float = 0.0) -> Generation:
-        """Be in the newest group from now on, not connected yet. Raises the error where none is told in time. seconds:
-        a new worker may take so long to join."""
+        """Be in the newest group from now on, not connected yet. Raises the error where none comes in time. seconds:
+        that a new worker may take to join."""
         late = isinstance(error, StartTimeout) and not self.deaths.outdated
         if not self.survives or isinstance(error, Mismatch) or (late and self.closing):
             raise error
@@ -172,7 +172,7 @@ class Peers:
             self._ask_to_reconnect(error)
         self._await_news(seconds or REGROUP_SECONDS)
         generation = self.deaths.enter(error, 0.0)
-        while self.world.joins and self.world.rank not in generation.members:  # it has been told of older ones, too
+        while self.world.joins and self.world.rank not in generation.members:  # it hears of older ones, too
             generation = self.deaths.enter(error, REGROUP_SECONDS)
         if self.world.rank not in generation.members:
             raise PeerLost(f"the others train on without this rank: {generation.text}") from error
@@ -182,7 +182,7 @@ class Peers:
         return generation
 
     def _await_news(self, seconds: float) -> None:
-        """Until it is told who trains on, or for so many seconds."""
+        """Wait until the launcher says who trains on, at most for `seconds`."""
         begun = perf_counter()
         while not self.deaths.await_news(min(PATIENCE, max(0.0, seconds - (perf_counter() - begun)))):
             if (waited := perf_counter() - begun) >= seconds:
@@ -199,7 +199,7 @@ class Peers:
 
     def _ask_to_reconnect(self, error: Exception) -> None:
         """Wait until all ranks are to connect anew. Raises the error where they are not."""
-        assert isinstance(self.control, Control)  # there is an agent that tells of losses
+        assert isinstance(self.control, Control)  # there is an agent that reports losses
         anew, text = self.control.reconnect(str(error), self.config.timeout + REGROUP_SECONDS, self.generation)
         if text:
             raise PeerLost(text) from error
@@ -209,7 +209,7 @@ class Peers:
             raise error
 
     def connect(self) -> Connection:
-        """Waits for all ranks. Raises StartTimeout, PeerLost, ConfigError."""
+        """Connect with all ranks, and wait for them. Raises StartTimeout, PeerLost, ConfigError."""
         while True:
             try:
                 connection = self._connected()
@@ -233,7 +233,7 @@ class Peers:
         return executors.connect(self._connects, self.group, self.meet)
 
     def disconnect(self) -> None:
-        """Waits a few seconds for what is under way."""
+        """End the connection and all beside it. Waits a few seconds for what is under way."""
         if self.control is not None:
             self.control.stop_listening()
         if self.timeline is not None:
@@ -293,7 +293,7 @@ class Peers:
     def allgather(
         self, name: str, data: bytes, then: Callable[[Sequence[bytes]], None] = lambda lanes: None
     ) -> Gathering:
-        """then: as of Gathering."""
+        """Begin to give these bytes to all ranks, and to get theirs; does not wait. then: as in Gathering."""
         gathering = Gathering(name, data, self.gathered, then)
         self.gathered += 1
         if self.survives:
@@ -357,7 +357,7 @@ class Peers:
                 self._name_members(error)
                 if not isinstance(error, CommTimeout) or self._has_failed:
                     self._stall.overdue(work, perf_counter() - begun, error)
-                    if not self.survives:  # else it is told in `enter`
+                    if not self.survives:  # else `enter` says so
                         self.deaths.name(error)
                     raise
                 self._look(work, perf_counter() - begun, error)
@@ -375,7 +375,7 @@ class Peers:
                 self.tell_waiting(what, waited)
 
     def _name_members(self, error: CommError) -> None:
-        """Raises a Mismatch anew that names ranks by their places in the group. Names of operations are quoted."""
+        """Raises a Mismatch again that names ranks by their places in the group. Names of operations are quoted."""
         if isinstance(error, Mismatch) and self.group is not self.world:
             text = _NAMED.sub(lambda found: f"rank {self.members[int(found[2])]}" if found[2] else found[1], str(error))
             raise Mismatch(text) from error
@@ -396,5 +396,5 @@ class Peers:
         return self.engine.error is not None or self._broadcaster.error is not None
 
     def parameter_names(self) -> Mapping[int, str]:
-        """As far as they are known, by id."""
+        """The names of parameters as far as they are known, by id."""
         return {}

@@ -12,7 +12,7 @@ class PredictionScope:
     """Counts what is under way on the training thread; other threads change nothing."""
 
     def __init__(self, predictions: Callable[[], Sequence[Prediction]], on_training_thread: Callable[[], bool]) -> None:
-        """predictions: of all optimizers that train. on_training_thread: whether the caller is."""
+        """predictions: those of all optimizers that train. on_training_thread: whether it is called on that thread."""
         self._predictions = predictions
         self._on_training_thread = on_training_thread
         self._passes = 0
@@ -33,7 +33,7 @@ class PredictionScope:
 
     @property
     def under_way(self) -> bool:
-        """A training forward or a backward is."""
+        """Whether a training forward or a backward is under way on the training thread."""
         return self._passes > 0
 
     @property
@@ -54,8 +54,8 @@ class PredictionScope:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Through the weights that its forward saw, though another optimizer has stepped since, as in the training of
-        GANs."""
+        """A backward through the weights that its forward saw, though another optimizer has stepped since, as in
+        the training of GANs."""
         mine = []
         if not self._looks and self._on_training_thread():
             mine = [prediction for prediction in self._predictions() if prediction.suspended]

@@ -18,15 +18,15 @@ class Sender(Protocol):
 
 
 class Progress:
-    """Sums over all of the job."""
+    """One rank's sums since the job began."""
 
     def __init__(self) -> None:
         self.step = 0
         """Optimizer steps that this rank has taken, over all optimizers."""
         self.left_alone = 0
-        """Those of optimizers that DADT leaves alone, of which ranks may take as many as each likes."""
+        """Steps of optimizers that DADT leaves alone; each rank may take any number of them."""
         self.samples = 0
-        """Drawn from shared loaders for training."""
+        """Samples drawn from shared loaders for training."""
         self.hook_seconds = 0.0
         """Seconds in DADT's hooks around steps, waiting included."""
         self.waits = 0.0
@@ -50,11 +50,11 @@ class Progress:
         self._step_times.stepped(now)
 
     def sends_with(self, senders: Iterable[Sender]) -> None:
-        """From now on with these."""
+        """Count what these senders send; what earlier ones sent stays counted."""
         self._sent_before, self.senders = self._sent(), list(senders)
 
     def numbers(self) -> dict[str, Any]:
-        """How it goes."""
+        """What whoever watches the job gets to see while this rank trains."""
         sent, plain = self._sent()
         return {
             "samples": self.samples,
@@ -69,7 +69,7 @@ class Progress:
         }
 
     def summary(self) -> dict[str, Any]:
-        """How it went."""
+        """What the job's last line is made of, once this rank has ended."""
         first = min((m.began for m in self.measures if m.began), default=0.0)
         last = max((m.last for m in self.measures), default=0.0)
         sent, plain = self._sent()

@@ -1,4 +1,4 @@
-"""A rank that waits for nobody connects with the others anew in the background, while it trains."""
+"""A rank that waits for nobody connects with the others again in the background, while it trains."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Rank(Protocol):
 class Reconnection:
     """`begin` is called by the thread that hears of lost ranks, all else by the training thread.
 
-    What that thread does together with all ranks (joining them, the last average) fails, and is begun anew by it
-    `within` again.
+    What the training thread does together with all ranks (joining them, the last average) then fails, and that thread
+    begins it again, still inside `within`.
     """
 
     def __init__(self, rank: Rank, most: float) -> None:
@@ -37,17 +37,17 @@ class Reconnection:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._failure: CommError | None = None
-        """Why to connect anew, where no rank is known to be lost."""
+        """Why to connect again, where no rank is known to be lost."""
         self._error: Exception | None = None
         self._closed = False
         self._count = 0
-        """How often it was done."""
+        """How often this rank has connected again."""
         self._within: int | None = None
-        """How often when the training thread began what it does with all ranks."""
+        """`_count` when the training thread began what it does with all ranks; None: it does nothing of the kind."""
         self.pause = Pause()
 
     def begin(self, failure: CommError | None = None) -> None:
-        """Does not wait. failure: that of a connection, where no rank is known to be lost."""
+        """Connect again; does not wait. failure: that of a connection, where no rank is known to be lost."""
         with self._changed:
             there_is_need = failure is not None or self._rank.outdated
             if self._thread is None and there_is_need and not self._closed:
@@ -71,7 +71,7 @@ class Reconnection:
                     self._changed.notify_all()
 
     def check(self) -> None:
-        """Raises what has ended it, and where the training thread has to begin anew what it does with all ranks."""
+        """Raises the error that has ended it; PeerLost where the training thread has to do again what all ranks do."""
         if self._error is not None:
             raise self._error
         with self._changed:
@@ -90,7 +90,7 @@ class Reconnection:
             self._within = outer
 
     def wait(self, error: CommError) -> None:
-        """What the training thread did with all ranks has failed: wait until it can begin anew. Raises the error where
+        """What the training thread did with all ranks has failed: wait until it can begin again. Raises the error where
         that cannot be."""
         before = self._within
         if self._count == before:

@@ -30,7 +30,7 @@ class Registry(Peers):
     def __init__(self, world: World, config: Config, control: Control | StoreClient | None) -> None:
         super().__init__(world, config, control)
         self.shares = world.world_size
-        """Of the data, one for each rank that the job began with, or that on which it goes on."""
+        """Parts of the data, one for each rank that the job began with; of a resumed job, as many as it had before."""
         self._training_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._ordinals = itertools.count()
         self._registered: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
@@ -46,7 +46,7 @@ class Registry(Peers):
         self.own_numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[str]] = weakref.WeakKeyDictionary()
         """Numbers in an optimizer's attributes, by their places, that differ between ranks, as a rank's number does."""
         self.explicit = False
-        """The script has called `dadt.init`: nothing is DADT's business but the optimizers that it wraps."""
+        """Whether the script has called `dadt.init`: nothing is DADT's business but the optimizers that it wraps."""
         self.left_alone: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Optimizers whose gradients the script averages itself, or not wrapped where it calls `dadt.init`, or over
         tensors of one batch."""
@@ -83,7 +83,7 @@ class Registry(Peers):
 
     @property
     def attachments(self) -> list[Attachment]:
-        """Oldest first."""
+        """The attachments of all optimizers that train, oldest first."""
         return sorted(self._attachments.values(), key=lambda a: a.index)
 
     @property
@@ -191,8 +191,8 @@ class Registry(Peers):
         return self._attachments.get(optimizer)
 
     def sharing(self, ids: set[int]) -> list[Attachment]:
-        """Whose gradients are used, where those of these parameters (by id) are: the newest that owns just them, or
-        as many, newest first, as it takes to have them all."""
+        """The attachments whose gradients are used where those of these parameters (by id) are: the newest
+        that owns just them, or as many, newest first, as it takes to have them all."""
         mine = [(a, {id(p) for p in a.parameters}) for a in reversed(self.attachments)]
         exact = [a for a, owned in mine if owned and owned == ids]
         if exact:

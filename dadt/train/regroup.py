@@ -1,9 +1,9 @@
-"""Ranks were lost, or a connection has failed: those that are left connect anew, find out how far each was, and train
+"""Ranks were lost, or a connection has failed: those that are left connect again, find out how far each was, and train
 on from the furthest.
 
 Every rank waits for every exchange, so none is more than one step ahead of another. One that has had an average which
 others have not brings them up to it: they take its weights and state, and apply nothing in the step in which they are.
-What was under way is launched once more, from the same gradients. All is decided from what each rank tells of itself,
+What was under way is launched once more, from the same gradients. All is decided from what each rank reports of itself,
 so all decide alike.
 """
 
@@ -25,7 +25,7 @@ from dadt.train.gathering import Gathering
 from dadt.train.registry import Registry
 
 _TAG = 90
-"""Of messages to those that are new; the algorithms' are above."""
+"""The tag of messages to ranks that are new; the algorithms' tags are above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,11 @@ class Position:
     """How far one rank was."""
 
     averaged: Sequence[int]
-    """By attachment: steps whose gradients it has averaged; -1: it is about to join."""
+    """For each attachment the steps whose gradients are averaged; -1: it is about to join."""
     consumed: Sequence[bool]
-    """By attachment: it has averages that are not applied yet."""
+    """For each attachment whether gradients are averaged, but the optimizer has not stepped yet."""
     rounds: Sequence[dict[str, list[int]]]
-    """By attachment: exchanges that belong to no step."""
+    """For each attachment what Algorithm.rounds returned, of exchanges that belong to no step."""
     gathered: int
     """Gatherings that it has complete."""
     repeatable: bool
@@ -155,7 +155,7 @@ def _settle(runtime: Registry, told: Sequence[Position]) -> list[Gathering | Rel
                 gathering.settle(known[gathering.number])
     left = [g for g in runtime.gatherings if not g.complete]
     if runtime.transaction is not None:
-        # What was begun in it is begun anew.
+        # What was begun in it begins again.
         redone = [g for g in left if g.began > runtime.transaction]
         runtime.gatherings = [g for g in runtime.gatherings if g not in redone]
         runtime.gathered -= len(redone)

@@ -18,8 +18,8 @@ from dadt.train.trained import listed
 
 
 def take_rank_0s(runtime: Registry, attachment: Attachment, *, weights: bool) -> None:
-    """param_group values; with `weights` weights, buffers and optimizer state as well. Raises Mismatch where the ranks
-    train different models."""
+    """Take rank 0's param_group values; with `weights` its weights, buffers and optimizer state as well. Raises Mismatch
+    where the ranks train different models."""
     optimizer = attachment.optimizer
     parameters = [p for g in optimizer.param_groups for p in g["params"]]
     shapes = [tuple(p.shape) for p in parameters]
@@ -72,7 +72,7 @@ def catch_up(runtime: Registry, attachment: Attachment, root: int, *, behind: bo
 
 
 def welcome(runtime: Registry) -> bytes:
-    """What every optimizer of this rank trains, for one that is new."""
+    """What every optimizer of this rank trains, for a rank that is new."""
     with runtime.reconnection.pause.still(runtime.config.timeout):
         given = [
             [
@@ -108,8 +108,8 @@ def _all(runtime: Registry, attachment: Attachment) -> tuple[list[torch.Tensor],
 
 
 def replica(runtime: Registry, attachment: Attachment) -> dict[str, torch.Tensor]:
-    """By name, what is equal on all ranks after each step: weights that it trains and untrained ones beside them; with
-    `--verify-every` the optimizer's state as well."""
+    """Tensors, by name, that are equal on all ranks after each step: the weights that the optimizer trains and
+    untrained ones beside them; with `--verify-every` the optimizer's state as well."""
     optimizer = attachment.optimizer
     others = {id(p) for o in runtime.optimizers if o is not optimizer for p in listed(o)}
     beside = [p for m in runtime.root_modules(optimizer) for p in m.parameters() if id(p) not in others]
@@ -168,7 +168,7 @@ def _state(runtime: Registry, optimizer: torch.optim.Optimizer) -> bytes:
 
 
 def take_rank_0s_groups(runtime: Registry, attachment: Attachment) -> None:
-    """param_group values, where the ranks set their own in each step."""
+    """Take rank 0's param_group values, where the ranks set their own in each step."""
     theirs = runtime.collect(f"param_groups{attachment.name}", group_values(attachment.optimizer, wait=True))
     take_values(attachment.optimizer, theirs[0])
 

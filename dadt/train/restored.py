@@ -59,7 +59,7 @@ class RestoredExchange:
         self.parameters = attachment.parameters
         self.name = f"the checkpoint's gradient{attachment.name}"
         self._not_finite = state.get("not_finite", [0])
-        """Of each rank's lane."""
+        """`not_finite` of the lane of each rank, by rank."""
         self._learned = state.get("learned", {})
         self.number = -1
         self.seconds = self.waited = 0.0
@@ -81,7 +81,7 @@ class RestoredExchange:
         return [StepMetadata(crc, 0, 0, 0, 0, False, 1.0, value, n, loss=self._loss) for n in self._not_finite]
 
     def learned(self) -> dict[int, Any]:
-        """As of Exchange."""
+        """What compression will learn in `receive`, by the number of the bucket."""
         return dict(self._learned)
 
     def norm(self) -> torch.Tensor:
@@ -116,7 +116,8 @@ def flight(attachment: Trained, exchange: Exchange | RestoredExchange) -> dict[s
 
 
 def flights(attachment: Trained, exchange: Exchange | RestoredExchange | None) -> list[dict[str, Any]]:
-    """The same as a checkpoint has it; none where the second half has to be begun by all ranks together."""
+    """What `flight` gives, in a list as a checkpoint has it; empty where nothing is in flight, or all ranks together
+    have to begin the second half."""
     if exchange is not None and exchange.halfway:
         attachment.runtime.say(
             "a checkpoint leaves out the gradient in flight: on a GPU --compression powersgd ends it in a step"
@@ -130,7 +131,7 @@ def by_index(value: Any, indices: dict[torch.Tensor, int]) -> Any:
 
 
 def by_parameter(value: Any, parameters: Sequence[torch.Tensor]) -> Any:
-    """The other way round."""
+    """The inverse of `by_index`: tensors by their parameters."""
     if not isinstance(value, dict):
         return value
     return {parameters[i]: t for i, t in value.items() if i < len(parameters)}

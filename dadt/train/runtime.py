@@ -52,7 +52,7 @@ class Runtime(Departure):
         control: Control | StoreClient | None,
         find: Callable[[str], type[Algorithm]],
     ) -> None:
-        """find: the class of an algorithm."""
+        """find: returns the class of the algorithm with a name."""
         super().__init__(world, config, control, find)
         self.began = False
         """A training forward or a gradient's consumption has happened."""
@@ -63,7 +63,7 @@ class Runtime(Departure):
         """Called when others were lost, once this rank is connected with those that are left."""
         self.on_exchange: list[Callable[[], None]] = []  # called before a step launches anything
         self.missing: Callable[[int], str] = lambda lost: f"data of {lost} of {world.world_size} is left out"
-        """Says what becomes of the data of so many lost workers."""
+        """Given a number of lost workers, says what becomes of their data."""
         self.replaying = self.replays and (self.together if world.joins else bool(config.resume))
         """The script comes to where it was before: nothing is exchanged, and nothing trained."""
         self.replays_to = 0
@@ -73,7 +73,7 @@ class Runtime(Departure):
         self.fitting = False
         """A framework's own loop trains: what is read with gradients is for that."""
         self.told: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
-        """Given what DADT tells the script; returns it, or what it was told in its place before a replay."""
+        """Given what DADT reports to the script; returns it, or in a replay what the script was given then."""
         self.forget: Callable[[], None] = lambda: None
         """No snapshots are taken any more."""
         self.on_stepped: list[Callable[[], None]] = []  # called when a step is complete
@@ -81,7 +81,7 @@ class Runtime(Departure):
         self._regrouping = False
         self._claimed = False
         self._drawn: weakref.WeakKeyDictionary[torch.optim.Optimizer, BatchWeight] = weakref.WeakKeyDictionary()
-        """Of released attachments: batches that the coming step trains on may be drawn already."""
+        """Batch weights of released or replayed optimizers: batches of the coming step may be drawn already."""
         self.buffers = Buffers()
         self.window = PredictionScope(lambda: [a.prediction for a in self.attachments], lambda: self.on_training_thread)
         self.checkpoints = Checkpoints(self, self)
@@ -164,14 +164,14 @@ class Runtime(Departure):
             if self.world.joins:
                 self.enter(StartTimeout("the launcher did not let this rank into the job"))
             connection = self.connect()
-            if self.generation:  # others are connected already, and tell how far they are
+            if self.generation:  # others are connected already, and say how far they are
                 regroup.regroup(self, equal=self.together)
         if timeline is not None:
             self.record(timeline, connection)
 
     def release(self, parts: Mapping[torch.optim.Optimizer, dict[str, Any]]) -> None:
-        """All optimizers are attached anew at the next forward, as in a job that goes on from a checkpoint. parts: of
-        their states, as of Checkpoints."""
+        """All optimizers are attached again at the next forward, as in a job that goes on from a checkpoint. parts:
+        those of their states, as Checkpoints has them."""
         for attachment in self.attachments:
             attachment.prediction.undo()
             self._drawn[attachment.optimizer] = attachment.batch_weight
@@ -253,7 +253,7 @@ class Runtime(Departure):
         seconds: float = 0.0,
         parts: Mapping[torch.optim.Optimizer, dict[str, Any]] | None = None,
     ) -> None:
-        """seconds: as of `enter`. parts: as of `release`, which all do where they have waited for a new worker."""
+        """seconds: as in `enter`. parts: as in `release`, which all do where they have waited for a new worker."""
         if self._regrouping:
             raise error
         begun, self._regrouping = perf_counter(), True
@@ -305,7 +305,7 @@ class Runtime(Departure):
         replicate.take_rank_0s_groups(self, attachment)
 
     def listen(self) -> None:
-        """Be told of other ranks' ends. Idempotent."""
+        """Have the agent report the ends of other ranks. Idempotent."""
         if self.control is not None and not self.alone and not self.deaths.listening:
             self.deaths.listening = self.control.listen(self._hear)
 

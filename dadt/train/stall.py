@@ -1,4 +1,4 @@
-"""A rank that waits for its peers: where they are, when the user is told, and when waiting is in vain."""
+"""A rank that waits for its peers: where they are, when the user is warned, and when waiting is in vain."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Awaited(Protocol):
 
 
 class Stall:
-    """One rank's waiting, and what the user has been told of it."""
+    """One rank's waiting, and what the user has been warned of."""
 
     def __init__(
         self, config: Config, rank: int, control: Control | StoreClient | None, warn: Callable[[str], None]
@@ -34,7 +34,7 @@ class Stall:
         self._control = control
         self._warn = warn
         self._told: Awaited | str | None = None
-        """The user knows that this one is not done."""
+        """What the user was last warned of, as it is not done; None: nothing yet."""
 
     def look(
         self,
@@ -63,7 +63,7 @@ class Stall:
             self._tell(f"rank {rank} waits in {work.name}{parameters}: {who}", timeout)
 
     def tell(self, what: str, waited: float, starts: bool = False) -> None:
-        """This rank has waited so many seconds for its peers beside the engine, in what it does. starts: it connects
+        """This rank has waited `waited` seconds for its peers, beside the engine, in doing `what`. starts: it connects
         with them for the first time. The text is the same on all ranks, so that the user reads it once."""
         peers = self._control.peers(starts) if self._control is not None else []
         if waited > self._config.stall_warning and what != self._told:

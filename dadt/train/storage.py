@@ -1,4 +1,4 @@
-"""How many have a tensor's memory."""
+"""How many tensors have the same memory."""
 
 from __future__ import annotations
 

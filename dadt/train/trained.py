@@ -19,7 +19,7 @@ def listed(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 class Listing:
-    """An optimizer's parameters, listed anew only where the script has changed them: looks are many in each step, and
+    """An optimizer's parameters, listed again only where the script has changed them: looks are many in each step, and
     a comparison costs a fraction of a list."""
 
     def __init__(self) -> None:
@@ -28,18 +28,18 @@ class Listing:
         self._wants: list[bool] = []
         self._trained: list[torch.Tensor] = []
         self.used: frozenset[int] = frozenset()
-        """Frozen ones, by id, whose gradients this step uses all the same, where there are any."""
+        """Frozen parameters, by id, whose gradients this step uses all the same, where there are any."""
         self._idle: frozenset[int] = frozenset()
 
     def every(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        """All, each once; the same object for as long as they stay the same."""
+        """All parameters, each once; the same list object for as long as they stay the same."""
         given = list(chain.from_iterable(map(_params, optimizer.param_groups)))
         if len(given) != len(self._given) or not all(map(is_, given, self._given)):
             self._given, self._every, self._wants = given, listed(optimizer), []
         return self._every
 
     def trained(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        """Those that are not frozen; the same object for as long as they stay the same."""
+        """The parameters that are not frozen, or in `used`; the same list object for as long as they stay the same."""
         before, every = self._every, self.every(optimizer)
         wants = list(map(_requires_grad, every))
         if every is not before or wants != self._wants:
@@ -61,7 +61,7 @@ class Listing:
         self._idle = frozen and frozen.difference(id(p) for p, _ in averages)
 
     def let_go(self) -> None:
-        """The step is over."""
+        """The step is over: none of its frozen parameters are used any more."""
         if self.used:
             self._use(frozenset())
 

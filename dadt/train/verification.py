@@ -25,14 +25,14 @@ class Verdict(NamedTuple):
     """Which replicas differ, by rank of the group."""
 
     right: int
-    """The first of those that are alike."""
+    """The first rank whose replica counts as right."""
     wrong: list[int]
     sure: bool
     """More than half of all are alike; else what the first rank has counts."""
 
 
 def judge(every: Sequence[Sequence[int]]) -> Verdict:
-    """every: the checksums of each rank."""
+    """Which replicas count as right, and which as wrong. every: the checksums of each rank."""
     told = [tuple(each) for each in every]
     most, count = Counter(told).most_common(1)[0]
     sure = 2 * count > len(told)
@@ -57,7 +57,7 @@ def repair(runtime: Registry, attachment: Attachment, every: Sequence[Sequence[i
 
 
 def _report(runtime: Registry, attachment: Attachment, every: Sequence[Sequence[int]], more: str) -> None:
-    """Count a replica that differs, and tell of it the first time, the second, the fourth and so on: on its own rank,
+    """Count a replica that differs, and report it the first time, the second, the fourth and so on: on its own rank,
     which knows its host."""
     verdict, measure = judge(every), attachment.measure
     if runtime.group.rank not in verdict.wrong:
@@ -89,10 +89,10 @@ class Asked(NamedTuple):
 
 
 class Verification:
-    """The comparisons of all optimizers. In which step what is done is the same on all ranks."""
+    """The comparisons of all optimizers' replicas. All ranks do the same ones in the same steps."""
 
     def __init__(self, runtime: Registry, attempt: Callable[[Callable[[], None]], None]) -> None:
-        """attempt: calls what exchanges weights; where ranks are lost meanwhile, all that are left compare anew."""
+        """attempt: calls what exchanges weights; where ranks are lost meanwhile, all that are left compare again."""
         self._runtime = runtime
         self._attempt = attempt
         self._asked: WeakKeyDictionary[Attachment, Asked] = WeakKeyDictionary()
@@ -115,7 +115,7 @@ class Verification:
             self._asked[attachment] = Asked(step, answer)
 
     def finish(self) -> None:
-        """The script has ended: what was asked last is told. Raises CommError."""
+        """The script has ended: report what the last comparisons find. Raises CommError."""
         for attachment, asked in list(self._asked.items()):
             self._look(attachment, asked, last=True)
 

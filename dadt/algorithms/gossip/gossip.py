@@ -87,7 +87,7 @@ class Gossip(Algorithm):
         runtime.reconnection.pause.end()
 
     def weights(self) -> list[torch.Tensor]:
-        """The weights that no earlier optimizer averages: moved by two, they would go twice as far as neighbours' do."""
+        """The weights that no earlier optimizer averages: moved by two, they would go twice as far as neighbours."""
         a = self.attachment
         taken: set[_Place] = set()
         for other in a.owner.attachments:

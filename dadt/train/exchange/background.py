@@ -42,7 +42,7 @@ class Background:
         self._calls.put((torch.get_num_threads(), call))
 
     def close(self) -> bool:
-        """End the thread, after the engine is closed. Whether it has ended."""
+        """Stop the thread; call it after the engine is closed. Returns whether the thread has ended."""
         if self._thread is None:
             return True
         self._calls.put(None)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _gradient = attrgetter("grad")
 _REFERENCES = max(map(getrefcount, [object()]))
-"""To an object that only one list has."""
+"""The reference count of an object that only one list holds."""
 
 
 class BucketPlan:
@@ -77,7 +77,7 @@ class BucketPlan:
         self.forms = forms(name, self.buckets)
 
     def next_turn(self) -> None:
-        """Another exchange begins."""
+        """Move on to the flat buffers of the next exchange, which begins."""
         self.buffer_turn = (self.buffer_turn + 1) % max(2, self.turns)
         for _ in range(self.turns):
             self.turn = (self.turn + 1) % self.turns
@@ -105,7 +105,7 @@ class BucketPlan:
 
     @property
     def _all_buckets(self) -> list[Bucket]:
-        """Of gradients, also in other forms."""
+        """The buckets of gradients, and those in which low rank sends them."""
         low_ranks = [form for form in self.forms if isinstance(form, LowRank)]
         return [*self.buckets, *(bucket for form in low_ranks for bucket in (form.first, form.second))]
 
@@ -126,7 +126,7 @@ class BucketPlan:
 
     @cached_property
     def addresses(self) -> frozenset[int]:
-        """To which averages of gradients come."""
+        """The addresses to which averages of gradients come."""
         return frozenset(address for bucket in self.buckets for turn in bucket.pointers for address in turn)
 
     def buffers(self) -> list[torch.Tensor]:
@@ -219,7 +219,7 @@ class Exchange(BucketExchange):
         for bucket in self.schema.buffer_buckets:
             staged = bucket.fill(list(islice(buffers, len(bucket.tensors))), self._buffer_turn)
             if staged.ready is not None:
-                staged.ready.synchronize()  # what is launched anew knows of the copies before
+                staged.ready.synchronize()  # what is launched again knows of the copies before
         super().repeat()
 
     def tensors_of(self, work: Work | Averaging) -> list[torch.Tensor]:
@@ -228,7 +228,7 @@ class Exchange(BucketExchange):
         return [] if index is None else list(self.schema.buckets[index].tensors)
 
     def launch_ahead(self) -> None:
-        """The same while the script may still change the gradients: `touched` tells whether it has."""
+        """Like `launch`, while the script may still change the gradients: `touched` says whether it has."""
         self._ahead_of_step.append(Sent(self.schema.buckets[len(self._works)].tensors, self.number))
         self.launch()
 
@@ -317,7 +317,7 @@ class Exchange(BucketExchange):
         return lanes
 
     def learned(self) -> dict[int, list[Learned]]:
-        """By bucket, after `wait`: what compression will learn of it in `receive`."""
+        """Call it after `wait`: what compression will learn in `receive`, by the number of the bucket."""
         return {index: round_.learned() for index, round_ in self._rounds}
 
     def go_on(self) -> None:

@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 _TRAINED = 4
 _GRADIENTS = 8
-"""That of a last bias may be the same for any data: a loss that is a sum gives the size of the batch."""
+"""The last gradients that are looked at. That of a last bias alone may be the same for any data: with a loss that is a
+sum it is the size of the batch."""
 _INPUTS = 4096
 """Values of each input: all that a batch of tokens has, and of a batch of images some of each row."""
 
@@ -45,7 +46,7 @@ def of_untrained(modules: Iterable[nn.Module], trained: Iterable[torch.Tensor]) 
 
 
 def of_values(values: torch.Tensor) -> int:
-    """Of a few values, all of them."""
+    """crc32 of all values of a small tensor."""
     return zlib.crc32(_bytes([values], values.numel()))
 
 
@@ -60,7 +61,7 @@ def _bytes(tensors: Sequence[torch.Tensor], most: int = 64) -> bytes:
 
 
 def some_values(tensor: torch.Tensor, most: int = 64) -> torch.Tensor:
-    """The first ones, where they lie."""
+    """The tensor's first values, at most `most`, on its own device."""
     return tensor.detach().reshape(-1)[:most]
 
 

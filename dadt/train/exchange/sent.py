@@ -10,35 +10,36 @@ import torch
 from dadt.train.later import Later
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Compared as these, as no number equals itself, and a loss scale that is too large is no change."""
+"""Values are compared as these, by their size in bytes: NaN does not equal itself, and a loss scale that is too large
+is no change."""
 _PLACE, _EVERY = 256, 4096
-"""Of each so many elements so many in a row are looked at; all of gradients that have no more."""
+"""_PLACE elements in a row are looked at in each _EVERY of a gradient; all of them if it has no more than _EVERY."""
 _AT_ONCE, _UNREAD = 25, 3
-"""Looks at a GPU's gradients that are waited for, the first ones, and those that may be still to come later."""
+"""First looks at a GPU's gradients whose result is waited for; and how many later ones may be unread."""
 
 
 class Sent:
     """Gradients of one dtype and device, as they were when they were sent."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], number: int) -> None:
-        """number: of the exchange."""
+        """number: that of the exchange, which decides what places of a gradient are looked at."""
         self._parameters = [(p, p.grad, 0 if p.grad is None else p.grad._version) for p in parameters]
         self._number = number
         self._sample = self._look()
 
     @property
     def replaced(self) -> bool:
-        """Or changed in place, as far as autograd notices."""
+        """Whether a gradient was replaced, or changed in place as far as autograd notices."""
         return any(p.grad is not g or (g is not None and g._version != v) for p, g, v in self._parameters)
 
     @property
     def written(self) -> bool:
-        """Changed in a way that raises no version, as through `.data` or numpy, as far as a sample shows."""
+        """Whether one was changed without a new version, as through `.data` or numpy, as far as a sample shows."""
         now = self._look()
         return len(now) != len(self._sample) or not all(map(torch.equal, self._sample, now))
 
     def differences(self) -> list[torch.Tensor]:
-        """The same, as one flag for each sample, where the gradients are."""
+        """Like `written`, as one flag for each sample, on the gradients' device."""
         found = self._look()
         if [each.shape for each in found] != [each.shape for each in self._sample]:
             return [torch.ones((), dtype=torch.bool, device=each.device) for each in found[:1] or self._sample[:1]]
@@ -53,8 +54,8 @@ class Sent:
 
 
 class Looks:
-    """At a GPU's gradients. A script that has not written to them in its first steps is taken to go on so, and looks
-    are read once they have come: what one finds is a change in a later step, too."""
+    """Looks at a GPU's gradients. A script that has not written to them in its first steps is taken to go on so, and
+    looks are read once they have come: what one finds is a change in a later step, too."""
 
     def __init__(self) -> None:
         self._number = 0

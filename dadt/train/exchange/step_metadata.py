@@ -28,15 +28,15 @@ class StepMetadata:
     weight: float
     """The weight of this rank's gradient in the mean."""
     value: float
-    """The loss of an optimizer's closure; else a number that the algorithm tells, 0 unless it has one to tell."""
+    """The loss of an optimizer's closure; else a number that the algorithm sends, 0 unless it has one to send."""
     not_finite: int = 0
     """Number, from 1, of the first parameter whose gradient is not finite here; 0: there is none, or nobody looked."""
     saves: int = 0
-    """How often this rank was told that the script is to save; at most 63 count."""
+    """How often this rank has received the order that the script save; at most 63 count."""
     interrupted: bool = False
-    """This rank was told that the user has pressed Ctrl-C."""
+    """Whether this rank has received that the user pressed Ctrl-C."""
     approach: int = 0
-    """The newest new worker's request that this rank was told of."""
+    """Number of the newest request of a new worker that this rank has received; 0: none."""
     order: int = 0
     """crc32 of the order in which passes over shared loaders draw that began since the last exchange; 0: none has."""
     loss: float = 0.0
@@ -66,7 +66,7 @@ class StepMetadata:
 
 
 def mean_loss(lanes: Sequence[StepMetadata]) -> float:
-    """Of all ranks, as their gradients count."""
+    """The mean of all ranks' losses, weighted as their gradients are."""
     total = weighted = 0.0
     for lane in lanes:
         total += lane.weight

@@ -19,7 +19,7 @@ from dadt.train.prediction.next_step import known
 def choose(
     config: Config, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], ranks: int
 ) -> Prediction:
-    """As --predict says. auto: by the optimizer's own step where it is known and gradients are late by one.
+    """The prediction that --predict asks for. auto: by the optimizer's own step where that is known.
 
     Raises ConfigError where `own` is asked for, but the optimizer's step is not known.
     """

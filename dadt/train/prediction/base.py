@@ -13,7 +13,7 @@ from dadt.train.prediction.memory import Memory, lends
 from dadt.train.prediction.shown import PARTS, Shown, copy, part, replaced, show, still_lent
 
 Tensors = Mapping[torch.Tensor, torch.Tensor]
-"""The state of each parameter."""
+"""A tensor for each parameter."""
 
 
 class Holds(enum.Enum):
@@ -38,8 +38,8 @@ class Holds(enum.Enum):
 
 
 _FIRST, _EVERY = 8, 64
-"""Predictions after which it is looked whether the script has changed the weights meanwhile: the first ones, and each
-so many later."""
+"""Predictions after which it is looked whether the script has changed the weights meanwhile: the first _FIRST, and then
+each _EVERY-th."""
 
 
 class Prediction:
@@ -270,14 +270,14 @@ class Prediction:
         self.parameters = parameters
 
     def _keep(self, parameters: Sequence[torch.Tensor]) -> None:
-        """The state of these parameters; zeros for new ones."""
+        """Keep the buffers of these parameters; new ones get zeros, or their weights where buffers hold weights."""
         if self._buffers:
             self._buffers = self._kept(self._buffers, parameters, weights=self._holds in (Holds.BEFORE, Holds.AHEAD))
 
     def _kept(
         self, buffers: Sequence[torch.Tensor | None], parameters: Sequence[torch.Tensor], *, weights: bool = False
     ) -> list[torch.Tensor]:
-        """The buffers of other parameters; of those that are new zeros, or the weights."""
+        """The buffers for these parameters: known ones, and for new parameters zeros, or the values with `weights`."""
         known = {id(p): b for p, b in zip(self.parameters, buffers, strict=True)}
         fresh = torch.clone if weights else torch.zeros_like
         return [b if (b := known.get(id(p))) is not None else fresh(p.data) for p in parameters]
@@ -320,7 +320,7 @@ class Prediction:
 
 
 def traces() -> bool:
-    """Inside make_fx, AOTAutograd, torch.func and their like."""
+    """Whether this runs inside make_fx, AOTAutograd, torch.func or their like."""
     return torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
@@ -337,7 +337,7 @@ def tensors_of(parameters: Sequence[torch.Tensor], values: Tensors) -> list[torc
 
 
 def beside_parameters(parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None]) -> list[Any]:
-    """Where the parameters are."""
+    """The values, each on its parameter's device."""
     return [None if v is None else v.to(p.device) for p, v in zip(parameters, values, strict=True)]
 
 

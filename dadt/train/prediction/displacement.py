@@ -20,7 +20,7 @@ class Displacement(Prediction):
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], factors: Callable[[], tuple[float, float]]) -> None:
-        """factors: of the last displacement and of the one before, asked for anew at each prediction: a schedule may
+        """factors: of the last displacement and of the one before, asked for again at each prediction: a schedule may
         change the momentum that they follow from, as OneCycleLR does."""
         super().__init__(parameters)
         self._factors = factors
@@ -129,7 +129,7 @@ def auto_factors(optimizer: torch.optim.Optimizer) -> tuple[float, float]:
 
 
 def factors_by(momentum: float, nesterov: bool) -> tuple[float, float]:
-    """As of `auto_factors`, from what `momentum_of` gives."""
+    """The factors of `auto_factors`, from what `momentum_of` returns."""
     if not momentum:
         return 0.0, 0.0
     return (1.0, 0.0) if nesterov else (2 * momentum, -momentum)

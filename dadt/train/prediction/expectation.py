@@ -22,20 +22,20 @@ from dadt.train.prediction.rows import Row, Seen, beside, grouped, in_core
 _gradient, _version, _is_cuda = map(attrgetter, ("grad", "_version", "is_cuda"))
 
 Gradients = list[torch.Tensor | None]
-"""By parameter."""
+"""One gradient for each parameter, in their order; None where it has none."""
 Term = tuple[Gradients, torch.Tensor | float]
 """Gradients and their weight."""
 DAMPING = 0.5
-"""Of that share, of how far the rank's gradient before was off the average: it damps what ranks differ by."""
+"""Weight, relative to the share, of the last known gap between a rank's gradient and the average: damps differences."""
 
 _SOME = 8
-"""Gradients by which it is told how the script scales all."""
+"""Gradients whose norms show by how much the script scales all."""
 
 
 def share_of(ranks: int) -> float:
-    """Of the rank's own gradient in what it expects: the less, the more ranks there are, down to half.
+    """The share of the rank's own gradient in what it expects: smaller with more ranks, 0.5 at least.
 
-    From the mean it differs by sqrt(ranks - 1) times the noise of that; see docs/results/convergence.md.
+    The own gradient differs from the mean by sqrt(ranks - 1) times the noise of that; see docs/results/convergence.md.
     """
     return max(0.5, 0.9 / math.sqrt(max(1, ranks - 1)))
 
@@ -63,21 +63,21 @@ class Expectation(Prediction):
         self._came: tuple[Gradients, list[int]] = ([], [])
         """The averages as they have come, and their versions."""
         self._came_norms: list[torch.Tensor] = []
-        """Of some of them."""
+        """Norms of some of these averages."""
         self._came_scale: torch.Tensor | float = 1.0
-        """Their loss scale."""
+        """The loss scale of these averages."""
         self._clip: torch.Tensor | float = 1.0
         """The share of the last averages' norm that the script has left."""
         self._own: Gradients = []
         """The rank's own gradients, which have just been sent."""
         self._previous: Gradients = []
-        """Those that were sent before; none where they are not known."""
+        """The rank's own gradients that were sent before; empty where they are not known."""
         self._previous_scale: torch.Tensor | float = 1.0
-        """Their loss scale."""
+        """The loss scale of the gradients that were sent before."""
         self._terms: list[Term] = []
         """The sum that is expected, where it is not in the buffers yet."""
         self._versions: list[list[int]] = []
-        """Of the gradients in these terms, by which a change is noticed."""
+        """Versions of the gradients in these terms, by which a change is noticed."""
         self._in_place = False
         """The script sets gradients to zero in place: averages are about to be overwritten."""
         self._copies: dict[int, list[torch.Tensor]] = {}
@@ -188,7 +188,7 @@ class Expectation(Prediction):
         return [g if g is None or g.layout is torch.strided else g.to_dense() for g in gradients]
 
     def _copy_gradients(self, buffers: list[torch.Tensor]) -> set[int]:
-        """The parameters that have none; their buffers are zeros."""
+        """Copy the gradients into the buffers, or zeros. Returns the ids of parameters that have no gradient."""
         rows = list(zip(self.parameters, buffers, self._gradients(), strict=True))
         there = [(b, g) for _, b, g in rows if g is not None]
         if there:
@@ -367,7 +367,7 @@ def _versions(terms: Sequence[Term]) -> list[list[int]]:
 
 
 def _norms_of_some(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Of _SOME of these, spread over the model: clipping scales all by the same factor."""
+    """Norms of about _SOME of these, spread over the model: clipping scales all by the same factor."""
     step = max(1, len(gradients) // _SOME)
     some = [g if g.layout is torch.strided else g.to_dense() for g in gradients[step // 2 :: step]]
     return norms(some)

@@ -97,7 +97,7 @@ class Launcher:
         self._grids: dict[tuple[torch.device, tuple[int, ...]], Grid] = {}
 
     def foresee(self, group: Group, rows: Sequence[Row], weights: Sequence[torch.Tensor | float]) -> None:
-        """As `Kernel.foresee`, of rows that have one dtype and device."""
+        """Like `Kernel.foresee`, for rows that have one dtype and device."""
         first = rows[0][0]
         assert first is not None
         with torch.cuda.device(first.device):  # where Triton launches
@@ -147,12 +147,12 @@ _FACTORS = ("gradient", "momentum", "decay", "keep", "square", "squared", "root"
 
 
 def _sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """On the device; the host does not wait for it."""
+    """The values on the device; the host does not wait for their copy."""
     return values.pin_memory().to(device, non_blocking=True)
 
 
 def _weights(weights: Sequence[torch.Tensor | float], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """As two factors each: the host's and the device's."""
+    """Each weight as two factors, one that the host knows and one that a device knows; the other one is 1."""
     hosts = [1.0 if isinstance(weight, torch.Tensor) else weight for weight in weights]
     devices = torch.ones(len(weights), dtype=torch.float32, device=device)
     for i, weight in enumerate(weights):
@@ -162,7 +162,7 @@ def _weights(weights: Sequence[torch.Tensor | float], device: torch.device) -> t
 
 
 def _counts(group: Group, weight: Column) -> Column:
-    """The steps that the device has counted of each."""
+    """The steps that the device has counted of each parameter; None where the host counts."""
     if group.counts is None:
         return [None] * len(weight)
     known = {id(step.parameter): count for step, count in zip(group.steps, group.counts.steps, strict=True)}

@@ -21,7 +21,7 @@ def _uses_of_two() -> int:
 
 
 _USES = _uses_of_two()
-"""Of memory that a parameter and one more tensor have."""
+"""The reference count of memory that a parameter and one more tensor have."""
 
 
 def lends(parameter: torch.Tensor) -> bool:
@@ -47,7 +47,7 @@ class Memory:
         return at == self._addresses and _describe(parameters) == self._described
 
     def is_lent(self) -> bool:
-        """Whether all parameters that have it may be given other, as of `lends`."""
+        """Whether all parameters that have it may be given other, as in `lends`."""
         return self._plain and max(map(storage_uses, self._storages), default=0) <= _USES
 
 

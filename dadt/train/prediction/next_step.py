@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 
 Factors = dict[str, float]
-"""Fields of _core.NextStep."""
+"""The numbers of one optimizer step, by their names in _core.NextStep."""
 
 
 class Step(NamedTuple):
-    """One parameter."""
+    """One parameter, with what its next step follows from."""
 
     parameter: torch.Tensor
     expected: torch.Tensor
@@ -46,9 +46,9 @@ class Counts(NamedTuple):
     steps: list[torch.Tensor]
     log_beta1: float
     log_beta2: float
-    """Of base 2."""
+    """log2 of Adam's two betas; -inf for a beta of 0."""
     factors: Callable[[float], Factors]
-    """Those after so many steps."""
+    """Returns the factors after a number of steps."""
 
 
 class Group(NamedTuple):
@@ -74,7 +74,7 @@ def known(optimizer: torch.optim.Optimizer) -> bool:
 def next_steps(
     optimizer: torch.optim.Optimizer, expected: dict[int, torch.Tensor], *, counted: bool = False
 ) -> Iterator[Group]:
-    """Those whose factors are the same. Takes out of `expected`, gradients by their parameters' ids, whom it has seen.
+    """The next steps, grouped by factors. Takes from `expected` (gradients by their parameters' ids) what it yields.
 
     A parameter that Adam has not stepped yet is left in it. counted: what a device counts is left there, as each look
     at it waits for the device.
@@ -160,5 +160,5 @@ def _factors(
 
 
 def _real(t: torch.Tensor) -> torch.Tensor:
-    """Complex numbers as pairs, as Adam takes them."""
+    """The tensor with complex numbers as pairs, as Adam takes them."""
     return torch.view_as_real(t) if t.is_complex() else t

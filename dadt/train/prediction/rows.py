@@ -32,7 +32,7 @@ class Seen:
         self._without = without
         self._beside: tuple[Kind, list[tuple[int, ...]]] | None = None
         self._columns: dict[int, Column] = {}
-        """By the id of what comes first."""
+        """The columns, by the id of the tensor that comes first in each."""
 
     def fit(self, columns: list[Column]) -> bool:
         """Whether the tensors of each row fit together, and all have one dtype and device."""

@@ -10,7 +10,7 @@ import torch
 from dadt.train.prediction.memory import lends
 
 PARTS, _LEAST = 4, 4096
-"""Each look is at another one of so many parts of each parameter, of no fewer elements."""
+"""Parts of each parameter, of which each look is at another one; and the fewest elements of a part."""
 
 
 class Shown(NamedTuple):
@@ -18,11 +18,11 @@ class Shown(NamedTuple):
 
     parameter: torch.Tensor
     true: torch.Tensor
-    """Its true weights."""
+    """The memory of its true weights."""
     place: torch.Tensor
-    """Where the predicted ones are."""
+    """The memory of its predicted weights."""
     lent: bool
-    """It was given that memory."""
+    """Whether the parameter was given the memory of its predicted weights."""
 
 
 def still_lent(rows: Sequence[Shown]) -> list[bool]:
