@@ -68,7 +68,7 @@ class Agreement:
         self._agreed = -1
         """Number of the newest exchange when param_group values were made equal last; -1: they never were."""
         self._same_inputs = self._same_gradients = 0
-        """Steps in a row with equal inputs on all ranks; and with equal gradients of unknown inputs."""
+        """Steps in a row with equal inputs on all ranks; and with equal gradients, where inputs say nothing."""
         self._differ = False
         self._looks = True
         """Whether the inputs of steps are still fingerprinted."""
@@ -150,8 +150,8 @@ class Agreement:
         self._adopt(weights=weights)
 
     def _warn_identical(self, lanes: list[StepMetadata]) -> None:
-        """Equal gradients tell nothing of the data, as a script may average them itself before its step: of data is
-        said what was seen of the inputs."""
+        """Warn where ranks seem to train on the same data. Equal gradients alone do not show that, as a script may average
+        them itself before its step: only equal inputs do."""
         inputs = {lane.fingerprint >> _HALF & _SEEN for lane in lanes}
         gradients = {lane.fingerprint & (1 << _HALF) - 1 for lane in lanes}
         are_known, several = 0 not in inputs, len(lanes) > 1

@@ -47,20 +47,20 @@ class Algorithm(abc.ABC):
     """
 
     identical = True
-    """All ranks take the same steps, and have the same weights after each."""
+    """Whether all ranks take the same steps, and have the same weights after each."""
 
     together = True
-    """All ranks take the same steps. Where not, each goes at its own speed, and nothing waits for a peer between the
-    first step and the end."""
+    """Whether all ranks take the same steps. Where not, each goes at its own speed, and nothing waits for a peer between
+    the first step and the end."""
 
     in_flight = 1
     """Exchanges that are under way at once, at most, from one step to the next."""
 
     survives = False
-    """Training goes on when ranks are lost: there is a `regroup`."""
+    """Whether training goes on when ranks are lost: there is a `regroup`."""
 
     tries = False
-    """The coming step tries its compression, within the warm-up."""
+    """Whether the coming step tries its compression, within the warm-up."""
 
     wants_gradients = False
     """Whether `gradient_ready` is to be called."""
@@ -106,7 +106,7 @@ class Algorithm(abc.ABC):
 
     @property
     def rests(self) -> bool:
-        """Nothing is under way that `state` would leave out."""
+        """Whether nothing is under way that `state` would leave out."""
         return True
 
     @property

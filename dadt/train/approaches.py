@@ -13,7 +13,7 @@ class Approach(NamedTuple):
     number: int
     """The request's number among all of the job, from 1."""
     rank: int
-    """The rank that the new worker is to have."""
+    """The new worker's rank."""
     known: int
     """Bytes of the values that the others' scripts have read from tensors which it has already."""
     last: bool
@@ -47,6 +47,6 @@ class Approaches:
         self._agreed = 0
 
     def due(self) -> list[Approach]:
-        """A step is complete: those to be heeded now, which all ranks know."""
+        """After a complete step: the requests to heed now, as all ranks know them. Each is returned once."""
         numbers = sorted(number for number in list(self._open) if number <= self._agreed)
         return [approach for number in numbers if (approach := self._open.pop(number, None)) is not None]

@@ -137,7 +137,7 @@ class Attachment:
 
     @property
     def overlaps(self) -> bool:
-        """Buckets may be launched from backward: with several optimizers their order could differ between ranks."""
+        """Whether buckets may be launched from backward: with several optimizers ranks could differ in their order."""
         return not self.has_closure and not self.consumed and self.owner.trains_one
 
     @property

@@ -88,7 +88,8 @@ class Buffers:
                 buffer.data.copy_(value)
 
     def observe(self) -> list[Observed]:
-        """Which buffers are averaged, what is official of them, and what is this rank's own of those that show that."""
+        """For each module the names of its averaged buffers, their official copies, and this rank's own values where
+        the module shows the official ones; else None."""
         return [(m, list(names), dict(self._official.get(m, {})), self._own.get(m)) for m, names in self._names.items()]
 
     def restore(self, every: Iterable[Observed]) -> None:

@@ -48,9 +48,9 @@ class Build(NamedTuple):
     now: Made
     schedulers: list[Scheduler]
     epochs: list[int]
-    """How far the schedulers are."""
+    """The `last_epoch` of each scheduler."""
     restored: bool
-    """Something was loaded, or the optimizer was attached before."""
+    """Whether state was loaded into an optimizer, or this one was attached before."""
 
 
 def made(optimizer: torch.optim.Optimizer, *, wait: bool = False) -> Made:

@@ -66,7 +66,7 @@ class Checkpoints:
     """
 
     def __init__(self, runtime: Peers, owner: Owner) -> None:
-        """runtime, owner: the same, by what is asked of it."""
+        """runtime, owner: the same object, by two interfaces."""
         self._runtime = runtime
         self._owner = owner
         self.streams: Randomness | None = None

@@ -39,7 +39,7 @@ class Departure(Registry):
         the interpreter aborts the process where it ends and they do not."""
         self.final_weights = FinalWeights(self)
         self._arrived = False
-        """All ranks are at their end."""
+        """Whether all ranks are at their end."""
 
     @property
     def algorithm(self) -> type[Algorithm]:
@@ -48,7 +48,7 @@ class Departure(Registry):
 
     @cached_property
     def together(self) -> bool:
-        """All ranks take the same steps; else each goes at its own speed, and waits for nobody between them."""
+        """Whether all ranks take the same steps; else each goes at its own speed, and waits for nobody between them."""
         return self.alone or self.algorithm.together
 
     def regroup(self, error: CommError) -> None:
@@ -114,14 +114,14 @@ class Departure(Registry):
 
     @property
     def _is_left_alone(self) -> bool:
-        """DADT has trained nothing, and what the script trains by itself need not run alike: each rank ends when it
-        does."""
+        """Whether DADT has trained nothing, and what the script trains by itself need not run alike: each rank ends when
+        it does."""
         alone = not self.explicit and (len(self.left_alone) > 0 or self.progress.left_alone > 0)
         return alone and not self.progress.measures and self.timeline is None
 
     @property
     def _is_same(self) -> bool:
-        """All ranks have taken the same steps."""
+        """Whether all ranks have taken the same steps."""
         # With gradients of its own a rank's scaler may have left out steps that others took.
         return self.alone or (self.algorithm.identical and not self.parted)
 

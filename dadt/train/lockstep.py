@@ -52,7 +52,7 @@ class Lockstep:
                     self._rank.regroup(error)  # where others have joined already, so has this one then
 
     def average(self) -> None:
-        """One step's gradients. Raises CommError."""
+        """Average one step's gradients. Raises CommError."""
         if not self._attachment.algorithm.averages:
             self._attachment.algorithm.before_step()
             return

@@ -32,7 +32,7 @@ def take_values(optimizer: torch.optim.Optimizer, values: list[dict[str, Any]]) 
 
 
 def groups_crc(optimizer: torch.optim.Optimizer) -> int:
-    """crc32 of its param_group values."""
+    """crc32 of the optimizer's param_group values."""
     return zlib.crc32(repr(group_values(optimizer)).encode())
 
 

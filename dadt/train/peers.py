@@ -1,4 +1,4 @@
-"""This rank among its peers: what connects it with them, what they tell each other, and waiting for them."""
+"""This rank among its peers: what connects it with them, what they send each other, and waiting for them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Peers:
         self.deaths = Deaths()
         self.timeline: Timeline | None = None
         self.mail: PointToPoint = NoPointToPoint()
-        """Messages between two ranks."""
+        """Sends and receives messages between two ranks."""
         self.background: Background
         """Computes what has to be between two operations of the engine."""
         self.device: Device | None = None  # that averages tensors of this rank's GPU where they are
@@ -110,7 +110,7 @@ class Peers:
 
     @property
     def alone(self) -> bool:
-        """A world of one: nothing is exchanged and nothing changes. Not where it goes on with the work of several."""
+        """Whether the job has one rank: then nothing is exchanged. Not where it goes on with the work of several."""
         return self.world.world_size == 1 and self._stood_for <= 1
 
     @property
@@ -141,7 +141,7 @@ class Peers:
 
     @property
     def survives(self) -> bool:
-        """Training goes on when ranks are lost."""
+        """Whether training goes on when ranks are lost."""
         return self.config.min_np > 0 and self.deaths.listening
 
     def tell_waiting(self, what: str, waited: float) -> None:
@@ -198,7 +198,7 @@ class Peers:
         return not (ours or wanted or starts)
 
     def _ask_to_reconnect(self, error: Exception) -> None:
-        """Wait until all ranks are to connect anew. Raises the error where they are not."""
+        """Wait until all ranks are to connect again. Raises the error where they are not."""
         assert isinstance(self.control, Control)  # there is an agent that reports losses
         anew, text = self.control.reconnect(str(error), self.config.timeout + REGROUP_SECONDS, self.generation)
         if text:
@@ -259,7 +259,7 @@ class Peers:
                     self.flights.renew()
 
     def keep_failed(self, needed: Any) -> None:
-        """Keep it until this connection has ended."""
+        """Keep what a failed operation needs until this connection has ended."""
         self._failed.append(needed)
 
     def say(self, text: str, level: str = "info") -> None:
@@ -281,7 +281,7 @@ class Peers:
             timeline.record(connection, "exchange")
 
     def merge_timelines(self) -> None:
-        """Make one of all ranks'. Every rank calls it."""
+        """Make one timeline of all ranks'. Every rank calls it."""
         if self.timeline is not None and (text := merge(self.timeline, self._peers(_MERGE_SECONDS), self.members)):
             self.say(text)
 
@@ -302,13 +302,13 @@ class Peers:
         return gathering
 
     def tell(self, name: str, data: bytes) -> list[bytes]:
-        """Every rank's bytes, by rank of the group, beside all that training launches."""
+        """Exchange bytes, beside all that training launches. Returns every rank's, by rank of the group."""
         work = self.engine.allgather(data, name)
         self.wait(work)
         return work.lanes
 
     def collect(self, name: str, value: Any) -> list[Any]:
-        """Every rank's value, by rank."""
+        """Exchange a value. Returns every rank's, by rank of the group."""
         gathering = self.allgather(name, plain.encode(value, f"what ranks tell each other ({name})"))
         self.wait(gathering)
         return [plain.decode(lane) for lane in gathering.lanes]
@@ -381,7 +381,7 @@ class Peers:
             raise Mismatch(text) from error
 
     def _look(self, work: Work | Averaging | Gathering, waited: float, timeout: CommTimeout) -> None:
-        """Raises where waiting on is in vain."""
+        """Look where the peers are, and warn the user. Raises CommError where waiting on is in vain."""
         launched = self.flights.steps_before(work)
         steps = None if self.closing else self.step if launched is None else launched
         moves = "" if isinstance(work, Gathering) else self.flights.parameters_of(work, self.parameter_names())

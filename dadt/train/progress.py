@@ -36,7 +36,7 @@ class Progress:
         self.unseen: Callable[[BaseException], str] = lambda error: ""
         """The path in an error which this rank has written and a library does not find; empty if there is none."""
         self.stood = 0.0
-        """Seconds without training, as ranks were lost and the others connected anew."""
+        """Seconds without training, as ranks were lost and the others connected again."""
         self.measures: list[Measure] = []
         """Sums of all optimizers so far; one may be collected before the end."""
         self.senders: list[Sender] = []

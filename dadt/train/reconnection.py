@@ -18,7 +18,7 @@ class Rank(Protocol):
 
     @property
     def outdated(self) -> bool:
-        """Others were lost since it was connected."""
+        """Whether others were lost since it was connected."""
 
     def connect_anew(self, error: CommError) -> None: ...
 
@@ -104,7 +104,7 @@ class Reconnection:
         self._within = self._count
 
     def close(self) -> None:
-        """Begin no more. Idempotent."""
+        """Begin no connection any more, and wait at most _STOP_SECONDS for one under way. Idempotent."""
         with self._changed:
             self._closed = True
             thread = self._thread

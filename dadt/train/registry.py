@@ -52,14 +52,14 @@ class Registry(Peers):
         tensors of one batch."""
         self.one_batch = OneBatch()
         self.knows_rank = world.rank_in_arguments
-        """The script has asked which rank it is."""
+        """Whether the script has asked which rank it is."""
         self.backwards = 0
         """Backward passes that the script has begun."""
         self._distributed = False
 
     @property
     def hooked(self) -> bool:
-        """Calls of modules and passes over loaders are of concern: for training, or for a replay."""
+        """Whether calls of modules and passes over loaders are of concern: for training, or for a replay."""
         return not self.alone or self.replays
 
     @property
@@ -73,12 +73,12 @@ class Registry(Peers):
         return sorted(mine, key=lambda o: self._registered[o])
 
     def number(self, optimizer: torch.optim.Optimizer) -> int:
-        """Its place among all that were built so far."""
+        """The optimizer's place among all that were built so far."""
         return self._registered[optimizer]
 
     @property
     def trains_one(self) -> bool:
-        """There is no other optimizer to train. Cheap, as it is asked for every gradient."""
+        """Whether there is just one optimizer to train. Cheap, as it is asked for every gradient."""
         return len(self._registered) == 1 or len(self.optimizers) == 1
 
     @property
@@ -98,7 +98,7 @@ class Registry(Peers):
         return [m for ref in self.roots.get(optimizer, ()) if (m := ref()) is not None]
 
     def trains(self) -> bool:
-        """Gradients are enabled and a registered optimizer's model is in training mode."""
+        """Whether gradients are enabled and a registered optimizer's model is in training mode."""
         if not torch.is_grad_enabled():
             return False
         every = list(self._registered)
@@ -125,7 +125,7 @@ class Registry(Peers):
             self._enlist(optimizer)
 
     def built_apart(self, optimizer: torch.optim.Optimizer) -> None:
-        """Its parameters belong to no module."""
+        """An optimizer was built whose parameters belong to no module."""
         if optimizer not in self._attachments and self.one_batch.built(optimizer):
             self.left_alone.add(optimizer)
 
@@ -170,7 +170,7 @@ class Registry(Peers):
         self._made[optimizer] = built.made(optimizer)
 
     def schedule(self, scheduler: Any) -> None:
-        """A scheduler was built."""
+        """A learning rate scheduler was built: note it as it is."""
         self._schedulers = [(ref, made) for ref, made in self._schedulers if ref() is not None]
         self._schedulers.append((weakref.ref(scheduler), built.scheduler(scheduler)))
 
@@ -228,7 +228,7 @@ class Registry(Peers):
 
 
 def _counts(parameter: torch.Tensor) -> bool:
-    """Its gradient is there and not zero."""
+    """Whether the parameter has a gradient that is not zero."""
     gradient = parameter.grad
     if gradient is not None and gradient.layout != torch.strided:
         gradient = gradient.coalesce().values()

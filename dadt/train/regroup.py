@@ -30,7 +30,7 @@ _TAG = 90
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far one rank was."""
+    """How far one rank is, as it reports to the others."""
 
     averaged: Sequence[int]
     """For each attachment the steps whose gradients are averaged; -1: it is about to join."""
@@ -39,13 +39,13 @@ class Position:
     rounds: Sequence[dict[str, list[int]]]
     """For each attachment what Algorithm.rounds returned, of exchanges that belong to no step."""
     gathered: int
-    """Gatherings that it has complete."""
+    """Gatherings before the first one that is not complete on it."""
     repeatable: bool
-    """What was under way can be launched once more."""
+    """Whether what was under way can be launched once more."""
     stuck: str
     """Why it cannot go on; empty if it can."""
     joins: bool
-    """It is new, and has trained nothing yet."""
+    """Whether it is new, and has trained nothing yet."""
 
 
 def regroup(runtime: Registry, *, equal: bool) -> None:
@@ -164,7 +164,7 @@ def _settle(runtime: Registry, told: Sequence[Position]) -> list[Gathering | Rel
 
 
 def _compare(runtime: Registry) -> None:
-    """All ranks have the same replicas, or have with `--verify-every`. Raises Mismatch if not."""
+    """Raises Mismatch where ranks have different replicas; with `--verify-every` makes them the same instead."""
     for a in runtime.attachments:
         if a.lockstep.averaged < 0:
             continue

@@ -18,8 +18,8 @@ from dadt.train.trained import listed
 
 
 def take_rank_0s(runtime: Registry, attachment: Attachment, *, weights: bool) -> None:
-    """Take rank 0's param_group values; with `weights` its weights, buffers and optimizer state as well. Raises Mismatch
-    where the ranks train different models."""
+    """Take rank 0's param_group values; with `weights` its weights, buffers and optimizer state as well. Raises
+    Mismatch where the ranks train different models."""
     optimizer = attachment.optimizer
     parameters = [p for g in optimizer.param_groups for p in g["params"]]
     shapes = [tuple(p.shape) for p in parameters]

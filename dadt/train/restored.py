@@ -42,7 +42,7 @@ class RestoredExchange:
     """An averaging that was over when the checkpoint was taken; stands for its Exchange."""
 
     def __init__(self, attachment: Trained, state: dict[str, Any]) -> None:
-        """state: what `flight` gave."""
+        """state: what `flight` returned."""
         parameters = list(numbers_of(attachment.optimizer))
         self.frozen = frozenset(id(parameters[i]) for i in state.get("frozen", ()))
         gradients = [(parameters[i], g) for i, g in state["gradients"].items()]
@@ -74,7 +74,7 @@ class RestoredExchange:
         return self.wait()
 
     def go_on(self) -> None:
-        """Nothing is left of it."""
+        """Does nothing: no second half is left to begin."""
 
     def wait(self) -> list[StepMetadata]:
         crc, value = self.schema.crc, self.value

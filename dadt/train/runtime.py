@@ -55,7 +55,7 @@ class Runtime(Departure):
         """find: returns the class of the algorithm with a name."""
         super().__init__(world, config, control, find)
         self.began = False
-        """A training forward or a gradient's consumption has happened."""
+        """Whether a training forward or a use of gradients has happened."""
         self.on_claim: list[Callable[[], None]] = []  # called before optimizers are attached
         self.on_place: list[Callable[[], None]] = []  # called before the rank is claimed
         self.on_begin: list[Callable[[], None]] = []  # called at every training forward and consumption
@@ -75,7 +75,7 @@ class Runtime(Departure):
         self.told: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
         """Given what DADT reports to the script; returns it, or in a replay what the script was given then."""
         self.forget: Callable[[], None] = lambda: None
-        """No snapshots are taken any more."""
+        """Stops the taking of snapshots."""
         self.on_stepped: list[Callable[[], None]] = []  # called when a step is complete
         self.interruption.abort = lambda: self._abort("the job was interrupted (Ctrl-C)", lost=True)
         self._regrouping = False
@@ -221,7 +221,7 @@ class Runtime(Departure):
         attachment.start()
 
     def leave_alone(self, optimizer: torch.optim.Optimizer, reason: str) -> None:
-        """Average nothing for it."""
+        """Average nothing for this optimizer, and say why."""
         self.left_alone.add(optimizer)
         name = type(optimizer).__name__
         self.say(f"{name} is left alone: {reason}")
@@ -373,7 +373,7 @@ class Runtime(Departure):
             weight.stepped()
 
     def _attempt(self, exchange: Callable[[], None]) -> None:
-        """Where ranks are lost meanwhile, those that are left compare their replicas, and so do over what it does."""
+        """Call `exchange`. Where ranks are lost meanwhile, those that are left compare their replicas in its place."""
         try:
             with self.checkpoints.aside():
                 exchange()

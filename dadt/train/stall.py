@@ -46,7 +46,7 @@ class Stall:
     ) -> None:
         """Raises Mismatch or CommTimeout where waiting on is in vain.
 
-        waited: seconds so far. steps_before: that this rank had taken when it launched the work;
+        waited: seconds so far. steps_before: steps that this rank had taken when it launched the work;
         None: it is at its end, where others are, too. parameters: what the work moves, for the user.
         """
         config, rank = self._config, self._rank

@@ -14,7 +14,7 @@ _requires_grad, _params = attrgetter("requires_grad"), itemgetter("params")
 
 
 def listed(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Its parameters, each once: of tied weights given twice torch only warns."""
+    """The optimizer's parameters, each once: where tied weights are given twice, torch only warns."""
     return list({id(p): p for g in optimizer.param_groups for p in g["params"]}.values())
 
 

@@ -74,7 +74,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What is the same on all ranks without asking."""
+    """Numbers that are the same on all ranks, so that they need not be exchanged."""
 
     shares: Sequence[float]
     """The share of all gradient bytes in each bucket that is sent by itself, in the order of sending."""

@@ -147,7 +147,7 @@ class Asking(LinkEnd):
         self._ended = ended
 
     def order(self) -> None:
-        """Average once more. Any thread."""
+        """Order one more average. Called on any thread."""
         self._orders.put(True)
 
     def retire(self) -> None:

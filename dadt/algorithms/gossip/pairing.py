@@ -52,7 +52,7 @@ class Pairing:
         timeout: float,
         compression: str = "none",
     ) -> None:
-        """mail, group, members: as of `connect`."""
+        """mail, group, members: as in `connect`."""
         self.ages: Counter[int] = Counter()
         """Exchanges whose difference has reached the live weights, by how many steps these had made meanwhile."""
         self.asked = 0

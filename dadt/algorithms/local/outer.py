@@ -28,11 +28,11 @@ class Told(NamedTuple):
     """Numbers that each rank sends to the others in the same exchange."""
 
     layout: int
-    """crc32 of shapes and dtypes."""
+    """crc32 of the anchors' shapes and dtypes."""
     number: int
     """Exchanges of this fragment so far; modulo 2**32 on the way."""
     settles: int
-    """Weights are averaged, not progress."""
+    """1 where weights are averaged, 0 where a round's progress is."""
     groups: int
     """crc32 of the optimizer's param_group values."""
 
@@ -93,11 +93,11 @@ class Fragment(BucketExchange):
         self.sent = Told(0, 0, 0, 0)
         """The numbers that this rank sent in its newest exchange."""
         self.over = 0
-        """Exchanges that have ended here."""
+        """Exchanges of this fragment that have ended on this rank."""
         self.absorbed = False
         """The last of them has changed the velocity only, as weights are averaged at once behind it."""
         self.differ = False
-        """Ranks had other param_group values in the last of them."""
+        """Whether the ranks' param_group values differed in the last of them."""
         self.replaced = False
         """The script has set the weights since the last exchange: the next one settles them."""
         with torch.no_grad():
@@ -218,7 +218,7 @@ class Fragment(BucketExchange):
                 form.forget()
 
     def state(self) -> list[torch.Tensor]:
-        """What is the same on all ranks that have ended as many exchanges."""
+        """Anchors and velocities: they are the same on all ranks that have ended as many exchanges."""
         return [t for _, _, row in self._places() for t in (row.anchor, row.velocity) if t is not None]
 
     def take(self, state: Sequence[torch.Tensor], *, absorbed: bool, differ: bool) -> None:
@@ -288,7 +288,7 @@ class Fragment(BucketExchange):
             self.submit_bucket(index, bucket, form, bucket.stage(bucket.views[_OWN], _OWN), _MEAN, lane)
 
     def _go_on(self) -> None:
-        """The second half of what takes two allreduces. Every rank comes here at the same step."""
+        """Begin and await the second allreduce of buckets that take two. Every rank comes here at the same step."""
         rounds, self._rounds = self._rounds, []
         for _, round_ in rounds:
             round_.halfway()

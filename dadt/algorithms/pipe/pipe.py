@@ -48,7 +48,7 @@ class Pipe(Algorithm):
         """The exchange that an earlier step launched, and that is not applied yet; None: there is none."""
         self._launched: Exchange | None = None
         self._before: Exchange | RestoredExchange | None = None
-        """While a step launches its exchange: what `_pending` was before it."""
+        """While a step is in `before_step`: what `_pending` was before."""
         self._missed: bool | None = None
         """Whether others, which have averaged in the coming step, wait for this rank's gradients; None: none have."""
         self._holds = False
@@ -321,7 +321,7 @@ _WHY = {
     _BARRED: "weights could not be predicted",
     _CHANGED: "the script changes predicted weights",
 }
-"""The same as `_reason`, in a few words."""
+"""Why ranks went back to synchronous steps, in a few words; `_reason` says it at length."""
 
 
 def _trains(oldest: Exchange | RestoredExchange) -> bool:

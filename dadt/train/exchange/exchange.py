@@ -174,7 +174,7 @@ class Exchange(BucketExchange):
 
     @property
     def launched(self) -> int:
-        """Gradient buckets under way."""
+        """How many buckets of gradients are launched."""
         return len(self._works)
 
     @property
@@ -192,19 +192,19 @@ class Exchange(BucketExchange):
 
     @property
     def halfway(self) -> bool:
-        """Its second half is to begin by `go_on`, at the same place on all ranks."""
+        """Whether its second half is to begin by `go_on`, at the same place on all ranks."""
         return bool(self._rounds) and not self._second_works
 
     @property
     def repeatable(self) -> bool:
-        """Its inputs outlast a failure: no average is written over them, and none was made of them already."""
+        """Whether its inputs outlast a failure: no average is written over them, and none was made of them already."""
         places = {view.data_ptr() for bucket in self.schema.buckets for view in bucket.views[self._turn]}
         return not self._rounds and not any(
             t is not None and t.data_ptr() in places for values in self._inputs for t in values
         )
 
     def give_back(self) -> None:
-        """It was launched in vain, as the last one: the next one takes its place."""
+        """Give its flat buffers to the next exchange. It was launched in vain, as the last one."""
         self.schema.turn = (self._turn - 1) % self.schema.turns
         self.schema.buffer_turn = self._buffer_turn - 1
 
@@ -321,7 +321,7 @@ class Exchange(BucketExchange):
         return {index: round_.learned() for index, round_ in self._rounds}
 
     def go_on(self) -> None:
-        """The second half of what takes two allreduces, if it does not begin by itself. Every rank comes here between
+        """Begin the second half of what takes two allreduces, if it does not by itself. Every rank comes here between
         the same two exchanges."""
         if not self.halfway:
             return
@@ -348,7 +348,7 @@ class Exchange(BucketExchange):
         return norm if self.scale is None else norm.to(self.scale.device) / self.scale
 
     def _brought(self, bucket: Bucket) -> torch.Tensor:
-        """Its averages as one tensor, on the parameters' device."""
+        """The bucket's averages as one tensor, on the parameters' device."""
         places = self._delivered[bucket] = bucket.deliver_all(self._turn)
         return torch.empty(0, dtype=bucket.dtype, device=bucket.device).set_(places[0].untyped_storage())
 

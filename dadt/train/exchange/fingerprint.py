@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 _TRAINED = 4
 _GRADIENTS = 8
-"""The last gradients that are looked at. That of a last bias alone may be the same for any data: with a loss that is a
-sum it is the size of the batch."""
+"""How many gradients are looked at, the last ones. That of a last bias alone may be the same for any data: with a loss
+that is a sum it is the size of the batch."""
 _INPUTS = 4096
 """Values of each input: all that a batch of tokens has, and of a batch of images some of each row."""
 
@@ -66,7 +66,7 @@ def some_values(tensor: torch.Tensor, most: int = 64) -> torch.Tensor:
 
 
 def _spread(tensor: torch.Tensor) -> torch.Tensor:
-    """Values from all over it, whose distance is odd: an even one meets the same corner of every image."""
+    """Values from all over the tensor, whose distance is odd: an even one meets the same corner of every image."""
     return tensor.reshape(-1)[:: -(-tensor.numel() // _INPUTS) | 1]
 
 

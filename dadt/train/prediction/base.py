@@ -22,9 +22,9 @@ class Holds(enum.Enum):
     NOTHING = 0
     """Nothing that is of use."""
     TRUE_WEIGHTS = 1
-    """The parameters are predicted."""
+    """The true weights, while the parameters show predicted ones."""
     SUSPENDED = 2
-    """The same, but the parameters are true, too, for a while: the predicted weights wait beside."""
+    """The true weights, which the parameters show as well for a while; the predicted ones wait beside."""
     BEFORE = 3
     """The weights before the step that is about to be taken."""
     KNOWN = 4
@@ -54,7 +54,7 @@ class Prediction:
     needs = 0
     """Synchronous steps before the first late one that it learns from."""
     sees_gradients = False
-    """It learns from gradients, also from those of a step that applies none."""
+    """Whether it learns from gradients, also from those of a step that applies none."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self.given = {id(p) for p in parameters}
@@ -77,11 +77,11 @@ class Prediction:
         self._suspicion: Later | None = None
         """Whether norms were found to differ: of a GPU, so that this is read later."""
         self.barred = False
-        """The script computes gradients where weights are not to be predicted."""
+        """Whether the script computes gradients where weights are not to be predicted."""
 
     @property
     def changed(self) -> bool:
-        """The script changes weights while they are predicted, as by a decay of its own before the step: that is lost,
+        """Whether the script changes predicted weights, as by a decay of its own before the step: that is lost,
         as predicted weights differ from rank to rank."""
         if self._suspicion is not None and self._suspicion.done:
             self._found |= bool(self._suspicion.read())
@@ -325,7 +325,7 @@ def traces() -> bool:
 
 
 def _apart(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Leave out places in the same memory as one before: its true values would be put back as the other's."""
+    """Leave out parameters in the same memory as one before: its true values would be put back as the other's."""
     first = {p.data_ptr(): id(p) for p in reversed(parameters) if p.numel()}
     return [p for p in parameters if not p.numel() or first[p.data_ptr()] == id(p)]
 

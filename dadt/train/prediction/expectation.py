@@ -24,7 +24,7 @@ _gradient, _version, _is_cuda = map(attrgetter, ("grad", "_version", "is_cuda"))
 Gradients = list[torch.Tensor | None]
 """One gradient for each parameter, in their order; None where it has none."""
 Term = tuple[Gradients, torch.Tensor | float]
-"""Gradients and their weight."""
+"""Gradients, and the weight of all of them in a sum."""
 DAMPING = 0.5
 """Weight, relative to the share, of the last known gap between a rank's gradient and the average: damps differences."""
 
@@ -79,13 +79,13 @@ class Expectation(Prediction):
         self._versions: list[list[int]] = []
         """Versions of the gradients in these terms, by which a change is noticed."""
         self._in_place = False
-        """The script sets gradients to zero in place: averages are about to be overwritten."""
+        """Whether the script sets gradients to zero in place: averages are about to be overwritten."""
         self._copies: dict[int, list[torch.Tensor]] = {}
         """Memory for copies of own gradients, by parameter."""
         self._kernel = Kernel()
-        """What moves a GPU's parameters."""
+        """Computes the next weights of a GPU's parameters."""
         self._seen: dict[int, Seen] = {}
-        """What of a prediction's tensors fits the core's loops, by the optimizer's steps with the same factors."""
+        """For each group of parameters with the same factors, by number, the tensors known to fit the core's loops."""
         self._absent: set[int] = set()
         """Parameters (by id) of which nothing is expected: the optimizer is to leave them out."""
 
@@ -175,7 +175,7 @@ class Expectation(Prediction):
 
     @property
     def _has_changed(self) -> bool:
-        """What is expected cannot be summed up any more: the script has written to gradients since the step."""
+        """Whether what is expected cannot be summed up any more: the script has written to gradients since the step."""
         return bool(self._terms) and _versions(self._terms) != self._versions
 
     def _settle(self) -> None:

@@ -41,7 +41,7 @@ class Kernel:
             _foresee(group, row, weights)
 
     def _launched(self, group: Group, rows: Sequence[Row], weights: Weights) -> bool:
-        """Whether the kernel did it."""
+        """Compute them by the Triton kernel. Returns whether that worked."""
         try:
             self._launch(group, rows, weights)
         except Exception as error:

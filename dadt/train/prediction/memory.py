@@ -42,7 +42,7 @@ class Memory:
         self._storages = [t.untyped_storage()._cdata for t in tensors] if self._plain else []
 
     def shown_by(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether each parameter is just as its tensor, in the same memory."""
+        """Whether each parameter has its tensor's memory, shape, strides and dtype."""
         at = list(map(address, parameters)) if self._plain else None
         return at == self._addresses and _describe(parameters) == self._described
 

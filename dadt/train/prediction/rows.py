@@ -93,7 +93,7 @@ def in_core(row: Row) -> bool:
 
 
 def _fit(row: Row) -> bool:
-    """All on one device, of one floating dtype, without holes (as every empty_like is) and in the same memory order."""
+    """Whether all are on one device, of one floating dtype, without holes (as by empty_like), in one memory order."""
     first = row[0]
     if first is None or first.dtype not in _FLOATING:
         return False

@@ -53,7 +53,7 @@ def copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def part(t: torch.Tensor, number: int) -> torch.Tensor:
-    """One of a tensor's parts."""
+    """The values of one of a tensor's PARTS; of the first where it has fewer."""
     size = max(_LEAST, -(-t.numel() // PARTS))
     begin = number * size if number * size < t.numel() else 0
     flat = torch.as_strided(t, (t.numel(),), (1,)) if _is_dense(t) else t.flatten()
