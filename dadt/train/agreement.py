@@ -150,8 +150,8 @@ class Agreement:
         self._adopt(weights=weights)
 
     def _warn_identical(self, lanes: list[StepMetadata]) -> None:
-        """Warn where ranks seem to train on the same data. Equal gradients alone do not show that, as a script may average
-        them itself before its step: only equal inputs do."""
+        """Warn where ranks seem to train on the same data. Equal gradients alone do not show that, as a script may
+        average them itself before its step: only equal inputs do."""
         inputs = {lane.fingerprint >> _HALF & _SEEN for lane in lanes}
         gradients = {lane.fingerprint & (1 << _HALF) - 1 for lane in lanes}
         are_known, several = 0 not in inputs, len(lanes) > 1

@@ -50,8 +50,8 @@ class Algorithm(abc.ABC):
     """Whether all ranks take the same steps, and have the same weights after each."""
 
     together = True
-    """Whether all ranks take the same steps. Where not, each goes at its own speed, and nothing waits for a peer between
-    the first step and the end."""
+    """Whether all ranks take the same steps. Where not, each goes at its own speed, and nothing waits for a peer
+    between the first step and the end."""
 
     in_flight = 1
     """Exchanges that are under way at once, at most, from one step to the next."""

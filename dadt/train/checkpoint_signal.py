@@ -65,6 +65,6 @@ class CheckpointSignal:
             self._deliver()
 
     def _deliver(self) -> None:
-        """Send the signal, unless the script does not handle it, whom it would kill."""
+        """Send this process the signal, if the script handles it: otherwise the process would end."""
         if signal.getsignal(self.number) not in (signal.SIG_DFL, signal.SIG_IGN):
             os.kill(os.getpid(), self.number)  # wakes the main thread, whatever it waits for

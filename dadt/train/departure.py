@@ -114,8 +114,8 @@ class Departure(Registry):
 
     @property
     def _is_left_alone(self) -> bool:
-        """Whether DADT has trained nothing, and what the script trains by itself need not run alike: each rank ends when
-        it does."""
+        """Whether DADT has trained nothing, and what the script trains by itself need not run alike: each rank ends
+        when it does."""
         alone = not self.explicit and (len(self.left_alone) > 0 or self.progress.left_alone > 0)
         return alone and not self.progress.measures and self.timeline is None
 

@@ -62,7 +62,7 @@ class Noted:
         return {"step": self.step, "sums": sums, "copies": copies}
 
     def _was_replaced(self) -> bool:
-        """Whether values were changed in place since the last step, as by a script that takes over others by `.data`."""
+        """Whether values were changed in place since the last step, as by a script that sets others by `.data`."""
         step, before = self.copies.get(self.last, (0, None))
         if before is None or step != self.step:
             return False

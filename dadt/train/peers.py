@@ -233,7 +233,7 @@ class Peers:
         return executors.connect(self._connects, self.group, self.meet)
 
     def disconnect(self) -> None:
-        """End the connection and all beside it. Waits a few seconds for what is under way."""
+        """Stop listening to the agent, and end timeline and connection. Waits a few seconds for what is under way."""
         if self.control is not None:
             self.control.stop_listening()
         if self.timeline is not None:

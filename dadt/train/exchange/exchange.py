@@ -204,7 +204,7 @@ class Exchange(BucketExchange):
         )
 
     def give_back(self) -> None:
-        """Give its flat buffers to the next exchange. It was launched in vain, as the last one."""
+        """Let the next exchange have its flat buffers: it was begun last, and in vain."""
         self.schema.turn = (self._turn - 1) % self.schema.turns
         self.schema.buffer_turn = self._buffer_turn - 1
 

@@ -34,7 +34,7 @@ class StepMetadata:
     saves: int = 0
     """How often this rank has received the order that the script save; at most 63 count."""
     interrupted: bool = False
-    """Whether this rank has received that the user pressed Ctrl-C."""
+    """Whether this rank knows that the user has pressed Ctrl-C."""
     approach: int = 0
     """Number of the newest request of a new worker that this rank has received; 0: none."""
     order: int = 0
