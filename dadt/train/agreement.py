@@ -76,7 +76,7 @@ class Agreement:
         """Fingerprints of this step's inputs so far, and of those of the step before."""
 
     def saw(self, given: Any) -> None:
-        """A training forward is given this."""
+        """Note the inputs that a training forward is given."""
         if self._looks:
             self._inputs = of_inputs(given, self._inputs)
 

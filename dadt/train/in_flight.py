@@ -26,7 +26,7 @@ class InFlight(Protocol):
         """The parameters whose gradients it moves; none if it is not one of these works."""
 
     def renew(self) -> None:
-        """It has failed, and a library may go on writing to its memory: take other."""
+        """It has failed, and a library may go on writing to its memory: take other memory."""
 
 
 class Flights:

@@ -110,5 +110,5 @@ def _narrow(values: torch.Tensor) -> torch.Tensor:
 
 
 def _known(values: torch.Tensor) -> torch.Tensor:
-    """The values with 0 for infinity and NaN: these reach weights, which a script may replace, no later difference."""
+    """The values, infinity and NaN as 0: these reach weights, which a script may replace, but no later difference."""
     return torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)

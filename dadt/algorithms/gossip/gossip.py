@@ -30,7 +30,7 @@ _TAG = 100
 _IDLE_STEPS = 64
 """Steps of other optimizers after which one that took none itself leaves the weights that it shares to them."""
 _MOST_COPIES = 24
-"""Most copies of weights that compression may keep, one per neighbour: as many as `exponential` has of 4,096 ranks."""
+"""Most copies of the weights for compression, one per neighbour; `exponential` has as many with 4,096 ranks."""
 
 
 class Gossip(Algorithm):
