@@ -15,7 +15,7 @@ from dadt.train.restored import RestoredExchange, Trained
 
 
 class Attached(Trained, Protocol):
-    """One optimizer, as an algorithm sees it; docs/extending.md explains each member."""
+    """One optimizer, as an algorithm sees it, explained in docs/extending.md."""
 
     step: int
     """Steps that the optimizer has taken."""
