@@ -29,11 +29,12 @@ _ALIGNMENT = 16  # elements: every tensor starts on a cache line of fp32
 _LARGE = 1 << 20
 """Bytes from which a flat buffer has room for lanes, so that it can be reduced where it is."""
 _RANKS, _LANE = 64, 64
-"""The lanes of so many ranks, of so many bytes and a bit for each tensor. With more, it is reduced elsewhere."""
+"""Room behind a buffer: the lanes of 64 ranks, each of 64 bytes plus a bit per tensor. If lanes need more, the buffer
+is not reduced where it is."""
 
 
 class Staged(NamedTuple):
-    """Tensors ready to be exchanged, once `ready` has happened (None: they are)."""
+    """Tensors to exchange. They are ready once the event `ready` has happened, or now if it is None."""
 
     values: list[torch.Tensor | None]
     ready: torch.cuda.Event | None
@@ -73,7 +74,7 @@ class Bucket:
 
     @cached_property
     def pointers(self) -> list[list[int]]:
-        """The places' addresses."""
+        """The memory address of each tensor's place in each of the buffers."""
         return [[v.data_ptr() for v in views] for views in self.views]
 
     def room(self, turn: int) -> int:
@@ -110,14 +111,15 @@ class Bucket:
         return self._views_of(flat)[1]
 
     def _views_of(self, flat: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Of the same memory, but no views for autograd: scripts call detach_() on gradients."""
+        """The flat buffer, and for each tensor its place in the same memory. To autograd the places are no views, on
+        which it forbids detach_(), which scripts call on gradients."""
         return flat, [
             torch.empty(0, dtype=self.dtype, device=flat.device).set_(flat.untyped_storage(), o, t.size(), s)
             for o, t, s in zip(self._offsets, self.tensors, self.strides, strict=False)
         ]
 
     def add_turn(self) -> None:
-        """One flat buffer more."""
+        """Add a flat buffer, and so a turn."""
         self.views.append(self._carve())
         self.turns += 1
         self.__dict__.pop("pointers", None)

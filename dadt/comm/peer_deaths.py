@@ -22,25 +22,25 @@ class Generation:
     """The ranks that train together from now on."""
 
     number: int = 0
-    """0: those that the job began with."""
+    """0 for the ranks with which the job began; each loss or arrival of ranks begins the next number."""
     members: tuple[int, ...] = ()
-    """Their ranks, in order."""
+    """The ranks of this generation, ascending, numbered as in the whole job."""
     firsts: tuple[int, ...] = ()
-    """The first of each host."""
+    """The first rank on each host."""
     text: str = ""
-    """Who has ended, where and how."""
+    """Text for the user: which rank has ended, where and how."""
     handed: int = 0
     """The newest generation that began with a new worker for which all others had waited."""
     writers: tuple[int, ...] = ()
-    """By member, `folder_writer` as of World; empty where no hosts share a folder."""
+    """For each member, in the order of `members`, its `World.folder_writer`; empty if no hosts share a folder."""
 
     def writer(self, rank: int) -> int:
-        """Who writes in the folder of this member, as of World."""
+        """The rank that writes in this member's working folder (`World.folder_writer`), or -1."""
         return self.writers[self.members.index(rank)] if self.writers else -1
 
 
 class Abort(Protocol):
-    """Fails what is pending and to come. Any thread; does not block."""
+    """A function that fails all operations, pending and future. Any thread may call it; it does not block."""
 
     def __call__(self, reason: str, lost: bool) -> None: ...
 
@@ -53,11 +53,11 @@ class Deaths:
         self._news = threading.Condition(self._lock)
         self._aborts: list[Abort] = []
         self._known = threading.Event()
-        """An end was told, or a generation that is not entered yet."""
+        """Set once a rank's end, or a generation that this rank has not entered yet, was reported."""
         self._final = False
-        """An end was told that nobody trains on after."""
+        """The end of a rank was reported, and the other ranks do not go on without it."""
         self.text = ""
-        """Text of what was told first: who has ended, where and how."""
+        """The text of the first such report: which rank has ended, where and how."""
         self._newest = Generation()
         self._entered = 0
         self.listening = False
@@ -68,7 +68,7 @@ class Deaths:
         """Steps of a rank that has left as if it had done its work, and what is to be said of it."""
 
     def watch(self, abort: Abort) -> None:
-        """To be called when a rank ends, or at once if one has."""
+        """Have `abort` called when a rank ends, or at once if one has ended."""
         with self._lock:
             self._aborts = [each for each in self._aborts if each != abort] + [abort]
             text = self._newest.text if self.outdated else self.text
@@ -77,7 +77,7 @@ class Deaths:
             abort(text, lost=True)
 
     def forget(self, abort: Abort) -> None:
-        """It has ended by itself. Idempotent."""
+        """Do not call `abort` any more: what it would fail has ended by itself. May be called again."""
         with self._lock:
             self._aborts = [each for each in self._aborts if each != abort]
 
@@ -105,11 +105,11 @@ class Deaths:
             abort(generation.text, lost=True)
 
     def await_news(self, seconds: float) -> bool:
-        """Whether an end or a newer generation is told within so many seconds."""
+        """Whether a rank's end or a newer generation is reported within this many seconds."""
         return self._known.wait(seconds)
 
     def await_newer(self, number: int, seconds: float) -> int:
-        """The newest generation's number: waits so long for one above this."""
+        """Wait up to `seconds` for a generation above `number`, and return the newest generation's number."""
         with self._news:
             self._news.wait_for(lambda: self._newest.number > number, seconds)
             return self._newest.number
@@ -144,7 +144,7 @@ class Deaths:
         self.stepped(mine)
 
     def stepped(self, mine: int) -> None:
-        """This rank has taken so many steps."""
+        """Call this when the rank has taken `mine` steps: a rank that left earlier may count as ended now."""
         if self._left is not None and mine >= self._left[0]:
             self.tell(self._left[1])
 

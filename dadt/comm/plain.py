@@ -25,7 +25,7 @@ _COUNT = struct.Struct("<Q")
 _FLOAT = struct.Struct("<d")
 _COMPLEX = struct.Struct("<dd")
 _FACTORIES = (None, list, dict, set, tuple, int, float, str)
-"""Of a defaultdict."""
+"""Values of a defaultdict's `default_factory` that can be sent; the index of each stands for it in the bytes."""
 _DTYPES: list[torch.dtype] = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),

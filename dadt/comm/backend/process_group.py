@@ -30,9 +30,9 @@ from dadt.errors import CommError, StartTimeout
 from dadt.world import World
 
 CLOSE_SECONDS = 5.0
-"""How long the end of a group waits for what nobody has waited for."""
+"""Seconds that closing a group waits for operations for which the script has not waited."""
 TAGS = 1 << 29
-"""Above are those of what DADT sends itself."""
+"""The script's message tags are below this; tags from here on belong to messages that DADT itself sends."""
 _EARLIER = {
     "all_gather_single": "_allgather_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",

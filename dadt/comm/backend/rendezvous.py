@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 PAUSES = (0.001, 0.05)
-"""Between looks for what others put into the store, growing."""
+"""Seconds between looks for what other ranks put into the store: they grow from the first to the second."""
 ROLL_CALL_SECONDS = 1.0
-"""How long a rank whose wait is over lets the others say where they are."""
+"""Seconds that a rank, once its own wait has timed out, gives the others to say where they are."""
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """All that a rank has learnt of its group."""
+    """Where the ranks of a group run."""
 
     world: World
-    """Its place: ranks are those of the group."""
+    """This rank's place among the group's ranks, which are numbered from 0 within the group."""
     workers: list[int]
-    """Ranks on each host."""
+    """Number of the group's ranks on each host."""
     gpu_each: bool
-    """Every rank can have a GPU of its own, and NCCL."""
+    """Whether every rank has a GPU of its own to use, and NCCL."""
 
 
 class GroupRendezvous:
@@ -79,7 +79,7 @@ class GroupRendezvous:
 
     @property
     def secret(self) -> bytes:
-        """None: who reaches the script's store is in its group."""
+        """Always empty: whoever can reach the script's store counts as a rank of the group."""
         return b""
 
     def put(self, key: str, blob: bytes) -> None:
@@ -111,14 +111,14 @@ class GroupRendezvous:
         )
 
     def wait_in(self, call: int) -> None:
-        """Tell the others that this rank has come to its so manyth call, and waits in it."""
+        """Tell the other ranks that this rank waits in its call number `call`."""
         try:
             self._store.set(self._key("waits", self._rank), str(call))
         except RuntimeError:
             pass  # the store is gone with the rank that serves it; who waits learns that from the executor
 
     def absent(self, call: int) -> list[int]:
-        """Ranks that have not come to the call, as far as they say so."""
+        """The ranks that have not reported, within ROLL_CALL_SECONDS, that they wait in this call or a later one."""
         deadline = time.monotonic() + ROLL_CALL_SECONDS
         pause = PAUSES[0]
         try:
@@ -142,7 +142,7 @@ def ranks(numbers: Sequence[int]) -> str:
 
 
 def _ends(c10d: Any) -> tuple[str, str]:
-    """This host's own address on the way to the store's, and that one; empty where it is a file."""
+    """The addresses of this host and of the store's host on the way between them; empty if the store is a file."""
     while hasattr(c10d, "underlying_store"):
         c10d = c10d.underlying_store
     if not hasattr(c10d, "host"):
@@ -151,7 +151,7 @@ def _ends(c10d: Any) -> tuple[str, str]:
 
 
 def _address(everyone: Sequence[dict[str, str]], rank: int) -> str:
-    """At which other hosts reach this rank's."""
+    """The address at which other hosts reach this rank's host."""
     own = everyone[rank]["own"]
     if own and not ipaddress.ip_address(own).is_loopback:
         return own

@@ -61,7 +61,7 @@ class BackendWork(Work):
 
     @classmethod
     def of(cls, owner: PendingWorks, several: Sequence[BackendWork], limit: float) -> BackendWork:
-        """All of them as one."""
+        """One work that is done when all of `several` are. limit: seconds, as for `wait`."""
         parcels = [parcel for each in several for parcel in each._parcels]
         outputs = [output for each in several for output in each._outputs]
         number = max((each._number for each in several), default=0)
@@ -105,7 +105,7 @@ class BackendWork(Work):
     _source_rank = source_rank
 
     def get_future(self) -> Future[Any]:
-        """Completed without anybody waiting, at once where the results are there; its value is their list."""
+        """A future of the list of results. It completes without anybody waiting, at once if the results are there."""
         with self._lock:
             if self._future is None:
                 self._future = Future()
@@ -124,7 +124,7 @@ class BackendWork(Work):
                 self._fulfil(error)
 
     def _fulfil(self, error: BaseException | None) -> None:
-        """Complete the future, if there is one that is not. Under the lock."""
+        """Complete the future if there is one and it is not complete yet. The caller holds the lock."""
         if self._future is None or self._future.done():
             return
         if error is not None:
@@ -133,7 +133,8 @@ class BackendWork(Work):
             self._future.set_result(self._outputs)
 
     def _settle(self, limit: float) -> None:
-        """Under the lock."""
+        """Deliver the results once the transfers are done, or keep their error. The caller holds the lock. limit:
+        seconds to wait; 0 or less: no limit."""
         if self._settled:
             return
         deadline = time.monotonic() + (limit if limit > 0 else LONG)
@@ -179,7 +180,7 @@ class PendingWorks:
         self._waiters = Waiters("dadt-futures")
 
     def add(self, delivery: BackendWork) -> BackendWork:
-        """Hold it, and with it the memory that it reads and writes, until it is done."""
+        """Keep the work, and the memory that it reads and writes, alive until it is done."""
         self._flying.add(delivery)
         for each in list(self._flying):
             each.is_completed()
@@ -189,8 +190,8 @@ class PendingWorks:
         self._flying.discard(delivery)
 
     def complete_later(self, delivery: BackendWork) -> None:
-        """By a thread of Python's: completing a future takes the GIL, which no thread of the core's does. By one of its
-        own, as what hangs on a future may wait for another one."""
+        """Complete the work's future in a Python thread of its own: that needs the GIL, which the core's threads never
+        take, and a callback of one future may wait for another future."""
         self._waiters.run(delivery.complete)
 
     def announce(self, number: int) -> None:

@@ -24,7 +24,7 @@ _BOOL = {"sum": "max", "max": "max", "min": "min", "product": "min"}
 """Reductions of bools, as bytes: a sum is a logical or, a product an and."""
 
 Piece = tuple[int, int]
-"""Address, bytes."""
+"""A range of memory: its address, and its length in bytes."""
 
 
 class Work(Protocol):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Pending:
-    """A verb under way. `wait` once or more often, from any thread; the result is made at the first."""
+    """An operation under way. Any thread may `wait`, once or more often; the first wait makes the result."""
 
     def __init__(self, work: Work, call: Operation) -> None:
         self._work = work
@@ -30,7 +30,7 @@ class Pending:
         return self._work.done
 
     def wait(self, timeout: float) -> Any:
-        """The verb's result. Raises the engine's first error, or CommTimeout after `timeout` seconds."""
+        """The operation's result. Raises the engine's first error, or CommTimeout after `timeout` seconds."""
         self._work.wait(timeout)
         with self._lock:
             if self._call is not None:
@@ -55,7 +55,7 @@ class OrderedGroup:
 
     @property
     def calls(self) -> int:
-        """How many verbs this rank has started."""
+        """Number of operations that this rank has started."""
         return self._calls
 
     @property
@@ -63,7 +63,7 @@ class OrderedGroup:
         return self._connection.mail
 
     def submit(self, call: Operation) -> Pending:
-        """Start the verb."""
+        """Start the operation, without waiting for it."""
         self._calls += 1
         # The name is compared between ranks, and with it what the call says of itself: scripts may differ in both.
         engine = self._connection.engine_of(call.kind)

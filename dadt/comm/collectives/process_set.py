@@ -153,7 +153,8 @@ class ProcessSet:
             return f"{call} after join {self._joins}" if self._joins else call
 
     def joined(self) -> None:
-        """All ranks have: some have made more calls than others, which are numbered anew."""
+        """Call this when all ranks have joined. It restarts the numbering of calls without a name, as some ranks may
+        have made more of them than others."""
         with self._lock:
             self._calls = itertools.count(1)
             self._joins += 1

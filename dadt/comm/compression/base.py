@@ -24,4 +24,4 @@ class Codec(Protocol):
         """(blocks, BLOCK) of float32 to (blocks, block_bytes) of uint8, on their device."""
 
     def decode(self, wire: torch.Tensor) -> torch.Tensor:
-        """Decode the bytes."""
+        """(blocks, block_bytes) of uint8, as `encode` gives them, to (blocks, BLOCK) of float32, on their device."""

@@ -8,7 +8,7 @@ from dadt import _core
 
 
 class Short:
-    """bfloat16 or float16."""
+    """The codec that sends each value as a bfloat16 or float16."""
 
     def __init__(self, core: _core.Codec, dtype: torch.dtype) -> None:
         self.core = core

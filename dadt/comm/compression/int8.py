@@ -9,7 +9,7 @@ from dadt import _core
 _LEAST = 1e-30
 """Blocks of less are sent as zeros: what is divided by their scale would not be finite."""
 _SCALE = 4
-"""Bytes."""
+"""Bytes of a block's scale, a float32."""
 
 
 class Int8:

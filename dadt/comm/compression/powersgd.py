@@ -19,7 +19,8 @@ _DEPENDENT = 1e-4
 """A column of which no more is left, once those before are taken out, is nothing but their rounding."""
 _SEED = 1905_13727
 Learned = tuple[torch.Tensor, torch.Tensor | None]
-"""Of one matrix: the mean of Q over ranks, and what this rank has lost of its own part; None where that was none."""
+"""What one averaging of a matrix leaves: the mean of Q over ranks, and this rank's error, the part of its own matrix
+that P Q' does not represent. The error is None if the rank had no gradient, or one of weight 0."""
 
 
 class LowRank(Owing):

@@ -15,7 +15,7 @@ from dadt.config.extensions import EXECUTORS
 from dadt.world import World
 
 FAMILIES = {"c10d": "dadt.comm.executors.c10d:connect", "hierarchical": "dadt.comm.executors.hierarchical:connect"}
-"""Those that are named with a member, as c10d:ucc."""
+"""Executors that need a second name after a colon, as in c10d:ucc: the function that connects each."""
 
 
 def connect(config: Config, world: World, meet: Meet) -> Connection:

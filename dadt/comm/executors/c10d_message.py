@@ -29,7 +29,7 @@ class Message:
         self._target = target
         self._lock = threading.Lock()
         self.what = "a message"
-        """As errors call it."""
+        """What errors call this message."""
         self._ended: threading.Event | None = None
         self._error: Exception | None = None
 
@@ -43,7 +43,7 @@ class Message:
 
     @property
     def sender(self) -> int | None:
-        """None: any rank."""
+        """The rank from which the message is to come, as the caller asked; None if any rank may send it."""
         return self._source
 
     def stay(self, timeout: float) -> None:

@@ -17,7 +17,7 @@ class Parts(NamedTuple):
 
     codec: _core.Codec
     total: int
-    """Values."""
+    """Number of values in all parts together."""
     ranks: int
 
     @property
@@ -48,7 +48,7 @@ class Sum(NamedTuple):
     owed: int
     """Address of what this rank owes of all values; 0: nothing."""
     share: float
-    """The inverse of the rank's weight: the rank owes so many times what rounding the sum has lost."""
+    """The inverse of the rank's weight. What rounding the sum has lost is multiplied by it before the rank owes it."""
 
 
 def spread(executor: Executor, parts: Parts, rank: int, sum: Sum, every: torch.Tensor) -> None:

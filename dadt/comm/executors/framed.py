@@ -14,7 +14,7 @@ _BODY = 1 << 29
 """Tags of what follows a length: one for each message under way. The callers' are below."""
 _HEADS = torch.int64
 _LONGEST = 1 << 40
-"""Bytes: more is no message, but would be asked of the memory."""
+"""Most bytes of a message. A received length above this is refused, as that much memory would be allocated."""
 
 
 class FramedMessages:
@@ -48,7 +48,7 @@ class FramedMessages:
 
 
 class Sent:
-    """Has the methods of a torch.distributed Work that Message needs."""
+    """A message that is being sent. It has the methods of a torch.distributed Work that Message needs."""
 
     def __init__(self, works: list[Any], head: torch.Tensor, rank: int) -> None:
         self._works = works
@@ -64,7 +64,7 @@ class Sent:
 
 
 class Received:
-    """As Sent."""
+    """A message that is being received. It has the methods of a torch.distributed Work that Message needs."""
 
     def __init__(self, group: Any, work: Any, head: torch.Tensor, tensor: torch.Tensor, peer: int | None) -> None:
         self._group = group

@@ -24,7 +24,8 @@ Made = TypeVar("Made")
 
 
 class Meet(Protocol):
-    """Each key once. Both `exchange` and `get` wait for the peers, and raise StartTimeout where they do not come."""
+    """How a rank exchanges bytes with its peers before a library connects them. Each key is used once. `exchange` and
+    `get` wait for the peers, and raise StartTimeout if they do not come."""
 
     @property
     def secret(self) -> bytes:
@@ -32,11 +33,11 @@ class Meet(Protocol):
 
     @property
     def outdated(self) -> bool | None:
-        """Some of these ranks were lost, and others train on: what waits for all of them waits in vain. None: that
-        cannot be."""
+        """True once some of these ranks are lost and the job continues without them, so waiting for all is pointless.
+        None if the job cannot lose ranks."""
 
     def look(self, what: str, waited: float) -> None:
-        """This rank has waited so many seconds for its peers in something else, as in a library: tell of it."""
+        """Report that this rank has waited this many seconds for its peers in something else, such as a library."""
 
     def exchange(self, key: str, blob: bytes) -> list[bytes]:
         """Every rank's bytes, by rank."""
@@ -85,9 +86,9 @@ class AllRanks:
     timeout: float
     """Seconds within which the peers must come."""
     has_lost: Callable[[], bool] | None = None
-    """Whether some were lost since; None where others do not train on then."""
+    """Whether some ranks have been lost since; None if the job cannot go on without lost ranks."""
     tell: Callable[[str, float], None] = lambda what, waited: None
-    """As `look`."""
+    """The function that `look` calls."""
 
     def look(self, what: str, waited: float) -> None:
         self.tell(what, waited)

@@ -32,7 +32,7 @@ class SharedMemoryMessages:
             return self._keep(self._mailbox.receive(*_memory(tensor), -1 if peer is None else peer, tag), tensor)
 
     def abort(self) -> None:
-        """Here and on the peers."""
+        """Fail all messages under way, on this rank and on its peers."""
         self._mailbox.abort("a rank is lost", lost=True)
 
     def close(self) -> None:
@@ -65,7 +65,7 @@ class NoPointToPoint:
         return Unsent(peer or 0)
 
     def abort(self) -> None:
-        """Nothing waits."""
+        """Does nothing, as no message is ever under way."""
 
 
 class Unsent:
@@ -77,9 +77,9 @@ class Unsent:
         self.source = source
 
     def wait(self, timeout: float) -> None:
-        """Nothing: it is done."""
+        """Returns at once, as nothing is to be moved."""
 
 
 def _memory(tensor: torch.Tensor) -> tuple[int, int]:
-    """Address and bytes."""
+    """The address of the tensor's memory, and its length in bytes."""
     return tensor.data_ptr(), tensor.numel() * tensor.element_size()

@@ -86,7 +86,7 @@ def prove(
 
 
 class Proof:
-    """One rank's side. What it has found counts once `ended` is set."""
+    """One rank's side of the proof that all ranks know the job's secret. Its results are valid once `ended` is set."""
 
     def __init__(self, executor: Executor, secret: bytes, rank: int, size: int, name: str) -> None:
         self._executor = executor
@@ -97,7 +97,7 @@ class Proof:
         self.ended = threading.Event()
         self.error: Exception | None = None
         self.false: list[int] = []
-        """Whose answers were wrong."""
+        """The peers whose answers were wrong."""
 
     @property
     def silent(self) -> list[int]:
@@ -105,7 +105,7 @@ class Proof:
         return [peer for peer, each in enumerate(self._received) if peer != self._rank and not each.any()]
 
     def run(self) -> None:
-        """Raises nothing."""
+        """Exchange the proofs with all peers, then set `ended`. Exceptions are kept in `error`, not raised."""
         try:
             self._run()
         except Exception as error:  # noqa: BLE001 (whatever the library raises; told by who waits)

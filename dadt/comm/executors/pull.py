@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 
 _HEADER = struct.Struct("<IId")  # crc32 of what must be equal, bytes of the lane, weight
 _TORCH = {core.name: dtype for dtype, core in reversed(DTYPES.items())}
-"""By name of the core's, which has neither complex numbers nor bools."""
+"""The torch dtype for each name of a dtype of the core, which has neither complex numbers nor bools."""
 _SMALL = 32 * 1024
-"""Up to so many bytes everybody gets everything and reduces it: one round trip in place of two, and rank order."""
+"""Up to this many bytes, each rank gets all ranks' values and reduces them itself, in rank order: one round trip, not
+two."""
 _SHORT = 48
 """Bytes of an allgather that travel with its lengths."""
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 _ESTABLISHED = "01"
 _MOST = 3
-"""Strangers that are named."""
+"""Most strangers that an error names."""
 
 
 class Socket(NamedTuple):
@@ -24,8 +24,8 @@ class Socket(NamedTuple):
 
 
 def strangers(job: str, is_known: Callable[[bytes], bool]) -> str:
-    """Those at the other ends of this process's connections that are no processes of the job: "10.0.0.3:4711 (process
-    12, nc)". Empty where none is known. is_known: whether these bytes are the address of a host of the job."""
+    """Names what is connected to this process and is no process of the job, as "10.0.0.3:4711 (process 12, nc)"; empty
+    if nothing is known to be. is_known: whether an address, as bytes, is that of a host of the job."""
     if not job:  # nothing tells its processes from others
         return ""
     table = list(_sockets())
@@ -53,7 +53,7 @@ def _sockets() -> Iterator[Socket]:
 
 
 def _inodes(pid: str) -> set[str]:
-    """Of the sockets that a process has; none where it is another user's."""
+    """The inode numbers of the sockets that a process has open; empty if it is another user's process."""
     found = set()
     with suppress(OSError):
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():

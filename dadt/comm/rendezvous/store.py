@@ -54,7 +54,7 @@ class Found:
     own: str = LOOPBACK
     """This host's address on the way to rank 0."""
     other: str = LOOPBACK
-    """Rank 0's."""
+    """The address of rank 0's host on the way from this host."""
     secret: bytes = b""
     """A secret that only ranks of this job know; empty if strangers may have learnt it."""
     server: Server | None = None

@@ -260,11 +260,12 @@ class StoreClient:
         return "there" if self._has(key) else "write"
 
     def listen(self, hear: Callable[[Frame], None]) -> bool:
-        """Nobody tells: mpirun, srun and torchrun end all ranks when one of them dies."""
+        """Listens to nothing and returns False: no agent reports dead ranks here, as mpirun, srun and torchrun end all
+        ranks when one of them dies."""
         return False
 
     def stop_listening(self) -> None:
-        """Nobody tells."""
+        """Does nothing, as `listen` has started nothing."""
 
     def close(self) -> None:
         """Close the line to rank 0, whose values end with its process."""

@@ -142,7 +142,7 @@ class Server:
         return Asked(ours, None, timeout)
 
     def close(self) -> None:
-        """Idempotent."""
+        """End the process that holds the values, and wait for its end. May be called again."""
         self._line.close()
         self._process.wait()
 

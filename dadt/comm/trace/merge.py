@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _EVENT = re.compile(rb'\{"ts":(-?[0-9]{1,20}(?:\.[0-9]{1,20})?),(.*)', re.DOTALL)
 _PIECE_BYTES = 4 * 2**20
 _ALL_PIECES_BYTES = 64 * 2**20
-"""Bytes that rank 0 holds at a time."""
+"""Most bytes of all ranks' parts that rank 0 holds in memory at a time."""
 
 
 def merge(timeline: Timeline, peers: Peers, members: Sequence[int]) -> str:
@@ -53,7 +53,7 @@ class Merge:
         """Why this rank's part is not in it, or not all of it."""
 
     def run(self) -> str:
-        """See `merge`."""
+        """Merge the parts, and return what the user should know of it. A failure leaves the parts as they are."""
         try:
             return self._run()
         except (CommError, OSError, RuntimeError) as error:

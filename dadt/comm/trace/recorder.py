@@ -25,7 +25,7 @@ _TRAINING, _QUEUE, _FIRST_ENGINE = 1, 2, 3
 """Tracks; as in csrc/timeline.h."""
 _DRAIN_SECONDS = 1.0
 _MOST_WAITS = 4096
-"""Of one step."""
+"""Most waits of one step that are recorded; of more, the last ones."""
 
 
 class Timeline:
