@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 KNOBS = {"all_reduce_executor": "allreduce_executor", "timeline_path": "timeline"}
 """Arguments of `init` that are spelt otherwise in Config."""
 CLOSE_SECONDS = 10.0
-"""At exit, for what is still pending."""
+"""Seconds that a script that ends without `shutdown` waits for operations still pending."""
 MOST_TAG = 1 << 18
 """The greatest tag of a caller's message. Some MPIs take tags up to 2**19 only."""
 _LOCAL_TAG = MOST_TAG + 1
 
 
 class Session:
-    """One per process. All ranks make theirs together."""
+    """What `init` makes, once per process. All ranks make theirs together."""
 
     def __init__(self, knobs: Mapping[str, Any]) -> None:
         """knobs: arguments of `init`. Raises ConfigError where they are wrong or differ between ranks, StartTimeout
@@ -68,7 +68,7 @@ class Session:
 
     @property
     def cross_size(self) -> int:
-        """How many hosts there are."""
+        """Number of hosts on which the ranks run."""
         return len(set(self._hosts))
 
     @property
@@ -108,7 +108,7 @@ class Session:
         return made
 
     def remove(self, chosen: ProcessSet) -> None:
-        """Close it. Idempotent."""
+        """Close the connection of a set of ranks. Raises ValueError for the set of all ranks. May be called again."""
         if chosen is self.all:
             raise ValueError("remove_process_set: the set of all ranks ends with dadt.shutdown()")
         if chosen in self._sets:

@@ -99,14 +99,14 @@ def check_restarts(most: int, nnodes: int) -> None:
 
 
 LEAST_TIMEOUT = 2.0
-"""Seconds."""
+"""Least seconds of `--heartbeat-timeout`, unless that is 0, and of `--orphan-timeout`."""
 NEVER = "never"
 AUTO = "auto"
 """Every 10 minutes, where a job can go on from snapshots by itself; else never."""
 
 
 def snapshot_interval(text: str) -> tuple[int, float]:
-    """Steps, or else seconds, between two snapshots. Raises ConfigError."""
+    """The steps between two snapshots and 0, or 0 and the seconds between them. Raises ConfigError."""
     if text == AUTO:
         return 0, 600.0
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(steps?|s|min|h)", text)
@@ -119,7 +119,7 @@ def snapshot_interval(text: str) -> tuple[int, float]:
 
 
 def check_snapshots(every: str, algorithm: str) -> None:
-    """Raises ConfigError."""
+    """Raises ConfigError where `--snapshot-every` is not valid, or the algorithm cannot take snapshots."""
     if every in (NEVER, AUTO):
         return
     snapshot_interval(every)

@@ -17,12 +17,12 @@ _PACEABLE = ("auto", "gloo", "null", "")
 
 
 def rate_of(link: str) -> float:
-    """Bits per second, 0 without a link. Raises ConfigError."""
+    """The bits per second of `--link`; 0 if it is empty. Raises ConfigError."""
     return _number("--link", link, RATE, "a speed as 100mbit, 1gbit or paced:1gbit") if link else 0.0
 
 
 def latency_of(latency: str) -> float:
-    """Seconds. Raises ConfigError."""
+    """The seconds of `--latency`; 0 if it is empty. Raises ConfigError."""
     return _number("--latency", latency, LATENCY, "a time as 500us or 5ms") if latency else 0.0
 
 

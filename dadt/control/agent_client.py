@@ -253,7 +253,7 @@ class Control:
                 hear(frame)
 
     def close(self) -> None:
-        """Hang up. Idempotent."""
+        """Close the connection for reports to the agent. May be called again."""
         self._reports.close()
 
     def _report(self, kind: str, droppable: bool = False, **header: Any) -> None:

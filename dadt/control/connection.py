@@ -113,7 +113,8 @@ class Listener:
         return Reach(addresses=[*found, network.SAME_MACHINE], port=self.port, key=self._key, silence=self._silence)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stop accepting connections, end the listening thread, and drop connections that have not proved themselves.
+        May be called again."""
         if not self._closed:
             self._closed = True
             _shut(self._entrance.server)  # wakes the thread

@@ -22,9 +22,9 @@ class Heartbeat:
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self.close = weakref.finalize(self, os.close, self._file)
-        """Idempotent."""
+        """Closes the file, as the object's end does. May be called again."""
         self._records: mmap.mmap | None = None
-        """Mapped by writers only: a reader would crash if another process truncated the file."""
+        """The mapped file, in writers only: a reader would crash if another process truncated the file."""
 
     @classmethod
     def create(cls, path: Path, local_size: int) -> Heartbeat:

@@ -33,7 +33,7 @@ class Folder:
     def __init__(self, path: Path, lock: int, guard: Guard | None) -> None:
         """lock: a descriptor of the folder, by which it is locked."""
         self.removed = False
-        """Somebody else has removed it since, with what it held."""
+        """Somebody else has removed the folder since, with all that it held."""
         self._freshened = time.monotonic()
         self.path = path
         self.job = path.name
@@ -120,7 +120,7 @@ class Folder:
         return self.path / "function"
 
     def remove(self) -> None:
-        """Idempotent."""
+        """Remove the folder with all that it holds, and end its guard, if it has one. May be called again."""
         self._release()
         shutil.rmtree(self.path, ignore_errors=True)
         if self._guard is not None:

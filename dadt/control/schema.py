@@ -44,7 +44,7 @@ def matching(pattern: re.Pattern[str]) -> Check:
 
 
 def is_address(value: Any) -> bool:
-    """Of IP, without a name to look up."""
+    """Whether it is the text of an IPv4 or IPv6 address; names of hosts are not."""
     try:
         return isinstance(value, str) and bool(ipaddress.ip_address(value))
     except ValueError:

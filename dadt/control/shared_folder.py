@@ -24,11 +24,11 @@ class Marker:
             self._made = True
 
     def describe(self) -> dict[str, str]:
-        """What others look for; empty if there is no file."""
+        """The file's name and content, for which others look; empty if it could not be written."""
         return {"name": self.name, "content": self.content} if self._made else {}
 
     def seen(self, markers: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The numbers of those that lie in the folder of this host."""
+        """The indices of those markers whose files lie in the working folder of this host."""
         found = []
         for each in markers:
             with suppress(OSError, UnicodeDecodeError):
@@ -39,16 +39,17 @@ class Marker:
         return found
 
     def remove(self) -> None:
-        """Idempotent."""
+        """Remove the file, if it is there. May be called again."""
         with suppress(OSError):
             (self._folder / self.name).unlink(missing_ok=True)
 
 
 def writers(places: Mapping[int, tuple[int, int | None]], firsts: Collection[int] | None = None) -> dict[int, int]:
-    """By rank, who writes for good in its working folder: for ranks that share theirs with other hosts.
+    """For each rank whose working folder several hosts share: the rank that writes there for good. Other ranks are left
+    out.
 
-    places: of ranks, in order: its host, and the number of its working folder (None: not known). firsts: ranks that
-    write for good, by default all: the first of them in a folder does so there.
+    places: for each rank, in order, its host and the number of its working folder (None: not known). firsts: the ranks
+    that may write for good, by default all; the first of them in a folder does.
     """
     hosts: defaultdict[int, set[int]] = defaultdict(set)
     writer: dict[int, int] = {}

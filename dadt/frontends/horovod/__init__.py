@@ -8,4 +8,4 @@ from __future__ import annotations
 from dadt.frontends.horovod.runner import run as run
 
 __version__ = "0.28.1"
-"""Of Horovod's API."""
+"""The version of Horovod whose API this is."""

@@ -22,9 +22,9 @@ from dadt.train.runtime import Runtime
 
 _carriers: weakref.WeakKeyDictionary[Any, KerasCarrier] = weakref.WeakKeyDictionary()
 enlisted: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""Optimizers that a script which knows of ranks has wrapped, and by what it multiplies their averages."""
+"""Optimizers that the script has wrapped itself, and for each the factor by which its averages are multiplied."""
 _stepping: list[Any] = []
-"""The optimizers that apply averages just now."""
+"""The optimizers that are applying averages, the innermost last."""
 _installed: list[Runtime] = []
 BACKENDS = ("torch", "tensorflow")
 _told: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -83,8 +83,8 @@ def left_alone(optimizer: Any, runtime: Runtime) -> bool:
 
 
 def factor_of(optimizer: Any) -> int | None:
-    """By what its averages are multiplied, where a script that knows of ranks has wrapped it, or what it scales losses
-    for; else None."""
+    """The factor by which this optimizer's averages are multiplied; None unless the script has wrapped it, or the
+    optimizer within it where it only scales losses."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return enlisted.get(optimizer, enlisted.get(inner))
 
@@ -95,7 +95,7 @@ def fitted() -> Any:
 
 
 def momentum_of(optimizer: Any) -> dict[str, Any]:
-    """As in a group of torch's."""
+    """The optimizer's momentum and whether it is Nesterov's, as in a parameter group of torch."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     momentum: Any = getattr(inner, "beta_1", None) or getattr(inner, "momentum", 0.0)
     nesterov = getattr(inner, "nesterov", False) or type(inner).__name__ == "Nadam"
@@ -103,14 +103,16 @@ def momentum_of(optimizer: Any) -> dict[str, Any]:
 
 
 def divide_steps(iterator: Any, ranks: int) -> None:
-    """Of a `fit` that counts its steps itself, each rank takes its share. Once."""
+    """Divide the steps per epoch that the script gave to `fit` by the number of ranks, once. Without them, nothing
+    changes."""
     if iterator.steps_per_epoch and not getattr(iterator, "is_divided", False):
         iterator.steps_per_epoch = max(1, iterator.steps_per_epoch // ranks)
         iterator.is_divided = True
 
 
 def tell_of_schedule(optimizer: Any, runtime: Runtime) -> None:
-    """Where each rank takes its share of the steps."""
+    """Warn, once for each schedule of the learning rate, that it counts a worker's steps, which are a share of all
+    steps."""
     schedule = getattr(getattr(optimizer, "inner_optimizer", optimizer), "_learning_rate", None)
     if isinstance(schedule, importlib.import_module("keras").optimizers.schedules.LearningRateSchedule):
         if schedule not in _told and not runtime.world.rank:

@@ -84,7 +84,7 @@ def _nothing() -> None: ...
 _begun: list[bool] = []
 """Whether each `fit` under way has begun with its data."""
 _mirrors: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Mirror]] = weakref.WeakKeyDictionary()
-"""Of each optimizer, by the ids of the variables that it is given."""
+"""The Mirrors of each optimizer: one for each list of variables that it was given, by the ids of the variables."""
 
 
 def install(runtime: Runtime) -> None:
@@ -143,7 +143,7 @@ def _check(runtime: Runtime) -> None:
 
 
 def _displacement(optimizer: Any, variables: Sequence[Any], runtime: Runtime, prediction: Any) -> Any:
-    """What predicts its variables; None where nothing does."""
+    """The Displacement that predicts the optimizer's variables; None if nothing predicts them."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if runtime.config.algorithm != "pipe" or inner.gradient_accumulation_steps:
         return None
@@ -152,7 +152,7 @@ def _displacement(optimizer: Any, variables: Sequence[Any], runtime: Runtime, pr
 
 
 def _others(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
-    """What has predicted some of these variables otherwise, and gives way to what trains them now."""
+    """The Displacements that predict some of these variables for another optimizer or list: this step replaces them."""
     ids = set(map(id, variables))
     which = _mirrors[optimizer].get(tuple(map(id, variables)))
     every = [mirror for mirrors in _mirrors.values() for mirror in mirrors.values()]
@@ -210,7 +210,7 @@ def _average_at(optimizers: Any, runtime: Runtime, tf: Any, prediction: Any) -> 
 
 
 def _without_xla(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
-    """XLA cannot call back to Python."""
+    """Make `compile` of a model leave XLA off, as XLA cannot call back to Python."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)

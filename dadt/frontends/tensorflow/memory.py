@@ -9,7 +9,7 @@ import torch
 
 
 def to_torch(value: Any) -> torch.Tensor:
-    """A copy, of an eager tensor, a variable, an array or a number."""
+    """A copy of an eager tensor, a variable, an array or a number, as a tensor of torch in host memory."""
     array = np.array(value.numpy() if hasattr(value, "numpy") else value)
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
@@ -17,7 +17,7 @@ def to_torch(value: Any) -> torch.Tensor:
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Of the same memory where that is the host's."""
+    """The tensor as a NumPy array, in the same memory if that is the host's, else a copy."""
     tensor = tensor.detach().cpu()
     if tensor.dtype != torch.bfloat16:
         return tensor.numpy()

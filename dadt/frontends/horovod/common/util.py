@@ -25,7 +25,7 @@ def mpi_built(verbose: bool = False) -> bool:
 
 
 def gloo_built(verbose: bool = False) -> bool:
-    """Return True."""
+    """Return True: torch has Gloo."""
     return True
 
 
@@ -47,12 +47,12 @@ def num_rank_is_power_2(num_rank: int) -> bool:
 
 
 def split_list(items: Sequence[T], parts: int) -> list[Sequence[T]]:
-    """Divide into so many parts of nearly the same length."""
+    """Divide into `parts` parts of nearly the same length."""
     return [items[i * len(items) // parts : (i + 1) * len(items) // parts] for i in range(parts)]
 
 
 @contextmanager
 def env(**variables: str) -> Iterator[None]:
-    """Set environment variables for a while."""
+    """Set environment variables within a `with` block."""
     with patch.dict("os.environ", variables):
         yield

@@ -47,7 +47,7 @@ class _Steps:
             self.hooks.pop().remove()
 
     def before(self, *_: Any) -> None:
-        """The optimizer is about to step."""
+        """The optimizer is about to step: keep what the parameters are before it."""
         self._depth += 1
         if self._depth > 1:
             return
@@ -57,7 +57,8 @@ class _Steps:
         self._before = [p.detach().clone() for p in self.names]
 
     def after(self, *_: Any) -> None:
-        """It has stepped."""
+        """The optimizer has stepped: the parameters get what they were before, plus the Adasum of all ranks'
+        changes."""
         self._depth -= 1
         if self._depth:
             return
@@ -74,13 +75,13 @@ class _Steps:
 
 
 class _Adasum(Distributed):
-    """What such an optimizer has beside its own methods."""
+    """The methods that `wrap` adds to an optimizer."""
 
     def synchronize(self) -> None:
         """Gradients stay each rank's own, so there is nothing to wait for."""
 
     def skip_synchronize(self) -> NoReturn:
-        """Raises AssertionError."""
+        """Raises AssertionError, as in Horovod: there is no synchronization to skip."""
         raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
 
     def set_backward_passes_per_step(self, passes: int) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 TOGETHER_BYTES = 4 << 20
 """Gradients travel together up to this size, as the last layers' come long before the first ones'."""
 _numbers: defaultdict[tuple[Any, ...], Iterator[int]] = defaultdict(itertools.count)
-"""Of optimizers of the same process set whose parameters have the same names."""
+"""Numbers the optimizers whose process set and parameter names are the same, so that their tensors' names differ."""
 
 
 class Averaging:

@@ -29,12 +29,12 @@ class NoneCompressor(Compressor):
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """Return the tensor."""
+        """Return the tensor as it is, and no context."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """Return the tensor."""
+        """Return the tensor as it was received."""
         return tensor
 
 
@@ -53,7 +53,7 @@ class FP16Compressor(Compressor):
 
 
 class Compression:
-    """The choices."""
+    """The compressors that scripts choose from, as `hvd.Compression.fp16`."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

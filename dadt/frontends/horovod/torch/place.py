@@ -9,7 +9,7 @@ from dadt.api import lifecycle
 from dadt.config import Config
 
 _numbers: dict[str, int] = {}
-"""By the names of the functions below; empty before `init` and after `shutdown`."""
+"""This rank's numbers by the names of the functions that return them; empty before `init` and after `shutdown`."""
 
 
 def begin() -> dict[str, int]:
@@ -30,7 +30,7 @@ def begin() -> dict[str, int]:
 
 
 def end() -> None:
-    """Forget them."""
+    """Forget this rank's numbers, as at `shutdown`."""
     _numbers.clear()
 
 

@@ -56,7 +56,7 @@ class ProcessSet:
 
 
 class _Global(ProcessSet):
-    """All ranks."""
+    """The set of all ranks, which is there without being added."""
 
     process_set_id = 0
 

@@ -1,4 +1,4 @@
-"""Functions in threads."""
+"""Horovod's `in_thread`, which calls a function in a new thread."""
 
 from __future__ import annotations
 
