@@ -15,7 +15,7 @@ from torch import nn
 
 WIDTH = 1000
 LAYERS = 25
-"""Of 4 MB each."""
+"""Number of layers, each with weights of 4 MB."""
 EXCHANGE = 0.84
 """Seconds that two hosts need for 100 MB each over 1 Gbit/s, with the headers of their packets."""
 PRODUCTS = 0.05
@@ -78,10 +78,10 @@ def even() -> tuple[Any, ...]:
 
 
 def half() -> tuple[Any, ...]:
-    """Half as long."""
+    """An exchange over 1 Gbit/s takes half as long as a backward with its forward."""
     return asleep(LAYERS, 2 * EXCHANGE - PRODUCTS)
 
 
 def fourfold() -> tuple[Any, ...]:
-    """Four times as long: as long as four of them before a step."""
+    """An exchange over 1 Gbit/s takes as long as four backwards with their forwards, which a step may have."""
     return asleep(LAYERS, EXCHANGE / 4 - PRODUCTS)

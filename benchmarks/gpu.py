@@ -183,14 +183,14 @@ def train(asked: argparse.Namespace) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A contender's figures."""
+    """What one contender has reached with one model."""
 
     model: str
     name: str
     seconds: Any
-    """Of a step."""
+    """The interval of the seconds that a step takes."""
     per_first: Any
-    """Over those of the first contender, round by round."""
+    """The interval of these seconds over those of the first contender, taken round by round."""
     about: dict[str, Any]
 
 

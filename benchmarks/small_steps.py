@@ -62,9 +62,9 @@ class Row:
     tensors: int
     name: str
     seconds: Interval
-    """Of a step, of the slowest rank."""
+    """Seconds that a step takes on the slowest rank."""
     cpu: Interval
-    """The processor's, of the rank that needs the most."""
+    """Seconds of the processor that a step takes, on the rank that needs the most."""
     per_first: Interval
     """Seconds, over those of the first contender with this model."""
     cpu_per_first: Interval

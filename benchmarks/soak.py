@@ -104,7 +104,7 @@ class Life:
 
 
 def sampled(process: psutil.Process) -> Sample:
-    """Raises psutil.Error where it has ended."""
+    """What the process holds now. Raises psutil.Error if it has ended."""
     memory = process.memory_full_info()
     with process.oneshot():
         threads, descriptors = process.num_threads(), process.num_fds()
@@ -114,7 +114,7 @@ def sampled(process: psutil.Process) -> Sample:
 
 
 def processes(launcher: psutil.Process) -> Iterator[tuple[str, psutil.Process]]:
-    """Those of the job, each with its role."""
+    """The processes of the job, each with its role: launcher, agent or worker."""
     yield "launcher", launcher
     for process in launcher.children(recursive=True):
         try:
@@ -132,7 +132,7 @@ class Soak:
     """What has been seen of a job."""
 
     lives: dict[tuple[int, float], Life] = field(default_factory=dict)
-    """By pid and start, as pids come again."""
+    """What was seen of each process, by its pid and when it began, as pids come again."""
     losses: int = 0
     restarts: int = 0
     seconds: float = 0.0

@@ -11,7 +11,8 @@ QUANTILES = [
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
     *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
 ]
-"""Of t at 97.5 % with 1, 2, ... degrees of freedom; beyond 30 the last one, which is a little too wide."""
+"""Student's t at 97.5 % with 1, 2, ... degrees of freedom. Beyond 30 the last one serves, which is a little too
+wide."""
 
 
 class Interval(NamedTuple):
@@ -22,7 +23,7 @@ class Interval(NamedTuple):
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """Without limits where there is one value only."""
+    """The mean of the values and its 95 % interval, which is infinite for one value alone."""
     count = len(values)
     mean = statistics.fmean(values)
     if count < 2:

@@ -55,7 +55,7 @@ class Method:
         return cls(text, delayed=base != "sync", **given)  # type: ignore[arg-type]
 
     def share(self, ranks: int) -> float | None:
-        """Of the own gradient; None where displacements predict."""
+        """The weight of a rank's own gradient in its prediction; None if the last displacements predict."""
         if self.c is not None:
             return None
         return share_of(ranks) if self.own is None else self.own

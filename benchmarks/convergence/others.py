@@ -40,19 +40,19 @@ FLAGS = {
     "sync-int8": ["--algorithm", "sync", "--compression", "int8"],
     "real-pipe": [],
 }
-"""Of `dadt run`, by the name of the method."""
+"""For each method, the arguments of `dadt run` that choose it."""
 
 
 def checked(name: str) -> str:
-    """Raises ValueError where there is no such method."""
+    """The name itself. Raises ValueError if there is no such method."""
     if name not in FLAGS:
         raise ValueError(f"--others {name}: unknown; choose of {', '.join(FLAGS)}")
     return name
 
 
 def train(run: Run) -> dict[str, Any]:
-    """By real workers, each judged by its own weights; and the mean of these. `sync` in the simulator: it has the same
-    bits."""
+    """Train with real workers. Returns the mean of what each rank's own weights reach, and what the mean of all ranks'
+    weights reaches. Methods that are not in FLAGS, such as `sync`, run in the simulator, which gives the same bits."""
     if run.method not in FLAGS:
         return simulated(run)
     with tempfile.TemporaryDirectory(prefix="dadt-convergence-") as name:
@@ -65,7 +65,7 @@ def train(run: Run) -> dict[str, Any]:
 
 
 def averaged(run: Run, folder: Path) -> torch.nn.Module:
-    """With the mean of the ranks' weights and buffers, which is what a job of `gossip` or `local` ends with."""
+    """A model with the mean of the ranks' weights and buffers, which a job of `gossip` or `local` ends with."""
     files = [np.load(folder / f"rank{rank}.npz") for rank in range(run.ranks)]
     model = FAMILIES[run.family].begin(run.seed, run.rate)[0]
     model.load_state_dict({k: torch.as_tensor(np.mean([file[k] for file in files], axis=0)) for k in files[0]})

@@ -38,7 +38,7 @@ EXACT = ("bf16", "fp16", "int8")
 Key = tuple[str, float, int, str]
 """Family, rate, workers, method."""
 Outcomes = dict[int, dict[str, Any]]
-"""By seed."""
+"""What each training of one method has reached, by its seed."""
 
 
 class Row(NamedTuple):
@@ -50,7 +50,7 @@ class Row(NamedTuple):
     lost: Interval | None
     """Accuracy lost against another method with the same seeds; None where there is nothing to compare with."""
     added: Interval | None
-    """Loss added."""
+    """Loss added, against the same other method; None where there is nothing to compare with."""
 
     @property
     def met(self) -> str:

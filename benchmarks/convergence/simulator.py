@@ -42,16 +42,16 @@ class Simulation:
         """Averages under way: of gradients and of buffers, and whether gradients blew up when they were launched."""
         self.divergence = Divergence() if method.delayed and method.fall_back else None
         self.norm: float | None = None
-        """Of the averages that came last."""
+        """The norm of the averages of gradients that came last; None before, and once it has been looked at."""
         self.late = method.delayed
         """Gradients are late, once the warm-up is over: unless they blow up."""
         self.displacements: deque[Tensors] = deque(maxlen=2)
-        """By which the last updates moved the weights, the last one first."""
+        """How far the last two updates moved the weights, the last one first."""
         self.applied: Tensors | None = None
         self.fresh: list[Tensors] = []
         """Each rank's own gradients of the last step."""
         self.previous: list[Tensors] = []
-        """Of the step before, once they come late: what the last average is made of."""
+        """Each rank's own gradients of the step before, once averages are late: the last average is made of them."""
         self.step = 0
 
     def run(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class Simulation:
         return {**self.family.verdict(self.model), "curve": curve, "cpu_seconds": round(time.process_time() - begun, 1)}
 
     def take(self, batch: Batch) -> float:
-        """One step; the ranks' mean loss."""
+        """Take one step, and return the ranks' mean loss."""
         true = copies(self.parameters)
         self.predict()
         loss, gradients, statistics = self.average(batch, true)
@@ -193,7 +193,7 @@ def part(values: torch.Tensor, rank: int, size: int) -> torch.Tensor:
 
 
 def mean(ranks: list[Tensors]) -> Tensors:
-    """Over ranks, summed in their order."""
+    """The means over ranks, whose tensors are summed in the order of ranks."""
     means = []
     for values in zip(*ranks, strict=True):
         total = values[0].detach().clone()

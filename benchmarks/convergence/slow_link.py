@@ -136,7 +136,8 @@ def measure(network: Network, options: argparse.Namespace, seed: int, folder: Pa
 
 
 def shortest(link: Link, name: str, target: float, lengths: Sequence[int]) -> Outcome | None:
-    """Of the first schedule with which the loss is reached."""
+    """The outcome of the first of these schedules that reaches the target loss; None if none does. lengths: in
+    steps."""
     for steps in lengths:
         outcome = link.train(name, steps)
         if reached(outcome, target) is not None:

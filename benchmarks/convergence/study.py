@@ -18,7 +18,7 @@ from benchmarks.convergence.family import FAMILIES
 from benchmarks.convergence.simulator import simulate
 
 SWEEP_SEEDS = (1000, 1001, 1002)
-"""Of trainings that choose the learning rate: those that are compared have other seeds."""
+"""Seeds of the trainings that choose the learning rate. The trainings that are compared have other seeds."""
 SWEEP_RANKS = 2
 
 

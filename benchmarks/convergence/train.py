@@ -23,7 +23,7 @@ from benchmarks.convergence.family import FAMILIES, Batch
 
 
 def digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Of all bits of weights, buffers and optimizer state, by name."""
+    """Hashes of the bits of each weight, buffer and tensor of the optimizer's state, by name."""
     states = {"model": model.state_dict(), **optimizer.state_dict()["state"]}
     return {
         f"{of} {name}": hashlib.blake2b(value.contiguous().numpy().tobytes(), digest_size=8).hexdigest()

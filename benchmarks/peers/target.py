@@ -15,7 +15,8 @@ PLAIN, HOROVOD = ("plain",), ("horovod",)
 BARE = {"pipe": ("bare",), "pipe+bf16": ("bare-bf16",)}
 """What these have to pay at least for what Gloo does."""
 SLOW_LINKS = ("slow-link-sgd", "slow-link-adam")
-"""Of `benchmarks.convergence.slow_link` over 100 Mbit/s: seconds to the same loss, seed by seed."""
+"""Results of `benchmarks.convergence.slow_link` over 100 Mbit/s, as measurements: seconds to the same loss, seed by
+seed."""
 
 
 class Target(NamedTuple):
@@ -27,7 +28,7 @@ class Target(NamedTuple):
     limited: bool = False
     """The others can be no faster than the link."""
     forgiving: bool = False
-    """It is reached where the interval reaches it."""
+    """The target counts as reached if the upper end of the interval reaches it."""
 
 
 BF16 = ("ddp-bf16",)
@@ -69,12 +70,12 @@ def slow_link(seeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def seconds(measurement: Mapping[str, Any], name: str) -> list[float]:
-    """Of a step of the contender, by round."""
+    """The seconds of the contender in each round."""
     return list(measurement["contenders"][name]["seconds"])
 
 
 def fastest(measurement: Mapping[str, Any], names: Sequence[str]) -> str | None:
-    """Of those that were measured, by its median."""
+    """The measured one of these contenders with the least median of seconds; None if none was measured."""
     there = [name for name in names if name in measurement["contenders"]]
     return min(there, key=lambda name: statistics.median(seconds(measurement, name)), default=None)
 

@@ -6,7 +6,8 @@ import sys
 from typing import Any
 
 asked_for = False
-"""The program imports dadt itself. Under mpirun, srun or torchrun this is what makes it train data-parallel."""
+"""Whether the program imports dadt itself, which under mpirun, srun or torchrun is what makes it train
+data-parallel."""
 _MULTIPROCESSING = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "multiprocessing.spawn")
 
 
@@ -37,14 +38,15 @@ def hook() -> None:
 
 
 def _end_by(error: Exception) -> None:
-    """Out of torch's import an exception would come as another one, with advice by which DADT would be turned off."""
+    """Show the error and end this worker: torch's import would turn an exception into another one, with the advice to
+    turn DADT off."""
     sys.last_value = error
     sys.excepthook(type(error), error, error.__traceback__)
     raise SystemExit(1)
 
 
 def _offer_backend() -> None:
-    """init_process_group("dadt") works from here on, also in children."""
+    """Register the backend, so that init_process_group("dadt") works from here on, also in child processes."""
     import torch.distributed as dist
 
     def create(options: Any, own: Any) -> Any:
@@ -58,7 +60,8 @@ def _offer_backend() -> None:
 
 
 def _hook_elsewhere() -> None:
-    """Outside `dadt run`."""
+    """Start training under another launcher, such as torchrun or mpirun. Does nothing in a world of one, or in a
+    program that has imported dadt_cli."""
     from dadt.config import Config
     from dadt.errors import DadtError
     from dadt.world import World

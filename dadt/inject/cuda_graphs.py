@@ -14,7 +14,7 @@ from dadt.train.runtime import Runtime
 
 _OPTION = "triton.cudagraphs"
 _MODES = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
-"""Of torch.compile, and what is the same without graphs."""
+"""Modes of torch.compile that make CUDA graphs, each with the mode that is the same without graphs."""
 _BACKENDS = {"cudagraphs": "aot_eager"}
 
 

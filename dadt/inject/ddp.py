@@ -15,7 +15,8 @@ from dadt.errors import DadtError
 from dadt.train.runtime import Runtime
 
 _SHARDING = ("FullyShardedDataParallel", "FSDPModule", "DistributedDataParallel")
-"""By name, and the last one for other libraries' classes of that name."""
+"""Names of classes that shard parameters or average gradients themselves. The last one is for other libraries' classes
+of that name, not torch's DDP."""
 _QUIET = {
     "require_backward_grad_sync": False,
     "require_forward_param_sync": False,

@@ -15,7 +15,7 @@ concurrent.futures' pools, and of joblib's."""
 
 class Chain(NamedTuple):
     cause: BaseException
-    """The innermost exception."""
+    """The exception from which all others were raised."""
     around: list[str]
     """Texts of those that were raised from it, from the outermost one inwards."""
     context: str

@@ -13,11 +13,11 @@ class ExitText:
 
     def __init__(self) -> None:
         self.fails = False
-        """The last call was to end the process with another code than 0."""
+        """Whether the last call was to end the process with another code than 0."""
         self.text = ""
-        """Of the last call; empty if it was given a number, or nothing."""
+        """The text given to the last call; empty if it was given a number, or nothing."""
         self.frame: dict[str, Any] | None = None
-        """Where that was: {file, line, function, text}."""
+        """Where the script made the call that gave the text, as {file, line, function, text}; None without a text."""
 
     def install(self) -> None:
         original = sys.exit

@@ -241,7 +241,7 @@ class Modules:
         return mine
 
     def loaded(self, module: nn.Module, mine: Iterable[Attachment]) -> None:
-        """Called after load_state_dict()."""
+        """Call this after load_state_dict(): forget the weights and buffers from before. mine: from `reveal`."""
         for attachment in mine:
             attachment.loaded()
         for m in module.modules():

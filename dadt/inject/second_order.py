@@ -30,19 +30,19 @@ class _WithGraph(torch.autograd.Function):
 
 
 class Derivatives:
-    """Those that steps take."""
+    """The derivatives that optimizers take of their gradients within a step: averages them over ranks."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._weight: float | None = None
-        """What counts of this rank in the step under way; None where it differentiates nothing."""
+        """This rank's weight in the averages of the step under way; None if the step differentiates nothing."""
         self._taken = 0
 
     def install(self) -> None:
         torch.autograd.grad = self._averaged(torch.autograd.grad)
 
     def of(self, attachment: Attachment) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Parameters with gradients that have a graph, and these."""
+        """The optimizer's parameters whose gradients have a graph, each with that gradient."""
         self._weight = None
         found = [(p, p.grad) for p in attachment.parameters if p.grad is not None and p.grad.grad_fn is not None]
         if found:
@@ -50,7 +50,7 @@ class Derivatives:
         return found
 
     def give_graphs(self, own: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Averages have come in the place of these gradients."""
+        """Call this when averages have replaced these gradients: gives the averages the gradients' graphs."""
         for p, gradient in own:
             if p.grad is not None:
                 with torch.enable_grad():

@@ -63,12 +63,12 @@ class Entropy:
         self._rank, self._streams = rank, streams
         self._pid = os.getpid()
         self._asked: Counter[str] = Counter()
-        """How often each place has."""
+        """How often each place in the script has asked for a seed."""
         self._scripts: set[int] = set()
         """Seeds that the script itself has asked for, not a library that sweeps."""
         self._parted: set[tuple[int, str]] = set()
         self._random: WeakSet[random.Random] = WeakSet()
-        """The script's own."""
+        """Generators of Python's class random.Random that got their seed here, as the script itself made them."""
         self._torch: deque[torch.Generator] = deque(maxlen=KEPT_GENERATORS)
         self._is_trained = self._is_scripts_data = False
         """Nothing that the script trains on comes through a DataLoader: its generators choose it."""
@@ -270,7 +270,7 @@ def _place(asker: FrameType) -> str:
 
 
 def _line(frame: FrameType) -> str:
-    """Without the folder, which may be another one on each host."""
+    """The file, function and line of a frame; without the folder, which may differ between hosts."""
     code = frame.f_code
     return f"{os.path.basename(code.co_filename)}:{code.co_name}:{frame.f_lineno}"  # noqa: PTH119 (no object for each)
 
@@ -280,14 +280,14 @@ def _mixed(seed: int | str, rank: int) -> int:
 
 
 def _set_method(kind: type, name: str, method: Callable[..., Any]) -> None:
-    """Of a class that is written in C, which does not let its attributes be set."""
+    """Replace a method of a class that is written in C, whose attributes Python does not let anyone set."""
     attributes = gc.get_referents(kind.__dict__)[0]
     attributes[name] = method
     ctypes.pythonapi.PyType_Modified(ctypes.py_object(kind))
 
 
 def install(rank: EntropyRank, streams: Streams) -> Entropy:
-    """In a world of one, and where the script seeds by itself, nothing is changed."""
+    """Install the seeds in the places of the system's entropy. Nothing is changed unless `streams` is enabled."""
     entropy = Entropy(rank, streams)
     if streams.enabled:
         entropy.install()

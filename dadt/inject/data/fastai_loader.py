@@ -38,7 +38,7 @@ class FastaiLoaders:
         self._runtime = loaders.runtime
 
     def patch(self, module: Any) -> None:
-        """module: fastai.data.load."""
+        """Patch fastai's DataLoader. module: the imported fastai.data.load."""
         kind = module.DataLoader
         iterate, length = kind.__iter__, kind.__len__
 

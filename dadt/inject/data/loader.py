@@ -52,7 +52,7 @@ from dadt.inject.data.stream import Counted, Here, Split, StreamFeed, lives_on, 
 from dadt.inject.data.view import without_end
 
 LISTED = 3
-"""Loaders alike that are told of."""
+"""Most loaders named to the user: of those with one sentence, and of those that train when ranks were lost."""
 
 
 class Loaders:
@@ -155,7 +155,7 @@ class Loaders:
         return kind
 
     def missing(self, lost: int) -> str:
-        """As of Runtime."""
+        """Says what becomes of the data of `lost` lost workers, as `Runtime.missing`."""
         loaders = [(role, each) for each, role in self.roles.items() if isinstance(each, DataLoader)]  # not fastai's
         trained = [(role.name, samples_of(each)) for role, each in loaders if role.kind == TRAINS]
         return missing(self.runtime, lost, trained[:LISTED])
@@ -346,7 +346,7 @@ class Loaders:
         return StreamFeed(batches, self.runtime, self.streams, role.name, nominal, steps, here, over)
 
     def _stream_over(self, loader: Loader, role: Role, steps: int) -> None:
-        """A pass over a stream has ended after so many."""
+        """A pass over a stream has ended after `steps` steps."""
         if loader.num_workers:
             with suppress(TypeError, NotImplementedError):
                 role.steps = {len(cast(Sized, loader.dataset)): steps}

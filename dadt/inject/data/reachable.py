@@ -14,16 +14,16 @@ import torch
 from dadt.inject.failure import is_users
 
 DEPTH = 8
-"""Steps from one object to the next."""
+"""Most steps from the data set to an object, each from one object to the next."""
 MOST = 10_000
-"""Objects that are looked at."""
+"""Most objects that are looked at."""
 ELEMENTS = 64
-"""Of a container that are looked at: transforms are few, and samples may be millions."""
+"""Most elements of a container that are looked at: transforms are few, and samples may be millions."""
 PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.Tensor, np.ndarray, ModuleType, type)
 
 
 def reachable(root: Any) -> Iterator[Any]:
-    """Each object once."""
+    """The objects that can be reached from `root`, each once, nearest first."""
     seen: set[int] = set()
     level = [root]
     for _ in range(DEPTH):
@@ -63,6 +63,6 @@ def _named(function: FunctionType) -> Iterator[Any]:
 
 @functools.cache
 def _methods(kind: type) -> list[FunctionType]:
-    """Those that the user has written."""
+    """The methods of a class, inherited ones too, that the user has written, rather than a library."""
     members = [member for base in kind.__mro__ for member in vars(base).values()]
     return [each for each in members if isinstance(each, FunctionType) and is_users(each.__code__.co_filename)]

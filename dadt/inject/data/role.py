@@ -20,28 +20,30 @@ TRAINS, EVALUATES, ALONE = "trains", "evaluates", "alone"
 
 
 class Role:
-    """The state of one loader."""
+    """What is known of one DataLoader: what it is for, and how its passes are read."""
 
     def __init__(self, number: int, runtime: LoadingRank) -> None:
         self.number = number
         self.name = f"DataLoader #{number}"
         self.kind = ""
-        """Empty until it is fixed."""
+        """TRAINS, EVALUATES or ALONE; empty until it is fixed for good."""
         self.gives_all = False
-        """In its latest pass."""
+        """Whether its latest pass gives every rank everything, rather than each its share."""
         self.drawn: Drawn | None = None
-        """What the iterator of its latest pass has drawn, if it was made before that began."""
+        """The random numbers that the iterator of its latest pass has drawn, if it was made before the pass began; else
+        None."""
         self.has_trained = False
         self.is_doubted = False
-        """It evaluates unless a backward follows."""
+        """It counts as evaluating in this pass, but trains if a backward follows."""
         self.views: dict[bool, Loader] = {}
-        """The views by which it gives all, and each rank its share."""
+        """The loader's views, by whether they give everything, or each rank its share."""
         self.division = begun(runtime)
-        """Among whom its latest pass was divided."""
+        """The ranks among which its latest pass was divided."""
         self.feed: Feed | None = None
-        """The feed of persistent workers."""
+        """The feed, kept from pass to pass, of a loader with persistent workers; else None."""
         self.steps: dict[int, int] = {}
-        """Of the last whole pass over a stream with worker processes, by the samples that it then had."""
+        """Number of steps of the last whole pass over a stream that worker processes read, by the stream's length in
+        samples."""
 
 
 def sentence(loader: Loader, role: Role, size: int, takers: int) -> str:

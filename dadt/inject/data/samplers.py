@@ -64,7 +64,8 @@ def left_out_of(loader: Loader, ranks: int) -> int:
 
 
 def share_of(batch_sampler: Any, rank: int, size: int, shares: int, *, divided: bool) -> PerRank | Batches | Divided:
-    """Of the rank at this place among `size` readers. divided: each batch, in place of batches of one's own."""
+    """The batches of the rank whose place among `size` readers is `rank`. divided: each rank reads a part of every
+    batch of the script, rather than whole batches. shares: the shares of a step, which may be more than its readers."""
     plain = type(batch_sampler) is BatchSampler
     if divided:
         return Divided(batch_sampler, batch_sampler.batch_size if plain else 0, rank, size)

@@ -110,12 +110,12 @@ def first_dimension(data: Any) -> int:
 
 
 class Here(NamedTuple):
-    """How a stream is read."""
+    """Where a stream is read, and whether it goes on between passes."""
 
     in_process: bool
     """The data set's code runs in this process, not in the loader's workers."""
     lives_on: bool
-    """As of the function."""
+    """What the function `lives_on` says of the data set."""
 
 
 class Batch(NamedTuple):

@@ -49,7 +49,7 @@ class Journal:
         self._gone: dict[str, int] = {}
         self._mine: set[str] = set()
         self._taken: dict[str, bool] = {}
-        """Of paths that this rank has written: whether another has removed it since."""
+        """For each path that this rank has written, whether another rank has removed it since."""
 
     def wrote(self, path: str, *, new: bool = False) -> None:
         """Tell that this rank is about to write the file, or has made the folder (new)."""
@@ -59,7 +59,7 @@ class Journal:
         self._tell(-1 if new else size_of(path), path)
 
     def takes_part(self, path: str) -> None:
-        """What another rank has written counts as this rank's, too."""
+        """Count the path, which another rank has written, as written by this rank, too."""
         self._look()
         self._taken[path] = False
 
@@ -134,7 +134,7 @@ class Journal:
             self._relay(path, size)
 
     def _look(self) -> None:
-        """Read what was told since."""
+        """Read what the ranks have written to the journal since the last look."""
         more = os.fstat(self._file).st_size - self._read
         data = os.pread(self._file, more, self._read) if more > 0 else b""
         data = data[: data.rfind(b"\n") + 1]
@@ -166,7 +166,7 @@ def _holder(file: int) -> str:
 
 
 def size_of(path: str) -> int:
-    """In bytes; -1 where there is nothing."""
+    """The size in bytes of what is at the path; -1 if nothing is."""
     try:
         return lstat(path).st_size
     except OSError:

@@ -14,12 +14,13 @@ HALF = ".dadt-"
 
 
 def is_half(name: str | bytes) -> bool:
-    """Whether no script is to meet it: it is gone in a moment."""
+    """Whether this is the name of a folder in which a rank writes a file: scripts are not to see it, as it is soon
+    gone."""
     return os.fsdecode(name).startswith(HALF)
 
 
 def without_half(path: Any) -> list[Any]:
-    """What `os.listdir` returns."""
+    """The names in a folder, as `os.listdir` returns them, without folders of files that are not whole yet."""
     return [name for name in listdir(path) if not is_half(name)]
 
 
@@ -41,7 +42,7 @@ class Entry:
 
 
 class Listing:
-    """What `os.scandir` returns."""
+    """An iterator over entries that closes like the one that `os.scandir` returns."""
 
     def __init__(self, entries: Iterable[Any], close: Callable[[], None] = lambda: None) -> None:
         self._entries = iter(entries)
@@ -49,7 +50,7 @@ class Listing:
 
     @classmethod
     def of(cls, path: Any) -> Listing:
-        """Of a folder in one place."""
+        """The entries of a folder of which there is no copy, without folders of files that are not whole yet."""
         entries = scandir(path)
         return cls((entry for entry in entries if not is_half(entry.name)), entries.close)
 

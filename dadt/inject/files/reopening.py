@@ -13,10 +13,10 @@ from pathlib import Path
 
 
 def reopen(tree: str) -> None:
-    """Of all that this process has open in the tree.
+    """Make each file that this process has open for writing in the tree of copies the file itself.
 
-    What is appended goes on behind what is there, which holds what the replay has written once more. What was begun
-    anew takes the place of what is there, if anything: the script has written the same again, up to where it is.
+    A file open for appending goes on at the end of the real file, which already holds what the replay has written
+    again. Any other replaces the real file, if there is one: the script has written the same again, up to where it is.
     """
     _flush()
     for fd, path, flags in _held(tree):
@@ -32,7 +32,7 @@ def reopen(tree: str) -> None:
 
 
 def _flush() -> None:
-    """What Python has not written yet."""
+    """Write out what Python's file objects still buffer."""
     for each in gc.get_objects():
         if issubclass(type(each), io.BufferedWriter | io.TextIOWrapper | io.BufferedRandom):
             with suppress(ValueError, OSError):  # closed, or only read

@@ -38,8 +38,9 @@ class UntilClosed(io.FileIO):
 
 
 class HeldFiles:
-    """Those of this rank. What is in place by now has its copy, too, until it is known that the first rank does not
-    write the same at this moment: then each of the two reads what it has written."""
+    """The files that this rank writes apart until they are closed. A file that is in place keeps its copy for a while,
+    until it is known that the first rank does not write the same path at this moment: until then each reads what it
+    wrote."""
 
     def __init__(self, tree: Tree, writers: Writers, journal: Journal, mark: str, step: Callable[[], int]) -> None:
         """mark: how the names of folders begin in which files are made whole. step: that of this rank."""
@@ -50,7 +51,7 @@ class HeldFiles:
         self._step = step
         self._open: dict[str, tuple[weakref.ref[UntilClosed], int]] = {}
         self._placed: dict[str, int] = {}
-        """Path to the step in which it was put in place."""
+        """For each path that was put in place, the step of this rank in which it was."""
 
     def open(self, given: Any, path: str, mode: str) -> UntilClosed | None:
         """The open file; None where that path cannot be held."""
@@ -65,12 +66,14 @@ class HeldFiles:
         return raw
 
     def settle(self, path: str) -> None:
-        """Before this rank does anything with the path: its copy goes, if what is in place is the same."""
+        """Call this before this rank does anything with the path: drops its copy, if this rank wrote what is in
+        place."""
         if self._placed.pop(path, None) is not None and self._journal.writer(path) == self._journal.rank:
             self._tree.reveal(path)
 
     def stepped(self) -> None:
-        """This rank has taken a step."""
+        """Call this when this rank has taken a step: files open for STEPS steps become the files themselves, and copies
+        kept for STEPS steps are dropped."""
         if not (self._open or self._placed):
             return
         before = self._step() - STEPS
@@ -80,7 +83,7 @@ class HeldFiles:
             self.settle(path)
 
     def hand_over(self) -> None:
-        """What is open becomes the file itself: this process ends, or another one gets it."""
+        """Make each open file the file itself, as this process ends, or another one gets it."""
         for path in list(self._open):
             self._adopt(path)
 
@@ -103,7 +106,7 @@ class HeldFiles:
             self._placed[path] = self._step()
 
     def _adopt(self, path: str) -> None:
-        """What this rank goes on to write goes to the file itself."""
+        """Put the copy in place, so that what this rank goes on to write goes to the file itself."""
         ref, _ = self._open.pop(path)
         raw, private = ref(), self._tree.where(path)
         if raw is None or raw.closed or private == path or not self.put(private, path):

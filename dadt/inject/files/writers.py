@@ -34,15 +34,15 @@ class Mode(Enum):
     """What the ranks of a host do with their files."""
 
     REPLAY = auto()
-    """The script is run again up to a snapshot: it has written all this before."""
+    """The script runs again up to a snapshot, so it has written all this before."""
     ONE = auto()
-    """It believes that it is alone."""
+    """The script believes that it is alone."""
     SHARED = auto()
-    """It has read its rank."""
+    """The script has read its rank."""
     ALL = auto()
-    """`--files all`."""
+    """All ranks write, as `--files all` says."""
     SCRIPT = auto()
-    """It has a process group and knows its rank, or calls `dadt.init`."""
+    """The script has a process group and knows its rank, or calls `dadt.init`."""
 
 
 class Role(Enum):
@@ -50,7 +50,7 @@ class Role(Enum):
 
     FOR_GOOD = auto()
     APART = auto()
-    """It writes a copy."""
+    """It writes a copy, which no other rank sees."""
     UNTIL_CLOSED = auto()
     """It writes a copy, which becomes the file itself when it is closed, unless that is the first rank's."""
 
@@ -113,7 +113,7 @@ class Writers:
         return Mode.SHARED if runtime.knows_rank else Mode.ONE
 
     def role(self, path: str, *, copy: bool, begins: bool = False) -> Role:
-        """For an absolute path."""
+        """What this rank does with an absolute path that it is about to write. copy, begins: as of `decide`."""
         return decide(self.mode, first=self.is_first(path), copy=copy, begins=begins)
 
     @property

@@ -12,7 +12,7 @@ import torch
 from dadt.errors import NotResumed
 
 DEEPEST = 64
-"""Containers within each other."""
+"""Most containers within each other."""
 FEWEST = 10_000
 """Values that even a short file may hold."""
 Kind = Callable[[Any], bool]
@@ -110,7 +110,7 @@ def _is_text_of_bytes(value: Any) -> bool:
 
 
 def _is_random(value: Any) -> bool:
-    """As of `Streams.state` and `State.plain`."""
+    """Whether it holds the random streams `own`, `shared` or both, each as `State.plain` makes it."""
     return (
         isinstance(value, dict)
         and {*value} in ({"own"}, {"shared"}, {"own", "shared"})
@@ -138,7 +138,7 @@ def _named(kind: Kind) -> Kind:
 
 
 def _numbered(kind: Kind) -> Kind:
-    """By the number of what was built."""
+    """A dict whose keys are numbers of built objects, and whose values are of this kind."""
     return lambda value: isinstance(value, dict) and all(type(n) is int and kind(v) for n, v in value.items())
 
 
@@ -179,7 +179,7 @@ def _is_optimizer(value: Any) -> bool:
 
 
 def _is_rows(value: Any) -> bool:
-    """A tensor for each of what stands in a list, or none."""
+    """Whether it is a list of tensors, with None where there is none."""
     return isinstance(value, list | tuple) and all(each is None or _is_tensor(each) for each in value)
 
 
@@ -212,7 +212,7 @@ def _is_bool(value: Any) -> bool:
 
 
 def _with(**kinds: Kind) -> Kind:
-    """A dict in which what has these names is of their kinds."""
+    """A check for a dict in which the values under these names, as far as they are there, are of these kinds."""
     return lambda value: isinstance(value, dict) and all(kinds[n](value[n]) for n in kinds if n in value)
 
 
@@ -238,7 +238,7 @@ _ALGORITHM = _with(before=_is_numbers, expected=_is_numbers, pause=_is_step, lef
 
 
 def _is_training(value: Any) -> bool:
-    """As of `Observation.own`."""
+    """Whether it is a dict as `Observation.own` makes it."""
     names = {"prediction", "barred", "owes", "in_flight", "follows", "algorithm"}
     return (
         isinstance(value, dict)
@@ -264,7 +264,7 @@ OWN: Mapping[str, Kind] = {
     "averaged": _is_averaged,
     "training": _numbered(_is_training),
 }
-"""What is one rank's."""
+"""The part of a snapshot that is each rank's own: names, and what each has to hold."""
 APART: Mapping[str, Kind] = {"weights": _named(_is_tensor), "states": _numbered(_is_optimizer)}
 """What is one rank's as well where ranks have weights of their own."""
 COMMON: Mapping[str, Kind] = {
@@ -273,7 +273,7 @@ COMMON: Mapping[str, Kind] = {
     "schedulers": _numbered(_is_state),
     "scalers": _numbered(_is_state),
 }
-"""What all ranks have in common."""
+"""The part of a snapshot that all ranks have in common: names, and what each has to hold."""
 _OF_EACH_ELEMENT = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "sum"}
     | {"acc_delta", "prev", "step_size", "ax"}

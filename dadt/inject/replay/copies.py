@@ -20,7 +20,7 @@ LARGE = 1 << 20
 
 
 class Room:
-    """Memory for copies, kept from one snapshot to the next: to be given new memory costs more than to copy."""
+    """Memory for copies, kept from one snapshot to the next, as allocating it costs more than copying."""
 
     def __init__(self) -> None:
         self._free: dict[Any, list[torch.Tensor]] = {}
@@ -30,40 +30,41 @@ class Room:
         return free.pop() if free else torch.empty_like(like, device="cpu", requires_grad=False)
 
     def give_back(self, copies: list[torch.Tensor]) -> None:
-        """Those that are needed no more; what none of them was taken for is let go."""
+        """Keep this memory, needed no longer, for the next snapshot. Memory that was kept before and not taken since is
+        freed."""
         self._free = {}
         for each in copies:
             self._free.setdefault(_kind(each), []).append(each)
 
 
 class Copies:
-    """Of one snapshot."""
+    """The copies of the tensors of one snapshot."""
 
     def __init__(self, room: Room) -> None:
         self._room = room
         self._copied: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """Each tensor and its copy, by the tensor's id."""
         self._later: list[tuple[torch.Tensor, torch.Tensor, int]] = []
-        """What the other thread copies, into what, and its version then."""
+        """The tensors that the other thread copies, each with its copy and with its version when it was noted."""
         self._kept: list[torch.Tensor] = []
         self._thread: threading.Thread | None = None
 
     def now(self, content: Any) -> Any:
-        """The same with copies in place of all tensors."""
+        """The content with copies in place of all its tensors."""
         return tree_map_only(torch.Tensor, self._now, content)
 
     def later(self, content: Any) -> Any:
-        """The same, where copies are good once `finish` has returned."""
+        """The content with copies in place of all its tensors; they hold the values once `finish` has returned."""
         return tree_map_only(torch.Tensor, self._let, content)
 
     def begin(self) -> None:
-        """Copy what is left to another thread."""
+        """Start the thread that makes the copies that `later` has left."""
         if self._later:
             self._thread = threading.Thread(target=self._work, name="dadt-copies", daemon=True)
             self._thread.start()
 
     def finish(self) -> bool:
-        """Wait until all is copied. Whether it is as it was: nothing has changed it meanwhile."""
+        """Wait until all is copied. Returns whether the copies are good: no tensor has changed since it was noted."""
         if self._thread is not None:
             self._thread.join()
         return all(source._version == version for source, _, version in self._later)
@@ -110,7 +111,7 @@ def _is_large(tensor: torch.Tensor) -> bool:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Without holes: it lies in as much memory as it has values, as a copy does, in the same order."""
+    """Whether the tensor has no holes: it takes as much memory as it has values, in the order of a copy."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 

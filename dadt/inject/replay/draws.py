@@ -18,18 +18,19 @@ from dadt.inject.replay.values import Values
 
 
 class Draws:
-    """Of a process that trains alone."""
+    """Records, and in a replay restores, the random state in which a process that trains alone draws its data."""
 
     def __init__(self, values: Values) -> None:
         self._values = values
         self._inside = False
         self._last: State | None = None
-        """The state when data was drawn last."""
+        """The random state after data was drawn last; None before."""
         self._thread, self._pid = threading.get_ident(), os.getpid()
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """What draws for a loader."""
+        """A context around what draws random numbers for a loader: records the state before, or in a replay restores
+        it."""
         if self._inside or threading.get_ident() != self._thread or os.getpid() != self._pid:
             yield
             return

@@ -26,9 +26,9 @@ from dadt.train.runtime import Runtime
 PIECE = 16 << 20
 """Most bytes of values in one answer."""
 TRIES = 5
-"""Steps that may be no place for a new worker to join, in a row."""
+"""Most steps in a row at which a new worker may fail to join before it is refused."""
 TAG = 91
-"""Of the message to it."""
+"""The tag of the message that brings a new worker the state."""
 
 
 class Ready(NamedTuple):
@@ -36,13 +36,13 @@ class Ready(NamedTuple):
 
     approach: Approach
     values: bytearray
-    """That the script had read by then."""
+    """The recorded values that the script had read by then."""
     state: bytes
-    """What the rank that gives gives; of others nothing."""
+    """The encoded state, on the rank that gives it; empty on the others."""
     parts: dict[torch.optim.Optimizer, dict[str, Any]]
-    """Of optimizers' states, from which this rank goes on, too."""
+    """This rank's part of each optimizer's state, from which it goes on, too."""
     begun: tuple[int, int]
-    """Backwards and gatherings so far. The new worker would do once more what comes after."""
+    """Numbers of backwards and gatherings so far. The new worker would repeat any that came later."""
 
 
 class Handover:
@@ -52,7 +52,7 @@ class Handover:
         self._runtime, self._values, self._recorder, self._taken = runtime, values, recorder, taken
         self._ready: list[Ready] = []
         self._again: list[Approach] = []
-        """The step before was no place for these."""
+        """New workers that could not join at the last step, and are tried at the next."""
         self._tries: Counter[int] = Counter()
 
     def stepped(self) -> None:
@@ -97,7 +97,7 @@ class Handover:
         return self._runtime.world.rank == self._runtime.members[0]
 
     def _take(self, approach: Approach) -> Ready | None:
-        """None where it cannot be given."""
+        """Collect what the new worker is to get; None if that cannot be encoded, and the worker was refused."""
         r = self._runtime
         self._recorder.drop()
         content = self._taken.take(sys._getframe(), common=self._gives)
@@ -125,7 +125,8 @@ class Handover:
             self._control.give(approach.number, b"", self._runtime.generation, last=approach.last, text=why)
 
     def _give(self, approach: Approach, values: bytearray, size: int = 0) -> None:
-        """How far this rank is. values: that its script has read by then. size: bytes of the state that follows."""
+        """Tell the new worker how far this rank is. values: what its script had read by then. size: bytes of the state
+        that follows."""
         r, end = self._runtime, approach.known + PIECE
         told = {"step": r.step, "values": bytes(values[approach.known : end]), "more": end < len(values)}
         told |= {"plan": self._recorder.plan, "giver": r.world.rank, "shares": r.shares, "size": size}

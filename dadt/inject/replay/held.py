@@ -24,7 +24,7 @@ class Held:
         os.close(file)
 
     def release(self) -> None:
-        """Idempotent."""
+        """Give standard output and error back to where they went before. May be called again."""
         for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
             if (kept := self._kept.pop(number, None)) is not None:
                 stream.flush()

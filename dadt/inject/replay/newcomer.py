@@ -17,13 +17,14 @@ from dadt.inject.replay.values import Values
 from dadt.train.runtime import Runtime
 
 NEAR_SECONDS = 1.0
-"""The others wait, the next time, for one that has come so soon to where they were."""
+"""A new worker that takes fewer seconds than this to come to where the others were is near: next time they wait for
+it."""
 ROUNDS = 10
-"""They wait for any after so many times."""
+"""The number of times after which the others wait for a new worker, however far it is."""
 
 
 class Newcomer:
-    """As of Goal. It moves on until the others wait."""
+    """The goal (see Goal) of a new worker's replay: where the other ranks are. It moves on until they wait."""
 
     digest = ""
     is_exact = False
@@ -35,7 +36,7 @@ class Newcomer:
         self._rounds = 0
         self._asked = 0.0
         self._last = False
-        """The others wait."""
+        """Whether this is the last time that the worker asks, for which the other ranks wait."""
         self._giver, self._size = -1, 0
         self.plan: list[float] = []
         self.step = 0
@@ -58,7 +59,7 @@ class Newcomer:
         return True
 
     def _ask(self) -> bool:
-        """Whether there is more to ask for."""
+        """Ask how far the others are. Returns whether there is more to ask for."""
         r = self._runtime
         assert isinstance(r.control, Control)  # there is an agent, which has started this worker
         seconds = max(r.config.timeout, r.config.start_timeout)
@@ -69,7 +70,8 @@ class Newcomer:
         return bool(told["more"] and not self._last)
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Joins the others, who wait."""
+        """Join the other ranks, which wait, and receive the state. Raises PeerLost if the rank that gives it is
+        lost."""
         r = self._runtime
         r.take_place()
         if self._giver not in r.members:

@@ -13,21 +13,22 @@ if TYPE_CHECKING:
     from dadt.train.gathering import Gathering
 
 MEASURED = 20
-"""Steps by whose time the first snapshot is chosen."""
+"""Number of steps whose times decide when the first snapshot comes."""
 LOOK_AFTER = 2
-"""Steps after which what ranks have told each other has come, where each step waits for all."""
+"""Number of steps after which every rank's time has arrived, where each step waits for all ranks."""
 
 
 class Pace:
-    """Of one job, whose snapshots come after a time. What it finds is the same on all ranks."""
+    """Turns the seconds between a job's snapshots into a number of steps, which is the same on all ranks."""
 
     def __init__(self, runtime: Runtime, seconds: float) -> None:
         self._runtime, self._seconds = runtime, seconds
         self._times: deque[float] = deque(maxlen=MEASURED)
         self.first = MEASURED
-        """The step behind which all ranks measure without being asked."""
+        """The step after which all ranks measure for the first time."""
         self._asked: tuple[int, float, Gathering | None] | None = None
-        """The step, what a step has taken on this rank, and on the others where there are any."""
+        """The step of the last measurement, the seconds of a step on this rank, and the exchange that brings the other
+        ranks', None if there are none; None if nothing is under way."""
 
     def stepped(self) -> None:
         self._times.append(perf_counter())
@@ -35,15 +36,15 @@ class Pace:
             self.ask()
 
     def ask(self) -> None:
-        """All ranks call it behind the same step."""
+        """Begin to exchange the time of a step. All ranks call this after the same step."""
         r = self._runtime
         took = (self._times[-1] - self._times[0]) / max(len(self._times) - 1, 1)
         text = plain.encode(took, "the time of a step")
         self._asked = r.step, took, None if r.alone else r.allgather(f"time of a step at {r.step}", text)
 
     def told(self, *, at_once: bool) -> tuple[int, int] | None:
-        """The steps that the time is, and the step of the next snapshot, once all ranks must have told; at_once: it may
-        be waited for."""
+        """The number of steps between snapshots, and the step of the next one; None as long as the other ranks' times
+        may not have arrived. at_once: wait for them."""
         r = self._runtime
         look = LOOK_AFTER if all(a.algorithm.identical for a in r.attachments) else 2 * r.config.sync_every
         if self._asked is None or (r.step < self._asked[0] + look and not at_once):

@@ -29,11 +29,11 @@ from dadt.train.runtime import Runtime
 WAITING = 2
 """Snapshots that may wait to be written: where they come faster than the disk takes them, training waits for it."""
 UNSEEN = 3
-"""Snapshots in a row that no training forward follows, after which that is told."""
+"""Number of snapshots in a row without a training forward after them at which the user is warned."""
 LEAST_PRIORITY = 19
 """The highest nice value of Linux."""
 LARGE = 1 << 20
-"""Bytes of a batch beyond which a part of it stands for it."""
+"""Batches of more bytes are hashed from a sample of their values."""
 
 
 class Recorder:
@@ -51,13 +51,13 @@ class Recorder:
         self._script = snapshot.script()  # before it goes to another folder
         self.stopped = self._is_proven = False
         self._began = 0.0
-        """When the first training forward did, in seconds since the epoch."""
+        """When the first training forward began, in seconds since the epoch; 0 before."""
         self._room = Room()
         self._open: Open | None = None
         self._forward = self._group = 0
         """The step behind which the last training forward began, and the steps between the last two that had any."""
         self._due = 0
-        """The step for which one was due that is put off."""
+        """The step for which a snapshot was due that is put off; 0 if none is."""
         self._unseen = 0
         """Snapshots in a row that no training forward followed."""
 
@@ -76,13 +76,13 @@ class Recorder:
         return [self._next, self._steps, self._began, self._group, first]
 
     def follows(self, plan: Sequence[float]) -> None:
-        """A new worker's, from now on."""
+        """Follow this plan of other ranks, as a new worker, from now on."""
         self._next, self._steps, self._began, self._group = int(plan[0]), int(plan[1]), plan[2], int(plan[3])
         if self._pace is not None:
             self._pace.first = int(plan[4])
 
     def stop(self) -> None:
-        """The script has no need of them."""
+        """Take no snapshots any more, as the script has no need of them."""
         self.stopped, self._next, self._pace = True, sys.maxsize, None
         self._values.stop()
 
@@ -147,7 +147,7 @@ class Recorder:
             self.begins()
 
     def drop(self) -> None:
-        """What is not whole."""
+        """Drop the snapshot that is not complete, if there is one."""
         if self._open is not None:
             self._open.content.over()
             self._open = None
@@ -159,7 +159,7 @@ class Recorder:
             thread.join()
 
     def _discard(self, again: int) -> None:
-        """What cannot be gone on from; another one is taken behind this step, on all ranks."""
+        """Drop a snapshot from which training could not go on; all ranks take another one after the step `again`."""
         self.drop()
         self._next = min(self._next, again)
 
@@ -222,23 +222,23 @@ class Open(NamedTuple):
 
     content: Seen
     told: dict[str, Any]
-    """Of the job."""
+    """What the snapshot says of the job, beside the state."""
     backwards: int
-    """That the script had begun."""
+    """Number of backwards that the script had begun when the snapshot was taken."""
 
     @property
     def seen(self) -> bool:
-        """The training forward behind it has begun."""
+        """Whether the training forward that follows the snapshot has begun."""
         return "next" in self.told
 
 
 def goes_on(given: Any) -> bool:
-    """Whether a forward that is given this goes on with an older graph."""
+    """Whether a forward with these arguments continues an autograd graph from before."""
     return any(isinstance(each, torch.Tensor) and each.grad_fn is not None for each in tree_leaves(given))
 
 
 def digest(given: Any) -> str:
-    """Of all tensors among arguments: two batches that differ have different ones."""
+    """A hash of all tensors among the arguments, by which a replay sees whether it came to the same batch."""
     found = hashlib.sha256()
     for leaf in tree_leaves(given):
         if isinstance(leaf, torch.Tensor):

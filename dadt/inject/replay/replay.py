@@ -35,36 +35,36 @@ from dadt.inject.replay.values import Values
 from dadt.train.runtime import Runtime
 
 NEWS_SECONDS = 2.0
-"""How long it may take until a rank is told who trains on."""
+"""Seconds that a rank waits to learn which ranks train on."""
 
 
 class Goal(Protocol):
     """Where the script is to come to."""
 
     digest: str
-    """Of what comes to the first training forward behind it; empty if it is not known."""
+    """The hash of the arguments of the first training forward after the goal; empty if it is not known."""
 
     is_exact: bool
-    """Each rank has what was its own there, and not only what all have in common."""
+    """Whether each rank gets its own state there, and not only what all ranks have in common."""
 
     at_start: dict[str, Any] | None
-    """The random numbers with which the script has begun, where nothing seeds them for it."""
+    """The random state with which the script began, if nothing seeds it; else None."""
 
     @property
     def step(self) -> int: ...
     @property
     def began(self) -> float:
-        """When the first training forward of all did, in seconds since the epoch."""
+        """When the job's first training forward began, in seconds since the epoch."""
 
     @property
     def log(self) -> Path:
         """A file for what the script says until then."""
 
     def further(self) -> bool:
-        """The script is there: whether the goal moves on, or is where it is."""
+        """Call this when the script has come to the goal. Returns whether the goal moves on."""
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What is this rank's own there, and what all have in common. Raises NotResumed."""
+        """This rank's own state there, and the state that all ranks have in common. Raises NotResumed."""
 
 
 class Replay:
@@ -81,13 +81,13 @@ class Replay:
         self._outputs: weakref.WeakKeyDictionary[nn.Module, dict[Any, Any]] = weakref.WeakKeyDictionary()
         self._zeros = WeakTensorKeyDictionary()
         self.held = Held(goal.log)
-        """What the script says meanwhile."""
+        """Keeps what the script prints during the replay out of its standard output and error."""
         self._expected = goal.digest
         self.at_its_end: list[Callable[[], None]] = []
         self.when_abandoned: Callable[[], None] = lambda: None
         self._agreed = False
         self._seconds: float | None = None
-        """That it took, until that is told."""
+        """Seconds that the replay took; None before its end and once the user was told."""
 
     # In place of what is expensive ---------------------------------------------------------------------------
 
@@ -338,7 +338,8 @@ class Replay:
 
 
 def _pairs(objects: Mapping[int, Any], states: Mapping[int, Any]) -> list[tuple[Any, Any]]:
-    """Those that are alive here and were there, in the order in which they were built."""
+    """The objects that are alive here and have a state in the snapshot, each with that state, in the order in which
+    they were built."""
     return [(objects[number], states[number]) for number in sorted(objects.keys() & states.keys())]
 
 

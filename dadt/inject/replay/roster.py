@@ -34,7 +34,7 @@ class Roster:
             setattr(kind, "__init__", _listing(kind.__init__, built))  # noqa: B010 (mypy minds else)
 
     def schedulers(self) -> dict[int, Any]:
-        """By their places among all that were built."""
+        """The schedulers that are alive, by their places among all that were built."""
         return _alive(self._schedulers)
 
     def scalers(self) -> dict[int, Any]:
@@ -55,7 +55,7 @@ class Roster:
                     yield f"{number}.{name}", tensor
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The buffers among them, which may be each rank's own."""
+        """The buffers of those modules, which may be each rank's own, by the same names."""
         for number, module in self._numbered():
             for name, tensor in module._buffers.items() if "_buffers" in module.__dict__ else ():
                 if tensor is not None:
@@ -63,7 +63,7 @@ class Roster:
 
     @property
     def built(self) -> int:
-        """Modules, schedulers and scalers so far."""
+        """Numbers of modules, schedulers and scalers built so far."""
         return self._modules_built + len(self._schedulers) + len(self._scalers)
 
     def number(self, module: nn.Module) -> int | None:

@@ -26,16 +26,18 @@ _UNIQUE = (
     (torch._VF, "unique_consecutive", None),
     (torch._VF, "unique_dim", 1),
 )
-"""Where it is, its name, and the place of the argument that says along which dimension it selects."""
+"""Functions by their modules and names, with the place of the argument for the dimension along which they select; None
+without one."""
 _COUNTING = (("bincount", 0), ("repeat_interleave.Tensor", 0), ("one_hot", -1))
-"""Whose results are as long as their values say, and along which dimension."""
+"""Operations whose results are as long as values say, and the dimension along which they are."""
 _MOST = 2**28
 """Elements along it: none of a script's own has more."""
 _DEVICES = ("CPU", "CUDA")
 
 
 class Selections:
-    """One per process."""
+    """Records how many elements operations selected by values, and in a replay gives results of that size. One per
+    process."""
 
     def __init__(self, values: Values) -> None:
         self._values = values

@@ -53,7 +53,8 @@ class Taken:
         return copied
 
     def _own(self, frame: FrameType) -> dict[str, Any]:
-        """Of this rank's script."""
+        """What a snapshot holds of this rank's script alone: its step, the values that it has read, random state and
+        variables."""
         content: dict[str, Any] = {"step": self._runtime.step, "values": self._values.as_tensor()}
         content["random"] = self._streams.state() or {"own": State.capture().plain()}
         models = [tensor for _, tensor in self._roster.tensors()]

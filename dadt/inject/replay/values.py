@@ -35,7 +35,7 @@ class Values:
     def __init__(self) -> None:
         self.recorded = bytearray()
         self.given = 0
-        """Bytes of it that a replay has given so far."""
+        """Bytes of `recorded` that a replay has given to the script so far."""
         self.replaying = False
         self.unknown = 0
         """Tensors too large to be recorded, which a replay was asked for."""
@@ -57,7 +57,7 @@ class Values:
             self._aside -= mine
 
     def stop(self) -> None:
-        """Nobody will ask for them."""
+        """Record nothing any more, as nobody will ask for the values."""
         self.recorded.clear()
         self._stopped = True
 
@@ -110,7 +110,8 @@ class Values:
         return read
 
     def told(self, tensor: torch.Tensor) -> torch.Tensor:
-        """As of Runtime: it counts as read."""
+        """Record what DADT tells the script, as if the script had read it; in a replay, return what it was told
+        before."""
         if self.replaying:
             return self._known(tensor)
         self._record(tensor)

@@ -13,17 +13,18 @@ SMALL = 1 << 20
 """Bytes of the largest tensor that counts: larger ones are data, or what a model has just given. Those that are as a
 model's are copies of it: the best weights so far."""
 DEPTH = 6
-"""Of containers and objects within each other."""
+"""Most containers and objects within each other that are looked into."""
 MANY = 10_000
-"""Items of a container that is looked into."""
+"""Most items of a container that is looked into."""
 _NOT_THEIRS = frozenset({"dadt", "dadt_cli", "torch", "numpy", "builtins", "_io", "collections"})
 
 
 def held(
     frame: FrameType | None, models: Collection[torch.Tensor], attributes: Iterable[tuple[str, torch.Tensor]] = ()
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Of the variables of all calls under way, with names that are the same whenever the script comes here. models:
-    their tensors, which do not count. attributes: of modules, by names of their own."""
+    """The tensors that the variables of all calls under way hold, with names that are the same whenever the script
+    comes here. models: the models' tensors, which are left out. attributes: tensors that modules hold, with their
+    names."""
     known, kinds = set(map(id, models)), {(t.shape, t.dtype) for t in models}
 
     def counts(tensor: torch.Tensor) -> bool:
@@ -59,7 +60,7 @@ def _within(path: str, value: Any, depth: int, seen: set[int]) -> Iterator[tuple
 
 
 def _items(value: Any) -> list[tuple[Any, Any]]:
-    """What it contains, in its order."""
+    """The names and values of what it contains, in order; empty if it is not looked into."""
     if isinstance(value, Mapping) and len(value) <= MANY:
         return [(key, item) for key, item in value.items() if isinstance(key, str | int)]
     if isinstance(value, list | tuple | deque) and len(value) <= MANY:
