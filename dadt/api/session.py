@@ -154,7 +154,8 @@ class Session:
         return made
 
     def _record(self, made: ProcessSet) -> None:
-        """The first is that of all ranks, in which they also agree on the time."""
+        """Record the set in the timeline. The first set is that of all ranks, over which they also compare their
+        clocks."""
         timeline = self.runtime.timeline
         if timeline is None:
             timeline = self.runtime.timeline = Timeline(self.config.timeline, self.world)
@@ -162,7 +163,7 @@ class Session:
         timeline.record(made.named.connection, f"named tensors of {made}")
 
     def _world_of(self, ranks: Sequence[int]) -> World | None:
-        """This rank's place among these."""
+        """This rank's place among these ranks; None if it is none of them."""
         if self.world.rank not in ranks:
             return None
         hosts = [self._hosts[rank] for rank in ranks]
@@ -179,7 +180,8 @@ class Session:
         )
 
     def _config_of(self, ranks: Sequence[int]) -> Config:
-        """Some ranks may be on fewer hosts than all: what was chosen for all is chosen anew."""
+        """The configuration for a set of ranks, which may be on fewer hosts than all ranks: their executor is chosen
+        again."""
         if len(ranks) == 1:
             return replace(self.config, executor="null", broadcast_executor="", allreduce_executor="")
         if len(ranks) < self.world.world_size and self.config.executor.partition(":")[0] in ("shm", "hierarchical"):
@@ -187,12 +189,12 @@ class Session:
         return self.config
 
     def _stepped(self, *_: object) -> None:
-        """So that a report of a stall tells how far each rank has come."""
+        """Count this rank's steps, so that a report of a stall says how far each rank has come."""
         self._steps += 1
         self.all.named.set_step(self._steps)
 
     def _exit(self) -> None:
-        """The script has ended without `shutdown`."""
+        """Close the session of a script that ends without `shutdown`."""
         if self.forked:
             return
         failed = isinstance(getattr(sys, "last_value", None), BaseException)
@@ -206,7 +208,7 @@ class Session:
 
 
 class _Peers:
-    """The ranks of a set, where a timeline needs them."""
+    """The ranks of a set, in the form that a timeline needs."""
 
     def __init__(self, among: ProcessSet) -> None:
         self._among = among
@@ -218,7 +220,8 @@ class _Peers:
 
 
 class _Rounds:
-    """A Meet for the ranks of a set that has no connection yet: in each round all ranks of the job tell what is new."""
+    """A Meet for the ranks of a set that has no connection yet: in each round all ranks of the job exchange what is
+    new."""
 
     outdated = None
 
@@ -233,10 +236,10 @@ class _Rounds:
         self._compare()
 
     def look(self, what: str, waited: float) -> None:
-        """The exchanges of all ranks tell of those that wait."""
+        """Does nothing, as the exchanges of all ranks report which ranks they wait for."""
 
     def exchange(self, key: str, blob: bytes) -> list[bytes]:
-        """Raises DadtError where one of the ranks has given up."""
+        """Wait for what the ranks give. Raises DadtError if one of them has given up."""
         self._tell(key, blob, "")
         while not all((rank, key) in self._told for rank in self._ranks):
             self._pass()
@@ -246,7 +249,7 @@ class _Rounds:
         self._tell(f"put {key}", blob, "")
 
     def get(self, keys: Sequence[str]) -> list[bytes]:
-        """Raises DadtError where one of the ranks has given up."""
+        """Wait for what the ranks give. Raises DadtError if one of them has given up."""
         while True:
             put = {key: blob for (_, key), blob in self._told.items()}
             if all(f"put {key}" in put for key in keys):
@@ -254,7 +257,8 @@ class _Rounds:
             self._pass()
 
     def end(self, error: str = "") -> None:
-        """This rank has all it needs, or has failed; goes on until all ranks have."""
+        """Call this when this rank has all it needs, or has failed. Takes part in rounds until all ranks have called
+        it."""
         self._tell("", b"", error or "done")
         while len(self._ended) < self._all.size:
             self._tell("", b"", error or "done")
@@ -283,7 +287,7 @@ class _Rounds:
                 self._ended[rank] = ended
 
     def _pass(self) -> None:
-        """A round in which this rank has nothing to tell."""
+        """Take part in a round in which this rank has nothing new."""
         self._check()
         self._tell("", b"", "")
 

@@ -54,7 +54,7 @@ class Bucket:
         self.device = first.device
         self.direct = direct
         self.staged = first.is_cuda and not direct
-        """A GPU's tensors go through memory of the host."""
+        """Whether tensors of a GPU go through host memory."""
         self.turns = turns
         self.dtype = first.dtype
         self.strides = [_dense_strides(t) for t in self.tensors]
@@ -78,7 +78,7 @@ class Bucket:
         return [[v.data_ptr() for v in views] for views in self.views]
 
     def room(self, turn: int) -> int:
-        """Elements of the flat buffer and of what is left behind it."""
+        """Number of elements of this turn's flat buffer, with the room behind it."""
         return self.flats[turn].untyped_storage().nbytes() // self.layout.dtype.itemsize
 
     def has_moved(self, turn: int) -> bool:
@@ -87,7 +87,7 @@ class Bucket:
         return made and list(map(torch.Tensor.data_ptr, self.views[turn])) != self.pointers[turn]
 
     def renew(self, turn: int) -> None:
-        """Take other memory for this turn: a library may still be writing to what it had."""
+        """Use new memory for this turn, as a library may still write to the old."""
         self.views[turn] = self._carve()
         self.flats[turn] = self.flats.pop()
         self.pointers[turn] = [v.data_ptr() for v in self.views[turn]]
@@ -136,7 +136,7 @@ class Bucket:
         return self._bring([None if v is None else plain(v) for v in values], turn)
 
     def fill(self, values: Sequence[torch.Tensor], turn: int) -> Staged:
-        """As `stage`, of copies."""
+        """Like `stage`, but the values are always copied into the bucket."""
         if self.staged:
             return self._bring(values, turn)
         torch._foreach_copy_(self.views[turn], list(values))
@@ -181,7 +181,7 @@ class Bucket:
         return view if view.device == self.device else view.to(self.device, non_blocking=True)
 
     def deliver_all(self, turn: int) -> list[torch.Tensor]:
-        """The averaged tensors, as of `deliver`: a copy is one of all."""
+        """All averaged tensors, as `deliver` gives each; where they must be copied, in one copy."""
         if self.direct or self.device.type == "cpu":
             return self.views[turn]
         return self._views_of(self.flats[turn].to(self.device, non_blocking=True))[1]
@@ -208,7 +208,8 @@ def split(
 
 
 def plain(value: torch.Tensor) -> torch.Tensor:
-    """The same values in memory of its own that holds them one by one."""
+    """The tensor, or one with the same values, whose memory holds the values themselves: dense, and neither lazily
+    conjugated nor negated."""
     if value.layout != torch.strided:
         value = value.to_dense()
     # A lazily conjugated or negated tensor's memory does not hold its values.

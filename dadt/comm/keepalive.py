@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 _FEW = 64
-"""Up to so many, those that are done behind one that is not wait for it."""
+"""Number of operations up to which those that are done are released only after the ones started before them."""
 _forever: list[Any] = []
 
 
@@ -48,14 +48,15 @@ class KeepAlive:
         del gone
 
     def close(self) -> None:
-        """Nothing is under way any more, but for what has failed."""
+        """Release everything, as nothing is under way any more; after an error, keep it for good instead."""
         with self._lock:
             gone, self._held = self._held, deque()
             self._keep_if_failed(gone)
         del gone
 
     def _keep_if_failed(self, gone: deque[tuple[Ending, Any]]) -> None:
-        """Looks for an error last: what was done before there was one has ended."""
+        """After an error, keep for good what is about to be released, and what is held. Call it after looking at
+        `done`: what was done before there was an error has ended."""
         if self._failed():
             leak((gone, self._held))
             self._held = deque()

@@ -14,7 +14,7 @@ from typing import Protocol
 from dadt.errors import CommError, CommTimeout, Mismatch, PeerLost
 
 NAME_SECONDS = 2.0
-"""A library may notice a peer's end before the agents have told whose it was: how long that may take."""
+"""Seconds to wait for the agents to report which rank has ended: a library may notice a peer's end before that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,8 @@ class Abort(Protocol):
 
 
 class Deaths:
-    """One per worker. `tell` is called by the thread that hears the agent, all else by any thread."""
+    """What a worker knows of other ranks' ends. `tell` is called by the thread that listens to the agent, all else by
+    any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -61,11 +62,11 @@ class Deaths:
         self._newest = Generation()
         self._entered = 0
         self.listening = False
-        """`tell` will be called if a rank ends."""
+        """Whether `tell` will be called if a rank ends."""
         self.preempted = False
-        """This rank has to end soon, wherever the others are."""
+        """Whether this rank has to end soon, wherever the others are."""
         self._left: tuple[int, str] | None = None
-        """Steps of a rank that has left as if it had done its work, and what is to be said of it."""
+        """The steps of a rank that ended well, too early, and the text about it; None if there is none."""
 
     def watch(self, abort: Abort) -> None:
         """Have `abort` called when a rank ends, or at once if one has ended."""
@@ -82,7 +83,8 @@ class Deaths:
             self._aborts = [each for each in self._aborts if each != abort]
 
     def tell(self, text: str) -> None:
-        """A rank has ended that the others need: who, where, and how. The first counts."""
+        """Report that a rank has ended that the others need. text: which, where and how; only the first report
+        counts."""
         with self._lock:
             if self._final:
                 return
@@ -93,7 +95,7 @@ class Deaths:
             abort(text, lost=True)
 
     def regroup(self, generation: Generation) -> None:
-        """These ranks train on without the others."""
+        """Begin a generation: these ranks train on without the others."""
         with self._lock:
             if generation.number <= self._newest.number:
                 return
@@ -116,7 +118,7 @@ class Deaths:
 
     @property
     def outdated(self) -> bool:
-        """There is a newer generation than the one that this rank is in."""
+        """Whether there is a newer generation than the one that this rank is in."""
         return self._newest.number > self._entered
 
     def enter(self, error: Exception, seconds: float) -> Generation:

@@ -17,10 +17,11 @@ import torch
 from dadt.errors import DadtError, Mismatch
 
 DEPTH = 100
-"""How deep containers may stand in containers."""
+"""Most containers within each other."""
 _DIMENSIONS = 32
 _MOST = 1 << 56
-"""Elements, also where another dimension is 0: as many as torch and NumPy can count bytes of."""
+"""Most elements of a tensor or array, not counting dimensions of 0: torch and NumPy can count the bytes of that
+many."""
 _COUNT = struct.Struct("<Q")
 _FLOAT = struct.Struct("<d")
 _COMPLEX = struct.Struct("<dd")
@@ -36,7 +37,7 @@ _DTYPES: list[torch.dtype] = [
 _BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES}
 _NAMES = {dtype: name for name, dtype in _BY_NAME.items()}
 _NUMBERS = "?bhilqBHILQefdgFDG"
-"""numpy's, by its letters."""
+"""The NumPy dtypes that can be sent, by their letters."""
 _KEYS = (type(None), bool, int, float, complex, str, bytes, tuple, frozenset, torch.Size, torch.dtype, torch.device)
 """Types of keys, and of what a set holds."""
 

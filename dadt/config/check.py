@@ -55,7 +55,8 @@ def check_compression(name: str) -> None:
 
 
 def check_auto(algorithm: str, compression: str, steps: int) -> None:
-    """Where something is to be chosen by what was measured."""
+    """Raises ConfigError if the algorithm or compression is `auto` and there are too few synchronous steps to measure
+    in."""
     if compression == "auto" and algorithm not in COMPRESSES:
         raise ConfigError(
             f"--compression auto: --algorithm {algorithm} has no synchronous steps in which it could be measured;"
@@ -67,7 +68,7 @@ def check_auto(algorithm: str, compression: str, steps: int) -> None:
 
 
 def check_min_np(least: int, np: int, algorithm: str, executors: Iterable[str], launcher: str, nnodes: int) -> None:
-    """Where training can go on without a rank."""
+    """Raises ConfigError if `--min-np` cannot be used with these settings."""
     given = f"--min-np {least}"
     if np and least > np:
         raise ConfigError(f"{given}: -np {np} starts no more; give {np} or less")
@@ -128,7 +129,8 @@ def check_snapshots(every: str, algorithm: str) -> None:
 
 
 def check_discovery(script: str, named: str, launcher: str, nnodes: int) -> None:
-    """Where a script may say which hosts there are. named: hosts that were given otherwise."""
+    """Raises ConfigError if the hosts are given by a script and otherwise as well. named: hosts given by -H or
+    --hostfile."""
     if not script:
         return
     if named:

@@ -25,12 +25,12 @@ REPORT_SECONDS = 0.2
 SHOWN = 4096
 """Characters sent of a path or of a line of source."""
 LISTENER_SECONDS = 1.0
-"""How long the listening thread may take to end."""
+"""Seconds that the listening thread may take to end."""
 ANSWER_SECONDS = 10.0
-"""How long the agent may take to answer, on top of the question's own timeout."""
+"""Seconds that the agent may take to answer, on top of the question's own timeout."""
 
 AGAIN_SECONDS = 5.0
-"""How long an agent whose socket was removed may take to make it again."""
+"""Seconds that an agent whose socket was removed may take to make it again."""
 LOOK_SECONDS = 0.1
 
 
@@ -181,8 +181,8 @@ class Control:
         return ranks
 
     def reconnect(self, text: str, timeout: float, generation: int) -> tuple[bool, str]:
-        """Ask that all ranks connect anew, as this one's connection has failed with the error in the text. Waits until
-        the launcher knows whether they do. Returns that, and why not: empty if the error says all."""
+        """Ask that all ranks connect again, as this one's connection has failed with the error in the text. Waits until
+        the launcher has decided. Returns whether they do, and why not: empty if the error says all."""
         answer = self._ask("reconnect", timeout, text=text[: schema.TEXT], generation=generation)
         return answer["anew"], answer["text"]
 
@@ -210,13 +210,13 @@ class Control:
         self._report("saved", path=path, count=count, number=number)
 
     def wrote(self, path: str, **facts: Any) -> bool:
-        """Tell the hosts that see the same folder what this process writes there; whether they are told. facts: size,
-        as of `written_files.line`; or count and number, as of `saved`."""
+        """Report to the hosts that see the same folder what this process writes there. facts: size, as for
+        `written_files.line`, or count and number, as for `saved`. Returns True: the report was sent."""
         self._report("wrote", path=path, **facts)
         return True
 
     def heard(self) -> Sequence[bytes]:
-        """What was told in this way: nothing, as the agent adds other hosts' words to the file of its own."""
+        """Always empty: the agent adds what other hosts write to its own file."""
         return ()
 
     def await_save(self, path: str, count: int, number: int, step: int, timeout: float, far: bool = False) -> str:

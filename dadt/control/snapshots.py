@@ -25,14 +25,14 @@ from dadt.errors import NotResumed
 
 VERSION = 2
 KEPT = 2
-"""Whole snapshots that are kept, of which the last one is the one to go on from."""
+"""Number of whole snapshots that are kept. Training goes on from the last one."""
 FOLDER = "snapshots"
 MOST_RANKS = 1 << 20
 _BLOCK = 1 << 20
 _SYNCED = 32 << 20
-"""Bytes after which the disk is waited for."""
+"""Bytes written after which the disk is waited for."""
 _LARGEST = 16 << 20
-"""Bytes of what is told of a job, of which the arguments of its script are the most."""
+"""Most bytes of a part's description of the job, whose largest piece is the arguments of the script."""
 _PART = re.compile(r"rank(\d{1,7})")
 
 
@@ -53,7 +53,7 @@ class Content:
         self._size = self._synced = 0
 
     def write(self, data: Any) -> int:
-        """All of it. Raises OSError."""
+        """Write all of the data. Raises OSError."""
         view = memoryview(data).cast("B")
         self._hash.update(view)
         self._file.write(view)
@@ -63,7 +63,7 @@ class Content:
         return len(view)
 
     def flush(self) -> None:
-        """Asked for by torch. Raises OSError."""
+        """Flush the file, as torch wants it. Raises OSError."""
         self._file.flush()
 
     def sync(self) -> None:
@@ -75,7 +75,7 @@ class Content:
 
     @property
     def sha256(self) -> str:
-        """In hexadecimal digits, of what has been written so far."""
+        """The checksum, in hexadecimal digits, of what has been written so far."""
         return self._hash.hexdigest()
 
 
@@ -88,7 +88,7 @@ def complete(folder: Path, rank: int, half: Path, sha256: str, told: dict[str, A
 
 
 def write(path: Path, text: str) -> None:
-    """The whole file, or none. Raises OSError."""
+    """Write the whole file, or none. Raises OSError."""
     half = path.with_suffix(f"{path.suffix}.half")
     try:
         with private_files.open_file(half, "w", inner=True) as file:
@@ -101,8 +101,8 @@ def write(path: Path, text: str) -> None:
 
 
 def about(folder: Path, rank: int) -> dict[str, Any]:
-    """What was told of the job. Raises NotResumed where the rank's part is not whole, as far as its length says, or
-    something is missing or of another kind."""
+    """What the rank's part of a snapshot says of the job. Raises NotResumed if the part is not whole, as far as its
+    length says, or something is missing or of another kind."""
     path = folder / f"rank{rank}.json"
     try:
         if not _is_file(path) or path.stat().st_size > _LARGEST:
@@ -124,7 +124,7 @@ def about(folder: Path, rank: int) -> dict[str, Any]:
 
 
 def _is_file(path: Path) -> bool:
-    """A pipe would be waited for."""
+    """Whether it is a regular file: reading a pipe would wait."""
     return stat.S_ISREG(path.stat().st_mode)
 
 
@@ -154,11 +154,11 @@ ABOUT: Mapping[str, Callable[[Any], bool]] = {
     "arguments": lambda value: isinstance(value, list) and all(map(_is_text, value)),
     "next": _is_text,
 }
-"""What has to be told of a job, beside what else may be."""
+"""What a part has to say of the job, with a check for each value; it may say more."""
 
 
 def parts(folder: Path) -> list[int]:
-    """The ranks whose parts are seen here. Raises NotResumed where there is none."""
+    """The ranks whose parts this host sees. Raises NotResumed if there is none."""
     names = [_PART.fullmatch(path.stem) for path in folder.glob("rank*.json")]
     found = sorted({int(name[1]) for name in names if name is not None})
     if not found:
@@ -172,7 +172,7 @@ def told(folder: Path) -> dict[str, Any]:
 
 
 def shares(folder: Path) -> int:
-    """Among how many workers its data was divided; 1 where that cannot be read."""
+    """Number of workers among which the job's data was divided; 1 if that cannot be read."""
     try:
         return int(told(folder)["shares"])
     except (NotResumed, KeyError, TypeError, ValueError):
@@ -180,7 +180,7 @@ def shares(folder: Path) -> int:
 
 
 def is_whole(folder: Path) -> bool:
-    """All ranks that trained then have written their parts."""
+    """Whether all ranks that trained then have written their parts."""
     try:
         return all(about(folder, rank) for rank in told(folder)["members"])
     except NotResumed:
@@ -188,17 +188,18 @@ def is_whole(folder: Path) -> bool:
 
 
 def whole(root: Path) -> list[Path]:
-    """In order of steps."""
+    """The folders of the whole snapshots, in order of steps."""
     return [folder for folder in sorted(root.glob("[0-9]*")) if is_whole(folder)]
 
 
 def newest(root: Path) -> Path | None:
-    """The last whole one. Its number is the largest: what an attempt before has left was set aside."""
+    """The folder of the last whole snapshot, whose step is the largest, as earlier attempts' were set aside; None if
+    there is none."""
     return next((folder for folder in sorted(root.glob("[0-9]*"), reverse=True) if is_whole(folder)), None)
 
 
 def drop_old(root: Path) -> None:
-    """Keep the last whole ones, and what may become one."""
+    """Remove all whole snapshots but the last KEPT; those that are not whole may become so and stay."""
     for folder in whole(root)[:-KEPT]:
         shutil.rmtree(folder, ignore_errors=True)
 

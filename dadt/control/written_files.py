@@ -8,11 +8,11 @@ from pathlib import Path
 
 NAME = "written"
 REMOVED = -2
-"""Stands for a size in a line that tells of a removal."""
+"""Stands for the size in a line that reports a removal."""
 
 
 def line(rank: int, size: int, path: str) -> bytes:
-    """size: what was there before, in bytes; -1: nothing; REMOVED."""
+    """The line about a path that this rank writes. size: bytes of what was there before; -1 for nothing; or REMOVED."""
     return f"{json.dumps([rank, size, path])}\n".encode()
 
 

@@ -42,7 +42,7 @@ _KEEPALIVE = (
     (socket.TCP_KEEPCNT, 6),
     (socket.TCP_USER_TIMEOUT, 40_000),  # the others do not count while something is on its way
 )
-"""A host that is gone is noticed within 40 s."""
+"""Options by which TCP notices within 40 s that a host is gone."""
 
 
 class Named:
@@ -124,7 +124,7 @@ class Named:
         return self._negotiation.join()
 
     def set_step(self, step: int) -> None:
-        """Tell which step this rank is in, for reports of stalls."""
+        """Record which step this rank is in, for reports of stalls."""
         self._negotiation.set_step(step)
 
     def abort(self, reason: str, lost: bool = False) -> None:
@@ -148,7 +148,7 @@ class Named:
         return self._negotiation.error is not None or self._connection.failed
 
     def _listen(self) -> None:
-        """Tell what rank 0 finds stalled, and what it orders the others."""
+        """The watching thread: prints which tensors rank 0 finds stalled, and follows rank 0's orders."""
         while (notices := self._negotiation.notices(3600.0)) is not None:
             for notice in notices:
                 if notice.stall is not None:
@@ -157,7 +157,7 @@ class Named:
                     _dump(self.rank)
 
     def _tell(self, stall: _core.Stall) -> None:
-        """Acts before it talks: whoever reads may be gone."""
+        """Act on a stalled tensor as `--on-stall` says, then print it: who reads may be gone."""
         text = describe(stall)
         if self._on_stall == "abort":
             self._negotiation.abort(text)

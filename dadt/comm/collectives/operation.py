@@ -193,7 +193,7 @@ def all_to_all(tensors: Sequence[torch.Tensor], size: int, outputs: Sequence[tor
 
 
 def barrier(size: int) -> Operation:
-    """Nothing but that all have come."""
+    """Wait until all ranks have come; moves no bytes."""
     return Operation("barrier", "barrier", "exchange", sends=[(0, 0)] * size, receives=[(0, 0)] * size)
 
 
@@ -201,7 +201,7 @@ def barrier(size: int) -> Operation:
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's values, contiguous in host memory: its own where they are so already."""
+    """The tensor's values, contiguous in host memory: its own memory if they already are."""
     if tensor.layout != torch.strided:
         raise TypeError(f"the tensor is {tensor.layout}: give a dense one, or see coo_all_reduce")
     detached = tensor.detach().resolve_conj().resolve_neg()
@@ -212,7 +212,7 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def host_target(output: torch.Tensor) -> torch.Tensor:
-    """Contiguous host memory for a result of the output's shape: its own where it is so."""
+    """Contiguous host memory for a result of the output's shape: the output's own if it is that."""
     own = output.detach()
     if own.device.type == "cpu" and own.is_contiguous() and not own.is_conj() and not own.is_neg():
         return own
@@ -264,7 +264,7 @@ def _gather_call(
 
 
 def _receive(call: Operation, outputs: Sequence[torch.Tensor] | None, like: torch.Tensor) -> None:
-    """The places for an exchange's results."""
+    """Set where the operation puts what it receives: into outputs, or into new tensors if they are None."""
     if outputs is None:
         trail = tuple(like.shape[1:])
         rows = like.shape[0] if like.dim() else 1
@@ -278,7 +278,7 @@ def _receive(call: Operation, outputs: Sequence[torch.Tensor] | None, like: torc
 
 
 def _new(memory: Any, like: torch.Tensor, trail: tuple[int, ...], rows: int) -> torch.Tensor:
-    """The received bytes as a tensor of as many rows as came. rows: their number if they have no bytes to count."""
+    """The received bytes as a tensor with one row per row received. rows: the number of rows if they have no bytes."""
     size = memoryview(memory).nbytes
     if size == 0:
         row = torch.Size(trail).numel()
@@ -287,7 +287,7 @@ def _new(memory: Any, like: torch.Tensor, trail: tuple[int, ...], rows: int) -> 
 
 
 def _is_folded(reduction: str, dtype: torch.dtype) -> bool:
-    """A reduction that the core does not have: every rank gets all tensors and folds them in rank order."""
+    """Whether the core lacks this reduction, so that every rank gets all tensors and folds them in rank order."""
     return reduction in _BITS or (dtype.is_complex and reduction == "product")
 
 
@@ -352,7 +352,8 @@ def _check_same_dtype(verb: str, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _alike(verb: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One whose rows are those of all; torch.empty(0), of no rows, fits any."""
+    """A tensor whose sizes after the first are those of all; torch.empty(0), of no rows, fits any. Raises
+    ValueError."""
     shaped = [t for t in tensors if t.shape != (0,)]
     for tensor in shaped:
         if tensor.shape[1:] != shaped[0].shape[1:]:
@@ -386,5 +387,5 @@ def _describe(tensor: torch.Tensor) -> str:
 
 
 def _rows(tensor: torch.Tensor) -> str:
-    """Its shape but for the first size."""
+    """The tensor's shape as text, with * for the first size."""
     return f"[{', '.join(['*', *map(str, tensor.shape[1:])])}]" if tensor.dim() else "[]"

@@ -76,7 +76,7 @@ class Handles:
         return all(handle.done for handle in self._handles)
 
     def wait(self, timeout: float | None = None) -> list[Any]:
-        """Like Handle.wait, for each."""
+        """Wait for each handle, as Handle.wait does. Returns the list of their results."""
         return [handle.wait(timeout) for handle in self._handles]
 
 
@@ -99,7 +99,7 @@ class ProcessSet:
         self.timeout = config.timeout
         self.deaths = deaths
         self.proved = len(ranks) == 1 or bool(meet.secret)
-        """Its ranks have proved to each other that they belong to this job."""
+        """Whether its ranks have proved to each other that they belong to this job."""
         self._calls = itertools.count(1)
         self._joins = 0
         self._lock = threading.Lock()

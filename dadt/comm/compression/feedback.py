@@ -11,26 +11,28 @@ if TYPE_CHECKING:
 
 
 class Owing:
-    """How much of what is owed from before still counts."""
+    """The factor by which the residual of earlier exchanges counts in the next one."""
 
     def __init__(self) -> None:
         self._scale: torch.Tensor | None = None
         self._forgets = False
 
     def observe(self) -> dict[str, Any]:
-        """What this rank owes, as it is while no exchange is under way: for it alone, and not to be changed."""
+        """This rank's residual and its scale, while no exchange is under way. Only to be read: the tensors are in
+        use."""
         return {"scale": self._scale, "forgets": self._forgets}
 
     def restore(self, own: dict[str, Any]) -> None:
-        """Go on with the same bits from what `observe` gave."""
+        """Restore exactly what `observe` gave."""
         self._scale, self._forgets = own["scale"], own["forgets"]
 
     def forget(self) -> None:
-        """The next exchange begins with nothing owed."""
+        """Let the next exchange begin with no residual."""
         self._forgets = True
 
     def keep(self, scale: torch.Tensor | None) -> torch.Tensor | float:
-        """The residual's factor in the next exchange, whose gradients have this scale; a tensor for one on a GPU."""
+        """The residual's factor in the next exchange. scale: the loss scale of that exchange's gradients. A tensor if
+        the scale is one on a GPU, else a number."""
         before, self._scale = self._scale, scale
         forgets, self._forgets = self._forgets, False
         if forgets:
@@ -50,7 +52,7 @@ class Feedback(Owing):
         self._owed: torch.Tensor | None = None
 
     def owed(self, total: int, device: torch.device | None = None) -> torch.Tensor:
-        """The residual for so many values, made at the first call, on that device (None: in host memory)."""
+        """The residual of `total` values, on this device (None: in host memory); zeros at the first call."""
         if self._owed is None:
             self._owed = torch.zeros(total, device=device or "cpu", dtype=torch.float32)
         if device is not None and self._owed.device != device:  # from a snapshot
@@ -66,5 +68,6 @@ class Feedback(Owing):
         self._owed = own["owed"]
 
     def arguments(self, total: int, scale: torch.Tensor | None = None) -> dict[str, Any]:
-        """Arguments of the next `Engine.allreduce` of so many values. This object must live until that is done."""
+        """Keyword arguments of the next `Engine.allreduce`, of `total` values. This object must live until that is
+        done."""
         return {"codec": self.codec.core, "owed": self.owed(total).data_ptr(), "keep": float(self.keep(scale))}

@@ -16,7 +16,7 @@ from dadt.comm.compression.feedback import Owing
 from dadt.comm.compression.half import narrowed
 
 _DEPENDENT = 1e-4
-"""A column of which no more is left, once those before are taken out, is nothing but their rounding."""
+"""A column whose rest is at most this share of its norm, once the columns before are taken out, is rounding error."""
 _SEED = 1905_13727
 Learned = tuple[torch.Tensor, torch.Tensor | None]
 """What one averaging of a matrix leaves: the mean of Q over ranks, and this rank's error, the part of its own matrix
@@ -64,7 +64,7 @@ class LowRank(Owing):
         self.epoch = 0
 
     def _begin(self) -> list[torch.Tensor]:
-        """Random, and equal on all ranks."""
+        """Where the first iteration begins: random, and equal on all ranks."""
         generator = torch.Generator().manual_seed(_SEED)
         sizes = [(m, r) for (_, m), r in zip(self._shapes, self._ranks, strict=True)]
         return [
@@ -183,13 +183,14 @@ class Round:
                 places[i].copy_(narrowed(product, place_dtype) if product.dtype != place_dtype else product)
 
     def learn(self) -> None:
-        """After `finish`, once; on all ranks between the same two averagings."""
+        """Keep what this averaging leaves. Call it once after `finish`, on all ranks between the same two
+        averagings."""
         if self._epoch == self.form.epoch:
             self.form.learn(self.learned())
         self._taken, self._own = [], []
 
     def learned(self) -> list[Learned]:
-        """What `learn` will go by, after `finish`."""
+        """What the averaging leaves for each matrix, after `finish`: `learn` goes by it."""
         with torch.no_grad():
             return [self._learned(k, self.form.second.deliver(k, self._turn)) for k in range(len(self._taken))]
 
@@ -201,7 +202,7 @@ class Round:
 
 
 def _as_matrix(tensor: torch.Tensor) -> tuple[int, int]:
-    """Rows and columns; none of what is none."""
+    """Rows and columns of the tensor as a matrix; (0, 0) for vectors and empty tensors."""
     if tensor.dim() < 2 or not tensor.numel():
         return 0, 0
     return tensor.shape[0], tensor.numel() // tensor.shape[0]

@@ -24,7 +24,7 @@ class P2PWork(Protocol):
 
     @property
     def source(self) -> int:
-        """The rank that sent it, after wait."""
+        """The rank that sent the message; known after `wait`."""
 
 
 class PointToPoint(Protocol):
@@ -37,7 +37,7 @@ class PointToPoint(Protocol):
         """Overwrite the contiguous tensor. peer None: from whoever sends with this tag first."""
 
     def abort(self) -> None:
-        """Any thread, more than once: make what waits raise, where the library can."""
+        """Make all waiting calls raise, if the library can. Any thread, more than once."""
 
 
 class Executor(PointToPoint, Protocol):
@@ -57,7 +57,8 @@ class Executor(PointToPoint, Protocol):
         """Bytes to and from each rank. Both sides know the lengths. A rank's own are copied, too."""
 
     def close(self) -> bool | None:
-        """End it, for good. True if nothing is at the memory of its operations any more, also of those that failed."""
+        """End the executor. Returns whether nothing uses the memory of its operations any more, failed ones
+        included."""
 
 
 @runtime_checkable
@@ -76,18 +77,19 @@ class Connection:
     engine: Engine
     mail: PointToPoint
     close: Callable[[], bool]
-    """Call after the engine is closed. Whether nothing is at the memory of operations any more, also of those that
-    failed: where a library may be, it has to be kept."""
+    """Call this after the engine is closed. Returns whether nothing uses the memory of operations any more, failed ones
+    included; if not, that memory has to be kept."""
     broadcaster: Engine | None = None
-    """The engine for broadcasts, where another executor moves them."""
+    """The engine for broadcasts if another executor moves them, else None."""
     device: Device | None = None
     """The device that averages tensors where they are; None if they travel through host memory."""
 
     told: bool = True
-    """Whether ranks that are in different operations are told so; some libraries end the process then."""
+    """Whether ranks that are in different operations get an error that says so; some libraries end the process
+    instead."""
 
     def engine_of(self, kind: str) -> Engine:
-        """For operations of this kind, as "broadcast"."""
+        """The engine for operations of this kind, such as "broadcast"."""
         return self.broadcaster or self.engine if kind == "broadcast" else self.engine
 
     def abort(self, reason: str, lost: bool) -> None:
@@ -99,7 +101,7 @@ class Connection:
             self.device.abort()
 
     def abandon(self, reason: str) -> None:
-        """End it, where it is not used any more because of an error."""
+        """End the connection after an error, so that nothing uses it any more."""
         self.engine.abort(reason)
         self.engine.close(0.0)
         self.close()

@@ -74,7 +74,7 @@ def spread(executor: Executor, parts: Parts, rank: int, sum: Sum, every: torch.T
 def allreduce(
     executor: Executor, rank: int, ranks: int, flat: torch.Tensor, codec: _core.Codec, owed: int, keep: float
 ) -> None:
-    """Sum of float32 over ranks, in place. owed, keep: as of Engine.allreduce."""
+    """Sum float32 values over ranks, in place. owed, keep: as for Engine.allreduce."""
     parts = Parts(codec, flat.numel(), ranks)
     wire, received = (torch.empty(parts.bytes * ranks, dtype=torch.uint8, device="cpu") for _ in range(2))
     _core.compress(codec, flat.data_ptr(), parts.total, wire.data_ptr(), owed, keep)

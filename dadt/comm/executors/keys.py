@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class Keys(Store):
-    """One rank's. Waits as long as its Meet does, whatever the library says. Any thread."""
+    """One rank's view of the keys. Waits as long as its Meet does, whatever timeout the library gives. Any thread."""
 
     def __init__(self, meet: Meet, rank: int, size: int) -> None:
-        """rank, size: of the group, as the library numbers it."""
+        """rank, size: this rank's number in the group, as the library counts it, and the group's size."""
         super().__init__()
         self._meet = meet
         self._rank = rank
@@ -40,11 +40,12 @@ class Keys(Store):
             self._known.update(zip(absent, self._meet.get(absent), strict=True))
 
     def holds(self, address: bytes) -> bool:
-        """Whether a rank has told of this address."""
+        """Whether a value that this rank knows contains this address."""
         return any(address in value for value in self._known.values())
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether this rank knows them. The others are not asked: NCCL looks once a second, as long as it runs."""
+        """Whether this rank knows all these keys. Others are not asked, as NCCL checks once a second for as long as it
+        runs."""
         return all(key in self._known for key in keys)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[bytes]) -> None:
@@ -62,14 +63,15 @@ class Keys(Store):
         return self
 
     def _alike(self, key: str) -> list[str]:
-        """The same key of all ranks: Gloo asks for one by one, and each way to the launcher counts."""
+        """The unknown keys of all ranks like this one: Gloo asks for one after the other, and each question to the
+        launcher takes time."""
         of_all = key.rpartition("/")[0]
         if f"{of_all}/{self._rank}" not in self._known:
             return [key]
         return [each for rank in range(self._size) if (each := f"{of_all}/{rank}") not in self._known]
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Nothing: the start of a job has one deadline for all."""
+        """Does nothing, as the start of a job has one deadline for everything."""
 
     def add(self, key: str, value: int) -> int:
         raise _unknown("add")

@@ -112,7 +112,8 @@ class AllRanks:
 
     @property
     def _of(self) -> dict[str, int]:
-        """Ranks are lost only where agents tell of it."""
+        """The number of the ranks' generation, as an argument for an agent; empty if no rank was lost, or there are no
+        agents."""
         return {"generation": self.world.generation} if self.world.generation else {}
 
     @property
@@ -123,8 +124,9 @@ class AllRanks:
 
 
 def attend(meet: Meet, what: str, connect: Callable[[], Made]) -> Made:
-    """What a library makes, which waits for a rank that has ended as for one that is late, and cannot be told: where
-    ranks are lost it is left alone with that. what: it does, for who asks what this rank waits for."""
+    """What `connect` returns. It calls a library that waits for a rank that has ended as for one that is late, and
+    cannot be interrupted: if ranks are lost, raises PeerLost and leaves the library waiting in its thread. what: what
+    the library does, for reports of what this rank waits for."""
     if meet.outdated is None:
         return connect()
     made: queue.SimpleQueue[Made | Exception] = queue.SimpleQueue()

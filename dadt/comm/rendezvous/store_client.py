@@ -27,13 +27,13 @@ from dadt.errors import ConfigError, DadtError, StartTimeout
 from dadt.world import World
 
 LOOK_SECONDS = 0.5
-"""While it waits for others, a rank looks this often whether they can still come."""
+"""Seconds between a waiting rank's looks whether the others can still come."""
 CAUSE_SECONDS = 1.0
-"""How long a rank that another one's failure ended lets that one exit first: the first exit code is the job's."""
+"""Seconds that a rank that another one's failure ended lets that one exit first: the first exit code is the job's."""
 START_SECONDS = 10.0
-"""How long a rank 0 whose script is over lets the others come through their start."""
+"""Seconds that a rank 0 whose script is over gives the others to finish their start."""
 PAUSES = (0.001, 0.05)
-"""Between looks for what others tell, growing."""
+"""Seconds between looks for what others put into the store: they grow from the first to the second."""
 ABSENT = "has not imported dadt"
 BEGUN = "has imported torch, not begun to train"
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class StoreClient:
         self._state = BEGUN
         self._pid = os.getpid()
         self._heard = 0
-        """How much this rank has read of what those of hosts that share the folder have told of files."""
+        """Number of lines that this rank has read of what the ranks that share its folder report of files."""
 
     @classmethod
     def connect(cls, world: World, config: Config) -> tuple[StoreClient, Config]:
@@ -219,7 +219,7 @@ class StoreClient:
         faulthandler.dump_traceback(all_threads=True)
 
     def writes(self, path: str, mark: str) -> None:
-        """Nobody clears away after this rank."""
+        """Does nothing, as there is no agent to clear away after this rank."""
 
     def saved(self, path: str, count: int, number: int) -> None:
         """Local rank 0 has written the file for the count-th time, which was its number-th save."""
@@ -230,8 +230,8 @@ class StoreClient:
         self._use(lambda values: values.set(self._save_key("", number, far), b"1"))
 
     def wrote(self, path: str, **facts: Any) -> bool:
-        """Tell all ranks that see the same folder what this process writes there; facts: as of Control. Returns whether
-        they are told: else they wait a moment for it."""
+        """Report to all ranks that see the same folder what this process writes there. facts: as for Control. Returns
+        whether the report reached the store."""
         with suppress(DadtError):
             if "count" in facts:
                 self._tell_saved(path, facts["count"], facts["number"], far=True)
@@ -243,7 +243,7 @@ class StoreClient:
         return False
 
     def heard(self) -> list[bytes]:
-        """What was told in this way since the last call, in one order for all ranks."""
+        """The lines reported by `wrote` since the last call, in one order for all ranks."""
         lines: list[bytes] = []
         with suppress(DadtError):  # rank 0 may be gone by now
             while self.world.folder_writer >= 0 and self._has(f"{self._log}/{self._heard + 1}"):
@@ -275,7 +275,7 @@ class StoreClient:
 
     @property
     def _log(self) -> str:
-        """The key of what is told of files in the folder that this host shares with others."""
+        """The key of the lines about files in the folder that this host shares with others."""
         return f"wrote/{self.world.folder_writer}"
 
     def _publish(self, state: str) -> None:
@@ -291,7 +291,7 @@ class StoreClient:
         return {"rank": rank, "seconds": time.time() - known.pop("time"), "said": known["state"], **known}
 
     def _arrive(self, keys: list[str], deadline: float, patience: float = LOOK_SECONDS) -> bool:
-        """Wait for all keys, at most so long."""
+        """Wait for all keys, until the deadline, but at most `patience` seconds. Returns whether they are there."""
         end = min(deadline, time.monotonic() + patience)
         pause = PAUSES[0]
         while not self._use(lambda values: values.check(keys)):
@@ -336,7 +336,8 @@ def placed(world: World, everyone: Sequence[Mapping[str, Any]], address: str) ->
 
 
 def _address(everyone: Sequence[Mapping[str, Any]], rank: int) -> str:
-    """At which other hosts reach this rank's: rank 0's as they found it, others from where they reached it."""
+    """The address at which other hosts reach this rank's host: rank 0's as the others found it, any other's as it has
+    itself on the way to rank 0."""
     if everyone[rank]["machine"] != everyone[0]["machine"]:
         return str(everyone[rank]["own"])
     return str(next((each["store"] for each in everyone if each["machine"] != everyone[0]["machine"]), ""))
